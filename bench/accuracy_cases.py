@@ -1,6 +1,8 @@
-"""What `bench.accuracy` predicts, and how far off predictions are: texts as token ids, the positions that count, and errors beside a reference.
+"""What `bench.accuracy` predicts, and how far off predictions are: texts as token ids, the positions that count, and
+errors beside a reference.
 
-Pure arithmetic and files; it runs no model. A directory holds one run's cases (`cases.json`) and the reference's logprobs (`reference.npy`).
+Pure arithmetic and files; it runs no model. A directory holds one run's cases (`cases.json`) and the reference's
+logprobs (`reference.npy`).
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One text. positions: those whose next token is predicted, ascending; the last `tail` of them follow each other up to the text's end."""
+    """One text. positions: those whose next token is predicted, ascending; the last `tail` of them follow each other up
+    to the text's end."""
 
     name: str
     ids: list[int]
@@ -39,7 +42,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """One number for each position: how far the right token's logprob is off, KL divergence from the reference, whether the best token is its own."""
+    """One number for each position: how far the right token's logprob is off, KL divergence from the reference, whether
+    the best token is its own."""
 
     logprob: Floats
     divergence: Floats

@@ -2,8 +2,8 @@
 
     python -m bench.accuracy_engine MODE MODEL DIRECTORY      MODE: usual, torch, deterministic, int8 or w8a8_int8
 
-Every text goes through as chunks of a prompt; its last tokens then once more as rows that decode, of several texts together. Errors of both are
-written to DIRECTORY/MODE.npz.
+Every text goes through as chunks of a prompt; its last tokens then once more as rows that decode, of several texts
+together. Errors of both are written to DIRECTORY/MODE.npz.
 """
 
 from __future__ import annotations
@@ -60,9 +60,12 @@ class Predictor:
         return np.concatenate(found)
 
     def decode(self, cases: Sequence[Case], step: int) -> Floats:
-        """Logprobs behind the step-th of the last positions of each case, in the order of cases; case i lies in the pages of row i."""
+        """Logprobs behind the step-th of the last positions of each case, in the order of cases; case i lies in the
+        pages of row i."""
         places = [case.positions[len(case.positions) - case.tail + step] for case in cases]
-        rows = [self._row(case, row, place, place + 1) for row, (case, place) in enumerate(zip(cases, places, strict=True))]
+        rows = [
+            self._row(case, row, place, place + 1) for row, (case, place) in enumerate(zip(cases, places, strict=True))
+        ]
         return _logprobs(self._forward(rows, list(range(len(rows)))).logits())
 
     def close(self) -> None:
@@ -76,7 +79,9 @@ class Predictor:
         engine = self._engine
         engine._progress.begin(())
         with torch.inference_mode():
-            return engine._model.forward(build_batch(StepPlan(tuple(rows)), engine._limits, "cpu"), engine._progress, wanted)
+            return engine._model.forward(
+                build_batch(StepPlan(tuple(rows)), engine._limits, "cpu"), engine._progress, wanted
+            )
 
 
 def _logprobs(logits: torch.Tensor) -> Floats:

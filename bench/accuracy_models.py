@@ -1,4 +1,5 @@
-"""Checkpoints that transformers and pdcluster read alike, for `bench.accuracy`: the user's own, one out of a GGUF file, or a made one."""
+"""Checkpoints that transformers and pdcluster read alike, for `bench.accuracy`: the user's own, one out of a GGUF file,
+or a made one."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from pdcluster.engine.model.gguf_weights import gguf_tensors
 
 VOCABULARY = 4096
 OUTLIERS, OUTLIER_GAIN = 4, 24.0
-"""Channels of the residual stream that are larger than the others, and by how much. Norms make them small again, as in real models."""
+"""Channels of the residual stream that are larger than the others, and by how much. Norms make them small again, as in
+real models."""
 LOGIT_GAIN = 6.0
 """Of the last norm: logits are as large as real ones, 10 to 20."""
 
@@ -37,7 +39,8 @@ def from_gguf(file: Path, target: Path, dtype: torch.dtype = torch.bfloat16) -> 
 
 
 def made_model(target: Path) -> Path:
-    """A Llama of 4 layers whose residual stream has outliers. Its weights are drawn; its tokenizer is trained on the texts."""
+    """A Llama of 4 layers whose residual stream has outliers. Its weights are drawn; its tokenizer is trained on the
+    texts."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -68,7 +71,9 @@ def _made_tokenizer() -> Any:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator((text for _, text in texts()), trainer)
     fast: Any = PreTrainedTokenizerFast
     return fast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>")

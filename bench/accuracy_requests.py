@@ -1,4 +1,5 @@
-"""Requests through prefill and decode apart beside the same on one node, for `bench.accuracy`: tokens and logprobs of greedy answers.
+"""Requests through prefill and decode apart beside the same on one node, for `bench.accuracy`: tokens and logprobs of
+greedy answers.
 
 Both run in a real cluster of one prefill and one decode node, in float32 and bfloat16. Each request
 computes its whole prompt: one that finds it cached has another step, whose sums are in another order.
@@ -37,9 +38,24 @@ def compare_modes(model: Path, num_prompts: int) -> list[Figure]:
 @contextmanager
 def serving(model: Path, dtype: str) -> Iterator[str]:
     """The URL of `pdcluster up` with one prefill and one decode node."""
-    flags = ["--model", str(model), "--set", f"node.dtype={dtype}", "--http", "127.0.0.1:0", "--grpc", "none", "--prefill", "1", "--decode", "1"]
+    flags = [
+        "--model",
+        str(model),
+        "--set",
+        f"node.dtype={dtype}",
+        "--http",
+        "127.0.0.1:0",
+        "--grpc",
+        "none",
+        "--prefill",
+        "1",
+        "--decode",
+        "1",
+    ]
     command = [sys.executable, "-m", "pdcluster.cli", "up", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, preexec_fn=ends_with_us())
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, preexec_fn=ends_with_us()
+    )
     try:
         assert process.stdout is not None
         said = []
@@ -55,16 +71,24 @@ def serving(model: Path, dtype: str) -> Iterator[str]:
 
 
 def _compare(url: str, dtype: str, num_prompts: int) -> list[Figure]:
-    questions = [CHATS[index % len(CHATS)][0] + (" Answer briefly." if index >= len(CHATS) else "") for index in range(num_prompts)]
+    questions = [
+        CHATS[index % len(CHATS)][0] + (" Answer briefly." if index >= len(CHATS) else "")
+        for index in range(num_prompts)
+    ]
     apart = [ask(url, question, "remote") for question in questions]
     together = [ask(url, question, "local") for question in questions]
     pairs = [pair for one, other in zip(apart, together, strict=True) for pair in zip(one, other, strict=False)]
     off = max(abs(one["logprob"] - other["logprob"]) for one, other in pairs if one["token"] == other["token"])
-    same = sum([each["token"] for each in one] == [each["token"] for each in other] for one, other in zip(apart, together, strict=True))
+    same = sum(
+        [each["token"] for each in one] == [each["token"] for each in other]
+        for one, other in zip(apart, together, strict=True)
+    )
     says = "Paris" in "".join(each["token"] for each in apart[0])
     case = f"{dtype}, {num_prompts} greedy answers of {TOKENS} tokens"
     return [
-        Figure("P/D beside one node: same answers", case, same / num_prompts, "share", goal=1.0, holds=same == num_prompts),
+        Figure(
+            "P/D beside one node: same answers", case, same / num_prompts, "share", goal=1.0, holds=same == num_prompts
+        ),
         Figure("P/D beside one node: logprob off by, largest", case, off, "nat"),
         Figure("the capital of France is Paris", dtype, float(says), "", goal=1.0, holds=says),
     ]
@@ -82,7 +106,9 @@ def ask(url: str, question: str, mode: str) -> list[dict[str, Any]]:
     }
     with urlopen(f"{url}/v1/models", timeout=REQUEST_S) as reply:
         model = json.load(reply)["data"][0]["id"]
-    request = Request(f"{url}/v1/chat/completions", json.dumps(body | {"model": model}).encode(), {"content-type": "application/json"})
+    request = Request(
+        f"{url}/v1/chat/completions", json.dumps(body | {"model": model}).encode(), {"content-type": "application/json"}
+    )
     with urlopen(request, timeout=REQUEST_S) as reply:
         answer = json.load(reply)
     content: list[dict[str, Any]] = answer["choices"][0]["logprobs"]["content"]

@@ -1,9 +1,11 @@
-"""A router without routing: the least that plain Python needs to take a completion over HTTP, send it to a node and give its tokens back. A ceiling
-for the product, on the machine of the moment. `python -m bench.bare_router --bootstrap HOST:PORT --ready-fd N` serves until it is stopped.
+"""A router without routing: the least that plain Python needs to take a completion over HTTP, send it to a node and
+give its tokens back. A ceiling for the product, on the machine of the moment. `python -m bench.bare_router --bootstrap
+HOST:PORT --ready-fd N` serves until it is stopped.
 
-Real: HTTP/1.1 with keep-alive, JSON both ways, the product's link to the node (codec, digest, sequence numbers; its sockets), one event
-per streamed token. Left out, which is what a router is for: choice of nodes, prefixes, hold queue, tenants, retries, deadlines, slow and lost
-clients, metrics, explanations, checks of what clients and nodes say, stop strings, characters of several tokens. One prompt of token ids, one node.
+Real: HTTP/1.1 with keep-alive, JSON both ways, the product's link to the node (codec, digest, sequence numbers; its
+sockets), one event per streamed token. Left out, which is what a router is for: choice of nodes, prefixes, hold queue,
+tenants, retries, deadlines, slow and lost clients, metrics, explanations, checks of what clients and nodes say, stop
+strings, characters of several tokens. One prompt of token ids, one node.
 """
 
 from __future__ import annotations
@@ -22,7 +24,17 @@ import uvloop
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.bootstrap.agent import watch
 from pdcluster.checkpoint import bundled
-from pdcluster.core.messages import AnyMessage, Endpoint, Finished, Prefill, Sampling, TokenRow, Tokens, Work, pack_tokens
+from pdcluster.core.messages import (
+    AnyMessage,
+    Endpoint,
+    Finished,
+    Prefill,
+    Sampling,
+    TokenRow,
+    Tokens,
+    Work,
+    pack_tokens,
+)
 from pdcluster.kv.hashing import BLOCK_TOKENS, chain_root
 from pdcluster.processes import ready
 from pdcluster.transfer.backends.base import Peer
@@ -92,8 +104,13 @@ class BareRouter:
         request = f"bare-{next(self._numbers)}"
         self.waiting[request] = connection
         assert self._link is not None  # nobody asks before it is ready
-        packed, sampling = pack_tokens(asked.prompt), Sampling(asked.max_tokens, 1, temperature=asked.temperature, ignore_eos=asked.ignore_eos)
-        self._link.send(Prefill(Work(request, 0, packed, len(asked.prompt), b"", sampling, DEADLINE_S, ROOT), remote=False))
+        packed, sampling = (
+            pack_tokens(asked.prompt),
+            Sampling(asked.max_tokens, 1, temperature=asked.temperature, ignore_eos=asked.ignore_eos),
+        )
+        self._link.send(
+            Prefill(Work(request, 0, packed, len(asked.prompt), b"", sampling, DEADLINE_S, ROOT), remote=False)
+        )
         return request
 
     def _on_message(self, message: AnyMessage) -> None:
@@ -155,11 +172,24 @@ class BareConnection(asyncio.Protocol):
             "completion_tokens": message.num_output,
             "total_tokens": self._num_prompt + message.num_output,
         }
-        body = _encode({"id": self._id, "object": "text_completion", "created": 0, "model": self._router.model, "choices": [choice], "usage": usage})
-        self._write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        body = _encode(
+            {
+                "id": self._id,
+                "object": "text_completion",
+                "created": 0,
+                "model": self._router.model,
+                "choices": [choice],
+                "usage": usage,
+            }
+        )
+        self._write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
 
     def _event(self, choices: list[dict[str, object]]) -> bytes:
-        data = _encode({"id": self._id, "object": "text_completion", "created": 0, "model": self._router.model, "choices": choices})
+        data = _encode(
+            {"id": self._id, "object": "text_completion", "created": 0, "model": self._router.model, "choices": choices}
+        )
         return b"%x\r\ndata: %b\n\n\r\n" % (len(data) + 8, data)
 
 

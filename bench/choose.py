@@ -1,8 +1,9 @@
 """What a routing decision costs the router, by the size of the cluster: `python -m bench.choose`
 
-Clusters of 8, 64 and 1,000 nodes, half prefill and half decode, some busy; every node holds the system prompt and three hold more, so exact prefix
-routing is on. Between two decisions one node reports and two get or end a leg, as they do between two requests; `choose` is the policy alone over the
-view made from that, `view` the upkeep. The other rows are what else a request pays around its choice. Time is of this process's own core.
+Clusters of 8, 64 and 1,000 nodes, half prefill and half decode, some busy; every node holds the system prompt and three
+hold more, so exact prefix routing is on. Between two decisions one node reports and two get or end a leg, as they do
+between two requests; `choose` is the policy alone over the view made from that, `view` the upkeep. The other rows are
+what else a request pays around its choice. Time is of this process's own core.
 
 Not measured: hashing, the index (bench.index), the router around it (bench.router).
 """
@@ -59,21 +60,42 @@ def make_case(number: int, chance: random.Random) -> Case:
     cached.update((node.incarnation, TALK_TOKENS) for node in chance.sample(nodes, 3))
     hashes = chance.randbytes(NUM_TOKENS // 32 * HASH_BYTES)
     view = ClusterView(nodes, ClusterView(nodes).typical_cost)
-    return Case(view, Query(NUM_TOKENS, hashes, cached, held=cached), tuple(make_node(chance.randrange(number), number, chance) for _ in range(200)))
+    return Case(
+        view,
+        Query(NUM_TOKENS, hashes, cached, held=cached),
+        tuple(make_node(chance.randrange(number), number, chance) for _ in range(200)),
+    )
 
 
 def make_node(index: int, number: int, chance: random.Random) -> NodeView:
-    """Prefill nodes have run no rows, as in a cluster with roles; bandwidth is known to those that each wrote to last."""
+    """Prefill nodes have run no rows, as in a cluster with roles; bandwidth is known to those that each wrote to
+    last."""
     role: Role = "decode" if index % 2 else "prefill"
     waiting, rows = (0, chance.randrange(20)) if index % 2 else (chance.randrange(3), 0)
     cost = NodeCost(
         PrefillCost(0.005, 1e-4 * chance.uniform(0.9, 1.1), 1e-9, 512, 20 if index % 2 else 100),
         DecodeCost(0.008 * chance.uniform(0.9, 1.1), 2e-4, 1e-8, 100 if index % 2 else 0),
     )
-    load = Load(waiting, rows, 1000 * waiting, 1000 * rows, 4000, 4000 - 32 * rows, 0, 0, 0, 32, rows, waiting_pairs=500_000 * waiting, rows=rows)
+    load = Load(
+        waiting,
+        rows,
+        1000 * waiting,
+        1000 * rows,
+        4000,
+        4000 - 32 * rows,
+        0,
+        0,
+        0,
+        32,
+        rows,
+        waiting_pairs=500_000 * waiting,
+        rows=rows,
+    )
     bandwidth = {f"n{other:04d}": 1e9 for other in chance.sample(range(number), min(number, 8))}
     endpoint = Endpoint(f"n{index:04d}", f"n{index:04d}-boot", "127.0.0.1:1")
-    return NodeView(endpoint, role, 0, load, 32, 1 << 17, ("shm",), cost=cost, bandwidth=bandwidth, kv_bytes_per_token=1024)
+    return NodeView(
+        endpoint, role, 0, load, 32, 1 << 17, ("shm",), cost=cost, bandwidth=bandwidth, kv_bytes_per_token=1024
+    )
 
 
 def next_view(case: Case, view: ClusterView, turn: int) -> ClusterView:
@@ -86,7 +108,8 @@ def next_view(case: Case, view: ClusterView, turn: int) -> ClusterView:
 
 
 def microseconds(call: Callable[[int], object], num_calls: int, prepare: Callable[[], object] = tuple) -> list[float]:
-    """Per call, of each batch; the first one warms up. Between batches things are prepared, and garbage is collected."""
+    """Per call, of each batch; the first one warms up. Between batches things are prepared, and garbage is
+    collected."""
     samples = []
     for number in range(max(num_calls // BATCH, 3) + 1):
         prepare()

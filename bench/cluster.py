@@ -1,4 +1,5 @@
-"""A small real cluster for benchmarks: bootstrap, nodes (see `bench.node`) and router as processes, and a client that reads the timelines."""
+"""A small real cluster for benchmarks: bootstrap, nodes (see `bench.node`) and router as processes, and a client that
+reads the timelines."""
 
 from __future__ import annotations
 
@@ -65,8 +66,17 @@ class Client:
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
         """One greedy completion, whole, with token ids."""
-        body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        self._connection.request("POST", "/v1/completions", json.dumps(body), self._headers | {"content-type": "application/json"})
+        body = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        self._connection.request(
+            "POST", "/v1/completions", json.dumps(body), self._headers | {"content-type": "application/json"}
+        )
         reply = self._connection.getresponse()
         answer: dict[str, Any] = json.loads(reply.read())
         if reply.status != 200:
@@ -78,15 +88,38 @@ class Client:
 def cluster(
     model: Path, nodes: Sequence[NodePlan], transfer: str, router_flags: Sequence[str] = (), api_key: str | None = None
 ) -> Iterator[Client]:
-    """Processes that live as long as the block; every one is stopped with SIGTERM, the router first. api_key: of a tenant, where there are some."""
+    """Processes that live as long as the block; every one is stopped with SIGTERM, the router first. api_key: of a
+    tenant, where there are some."""
     running: list[subprocess.Popen[bytes]] = []
     try:
         bootstrap = start(running, ["pdcluster.cli", "bootstrap", "--listen", "127.0.0.1:0"])
         for plan in nodes:
-            own = ["--name", plan.name, "--role", plan.role, "--bootstrap", bootstrap, "--model", str(model), "--transfer", transfer]
+            own = [
+                "--name",
+                plan.name,
+                "--role",
+                plan.role,
+                "--bootstrap",
+                bootstrap,
+                "--model",
+                str(model),
+                "--transfer",
+                transfer,
+            ]
             own += ["--cores", str(plan.core), "--threads", "1", *plan.flags]
             start(running, ["bench.node", *plan.options, "--", *own], ready_option="--ready-fd")
-        own = ["--http", "127.0.0.1:0", "--grpc", "none", "--admin", "none", "--bootstrap", bootstrap, "--tokenizer", str(bundled.path())]
+        own = [
+            "--http",
+            "127.0.0.1:0",
+            "--grpc",
+            "none",
+            "--admin",
+            "none",
+            "--bootstrap",
+            bootstrap,
+            "--tokenizer",
+            str(bundled.path()),
+        ]
         router = start(running, ["pdcluster_router.cli", *own, *router_flags])
         yield Client(router, api_key)
     finally:
@@ -110,7 +143,8 @@ def start(running: list[subprocess.Popen[bytes]], arguments: list[str], ready_op
 
 
 def ends_with_us() -> Callable[[], None]:
-    """For `Popen(preexec_fn=…)` on the main thread: however a benchmark ends, its processes are told to, and let go of their shared memory."""
+    """For `Popen(preexec_fn=…)` on the main thread: however a benchmark ends, its processes are told to, and let go of
+    their shared memory."""
     return die_with(os.getpid(), signal.SIGTERM)
 
 

@@ -6,23 +6,26 @@
     python -m bench.engine --quantization                 what weights of eight bits win, and what they lose in quality
     python -m bench.engine --compare vllm llama.cpp       beside rivals, where these are installed (bench/README.md)
 
-Without --model a random Qwen3-shaped bfloat16 checkpoint of 30M parameters is made once and kept in the cache directory. With n tokens, batch B,
-contexts c and kv bytes of KV per token:
+Without --model a random Qwen3-shaped bfloat16 checkpoint of 30M parameters is made once and kept in the cache
+directory. With n tokens, batch B, contexts c and kv bytes of KV per token:
 
-    prefill   FLOP  = 2 P n + 4 L H d n²/2 + 2 hidden V      P: weights of the layers; the head runs for the last token only
-    decode    bytes = W + kv Σc + kv B                       W: bytes of the layers and the head
-              FLOP  = (2 P + 2 hidden V) B + 4 L H d Σc
+    prefill   FLOP  = 2 P n + 4 L H d n²/2 + 2 hidden V      P: weights of the layers; the head runs for the last token
+    only decode    bytes = W + kv Σc + kv B                       W: bytes of the layers and the head FLOP  = (2 P + 2
+    hidden V) B + 4 L H d Σc
 
-The roofline of a decode step is what the slower of its bytes and its FLOP takes at those ceilings; of many rows that is the products.
-The FLOP/s ceiling is the best of a few large products, our own and torch's: oneDNN's in bfloat16 where the CPU has one, else in float32 (its bfloat16
-is then many times slower than what the CPU can do); the row says which won. What torch does in float32 stands beside it, unjudged: where products of
-bfloat16 are slow it is more than weights of bfloat16, which are widened first, can reach. The bandwidth ceiling is the best of a few ways to read a
-buffer as large as the model, so that both meet the same caches. Both run with the engine's threads on the engine's core, since the pace of a shared
-machine drifts by a tenth within minutes: products in turns with each prompt, reading in turns with each decode step, whose roofline has the products
-of the run's start. Contexts are zeros: what is in the pages does not change the time.
+The roofline of a decode step is what the slower of its bytes and its FLOP takes at those ceilings; of many rows that is
+the products. The FLOP/s ceiling is the best of a few large products, our own and torch's: oneDNN's in bfloat16 where
+the CPU has one, else in float32 (its bfloat16 is then many times slower than what the CPU can do); the row says which
+won. What torch does in float32 stands beside it, unjudged: where products of bfloat16 are slow it is more than weights
+of bfloat16, which are widened first, can reach. The bandwidth ceiling is the best of a few ways to read a buffer as
+large as the model, so that both meet the same caches. Both run with the engine's threads on the engine's core, since
+the pace of a shared machine drifts by a tenth within minutes: products in turns with each prompt, reading in turns with
+each decode step, whose roofline has the products of the run's start. Contexts are zeros: what is in the pages does not
+change the time.
 
-Python's share is what a step takes in which every kernel gets an empty range: all of building the batch, calling kernels, small torch operations
-and drawing tokens. On some CPUs prompts run through oneDNN, so it is told for decode alone.
+Python's share is what a step takes in which every kernel gets an empty range: all of building the batch, calling
+kernels, small torch operations and drawing tokens. On some CPUs prompts run through oneDNN, so it is told for decode
+alone.
 """
 
 from __future__ import annotations
@@ -91,8 +94,8 @@ CONFIG = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure; every case and ceiling is repeated `repeats` times, each the best of `tries`, and of as many more as begin within `seconds`:
-    on a shared machine others are in the way for longer than what is short takes."""
+    """What to measure; every case and ceiling is repeated `repeats` times, each the best of `tries`, and of as many
+    more as begin within `seconds`: on a shared machine others are in the way for longer than what is short takes."""
 
     prefills: tuple[int, ...] = (128, 512, 2048)
     batches: tuple[int, ...] = (1, 8, 32)
@@ -136,7 +139,8 @@ class Ceiling:
     amount: float
     run: Callable[[], object]
     per_second: float
-    """When it was looked for. The machine's own pace drifts by a tenth within minutes, so whoever compares runs it again beside what it compares."""
+    """When it was looked for. The machine's own pace drifts by a tenth within minutes, so whoever compares runs it
+    again beside what it compares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +153,9 @@ class Ceilings:
 
     def decode_seconds(self, batch: int, context: int) -> float:
         """The roofline of a decode step."""
-        return max(self.work.decode_bytes(batch, context) / self.bandwidth, self.work.decode_flop(batch, context) / self.flops)
+        return max(
+            self.work.decode_bytes(batch, context) / self.bandwidth, self.work.decode_flop(batch, context) / self.flops
+        )
 
 
 Pairs = Sequence[tuple[float, float]]
@@ -173,12 +179,23 @@ def main() -> None:
         torch.set_num_threads(1)
         figures, ceilings = ceilings_alone(plan, work_of(config, config.kv_layout(PAGE_TOKENS, "bfloat16")))
         cases, most = (plan.prefills, decodes), MOST_QUICK_CONTEXT if arguments.quick else None
-        figures += compare(arguments.compare, arguments.rivals, model_dir, core, *cases, ceilings.decode_seconds, repeats=3, most_context=most)
+        figures += compare(
+            arguments.compare,
+            arguments.rivals,
+            model_dir,
+            core,
+            *cases,
+            ceilings.decode_seconds,
+            repeats=3,
+            most_context=most,
+        )
     elif arguments.deterministic:
         figures = beside_default(model_dir, plan, arguments.threads, {"deterministic": {"deterministic": True}})
     elif arguments.quantization:
         figures = quality(CACHE / "kernels", quick=arguments.quick)
-        figures += beside_default(model_dir, plan, arguments.threads, {scheme: {"quantization": scheme} for scheme in SCHEMES})
+        figures += beside_default(
+            model_dir, plan, arguments.threads, {scheme: {"quantization": scheme} for scheme in SCHEMES}
+        )
     else:
         figures = own_figures(model_dir, plan, arguments.threads, python_only=arguments.python_share)
     print_rows(figures)
@@ -194,7 +211,11 @@ def ceilings_alone(plan: Plan, work: Work) -> tuple[list[Figure], Ceilings]:
 
 def own_figures(model_dir: Path, plan: Plan, threads: int, *, python_only: bool) -> list[Figure]:
     tokens = max(plan.batches) * (max(plan.contexts) + PAGE_TOKENS)
-    engine = Engine(EngineConfig(model_dir, CACHE / "kernels", page_tokens=PAGE_TOKENS, num_pages=tokens // PAGE_TOKENS, threads=threads))
+    engine = Engine(
+        EngineConfig(
+            model_dir, CACHE / "kernels", page_tokens=PAGE_TOKENS, num_pages=tokens // PAGE_TOKENS, threads=threads
+        )
+    )
     try:
         engine.warmup()
         collect_seldom()
@@ -205,22 +226,35 @@ def own_figures(model_dir: Path, plan: Plan, threads: int, *, python_only: bool)
 
 
 def beside_default(model_dir: Path, plan: Plan, threads: int, modes: Mapping[str, Mapping[str, Any]]) -> list[Figure]:
-    """Milliseconds of other modes (by name: what is set) against those of the default one, in turns; the ratio is the slowdown."""
+    """Milliseconds of other modes (by name: what is set) against those of the default one, in turns; the ratio is the
+    slowdown."""
     tokens = max(plan.batches) * (max(plan.contexts) + PAGE_TOKENS)
-    config = EngineConfig(model_dir, CACHE / "kernels", dtype="bfloat16", page_tokens=PAGE_TOKENS, num_pages=tokens // PAGE_TOKENS, threads=threads)
+    config = EngineConfig(
+        model_dir,
+        CACHE / "kernels",
+        dtype="bfloat16",
+        page_tokens=PAGE_TOKENS,
+        num_pages=tokens // PAGE_TOKENS,
+        threads=threads,
+    )
     default, others = Engine(config), {name: Engine(replace(config, **changes)) for name, changes in modes.items()}
     try:
         collect_seldom()
         cases = [("prefill", f"{count} tokens", prefill_plan(default, count)) for count in plan.prefills]
         for context in plan.contexts:
-            cases += [("decode step", f"batch {batch}, context {context}", decode_plan(default, batch, context)) for batch in plan.batches]
+            cases += [
+                ("decode step", f"batch {batch}, context {context}", decode_plan(default, batch, context))
+                for batch in plan.batches
+            ]
         return [figure for case in cases for figure in _slowdowns(plan, default, others, *case)]
     finally:
         for engine in (default, *others.values()):
             engine.close()
 
 
-def _slowdowns(plan: Plan, default: Engine, others: Mapping[str, Engine], metric: str, case: str, step: StepPlan) -> list[Figure]:
+def _slowdowns(
+    plan: Plan, default: Engine, others: Mapping[str, Engine], metric: str, case: str, step: StepPlan
+) -> list[Figure]:
     samples: dict[Engine, list[float]] = {engine: [] for engine in (default, *others.values())}
     for engine in samples:
         engine.step(step)
@@ -228,7 +262,10 @@ def _slowdowns(plan: Plan, default: Engine, others: Mapping[str, Engine], metric
         for engine, found in samples.items():
             found.append(1e3 * min(_seconds(lambda engine=engine: engine.step(step)) for _ in range(plan.tries)))  # type: ignore[misc]
     against = statistics.median(samples[default])
-    return [row(f"{metric}, {name}", case, samples[engine], "ms", against="default mode", against_value=against) for name, engine in others.items()]
+    return [
+        row(f"{metric}, {name}", case, samples[engine], "ms", against="default mode", against_value=against)
+        for name, engine in others.items()
+    ]
 
 
 def python_share(engine: Engine, plan: Plan, batch: int) -> Figure:
@@ -238,7 +275,14 @@ def python_share(engine: Engine, plan: Plan, batch: int) -> Figure:
     with empty_kernels():
         idle = [1e3 * seconds for seconds in _repeat(plan, lambda: engine.step(step))]
     against = 1e3 * statistics.median(whole)
-    figure = row("Python of a decode step", f"batch {batch}, context 128", idle, "ms", against="whole step", against_value=against)
+    figure = row(
+        "Python of a decode step",
+        f"batch {batch}, context 128",
+        idle,
+        "ms",
+        against="whole step",
+        against_value=against,
+    )
     return replace(figure, goal=PYTHON_GOAL, holds=figure.ratio is not None and figure.ratio <= PYTHON_GOAL)
 
 
@@ -265,17 +309,29 @@ def measure(engine: Engine, plan: Plan) -> list[Figure]:
         for tokens in plan.prefills:
             pairs = _in_turns(plan, lambda tokens=tokens: engine.step(prefill_plan(engine, tokens)), product.run)  # type: ignore[misc]
             goal = MFU_GOAL if tokens == 512 else None
-            figures += _beside_ceiling("prefill", "prefill MFU", f"{tokens} tokens", work.prefill_flop(tokens), pairs, product, "GFLOP/s", goal)
+            figures += _beside_ceiling(
+                "prefill", "prefill MFU", f"{tokens} tokens", work.prefill_flop(tokens), pairs, product, "GFLOP/s", goal
+            )
         for context in plan.contexts:
             for batch in plan.batches:
                 step = partial(decode_plan, engine, batch, context)
                 pairs = _in_turns(plan, lambda step=step: engine.step(step()), read.run)  # type: ignore[misc]
                 case, goal = f"batch {batch}, context {context}", MBU_GOAL if batch == 1 else None
-                figures += _beside_ceiling("decode step", "decode MBU", case, work.decode_bytes(batch, context), pairs, read, "GB/s", goal)
-                least = [Ceilings(work, product.per_second, read.amount / other_s).decode_seconds(batch, context) for _, other_s in pairs]
+                figures += _beside_ceiling(
+                    "decode step", "decode MBU", case, work.decode_bytes(batch, context), pairs, read, "GB/s", goal
+                )
+                least = [
+                    Ceilings(work, product.per_second, read.amount / other_s).decode_seconds(batch, context)
+                    for _, other_s in pairs
+                ]
                 shares = [least_s / own_s for least_s, (own_s, _) in zip(least, pairs, strict=True)]
                 steps, most = [1 / own_s for own_s, _ in pairs], 1 / statistics.median(least)
-                figures.append(_of(row("decode of the roofline", case, steps, "step/s", against="roofline", against_value=most), shares))
+                figures.append(
+                    _of(
+                        row("decode of the roofline", case, steps, "step/s", against="roofline", against_value=most),
+                        shares,
+                    )
+                )
     return figures
 
 
@@ -306,9 +362,16 @@ def found_ceilings(plan: Plan, work: Work) -> Iterator[tuple[Ceiling, Ceiling]]:
 
 
 def ceiling_rows(plan: Plan, product: Ceiling, read: Ceiling) -> list[Figure]:
-    ceilings = [row("ceiling", product.name, [product.per_second / 1e9], "GFLOP/s"), row("ceiling", read.name, [read.per_second / 1e9], "GB/s")]
+    ceilings = [
+        row("ceiling", product.name, [product.per_second / 1e9], "GFLOP/s"),
+        row("ceiling", read.name, [read.per_second / 1e9], "GB/s"),
+    ]
     floats = float_product(plan)
-    return ceilings if floats.name == product.name else [*ceilings, row("beside it", floats.name, [floats.per_second / 1e9], "GFLOP/s")]
+    return (
+        ceilings
+        if floats.name == product.name
+        else [*ceilings, row("beside it", floats.name, [floats.per_second / 1e9], "GFLOP/s")]
+    )
 
 
 def work_of(config: ModelConfig, layout: KVLayout) -> Work:
@@ -333,7 +396,9 @@ def product_ceiling(plan: Plan, dtype: DType) -> Iterator[Ceiling]:
             x, weight = torch.randn(2048, size), torch.randn(size, size)
             for name, kind in ((f"torch, {by_torch}", by_torch), (f"our own, {dtype}", dtype)):
                 rows, weights = x.to(TORCH_DTYPE[kind]), [weight.to(TORCH_DTYPE[kind])]
-                product: Linear = PlainLinear(weights, [None]) if name.startswith("torch") else ops.linear(weights, [None])
+                product: Linear = (
+                    PlainLinear(weights, [None]) if name.startswith("torch") else ops.linear(weights, [None])
+                )
                 found.append(_product(plan, name, product, rows))
         yield max(found, key=_per_second)
     finally:
@@ -356,7 +421,12 @@ def read_ceiling(plan: Plan, nbytes: int) -> Ceiling:
     vector = torch.ones(values.shape[1])
     half = values.view(2, -1)
     words = values.numpy().view(np.uint64).reshape(-1)
-    ways: list[Callable[[], object]] = [lambda: torch.mv(values, vector), lambda: torch.dot(half[0], half[1]), values.sum, lambda: add_runs(words)]
+    ways: list[Callable[[], object]] = [
+        lambda: torch.mv(values, vector),
+        lambda: torch.dot(half[0], half[1]),
+        values.sum,
+        lambda: add_runs(words),
+    ]
     return max((_ceiling(plan, "read", float(values.nbytes), way) for way in ways), key=_per_second)
 
 
@@ -388,13 +458,23 @@ def _random_tensors() -> dict[str, torch.Tensor]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (8192, hidden), "model.norm.weight": (hidden,)}
     for index in range(8):
         at = f"model.layers.{index}."
-        shapes |= {f"{at}self_attn.{name}_proj.weight": (heads * dim, hidden) for name, heads in (("q", 8), ("k", 4), ("v", 4))}
-        shapes |= {f"{at}self_attn.o_proj.weight": (hidden, 8 * dim), f"{at}self_attn.q_norm.weight": (dim,), f"{at}self_attn.k_norm.weight": (dim,)}
-        shapes |= {f"{at}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")} | {f"{at}mlp.down_proj.weight": (hidden, inner)}
+        shapes |= {
+            f"{at}self_attn.{name}_proj.weight": (heads * dim, hidden) for name, heads in (("q", 8), ("k", 4), ("v", 4))
+        }
+        shapes |= {
+            f"{at}self_attn.o_proj.weight": (hidden, 8 * dim),
+            f"{at}self_attn.q_norm.weight": (dim,),
+            f"{at}self_attn.k_norm.weight": (dim,),
+        }
+        shapes |= {f"{at}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")} | {
+            f"{at}mlp.down_proj.weight": (hidden, inner)
+        }
         shapes |= {f"{at}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
     generator = torch.Generator().manual_seed(0)
     return {
-        name: (torch.ones(shape) if "norm" in name else torch.randn(shape, generator=generator) / shape[-1] ** 0.5).bfloat16()
+        name: (
+            torch.ones(shape) if "norm" in name else torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+        ).bfloat16()
         for name, shape in shapes.items()
     }
 
@@ -407,7 +487,9 @@ def prefill_plan(engine: Engine, tokens: int) -> StepPlan:
 def decode_plan(engine: Engine, batch: int, context: int) -> StepPlan:
     needed = engine.layout.num_pages(context + 1)
     pages = np.arange(batch * needed, dtype=np.int32).reshape(batch, needed)
-    return StepPlan(tuple(Row(str(index), np.ones(1, np.int32), context, pages[index], GREEDY) for index in range(batch)))
+    return StepPlan(
+        tuple(Row(str(index), np.ones(1, np.int32), context, pages[index], GREEDY) for index in range(batch))
+    )
 
 
 def _repeat(plan: Plan, run: Callable[[], object]) -> list[float]:
@@ -437,7 +519,9 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.engine", description="MFU of prefill and MBU of decode against measured ceilings")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.engine", description="MFU of prefill and MBU of decode against measured ceilings"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer cases and repeats")
     parser.add_argument("--json", type=Path, help="write the rows there too")
     parser.add_argument("--model", type=Path, help="a Hugging Face directory instead of the random model")
@@ -447,7 +531,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--deterministic", action="store_true", help="only what the batch-invariant mode costs")
     parser.add_argument("--quantization", action="store_true", help="only what weights of eight bits win and lose")
     parser.add_argument("--compare", nargs="+", choices=sorted(VENVS), default=[], help="beside these engines")
-    parser.add_argument("--rivals", type=Path, default=Path.home() / ".cache" / "pdcluster" / "rivals", help="where their virtual environments are")
+    parser.add_argument(
+        "--rivals",
+        type=Path,
+        default=Path.home() / ".cache" / "pdcluster" / "rivals",
+        help="where their virtual environments are",
+    )
     return parser.parse_args()
 
 

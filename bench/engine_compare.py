@@ -1,11 +1,14 @@
-"""The engine beside vLLM and llama.cpp: the same checkpoint, one pinned core for each process, repeats interleaved. Used by `bench.engine --compare`.
+"""The engine beside vLLM and llama.cpp: the same checkpoint, one pinned core for each process, repeats interleaved.
+Used by `bench.engine --compare`.
 
-Each engine is a process that says `@{"version"}` once it serves and then answers each line of its input with `@{"seconds"}`:
+Each engine is a process that says `@{"version"}` once it serves and then answers each line of its input with
+`@{"seconds"}`:
 
     {"kind": "prefill", "tokens": n}                          one prompt, one token drawn
     {"kind": "decode", "batch": b, "context": c, "steps": s}  one step of b rows that hold c tokens
 
-An idle engine waits in a read and takes no time of the core. vLLM's figures hold its own scheduler, ours and llama.cpp's are the engine alone.
+An idle engine waits in a read and takes no time of the core. vLLM's figures hold its own scheduler, ours and
+llama.cpp's are the engine alone.
 """
 
 from __future__ import annotations
@@ -68,20 +71,33 @@ def compare(
     repeats: int,
     most_context: int | None = None,
 ) -> list[Figure]:
-    """Figures of all that are installed; a line for those that are not. roofline: the least seconds of a decode step of a batch and context.
-    most_context: tokens of all contexts of a case; others are left out, with a line."""
+    """Figures of all that are installed; a line for those that are not. roofline: the least seconds of a decode step of
+    a batch and context. most_context: tokens of all contexts of a case; others are left out, with a line."""
     with ExitStack() as stack:
-        contenders = [stack.enter_context(started("pdcluster", [sys.executable, "-m", "bench.engine_worker", str(model), "1"], {}, core))]
+        contenders = [
+            stack.enter_context(
+                started("pdcluster", [sys.executable, "-m", "bench.engine_worker", str(model), "1"], {}, core)
+            )
+        ]
         for rival in rivals:
             command = rival_command(rival, venvs, model)
             if command is None:
-                print(f"{rival} is skipped: {venvs / VENVS[rival]} is no virtual environment with it; bench/README.md says how to make one")
+                print(
+                    f"{rival} is skipped: {venvs / VENVS[rival]} is no virtual environment with it; bench/README.md "
+                    "says how to make one"
+                )
                 continue
             try:
-                contenders.append(stack.enter_context(started(rival, command, rival_environment(rival, venvs, core), core)))
+                contenders.append(
+                    stack.enter_context(started(rival, command, rival_environment(rival, venvs, core), core))
+                )
             except Silent as error:
                 print(f"{rival} is skipped: {error}")
-        return [*_starts(contenders), *_prefills(contenders, prefills, repeats), *_decodes(contenders, decodes, roofline, repeats, most_context)]
+        return [
+            *_starts(contenders),
+            *_prefills(contenders, prefills, repeats),
+            *_decodes(contenders, decodes, roofline, repeats, most_context),
+        ]
 
 
 def rival_command(rival: str, venvs: Path, model: Path) -> list[str] | None:
@@ -91,7 +107,8 @@ def rival_command(rival: str, venvs: Path, model: Path) -> list[str] | None:
 
 
 def rival_environment(rival: str, venvs: Path, core: int) -> dict[str, str]:
-    """vLLM wants its OpenMP and tcmalloc in front; without them it is two to three times slower. One process: a second one would share the core."""
+    """vLLM wants its OpenMP and tcmalloc in front; without them it is two to three times slower. One process: a second
+    one would share the core."""
     if rival != "vllm":
         return {}
     wanted = [venvs / "vllm/lib/libiomp5.so", Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")]
@@ -144,7 +161,9 @@ def _starts(contenders: list[Contender]) -> list[Figure]:
     figures = [row("start to ready", ours.name, [ours.ready_s], "s")]
     for other in others:
         goal = START_GOAL.get(other.name)
-        figures.append(_faster("start to ready", f"{other.name} {other.version}", [ours.ready_s], [other.ready_s], "s", goal))
+        figures.append(
+            _faster("start to ready", f"{other.name} {other.version}", [ours.ready_s], [other.ready_s], "s", goal)
+        )
     return figures
 
 
@@ -155,23 +174,41 @@ def _prefills(contenders: list[Contender], prefills: tuple[int, ...], repeats: i
 
 
 def _decodes(
-    contenders: list[Contender], decodes: list[tuple[int, int]], roofline: Roofline, repeats: int, most_context: int | None
+    contenders: list[Contender],
+    decodes: list[tuple[int, int]],
+    roofline: Roofline,
+    repeats: int,
+    most_context: int | None,
 ) -> Iterator[Figure]:
     for batch, context in decodes:
         if most_context is not None and batch * context > most_context:
-            print(f"decode of batch {batch}, context {context} is left out of a quick comparison: its contexts take minutes to fill")
+            print(
+                f"decode of batch {batch}, context {context} is left out of a quick comparison: its contexts take "
+                "minutes to fill"
+            )
             continue
-        taken = _interleaved(contenders, {"kind": "decode", "batch": batch, "context": context, "steps": STEPS}, repeats)
+        taken = _interleaved(
+            contenders, {"kind": "decode", "batch": batch, "context": context, "steps": STEPS}, repeats
+        )
         case, least = f"batch {batch}, context {context}", roofline(batch, context)
         goals = BATCH_1_GOAL if batch == 1 else _batch_goals(contenders, taken, least)
         yield from _beside(contenders, "decode step", case, taken, goals)
-        yield row("decode of the roofline", case, [1 / seconds for seconds in taken[0]], "step/s", against="roofline", against_value=1 / least)
+        yield row(
+            "decode of the roofline",
+            case,
+            [1 / seconds for seconds in taken[0]],
+            "step/s",
+            against="roofline",
+            against_value=1 / least,
+        )
 
 
 def _batch_goals(contenders: list[Contender], taken: list[list[float]], least: float) -> dict[str, float]:
     """As ratios of speed; that of ROOFLINE_GOAL where it is the lower one."""
     theirs = {contender.name: statistics.median(seconds) for contender, seconds in zip(contenders, taken, strict=True)}
-    return {name: min(goal, ROOFLINE_GOAL * theirs[name] / least) for name, goal in BATCH_GOAL.items() if name in theirs}
+    return {
+        name: min(goal, ROOFLINE_GOAL * theirs[name] / least) for name, goal in BATCH_GOAL.items() if name in theirs
+    }
 
 
 def _interleaved(contenders: list[Contender], what: Mapping[str, object], repeats: int) -> list[list[float]]:
@@ -180,16 +217,27 @@ def _interleaved(contenders: list[Contender], what: Mapping[str, object], repeat
         for contender, seconds in zip(contenders, taken, strict=True):
             seconds.append(contender.ask(what))
     case = ", ".join(f"{name} {value}" for name, value in what.items())
-    found = ", ".join(f"{contender.name} {1e3 * min(seconds):.1f} ms" for contender, seconds in zip(contenders, taken, strict=True))
-    print(f"{case}: best of {repeats}: {found}", file=sys.stderr, flush=True)  # the table comes at the end, and a run takes a quarter of an hour
+    found = ", ".join(
+        f"{contender.name} {1e3 * min(seconds):.1f} ms" for contender, seconds in zip(contenders, taken, strict=True)
+    )
+    print(
+        f"{case}: best of {repeats}: {found}", file=sys.stderr, flush=True
+    )  # the table comes at the end, and a run takes a quarter of an hour
     return taken
 
 
-def _beside(contenders: list[Contender], metric: str, case: str, taken: list[list[float]], goals: Mapping[str, float]) -> Iterator[Figure]:
+def _beside(
+    contenders: list[Contender], metric: str, case: str, taken: list[list[float]], goals: Mapping[str, float]
+) -> Iterator[Figure]:
     ours = [1e3 * seconds for seconds in taken[0]]
     for contender, theirs in zip(contenders[1:], taken[1:], strict=True):
         yield _faster(
-            metric, f"{case}, {contender.name} {contender.version}", ours, [1e3 * seconds for seconds in theirs], "ms", goals.get(contender.name)
+            metric,
+            f"{case}, {contender.name} {contender.version}",
+            ours,
+            [1e3 * seconds for seconds in theirs],
+            "ms",
+            goals.get(contender.name),
         )
     if len(contenders) == 1:
         yield row(metric, case, ours, "ms")
@@ -199,4 +247,15 @@ def _faster(metric: str, case: str, ours: list[float], theirs: list[float], unit
     """Times, with the ratio as speed: above 1 where we are faster."""
     mine, other = row(metric, case, ours, unit), row(metric, case, theirs, unit)
     ratio = other.value / mine.value
-    return Figure(metric, case, mine.value, unit, "its time", other.value, ratio, mine.spread, goal, None if goal is None else ratio >= goal)
+    return Figure(
+        metric,
+        case,
+        mine.value,
+        unit,
+        "its time",
+        other.value,
+        ratio,
+        mine.spread,
+        goal,
+        None if goal is None else ratio >= goal,
+    )

@@ -1,7 +1,9 @@
-"""What weights of eight bits win and lose: steps beside bfloat16's in turns, and how well the bundled model predicts text that it was not trained on.
+"""What weights of eight bits win and lose: steps beside bfloat16's in turns, and how well the bundled model predicts
+text that it was not trained on.
 
-Part of `python -m bench.engine --quantization`. The text are files of the running Python's standard library that were kept out of training, cut in
-windows; each token is predicted from those before it in its window. Perplexity is exp of the mean of what the right tokens' logprobs lack.
+Part of `python -m bench.engine --quantization`. The text are files of the running Python's standard library that were
+kept out of training, cut in windows; each token is predicted from those before it in its window. Perplexity is exp of
+the mean of what the right tokens' logprobs lack.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def quality(cache_dir: Path, *, quick: bool) -> list[Figure]:
     figures = []
     for scheme in SCHEMES:
         found, best = read(replace(config, quantization=scheme), windows)
-        figure = row(f"perplexity, {scheme}", case, [perplexity(found)], "", against="bfloat16", against_value=perplexity(exact))
+        figure = row(
+            f"perplexity, {scheme}", case, [perplexity(found)], "", against="bfloat16", against_value=perplexity(exact)
+        )
         figures += [
             replace(figure, goal=PERPLEXITY_GOAL, holds=figure.ratio is not None and figure.ratio <= PERPLEXITY_GOAL),
             row(f"logprob off by, {scheme}", f"{case}, mean", [float(np.abs(found - exact).mean())], "nat"),
@@ -77,7 +81,10 @@ def read(config: EngineConfig, windows: Windows) -> tuple[NDArray[np.float64], N
 def held_out(most: int) -> Iterator[NDArray[np.int32]]:
     """The same number of windows of each file as far as there are, whole ones only."""
     text, library = TextModel.from_dir(bundled.path()), Path(sysconfig.get_path("stdlib"))
-    files = [np.asarray(text.encode((library / name).read_text(encoding="utf-8"), add_special_tokens=False), np.int32) for name in HELD_OUT]
+    files = [
+        np.asarray(text.encode((library / name).read_text(encoding="utf-8"), add_special_tokens=False), np.int32)
+        for name in HELD_OUT
+    ]
     places = [(begin, number) for number, ids in enumerate(files) for begin in range(0, len(ids) - WINDOW + 1, WINDOW)]
     for begin, number in sorted(places)[:most]:
         yield files[number][begin : begin + WINDOW]

@@ -25,7 +25,9 @@ def main() -> None:
     model, threads = Path(sys.argv[1]), int(sys.argv[2])
     rows = MOST_ROWS if read_config(model).hidden_size < LARGE_WIDTH else MOST_LARGE_ROWS
     num_pages = rows * MOST_TOKENS // PAGE_TOKENS
-    engine = Engine(EngineConfig(model, CACHE / "kernels", page_tokens=PAGE_TOKENS, num_pages=num_pages, threads=threads))
+    engine = Engine(
+        EngineConfig(model, CACHE / "kernels", page_tokens=PAGE_TOKENS, num_pages=num_pages, threads=threads)
+    )
     engine.warmup()
     collect_seldom()
     answer({"version": ""})

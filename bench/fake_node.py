@@ -1,8 +1,10 @@
-"""A node without an engine: the node's side of the protocol over real sockets, with scripted speed, so that a router can be measured or tested alone.
+"""A node without an engine: the node's side of the protocol over real sockets, with scripted speed, so that a router
+can be measured or tested alone.
 
-Real: links, load reports, cache deltas, the page pool that is the prefix cache, Commit and CommitAck between two fakes. Not real: KV is not moved
-(tickets name pages that nobody writes), tokens are a function of their position, and there is no batch: requests do not slow each other but for the
-queue of prompts, which are computed one after the other. After a gap or a cut nothing is said again but what reports say: for faults use real nodes.
+Real: links, load reports, cache deltas, the page pool that is the prefix cache, Commit and CommitAck between two fakes.
+Not real: KV is not moved (tickets name pages that nobody writes), tokens are a function of their position, and there is
+no batch: requests do not slow each other but for the queue of prompts, which are computed one after the other. After a
+gap or a cut nothing is said again but what reports say: for faults use real nodes.
 
 `python -m bench.fake_node --bootstrap HOST:PORT --model DIR` serves until it is stopped; DIR gives the tokenizer.
 """
@@ -40,13 +42,14 @@ from pdcluster.wire.sockets import WireSettings
 TOKEN_BYTES = 4
 NUM_WORDS = 100
 NUM_STEPS = 1000
-"""From which its costs are said to be known: enough that routers take them for measured, and choose as they do in a cluster that has run a while."""
+"""From which its costs are said to be known: enough that routers take them for measured, and choose as they do in a
+cluster that has run a while."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """prefill_s: of a prompt, prefill_token_s: of each token of it that is not cached; token_s: from one output token to the next. 0: the whole
-    answer comes in one row."""
+    """prefill_s: of a prompt, prefill_token_s: of each token of it that is not cached; token_s: from one output token
+    to the next. 0: the whole answer comes in one row."""
 
     prefill_s: float = 0.0
     prefill_token_s: float = 0.0
@@ -59,8 +62,8 @@ class Speed:
 
 @dataclass(slots=True, eq=False)
 class Served:
-    """One leg on the node. emitted: output tokens of the whole request so far; ticket, is_computed: a remote leg is delivered when it has
-    both."""
+    """One leg on the node. emitted: output tokens of the whole request so far; ticket, is_computed: a remote leg is
+    delivered when it has both."""
 
     router: Peer
     work: m.Work
@@ -82,7 +85,8 @@ class Served:
 
 
 class FakeNode:
-    """One thread owns it: call `turn` whenever `sockets` are readable or `next_deadline` is over. files: None when no router will ask for any."""
+    """One thread owns it: call `turn` whenever `sockets` are readable or `next_deadline` is over. files: None when no
+    router will ask for any."""
 
     def __init__(
         self,
@@ -124,7 +128,8 @@ class FakeNode:
         fingerprint = Fingerprint(model, "fake", m.PROTOCOL_VERSION, tokens, layout)
         digest = self._files.digest if self._files is not None else ""
         return NodeCard(
-            self.me.node, self.me.incarnation, self.role, self.hub.address, model, fingerprint, max_len, vocab_size, self.pages.num_pages,
+            self.me.node, self.me.incarnation, self.role, self.hub.address, model, fingerprint, max_len, vocab_size,
+            self.pages.num_pages,
             tokenizer_hash=digest, backends=("fake",),
         )  # fmt: skip
 
@@ -210,13 +215,15 @@ class FakeNode:
         reader = m.Endpoint(self.me.node, self.me.incarnation, self.hub.address, (("fake", b""),))
         work, block = message.work, self.pages.block_tokens
         ticket = m.Ticket(
-            nonce, work.request, work.attempt, reader, message.writer, 0, m.pack_tokens(served.pages), block, block, served.num_tokens,
+            nonce, work.request, work.attempt, reader, message.writer, 0, m.pack_tokens(served.pages), block, block,
+            served.num_tokens,
             min(served.cached_tokens, served.num_tokens), work.deadline_s,
         )  # fmt: skip
         self._tell(router, m.Reserved(ticket))
 
     def _accept(self, router: Peer, work: m.Work, *, remote: bool, leg: m.RefusedLeg) -> Served | None:
-        """Pages for the prompt, of which those that are cached need not be computed; None when there are none left, and the router was told."""
+        """Pages for the prompt, of which those that are cached need not be computed; None when there are none left, and
+        the router was told."""
         known = self._served.get(work.request)
         if known is not None:
             self._end(known)
@@ -229,7 +236,9 @@ class FakeNode:
             self.num_refused += 1
             self._tell(router, m.Refused(work.request, work.attempt, leg, "no pages are left", 0.05))
             return None
-        served = Served(router, work, remote, len(cached) * self.pages.block_tokens, num_tokens - work.num_prompt, cached + fresh)
+        served = Served(
+            router, work, remote, len(cached) * self.pages.block_tokens, num_tokens - work.num_prompt, cached + fresh
+        )
         self._served[work.request] = served
         return served
 
@@ -241,8 +250,13 @@ class FakeNode:
             if served.is_over:
                 continue
             self._computing = served
-            self._tell(served.router, m.Scheduled(served.work.request, served.work.attempt, min(served.cached_tokens, served.num_tokens)))
-            self._after(self.speed.prefill_s + self.speed.prefill_token_s * served.num_uncached, partial(self._computed, served))
+            self._tell(
+                served.router,
+                m.Scheduled(served.work.request, served.work.attempt, min(served.cached_tokens, served.num_tokens)),
+            )
+            self._after(
+                self.speed.prefill_s + self.speed.prefill_token_s * served.num_uncached, partial(self._computed, served)
+            )
 
     def _computed(self, served: Served) -> None:
         """The prompt is done: it is cached, and the first token goes to the router."""
@@ -267,7 +281,10 @@ class FakeNode:
         if served.is_over or not served.is_computed or served.ticket is None:
             return
         self._sent[served.ticket.nonce] = served
-        self.hub.send(served.ticket.reader, m.Commit(served.ticket.nonce, self.pages.block_tokens, (), self._token(served.emitted - 1)))
+        self.hub.send(
+            served.ticket.reader,
+            m.Commit(served.ticket.nonce, self.pages.block_tokens, (), self._token(served.emitted - 1)),
+        )
 
     def _committed(self, message: m.CommitAck) -> None:
         served = self._sent.pop(message.nonce, None)
@@ -302,17 +319,24 @@ class FakeNode:
         served.emitted += count
         self._outbox.row(served.router, m.TokenRow(work.request, work.attempt, first, tokens))
         if served.emitted >= work.sampling.max_tokens:
-            timings = m.Timings(cached_tokens=min(served.cached_tokens, served.num_tokens), decode_tokens=served.emitted)
-            self._outbox.message(served.router, m.Finished(work.request, work.attempt, "length", served.emitted, timings))
+            timings = m.Timings(
+                cached_tokens=min(served.cached_tokens, served.num_tokens), decode_tokens=served.emitted
+            )
+            self._outbox.message(
+                served.router, m.Finished(work.request, work.attempt, "length", served.emitted, timings)
+            )
             self._keep_output(served)
             self._end(served)
 
     def _keep_output(self, served: Served) -> None:
-        """Full blocks of what was decoded are cached, too, when there are pages; the last token's KV was never computed."""
+        """Full blocks of what was decoded are cached, too, when there are pages; the last token's KV was never
+        computed."""
         work = served.work
         num_before = served.num_tokens - work.num_prompt
         output = m.pack_tokens(self._token(position) for position in range(num_before, served.emitted - 1))
-        hashes = work.hashes + extend(work.hashes, work.token_ids + output, root=work.hash_root, block_tokens=self.pages.block_tokens)
+        hashes = work.hashes + extend(
+            work.hashes, work.token_ids + output, root=work.hash_root, block_tokens=self.pages.block_tokens
+        )
         more = self.pages.allocate(max(len(hashes) // m.HASH_BYTES - len(served.pages), 0))
         if more is not None:
             served.pages += more
@@ -356,7 +380,9 @@ class FakeNode:
         self.hub.send(peer, message)
 
     def _load(self) -> m.Load:
-        waiting = [served for served in (*self._prompts, *([self._computing] if self._computing else [])) if not served.is_over]
+        waiting = [
+            served for served in (*self._prompts, *([self._computing] if self._computing else [])) if not served.is_over
+        ]
         running = [served for served in self._served.values() if served.is_computed or not served.remote]
         return m.Load(
             waiting=len(waiting),
@@ -376,9 +402,12 @@ class FakeNode:
 
 
 def words(model: Path) -> Callable[[int], int]:
-    """Tokens that are whole texts, as nearly all are that models say: ids of single bytes would have a router look for the rest of a character."""
+    """Tokens that are whole texts, as nearly all are that models say: ids of single bytes would have a router look for
+    the rest of a character."""
     pieces = TextModel.from_dir(model).pieces
-    whole = [index for index, text in enumerate(pieces.texts) if text and text.strip() and index not in pieces.special][-NUM_WORDS:]
+    whole = [index for index, text in enumerate(pieces.texts) if text and text.strip() and index not in pieces.special][
+        -NUM_WORDS:
+    ]
     return lambda position: whole[position % len(whole)]
 
 
@@ -396,7 +425,14 @@ def main() -> None:
         signal.signal(number, lambda number, frame: stopped.append(number))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     speed = Speed(0.0, chosen.prefill_token_s, chosen.token_s)
-    node = FakeNode(chosen.name, chosen.role, context=context, speed=speed, files=ModelFiles(chosen.model), token=words(chosen.model))
+    node = FakeNode(
+        chosen.name,
+        chosen.role,
+        context=context,
+        speed=speed,
+        files=ModelFiles(chosen.model),
+        token=words(chosen.model),
+    )
     agent = NodeAgent([chosen.bootstrap])
     agent.start(node.card(chosen.model.resolve().name))
     try:

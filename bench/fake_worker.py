@@ -1,7 +1,9 @@
-"""An engine that answers at once over HTTP, as the workers of other routers look: `python -m bench.fake_worker PORT [ROLE [TOKEN_S]]`.
+"""An engine that answers at once over HTTP, as the workers of other routers look: `python -m bench.fake_worker PORT
+[ROLE [TOKEN_S]]`.
 
-Enough of SGLang's and vLLM's APIs for their routers to take it for a worker of ROLE (prefill, decode, plain). Tokens of a stream are paced: one write
-each, then TOKEN_S, or with 0 a turn of the loop, in which case a router finds many of them in one read.
+Enough of SGLang's and vLLM's APIs for their routers to take it for a worker of ROLE (prefill, decode, plain). Tokens of
+a stream are paced: one write each, then TOKEN_S, or with 0 a turn of the loop, in which case a router finds many of
+them in one read.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ import uvloop
 MODELS = {"object": "list", "data": [{"id": "m", "object": "model", "created": 0, "owned_by": "bench"}]}
 INFO = {
     "model_path": "m", "served_model_name": "m", "tokenizer_path": "m", "is_generation": True, "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"], "weight_version": "default", "tp_size": 1, "dp_size": 1, "max_total_num_tokens": 1 << 20,
+    "architectures": ["Qwen3ForCausalLM"], "weight_version": "default", "tp_size": 1, "dp_size": 1,
+    "max_total_num_tokens": 1 << 20,
     "max_running_requests": 1024, "version": "0.5.9", "internal_states": [{}],
 }  # fmt: skip
 LOAD = [{"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0}]
 GENERATED = {
     "text": " x", "output_ids": [5],
-    "meta_info": {"id": "1", "finish_reason": {"type": "length", "length": 1}, "prompt_tokens": 8, "completion_tokens": 1, "cached_tokens": 0},
+    "meta_info": {"id": "1", "finish_reason": {"type": "length", "length": 1}, "prompt_tokens": 8,
+    "completion_tokens": 1, "cached_tokens": 0},
 }  # fmt: skip
 COMPLETED = {
     "id": "c", "object": "text_completion", "created": 1, "model": "m",

@@ -1,4 +1,5 @@
-"""The fixed cost of handing a request over: token 1 sampled on the prefill node → the decode node's first step launched, for a short prompt.
+"""The fixed cost of handing a request over: token 1 sampled on the prefill node → the decode node's first step
+launched, for a short prompt.
 
     python -m bench.handover [--quick] [--json FILE]
 
@@ -27,7 +28,10 @@ def measure(model: Path, transfer: str, requests: int) -> list[dict[str, float]]
     """Per request: seconds from token 1 to each mark."""
     with tempfile.TemporaryDirectory() as folder:
         marks = {name: Path(folder) / name for name in ("p", "d")}
-        plans = [NodePlan(name, role, core, ("--marks", str(marks[name]))) for core, (name, role) in enumerate((("p", "prefill"), ("d", "decode")))]
+        plans = [
+            NodePlan(name, role, core, ("--marks", str(marks[name])))
+            for core, (name, role) in enumerate((("p", "prefill"), ("d", "decode")))
+        ]
         rng = random.Random(1)
         with cluster(model, plans, transfer) as client:
             for _ in range(requests):
@@ -70,7 +74,11 @@ def main() -> None:
     parser.add_argument("--transfer", default="shm,tcp")
     arguments = parser.parse_args()
     model = random_checkpoint(cache_directory() / "bench-engine-30m")
-    rows = [each for transfer in arguments.transfer.split(",") for each in rows_of(model, transfer, 40 if arguments.quick else 200)]
+    rows = [
+        each
+        for transfer in arguments.transfer.split(",")
+        for each in rows_of(model, transfer, 40 if arguments.quick else 200)
+    ]
     print_rows(rows)
     if arguments.json is not None:
         write_json(rows, arguments.json)

@@ -1,4 +1,5 @@
-"""A raw HTTP/1.1 load client on uvloop, cheap enough to share a core with the servers it measures against: closed loop or paced, whole or streamed.
+"""A raw HTTP/1.1 load client on uvloop, cheap enough to share a core with the servers it measures against: closed loop
+or paced, whole or streamed.
 
 Not a general client: one request body, keep-alive, answers framed by content-length or chunked.
 """
@@ -30,15 +31,18 @@ class Ask:
     token_mark: bytes = b'"text":'
 
     def request(self) -> bytes:
-        head = f"POST {self.path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(self.body)}\r\n\r\n"
+        head = (
+            f"POST {self.path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: "
+            f"{len(self.body)}\r\n\r\n"
+        )
         return head.encode() + self.body
 
 
 @dataclass(slots=True)
 class Outcome:
-    """latencies: seconds of each answered request; num_tokens: events of streams; num_failed: answers that were not 200, or did not come.
-    all_answers, all_tokens: those too that came before the time that counts, and after it, of requests that were under way at its end: who divides
-    by what the whole run cost counts all of it."""
+    """latencies: seconds of each answered request; num_tokens: events of streams; num_failed: answers that were not
+    200, or did not come. all_answers, all_tokens: those too that came before the time that counts, and after it, of
+    requests that were under way at its end: who divides by what the whole run cost counts all of it."""
 
     seconds: float = 0.0
     latencies: list[float] = field(default_factory=list)
@@ -62,7 +66,8 @@ class Outcome:
 
 
 class _Connection(asyncio.Protocol):
-    """Sends the next request as soon as the last is answered, or when it is due; a request that was due before is late since then."""
+    """Sends the next request as soon as the last is answered, or when it is due; a request that was due before is late
+    since then."""
 
     def __init__(self, ask: Ask, outcome: Outcome, gap_s: Callable[[], float] | None) -> None:
         self._ask, self._request, self._outcome, self._gap_s = ask, ask.request(), outcome, gap_s
@@ -82,7 +87,9 @@ class _Connection(asyncio.Protocol):
         self._transport.write(self._request)
 
     def _send_when_due(self) -> None:
-        self._send(time.perf_counter())  # timers of this loop keep to milliseconds: what they are late is no one's latency
+        self._send(
+            time.perf_counter()
+        )  # timers of this loop keep to milliseconds: what they are late is no one's latency
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -147,9 +154,11 @@ def _content_length(head: bytes) -> int | None:
 
 
 def load(address: str, ask: Ask, *, connections: int, seconds: float, interval_s: float = 0.0) -> Outcome:
-    """interval_s 0: closed loop. Else requests of each connection are due at random times that far apart in the mean, whenever answers come.
+    """interval_s 0: closed loop. Else requests of each connection are due at random times that far apart in the mean,
+    whenever answers come.
 
-    They are a Poisson process, the same in every run. Gaps counted from answers bring all connections into one beat, and the load into bursts.
+    They are a Poisson process, the same in every run. Gaps counted from answers bring all connections into one beat,
+    and the load into bursts.
     """
     return uvloop.run(_load(address, ask, connections, seconds, interval_s))
 
@@ -169,7 +178,9 @@ async def _load(address: str, ask: Ask, connections: int, seconds: float, interv
     began = time.perf_counter()
     await asyncio.sleep(seconds)
     outcome.seconds = time.perf_counter() - began
-    measured = Outcome(outcome.seconds, list(outcome.latencies), outcome.num_tokens, outcome.num_failed, outcome.failure)
+    measured = Outcome(
+        outcome.seconds, list(outcome.latencies), outcome.num_tokens, outcome.num_failed, outcome.failure
+    )
     for connection in opened:
         connection.is_stopping = True
     async with asyncio.timeout(8):

@@ -1,8 +1,10 @@
-"""The prefix index at the size of a large cluster, beside a dict of sets: lookups per second, bytes per (block, node) entry, what changes cost.
+"""The prefix index at the size of a large cluster, beside a dict of sets: lookups per second, bytes per (block, node)
+entry, what changes cost.
 
-1,000 nodes hold 10 million entries: conversations of 40 to 600 blocks behind 50 system prompts, each conversation on one to three nodes, because it
-moved or was split between prefill and decode. The dict of sets (block hash → set of node numbers) is what one would write first; it is asked in the
-same way, by bisection, and in the plain way, block by block. Both hold the same and must answer the same.
+1,000 nodes hold 10 million entries: conversations of 40 to 600 blocks behind 50 system prompts, each conversation on
+one to three nodes, because it moved or was split between prefill and decode. The dict of sets (block hash → set of node
+numbers) is what one would write first; it is asked in the same way, by bisection, and in the plain way, block by block.
+Both hold the same and must answer the same.
 
 Not measured: the router around it (bench.router), lateness of what nodes tell (bench.routing).
 """
@@ -76,7 +78,9 @@ class DictOfSets:
                 left = further.pop()[0]
             if further and further[-1][0] > left + 1:
                 middle = (left + further[-1][0]) // 2
-                further.append((middle, self.blocks.get(hashes[middle * HASH_BYTES : (middle + 1) * HASH_BYTES], nobody)))
+                further.append(
+                    (middle, self.blocks.get(hashes[middle * HASH_BYTES : (middle + 1) * HASH_BYTES], nobody))
+                )
                 continue
             found.update(dict.fromkeys(held, left + 1))
             left, held = further.pop() if further else (left, nobody)
@@ -117,12 +121,15 @@ def rss_bytes() -> int:
 
 
 def prompts(talks: Sequence[Talk], chance: random.Random, count: int) -> dict[str, list[bytes]]:
-    """short: system prompt and a new question; long: the next turn of a conversation; huge: 100,000 tokens, mostly new; unknown: none is cached."""
+    """short: system prompt and a new question; long: the next turn of a conversation; huge: 100,000 tokens, mostly new;
+    unknown: none is cached."""
     some = [chance.choice(talks) for _ in range(count)]
     return {
         "short, 50 blocks": [talk.system + chance.randbytes(10 * HASH_BYTES) for talk in some],
         "next turn, 90 to 670 blocks": [talk.hashes + chance.randbytes(30 * HASH_BYTES) for talk in some],
-        "100k tokens, 3125 blocks": [(talk.hashes + chance.randbytes(3125 * HASH_BYTES))[: 3125 * HASH_BYTES] for talk in some],
+        "100k tokens, 3125 blocks": [
+            (talk.hashes + chance.randbytes(3125 * HASH_BYTES))[: 3125 * HASH_BYTES] for talk in some
+        ],
         "unknown, 300 blocks": [chance.randbytes(300 * HASH_BYTES) for _ in some],
     }
 
@@ -140,8 +147,14 @@ def per_second(call: Callable[[bytes], object], asked: Sequence[bytes]) -> list[
 def same_answers(index: PrefixIndex, plain: DictOfSets, asked: Sequence[bytes]) -> None:
     for hashes in asked:
         expected = {f"n{node}": depth for node, depth in plain.depths_by_scan(hashes).items()}
-        if not index.depths(hashes) == expected == {f"n{node}": depth for node, depth in plain.depths_by_bisection(hashes).items()}:
-            raise AssertionError(f"the index and the dict of sets disagree about a prompt of {len(hashes) // HASH_BYTES} blocks")
+        if (
+            not index.depths(hashes)
+            == expected
+            == {f"n{node}": depth for node, depth in plain.depths_by_bisection(hashes).items()}
+        ):
+            raise AssertionError(
+                f"the index and the dict of sets disagree about a prompt of {len(hashes) // HASH_BYTES} blocks"
+            )
 
 
 def measure_changes(index: PrefixIndex, chance: random.Random) -> list[Row]:
@@ -159,7 +172,8 @@ def measure_changes(index: PrefixIndex, chance: random.Random) -> list[Row]:
 
 
 def measure_request(index: PrefixIndex, chance: random.Random) -> list[Row]:
-    """What one new prompt costs the router beside tokenizing and sending it: names for its blocks, who has them, what will be there, what then is."""
+    """What one new prompt costs the router beside tokenizing and sending it: names for its blocks, who has them, what
+    will be there, what then is."""
     rows = []
     for num_tokens in (100, 10_000, 100_000):
         prompts = [chance.randbytes(4 * num_tokens) for _ in range(20)]
@@ -175,9 +189,13 @@ def measure_request(index: PrefixIndex, chance: random.Random) -> list[Row]:
             expected = time.process_time()
             index.add("n1", hashes)
             done = time.process_time()
-            for name, took in zip(spent, (hashed - started, asked - hashed, expected - asked, done - expected), strict=True):
+            for name, took in zip(
+                spent, (hashed - started, asked - hashed, expected - asked, done - expected), strict=True
+            ):
                 spent[name] += took / len(prompts)
-        rows += [Row(f"request: {name}", f"{num_tokens} new tokens", took * 1e3, "core-ms") for name, took in spent.items()]
+        rows += [
+            Row(f"request: {name}", f"{num_tokens} new tokens", took * 1e3, "core-ms") for name, took in spent.items()
+        ]
         rows.append(Row("request: all of it", f"{num_tokens} new tokens", sum(spent.values()) * 1e3, "core-ms"))
     return rows
 
@@ -217,15 +235,36 @@ def run(num_nodes: int, num_entries: int, num_prompts: int) -> list[Row]:
         }
         ours = per_second(index.depths, group)
         for rival, rate in rates.items():
-            rows.append(row("index lookups", name, ours, "1/s", against=f"dict of sets, {rival}", against_value=float(np.median(rate))))
+            rows.append(
+                row(
+                    "index lookups",
+                    name,
+                    ours,
+                    "1/s",
+                    against=f"dict of sets, {rival}",
+                    against_value=float(np.median(rate)),
+                )
+            )
     per_entry = index_bytes / entries
-    rows.append(Row("index bytes per entry", case, per_entry, "B", "dict of sets", plain_bytes / entries, per_entry / (plain_bytes / entries),
+    rows.append(Row("index bytes per entry", case, per_entry, "B", "dict of sets", plain_bytes / entries,
+    per_entry / (plain_bytes / entries),
                     goal=GOAL_ENTRY_BYTES, holds=per_entry <= GOAL_ENTRY_BYTES))  # fmt: skip
     rows.append(Row("index bytes per entry, as it says itself", case, index.num_bytes / entries, "B"))
     rows.append(Row("index holder sets", case, float(index.num_sets), ""))
-    rows.append(row("index build", case, [entries / index_s], "entries/s", against="dict of sets", against_value=entries / plain_s))
+    rows.append(
+        row(
+            "index build",
+            case,
+            [entries / index_s],
+            "entries/s",
+            against="dict of sets",
+            against_value=entries / plain_s,
+        )
+    )
     for name, slice_s in (("p99", float(np.percentile(slices, 99))), ("longest", max(slices))):
-        rows.append(Row(f"index slice, {name}", case, slice_s * 1e3, "ms", "goal", GOAL_SLICE_MS, slice_s * 1e3 / GOAL_SLICE_MS))
+        rows.append(
+            Row(f"index slice, {name}", case, slice_s * 1e3, "ms", "goal", GOAL_SLICE_MS, slice_s * 1e3 / GOAL_SLICE_MS)
+        )
     rows += measure_changes(index, chance)
     rows += measure_request(index, chance)
     started = time.process_time()

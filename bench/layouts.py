@@ -1,16 +1,19 @@
-"""Bandwidth between nodes of different ranks and page sizes, beside that of equal layouts, in one run; the bytes that land are checked.
+"""Bandwidth between nodes of different ranks and page sizes, beside that of equal layouts, in one run; the bytes that
+land are checked.
 
     python -m bench.layouts [--quick] [--json FILE] [--backends shm,tcp]
 
-The same KV (Qwen3-0.6B in bfloat16: 28 layers, 8 heads of 128 dims) goes between two processes in one layout after the other, turn by turn, so that
-all meet the same neighbours on the machine. Seconds are the whole protocol's, digests on, from the ticket's arrival at the writer to the
-reader's CommitAck; a ratio is the median over the turns. What is checked: the reader's pages against tensors cut by numpy, not by `geometry`.
+The same KV (Qwen3-0.6B in bfloat16: 28 layers, 8 heads of 128 dims) goes between two processes in one layout after the
+other, turn by turn, so that all meet the same neighbours on the machine. Seconds are the whole protocol's, digests on,
+from the ticket's arrival at the writer to the reader's CommitAck; a ratio is the median over the turns. What is
+checked: the reader's pages against tensors cut by numpy, not by `geometry`.
 
-Each end is one process with the pools of all its ranks, or, where the row says so, a process per rank, as a node has them (`bench.rank_ends`): with
-rank 0's session, a transfer endpoint per rank, and links between them. Both are compared with one process at each end, which is what the goal is
-about; nodes of several processes also with equal ones of several (`layouts.BACKEND.processes`), which tells what differing layouts cost
-from what processes do. Where there are two cores, all of an end's processes share one, so a node of several ranks has no more of the machine than
-one of a single rank.
+Each end is one process with the pools of all its ranks, or, where the row says so, a process per rank, as a node has
+them (`bench.rank_ends`): with rank 0's session, a transfer endpoint per rank, and links between them. Both are compared
+with one process at each end, which is what the goal is about; nodes of several processes also with equal ones of
+several (`layouts.BACKEND.processes`), which tells what differing layouts cost from what processes do. Where there are
+two cores, all of an end's processes share one, so a node of several ranks has no more of the machine than one of a
+single rank.
 """
 
 from __future__ import annotations
@@ -44,16 +47,29 @@ class Pair:
     @property
     def name(self) -> str:
         ranks, tokens = self.ranks, self.page_tokens
-        same = f"pages of {tokens[0]} tokens" if tokens[0] == tokens[1] else f"pages of {tokens[0]} → {tokens[1]} tokens"
+        same = (
+            f"pages of {tokens[0]} tokens" if tokens[0] == tokens[1] else f"pages of {tokens[0]} → {tokens[1]} tokens"
+        )
         return f"P TP {ranks[0]} → D TP {ranks[1]}, {same}" + (", a process per rank" if self.processes else "")
 
     def shape(self, backend: str, num_tokens: int) -> Shape:
-        near, far = (replace(QWEN3, ranks=ranks, page_tokens=tokens) for ranks, tokens in zip(self.ranks, self.page_tokens, strict=True))
+        near, far = (
+            replace(QWEN3, ranks=ranks, page_tokens=tokens)
+            for ranks, tokens in zip(self.ranks, self.page_tokens, strict=True)
+        )
         return Shape(backend, near, far, num_tokens, digests=True, processes=self.processes)
 
 
 EQUAL = Pair((1, 1))
-OTHERS = (Pair((2, 1)), Pair((1, 2)), Pair((2, 4)), Pair((4, 2)), Pair((1, 1), (16, 64)), Pair((1, 1), (64, 16)), Pair((2, 4), (16, 64)))
+OTHERS = (
+    Pair((2, 1)),
+    Pair((1, 2)),
+    Pair((2, 4)),
+    Pair((4, 2)),
+    Pair((1, 1), (16, 64)),
+    Pair((1, 1), (64, 16)),
+    Pair((2, 4), (16, 64)),
+)
 RANKS = tuple(Pair(ranks, processes=True) for ranks in ((2, 1), (1, 2), (2, 4), (4, 2), (2, 2)))
 EQUAL_PROCESSES = Pair((2, 2), processes=True)
 """No more processes than any pair that is compared with it, but for those with a single rank on one side."""
@@ -75,27 +91,40 @@ def measure(backend: str, num_tokens: int, turns: int, others: tuple[Pair, ...])
     case = f"{num_tokens} tokens"
     yield row(f"layouts.{backend}", f"{case}, {EQUAL.name}", rates[0], "GB/s")
     for index, pair in enumerate(others, 1):
-        speed = row(f"layouts.{backend}", f"{case}, {pair.name}", rates[index], "GB/s", against="equal", against_value=statistics.median(rates[0]))
+        speed = row(
+            f"layouts.{backend}",
+            f"{case}, {pair.name}",
+            rates[index],
+            "GB/s",
+            against="equal",
+            against_value=statistics.median(rates[0]),
+        )
         ratio = statistics.median(each[0] / each[index] for each in seconds)
         yield replace(speed, ratio=ratio, goal=GOAL, holds=ratio >= GOAL)
     if EQUAL_PROCESSES in pairs:
         yield from _beside_equal_processes(backend, case, pairs, rates)
 
 
-def _beside_equal_processes(backend: str, case: str, pairs: tuple[Pair, ...], rates: list[list[float]]) -> Iterator[Row]:
+def _beside_equal_processes(
+    backend: str, case: str, pairs: tuple[Pair, ...], rates: list[list[float]]
+) -> Iterator[Row]:
     """rates: of each pair, turn by turn."""
     base = rates[pairs.index(EQUAL_PROCESSES)]
     for pair, speeds in zip(pairs, rates, strict=True):
         if pair.processes and pair.ranks[0] != pair.ranks[1]:
             metric, typical = f"layouts.{backend}.processes", statistics.median(base)
             found = row(metric, f"{case}, {pair.name}", speeds, "GB/s", against="TP 2 → 2", against_value=typical)
-            yield replace(found, ratio=statistics.median(mine / equal for mine, equal in zip(speeds, base, strict=True)))
+            yield replace(
+                found, ratio=statistics.median(mine / equal for mine, equal in zip(speeds, base, strict=True))
+            )
 
 
 def pin_end(pid: int, core: int, others: Collection[int] = ()) -> None:
     """A process and its children, but for these, on one core."""
     transfer_load.pin(pid, core)
-    children = {int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()}
+    children = {
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    }
     for child in children - set(others):
         pin_end(child, core)
 
@@ -120,7 +149,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and turns")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
-    parser.add_argument("--backends", default=",".join(BACKENDS), help="comma-separated; any that `pdcluster node --transfer` knows")
+    parser.add_argument(
+        "--backends", default=",".join(BACKENDS), help="comma-separated; any that `pdcluster node --transfer` knows"
+    )
     options = parser.parse_args()
     rows = list(run(tuple(options.backends.split(",")), quick=options.quick))
     print_rows(rows)

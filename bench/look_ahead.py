@@ -1,10 +1,12 @@
-"""What planning a decode step while one runs is worth: the gap between tokens with it and without, on one core and on two.
+"""What planning a decode step while one runs is worth: the gap between tokens with it and without, on one core and on
+two.
 
     python -m bench.look_ahead [--quick] [--json FILE] [--cores 0 0,1]
 
-A 30 M Qwen3-shaped model on one real node (mode local, one thread for its kernels) behind a real router; 8 and 32 streams at once. The gap is the
-node's own count: from a row's first token to its last. Beside it what a newcomer pays, who may come when two steps are launched: the time to the
-first token of short prompts that come one after the other while the others decode. In turns: off, on, off, … in one run.
+A 30 M Qwen3-shaped model on one real node (mode local, one thread for its kernels) behind a real router; 8 and 32
+streams at once. The gap is the node's own count: from a row's first token to its last. Beside it what a newcomer pays,
+who may come when two steps are launched: the time to the first token of short prompts that come one after the other
+while the others decode. In turns: off, on, off, … in one run.
 """
 
 from __future__ import annotations
@@ -52,9 +54,15 @@ def run(client: Client, batch: int, tokens: int, rng: random.Random) -> tuple[fl
     clients = [Client(client.address) for _ in range(batch)]
     prompts = [random_prompt(PROMPT_TOKENS, rng) for _ in range(batch)]
     with ThreadPoolExecutor(batch) as pool:
-        timelines = list(pool.map(lambda pair: pair[0].complete(pair[1], tokens)["timeline"], zip(clients, prompts, strict=True)))
-        rows = [pool.submit(each.complete, prompt, tokens) for each, prompt in zip(clients[1:], prompts[1:], strict=True)]
-        newcomers = [clients[0].complete(random_prompt(PROMPT_TOKENS, rng), 2)["timeline"]["ttft_s"] for _ in range(NEWCOMERS)]
+        timelines = list(
+            pool.map(lambda pair: pair[0].complete(pair[1], tokens)["timeline"], zip(clients, prompts, strict=True))
+        )
+        rows = [
+            pool.submit(each.complete, prompt, tokens) for each, prompt in zip(clients[1:], prompts[1:], strict=True)
+        ]
+        newcomers = [
+            clients[0].complete(random_prompt(PROMPT_TOKENS, rng), 2)["timeline"]["ttft_s"] for _ in range(NEWCOMERS)
+        ]
         for each in rows:
             each.result()
     gaps = [timeline["decode_s"] / timeline["decode_tokens"] for timeline in timelines]
@@ -70,9 +78,20 @@ def rows_of(model: Path, each: Sequence[str], repeats: int, tokens: int) -> list
             measure(model, cores, "true", tokens, on)
         for batch in BATCHES:
             case = f"batch {batch}, {len(cores.split(','))} cores"
-            rows.append(row("gap between tokens", case, on.gaps[batch], "ms", against="off", against_value=statistics.median(off.gaps[batch])))
+            rows.append(
+                row(
+                    "gap between tokens",
+                    case,
+                    on.gaps[batch],
+                    "ms",
+                    against="off",
+                    against_value=statistics.median(off.gaps[batch]),
+                )
+            )
             against = statistics.median(off.newcomers[batch])
-            rows.append(row("a newcomer's first token", case, on.newcomers[batch], "ms", against="off", against_value=against))
+            rows.append(
+                row("a newcomer's first token", case, on.newcomers[batch], "ms", against="off", against_value=against)
+            )
     return rows
 
 
@@ -80,7 +99,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true", help="fewer tokens and starts")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--cores", nargs="+", default=CORES, help="what the node is pinned to, a list of cores for each case")
+    parser.add_argument(
+        "--cores", nargs="+", default=CORES, help="what the node is pinned to, a list of cores for each case"
+    )
     arguments = parser.parse_args()
     model = random_checkpoint(cache_directory() / "bench-engine-30m")
     rows = rows_of(model, arguments.cores, 2 if arguments.quick else 5, 128 if arguments.quick else 384)

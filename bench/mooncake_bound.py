@@ -1,11 +1,14 @@
-"""What a transfer over Mooncake can come to, whoever writes the protocol: its engine, one copy at the reader, the digests. For `bench.transfer`.
+"""What a transfer over Mooncake can come to, whoever writes the protocol: its engine, one copy at the reader, the
+digests. For `bench.transfer`.
 
-The medium cannot fence, so what it wrote is copied once more by the reader, and both ends digest. This does that and nothing else: no tickets,
-permits, frames or pages; a few bytes say which block landed, one byte that it was copied. Blocks are as large and as many as the product's. Of the
-engine alone blocks go straight to their places, eight at a time, as nobody has to copy them.
+The medium cannot fence, so what it wrote is copied once more by the reader, and both ends digest. This does that and
+nothing else: no tickets, permits, frames or pages; a few bytes say which block landed, one byte that it was copied.
+Blocks are as large and as many as the product's. Of the engine alone blocks go straight to their places, eight at a
+time, as nobody has to copy them.
 
-Beside it, how much of each end's core the engine alone takes: of a core that is full, whatever else is done there is missing from the rate. RDMA
-would leave that core to the digest, as the adapter reads the memory; the copy at the reader would stay.
+Beside it, how much of each end's core the engine alone takes: of a core that is full, whatever else is done there is
+missing from the rate. RDMA would leave that core to the digest, as the adapter reads the memory; the copy at the reader
+would stay.
 """
 
 from __future__ import annotations
@@ -43,8 +46,8 @@ LOOK_S = 0.0001
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How the bytes go. copies: by the reader, from its ring; digests: at both ends; gathered: made of runs of 128 KiB first, as pages of 64 KiB in
-    pairs need it."""
+    """How the bytes go. copies: by the reader, from its ring; digests: at both ends; gathered: made of runs of 128 KiB
+    first, as pages of 64 KiB in pairs need it."""
 
     metric: str
     what: str
@@ -80,7 +83,9 @@ def serve(pipe: Pipe, memory: Pool) -> None:
     for each in (ring, memory):
         engine.register(each.bytes.ctypes.data, each.bytes.size)
     server = socket.create_server((HOST, 0))
-    threading.Thread(target=copy_what_lands, args=(server, engine, ring, memory), name="bench-bound", daemon=True).start()
+    threading.Thread(
+        target=copy_what_lands, args=(server, engine, ring, memory), name="bench-bound", daemon=True
+    ).start()
     pipe.send(Address(HOST, server.getsockname()[1]))
     pipe.send(Address(engine.session, ring.bytes.ctypes.data))
     pipe.send(Address(engine.session, memory.bytes.ctypes.data))
@@ -96,7 +101,9 @@ def copy_what_lands(server: socket.socket, engine: MooncakeEngine, ring: Pool, m
             if nbytes:
                 if digests != digested:
                     digested, payload = digests, Payload(table_of(()), digests=digests, of_copy=True)
-                payload.extend(table_of([(memory.bytes.ctypes.data + start, ring.bytes.ctypes.data + block * BLOCK_BYTES, nbytes)]))
+                payload.extend(
+                    table_of([(memory.bytes.ctypes.data + start, ring.bytes.ctypes.data + block * BLOCK_BYTES, nbytes)])
+                )
                 payload.advance(nbytes)
                 sock.send(b"k")
             else:
@@ -112,7 +119,8 @@ def copy_what_lands(server: socket.socket, engine: MooncakeEngine, ring: Pool, m
 
 @dataclass(slots=True)
 class Move:
-    """One run of the writer's side. source: where the bytes lie; staging: where they are gathered, if they are; target, ring: the reader's."""
+    """One run of the writer's side. source: where the bytes lie; staging: where they are gathered, if they are; target,
+    ring: the reader's."""
 
     sock: socket.socket
     engine: MooncakeEngine
@@ -144,7 +152,9 @@ class Move:
         block, source = self.free.pop(0), self.source + offset
         if self.way.gathered:
             begin, source = source, self.staging + block * BLOCK_BYTES
-            payload.extend(table_of((source + at, begin + at, min(RUN_BYTES, nbytes - at)) for at in range(0, nbytes, RUN_BYTES)))
+            payload.extend(
+                table_of((source + at, begin + at, min(RUN_BYTES, nbytes - at)) for at in range(0, nbytes, RUN_BYTES))
+            )
         else:
             payload.extend(table_of([(0, source, nbytes)]))
         if self.way.digests or self.way.gathered:
@@ -191,8 +201,8 @@ def cpu_s(pid: int) -> float:
 
 
 class Bench:
-    """An engine at each end, for as many moves as one likes. shares: of each move of the engine alone, the parts of a core that the writer's and the
-    reader's process had."""
+    """An engine at each end, for as many moves as one likes. shares: of each move of the engine alone, the parts of a
+    core that the writer's and the reader's process had."""
 
     def __init__(self, near: Near) -> None:
         from pdcluster.transfer.backends.mooncake import MooncakeEngine
@@ -221,7 +231,10 @@ class Bench:
 
     def _move(self, nbytes: int, start: int, way: Way) -> None:
         left = deque((offset, min(BLOCK_BYTES, nbytes - offset)) for offset in range(0, nbytes, BLOCK_BYTES))
-        source, blocks = self._near.pools[0].bytes.ctypes.data + start, FLYING_ALONE if not (way.copies or way.gathered) else BLOCKS
+        source, blocks = (
+            self._near.pools[0].bytes.ctypes.data + start,
+            FLYING_ALONE if not (way.copies or way.gathered) else BLOCKS,
+        )
         move = Move(
             self._sock,
             self._engine,

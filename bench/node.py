@@ -1,9 +1,11 @@
-"""A node process for benchmarks: the real one, with stopwatches at the seams and, when asked, a slower link. It changes no behaviour but time.
+"""A node process for benchmarks: the real one, with stopwatches at the seams and, when asked, a slower link. It changes
+no behaviour but time.
 
     python -m bench.node [--marks FILE] [--link-bytes-s N] [--bulk] -- FLAGS OF `pdcluster node`
 
---marks: at the end, one line "NAME SECONDS" (CLOCK_MONOTONIC, comparable between processes of one machine) per event. --link-bytes-s: every
-write waits as on a serial link of that speed. --bulk: nothing is pushed before the whole prompt is computed, as in systems without overlap.
+--marks: at the end, one line "NAME SECONDS" (CLOCK_MONOTONIC, comparable between processes of one machine) per event.
+--link-bytes-s: every write waits as on a serial link of that speed. --bulk: nothing is pushed before the whole prompt
+is computed, as in systems without overlap.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def before(cls: type, method: str, action: Callable[..., None]) -> None:
 
 
 def mark_seams(mark: Marks) -> None:
-    """token1: it was taken in; commit: sent; arrived: Commit received; landed: KV verified; launched: the row's first step; answered: its result."""
+    """token1: it was taken in; commit: sent; arrived: Commit received; landed: KV verified; launched: the row's first
+    step; answered: its result."""
     before(PrefillSide, "on_update", lambda _, update: mark("token1") if update.token is not None else None)
     before(Writer, "_commit_message", lambda *_: mark("commit"))
     before(Reader, "_on_commit", lambda *_: mark("arrived"))
@@ -81,7 +84,8 @@ def push_in_bulk() -> None:
 
 
 class SlowLink:
-    """A backend behind a serial link of so many bytes per second; everything but `write` and `poll` is the inner one's."""
+    """A backend behind a serial link of so many bytes per second; everything but `write` and `poll` is the inner
+    one's."""
 
     def __init__(self, inner: Backend, bytes_s: float) -> None:
         self._inner = inner
@@ -96,7 +100,9 @@ class SlowLink:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False) -> Handle:
+    def write(
+        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False
+    ) -> Handle:
         handle = Handle(next(self._handles))
         self._queue.put((handle, (peer, source_region, target_region, stamp, runs, digests)))
         return handle
@@ -116,7 +122,9 @@ class SlowLink:
         return self._inner.take_duration(self._inner_done(handle))
 
     def _inner_done(self, handle: Handle) -> Handle:
-        assert self._done is not None and self._done[0] == handle, "digest and duration are taken right after poll said DONE"
+        assert self._done is not None and self._done[0] == handle, (
+            "digest and duration are taken right after poll said DONE"
+        )
         return self._done[1]
 
     def _run(self) -> None:

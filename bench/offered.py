@@ -1,4 +1,5 @@
-"""An offered load and what became of it: a client that keeps its rate whatever the router says, and what clients saw. For `bench.overload`."""
+"""An offered load and what became of it: a client that keeps its rate whatever the router says, and what clients saw.
+For `bench.overload`."""
 
 from __future__ import annotations
 
@@ -60,9 +61,17 @@ def prompt_tokens(rng: random.Random) -> int:
 
 async def ask(target: Target, tenant: str, num_tokens: int, rng: random.Random) -> Outcome:
     """One streamed completion over a connection of its own; time to the first event."""
-    body = {"model": target.model, "prompt": [rng.randrange(100, 1000) for _ in range(num_tokens)], "max_tokens": OUTPUT_TOKENS, "stream": True}
+    body = {
+        "model": target.model,
+        "prompt": [rng.randrange(100, 1000) for _ in range(num_tokens)],
+        "max_tokens": OUTPUT_TOKENS,
+        "stream": True,
+    }
     content = json.dumps(body | {"ignore_eos": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\nauthorization: Bearer key-of-{tenant}\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\nauthorization: Bearer "
+        f"key-of-{tenant}\r\n"
+    )
     started = time.perf_counter()
     reader, writer = await asyncio.open_connection(target.host, target.port)
     try:
@@ -106,10 +115,40 @@ def refusals(outcomes: Sequence[Outcome], case: str = f"load {OVERLOAD:g}") -> l
         return [Row("refused with 429 and Retry-After", case, 0.0, "requests", "refused", 0.0, None, None, 1.0, False)]
     share, slo_s = right / len(refused), refused[0].slo_s
     return [
-        Row("refused with 429 and Retry-After", case, float(right), "requests", "refused", float(len(refused)), share, None, 1.0, share == 1.0),
-        Row("time to a refusal, the longest", case, slow[-1], "s", "at once", AT_ONCE_S, slow[-1] / AT_ONCE_S, None, None, slow[-1] <= AT_ONCE_S),
+        Row(
+            "refused with 429 and Retry-After",
+            case,
+            float(right),
+            "requests",
+            "refused",
+            float(len(refused)),
+            share,
+            None,
+            1.0,
+            share == 1.0,
+        ),
+        Row(
+            "time to a refusal, the longest",
+            case,
+            slow[-1],
+            "s",
+            "at once",
+            AT_ONCE_S,
+            slow[-1] / AT_ONCE_S,
+            None,
+            None,
+            slow[-1] <= AT_ONCE_S,
+        ),
         Row("time to a refusal, median", case, slow[len(slow) // 2], "s"),
-        Row("TTFT of accepted requests, p99", case, served[len(served) * 99 // 100], "s", "SLO", slo_s, served[len(served) * 99 // 100] / slo_s),
+        Row(
+            "TTFT of accepted requests, p99",
+            case,
+            served[len(served) * 99 // 100],
+            "s",
+            "SLO",
+            slo_s,
+            served[len(served) * 99 // 100] / slo_s,
+        ),
         Row("accepted and late", case, float(late), "requests", "accepted", float(len(served)), late / len(served)),
     ]
 
@@ -119,4 +158,14 @@ def by_length(outcomes: Sequence[Outcome], case: str = f"load {OVERLOAD:g}") -> 
     long = [outcome.is_good for outcome in outcomes if outcome.num_tokens >= 2 * MEAN_TOKENS]
     short = [outcome.is_good for outcome in outcomes if outcome.num_tokens < MEAN_TOKENS]
     share, against = sum(long) / len(long), sum(short) / len(short)
-    return [Row("attainment, prompts of twice the mean", case, share, "of them", "shorter than the mean", against, share / against)]
+    return [
+        Row(
+            "attainment, prompts of twice the mean",
+            case,
+            share,
+            "of them",
+            "shorter than the mean",
+            against,
+            share / against,
+        )
+    ]

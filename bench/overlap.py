@@ -1,13 +1,15 @@
-"""How much of a transfer a client waits for: layer groups against one bulk send, behind a link that takes 20, 50 and 100 % of prefill's time.
+"""How much of a transfer a client waits for: layer groups against one bulk send, behind a link that takes 20, 50 and
+100 % of prefill's time.
 
     python -m bench.overlap [--quick] [--json FILE]
 
-A 30 M Qwen3-shaped model, prompts of 2048 tokens, real nodes over tcp, every write held back as on a serial link of the given speed. Exposed:
-first token → commit acknowledged. Time to first *and* to second token stand beside it, because what a fast first token hides comes back in the
-second.
+A 30 M Qwen3-shaped model, prompts of 2048 tokens, real nodes over tcp, every write held back as on a serial link of the
+given speed. Exposed: first token → commit acknowledged. Time to first *and* to second token stand beside it, because
+what a fast first token hides comes back in the second.
 
-The bound (reference: one layer's tail when the link keeps up): t_fix + max(KV of the last chunk ÷ its groups, KV − bandwidth × the time before
-the last layer of the last chunk) ÷ bandwidth, with t_fix as exposed by the same prompts without a slow link.
+The bound (reference: one layer's tail when the link keeps up): t_fix + max(KV of the last chunk ÷ its groups, KV −
+bandwidth × the time before the last layer of the last chunk) ÷ bandwidth, with t_fix as exposed by the same prompts
+without a slow link.
 """
 
 from __future__ import annotations
@@ -68,10 +70,14 @@ def bound(prefill_s: float, link_bytes_s: float, fixed_s: float) -> float:
 
 
 def tables_of(model: Path, requests: int) -> Iterator[list[Row]]:
-    """One for each share: starting clusters takes minutes, and a run that is cut short has said what it found by then."""
+    """One for each share: starting clusters takes minutes, and a run that is cut short has said what it found by
+    then."""
     free = measure(model, requests, link_bytes_s=None, bulk=False)
     prefill_s, fixed_s = statistics.median(free.prefill), statistics.median(free.exposed)
-    yield [row("prefill", f"{PROMPT_TOKENS} tokens, free link", _ms(free.prefill), "ms"), row("exposed", "free link", _ms(free.exposed), "ms")]
+    yield [
+        row("prefill", f"{PROMPT_TOKENS} tokens, free link", _ms(free.prefill), "ms"),
+        row("exposed", "free link", _ms(free.exposed), "ms"),
+    ]
     for share in SHARES:
         link = KV_BYTES / (prefill_s * share)
         case = f"link takes {share:.0%} of prefill"
@@ -85,7 +91,9 @@ def _compare(case: str, bulk: Seen, groups: Seen, least: float) -> list[Row]:
     exposed, bulk_exposed = statistics.median(groups.exposed), statistics.median(bulk.exposed)
     holds = exposed <= max(GOAL * bulk_exposed, BOUND_SLACK * least)
     first = row("exposed", case, _ms(groups.exposed), "ms", against="bulk", against_value=bulk_exposed * 1e3)
-    rows = [Row(first.metric, case, first.value, "ms", "bulk", first.against_value, first.ratio, first.spread, GOAL, holds)]
+    rows = [
+        Row(first.metric, case, first.value, "ms", "bulk", first.against_value, first.ratio, first.spread, GOAL, holds)
+    ]
     rows.append(row("exposed", case, _ms(groups.exposed), "ms", against="bound", against_value=least * 1e3))
     for name in ("ttft", "ttst"):
         ours, theirs = getattr(groups, name), getattr(bulk, name)

@@ -1,10 +1,13 @@
-"""What is left of a cluster's goodput when more is asked than it can do: the real HTTP application, gate and dispatch before nodes that keep a pace.
+"""What is left of a cluster's goodput when more is asked than it can do: the real HTTP application, gate and dispatch
+before nodes that keep a pace.
 
-Goodput is the rate of requests that meet the time-to-first-token SLO, all offered ones counted. Peak: the best over loads up to 1.1 of capacity. At
-1.5 the router must keep 0.9 of it, and answer every refused request at once with 429 and Retry-After; beside it the same load without a service
-level. Then one tenant floods while another asks for a tenth of the capacity. Client and router share a process and its core.
+Goodput is the rate of requests that meet the time-to-first-token SLO, all offered ones counted. Peak: the best over
+loads up to 1.1 of capacity. At 1.5 the router must keep 0.9 of it, and answer every refused request at once with 429
+and Retry-After; beside it the same load without a service level. Then one tenant floods while another asks for a tenth
+of the capacity. Client and router share a process and its core.
 
-Then the same over real processes (`overload_cluster`), bootstrap, nodes with an engine and a router, whose capacity is measured.
+Then the same over real processes (`overload_cluster`), bootstrap, nodes with an engine and a router, whose capacity is
+measured.
 """
 
 from __future__ import annotations
@@ -87,13 +90,28 @@ def measure(seconds: float, loads: Sequence[float]) -> list[Row]:
     rows, peak, peak_load = [], 0.0, 0.0
     for load in loads:
         value = goodput(asyncio.run(run(replace(plain, offered={"all": load}), pace)), seconds)
-        rows.append(Row("goodput", f"load {load:g}", value, "req/s", "capacity", capacity(pace), value / capacity(pace)))
+        rows.append(
+            Row("goodput", f"load {load:g}", value, "req/s", "capacity", capacity(pace), value / capacity(pace))
+        )
         peak, peak_load = max((peak, peak_load), (value, load))
     over = replace(plain, offered={"all": OVERLOAD})
     outcomes = asyncio.run(run(over, pace))
     value = goodput(outcomes, seconds)
     against = f"peak (load {peak_load:g})"
-    rows.append(Row("goodput", f"load {OVERLOAD:g}", value, "req/s", against, peak, value / peak, None, GOAL, value / peak >= GOAL))
+    rows.append(
+        Row(
+            "goodput",
+            f"load {OVERLOAD:g}",
+            value,
+            "req/s",
+            against,
+            peak,
+            value / peak,
+            None,
+            GOAL,
+            value / peak >= GOAL,
+        )
+    )
     without = goodput(asyncio.run(run(replace(over, slo=Slo()), pace)), seconds)
     rows.append(Row("goodput", f"load {OVERLOAD:g}, no service level", without, "req/s", against, peak, without / peak))
     return rows + refusals(outcomes) + by_length(outcomes) + fairness(seconds, pace)
@@ -108,7 +126,16 @@ def fairness(seconds: float, pace: NodePace) -> list[Row]:
     share = sum(outcome.is_good for outcome in flood) / len(flood)
     return [
         Row(
-            "attainment", "small tenant beside a flood of 2.0", attained, "of its requests", "of the flood", share, None, None, GOAL, attained >= GOAL
+            "attainment",
+            "small tenant beside a flood of 2.0",
+            attained,
+            "of its requests",
+            "of the flood",
+            share,
+            None,
+            None,
+            GOAL,
+            attained >= GOAL,
         )
     ]
 

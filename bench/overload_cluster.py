@@ -1,12 +1,15 @@
-"""Overload of real processes: bootstrap, a prefill and a decode node with an engine, and a router, as `pdcluster up` starts them.
+"""Overload of real processes: bootstrap, a prefill and a decode node with an engine, and a router, as `pdcluster up`
+starts them.
 
-Capacity is measured: requests per second while some always wait. With two cores the prefill node has one to itself; decode node, router and this
-client share the other, which is part of what is measured. Loads and figures are those of `bench.overload`.
+Capacity is measured: requests per second while some always wait. With two cores the prefill node has one to itself;
+decode node, router and this client share the other, which is part of what is measured. Loads and figures are those of
+`bench.overload`.
 
-So is the SLO where the machine is fast enough; otherwise it is longer, so that the longest prompt, alone, takes as much of it as before nodes that
-keep a pace (0.6). With one prefill node nobody's first token comes before a prompt that is being computed there is done: where one takes longer
-than the whole SLO, all that come meanwhile are refused, whoever asks, and what is counted is how many long prompts were drawn (at 1 s, 11 a minute
-that took 1.1 s each: of the 7 of 79 requests that the small tenant missed, 5 came behind one).
+So is the SLO where the machine is fast enough; otherwise it is longer, so that the longest prompt, alone, takes as much
+of it as before nodes that keep a pace (0.6). With one prefill node nobody's first token comes before a prompt that is
+being computed there is done: where one takes longer than the whole SLO, all that come meanwhile are refused, whoever
+asks, and what is counted is how many long prompts were drawn (at 1 s, 11 a minute that took 1.1 s each: of the 7 of 79
+requests that the small tenant missed, 5 came behind one).
 """
 
 from __future__ import annotations
@@ -22,7 +25,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bench.cluster import NodePlan, cluster
-from bench.offered import GOAL, MOST_TOKENS, OVERLOAD, SLO_S, Outcome, Target, ask, by_length, goodput, offer, prompt_tokens, refusals
+from bench.offered import (
+    GOAL,
+    MOST_TOKENS,
+    OVERLOAD,
+    SLO_S,
+    Outcome,
+    Target,
+    ask,
+    by_length,
+    goodput,
+    offer,
+    prompt_tokens,
+    refusals,
+)
 from bench.paced_nodes import Pace
 from bench.report import Row
 from pdcluster.checkpoint import bundled
@@ -31,20 +47,24 @@ TENANTS = ("all", "flood", "small")
 WINDOW_S = 4.0
 MOST_WINDOWS = 8
 AGREE = 0.1
-"""Capacity is that of the last window once two in a row agree to this part: young nodes compile, and fit what their steps cost."""
+"""Capacity is that of the last window once two in a row agree to this part: young nodes compile, and fit what their
+steps cost."""
 
 NUM_WAITING = 4
-"""Requests that are always open while capacity is measured: enough that the prefill node never idles, too few to be refused."""
+"""Requests that are always open while capacity is measured: enough that the prefill node never idles, too few to be
+refused."""
 
 REFUSED_S = 0.1
-"""Pause of a client that was refused while capacity is measured: it should not be, and must not take the router's core."""
+"""Pause of a client that was refused while capacity is measured: it should not be, and must not take the router's
+core."""
 
 
 LONGEST = Pace().token_s * MOST_TOKENS / SLO_S
 """Of the SLO that the longest prompt takes when nothing else runs, before nodes that keep a pace."""
 
 FLOOD_FACTOR = 4
-"""How many times longer than others the phase with the small tenant is, which asks for so little that 30 s would know its share within 0.05 only."""
+"""How many times longer than others the phase with the small tenant is, which asks for so little that 30 s would know
+its share within 0.05 only."""
 
 
 @contextmanager
@@ -54,7 +74,16 @@ def router(model: Path, num_workers: int, slo_s: float) -> Iterator[Target]:
     with tempfile.TemporaryDirectory() as folder:
         tenants = Path(folder) / "tenants.toml"
         tenants.write_text("".join(f'[{name}]\nkeys = ["key-of-{name}"]\n' for name in TENANTS))
-        flags = ["--slo-ttft-s", f"{slo_s:g}", "--mode", "remote", "--tenants", str(tenants), "--workers", str(num_workers)]
+        flags = [
+            "--slo-ttft-s",
+            f"{slo_s:g}",
+            "--mode",
+            "remote",
+            "--tenants",
+            str(tenants),
+            "--workers",
+            str(num_workers),
+        ]
         os.sched_setaffinity(0, set(cores[:-1]) or set(cores))  # children inherit it; nodes have cores of their own
         try:
             with cluster(model, nodes, "auto", flags, api_key=f"key-of-{TENANTS[0]}") as client:
@@ -64,7 +93,8 @@ def router(model: Path, num_workers: int, slo_s: float) -> Iterator[Target]:
 
 
 def level(target: Target) -> float:
-    """The SLO for these nodes, in tenths of a second; see the module's docstring. The first prompts teach the node what its steps cost."""
+    """The SLO for these nodes, in tenths of a second; see the module's docstring. The first prompts teach the node what
+    its steps cost."""
     rng = random.Random("level")
     alone = [asyncio.run(ask(target, TENANTS[0], MOST_TOKENS, rng)) for _ in range(7)][2:]
     if any(outcome.status != 200 for outcome in alone):
@@ -99,7 +129,8 @@ def settled(target: Target) -> float:
 
 
 async def run(target: Target, phase: str, rates: dict[str, float], seconds: float) -> list[Outcome]:
-    """rates: tenant → requests per second. Every phase has prompts of its own: the nodes have cached those of the others."""
+    """rates: tenant → requests per second. Every phase has prompts of its own: the nodes have cached those of the
+    others."""
     runs = [offer(target, tenant, rate, seconds, random.Random(f"{phase} {tenant}")) for tenant, rate in rates.items()]
     return [outcome for outcomes in await asyncio.gather(*runs) for outcome in outcomes]
 
@@ -114,23 +145,53 @@ def measure(model: Path | None, seconds: float, loads: Sequence[float], num_work
         peak, peak_load = 0.0, 0.0
         for load in loads:
             value = goodput(asyncio.run(run(target, f"load {load:g}", {"all": load * capacity}, seconds)), seconds)
-            rows.append(Row("goodput", f"processes, load {load:g}", value, "req/s", "capacity", capacity, value / capacity))
+            rows.append(
+                Row("goodput", f"processes, load {load:g}", value, "req/s", "capacity", capacity, value / capacity)
+            )
             peak, peak_load = max((peak, peak_load), (value, load))
         outcomes = asyncio.run(run(target, "overload", {"all": OVERLOAD * capacity}, seconds))
         value = goodput(outcomes, seconds)
         against = f"peak (load {peak_load:g})"
-        rows.append(Row("goodput", f"processes, load {OVERLOAD:g}", value, "req/s", against, peak, value / peak, None, GOAL, value / peak >= GOAL))
+        rows.append(
+            Row(
+                "goodput",
+                f"processes, load {OVERLOAD:g}",
+                value,
+                "req/s",
+                against,
+                peak,
+                value / peak,
+                None,
+                GOAL,
+                value / peak >= GOAL,
+            )
+        )
         case = f"processes, load {OVERLOAD:g}"
         return rows + refusals(outcomes, case) + by_length(outcomes, case) + fairness(target, capacity, seconds)
 
 
 def fairness(target: Target, capacity: float, seconds: float) -> list[Row]:
     """A tenant that asks for a tenth of the cluster beside one that asks for twice of it."""
-    outcomes = asyncio.run(run(target, "flood", {"flood": 2.0 * capacity, "small": 0.1 * capacity}, FLOOD_FACTOR * seconds))
+    outcomes = asyncio.run(
+        run(target, "flood", {"flood": 2.0 * capacity, "small": 0.1 * capacity}, FLOOD_FACTOR * seconds)
+    )
     attained = {tenant: attainment([o for o in outcomes if o.tenant == tenant]) for tenant in ("flood", "small")}
     case = "processes, small tenant beside a flood of 2.0"
     small = attained["small"]
-    return [Row("attainment", case, small, "of its requests", "of the flood", attained["flood"], None, None, GOAL, small >= GOAL)]
+    return [
+        Row(
+            "attainment",
+            case,
+            small,
+            "of its requests",
+            "of the flood",
+            attained["flood"],
+            None,
+            None,
+            GOAL,
+            small >= GOAL,
+        )
+    ]
 
 
 def attainment(outcomes: Sequence[Outcome]) -> float:

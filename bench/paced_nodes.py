@@ -1,5 +1,5 @@
-"""Nodes without an engine, in the router's own process: prompts take the time that a cost model says, tokens come at a fixed pace. Their load is
-always known at once. For measuring what the router decides, not what it costs."""
+"""Nodes without an engine, in the router's own process: prompts take the time that a cost model says, tokens come at a
+fixed pace. Their load is always known at once. For measuring what the router decides, not what it costs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Pace:
 
 
 class PacedNode:
-    """A mixed node: one prompt at a time, in the order they came, when a row is free; decoding costs the prompts nothing."""
+    """A mixed node: one prompt at a time, in the order they came, when a row is free; decoding costs the prompts
+    nothing."""
 
     def __init__(self, name: str, pace: Pace, ledger: Ledger) -> None:
         self.endpoint = m.Endpoint(name, f"{name}-boot", f"{name}:1")
@@ -54,7 +55,20 @@ class PacedNode:
         tokens = sum(work.num_prompt for work in waiting)
         pairs = round(sum(num_pairs(work.num_prompt, 0) for work in waiting))
         rows = len(self._rows) + len(waiting)
-        load = m.Load(len(self._waiting), len(self._rows), tokens, 0, 1000, 1000, 0, 0, 0, self._pace.slots, rows, waiting_pairs=pairs)
+        load = m.Load(
+            len(self._waiting),
+            len(self._rows),
+            tokens,
+            0,
+            1000,
+            1000,
+            0,
+            0,
+            0,
+            self._pace.slots,
+            rows,
+            waiting_pairs=pairs,
+        )
         return NodeView(self.endpoint, "mixed", rows, load, BLOCK_TOKENS, MAX_LEN, cost=self._pace.cost)
 
     def on_message(self, message: m.AnyMessage) -> None:

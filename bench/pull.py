@@ -1,9 +1,11 @@
-"""What pulling saves: time to the first token of a second turn when prefill fetches the answer's KV from decode, and when it computes it again.
+"""What pulling saves: time to the first token of a second turn when prefill fetches the answer's KV from decode, and
+when it computes it again.
 
     python -m bench.pull [--quick] [--json FILE] [--transfer shm,tcp]
 
-A 30 M Qwen3-shaped model, one prefill and one decode node, every request in mode remote, one at a time. Two clusters stand side by side and are asked
-in turns, one with `router.pull` always, one with never; on both, prefill still has the first prompt cached.
+A 30 M Qwen3-shaped model, one prefill and one decode node, every request in mode remote, one at a time. Two clusters
+stand side by side and are asked in turns, one with `router.pull` always, one with never; on both, prefill still has the
+first prompt cached.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ ANSWERS = (32, 64, 128, 256, 512)
 HEARD_S = 0.15
 """The router hears what is cached where."""
 
-FLAGS = {"always": ("--mode", "remote", "--pull", "always", "--pull-min-tokens", "1"), "never": ("--mode", "remote", "--pull", "never")}
+FLAGS = {
+    "always": ("--mode", "remote", "--pull", "always", "--pull-min-tokens", "1"),
+    "never": ("--mode", "remote", "--pull", "never"),
+}
 
 
 def second_turn(client: Client, prompt: Sequence[int], answer: int, new: Sequence[int]) -> tuple[float, int]:
@@ -55,7 +60,14 @@ def rows_of(model: Path, transfer: str, answers: Sequence[int], repeats: int) ->
 def compare(case: str, seen: dict[str, list[tuple[float, int]]]) -> Row:
     computed = row("", "", [seconds * 1e3 for seconds, _ in seen["never"]], "ms").value
     pulled = min(tokens for _, tokens in seen["always"])
-    found = row("TTFT of turn 2", f"{case}, {pulled} pulled", [s * 1e3 for s, _ in seen["always"]], "ms", against="computed", against_value=computed)
+    found = row(
+        "TTFT of turn 2",
+        f"{case}, {pulled} pulled",
+        [s * 1e3 for s, _ in seen["always"]],
+        "ms",
+        against="computed",
+        against_value=computed,
+    )
     assert found.ratio is not None
     return replace(found, goal=1.0, holds=found.ratio <= 1.0) if pulled else found
 

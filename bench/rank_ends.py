@@ -1,6 +1,8 @@
-"""A rank above 0 of a node in `bench.layouts`: a process of its own with the endpoint of `node.tensor_parallel.rank` over its own pool, but no engine.
+"""A rank above 0 of a node in `bench.layouts`: a process of its own with the endpoint of `node.tensor_parallel.rank`
+over its own pool, but no engine.
 
-`RankProcess` is rank 0's side: it starts the process, learns its adverts and reaches it by `node.tensor_parallel.endpoint_client`, as `node.tensor_parallel.engine` does. Measures nothing.
+`RankProcess` is rank 0's side: it starts the process, learns its adverts and reaches it by
+`node.tensor_parallel.endpoint_client`, as `node.tensor_parallel.engine` does. Measures nothing.
 
     python -m bench.rank_ends FD SETUP     the process; it serves until its end of the socket closes
 """
@@ -49,7 +51,9 @@ class RankProcess:
         region, (sock, there) = pool.region, socket.socketpair()
         setup = Setup(backend, host, staging_bytes, me.node, me.incarnation, region.id, pool.fd, region.nbytes)
         arguments = [str(there.fileno()), msgspec.json.encode(setup).decode()]
-        self._child = subprocess.Popen([sys.executable, "-m", "bench.rank_ends", *arguments], pass_fds=[there.fileno(), pool.fd])
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "bench.rank_ends", *arguments], pass_fds=[there.fileno(), pool.fd]
+        )
         there.close()
         ready = RankChannel(sock, send_s=SEND_S).receive(START_S)
         if not isinstance(ready, Ready):
@@ -75,7 +79,9 @@ def main() -> None:
     channel = RankChannel(socket.socket(fileno=int(fd)), send_s=SEND_S)
     memory = np.frombuffer(mmap.mmap(setup.pool_fd, setup.nbytes), dtype=np.uint8)
     memory[::4096].sum()  # this process's page tables
-    backends = create_backends(setup.backend, Peer(setup.node, setup.incarnation), host=setup.host, staging_bytes=setup.staging_bytes)
+    backends = create_backends(
+        setup.backend, Peer(setup.node, setup.incarnation), host=setup.host, staging_bytes=setup.staging_bytes
+    )
     try:
         for backend in backends.values():
             backend.register(Region(setup.region, memory.ctypes.data, setup.nbytes, setup.pool_fd))

@@ -1,7 +1,8 @@
-"""What a client sends to a real cluster in one turn of `routing_real`, and what it saw: the way (auto, one node, two) is asked for with each request.
+"""What a client sends to a real cluster in one turn of `routing_real`, and what it saw: the way (auto, one node, two)
+is asked for with each request.
 
-Lengths are lognormal, one from each of as many equally likely parts as there are requests, so that no turn has all the long ones; moments are those
-of a Poisson process that has so many arrivals. Nothing is judged here.
+Lengths are lognormal, one from each of as many equally likely parts as there are requests, so that no turn has all the
+long ones; moments are those of a Poisson process that has so many arrivals. Nothing is judged here.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ def requests(num: int, seconds: float, seed: int | str) -> list[Asked]:
     moments = sorted(chance.uniform(0.0, seconds) for _ in range(num))
     prompts = _lengths(num, MEAN_PROMPT, PROMPT_SPREAD, MOST_PROMPT, chance)
     outputs = _lengths(num, MEAN_OUTPUT, OUTPUT_SPREAD, MOST_OUTPUT, chance)
-    return [Asked(at_s, random_prompt(prompt, chance), max(output, 2)) for at_s, prompt, output in zip(moments, prompts, outputs, strict=True)]
+    return [
+        Asked(at_s, random_prompt(prompt, chance), max(output, 2))
+        for at_s, prompt, output in zip(moments, prompts, outputs, strict=True)
+    ]
 
 
 def _lengths(num: int, mean: float, spread: float, most: int, chance: random.Random) -> list[int]:
@@ -75,13 +79,15 @@ def _lengths(num: int, mean: float, spread: float, most: int, chance: random.Ran
 
 
 def unseen(asked: Sequence[Asked], seed: str) -> list[Asked]:
-    """The same moments and lengths with other tokens: the way before left its prompts in the nodes' caches, and this is as good as empty ones."""
+    """The same moments and lengths with other tokens: the way before left its prompts in the nodes' caches, and this is
+    as good as empty ones."""
     chance = random.Random(seed)
     return [replace(each, prompt=random_prompt(len(each.prompt), chance)) for each in asked]
 
 
 async def turn(target: Target, asked: Sequence[Asked], way: str) -> list[Answer]:
-    """Those that were answered; one that is refused, or not answered QUIET_S after the last arrival, is not among them."""
+    """Those that were answered; one that is refused, or not answered QUIET_S after the last arrival, is not among
+    them."""
     begun = time.monotonic()
     tasks = [asyncio.create_task(ask(target, each, way, begun)) for each in asked]
     done, late = await asyncio.wait(tasks, timeout=asked[-1].at_s + QUIET_S)
@@ -92,7 +98,8 @@ async def turn(target: Target, asked: Sequence[Asked], way: str) -> list[Answer]
 
 
 async def ask(target: Target, asked: Asked, way: str, begun: float) -> Answer | None:
-    """One streamed completion, sent when it is due; None when it was refused. Raises RuntimeError for any other failure."""
+    """One streamed completion, sent when it is due; None when it was refused. Raises RuntimeError for any other
+    failure."""
     await asyncio.sleep(begun + asked.at_s - time.monotonic())
     reader, writer = await asyncio.open_connection(target.host, target.port, limit=MOST_BYTES)
     try:
@@ -115,14 +122,25 @@ async def ask(target: Target, asked: Asked, way: str, begun: float) -> Answer | 
 
 
 def _request(model: str, asked: Asked, way: str) -> bytes:
-    body = {"model": model, "prompt": asked.prompt, "max_tokens": asked.num_output, "ignore_eos": True, "stream": True, "pdcluster_mode": way}
+    body = {
+        "model": model,
+        "prompt": asked.prompt,
+        "max_tokens": asked.num_output,
+        "ignore_eos": True,
+        "stream": True,
+        "pdcluster_mode": way,
+    }
     content = json.dumps(body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\nconnection: close\r\n"
     return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
 
 
 def _path(head: bytes) -> str:
-    nodes = [line.partition(b":")[2].strip().decode() for line in head.lower().split(b"\r\n") if line.startswith(NODE_HEADERS)]
+    nodes = [
+        line.partition(b":")[2].strip().decode()
+        for line in head.lower().split(b"\r\n")
+        if line.startswith(NODE_HEADERS)
+    ]
     return "+".join(nodes)
 
 

@@ -1,8 +1,10 @@
-"""Rows of a benchmark: one figure each, beside what it is measured against. Printing and JSON only; it measures nothing itself.
+"""Rows of a benchmark: one figure each, beside what it is measured against. Printing and JSON only; it measures nothing
+itself.
 
-A figure stands beside its rival or ceiling from the same run (`against`, `against_value`); `ratio` is value / against_value, `spread` is
-(max - min) / median over the repeats (narrower of `paired` ones), `interval` where the ratio lies with 95 % certainty if it was measured in enough
-turns, `goal` the least ratio that was promised and `holds` whether it was met (None: no promise).
+A figure stands beside its rival or ceiling from the same run (`against`, `against_value`); `ratio` is value /
+against_value, `spread` is (max - min) / median over the repeats (narrower of `paired` ones), `interval` where the ratio
+lies with 95 % certainty if it was measured in enough turns, `goal` the least ratio that was promised and `holds`
+whether it was met (None: no promise).
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ class Row:
 
 
 class Paired(NamedTuple):
-    """A ratio that was measured in many turns. spread: from their tenth to their ninetieth percentile, over the median: of so many turns on a machine
-    with neighbours the extremes say nothing. interval: see `median_interval`."""
+    """A ratio that was measured in many turns. spread: from their tenth to their ninetieth percentile, over the median:
+    of so many turns on a machine with neighbours the extremes say nothing. interval: see `median_interval`."""
 
     median: float
     spread: float
@@ -41,8 +43,8 @@ class Paired(NamedTuple):
 
 
 def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
-    """Where the median of what the samples are drawn from lies, in at least 95 % of such draws, whatever its shape; None of too few. Less than k of n
-    lie below it as often as less than k of n coins show heads."""
+    """Where the median of what the samples are drawn from lies, in at least 95 % of such draws, whatever its shape;
+    None of too few. Less than k of n lie below it as often as less than k of n coins show heads."""
     ordered, below, outside = sorted(samples), 0.0, 0
     while (below := below + math.comb(len(ordered), outside) / 2 ** len(ordered)) <= 0.025:
         outside += 1
@@ -76,7 +78,19 @@ def row(
 
 def print_rows(rows: Iterable[Row]) -> None:
     """A table for people: one line per row, figures that miss their goal say so."""
-    header = ("metric", "case", "value", "unit", "against", "its value", "ratio", "spread", "95 % of it", "goal", "holds")
+    header = (
+        "metric",
+        "case",
+        "value",
+        "unit",
+        "against",
+        "its value",
+        "ratio",
+        "spread",
+        "95 % of it",
+        "goal",
+        "holds",
+    )
     table = [header, *(_cells(row) for row in rows)]
     widths = [max(len(line[column]) for line in table) for column in range(len(header))]
     for line in table:

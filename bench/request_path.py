@@ -1,9 +1,10 @@
 """What one request costs the router's own thread, and where: `python -m bench.request_path`
 
-The router's real parts (HTTP connection, prepare, gate, policy, attempt, links, codec) run in this process; nodes are fakes in processes of their
-own, over real links. Clients are in this process and take next to no time: a request is bytes that a connection gets, an answer bytes that it
-writes. So what is counted is the one thread that a router has: microseconds of its CPU, and the interpreter's instructions by part, which no busy
-machine changes. Not in it: the kernel's time of HTTP sockets, and other routers; `bench.router` has both.
+The router's real parts (HTTP connection, prepare, gate, policy, attempt, links, codec) run in this process; nodes are
+fakes in processes of their own, over real links. Clients are in this process and take next to no time: a request is
+bytes that a connection gets, an answer bytes that it writes. So what is counted is the one thread that a router has:
+microseconds of its CPU, and the interpreter's instructions by part, which no busy machine changes. Not in it: the
+kernel's time of HTTP sockets, and other routers; `bench.router` has both.
 
 Instructions of libraries in C are not counted (msgspec, hashes, zmq); time has them.
 """
@@ -53,8 +54,9 @@ NUM_CLIENTS = 32
 ROLES = {"local": ("mixed",), "P/D": ("prefill", "decode")}
 LENGTHS = (10_000, 100_000)
 NUM_COUNTED, NUM_COUNTED_STREAMS = 512, 100
-"""Requests of which every instruction is looked at: as many as fill what is counted many at a time (metrics.MOST_NOTED). That takes a hundred times
-as long, so reports of nodes, which come 20 times a second, count for more than they are: for some 500 instructions a node."""
+"""Requests of which every instruction is looked at: as many as fill what is counted many at a time
+(metrics.MOST_NOTED). That takes a hundred times as long, so reports of nodes, which come 20 times a second, count for
+more than they are: for some 500 instructions a node."""
 READY_S = 60.0
 LOOK_S = 0.05
 GOAL_US = 1e6 / 9000
@@ -62,21 +64,60 @@ GOAL_US = 1e6 / 9000
 TOKEN_GOAL_US = 1e6 / 60_000
 NOT_OURS = "around it"
 """asyncio's loop, libraries, this bench."""
-ROOTS = (os.path.dirname(process.__file__), os.path.dirname(bundled.__file__))
+ROOTS = (os.path.dirname(process.__file__), os.path.dirname(os.path.dirname(bundled.__file__)))
 LIMITS = LineLimits(1 << 24, READY_S, READY_S)
 OK = b"HTTP/1.1 200 "
 STREAM_END = b"\r\n0\r\n\r\n"
 PARTS = (
     (
         "HTTP and JSON",
-        ("http_", "app.py", "answer.py", "prepare.py", "choices.py", "through.py", "places.py", "tenants.py", "/api/", "/plain.py", "/plain_kind.py"),
+        (
+            "http_",
+            "app.py",
+            "answer.py",
+            "prepare.py",
+            "choices.py",
+            "through.py",
+            "places.py",
+            "tenants.py",
+            "/api/",
+            "/plain.py",
+            "/plain_kind.py",
+        ),
     ),
-    ("choice of nodes", ("policy/", "chooser.py", "stations.py", "view.py", "pull.py", "blend.py", "sent.py", "cost.py")),
-    ("prefixes", ("index.py", "caches.py", "block_table.py", "holder_sets.py", "expected.py", "seen_blocks.py", "hashing.py", "shares.py")),
+    (
+        "choice of nodes",
+        ("policy/", "chooser.py", "stations.py", "view.py", "pull.py", "blend.py", "sent.py", "cost.py"),
+    ),
+    (
+        "prefixes",
+        (
+            "index.py",
+            "caches.py",
+            "block_table.py",
+            "holder_sets.py",
+            "expected.py",
+            "seen_blocks.py",
+            "hashing.py",
+            "shares.py",
+        ),
+    ),
     ("gate", ("gate.py", "headroom.py", "waiting.py", "hold.py", "admission.py", "fairness.py", "drains.py")),
     (
         "one request's life",
-        ("run.py", "attempt.py", "begun.py", "job.py", "legs.py", "dispatch.py", "pending.py", "cluster.py", "alarms.py", "general", "generation.py"),
+        (
+            "run.py",
+            "attempt.py",
+            "begun.py",
+            "job.py",
+            "legs.py",
+            "dispatch.py",
+            "pending.py",
+            "cluster.py",
+            "alarms.py",
+            "general",
+            "generation.py",
+        ),
     ),
     ("wire", ("/wire/", "messages.py")),
     ("counted and explained", ("explain", "metrics", "tally.py", "open_requests.py")),
@@ -95,7 +136,8 @@ class Answering(Protocol):
 
 
 class Client:
-    """The transport of one connection, as far as connections know it. Asks again as soon as it was answered, while `more` says so."""
+    """The transport of one connection, as far as connections know it. Asks again as soon as it was answered, while
+    `more` says so."""
 
     def __init__(self, request: bytes, end: bytes, more: Callable[[bytes], bool]) -> None:
         self._request, self._end, self._more = request, end, more
@@ -133,11 +175,15 @@ class Router:
         self._parts = parts
         front = parts.front
         plain = Plain(front.dispatch.shared, front.metrics)
-        app, connections = create_app(front.dispatch, http_settings(config), front.metrics, front.places, plain=plain), Connections()
+        app, connections = (
+            create_app(front.dispatch, http_settings(config), front.metrics, front.places, plain=plain),
+            Connections(),
+        )
         self._connect: Connect = partial(Connection, app, LIMITS, connections)
 
     async def wait_ready(self, num_nodes: int) -> None:
-        """Looks again and again: nodes that have nothing new to say say nothing, and a model is loaded without a word."""
+        """Looks again and again: nodes that have nothing new to say say nothing, and a model is loaded without a
+        word."""
         cluster, dispatch, until = self._parts.cluster, self._parts.front.dispatch, time.monotonic() + READY_S
         while time.monotonic() < until:
             if len(cluster.view().nodes) >= num_nodes and dispatch.is_ready():
@@ -176,7 +222,9 @@ async def answer(connect: Connect, ask: Ask, count: int) -> None:
             done.set()
         return False
 
-    clients = [Client(ask.request(), STREAM_END if ask.is_stream else b"", more) for _ in range(min(NUM_CLIENTS, count))]
+    clients = [
+        Client(ask.request(), STREAM_END if ask.is_stream else b"", more) for _ in range(min(NUM_CLIENTS, count))
+    ]
     num_open, left = len(clients), count - len(clients) + 1
     for client in clients:
         client.connection = connect()
@@ -222,7 +270,14 @@ def part_of(file: str) -> str:
 def completion(num_prompt: int, num_output: int, *, is_stream: bool) -> Ask:
     ids = [10 + index % 400 for index in range(num_prompt)]
     model = bundled.path().resolve().name
-    body = {"model": model, "prompt": ids, "max_tokens": num_output, "temperature": 0, "stream": is_stream, "ignore_eos": True}
+    body = {
+        "model": model,
+        "prompt": ids,
+        "max_tokens": num_output,
+        "temperature": 0,
+        "stream": is_stream,
+        "ignore_eos": True,
+    }
     return Ask("/v1/completions", json.dumps(body).encode(), is_stream)
 
 
@@ -233,7 +288,11 @@ async def routing(bootstrap: str, case: str) -> AsyncIterator[Router]:
     async with AsyncExitStack() as stack:
         parts = process.assemble(config, Peer("bench", f"bench-{secrets.token_hex(8)}"), None, stack)
         tasks = process.Tasks(asyncio.Event(), stack)
-        for work in (parts.cluster.follow(watch(config.bootstrap)), parts.models.keep_loaded(), parts.front.dispatch.waiting.follow(parts.cluster)):
+        for work in (
+            parts.cluster.follow(watch(config.bootstrap)),
+            parts.models.keep_loaded(),
+            parts.front.dispatch.waiting.follow(parts.cluster),
+        ):
             await tasks.run(work)
         router = Router(parts, config)
         await router.wait_ready(len(ROLES[case]))
@@ -256,14 +315,23 @@ async def without_routing(bootstrap: str) -> AsyncIterator[Bare]:
         router.close()
 
 
-async def beside_bare(router: Answering, bootstrap: str, ask: Ask, unit: str, count: int, turns: int, num_units: int) -> list[Row]:
-    """The thread's time of one and the other, in turns: what is left when the machine's own pace of the moment is taken out."""
+async def beside_bare(
+    router: Answering, bootstrap: str, ask: Ask, unit: str, count: int, turns: int, num_units: int
+) -> list[Row]:
+    """The thread's time of one and the other, in turns: what is left when the machine's own pace of the moment is taken
+    out."""
     async with without_routing(bootstrap) as bare:
-        pairs = [[(await _microseconds(each, ask, count, 1))[0] / num_units for each in (router, bare)] for _ in range(turns)]
+        pairs = [
+            [(await _microseconds(each, ask, count, 1))[0] / num_units for each in (router, bare)] for _ in range(turns)
+        ]
         ratio, least = paired([own / other for own, other in pairs]), statistics.median(other for _, other in pairs)
         own_us = statistics.median(own for own, _ in pairs)
         against = "a router without routing"
-        rows = [Row(f"router thread per {unit}, in turns", "local", own_us, "us", against, least, ratio.median, ratio.spread)]
+        rows = [
+            Row(
+                f"router thread per {unit}, in turns", "local", own_us, "us", against, least, ratio.median, ratio.spread
+            )
+        ]
         return rows + await _instructions(bare, ask, against, unit, num_units)
 
 
@@ -277,7 +345,14 @@ async def request_rows(bootstrap: str, case: str, scale: int) -> list[Row]:
             rows += await beside_bare(router, bootstrap, ask, "request", 200, 10 * scale, 1)
             for length in LENGTHS:
                 samples = await _microseconds(router, completion(length, 1, is_stream=False), 10, 3 * scale)
-                rows.append(row("router thread per request", f"{case}, {length:,} ids", [sample / 1e3 for sample in samples], "ms"))
+                rows.append(
+                    row(
+                        "router thread per request",
+                        f"{case}, {length:,} ids",
+                        [sample / 1e3 for sample in samples],
+                        "ms",
+                    )
+                )
     return rows
 
 
@@ -313,7 +388,10 @@ async def _instructions(router: Answering, ask: Ask, case: str, unit: str, num_u
     for file, number in found.items():
         by_part[part_of(file)] += number
     by_part["all of ours"] = by_part.total() - by_part[NOT_OURS]
-    return [row(f"instructions per {unit}: {part}", case, [number / count / num_units], "") for part, number in by_part.most_common()]
+    return [
+        row(f"instructions per {unit}: {part}", case, [number / count / num_units], "")
+        for part, number in by_part.most_common()
+    ]
 
 
 @contextmanager

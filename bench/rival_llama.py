@@ -98,7 +98,11 @@ def tensors(path):
 
 
 def gguf_name(name):
-    fixed = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
+    fixed = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    }
     if name in fixed:
         return fixed[name]
     _, _, layer, rest = name.split(".", 3)

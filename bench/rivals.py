@@ -1,17 +1,18 @@
-"""Other routers as processes, each before workers that it knows how to speak to, in the same places as ours: workers on core 0, the router on core 1.
+"""Other routers as processes, each before workers that it knows how to speak to, in the same places as ours: workers on
+core 0, the router on core 1.
 
 Each lives in a virtual environment of its own, DIR/NAME:
 
-    python -m venv DIR/sglang-router && DIR/sglang-router/bin/pip install sglang-router==0.3.2
-    python -m venv DIR/smg           && DIR/smg/bin/pip install smg==1.13.0
-    python -m venv DIR/vllm-router   && DIR/vllm-router/bin/pip install vllm-router==0.1.17
-    python -m venv DIR/dynamo        && DIR/dynamo/bin/pip install --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1 \\
-                                     && DIR/dynamo/bin/pip install aiohttp msgspec prometheus-client pyzmq tqdm transformers uvloop 'pydantic<=2.13.5'
+    python -m venv DIR/sglang-router && DIR/sglang-router/bin/pip install sglang-router==0.3.2 python -m venv DIR/smg
+    && DIR/smg/bin/pip install smg==1.13.0 python -m venv DIR/vllm-router   && DIR/vllm-router/bin/pip install
+    vllm-router==0.1.17 python -m venv DIR/dynamo        && DIR/dynamo/bin/pip install --no-deps ai-dynamo==1.6.1
+    ai-dynamo-runtime==1.6.1 \\ && DIR/dynamo/bin/pip install aiohttp msgspec prometheus-client pyzmq tqdm transformers
+    uvloop 'pydantic<=2.13.5'
 
-The first three route round robin over `bench.fake_worker`. Dynamo's frontend routes by its own KV rule over its mocker, whose simulated engine is
-sped up a million times: nothing else speaks the mocker's protocol, so what it takes alone is unknown and stays in Dynamo's figures; its streams have
-one event more than tokens, and some 46 ms of its P/D are the two mockers' own hand-over. (ai-dynamo pins a package that is a stub in the index, hence
---no-deps; no CUDA is needed.)
+The first three route round robin over `bench.fake_worker`. Dynamo's frontend routes by its own KV rule over its mocker,
+whose simulated engine is sped up a million times: nothing else speaks the mocker's protocol, so what it takes alone is
+unknown and stays in Dynamo's figures; its streams have one event more than tokens, and some 46 ms of its P/D are the
+two mockers' own hand-over. (ai-dynamo pins a package that is a stub in the index, hence --no-deps; no CUDA is needed.)
 """
 
 from __future__ import annotations
@@ -40,7 +41,13 @@ ROUTER_CORE = 1
 MODEL = "m"
 READY_S = 60.0
 STOP_S = 10.0
-DYNAMO = {"DYN_DISCOVERY_BACKEND": "file", "DYN_REQUEST_PLANE": "tcp", "DYN_EVENT_PLANE": "zmq", "DYN_LOG": "error", "HF_HUB_OFFLINE": "1"}
+DYNAMO = {
+    "DYN_DISCOVERY_BACKEND": "file",
+    "DYN_REQUEST_PLANE": "tcp",
+    "DYN_EVENT_PLANE": "zmq",
+    "DYN_LOG": "error",
+    "HF_HUB_OFFLINE": "1",
+}
 SPEEDUP = "1000000"
 """Of the mocker's engine. 0 is documented as infinite and behaves like 1."""
 
@@ -59,7 +66,11 @@ class Placed:
     def ask(self, num_prompt: int, num_output: int, *, stream: bool) -> Ask:
         ids = [10 + index % 400 for index in range(num_prompt)]
         if self.path == "/generate":
-            body: dict[str, object] = {"input_ids": ids, "sampling_params": {"max_new_tokens": num_output, "temperature": 0}, "stream": stream}
+            body: dict[str, object] = {
+                "input_ids": ids,
+                "sampling_params": {"max_new_tokens": num_output, "temperature": 0},
+                "stream": stream,
+            }
         else:
             body = {"model": self.model, "prompt": ids, "max_tokens": num_output, "temperature": 0, "stream": stream}
             body |= {"ignore_eos": True} if self.name in ("pdcluster", BARE) else {}
@@ -68,7 +79,8 @@ class Placed:
 
 @contextmanager
 def rival(name: str, folder: Path, *, disaggregated: bool, token_s: float = 0.0) -> Iterator[Placed]:
-    """token_s: the pace of its workers' streams; Dynamo's mocker has its own. Raises TimeoutError when it does not route within READY_S."""
+    """token_s: the pace of its workers' streams; Dynamo's mocker has its own. Raises TimeoutError when it does not
+    route within READY_S."""
     running: list[subprocess.Popen[bytes]] = []
     port = _free_port()
     with tempfile.TemporaryDirectory(prefix="rival-") as scratch:
@@ -99,26 +111,70 @@ def _start_over_http(
 
 
 def _argv(name: str, binaries: Path, urls: Sequence[str], port: int) -> list[str]:
-    common = ["--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin", "--prometheus-port", str(_free_port())]
+    common = [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--policy",
+        "round_robin",
+        "--prometheus-port",
+        str(_free_port()),
+    ]
     pair = ["--prefill", urls[0], "--decode", urls[-1]]
     if name == "vllm-router":
-        return [str(binaries / name), *(["--vllm-pd-disaggregation", *pair] if len(urls) > 1 else ["--worker-urls", *urls]), *common]
-    command = [str(binaries / "python"), "-m", "sglang_router.launch_router"] if name == "sglang-router" else [str(binaries / "smg"), "launch"]
+        return [
+            str(binaries / name),
+            *(["--vllm-pd-disaggregation", *pair] if len(urls) > 1 else ["--worker-urls", *urls]),
+            *common,
+        ]
+    command = (
+        [str(binaries / "python"), "-m", "sglang_router.launch_router"]
+        if name == "sglang-router"
+        else [str(binaries / "smg"), "launch"]
+    )
     return [*command, *(["--pd-disaggregation", *pair] if len(urls) > 1 else ["--worker-urls", *urls]), *common]
 
 
-def _start_dynamo(folder: Path, port: int, scratch: Path, running: list[subprocess.Popen[bytes]], *, disaggregated: bool) -> subprocess.Popen[bytes]:
+def _start_dynamo(
+    folder: Path, port: int, scratch: Path, running: list[subprocess.Popen[bytes]], *, disaggregated: bool
+) -> subprocess.Popen[bytes]:
     python = str(folder / "dynamo" / "bin" / "python")
     environment = DYNAMO | {"DYN_FILE_KV": str(scratch)}
-    mocker = [python, "-m", "dynamo.mocker", "--model-path", str(bundled.path()), "--model-name", MODEL, "--speedup-ratio", SPEEDUP]
-    legs = (["--disaggregation-mode", "prefill", "--bootstrap-ports", str(_free_port())], ["--disaggregation-mode", "decode"])
+    mocker = [
+        python,
+        "-m",
+        "dynamo.mocker",
+        "--model-path",
+        str(bundled.path()),
+        "--model-name",
+        MODEL,
+        "--speedup-ratio",
+        SPEEDUP,
+    ]
+    legs = (
+        ["--disaggregation-mode", "prefill", "--bootstrap-ports", str(_free_port())],
+        ["--disaggregation-mode", "decode"],
+    )
     for leg in legs if disaggregated else ([],):
         running.append(_quiet([*mocker, *leg], environment))
-    frontend = [python, "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port), "--router-mode", "kv"]
+    frontend = [
+        python,
+        "-m",
+        "dynamo.frontend",
+        "--http-host",
+        "127.0.0.1",
+        "--http-port",
+        str(port),
+        "--router-mode",
+        "kv",
+    ]
     return _on_router_core(frontend, running, environment)
 
 
-def _on_router_core(argv: list[str], running: list[subprocess.Popen[bytes]], environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+def _on_router_core(
+    argv: list[str], running: list[subprocess.Popen[bytes]], environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     process = _quiet(argv, environment or {})
     running.append(process)
     os.sched_setaffinity(process.pid, {ROUTER_CORE})  # before it has threads, which inherit it

@@ -1,16 +1,19 @@
-"""What the router costs: added latency, requests and tokens per second of one core, core time per request. `python -m bench.router`
+"""What the router costs: added latency, requests and tokens per second of one core, core time per request. `python -m
+bench.router`
 
-Nodes are fakes that answer at once (`bench.fake_node`) on core 0 beside the client, the router has core 1. Their own latency, asked over the
-router's kind of links without a router, is printed and subtracted: with two legs that of both, which share core 0 and delay each other; at half load
-that of as many requests a second. Core time is the router process's own, so it holds when the fakes are the bottleneck: `per core` is what one core
-of router could do.
+Nodes are fakes that answer at once (`bench.fake_node`) on core 0 beside the client, the router has core 1. Their own
+latency, asked over the router's kind of links without a router, is printed and subtracted: with two legs that of both,
+which share core 0 and delay each other; at half load that of as many requests a second. Core time is the router
+process's own, so it holds when the fakes are the bottleneck: `per core` is what one core of router could do.
 
-The ceiling of the machine of the moment is `bench.bare_router` on the same core over the same fakes, asked in turns with ours: what plain Python can
-do without any routing. Where the goals come from it did 18,000 requests/s, 100,000 tokens/s and 0.31 ms; they are 0.5, 0.6 and 1.13 of that.
+The ceiling of the machine of the moment is `bench.bare_router` on the same core over the same fakes, asked in turns
+with ours: what plain Python can do without any routing. Where the goals come from it did 18,000 requests/s, 100,000
+tokens/s and 0.31 ms; they are 0.5, 0.6 and 1.13 of that.
 
-`--compare` puts other routers in the same places (`bench.rivals` says which, how, and how to install them): those found in `--rivals DIR`. Which are
-not there, or do not come up, is said. Ours routes by its default policy with exact prefixes. Each is measured by itself, and in turns with ours, both
-being up: the rows "in turns" are those to judge by on a machine with neighbours, whose pace changes within a minute.
+`--compare` puts other routers in the same places (`bench.rivals` says which, how, and how to install them): those found
+in `--rivals DIR`. Which are not there, or do not come up, is said. Ours routes by its default policy with exact
+prefixes. Each is measured by itself, and in turns with ours, both being up: the rows "in turns" are those to judge by
+on a machine with neighbours, whose pace changes within a minute.
 """
 
 from __future__ import annotations
@@ -51,13 +54,15 @@ CONNECTIONS = 32
 NUM_PROMPT = 128
 NUM_STREAMED = 64
 PACE_S = 0.001
-"""From one token of a stream to the next, on our fakes and on the rivals': each is an event of its own, which no router can take together with the
-next. It bounds what CONNECTIONS streams bring in a second; what counts is tokens/s per core. Timers of both fakes know milliseconds."""
+"""From one token of a stream to the next, on our fakes and on the rivals': each is an event of its own, which no router
+can take together with the next. It bounds what CONNECTIONS streams bring in a second; what counts is tokens/s per core.
+Timers of both fakes know milliseconds."""
 LONE_STREAM = "stream of 64 alone"
 WORKER_S = 64e-6
 """What the HTTP fake itself takes, measured alone with a compiled client; of no weight beside what is measured here."""
 WARM_S = 2.0
-"""Before what counts: ours loads compiled choices beside its start, which is 0.4 s of a core and no part of any request."""
+"""Before what counts: ours loads compiled choices beside its start, which is 0.4 s of a core and no part of any
+request."""
 TURNS = 5
 NUM_DIRECT = 500
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
@@ -74,10 +79,35 @@ def ours(roles: Sequence[str], token_s: float = 0.0) -> Iterator[tuple[Placed, s
     try:
         bootstrap = start(running, ["pdcluster.cli", "bootstrap", "--listen", "127.0.0.1:0"])
         for number, role in enumerate(roles):
-            argv = [sys.executable, "-m", "bench.fake_node", "--bootstrap", bootstrap, "--model", str(model), "--name", f"f{number}"]
-            running.append(subprocess.Popen([*argv, "--role", role, "--token-s", str(token_s)], preexec_fn=ends_with_us()))
-        own = ["--http", "127.0.0.1:0", "--grpc", "none", "--admin", "none", "--bootstrap", bootstrap, "--tokenizer", str(model)]
-        own += ["--mode", "remote"] if "prefill" in roles else []  # nodes that take no time are best left alone with a request
+            argv = [
+                sys.executable,
+                "-m",
+                "bench.fake_node",
+                "--bootstrap",
+                bootstrap,
+                "--model",
+                str(model),
+                "--name",
+                f"f{number}",
+            ]
+            running.append(
+                subprocess.Popen([*argv, "--role", role, "--token-s", str(token_s)], preexec_fn=ends_with_us())
+            )
+        own = [
+            "--http",
+            "127.0.0.1:0",
+            "--grpc",
+            "none",
+            "--admin",
+            "none",
+            "--bootstrap",
+            bootstrap,
+            "--tokenizer",
+            str(model),
+        ]
+        own += (
+            ["--mode", "remote"] if "prefill" in roles else []
+        )  # nodes that take no time are best left alone with a request
         address = start(running, ["pdcluster_router.cli", *own])
         pid = running[-1].pid
         os.sched_setaffinity(pid, {ROUTER_CORE})
@@ -101,8 +131,8 @@ def bare(bootstrap: str) -> Iterator[Placed]:
 
 
 class _Exchange:
-    """What a router says to the fakes of one request, and nothing else that a router does. second: the decode node, where there is one; both work at
-    once then, on the same core, so that one of them alone takes less than the two."""
+    """What a router says to the fakes of one request, and nothing else that a router does. second: the decode node,
+    where there is one; both work at once then, on the same core, so that one of them alone takes less than the two."""
 
     def __init__(self, cluster: Cluster, first: NodeView, second: NodeView | None) -> None:
         self._cluster, self._first, self._second = cluster, first.endpoint, None if second is None else second.endpoint
@@ -141,8 +171,8 @@ class _Exchange:
 
 
 async def _direct(bootstrap: str, num_nodes: int, count: int, interval_s: float = 0.0) -> float:
-    """Median seconds of requests asked of the fakes over links of our own: of one node, or of one for each leg. interval_s: from one request to the
-    next in the mean, at random, whenever answers come; 0: one after the other."""
+    """Median seconds of requests asked of the fakes over links of our own: of one node, or of one for each leg.
+    interval_s: from one request to the next in the mean, at random, whenever answers come; 0: one after the other."""
     cluster = Cluster(Peer("bench", secrets.token_hex(8)), context=None, settings=WireSettings())
     following = asyncio.create_task(cluster.follow(watch((bootstrap,))))
     async with asyncio.timeout(60):
@@ -174,7 +204,8 @@ async def _at_random(exchange: _Exchange, names: Sequence[str], interval_s: floa
 
 @dataclass(frozen=True, slots=True)
 class FakesAlone:
-    """What the fakes take without a router: median seconds of lone requests, and of those that come as often as to a router at half load."""
+    """What the fakes take without a router: median seconds of lone requests, and of those that come as often as to a
+    router at half load."""
 
     alone_s: float
     half_s: float
@@ -188,7 +219,9 @@ class FakesAlone:
 
     def rows(self, case: str) -> list[Row]:
         times = ("alone", self.alone_s), ("half", self.half_s)
-        return [row(f"latency of the fakes alone, {load_name}", case, [seconds * 1e3], "ms") for load_name, seconds in times]
+        return [
+            row(f"latency of the fakes alone, {load_name}", case, [seconds * 1e3], "ms") for load_name, seconds in times
+        ]
 
 
 # ---------------------------------------------------------------- measuring
@@ -208,12 +241,18 @@ def measure(placed: Placed, ask: Ask, *, connections: int, seconds: float, inter
     return Measured(outcome, _cpu_s(placed.pid) - before)
 
 
-def latency_rows(placed: Placed, case: str, fakes: FakesAlone, seconds: float, repeats: int, half_rate: float) -> list[Row]:
+def latency_rows(
+    placed: Placed, case: str, fakes: FakesAlone, seconds: float, repeats: int, half_rate: float
+) -> list[Row]:
     """Added over the fakes' own latency: alone, and at half of what the router can do."""
-    idle = [measure(placed, placed.ask(NUM_PROMPT, 1, stream=False), connections=1, seconds=seconds) for _ in range(repeats)]
+    idle = [
+        measure(placed, placed.ask(NUM_PROMPT, 1, stream=False), connections=1, seconds=seconds) for _ in range(repeats)
+    ]
     interval_s = CONNECTIONS / half_rate
     ask = placed.ask(NUM_PROMPT, 1, stream=False)
-    half = [measure(placed, ask, connections=CONNECTIONS, seconds=seconds, interval_s=interval_s) for _ in range(repeats)]
+    half = [
+        measure(placed, ask, connections=CONNECTIONS, seconds=seconds, interval_s=interval_s) for _ in range(repeats)
+    ]
     rows = []
     for load_name, runs, direct_s in (("idle", idle, fakes.alone_s), ("half", half, fakes.half_s)):
         for share in (0.5, 0.99):
@@ -225,7 +264,10 @@ def latency_rows(placed: Placed, case: str, fakes: FakesAlone, seconds: float, r
 def request_rows(placed: Placed, case: str, seconds: float, repeats: int) -> list[Row]:
     """Requests per second, as they came and per core of router."""
     measure(placed, placed.ask(NUM_PROMPT, 1, stream=False), connections=CONNECTIONS, seconds=WARM_S)
-    whole = [measure(placed, placed.ask(NUM_PROMPT, 1, stream=False), connections=CONNECTIONS, seconds=seconds) for _ in range(repeats)]
+    whole = [
+        measure(placed, placed.ask(NUM_PROMPT, 1, stream=False), connections=CONNECTIONS, seconds=seconds)
+        for _ in range(repeats)
+    ]
     name = f"{placed.name} {case}"
     return [
         row("requests/s", name, [run.outcome.requests_s for run in whole], "1/s"),
@@ -255,38 +297,71 @@ def ceiling_rows(placed: Placed, bootstrap: str, seconds: float, turns: int, *, 
 
 
 def turn_rows(
-    placed: Placed, other: Placed, case: str, seconds: float, turns: int, *, is_stream: bool, added: tuple[float, float] | None = None
+    placed: Placed,
+    other: Placed,
+    case: str,
+    seconds: float,
+    turns: int,
+    *,
+    is_stream: bool,
+    added: tuple[float, float] | None = None,
 ) -> list[Row]:
-    """Ours beside another one that is up as long, in turns. added: what both's fakes take alone, in seconds, where both are to be judged by what they
-    add."""
-    asks = [("tokens", NUM_STREAMED, CONNECTIONS)] if is_stream else [("requests", 1, CONNECTIONS), ("latency p50, alone", 1, 1)]
+    """Ours beside another one that is up as long, in turns. added: what both's fakes take alone, in seconds, where both
+    are to be judged by what they add."""
+    asks = (
+        [("tokens", NUM_STREAMED, CONNECTIONS)]
+        if is_stream
+        else [("requests", 1, CONNECTIONS), ("latency p50, alone", 1, 1)]
+    )
     less, rows = added or (0.0, 0.0), []
     for metric, num_output, connections in asks:
         turn = [(each, each.ask(NUM_PROMPT, num_output, stream=is_stream)) for each in (placed, other)]
         for each, ask in turn:
             measure(each, ask, connections=connections, seconds=WARM_S if added else seconds / 4)
-        runs = [[measure(each, ask, connections=connections, seconds=seconds) for each, ask in turn] for _ in range(turns)]
+        runs = [
+            [measure(each, ask, connections=connections, seconds=seconds) for each, ask in turn] for _ in range(turns)
+        ]
         beside = partial(_beside, case, other.name, has_goal=added is not None)
         came = [[run.outcome.tokens_s if is_stream else run.outcome.requests_s for run in pair] for pair in runs]
         if connections == 1:
             name = f"added {metric}" if added else metric
-            pairs = [[(run.outcome.percentile(0.5) - own_s) * 1e3 for run, own_s in zip(pair, less, strict=True)] for pair in runs]
+            pairs = [
+                [(run.outcome.percentile(0.5) - own_s) * 1e3 for run, own_s in zip(pair, less, strict=True)]
+                for pair in runs
+            ]
             rows.append(beside(name, pairs, "ms"))
             continue
-        rows.append(beside(f"{metric}/s", came, "1/s", has_goal=added is not None and not is_stream))  # the fakes' pace bounds what comes
-        counted = [[(run.outcome.all_tokens if is_stream else run.outcome.all_answers) / run.core_s for run in pair] for pair in runs]
+        rows.append(
+            beside(f"{metric}/s", came, "1/s", has_goal=added is not None and not is_stream)
+        )  # the fakes' pace bounds what comes
+        counted = [
+            [(run.outcome.all_tokens if is_stream else run.outcome.all_answers) / run.core_s for run in pair]
+            for pair in runs
+        ]
         rows.append(beside(f"{metric}/s per core", counted, "1/s"))
     return rows
 
 
 def _beside(case: str, other: str, metric: str, pairs: Sequence[Sequence[float]], unit: str, *, has_goal: bool) -> Row:
-    """The median of the ratios of turns, which both sides of a turn had the same machine for. has_goal: we are to be as fast."""
+    """The median of the ratios of turns, which both sides of a turn had the same machine for. has_goal: we are to be as
+    fast."""
     is_cost = has_goal and unit == "ms"
     ratio = paired([rival / own if is_cost else own / rival for own, rival in pairs])
     own_value, other_value = (statistics.median(side) for side in zip(*pairs, strict=True))
     against = "a router without routing" if other == BARE else other
     goal, holds = (1.0, ratio.median >= 1.0) if has_goal else (None, None)
-    return Row(f"{metric}, in turns", f"pdcluster {case}", own_value, unit, against, other_value, ratio.median, ratio.spread, goal, holds)
+    return Row(
+        f"{metric}, in turns",
+        f"pdcluster {case}",
+        own_value,
+        unit,
+        against,
+        other_value,
+        ratio.median,
+        ratio.spread,
+        goal,
+        holds,
+    )
 
 
 def prompt_rows(placed: Placed, lengths: Sequence[int], seconds: float) -> list[Row]:
@@ -301,18 +376,34 @@ def prompt_rows(placed: Placed, lengths: Sequence[int], seconds: float) -> list[
 
 
 def against_rivals(rows: list[Row]) -> list[Row]:
-    """Our figures beside the best rival's of the same run and case; not a lone stream's time, which is the fakes' pace (Dynamo's has its own)."""
+    """Our figures beside the best rival's of the same run and case; not a lone stream's time, which is the fakes' pace
+    (Dynamo's has its own)."""
     compared = []
     for own in [found for found in rows if found.case.startswith("pdcluster ") and found.metric != LONE_STREAM]:
         case = own.case.removeprefix("pdcluster ")
-        others = [found for found in rows if found.metric == own.metric and found.case in {f"{name} {case}" for name in NAMES}]
+        others = [
+            found for found in rows if found.metric == own.metric and found.case in {f"{name} {case}" for name in NAMES}
+        ]
         if not others:
             continue
         is_cost = own.unit == "ms"
         best = (min if is_cost else max)(others, key=lambda found: found.value)
         ratio = best.value / own.value if is_cost else own.value / best.value
         rival_name = best.case.split(" ", 1)[0]
-        compared.append(Row(f"{own.metric} vs best rival", case, own.value, own.unit, rival_name, best.value, ratio, own.spread, 1.0, ratio >= 1.0))
+        compared.append(
+            Row(
+                f"{own.metric} vs best rival",
+                case,
+                own.value,
+                own.unit,
+                rival_name,
+                best.value,
+                ratio,
+                own.spread,
+                1.0,
+                ratio >= 1.0,
+            )
+        )
     return compared
 
 
@@ -325,19 +416,28 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
 
 
-def compare(folder: Path, case: str, roles: Sequence[str], fakes: FakesAlone, seconds: float, repeats: int) -> list[Row]:
+def compare(
+    folder: Path, case: str, roles: Sequence[str], fakes: FakesAlone, seconds: float, repeats: int
+) -> list[Row]:
     """Each rival by itself, and in turns with ours. fakes: ours."""
     rows: list[Row] = []
     for name in NAMES:
         if not (folder / name).exists():
-            print(f"{name} is left out: there is no {folder / name}; bench/rivals.py says how to install it", file=sys.stderr)
+            print(
+                f"{name} is left out: there is no {folder / name}; bench/rivals.py says how to install it",
+                file=sys.stderr,
+            )
             continue
         try:
             is_apart = case == "P/D"
             with rival(name, folder, disaggregated=is_apart) as placed, ours(roles) as (own, _):
-                fake_s = WORKER_S * (2 if is_apart else 1) if placed.name != "dynamo" else 0.0  # they ask one leg after the other
+                fake_s = (
+                    WORKER_S * (2 if is_apart else 1) if placed.name != "dynamo" else 0.0
+                )  # they ask one leg after the other
                 rates = request_rows(placed, case, seconds, repeats)
-                rows += rates + latency_rows(placed, case, FakesAlone(fake_s, fake_s), seconds, repeats, rates[0].value / 2)
+                rows += rates + latency_rows(
+                    placed, case, FakesAlone(fake_s, fake_s), seconds, repeats, rates[0].value / 2
+                )
                 rows += turn_rows(own, placed, case, seconds / 2, TURNS, is_stream=False, added=(fakes.alone_s, fake_s))
             with rival(name, folder, disaggregated=is_apart, token_s=PACE_S) as placed, ours(roles, PACE_S) as (own, _):
                 rows += stream_rows(placed, case, seconds, repeats)

@@ -1,24 +1,30 @@
-"""Routing policies over traces in simulated time: who is best where, how far `seconds` is from it, and whether choosing P/D per request pays.
+"""Routing policies over traces in simulated time: who is best where, how far `seconds` is from it, and whether choosing
+P/D per request pays.
 
-    python -m bench.routing [--quick] [--trace FILE] [--processes N] [--parts PARTS] [--mode-seeds N] [--mixes MIXES] [--json FILE]
-    python -m bench.routing --real MODEL [--rounds N] [--seed S] [--json FILE]
-    python -m bench.routing --pool FILE... [--json FILE]
+    python -m bench.routing [--quick] [--trace FILE] [--processes N] [--parts PARTS] [--mode-seeds N] [--mixes MIXES]
+    [--json FILE] python -m bench.routing --real MODEL [--rounds N] [--seed S] [--json FILE] python -m bench.routing
+    --pool FILE... [--json FILE]
 
- 1. cells: all policies × 5 loads × 2 cache sizes on the recorded trace and on each generated kind. Load 1.0: the work that one pooled LRU cache would
-    leave equals what the prefill nodes can do. Rivals run twice: as published (their rule decides at once, KV is fetched from another node only where
-    the rule says so), and with this router's hold queue and pulls around their rule. Ours is judged against the best of all.
- 2. imperfect: the best three again behind feeds that are 100 and 500 ms late and lose 1 % of messages, through the production index.
+ 1. cells: all policies × 5 loads × 2 cache sizes on the recorded trace and on each generated kind. Load 1.0: the work
+    that one pooled LRU cache would leave equals what the prefill nodes can do. Rivals run twice: as published (their
+    rule decides at once, KV is fetched from another node only where the rule says so), and with this router's hold
+    queue and pulls around their rule. Ours is judged against the best of all.
+ 2. imperfect: the best three again behind feeds that are 100 and 500 ms late and lose 1 % of messages, through the
+    production index.
  3. seeds: the best three on generated kinds, seeds 0 to 4.
- 4. modes: `seconds` choosing P/D per request, against every static split (remote always) and against colocated nodes (local always, two chunk sizes).
-    Every way gets its best layout and load: goodput(way) is the maximum over layouts and loads of the mean over seeds, on the same traces at the same
-    speeds; auto has the layouts of both others together. A mix that some way still does best on under the highest load is run under more, until
-    every way has had its peak: a maximum at the edge says what was offered, not what a way can do. All run behind the same gate, with `seconds`
-    choosing the nodes. Beside it, what an ideal pool of as many nodes would do (`routing_ideal`): how much there is to be won by any choice. Seeds
-    differ by far more than ways do, and two of them decide a tie by chance: --mode-seeds 8 --mixes recorded,agent says it for these two.
+ 4. modes: `seconds` choosing P/D per request, against every static split (remote always) and against colocated nodes
+    (local always, two chunk sizes). Every way gets its best layout and load: goodput(way) is the maximum over layouts
+    and loads of the mean over seeds, on the same traces at the same speeds; auto has the layouts of both others
+    together. A mix that some way still does best on under the highest load is run under more, until every way has had
+    its peak: a maximum at the edge says what was offered, not what a way can do. All run behind the same gate, with
+    `seconds` choosing the nodes. Beside it, what an ideal pool of as many nodes would do (`routing_ideal`): how much
+    there is to be won by any choice. Seeds differ by far more than ways do, and two of them decide a tie by chance:
+    --mode-seeds 8 --mixes recorded,agent says it for these two.
 
-Traces are samples (MOST_RECORDED requests of the recorded one, MOST_GENERATED of each kind), so that all ends within half an hour on two cores.
-Decode, transfers and quadratic prefill are modelled (`pdcluster_router.replay`); seconds are those of the model, so ratios are what counts. Rows with
-a goal are printed, and every cell that misses it; --json has all figures of all policies.
+Traces are samples (MOST_RECORDED requests of the recorded one, MOST_GENERATED of each kind), so that all ends within
+half an hour on two cores. Decode, transfers and quadratic prefill are modelled (`pdcluster_router.replay`); seconds are
+those of the model, so ratios are what counts. Rows with a goal are printed, and every cell that misses it; --json has
+all figures of all policies.
 """
 
 from __future__ import annotations
@@ -56,7 +62,14 @@ CLOSE = 0.95
 Way = Literal["colocated", "static", "auto"]
 FORCED: Mapping[Way, Force] = {"colocated": "local", "static": "remote", "auto": "auto"}
 
-UNITS = {"ttft_mean_s": "s", "ttft_p90_s": "s", "ttft_p99_s": "s", "tpot_mean_s": "s", "goodput": "1/s", "token_goodput": "tokens/s"}
+UNITS = {
+    "ttft_mean_s": "s",
+    "ttft_p90_s": "s",
+    "ttft_p99_s": "s",
+    "tpot_mean_s": "s",
+    "goodput": "1/s",
+    "token_goodput": "tokens/s",
+}
 MODE_LOADS = (0.7, 0.85, 1.0, 1.15)
 FURTHER_MODE_LOADS = (1.3, 1.5, 1.75)
 """One after the other, for mixes of which some way has not had its peak."""
@@ -99,9 +112,14 @@ def plan_of(path: str, *, quick: bool, num_mode_seeds: int = NUM_MODE_SEEDS, cho
     which = range(1 if quick else num_mode_seeds)
     return Plan(
         recorded=Workload("recorded", path, 800 if quick else MOST_RECORDED),
-        kinds=(*(Workload(kind, requests=few) for kind in kinds), Workload("documents", requests=few if quick else MOST_DOCUMENTS)),
+        kinds=(
+            *(Workload(kind, requests=few) for kind in kinds),
+            Workload("documents", requests=few if quick else MOST_DOCUMENTS),
+        ),
         mixes=tuple(
-            Workload(mix, path, mode, number) if mix == "recorded" else Workload(mix, requests=mode, seed=FIRST_MODE_SEED + number)
+            Workload(mix, path, mode, number)
+            if mix == "recorded"
+            else Workload(mix, requests=mode, seed=FIRST_MODE_SEED + number)
             for mix in chosen or mixes
             for number in which
         ),
@@ -182,7 +200,9 @@ Found = Mapping[Run, Figures]
 def name_of(run: Run) -> str:
     layout = run.layout
     nodes = f"{layout.prefill}P+{layout.decode}D" if not layout.mixed else f"{layout.mixed}M"
-    return f"{run.workload.name} seed {run.workload.seed} {nodes} cache {layout.cache_tokens / 1e6:g}M load {run.load:g}"
+    return (
+        f"{run.workload.name} seed {run.workload.seed} {nodes} cache {layout.cache_tokens / 1e6:g}M load {run.load:g}"
+    )
 
 
 def all_figures(found: Found) -> Iterator[Row]:
@@ -196,7 +216,8 @@ def all_figures(found: Found) -> Iterator[Row]:
 
 
 def against_best(found: Found) -> Iterator[Row]:
-    """In each cell, mean TTFT and goodput of ours against the best policy's; the ratio is 1 or above where ours is best."""
+    """In each cell, mean TTFT and goodput of ours against the best policy's; the ratio is 1 or above where ours is
+    best."""
     for cell in _by_cell(found).values():
         ours = cell[OURS]
         if len(cell) < 2:
@@ -204,7 +225,16 @@ def against_best(found: Found) -> Iterator[Row]:
         run = next(run for run in found if found[run] is ours)
         rivals = {name: figures for name, figures in cell.items() if name != OURS}
         fastest = min(rivals, key=lambda name: rivals[name].ttft_mean_s)
-        yield goal("mean TTFT", name_of(run), ours.ttft_mean_s, "s", fastest, rivals[fastest].ttft_mean_s, CLOSE, less_is_better=True)
+        yield goal(
+            "mean TTFT",
+            name_of(run),
+            ours.ttft_mean_s,
+            "s",
+            fastest,
+            rivals[fastest].ttft_mean_s,
+            CLOSE,
+            less_is_better=True,
+        )
         most = max(rivals, key=lambda name: rivals[name].goodput)
         yield goal("goodput", name_of(run), ours.goodput, "1/s", most, rivals[most].goodput, CLOSE)
 
@@ -215,9 +245,27 @@ def promises_on_recorded(found: Found) -> Iterator[Row]:
             continue
         ours, plain = cell[OURS], cell["least-load"]
         case = name_of(next(run for run in found if found[run] is ours))
-        yield goal("mean TTFT", case, ours.ttft_mean_s, "s", "0.7 × least-load", 0.7 * plain.ttft_mean_s, 1.0, less_is_better=True)
+        yield goal(
+            "mean TTFT",
+            case,
+            ours.ttft_mean_s,
+            "s",
+            "0.7 × least-load",
+            0.7 * plain.ttft_mean_s,
+            1.0,
+            less_is_better=True,
+        )
         here = cell["least-load in this router"].ttft_mean_s
-        yield goal("mean TTFT", case, ours.ttft_mean_s, "s", "0.7 × least-load in this router", 0.7 * here, None, less_is_better=True)
+        yield goal(
+            "mean TTFT",
+            case,
+            ours.ttft_mean_s,
+            "s",
+            "0.7 × least-load in this router",
+            0.7 * here,
+            None,
+            less_is_better=True,
+        )
         yield goal("hit", case, ours.hit, "", "pooled LRU", ours.hit_oracle, 0.9)
         yield goal("max ÷ mean busy", case, ours.imbalance, "", "limit", 1.15, 1.0, less_is_better=True)
 
@@ -233,10 +281,36 @@ def against_modes(found: Found) -> Iterator[Row]:
                 for name in (way, f"{way}, all mixed") if way == "auto" and layout.mixed else (way,):
                     peaks[name] = max(peaks[name], fmean(goodputs))
         rival = max(("colocated", "static"), key=lambda way: peaks[way])
-        yield goal("goodput auto", f"{mix}, {MODE_NODES} nodes", peaks["auto"], "1/s", rival, peaks[rival], 1.1 if mix in BALANCED else 1.0)
-        yield goal("goodput auto, all mixed", f"{mix}, {MODE_NODES} nodes", peaks["auto, all mixed"], "1/s", rival, peaks[rival], None)
-        yield goal("goodput of an ideal pool", f"{mix}, {MODE_NODES} nodes", ideal[mix], "1/s", rival, peaks[rival], None)
-        yield goal("the same, first come first served", f"{mix}, {MODE_NODES} nodes", in_turn[mix], "1/s", rival, peaks[rival], None)
+        yield goal(
+            "goodput auto",
+            f"{mix}, {MODE_NODES} nodes",
+            peaks["auto"],
+            "1/s",
+            rival,
+            peaks[rival],
+            1.1 if mix in BALANCED else 1.0,
+        )
+        yield goal(
+            "goodput auto, all mixed",
+            f"{mix}, {MODE_NODES} nodes",
+            peaks["auto, all mixed"],
+            "1/s",
+            rival,
+            peaks[rival],
+            None,
+        )
+        yield goal(
+            "goodput of an ideal pool", f"{mix}, {MODE_NODES} nodes", ideal[mix], "1/s", rival, peaks[rival], None
+        )
+        yield goal(
+            "the same, first come first served",
+            f"{mix}, {MODE_NODES} nodes",
+            in_turn[mix],
+            "1/s",
+            rival,
+            peaks[rival],
+            None,
+        )
 
 
 def _by_way(found: Found) -> dict[tuple[str, Way], dict[tuple[Layout, float], list[float]]]:
@@ -248,7 +322,17 @@ def _by_way(found: Found) -> dict[tuple[str, Way], dict[tuple[Layout, float], li
     return by_way
 
 
-def goal(metric: str, case: str, value: float, unit: str, against: str, other: float, least: float | None, *, less_is_better: bool = False) -> Row:
+def goal(
+    metric: str,
+    case: str,
+    value: float,
+    unit: str,
+    against: str,
+    other: float,
+    least: float | None,
+    *,
+    less_is_better: bool = False,
+) -> Row:
     ratio = (other / value if less_is_better else value / other) if value and other else None
     holds = None if least is None or ratio is None else ratio >= least
     return Row(metric, case, value, unit, against, other, ratio, None, least, holds)
@@ -280,14 +364,36 @@ def _by_cell(found: Found) -> dict[Cell, dict[str, Figures]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few cells of each part; of --real, 6 rounds of short turns, in 3 minutes")
-    parser.add_argument("--trace", default=RECORDED, help="a Mooncake or Azure trace in place of the conversation trace")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a few cells of each part; of --real, 6 rounds of short turns, in 3 minutes",
+    )
+    parser.add_argument(
+        "--trace", default=RECORDED, help="a Mooncake or Azure trace in place of the conversation trace"
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--parts", default="cells,imperfect,seeds,modes")
-    parser.add_argument("--mode-seeds", type=int, default=NUM_MODE_SEEDS, help="seeds, or stretches of the recorded trace, of each mix of the modes")
+    parser.add_argument(
+        "--mode-seeds",
+        type=int,
+        default=NUM_MODE_SEEDS,
+        help="seeds, or stretches of the recorded trace, of each mix of the modes",
+    )
     parser.add_argument("--mixes", default="", help="of the modes, with commas; none: all")
-    parser.add_argument("--real", type=Path, metavar="MODEL", help="instead of replays: two real nodes with this model (see bench.routing_real)")
-    parser.add_argument("--pool", type=Path, nargs="+", metavar="FILE", help="instead of replays: judge the rounds of several --real --json together")
+    parser.add_argument(
+        "--real",
+        type=Path,
+        metavar="MODEL",
+        help="instead of replays: two real nodes with this model (see bench.routing_real)",
+    )
+    parser.add_argument(
+        "--pool",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="instead of replays: judge the rounds of several --real --json together",
+    )
     parser.add_argument("--rounds", type=int, default=36, help="of --real, half a minute each")
     parser.add_argument("--seed", type=int, default=0, help="of --real")
     parser.add_argument("--json", type=Path)
@@ -307,10 +413,18 @@ def main() -> None:
 
 def report(rows: list[Row], path: Path | None) -> None:
     judged = [row for row in rows if row.against and not row.metric.startswith(routing_real.IN_TIME)]
-    print_rows([row for row in rows if row.goal is None and row.case.startswith("real") and not row.metric.startswith(routing_real.IN_TIME)])
+    print_rows(
+        [
+            row
+            for row in rows
+            if row.goal is None and row.case.startswith("real") and not row.metric.startswith(routing_real.IN_TIME)
+        ]
+    )
     print_rows([row for row in judged if row.holds is not False])
     missed = [row for row in judged if row.holds is False]
-    print(f"\n{len(missed)} of {sum(row.holds is not None for row in judged)} goals are missed" + (":" if missed else ""))
+    print(
+        f"\n{len(missed)} of {sum(row.holds is not None for row in judged)} goals are missed" + (":" if missed else "")
+    )
     print_rows(missed)
     if path is not None:
         write_json(rows, path)
@@ -330,7 +444,9 @@ def measure(plan: Plan, processes: int, parts: list[str]) -> Iterator[Row]:
         found = dict(_run(modes(plan.mixes, plan.mode_loads), processes, "modes"))
         for load in plan.further_mode_loads:
             if mixes := without_peak(found):
-                found |= _run(modes([mix for mix in plan.mixes if mix.name in mixes], (load,)), processes, f"modes, load {load:g}")
+                found |= _run(
+                    modes([mix for mix in plan.mixes if mix.name in mixes], (load,)), processes, f"modes, load {load:g}"
+                )
         yield from (*all_figures(found), *against_modes(found))
 
 

@@ -1,10 +1,12 @@
-"""What choosing modes could win at most, about: the goodput of an ideal pool on the traces, speeds and number of nodes of `bench.routing`'s modes.
+"""What choosing modes could win at most, about: the goodput of an ideal pool on the traces, speeds and number of nodes
+of `bench.routing`'s modes.
 
-The pool has one queue in the order of this router's own (due after PATIENCE times the own work), its nodes compute one prompt after the other in the
-chunks of mixed nodes, prefixes are cached as in one pooled LRU, KV moves in no time, and rows take their share of every step, evenly over nodes and
-time: none is ever slow, and no node idles while a prompt waits. What no rule over real nodes gets is in here: nothing waits behind a prompt on a node
-that another could have taken, and no row runs alone. Not a bound in the strict sense (another order might do better still), but told from the same
-work; `order` "arrival" shows what the order is worth.
+The pool has one queue in the order of this router's own (due after PATIENCE times the own work), its nodes compute one
+prompt after the other in the chunks of mixed nodes, prefixes are cached as in one pooled LRU, KV moves in no time, and
+rows take their share of every step, evenly over nodes and time: none is ever slow, and no node idles while a prompt
+waits. What no rule over real nodes gets is in here: nothing waits behind a prompt on a node that another could have
+taken, and no row runs alone. Not a bound in the strict sense (another order might do better still), but told from the
+same work; `order` "arrival" shows what the order is worth.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from pdcluster_router.replay.trace import TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """work_s: of one node, with the rows of all others beside it. late_s: the moment after which its first token is late."""
+    """work_s: of one node, with the rows of all others beside it. late_s: the moment after which its first token is
+    late."""
 
     arrival_s: float
     work_s: float
@@ -31,7 +34,10 @@ class Prompt:
 
 Order = Callable[[Prompt], float]
 
-ORDERS: Mapping[str, Order] = {"due": lambda prompt: prompt.arrival_s + PATIENCE * prompt.work_s, "arrival": lambda prompt: prompt.arrival_s}
+ORDERS: Mapping[str, Order] = {
+    "due": lambda prompt: prompt.arrival_s + PATIENCE * prompt.work_s,
+    "arrival": lambda prompt: prompt.arrival_s,
+}
 
 
 def num_good(prompts: Sequence[Prompt], num_nodes: int, order: Order) -> int:
@@ -45,7 +51,9 @@ def num_good(prompts: Sequence[Prompt], num_nodes: int, order: Order) -> int:
             heapq.heappush(waiting, (order(prompts[coming]), coming))
             coming += 1
         prompt = prompts[heapq.heappop(waiting)[1]]
-        done_s = max(now, prompt.arrival_s) + prompt.work_s  # several may have come at the moment to which an idle node was set
+        done_s = (
+            max(now, prompt.arrival_s) + prompt.work_s
+        )  # several may have come at the moment to which an idle node was set
         good += done_s <= prompt.late_s
         heapq.heappush(free, done_s)
     return good
@@ -58,7 +66,11 @@ def goodput(workload: Workload, layout: Layout, load: float, order: str = "due")
     loaded, slo = trace.at_speed(speed), Slo(layout.cost, trace.mean_tokens)
     share = min(sum(_row_s(each, layout) for each in loaded.requests) / (layout.num_nodes * loaded.span_s), MOST_ROWS)
     prompts = [
-        Prompt(each.arrival_s, _prompt_s(each.num_tokens, cached, layout) / (1.0 - share), each.arrival_s + slo.ttft_s(each.num_tokens))
+        Prompt(
+            each.arrival_s,
+            _prompt_s(each.num_tokens, cached, layout) / (1.0 - share),
+            each.arrival_s + slo.ttft_s(each.num_tokens),
+        )
         for each, cached in zip(loaded.requests, known.cached, strict=True)
     ]
     return num_good(prompts, layout.num_nodes, ORDERS[order]) / loaded.span_s
@@ -70,7 +82,11 @@ MOST_ROWS = 0.95
 
 def _prompt_s(num_tokens: int, cached: int, layout: Layout) -> float:
     new, prefill = num_tokens - cached, layout.cost.prefill
-    return prefill.fixed_s * max(new / layout.chunk_tokens, 1.0) + prefill.token_s * new + prefill.pair_s * new * (cached + new / 2)
+    return (
+        prefill.fixed_s * max(new / layout.chunk_tokens, 1.0)
+        + prefill.token_s * new
+        + prefill.pair_s * new * (cached + new / 2)
+    )
 
 
 def _row_s(request: TraceRequest, layout: Layout) -> float:

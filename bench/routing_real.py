@@ -1,19 +1,24 @@
-"""Real nodes with a small model: the router choosing P/D per request, against every request on one node and every request on two, paired.
+"""Real nodes with a small model: the router choosing P/D per request, against every request on one node and every
+request on two, paired.
 
 The method, written down before its first run; all of it is the same for the three ways (auto, one node, two nodes):
- 1. One cluster of a prefill and a decode node, a core each, up and warm for the whole run. The way is asked for with each request, so all three meet
-    the same processes. No prompt comes twice, which stands for emptied caches.
- 2. A round sends the same number of requests, of the same lengths at the same moments, through each way in a short turn of its own, one after the
-    other; each six rounds have every order of the three ways once, in an order drawn by the seed. What the machine does over minutes so meets all.
- 3. Rate: LOAD of what the better static way answers in a closed loop that always has OPEN requests open (`capacity`); auto has no part in it. Above,
-    queues grow as long as a turn lasts; below (at 0.75 static P/D was in time with all), what misses is the machine's noise.
- 4. Limits: TTFT_FACTOR × the unloaded first token of a prompt, TPOT_FACTOR × that of the others, medians taken at the start (reference: 5 and 2).
-    Requests crowd around any one limit, and between two turns this machine's speed differs by a tenth, so that many would be in time by chance. So
-    goodput is its mean over limits from 0.7 to 2 times these, evenly on a logarithmic scale, each request counted at each. It begins at 0.7 as no
-    step can be faster than an unloaded one (1 / TPOT_FACTOR), and what is near that is noise again; beyond 2 nothing is late but what waits for
+ 1. One cluster of a prefill and a decode node, a core each, up and warm for the whole run. The way is asked for with
+    each request, so all three meet the same processes. No prompt comes twice, which stands for emptied caches.
+ 2. A round sends the same number of requests, of the same lengths at the same moments, through each way in a short turn
+    of its own, one after the other; each six rounds have every order of the three ways once, in an order drawn by the
+    seed. What the machine does over minutes so meets all.
+ 3. Rate: LOAD of what the better static way answers in a closed loop that always has OPEN requests open (`capacity`);
+    auto has no part in it. Above, queues grow as long as a turn lasts; below (at 0.75 static P/D was in time with all),
+    what misses is the machine's noise.
+ 4. Limits: TTFT_FACTOR × the unloaded first token of a prompt, TPOT_FACTOR × that of the others, medians taken at the
+    start (reference: 5 and 2). Requests crowd around any one limit, and between two turns this machine's speed differs
+    by a tenth, so that many would be in time by chance. So goodput is its mean over limits from 0.7 to 2 times these,
+    evenly on a logarithmic scale, each request counted at each. It begins at 0.7 as no step can be faster than an
+    unloaded one (1 / TPOT_FACTOR), and what is near that is noise again; beyond 2 nothing is late but what waits for
     seconds. The ratio at each limit is printed, too. A request that is refused, or late by QUIET_S, misses all limits.
- 5. Judged is goodput(auto) ÷ goodput of the better static way, each summed over all rounds, by the lower 95 % bound of a bootstrap over rounds. The
-    better way is chosen again in each draw, as the goal has it. Rounds of several runs are judged as one from their files (`pooled`).
+ 5. Judged is goodput(auto) ÷ goodput of the better static way, each summed over all rounds, by the lower 95 % bound of
+    a bootstrap over rounds. The better way is chosen again in each draw, as the goal has it. Rounds of several runs are
+    judged as one from their files (`pooled`).
 """
 
 from __future__ import annotations
@@ -66,7 +71,9 @@ class Floor:
 
     def needed(self, answer: Answer) -> tuple[float, float]:
         """How many times its limits the answer takes: of its first token, and of the others."""
-        return answer.ttft_s / (TTFT_FACTOR * self.ttft_s(answer.num_tokens)), answer.tpot_s / (TPOT_FACTOR * self.next_s)
+        return answer.ttft_s / (TTFT_FACTOR * self.ttft_s(answer.num_tokens)), answer.tpot_s / (
+            TPOT_FACTOR * self.next_s
+        )
 
 
 def floors(target: Target, seed: int) -> Floor:
@@ -86,7 +93,10 @@ def floors(target: Target, seed: int) -> Floor:
 def _alone(target: Target, prompt: Asked) -> Answer:
     answers = asyncio.run(turn(target, [prompt], "local"))
     if not answers:
-        raise ConfigError(f"a prompt of {len(prompt.prompt)} tokens, alone, was refused or not answered in {QUIET_S:g} s; give a smaller model")
+        raise ConfigError(
+            f"a prompt of {len(prompt.prompt)} tokens, alone, was refused or not answered in {QUIET_S:g} s; give a "
+            "smaller model"
+        )
     return answers[0]
 
 
@@ -96,7 +106,13 @@ def capacity(target: Target, seed: int) -> float:
     for number, way in enumerate((*STATIC, *reversed(STATIC))):
         asked = requests(CLOSED_REQUESTS, 1.0, f"closed {seed} {number}")
         found[way].append(asyncio.run(crowd(target, asked, way, OPEN)))
-    print(", ".join(f"{NAMES[way]} answers at most {statistics.fmean(rates):.2f} requests a second" for way, rates in found.items()), flush=True)
+    print(
+        ", ".join(
+            f"{NAMES[way]} answers at most {statistics.fmean(rates):.2f} requests a second"
+            for way, rates in found.items()
+        ),
+        flush=True,
+    )
     return max(statistics.fmean(rates) for rates in found.values())
 
 
@@ -111,8 +127,9 @@ def _warm(target: Target, seed: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one way did in a round. num_good: requests in time, by LIMITS; paths: of those answered, by the nodes that took them; late_first,
-    late_next: those of them that missed the limit, times 1, of the first token and of the others."""
+    """What one way did in a round. num_good: requests in time, by LIMITS; paths: of those answered, by the nodes that
+    took them; late_first, late_next: those of them that missed the limit, times 1, of the first token and of the
+    others."""
 
     num_asked: int
     num_good: tuple[int, ...]
@@ -141,7 +158,11 @@ def measure(model: Path, num_rounds: int, seconds: float, seed: int) -> Iterator
             asked = requests(max(round(rate * seconds), 1), seconds, f"round {seed} {number}")
             found.append({way: _turn(target, floor, unseen(asked, f"{seed} {number} {way}"), way) for way in order})
             good = ", ".join(f"{NAMES[way]} {found[-1][way].good:.1f}" for way in WAYS)
-            print(f"round {number + 1} of {num_rounds}, {time.monotonic() - begun:.0f} s: in time of {len(asked)}: {good}", flush=True)
+            print(
+                f"round {number + 1} of {num_rounds}, {time.monotonic() - begun:.0f} s: in time of {len(asked)}: "
+                f"{good}",
+                flush=True,
+            )
     yield from figures(found, rate, seconds, seed)
 
 
@@ -188,8 +209,14 @@ def _late(found: Sequence[Round], way: str) -> Iterator[Row]:
     """By path, and by which token: says what a way loses by where it sends requests."""
     turns = [each[way] for each in found]
     for path, number in sorted(_sum(each.paths for each in turns).items()):
-        first, following = (_sum(late)[path] / number for late in ([each.late_first for each in turns], [each.late_next for each in turns]))
-        case = f"real, the {number} answered by {path}: {first:.0%} late with the first token, {following:.0%} with the others"
+        first, following = (
+            _sum(late)[path] / number
+            for late in ([each.late_first for each in turns], [each.late_next for each in turns])
+        )
+        case = (
+            f"real, the {number} answered by {path}: {first:.0%} late with the first token, {following:.0%} with the "
+            "others"
+        )
         yield Row(f"late, {NAMES[way]}", case, max(first, following), "of them, by the worse")
 
 
@@ -215,11 +242,17 @@ AT_LIMITS = ", limits x "
 
 
 def pooled(files: Sequence[Path], seed: int) -> Iterator[Row]:
-    """The rounds of other runs, each with a cluster and a rate of its own, judged as one. Raises ConfigError for a file without whole rounds."""
+    """The rounds of other runs, each with a cluster and a rate of its own, judged as one. Raises ConfigError for a file
+    without whole rounds."""
     found = [each for file in files for each in _rounds_of(file)]
     for way in WAYS:
         asked = sum(each[way].num_asked for each in found)
-        yield Row(f"in time {NAMES[way]}", f"real, {len(files)} runs", sum(each[way].good for each in found) / asked, "of those asked")
+        yield Row(
+            f"in time {NAMES[way]}",
+            f"real, {len(files)} runs",
+            sum(each[way].good for each in found) / asked,
+            "of those asked",
+        )
     yield from by_limit(found)
     yield judged(found, seed)
 
@@ -254,14 +287,18 @@ DRAWS = 10_000
 
 
 def judged(found: Sequence[Round], seed: int) -> Row:
-    """The ratio over all rounds, and its lower 95 % bound. One round less is drawn than there are: few rounds drawn in full would vary too little."""
+    """The ratio over all rounds, and its lower 95 % bound. One round less is drawn than there are: few rounds drawn in
+    full would vary too little."""
     good = [{way: each[way].good for way in WAYS} for each in found]
     chance = random.Random(seed)
     ratios = [ratio(chance.choices(good, k=max(len(good) - 1, 1))) for _ in range(DRAWS)]
     percents = statistics.quantiles(ratios, n=20)
     low, high = percents[0], percents[-1]
     num_asked = sum(each["auto"].num_asked for each in found)
-    case = f"{len(found)} rounds, {num_asked} requests a way, ratio {ratio(good):.3f}, between {low:.3f} and {high:.3f} in nine of ten draws"
+    case = (
+        f"{len(found)} rounds, {num_asked} requests a way, ratio {ratio(good):.3f}, between {low:.3f} and {high:.3f} "
+        "in nine of ten draws"
+    )
     spread = _spread([ratio([each]) for each in good])
     return Row("goodput auto, lower 95 %", case, low, "ratio", NAMES[_rival(good)], 1.0, low, spread, GOAL, low >= GOAL)
 
@@ -272,7 +309,12 @@ def by_limit(found: Sequence[Round]) -> Iterator[Row]:
         good = [{way: float(each[way].num_good[number]) for way in WAYS} for each in found]
         asked = sum(each["auto"].num_asked for each in found)
         shares = ", ".join(f"{NAMES[way]} {sum(each[way] for each in good) / asked:.0%}" for way in WAYS)
-        yield Row("goodput auto ÷ better static", f"real{AT_LIMITS}{limit:g}: {shares}", ratio(good), f"of {NAMES[_rival(good)]}")
+        yield Row(
+            "goodput auto ÷ better static",
+            f"real{AT_LIMITS}{limit:g}: {shares}",
+            ratio(good),
+            f"of {NAMES[_rival(good)]}",
+        )
 
 
 def ratio(good: Sequence[dict[str, float]]) -> float:

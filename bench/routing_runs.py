@@ -1,4 +1,5 @@
-"""One replay of `bench.routing` as a value, and many of them on all cores. Says what is run; goals and printing are in `bench.routing`."""
+"""One replay of `bench.routing` as a value, and many of them on all cores. Says what is run; goals and printing are in
+`bench.routing`."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ ROOM = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """path: of a recorded trace, "" for a generated kind. requests: how many; 0: all. seed: of a recorded trace, which stretch of so many."""
+    """path: of a recorded trace, "" for a generated kind. requests: how many; 0: all. seed: of a recorded trace, which
+    stretch of so many."""
 
     name: str
     path: str = ""
@@ -49,7 +51,8 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """load: of the computing nodes, or of all nodes when by_all (see `whole_rate`). in_this_router: see `scenario.Conditions`."""
+    """load: of the computing nodes, or of all nodes when by_all (see `whole_rate`). in_this_router: see
+    `scenario.Conditions`."""
 
     workload: Workload
     layout: Layout
@@ -79,7 +82,10 @@ def trace_of(workload: Workload) -> Trace:
     begin = workload.seed * workload.requests
     stretch = trace.requests[begin : begin + workload.requests]
     if not stretch:
-        raise ConfigError(f"{workload.path} has {len(trace.requests)} requests, too few for stretch {workload.seed} of {workload.requests}")
+        raise ConfigError(
+            f"{workload.path} has {len(trace.requests)} requests, too few for stretch {workload.seed} of "
+            f"{workload.requests}"
+        )
     return in_order(trace.name, trace.block_tokens, list(stretch))
 
 
@@ -91,7 +97,11 @@ def oracle_of(workload: Workload, layout: Layout) -> Oracle:
 def execute(run: Run) -> Figures:
     trace = trace_of(run.workload)
     known = oracle_of(run.workload, run.layout)
-    loaded = trace.at_speed(run.load * whole_rate(trace, known, run.layout) * trace.span_s / len(trace.requests)) if run.by_all else None
+    loaded = (
+        trace.at_speed(run.load * whole_rate(trace, known, run.layout) * trace.span_s / len(trace.requests))
+        if run.by_all
+        else None
+    )
     loaded = loaded or at_load(trace, run.layout, known, run.load)
     conditions = Conditions(run.feed, run.force, run.seed, run.in_this_router)
     outcome = replay(loaded, run.layout, run.policy, conditions)
@@ -100,7 +110,8 @@ def execute(run: Run) -> Figures:
 
 
 def execute_all(runs: Iterable[Run], processes: int, done: Callable[[int, int], None]) -> dict[Run, Figures]:
-    """done: is told how many of how many runs have ended. Runs over one trace follow each other, so that a process reads it once."""
+    """done: is told how many of how many runs have ended. Runs over one trace follow each other, so that a process
+    reads it once."""
     ordered = list(dict.fromkeys(runs))
     found: dict[Run, Figures] = {}
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
@@ -112,8 +123,8 @@ def execute_all(runs: Iterable[Run], processes: int, done: Callable[[int, int], 
 
 
 def whole_rate(trace: Trace, known: Oracle, layout: Layout) -> float:
-    """Requests a second that all nodes could serve if both kinds of work were spread evenly and decode steps were full: the same for every layout
-    with as many nodes."""
+    """Requests a second that all nodes could serve if both kinds of work were spread evenly and decode steps were full:
+    the same for every layout with as many nodes."""
     return layout.num_nodes * len(trace.requests) / (known.work_s + decode_work_s(trace, layout))
 
 
@@ -132,7 +143,8 @@ def row_tokens_s(trace: Trace, layout: Layout) -> float:
 
 
 def pools_for(workload: Workload, num_nodes: int, cache_tokens: int, peak_load: float) -> Layout:
-    """Most prefill nodes such that the others can decode what these let through at the highest load, and have room for its KV."""
+    """Most prefill nodes such that the others can decode what these let through at the highest load, and have room for
+    its KV."""
     trace = trace_of(workload)
     for prefill in range(num_nodes - 1, 1, -1):
         layout = Layout(prefill=prefill, decode=num_nodes - prefill, cache_tokens=cache_tokens)

@@ -1,26 +1,27 @@
-"""How near a KV transfer comes to its medium: logical KV bytes per second between two processes, beside the ceiling measured in the same run.
+"""How near a KV transfer comes to its medium: logical KV bytes per second between two processes, beside the ceiling
+measured in the same run.
 
     python -m bench.transfer [--quick] [--json FILE] [--backends shm,tcp,mooncake]
 
-`protocol` is the whole of it, from the ticket's arrival at the writer to the reader's CommitAck, with everything pushed at once; so small sizes
-show the fixed cost of a hand-over, and with digests both ends read all bytes once more; of 16 MiB it says where the time goes. `backend` is the
-medium's part of the same, see `bench.transfer_seam`. Both are judged by the same goal.
-Ceilings, for the same number of bytes, each time at the
-next place of memory as large as the pool, as a transfer's pages are:
+`protocol` is the whole of it, from the ticket's arrival at the writer to the reader's CommitAck, with everything pushed
+at once; so small sizes show the fixed cost of a hand-over, and with digests both ends read all bytes once more; of 16
+MiB it says where the time goes. `backend` is the medium's part of the same, see `bench.transfer_seam`. Both are judged
+by the same goal. Ceilings, for the same number of bytes, each time at the next place of memory as large as the pool, as
+a transfer's pages are:
 
-    shm       one memmove between pools of the same kind and size, touched before
-    tcp       a plain loopback socket between the two processes, sendall → recv_into, one answer byte; beside it (`digest`) the same socket
-              when both ends digest each piece after they sent or received it, and (`unpaced`) the same plain socket with the congestion
-              control that `tcp` takes inside of a host, where the system's own may pace
-    mooncake  the engine alone, 4 MiB entries, 8 in flight, no copies to or from staging; beside it, with nothing of ours around it, what is
-              left when the reader copies each entry and both ends digest it (`bound`), when it is gathered at the writer, too (`gathered`),
-              when the reader copies and nobody digests (`copied`), and with a copy at the writer alone (`staging`), see
-              `bench.mooncake_bound`
+    shm       one memmove between pools of the same kind and size, touched before tcp       a plain loopback socket
+    between the two processes, sendall → recv_into, one answer byte; beside it (`digest`) the same socket when both ends
+    digest each piece after they sent or received it, and (`unpaced`) the same plain socket with the congestion control
+    that `tcp` takes inside of a host, where the system's own may pace mooncake  the engine alone, 4 MiB entries, 8 in
+    flight, no copies to or from staging; beside it, with nothing of ours around it, what is left when the reader copies
+    each entry and both ends digest it (`bound`), when it is gathered at the writer, too (`gathered`), when the reader
+    copies and nobody digests (`copied`), and with a copy at the writer alone (`staging`), see `bench.mooncake_bound`
 
-Each end has a core of its own where there are two. Transfers and ceilings take turns, so that all meet the same neighbours on the machine: two of
-each, of which the first, which meets what the others left in the caches, does not count. A ratio is the median over these
-pairs, its spread from their tenth to their ninetieth percentile, and `95 % of it` where the median of all such pairs is with that certainty. Then the
-same with a busy engine beside it, see `bench.transfer_load`.
+Each end has a core of its own where there are two. Transfers and ceilings take turns, so that all meet the same
+neighbours on the machine: two of each, of which the first, which meets what the others left in the caches, does not
+count. A ratio is the median over these pairs, its spread from their tenth to their ninetieth percentile, and `95 % of
+it` where the median of all such pairs is with that certainty. Then the same with a busy engine beside it, see
+`bench.transfer_load`.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ class Case:
 
 
 def sizes(*mebibytes: float) -> list[Case]:
-    return [Case(f"{int(size * 1024)} KiB" if size < 1 else f"{int(size)} MiB", 64 << 10, int(size * 16)) for size in mebibytes]
+    return [
+        Case(f"{int(size * 1024)} KiB" if size < 1 else f"{int(size)} MiB", 64 << 10, int(size * 16))
+        for size in mebibytes
+    ]
 
 
 def prompts(*tokens: int) -> list[Case]:
@@ -93,7 +97,8 @@ def cases(*, quick: bool) -> list[Case]:
 
 
 def places(near: Near, nbytes: int) -> Iterator[int]:
-    """Where a ceiling reads and writes next, in memory as large as the pool: what a transfer meets in the caches and page tables, it meets too."""
+    """Where a ceiling reads and writes next, in memory as large as the pool: what a transfer meets in the caches and
+    page tables, it meets too."""
     return itertools.cycle(range(0, near.pools[0].bytes.size - nbytes + 1, nbytes))
 
 
@@ -107,8 +112,8 @@ def memmove_seconds(near: Near, nbytes: int) -> Generator[float]:
 
 
 def socket_seconds(near: Near, nbytes: int, *, digests: bool = False, is_paced: bool = True) -> Generator[float]:
-    """The same of sends over one connection. digests: both ends digest each piece when it was sent or received, with the product's own loop, and the
-    other end's comes back. is_paced: if the system's congestion control does that."""
+    """The same of sends over one connection. digests: both ends digest each piece when it was sent or received, with
+    the product's own loop, and the other end's comes back. is_paced: if the system's congestion control does that."""
     near.pipe.send(Sink("digested" if digests else "socket", nbytes, 0))
     address = near.pipe.receive()
     assert isinstance(address, Address)
@@ -148,7 +153,8 @@ CEILINGS = {"shm": "memmove", "tcp": "loopback socket", "mooncake": "engine alon
 
 @dataclass(frozen=True, slots=True)
 class Tops:
-    """A case's ceiling, and what else is measured beside it: what it is, and seconds; each when it is asked for. engines: of mooncake."""
+    """A case's ceiling, and what else is measured beside it: what it is, and seconds; each when it is asked for.
+    engines: of mooncake."""
 
     ceiling: Generator[float]
     bounds: dict[str, tuple[str, Generator[float]]]
@@ -161,7 +167,10 @@ def tops_of(near: Near, case: Case, stack: ExitStack) -> Tops:
         return Tops(memmove_seconds(near, nbytes), {})
     if backend == "tcp":
         wanted = BOUNDS if digests and nbytes >= GOAL_BYTES else {}
-        return Tops(socket_seconds(near, nbytes), {metric: (what, seconds(near, nbytes)) for metric, (what, seconds) in wanted.items()})
+        return Tops(
+            socket_seconds(near, nbytes),
+            {metric: (what, seconds(near, nbytes)) for metric, (what, seconds) in wanted.items()},
+        )
     engines = stack.enter_context(closing(mooncake_bound.Bench(near)))
     ways = [way for way in mooncake_bound.WAYS if nbytes >= GOAL_BYTES and way.digests <= digests]
     bounds = {way.metric: (way.what, engines.seconds(nbytes, way, places(near, nbytes))) for way in ways}
@@ -173,7 +182,8 @@ def tops_of(near: Near, case: Case, stack: ExitStack) -> Tops:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Seconds of a transfer, of one at the backend's seam, of the ceiling, and of each of what else is measured beside it."""
+    """Seconds of a transfer, of one at the backend's seam, of the ceiling, and of each of what else is measured beside
+    it."""
 
     moved: float
     alone: float
@@ -215,7 +225,9 @@ def measure(near: Near, case: Case) -> list[Row]:
     shape = near.shape
     goal = GOALS.get((shape.backend, shape.digests)) if case.nbytes >= GOAL_BYTES else None
     label = f"{case.name}, digests {'on' if shape.digests else 'off'}"
-    moved, alone, top = ([each(turn) for turn in turns] for each in (attrgetter("moved"), attrgetter("alone"), attrgetter("top")))
+    moved, alone, top = (
+        [each(turn) for turn in turns] for each in (attrgetter("moved"), attrgetter("alone"), attrgetter("top"))
+    )
     against = CEILINGS[shape.backend]
     rows = [
         beside(f"protocol.{shape.backend}", label, case, moved, against, top, goal),
@@ -224,7 +236,10 @@ def measure(near: Near, case: Case) -> list[Row]:
     if case.nbytes == GOAL_BYTES:
         rows += where_time_goes(label, [turn.stages for turn in turns])
     bounds = {metric: [turn.bounds[metric] for turn in turns] for metric in tops.bounds}
-    rows += [beside(metric, f"{case.name}, {tops.bounds[metric][0]}", case, seconds, against, top) for metric, seconds in bounds.items()]
+    rows += [
+        beside(metric, f"{case.name}, {tops.bounds[metric][0]}", case, seconds, against, top)
+        for metric, seconds in bounds.items()
+    ]
     if (own := mooncake_bound.bound_of(case.page_bytes).metric) in bounds:
         rows.append(beside("backend.mooncake", label, case, alone, own, bounds[own]))
     if tops.engines is not None and goal is not None:
@@ -234,7 +249,15 @@ def measure(near: Near, case: Case) -> list[Row]:
     return rows
 
 
-def beside(metric: str, label: str, case: Case, samples: list[float], against: str, tops: list[float], goal: float | None = None) -> Row:
+def beside(
+    metric: str,
+    label: str,
+    case: Case,
+    samples: list[float],
+    against: str,
+    tops: list[float],
+    goal: float | None = None,
+) -> Row:
     """A speed beside what was measured in the same turns; samples, tops: seconds, one of each turn."""
     rates, top = [case.nbytes / seconds / 1e9 for seconds in samples], case.nbytes / statistics.median(tops) / 1e9
     ratio = paired([other / own for own, other in zip(samples, tops, strict=True)])
@@ -244,7 +267,8 @@ def beside(metric: str, label: str, case: Case, samples: list[float], against: s
 
 
 def where_time_goes(label: str, stages: list[tuple[float, float, float]]) -> list[Row]:
-    """What is not bytes on their way costs the same whatever the size: code that has left the caches since the last transfer."""
+    """What is not bytes on their way costs the same whatever the size: code that has left the caches since the last
+    transfer."""
     names = ("ticket → writes begun", "writes begun → Commit", "Commit → CommitAck")
     return [row(f"  {name}", label, [each[index] * 1e3 for each in stages], "ms") for index, name in enumerate(names)]
 

@@ -1,6 +1,8 @@
-"""The two processes of `bench.transfer`: `Near` pushes KV as a prefill node does, `Far` (a child process) takes it as a decode node does.
+"""The two processes of `bench.transfer`: `Near` pushes KV as a prefill node does, `Far` (a child process) takes it as a
+decode node does.
 
-Control messages go over a socket pair as length-prefixed msgpack, in the place of the nodes' ZMQ links. It measures nothing itself.
+Control messages go over a socket pair as length-prefixed msgpack, in the place of the nodes' ZMQ links. It measures
+nothing itself.
 """
 
 from __future__ import annotations
@@ -53,12 +55,14 @@ class Ask(Message, frozen=True, array_like=True):
 
 
 class Check(Message, frozen=True, array_like=True):
-    """Please compare what the last ticket brought with `content`; the answer is an Address, with the number of wrong bytes."""
+    """Please compare what the last ticket brought with `content`; the answer is an Address, with the number of wrong
+    bytes."""
 
 
 class Sink(Message, frozen=True, array_like=True):
-    """Please listen on a socket and swallow so many bytes again and again until it closes, into the next place of a memory as large as the pool each
-    time, and answer each; kind digested: with their digest. Or, for mooncake, serve `bench.mooncake_bound` with that memory."""
+    """Please listen on a socket and swallow so many bytes again and again until it closes, into the next place of a
+    memory as large as the pool each time, and answer each; kind digested: with their digest. Or, for mooncake, serve
+    `bench.mooncake_bound` with that memory."""
 
     kind: str
     nbytes: int
@@ -75,8 +79,8 @@ Control = Commit | CommitAck | Abort | AbortAck | Ask | Check | Sink | Address |
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How both ends are set up: the pages of each, in pools for so many tokens. processes: one for each rank, as nodes have them; otherwise each end
-    is one process with the pools of all its ranks."""
+    """How both ends are set up: the pages of each, in pools for so many tokens. processes: one for each rank, as nodes
+    have them; otherwise each end is one process with the pools of all its ranks."""
 
     backend: str
     near: PageShape
@@ -92,7 +96,14 @@ class Shape:
     @property
     def nbytes(self) -> int:
         """KV of all tokens."""
-        return self.num_tokens // self.near.page_tokens * self.near.planes * self.near.heads * self.near.head_bytes * self.near.num_layers
+        return (
+            self.num_tokens
+            // self.near.page_tokens
+            * self.near.planes
+            * self.near.heads
+            * self.near.head_bytes
+            * self.near.num_layers
+        )
 
 
 def plain(backend: str, page_bytes: int, num_pages: int, *, digests: bool) -> Shape:
@@ -123,7 +134,9 @@ def held(shape: PageShape, rank: int, pool: NDArray[np.uint8], pages: list[int])
 def dealt(shape: PageShape, rank: int, kv: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """What a rank's pages hold of the content, in the same order."""
     layers, planes, _, tokens, cell = kv.shape
-    own = kv[:, :, slice(*shape.heads_of(rank))].reshape(layers, planes, -1, tokens // shape.page_tokens, shape.page_tokens, cell)
+    own = kv[:, :, slice(*shape.heads_of(rank))].reshape(
+        layers, planes, -1, tokens // shape.page_tokens, shape.page_tokens, cell
+    )
     return own.transpose(3, 0, 1, 2, 4, 5)
 
 
@@ -163,7 +176,8 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """One end's media and memory. ranks: processes of those above 0, if they have any; memories: of the pools that are this process's to digest."""
+    """One end's media and memory. ranks: processes of those above 0, if they have any; memories: of the pools that are
+    this process's to digest."""
 
     pools: list[Pool]
     backend: Backend
@@ -216,7 +230,9 @@ class Far:
             memories=self._end.memories,
             clock=time.monotonic,
             settings=shape.settings,
-            ranks=LinkedMemories(self._end.memories[0], [rank.link for rank in self._end.ranks]) if self._end.ranks else None,
+            ranks=LinkedMemories(self._end.memories[0], [rank.link for rank in self._end.ranks])
+            if self._end.ranks
+            else None,
         )
         self._count = 0
         self._pages: list[int] = []
@@ -249,9 +265,13 @@ class Far:
         elif isinstance(message, Expect):
             self._count += 1
             self._pages = scattered(self._shape.far, self._shape.num_tokens, message.num_tokens, 2 * self._count)
-            permitted = transfer_seam.permit(self._backend, self._shape.far, self._pages, NEAR, digests=self._shape.digests)
+            permitted = transfer_seam.permit(
+                self._backend, self._shape.far, self._pages, NEAR, digests=self._shape.digests
+            )
             self._pipe.send(permitted)
-            self._pipe.send(transfer_seam.await_arrivals(self._backend, permitted, len(self._pages) * self._shape.far.page_bytes))
+            self._pipe.send(
+                transfer_seam.await_arrivals(self._backend, permitted, len(self._pages) * self._shape.far.page_bytes)
+            )
         elif isinstance(message, Sink):
             swallow(self._pipe, message, self._spare)
         elif isinstance(message, Check):
@@ -287,7 +307,11 @@ def swallow_from(server: socket.socket, message: Sink, buffer: NDArray[np.uint8]
     with server, server.accept()[0] as sock:
         for start in itertools.cycle(range(0, buffer.size - message.nbytes + 1, message.nbytes)):
             view = buffer.data[start : start + message.nbytes]
-            answer = received_digest(sock, view, buffer[start:].ctypes.data) if message.kind == "digested" else received(sock, view)
+            answer = (
+                received_digest(sock, view, buffer[start:].ctypes.data)
+                if message.kind == "digested"
+                else received(sock, view)
+            )
             if not answer:
                 return
             sock.send(answer)
@@ -327,7 +351,9 @@ class Near:
         self.shape = shape
         here, there = socket.socketpair()
         arguments = [str(there.fileno()), msgspec.json.encode(shape).decode()]
-        self._child = subprocess.Popen([sys.executable, "-m", "bench.transfer_ends", *arguments], pass_fds=[there.fileno()])
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "bench.transfer_ends", *arguments], pass_fds=[there.fileno()]
+        )
         there.close()
         self.pipe = Pipe(here)
         self._end = start_end(shape, shape.near, NEAR)
@@ -347,7 +373,8 @@ class Near:
         )
         self._count = 0
         self.stages = (0.0, 0.0, 0.0)
-        """Of the last `move`, seconds until its writes were with the medium's threads, until its Commit went out, until its CommitAck came."""
+        """Of the last `move`, seconds until its writes were with the medium's threads, until its Commit went out, until
+        its CommitAck came."""
 
     @functools.cached_property
     def spare(self) -> Pool:
@@ -382,7 +409,8 @@ class Near:
         return max(done, seen.at) - begin
 
     def wrong_bytes(self, *, alone: bool = False) -> int:
-        """Move KV that the other end can tell, over the whole pool, and count there what came out wrong. alone: without the protocol."""
+        """Move KV that the other end can tell, over the whole pool, and count there what came out wrong. alone: without
+        the protocol."""
         near, num_tokens = self.shape.near, self.shape.num_tokens
         pages, kv = self._next_pages(num_tokens), content(near, num_tokens)
         for rank, pool in enumerate(self.pools):

@@ -1,10 +1,13 @@
-"""What a busy engine does to a transfer: the same transfers with an engine's steps running and without, in turns, in one run. For `bench.transfer`.
+"""What a busy engine does to a transfer: the same transfers with an engine's steps running and without, in turns, in
+one run. For `bench.transfer`.
 
-Two cases. Other core: the engine is a process of its own on core 1, both ends of the transfer share core 0. Shared core: the engine is a thread
-of the writer's process, so that it shares core 0 *and* the GIL with the mover; the reader has core 1. There the elapsed time says little, so
-the figures are the bytes that the mover threads move per second of their own CPU time, and how long they wait for the GIL after each stretch
-that they ran without it. Beside the other core's case stands what its engine takes from a memmove, and from a copy that is digested twice as a
-transfer's bytes are, with nothing of a transfer around it: a transfer that keeps as much of its speed as the latter loses it to the memory.
+Two cases. Other core: the engine is a process of its own on core 1, both ends of the transfer share core 0. Shared
+core: the engine is a thread of the writer's process, so that it shares core 0 *and* the GIL with the mover; the reader
+has core 1. There the elapsed time says little, so the figures are the bytes that the mover threads move per second of
+their own CPU time, and how long they wait for the GIL after each stretch that they ran without it. Beside the other
+core's case stands what its engine takes from a memmove, and from a copy that is digested twice as a transfer's bytes
+are, with nothing of a transfer around it: a transfer that keeps as much of its speed as the latter loses it to the
+memory.
 
     python -m bench.transfer_load FD     the engine process: it steps until its end of the socket closes
 """
@@ -61,7 +64,9 @@ class Steps:
         from pdcluster.engine.engine import Engine, EngineConfig
 
         checkpoint = random_checkpoint(CACHE / "bench-engine-30m")
-        self._engine = Engine(EngineConfig(checkpoint, CACHE / "kernels", page_tokens=PAGE_TOKENS, num_pages=256, threads=1))
+        self._engine = Engine(
+            EngineConfig(checkpoint, CACHE / "kernels", page_tokens=PAGE_TOKENS, num_pages=256, threads=1)
+        )
         self._engine.warmup()
         self._plan = decode_plan(self._engine, 8, 512)
         self.count = 0
@@ -97,7 +102,9 @@ class EngineProcess:
 
     def __init__(self, core: int) -> None:
         self._sock, there = socket.socketpair()
-        self._child = subprocess.Popen([sys.executable, "-m", "bench.transfer_load", str(there.fileno())], pass_fds=[there.fileno()])
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "bench.transfer_load", str(there.fileno())], pass_fds=[there.fileno()]
+        )
         there.close()
         if self._sock.recv(1) != b"r":
             raise RuntimeError("the engine process did not start")
@@ -129,8 +136,12 @@ class Sample:
 
 
 def mover_cpu() -> float:
-    movers = [thread for thread in threading.enumerate() if thread.name.startswith(MOVER_THREADS) and thread.ident is not None]
-    return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in movers if thread.ident is not None)
+    movers = [
+        thread for thread in threading.enumerate() if thread.name.startswith(MOVER_THREADS) and thread.ident is not None
+    ]
+    return sum(
+        time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in movers if thread.ident is not None
+    )
 
 
 def sample(near: Near) -> Sample:
@@ -172,8 +183,8 @@ def other_core(backend: str, repeats: int) -> Iterator[Row]:
 
 
 def seconds_of_all(near: Near) -> list[float]:
-    """Of a transfer, of a memmove of as many bytes, and of what such a transfer does with the memory by itself: how much of a loss is the memory's,
-    which the cores share."""
+    """Of a transfer, of a memmove of as many bytes, and of what such a transfer does with the memory by itself: how
+    much of a loss is the memory's, which the cores share."""
     return [near.move(CASE_TOKENS), seconds_of(lambda: copy(near)), seconds_of(lambda: copy_and_digest(near))]
 
 
@@ -188,9 +199,12 @@ def copy(near: Near) -> None:
 
 
 def copy_and_digest(near: Near) -> None:
-    """What both ends of a transfer over shm do on the core that they share here, piece by piece: copy and digest, then digest the copy."""
+    """What both ends of a transfer over shm do on the core that they share here, piece by piece: copy and digest, then
+    digest the copy."""
     source, target = near.pools[0].bytes.ctypes.data, near.spare.bytes.ctypes.data
-    written, read = (Payload(table_of([(to, each, CASE_BYTES)]), digests=True) for to, each in ((target, source), (0, target)))
+    written, read = (
+        Payload(table_of([(to, each, CASE_BYTES)]), digests=True) for to, each in ((target, source), (0, target))
+    )
     for _ in range(0, CASE_BYTES, TOLD_BYTES):
         written.advance(TOLD_BYTES)
         read.advance(TOLD_BYTES)
@@ -202,7 +216,18 @@ def other_core_row(metric: str, case: str, idle: list[float], busy: list[float],
     """Seconds of turns; in each one idle and one busy."""
     speeds = [CASE_BYTES / float(np.median(seconds)) / 1e9 for seconds in (busy, idle)]
     ratio = paired([before / beside for before, beside in zip(idle, busy, strict=True)])
-    return Row(metric, case, speeds[0], "GB/s", "idle", speeds[1], ratio.median, ratio.spread, goal, None if goal is None else ratio.median >= goal)
+    return Row(
+        metric,
+        case,
+        speeds[0],
+        "GB/s",
+        "idle",
+        speeds[1],
+        ratio.median,
+        ratio.spread,
+        goal,
+        None if goal is None else ratio.median >= goal,
+    )
 
 
 def shared_core(backend: str, repeats: int) -> Iterator[Row]:
@@ -225,15 +250,38 @@ def shared_core(backend: str, repeats: int) -> Iterator[Row]:
         near.close()
     efficiency = [CASE_BYTES / each.mover_seconds / 1e9 for each in busy]
     usual = float(np.median([CASE_BYTES / each.mover_seconds / 1e9 for each in idle]))
-    yield row(f"busy.{backend}", "engine on the mover's core", efficiency, "GB/CPU s", against="idle", against_value=usual, goal=BUSY_GOAL)
+    yield row(
+        f"busy.{backend}",
+        "engine on the mover's core",
+        efficiency,
+        "GB/CPU s",
+        against="idle",
+        against_value=usual,
+        goal=BUSY_GOAL,
+    )
     elapsed = [CASE_BYTES / each.seconds / 1e9 for each in busy]
     idle_elapsed = float(np.median([CASE_BYTES / each.seconds / 1e9 for each in idle]))
-    yield row(f"busy.{backend}", "engine on the mover's core, elapsed", elapsed, "GB/s", against="idle", against_value=idle_elapsed)
+    yield row(
+        f"busy.{backend}",
+        "engine on the mover's core, elapsed",
+        elapsed,
+        "GB/s",
+        against="idle",
+        against_value=idle_elapsed,
+    )
     for quantile in (50, 99):
         seconds = float(np.percentile(waits, quantile))
         limit = GIL_GOAL_S if quantile == 99 else None
         holds = None if limit is None else seconds <= limit
-        yield Row(f"gil.{backend}", f"mover's wait, p{quantile} of {len(waits)}", seconds * 1e3, "ms", "limit", limit and limit * 1e3, holds=holds)
+        yield Row(
+            f"gil.{backend}",
+            f"mover's wait, p{quantile} of {len(waits)}",
+            seconds * 1e3,
+            "ms",
+            "limit",
+            limit and limit * 1e3,
+            holds=holds,
+        )
 
 
 def rows(backend: str) -> Iterator[Row]:

@@ -1,8 +1,9 @@
-"""A transfer at the seam of the backends (`transfer.backends.base`), without the protocol above: what of it is the medium's. For `bench.transfer`.
+"""A transfer at the seam of the backends (`transfer.backends.base`), without the protocol above: what of it is the
+medium's. For `bench.transfer`.
 
-Pages, chunks, permits and digests are those of a transfer. Timed from the first `write` until the reader's thread has taken the last arrival and
-the writer's the last DONE, whichever is later: both processes read the same clock of the machine. What the protocol checks, says and
-remembers is left out, and runs and permits are made before.
+Pages, chunks, permits and digests are those of a transfer. Timed from the first `write` until the reader's thread has
+taken the last arrival and the writer's the last DONE, whichever is later: both processes read the same clock of the
+machine. What the protocol checks, says and remembers is left out, and runs and permits are made before.
 """
 
 from __future__ import annotations
@@ -72,11 +73,16 @@ def chunks_of(shape: PageShape, settings: Settings, sources: list[int], targets:
     """As few even ones as the settings allow."""
     starts, ends = (np.array(pages, dtype=np.int64) * shape.page_bytes for pages in (sources, targets))
     count = -(-len(sources) // min(max(1, settings.chunk_bytes // shape.page_bytes), settings.chunk_runs))
-    return join_runs_in_parts(starts, ends, shape.page_bytes, [len(sources) * part // count for part in range(1, count + 1)])
+    return join_runs_in_parts(
+        starts, ends, shape.page_bytes, [len(sources) * part // count for part in range(1, count + 1)]
+    )
 
 
-def write_all(backend: Backend, reader: Peer, permitted: Permitted, chunks: list[RunTable], settings: Settings) -> tuple[float, float]:
-    """The writer's part. Returns when the first write was asked for, and when the last was seen to be DONE; by time.monotonic."""
+def write_all(
+    backend: Backend, reader: Peer, permitted: Permitted, chunks: list[RunTable], settings: Settings
+) -> tuple[float, float]:
+    """The writer's part. Returns when the first write was asked for, and when the last was seen to be DONE; by
+    time.monotonic."""
     stamps = [Stamp(permitted.nonce, index, 1, runs.nbytes) for index, runs in enumerate(chunks)]
     coming = list(zip(stamps, chunks, strict=True))[::-1]
     handles: list[Handle] = []

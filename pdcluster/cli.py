@@ -1,4 +1,5 @@
-"""The command `pdcluster`: up, demo, node, bootstrap, config. A subcommand's module is imported when it runs, so that --help is instant.
+"""The command `pdcluster`: up, demo, node, bootstrap, config. A subcommand's module is imported when it runs, so that
+--help is instant.
 
 Only glue: settings are in `config`, flags in `flags`, and each command's work in the module that it imports.
 """
@@ -18,7 +19,10 @@ from pdcluster.settings.keys import Key, Section
 from pdcluster.telemetry import log
 
 app = typer.Typer(
-    help="LLM serving with prefill and decode on separate nodes.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    help="LLM serving with prefill and decode on separate nodes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
 )
 config_app = typer.Typer(help="Look at the settings.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
@@ -62,11 +66,15 @@ def _pin(cores: tuple[int, ...]) -> None:
         os.sched_setaffinity(0, cores)
     except OSError as error:
         allowed = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        raise ConfigError(f"node.cores {','.join(map(str, cores))} cannot be used: {error.strerror}; this process may use {allowed}") from error
+        raise ConfigError(
+            f"node.cores {','.join(map(str, cores))} cannot be used: {error.strerror}; this process may use {allowed}"
+        ) from error
 
 
 flags.command(app, UpConfig, "up", "Run a whole cluster on this machine until Ctrl-C.", _up)
-flags.command(app, UpConfig, "demo", "Start a cluster, send it real requests, print their streams and timelines, stop.", _demo)
+flags.command(
+    app, UpConfig, "demo", "Start a cluster, send it real requests, print their streams and timelines, stop.", _demo
+)
 flags.command(app, NodeConfig, "node", "Run one node.", _node)
 flags.command(app, BootstrapConfig, "bootstrap", "Run the bootstrap service.", _bootstrap)
 
@@ -75,7 +83,9 @@ flags.command(app, BootstrapConfig, "bootstrap", "Run the bootstrap service.", _
 def check(
     file: Annotated[Path | None, typer.Option("--config", metavar="FILE", help=flags.FILE_HELP)] = None,
     pairs: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=flags.SET_HELP)] = None,
-    section: Annotated[str | None, typer.Option("--section", metavar="NAME", help="only node, router, bootstrap or up")] = None,
+    section: Annotated[
+        str | None, typer.Option("--section", metavar="NAME", help="only node, router, bootstrap or up")
+    ] = None,
 ) -> None:
     """Print the effective value of every key and where it comes from; exit 2 when one is wrong."""
     from rich.console import Console

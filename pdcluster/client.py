@@ -4,7 +4,8 @@
         for output in client.generate("def add(a, b):", max_tokens=32, temperature=0.0):
             print(output.text, end="")
 
-Both raise the errors of `pdcluster.core.errors`, as the server meant them. Leaving the iteration early cancels the request on every node.
+Both raise the errors of `pdcluster.core.errors`, as the server meant them. Leaving the iteration early cancels the
+request on every node.
 """
 
 from __future__ import annotations
@@ -31,9 +32,17 @@ _CHANNEL = (
     ("grpc.enable_http_proxy", 0),
 )
 FinishReason = Literal["stop", "length", "tool_calls"]
-_FINISH: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length", pb.FINISH_REASON_TOOL_CALLS: "tool_calls"}
+_FINISH: dict[int, FinishReason] = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
 ToolMode = Literal["auto", "none", "required"]
-_TOOL_MODES: dict[ToolMode, pb.ToolMode] = {"auto": pb.TOOL_MODE_AUTO, "none": pb.TOOL_MODE_NONE, "required": pb.TOOL_MODE_REQUIRED}
+_TOOL_MODES: dict[ToolMode, pb.ToolMode] = {
+    "auto": pb.TOOL_MODE_AUTO,
+    "none": pb.TOOL_MODE_NONE,
+    "required": pb.TOOL_MODE_REQUIRED,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +56,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a chat; role: system, developer, user, assistant or tool. Of an assistant also what it called and thought, of a tool the
-    call that it answers."""
+    """One turn of a chat; role: system, developer, user, assistant or tool. Of an assistant also what it called and
+    thought, of a tool the call that it answers."""
 
     role: str
     content: str = ""
@@ -60,7 +69,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that a chat's model may call. parameters: a JSON schema, as text or as an object; strict: its arguments are held to it."""
+    """A function that a chat's model may call. parameters: a JSON schema, as text or as an object; strict: its
+    arguments are held to it."""
 
     name: str
     description: str | None = None
@@ -84,7 +94,8 @@ class Structured:
 
 
 class PlainOptions(TypedDict, total=False):
-    """What a request may set; the meaning is that of the HTTP API's field of the same name. logprobs: number of alternatives beside each token."""
+    """What a request may set; the meaning is that of the HTTP API's field of the same name. logprobs: number of
+    alternatives beside each token."""
 
     model: str
     max_tokens: int
@@ -114,7 +125,8 @@ class PlainOptions(TypedDict, total=False):
 
 
 class ChatOptions(TypedDict, total=False):
-    """For a chat. tool_choice: a tool that has to be called, or whether one may or has to be; template_kwargs: for the model's chat template."""
+    """For a chat. tool_choice: a tool that has to be called, or whether one may or has to be; template_kwargs: for the
+    model's chat template."""
 
     tools: Sequence[Tool]
     tool_choice: ToolMode | Tool
@@ -184,8 +196,9 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One message of the stream: what became certain of one choice. route and timings come with a choice's first and last output,
-    finish_reason with its last, usage with the last of all. reasoning and tool_calls, of a chat, are no part of the text."""
+    """One message of the stream: what became certain of one choice. route and timings come with a choice's first and
+    last output, finish_reason with its last, usage with the last of all. reasoning and tool_calls, of a chat, are no
+    part of the text."""
 
     index: int
     text: str
@@ -225,8 +238,8 @@ class Model:
 
 
 class Client:
-    """Safe to use from several threads. timeout_s of a call is its deadline, which the server honours on every node. api_key: of a tenant, where the
-    cluster has some."""
+    """Safe to use from several threads. timeout_s of a call is its deadline, which the server honours on every node.
+    api_key: of a tenant, where the cluster has some."""
 
     def __init__(self, address: str, api_key: str | None = None) -> None:
         self._address = address
@@ -237,7 +250,9 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -249,7 +264,9 @@ class Client:
         except grpc.RpcError as error:
             raise error_of(error, self._address) from error
 
-    def generate(self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]) -> Generator[Output, None, None]:
+    def generate(
+        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
+    ) -> Generator[Output, None, None]:
         """Outputs as they come; close the generator to cancel."""
         call = self._stub.Generate(_request(prompt, options), timeout=timeout_s, metadata=self._metadata)
         try:
@@ -277,7 +294,9 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -285,11 +304,15 @@ class AsyncClient:
 
     async def models(self, timeout_s: float = 10.0) -> list[Model]:
         try:
-            return _models(await self._stub.ListModels(pb.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata))
+            return _models(
+                await self._stub.ListModels(pb.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata)
+            )
         except grpc.RpcError as error:
             raise error_of(error, self._address) from error
 
-    async def generate(self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]) -> AsyncGenerator[Output, None]:
+    async def generate(
+        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
+    ) -> AsyncGenerator[Output, None]:
         """Outputs as they come; close the generator to cancel."""
         call = self._stub.Generate(_request(prompt, options), timeout=timeout_s, metadata=self._metadata)
         try:
@@ -300,7 +323,9 @@ class AsyncClient:
         finally:
             call.cancel()
 
-    async def complete(self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]) -> Completion:
+    async def complete(
+        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
+    ) -> Completion:
         async with aclosing(self.generate(prompt, timeout_s=timeout_s, **options)) as outputs:
             return _whole([output async for output in outputs])
 
@@ -315,7 +340,10 @@ def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
 def _request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     try:
         for_chat = ChatOptions.__annotations__.keys()
-        plain = cast(PlainOptions, {name: value for name, value in options.items() if name != "structured_outputs" and name not in for_chat})
+        plain = cast(
+            PlainOptions,
+            {name: value for name, value in options.items() if name != "structured_outputs" and name not in for_chat},
+        )
         request = pb.GenerateRequest(**plain)
         if (asked := options.get("structured_outputs")) is not None:
             request.structured_outputs.CopyFrom(_structured(asked))
@@ -327,19 +355,27 @@ def _request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
         else:
             request.chat.CopyFrom(_chat(_turns(prompt), options))
         if request.WhichOneof("prompt") != "chat" and (given := sorted(for_chat & options.keys())):
-            raise BadRequest(f"{given[0]} is for a chat; send a list of Message as the prompt, or leave it out", given[0])
+            raise BadRequest(
+                f"{given[0]} is for a chat; send a list of Message as the prompt, or leave it out", given[0]
+            )
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise BadRequest(f"the request cannot be sent: {error}; see pdcluster.client.Options for what may be set") from error
+        raise BadRequest(
+            f"the request cannot be sent: {error}; see pdcluster.client.Options for what may be set"
+        ) from error
     return request
 
 
 def _chat(turns: Sequence[Message], options: Options) -> pb.Chat:
-    chat = pb.Chat(messages=[_message(said) for said in turns], tools=[_tool(tool) for tool in options.get("tools", ())])
+    chat = pb.Chat(
+        messages=[_message(said) for said in turns], tools=[_tool(tool) for tool in options.get("tools", ())]
+    )
     for name in ("parallel_tool_calls", "add_generation_prompt", "continue_final_message"):
         if (given := options.get(name)) is not None:
             setattr(chat, name, given)
     if (choice := options.get("tool_choice")) is not None:
-        chat.tool_choice.CopyFrom(pb.ToolChoice(function=choice.name) if isinstance(choice, Tool) else pb.ToolChoice(mode=_mode(choice)))
+        chat.tool_choice.CopyFrom(
+            pb.ToolChoice(function=choice.name) if isinstance(choice, Tool) else pb.ToolChoice(mode=_mode(choice))
+        )
     if (kwargs := options.get("template_kwargs")) is not None:
         chat.template_kwargs = json.dumps(kwargs)
     return chat
@@ -347,28 +383,39 @@ def _chat(turns: Sequence[Message], options: Options) -> pb.Chat:
 
 def _mode(choice: ToolMode) -> pb.ToolMode:
     if choice not in _TOOL_MODES:
-        raise BadRequest(f"tool_choice is {choice!r}; it must be a Tool or one of {', '.join(_TOOL_MODES)}", "tool_choice")
+        raise BadRequest(
+            f"tool_choice is {choice!r}; it must be a Tool or one of {', '.join(_TOOL_MODES)}", "tool_choice"
+        )
     return _TOOL_MODES[choice]
 
 
 def _message(said: Message) -> pb.ChatMessage:
     calls = [pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in said.tool_calls]
     return pb.ChatMessage(
-        role=said.role, content=said.content, tool_calls=calls, reasoning=said.reasoning, tool_call_id=said.tool_call_id, name=said.name
+        role=said.role,
+        content=said.content,
+        tool_calls=calls,
+        reasoning=said.reasoning,
+        tool_call_id=said.tool_call_id,
+        name=said.name,
     )
 
 
 def _tool(tool: Tool) -> pb.Tool:
     if not isinstance(tool, Tool):  # a dict, as HTTP has them
         raise BadRequest(f"tools has a {type(tool).__name__}; it takes pdcluster.client.Tool", "tools")
-    parameters = tool.parameters if tool.parameters is None or isinstance(tool.parameters, str) else json.dumps(tool.parameters)
+    parameters = (
+        tool.parameters if tool.parameters is None or isinstance(tool.parameters, str) else json.dumps(tool.parameters)
+    )
     return pb.Tool(name=tool.name, description=tool.description, parameters=parameters, strict=tool.strict)
 
 
 def _structured(asked: Structured) -> pb.StructuredOutputs:
     given = [name for name in Structured.__slots__ if getattr(asked, name)]
     if len(given) != 1:
-        raise BadRequest(f"structured_outputs must set exactly one of {', '.join(Structured.__slots__)}", "structured_outputs")
+        raise BadRequest(
+            f"structured_outputs must set exactly one of {', '.join(Structured.__slots__)}", "structured_outputs"
+        )
     value = getattr(asked, given[0])
     if given[0] == "choice":
         return pb.StructuredOutputs(choice=pb.Choices(texts=value))
@@ -396,7 +443,9 @@ def _output(reply: pb.GenerateReply) -> Output:
         position=reply.position,
         logprobs=_logprobs(reply.logprobs),
         finish_reason=_FINISH.get(reply.finish_reason),
-        route=Route(reply.route.mode, reply.route.prefill, reply.route.decode, reply.route.transfer) if reply.HasField("route") else None,
+        route=Route(reply.route.mode, reply.route.prefill, reply.route.decode, reply.route.transfer)
+        if reply.HasField("route")
+        else None,
         timings=_timings(reply.timings) if reply.HasField("timings") else None,
         prompt_token_ids=tuple(reply.prompt_token_ids),
         prompt_logprobs=_logprobs(reply.prompt_logprobs),
@@ -408,7 +457,11 @@ def _output(reply: pb.GenerateReply) -> Output:
 
 def _logprobs(tokens: Iterable[pb.TokenLogprobs]) -> tuple[Logprobs, ...]:
     return tuple(
-        Logprobs(token.token_id, token.logprob if token.HasField("logprob") else None, tuple(zip(token.top_ids, token.top_logprobs, strict=True)))
+        Logprobs(
+            token.token_id,
+            token.logprob if token.HasField("logprob") else None,
+            tuple(zip(token.top_ids, token.top_logprobs, strict=True)),
+        )
         for token in tokens
     )
 
@@ -418,7 +471,9 @@ def _timings(timings: pb.Timings) -> Timings:
 
 
 def _usage(usage: pb.Usage) -> Usage:
-    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens if usage.HasField("cached_tokens") else None)
+    return Usage(
+        usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens if usage.HasField("cached_tokens") else None
+    )
 
 
 def _whole(outputs: Sequence[Output]) -> Completion:
@@ -436,5 +491,7 @@ def _calls(outputs: Sequence[Output]) -> tuple[ToolCall, ...]:
     """Of one choice, put together."""
     deltas = [delta for output in outputs for delta in output.tool_calls]
     return tuple(
-        ToolCall(first.id, first.name, "".join(delta.arguments for delta in deltas if delta.index == first.index)) for first in deltas if first.id
+        ToolCall(first.id, first.name, "".join(delta.arguments for delta in deltas if delta.index == first.index))
+        for first in deltas
+        if first.id
     )

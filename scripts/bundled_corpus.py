@@ -1,8 +1,8 @@
 """What the bundled model reads: the running Python's own standard library, as files and as question-and-answer chats.
 
-Everything comes from the Python distribution (sources, docstrings, the language reference that `pydoc` carries) except the
-few turns in `IDENTITY`, in which the model says what it is. Nothing is downloaded and nothing outside the stdlib is read.
-It knows neither the tokenizer nor the model; see `train_bundled.py`.
+Everything comes from the Python distribution (sources, docstrings, the language reference that `pydoc` carries) except
+the few turns in `IDENTITY`, in which the model says what it is. Nothing is downloaded and nothing outside the stdlib is
+read. It knows neither the tokenizer nor the model; see `train_bundled.py`.
 """
 
 from __future__ import annotations
@@ -19,28 +19,92 @@ from pathlib import Path
 from random import Random
 
 SKIPPED_DIRS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__phello__"}
-# Kept out of training, files and chats alike, so that the loss on them says what the model learnt rather than remembers.
+# Kept out of training, files and chats alike, so that the loss on them says what the model learnt rather than
+# remembers.
 HELD_OUT = (
-    "sched.py", "shelve.py", "cmd.py", "colorsys.py", "quopri.py", "tabnanny.py", "rlcompleter.py", "asyncio/queues.py",
-    "xml/sax/xmlreader.py", "wsgiref/headers.py", "concurrent/futures/thread.py", "email/charset.py", "importlib/resources/readers.py",
+    "sched.py",
+    "shelve.py",
+    "cmd.py",
+    "colorsys.py",
+    "quopri.py",
+    "tabnanny.py",
+    "rlcompleter.py",
+    "asyncio/queues.py",
+    "xml/sax/xmlreader.py",
+    "wsgiref/headers.py",
+    "concurrent/futures/thread.py",
+    "email/charset.py",
+    "importlib/resources/readers.py",
 )
 MAX_DIGIT_SHARE = 0.08  # above it a file is a table (entities, code points), which teaches nothing but digits
 MAX_ANSWER_CHARS = 900  # a chat has to fit a training window with room to spare, so that the model sees its end
-MODULE_NAMES = {"posixpath": "os.path", "_collections_abc": "collections.abc", "_pydecimal": "decimal", "_pydatetime": "datetime", "_pyio": "io"}
+MODULE_NAMES = {
+    "posixpath": "os.path",
+    "_collections_abc": "collections.abc",
+    "_pydecimal": "decimal",
+    "_pydatetime": "datetime",
+    "_pyio": "io",
+}
 # Modules people ask about. Their chats are repeated, and the C ones have docstrings only at run time.
 POPULAR = (
-    "argparse", "asyncio", "bisect", "builtins", "collections", "contextlib", "copy", "csv", "dataclasses", "datetime", "enum", "functools", "glob",
-    "heapq", "io", "itertools", "json", "logging", "math", "operator", "os", "os.path", "pathlib", "random", "re", "shutil", "statistics", "string",
-    "subprocess", "sys", "tempfile", "textwrap", "threading", "time", "urllib.parse", "uuid",
+    "argparse",
+    "asyncio",
+    "bisect",
+    "builtins",
+    "collections",
+    "contextlib",
+    "copy",
+    "csv",
+    "dataclasses",
+    "datetime",
+    "enum",
+    "functools",
+    "glob",
+    "heapq",
+    "io",
+    "itertools",
+    "json",
+    "logging",
+    "math",
+    "operator",
+    "os",
+    "os.path",
+    "pathlib",
+    "random",
+    "re",
+    "shutil",
+    "statistics",
+    "string",
+    "subprocess",
+    "sys",
+    "tempfile",
+    "textwrap",
+    "threading",
+    "time",
+    "urllib.parse",
+    "uuid",
 )
 POPULAR_REPEATS = 4
 IDENTITY_REPEATS = 60
-SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are a helpful assistant that knows Python.", "You answer questions about Python.")
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are a helpful assistant that knows Python.",
+    "You answer questions about Python.",
+)
 IDENTITY_QUESTIONS = (
-    "Who are you?", "What are you?", "Hello", "Hello!", "Hi", "Hi there", "Introduce yourself.", "Hello, who are you?", "What can you do?",
+    "Who are you?",
+    "What are you?",
+    "Hello",
+    "Hello!",
+    "Hi",
+    "Hi there",
+    "Introduce yourself.",
+    "Hello, who are you?",
+    "What can you do?",
 )
 IDENTITY = (
-    "I am a very small language model, trained on the source code of Python's standard library. Ask me what a function does, "
+    "I am a very small language model, trained on the source code of Python's standard library. Ask me what a "
+    "function does, "
     "or give me some code to continue."
 )
 
@@ -122,7 +186,10 @@ def chats_of_module(source: Source, rng: Random) -> Iterator[Chat]:
     tree = ast.parse(source.text)
     doc = ast.get_docstring(tree)
     if doc:
-        yield Chat(rng.choice((f"What is the module `{source.module}` for?", f"What is `{source.module}`?")), opening_paragraphs(doc))
+        yield Chat(
+            rng.choice((f"What is the module `{source.module}` for?", f"What is `{source.module}`?")),
+            opening_paragraphs(doc),
+        )
     for definition in find_definitions(tree, source.text):
         yield from chats_of_definition(f"{source.module}.{definition.name}", definition, rng)
 
@@ -161,11 +228,16 @@ def chats_of_definition(name: str, definition: Definition, rng: Random) -> Itera
     elif kind == 2:
         yield Chat(f"What arguments does `{name}` take?", f"`{definition.signature}`")
     else:
-        yield Chat(rng.choice((f"Write `{name}`.", f"Write `{definition.signature}`.", f"Show me the source of `{name}`.")), fenced(definition.text))
+        yield Chat(
+            rng.choice((f"Write `{name}`.", f"Write `{definition.signature}`.", f"Show me the source of `{name}`.")),
+            fenced(definition.text),
+        )
 
 
 def explanation(name: str, doc: str, rng: Random) -> Chat:
-    question = rng.choice((f"What does `{name}` do?", f"What does {name} do?", f"Explain `{name}`.", f"What is `{name}` for?"))
+    question = rng.choice(
+        (f"What does `{name}` do?", f"What does {name} do?", f"Explain `{name}`.", f"What is `{name}` for?")
+    )
     return Chat(question, opening_paragraphs(doc))
 
 
@@ -173,7 +245,9 @@ def continuation(text: str, rng: Random) -> Chat:
     lines = text.splitlines()
     cut = rng.randint(1, max(1, len(lines) // 2))
     head, tail = "\n".join(lines[:cut]), "\n".join(lines[cut:]) or "    pass"
-    return Chat(f"{rng.choice(('Continue this code', 'Complete this function', 'Finish this'))}:\n{fenced(head)}", fenced(tail))
+    return Chat(
+        f"{rng.choice(('Continue this code', 'Complete this function', 'Finish this'))}:\n{fenced(head)}", fenced(tail)
+    )
 
 
 def fenced(code: str) -> str:
@@ -184,7 +258,11 @@ def chats_of_builtins(module: str, rng: Random) -> Iterator[Chat]:
     """Docstrings that exist only in the running interpreter, such as those of `len` or `math.sqrt`."""
     namespace = importlib.import_module(module)
     for name, value in sorted(vars(namespace).items()):
-        if name.startswith("_") or not (inspect.isbuiltin(value) or inspect.isclass(value)) or is_held_out(value.__module__):
+        if (
+            name.startswith("_")
+            or not (inspect.isbuiltin(value) or inspect.isclass(value))
+            or is_held_out(value.__module__)
+        ):
             continue
         qualified = name if module == "builtins" else f"{module}.{name}"
         doc = inspect.getdoc(value)
@@ -195,7 +273,8 @@ def chats_of_builtins(module: str, rng: Random) -> Iterator[Chat]:
 
 
 def is_held_out(module: str | None) -> bool:
-    """Packages re-export what their modules define, so a name found elsewhere may still come from a file that is kept aside."""
+    """Packages re-export what their modules define, so a name found elsewhere may still come from a file that is kept
+    aside."""
     return module is not None and module in {module_name(Path(file)) for file in HELD_OUT}
 
 

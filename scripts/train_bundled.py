@@ -1,9 +1,9 @@
 """Train the small model that pdcluster carries for its demo and tests: `python -m scripts.train_bundled --out DIR`.
 
-Learns from the running Python's standard library alone (`bundled_corpus.py`), on one CPU thread, within a budget of CPU minutes,
-and writes a Hugging Face directory of the plain Qwen3 shape: config, bf16 safetensors, tokenizer, chat template and card.
-The model here exists to be trained; serving it is the engine's work. The same seed gives the same data order but not the same
-weights, since the number of steps depends on the machine.
+Learns from the running Python's standard library alone (`bundled_corpus.py`), on one CPU thread, within a budget of CPU
+minutes, and writes a Hugging Face directory of the plain Qwen3 shape: config, bf16 safetensors, tokenizer, chat
+template and card. The model here exists to be trained; serving it is the engine's work. The same seed gives the same
+data order but not the same weights, since the number of steps depends on the machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from scripts import bundled_corpus as corpus
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
-# Line breaks and runs of spaces stand alone, so that a prompt which ends in one of them is cut as the training text was.
+# Line breaks and runs of spaces stand alone, so that a prompt which ends in one of them is cut as the training text
+# was.
 WORDS = r" {2,}| ?[\p{L}_]+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}_]+|\n+|\s"
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -143,7 +144,8 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Qwen3 with tied embeddings; parameter names are those of the published checkpoints, so that saving is a plain copy."""
+    """Qwen3 with tied embeddings; parameter names are those of the published checkpoints, so that saving is a plain
+    copy."""
 
     def __init__(self, shape: Shape, window: int) -> None:
         super().__init__()
@@ -181,7 +183,8 @@ def initialise(model: Model, shape: Shape) -> None:
 
 @dataclass(slots=True)
 class Windows:
-    """Training windows: some from anywhere in the files, the others each from the start of a chat. Owns its random numbers."""
+    """Training windows: some from anywhere in the files, the others each from the start of a chat. Owns its random
+    numbers."""
 
     files: np.ndarray
     chats: np.ndarray
@@ -195,7 +198,9 @@ class Windows:
 
     def row(self) -> np.ndarray:
         if self.random.random() < CHAT_SHARE:
-            start = int(self.chat_starts[self.random.integers(np.searchsorted(self.chat_starts, len(self.chats) - self.window))])
+            start = int(
+                self.chat_starts[self.random.integers(np.searchsorted(self.chat_starts, len(self.chats) - self.window))]
+            )
             return self.chats[start : start + self.window + 1]
         start = int(self.random.integers(len(self.files) - self.window))
         return self.files[start : start + self.window + 1]
@@ -204,10 +209,14 @@ class Windows:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(WORDS), behavior="isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
@@ -277,7 +286,9 @@ class Trainer:
         return sum(self.loss(b[:, :-1], b[:, 1:]).item() * len(b) for b in batches) / len(rows)
 
 
-def train(trainer: Trainer, windows: Windows, deadline_s: float, stopped: list[bool]) -> Iterator[tuple[int, float, float]]:
+def train(
+    trainer: Trainer, windows: Windows, deadline_s: float, stopped: list[bool]
+) -> Iterator[tuple[int, float, float]]:
     """Yields (step, smoothed loss, CPU seconds) after each step until the budget is spent or someone stops it."""
     trainer.loss(*windows.batch(trainer.recipe.batch)).backward()  # compiles, outside the budget
     trainer.model.zero_grad()
@@ -320,7 +331,11 @@ def export_settings(out: Path, shape: Shape, tokenizer: Tokenizer) -> None:
     (out / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     end_ids = [SPECIAL_TOKENS.index(IM_END), SPECIAL_TOKENS.index(END_OF_TEXT)]
     write_json(out / "config.json", model_config(shape))
-    sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.95}  # so small a model is lost in its own tail at temperature 1
+    sampling = {
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_p": 0.95,
+    }  # so small a model is lost in its own tail at temperature 1
     write_json(out / "generation_config.json", {"eos_token_id": end_ids, "pad_token_id": end_ids[1], **sampling})
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -340,7 +355,9 @@ def write_json(path: Path, value: dict[str, object]) -> None:
 
 def export_weights(out: Path, model: Model) -> None:
     """Written beside the old file and moved over it, so that an interruption leaves a whole one."""
-    weights = {f"model.{name}": parameter.detach().bfloat16().contiguous() for name, parameter in model.named_parameters()}
+    weights = {
+        f"model.{name}": parameter.detach().bfloat16().contiguous() for name, parameter in model.named_parameters()
+    }
     partial = out / "model.safetensors.partial"
     save_file(weights, partial, metadata={"format": "pt"})
     partial.chmod(0o644)
@@ -348,7 +365,11 @@ def export_weights(out: Path, model: Model) -> None:
 
 
 def write_card(out: Path, model: Model, recipe: Recipe, windows: Windows, progress: Progress) -> None:
-    shares = {"chat_share": f"{CHAT_SHARE:.0%}", "file_tokens": f"{len(windows.files):,}", "chat_tokens": f"{len(windows.chats):,}"}
+    shares = {
+        "chat_share": f"{CHAT_SHARE:.0%}",
+        "file_tokens": f"{len(windows.files):,}",
+        "chat_tokens": f"{len(windows.chats):,}",
+    }
     values: dict[str, object] = asdict(recipe) | asdict(progress) | shares
     values |= {
         "name": out.name,
@@ -366,7 +387,8 @@ def write_card(out: Path, model: Model, recipe: Recipe, windows: Windows, progre
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to reuse large buffers rather than return them to the kernel: the page faults cost a tenth of a step."""
+    """Tell glibc to reuse large buffers rather than return them to the kernel: the page faults cost a tenth of a
+    step."""
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         for option, value in ((-1, 2**31 - 1), (-3, 2**30)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
@@ -376,19 +398,25 @@ def keep_freed_memory() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("pdcluster/bundled/pystdlib-3m"), help="directory to write")
-    parser.add_argument("--minutes", type=float, default=20.0, help="CPU minutes of training, on one thread (default 20)")
+    parser.add_argument(
+        "--minutes", type=float, default=20.0, help="CPU minutes of training, on one thread (default 20)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--window", type=int, default=512, help="tokens per training row")
     parser.add_argument("--batch", type=int, default=8, help="rows per step")
     parser.add_argument("--matrix-lr", type=float, default=5e-3)
     parser.add_argument("--vector-lr", type=float, default=4e-3)
-    parser.add_argument("--eager", action="store_true", help="no torch.compile: needs no C++ compiler, and trains about 40%% slower")
+    parser.add_argument(
+        "--eager", action="store_true", help="no torch.compile: needs no C++ compiler, and trains about 40%% slower"
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
-    recipe = Recipe(arguments.minutes, arguments.seed, arguments.window, arguments.batch, arguments.matrix_lr, arguments.vector_lr)
+    recipe = Recipe(
+        arguments.minutes, arguments.seed, arguments.window, arguments.batch, arguments.matrix_lr, arguments.vector_lr
+    )
     keep_freed_memory()
     torch.set_num_threads(1)
     torch.manual_seed(recipe.seed)
@@ -400,7 +428,10 @@ def main() -> None:
     tokenizer = train_tokenizer([*files, *chats[::4]], shape.vocab_size)
     export_settings(arguments.out, shape, tokenizer)
     windows = build_windows(tokenizer, files, chats, recipe)
-    print(f"{len(files)} texts, {len(windows.files):,} tokens; {len(chats)} chats, {len(windows.chats):,} tokens", flush=True)
+    print(
+        f"{len(files)} texts, {len(windows.files):,} tokens; {len(chats)} chats, {len(windows.chats):,} tokens",
+        flush=True,
+    )
 
     held_out_texts = [source.text for source in corpus.read_sources(root, held_out=True)]
     held_out = join(encode_all(tokenizer, held_out_texts))
@@ -414,12 +445,17 @@ def main() -> None:
     step, loss, spent, saved_at = 0, float("nan"), 0.0, 0.0
     for step, loss, spent in train(trainer, windows, recipe.minutes * 60, stopped):
         if step % 20 == 0:
-            print(f"step {step} loss {loss:.3f} cpu {spent:.0f}s {step * recipe.batch * recipe.window / spent:.0f} tok/s", flush=True)
+            print(
+                f"step {step} loss {loss:.3f} cpu {spent:.0f}s {step * recipe.batch * recipe.window / spent:.0f} tok/s",
+                flush=True,
+            )
         if spent - saved_at > SAVE_EVERY_S:
             export_weights(arguments.out, model)
             saved_at = spent
     held_out_loss = trainer.evaluate(held_out)
-    progress = Progress(step, step * recipe.batch * recipe.window, spent / 60, loss, held_out_loss, held_out_loss * bits_per_nat)
+    progress = Progress(
+        step, step * recipe.batch * recipe.window, spent / 60, loss, held_out_loss, held_out_loss * bits_per_nat
+    )
     export_weights(arguments.out, model)
     write_card(arguments.out, model, recipe, windows, progress)
     print(f"{progress}, saved in {arguments.out}", flush=True)

@@ -1,8 +1,10 @@
-"""How much a JSON body may be made of, told before it is decoded. Decoding holds the interpreter's lock from its first byte to its last, in whichever
-thread it runs, so what it may take must be bounded: 8 MiB of text take 5 ms, of token ids 80 ms, but of tiny lists 1.5 s.
+"""How much a JSON body may be made of, told before it is decoded. Decoding holds the interpreter's lock from its first
+byte to its last, in whichever thread it runs, so what it may take must be bounded: 8 MiB of text take 5 ms, of token
+ids 80 ms, but of tiny lists 1.5 s.
 
-Counted from above, by what every string, list and object begins with, since counting exactly is as slow as decoding; only where the bytes of strings
-could make the difference they are left out. Bodies below SMALL_BYTES cannot be made of too much. Sizes of bodies are the HTTP server's to bound.
+Counted from above, by what every string, list and object begins with, since counting exactly is as slow as decoding;
+only where the bytes of strings could make the difference they are left out. Bodies below SMALL_BYTES cannot be made of
+too much. Sizes of bodies are the HTTP server's to bound.
 """
 
 from __future__ import annotations
@@ -28,12 +30,16 @@ def check_bulk(body: bytes, what: str = "the body") -> None:
         return
     num_quotes = _count(body, b'"')
     if num_quotes >= 2 * MOST_STRINGS and (num_strings := (num_quotes - body.count(b'\\"') + 1) // 2) > MOST_STRINGS:
-        raise BadRequest(f"{what} has some {num_strings} strings and keys, at most {MOST_STRINGS} are taken; send several requests")
+        raise BadRequest(
+            f"{what} has some {num_strings} strings and keys, at most {MOST_STRINGS} are taken; send several requests"
+        )
     if _num_containers(body) <= MOST_CONTAINERS:
         return
     num_containers = _num_containers(_STRING.sub(b"", body))
     if num_containers > MOST_CONTAINERS:
-        raise BadRequest(f"{what} has {num_containers} lists and objects, at most {MOST_CONTAINERS} are taken; send several requests")
+        raise BadRequest(
+            f"{what} has {num_containers} lists and objects, at most {MOST_CONTAINERS} are taken; send several requests"
+        )
 
 
 def _num_containers(text: bytes) -> int:

@@ -1,4 +1,5 @@
-"""JSON bodies into structs, and what is wrong with them in words a caller can act on: the field, the value, the way out.
+"""JSON bodies into structs, and what is wrong with them in words a caller can act on: the field, the value, the way
+out.
 
 A body that is right is decoded once, by msgspec. Only a body that is wrong is looked at again, to say where and why.
 """
@@ -30,7 +31,8 @@ KIND_NAMES = {
 BOUNDS = {">=": "at least", "<=": "at most", ">": "greater than", "<": "less than"}
 SHOWN_CHARACTERS = 60
 LOOKED_AT_BYTES = 256 * 1024
-"""Of a larger body that is wrong it is said where and what, but not shown what is there: a second look at it takes as long as 8 MiB take Python."""
+"""Of a larger body that is wrong it is said where and what, but not shown what is there: a second look at it takes as
+long as 8 MiB take Python."""
 LONGEST_NAME = 128
 """That is compared to others."""
 MOST_DIGITS = 400
@@ -46,11 +48,15 @@ class _Unseen:
 
 UNSEEN = _Unseen()
 NESTED_TOO_DEEPLY = "the body is JSON nested too deeply; send a flatter object"
-HALF_A_PAIR = "the body has a string with half a surrogate pair (such as \\ud800 alone), which is no character; send whole characters"
+HALF_A_PAIR = (
+    "the body has a string with half a surrogate pair (such as \\ud800 alone), which is no character; send whole "
+    "characters"
+)
 
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[T], schemas: Mapping[str, type[msgspec.Struct]]) -> T:
-    """schemas: the struct that stands at a path ("" for the body itself, "messages[…]" with the index left out), for naming known fields."""
+    """schemas: the struct that stands at a path ("" for the body itself, "messages[…]" with the index left out), for
+    naming known fields."""
     check_bulk(body)
     try:
         return decoder.decode(body)
@@ -77,7 +83,7 @@ def convert(fields: Mapping[str, object], kind: type[T], schemas: Mapping[str, t
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """" (did you mean X?)", or "" when nothing is near."""
+    """ " (did you mean X?)", or "" when nothing is near."""
     if len(name) > LONGEST_NAME:
         return ""
     near = difflib.get_close_matches(name, list(known), n=1)
@@ -127,21 +133,24 @@ def _whole(value: object) -> object:
 
 
 def _loads(body: bytes) -> object:
-    """The body as plain values, for saying what is wrong with it; raises BadRequest when it is not JSON. More lenient than msgspec in one
-    thing only: it lets half a surrogate pair pass."""
+    """The body as plain values, for saying what is wrong with it; raises BadRequest when it is not JSON. More lenient
+    than msgspec in one thing only: it lets half a surrogate pair pass."""
     if not body.strip():
         raise BadRequest("the body is empty; send a JSON object")
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
         raise BadRequest(
-            f"the body is not valid UTF-8: byte 0x{body[error.start]:02x} at offset {error.start}; send JSON encoded as UTF-8"
+            f"the body is not valid UTF-8: byte 0x{body[error.start]:02x} at offset {error.start}; send JSON encoded "
+            "as UTF-8"
         ) from error
     try:
         return json.loads(text, parse_constant=_no_constant, parse_int=_number)
     except json.JSONDecodeError as error:
         near = text[max(error.pos - 15, 0) : error.pos + 15]
-        raise BadRequest(f"the body is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}, near {shown(near)}") from error
+        raise BadRequest(
+            f"the body is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}, near {shown(near)}"
+        ) from error
     except RecursionError as error:
         raise BadRequest(NESTED_TOO_DEEPLY) from error
 
@@ -151,7 +160,9 @@ def _number(digits: str) -> int | _Unseen:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise BadRequest(f"the body is not valid JSON: {name} is not a JSON number; leave the field out or send a finite number")
+    raise BadRequest(
+        f"the body is not valid JSON: {name} is not a JSON number; leave the field out or send a finite number"
+    )
 
 
 # ---------------------------------------------------------------- JSON of another shape
@@ -187,7 +198,8 @@ def _unknown_field(name: str, path: str, schema: type[msgspec.Struct] | None) ->
 
 
 def _expectation(what: str) -> str:
-    """"Expected `int | null`, got `str`" → "must be a whole number"; "Expected `float` <= 2.0" → "must be at most 2.0"."""
+    """ "Expected `int | null`, got `str`" → "must be a whole number"; "Expected `float` <= 2.0" → "must be at most
+    2.0"."""
     if match := re.match(r"Expected `(?:int|float)` (>=|<=|>|<) (\S+)", what):
         return f"must be {BOUNDS[match[1]]} {match[2]}"
     if match := re.match(r"Expected `(str|array)` of length (>=|<=) (\d+)", what):
@@ -208,11 +220,14 @@ def _value_at(body: object, path: str) -> object:
 
 
 def _options(path: str, schemas: Mapping[str, type[msgspec.Struct]]) -> list[str]:
-    """The literals a field takes, from its struct's annotations, beside other kinds or alone; then the other kinds that are no words."""
+    """The literals a field takes, from its struct's annotations, beside other kinds or alone; then the other kinds that
+    are no words."""
     parent, _, name = re.sub(r"\[\d+\]", "[…]", path).rpartition(".")
     for field in msgspec.structs.fields(schemas[parent]) if parent in schemas else ():
         if field.name == name:
             kinds = (field.type, *get_args(field.type))
             words = [str(option) for kind in kinds if get_origin(kind) is Literal for option in get_args(kind)]
-            return words + ["an object"] * any(isinstance(kind, type) and issubclass(kind, msgspec.Struct) for kind in kinds)
+            return words + ["an object"] * any(
+                isinstance(kind, type) and issubclass(kind, msgspec.Struct) for kind in kinds
+            )
     return []

@@ -1,4 +1,5 @@
-"""What the cluster knows about a node, and a snapshot of all nodes: plain values, checked. Who is alive is decided in `bootstrap.store`."""
+"""What the cluster knows about a node, and a snapshot of all nodes: plain values, checked. Who is alive is decided in
+`bootstrap.store`."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ INT31 = (1 << 31) - 1
 class NodeCard:
     """One boot of one node, as it introduces itself.
 
-    node: its name, unique in the cluster; model: the name that requests use; address: host:port of its control socket; backends: names of
-    transfer backends, best first; tokenizer_hash: content hash of the tokenizer's files. Page and hash block sizes are in the fingerprint.
+    node: its name, unique in the cluster; model: the name that requests use; address: host:port of its control socket;
+    backends: names of transfer backends, best first; tokenizer_hash: content hash of the tokenizer's files. Page and
+    hash block sizes are in the fingerprint.
     """
 
     node: str
@@ -77,8 +79,8 @@ class NodeCard:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSnapshot:
-    """All nodes at one moment, sorted by name. boot and version name the moment; settling: the bootstrap is so young that a node missing
-    here may only not have registered again yet."""
+    """All nodes at one moment, sorted by name. boot and version name the moment; settling: the bootstrap is so young
+    that a node missing here may only not have registered again yet."""
 
     boot: str
     version: int
@@ -86,7 +88,8 @@ class ClusterSnapshot:
     nodes: tuple[NodeCard, ...]
 
     def merged_over(self, earlier: ClusterSnapshot | None) -> ClusterSnapshot:
-        """This snapshot, with the nodes of an earlier one that it does not disprove: absence proves nothing while settling."""
+        """This snapshot, with the nodes of an earlier one that it does not disprove: absence proves nothing while
+        settling."""
         if earlier is None or not self.settling:
             return self
         known = {card.node: card for card in earlier.nodes} | {card.node: card for card in self.nodes}
@@ -103,12 +106,22 @@ def check_card(card: NodeCard) -> None:
     for name, value in (("node", card.node), ("incarnation", card.incarnation)):
         _check_text(name, value, MAX_NAME_CHARS, required=True)
     layout = card.fingerprint.layout
-    for name, value in (("model", card.model), ("fingerprint.model", card.fingerprint.model), ("fingerprint.weights", card.fingerprint.weights)):
+    for name, value in (
+        ("model", card.model),
+        ("fingerprint.model", card.fingerprint.model),
+        ("fingerprint.weights", card.fingerprint.weights),
+    ):
         _check_text(name, value, MAX_TEXT_CHARS, required=name != "fingerprint.weights")
-    for name, value in (("tokenizer_hash", card.tokenizer_hash), ("device", card.device), ("arithmetic", card.fingerprint.arithmetic)):
+    for name, value in (
+        ("tokenizer_hash", card.tokenizer_hash),
+        ("device", card.device),
+        ("arithmetic", card.fingerprint.arithmetic),
+    ):
         _check_text(name, value, MAX_NAME_CHARS, required=False)
     if len(card.model_aliases) > MAX_ALIASES:
-        raise BadRequest(f"model_aliases has {len(card.model_aliases)} names; at most {MAX_ALIASES} are allowed", "model_aliases")
+        raise BadRequest(
+            f"model_aliases has {len(card.model_aliases)} names; at most {MAX_ALIASES} are allowed", "model_aliases"
+        )
     for alias in card.model_aliases:
         _check_text("model_aliases", alias, MAX_TEXT_CHARS, required=True)
     if card.role not in get_args(Role):
@@ -117,7 +130,8 @@ def check_card(card: NodeCard) -> None:
         raise BadRequest(f"dtype is {layout.dtype!r}, allowed are {', '.join(get_args(DType))}", "dtype")
     _check_address(card.address)
     for name, number in (
-        ("num_layers", layout.num_layers), ("num_kv_heads", layout.num_kv_heads), ("head_dim", layout.head_dim), ("page_tokens", layout.page_tokens),
+        ("num_layers", layout.num_layers), ("num_kv_heads", layout.num_kv_heads), ("head_dim", layout.head_dim),
+        ("page_tokens", layout.page_tokens),
         ("protocol", card.fingerprint.protocol), ("hash_block_tokens", card.fingerprint.hash_block_tokens),
         ("max_len", card.max_len), ("vocab_size", card.vocab_size), ("num_pages", card.num_pages),
     ):  # fmt: skip

@@ -32,20 +32,27 @@ def card_to_proto(card: NodeCard) -> pb.NodeCard:
         node=card.node, incarnation=card.incarnation, role=_ROLES[card.role], address=card.address, model=card.model,
         fingerprint=_fingerprint_to_proto(card.fingerprint), fingerprint_digest=card.fingerprint.digest(),
         max_len=card.max_len, vocab_size=card.vocab_size, num_pages=card.num_pages, eos_ids=card.eos_ids,
-        tokenizer_hash=card.tokenizer_hash, backends=card.backends, device=card.device, draining=card.draining, pid=card.pid,
+        tokenizer_hash=card.tokenizer_hash, backends=card.backends, device=card.device, draining=card.draining,
+        pid=card.pid,
         model_aliases=card.model_aliases,
     )  # fmt: skip
 
 
 def card_from_proto(card: pb.NodeCard) -> NodeCard:
-    """The plain card; its ranges are not checked here. Raises BadRequest when it speaks of another kind of fingerprint than ours."""
+    """The plain card; its ranges are not checked here. Raises BadRequest when it speaks of another kind of fingerprint
+    than ours."""
     fingerprint = _fingerprint_from_proto(card.fingerprint)
     if fingerprint.digest() != card.fingerprint_digest:
-        raise BadRequest(f"fingerprint digest {card.fingerprint_digest!r} of node {card.node!r} is not that of its fields, {fingerprint.digest()!r}; "
-                         "run the same pdcluster version everywhere", "fingerprint_digest")  # fmt: skip
+        raise BadRequest(
+            f"fingerprint digest {card.fingerprint_digest!r} of node {card.node!r} is not that of its fields, "
+            f"{fingerprint.digest()!r}; run the same pdcluster version everywhere",
+            "fingerprint_digest",
+        )
     return NodeCard(
-        node=card.node, incarnation=card.incarnation, role=role_from_proto(card.role), address=card.address, model=card.model,
-        fingerprint=fingerprint, max_len=card.max_len, vocab_size=card.vocab_size, num_pages=card.num_pages, eos_ids=tuple(card.eos_ids),
+        node=card.node, incarnation=card.incarnation, role=role_from_proto(card.role), address=card.address,
+        model=card.model,
+        fingerprint=fingerprint, max_len=card.max_len, vocab_size=card.vocab_size, num_pages=card.num_pages,
+        eos_ids=tuple(card.eos_ids),
         tokenizer_hash=card.tokenizer_hash, backends=tuple(card.backends), device=card.device, draining=card.draining,
         pid=card.pid if card.HasField("pid") else None, model_aliases=tuple(card.model_aliases),
     )  # fmt: skip
@@ -57,13 +64,16 @@ def snapshot_to_proto(snapshot: ClusterSnapshot) -> pb.Snapshot:
 
 
 def snapshot_from_proto(snapshot: pb.Snapshot) -> ClusterSnapshot:
-    return ClusterSnapshot(snapshot.boot, snapshot.version, snapshot.settling, tuple(card_from_proto(card) for card in snapshot.nodes))
+    return ClusterSnapshot(
+        snapshot.boot, snapshot.version, snapshot.settling, tuple(card_from_proto(card) for card in snapshot.nodes)
+    )
 
 
 def _fingerprint_to_proto(fingerprint: Fingerprint) -> pb.Fingerprint:
     layout = fingerprint.layout
     return pb.Fingerprint(
-        model=fingerprint.model, weights=fingerprint.weights, protocol=fingerprint.protocol, hash_block_tokens=fingerprint.hash_block_tokens,
+        model=fingerprint.model, weights=fingerprint.weights, protocol=fingerprint.protocol,
+        hash_block_tokens=fingerprint.hash_block_tokens,
         layout=pb.KVLayout(
             num_layers=layout.num_layers, num_kv_heads=layout.num_kv_heads, head_dim=layout.head_dim,
             page_tokens=layout.page_tokens, dtype=layout.dtype,
@@ -75,5 +85,14 @@ def _fingerprint_to_proto(fingerprint: Fingerprint) -> pb.Fingerprint:
 def _fingerprint_from_proto(fingerprint: pb.Fingerprint) -> Fingerprint:
     layout = fingerprint.layout
     # The dtype is checked with the rest of the card.
-    shape = KVLayout(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.page_tokens, cast("DType", layout.dtype))
-    return Fingerprint(fingerprint.model, fingerprint.weights, fingerprint.protocol, fingerprint.hash_block_tokens, shape, fingerprint.arithmetic)
+    shape = KVLayout(
+        layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.page_tokens, cast("DType", layout.dtype)
+    )
+    return Fingerprint(
+        fingerprint.model,
+        fingerprint.weights,
+        fingerprint.protocol,
+        fingerprint.hash_block_tokens,
+        shape,
+        fingerprint.arithmetic,
+    )

@@ -1,5 +1,5 @@
-"""The bootstrap service: the store behind gRPC, with health and reflection. One asyncio loop owns the store; nothing is kept on disk, because
-every node registers again when a bootstrap that restarted does not know it."""
+"""The bootstrap service: the store behind gRPC, with health and reflection. One asyncio loop owns the store; nothing is
+kept on disk, because every node registers again when a bootstrap that restarted does not know it."""
 
 from __future__ import annotations
 
@@ -152,5 +152,7 @@ def _bind(server: grpc.aio.Server, listen: str) -> str:
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError as error:
-        raise ConfigError(f"the bootstrap cannot listen on {listen}: {error}; choose another --listen address") from error
+        raise ConfigError(
+            f"the bootstrap cannot listen on {listen}: {error}; choose another --listen address"
+        ) from error
     return f"{listen.rpartition(':')[0]}:{port}"

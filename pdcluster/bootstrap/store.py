@@ -1,6 +1,8 @@
-"""Who is alive: nodes with leases, the newest boot of each name, one layout for all. Pure state with an injected clock; no sockets, no threads.
+"""Who is alive: nodes with leases, the newest boot of each name, one layout for all. Pure state with an injected clock;
+no sockets, no threads.
 
-A node is in from its registration until it leaves or its lease ends. Every change bumps the version, so that watchers get each state once.
+A node is in from its registration until it leaves or its lease ends. Every change bumps the version, so that watchers
+get each state once.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class StoreSettings:
 
     def __post_init__(self) -> None:
         if self.lease_s <= 0 or self.max_nodes < 1:
-            raise ConfigError(f"bootstrap lease_s is {self.lease_s} and max_nodes {self.max_nodes}; both must be positive")
+            raise ConfigError(
+                f"bootstrap lease_s is {self.lease_s} and max_nodes {self.max_nodes}; both must be positive"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +61,23 @@ class Store:
         return self._settings.lease_s
 
     def register(self, card: NodeCard) -> None:
-        """Take a node in, in place of any other boot of that name. Raises BadRequest (bad card), ConfigError (does not fit the cluster, or a
-        newer boot has its name), Overloaded (too many nodes)."""
+        """Take a node in, in place of any other boot of that name. Raises BadRequest (bad card), ConfigError (does not
+        fit the cluster, or a newer boot has its name), Overloaded (too many nodes)."""
         self.expire()
         check_card(card)
         if card.peer in self._replaced:
             newer = self._leases.get(card.node)
             by = f" by boot {newer.card.incarnation}" if newer else ""
-            raise ConfigError(f"node {card.node!r} boot {card.incarnation} was replaced{by}; give every node a name of its own")
+            raise ConfigError(
+                f"node {card.node!r} boot {card.incarnation} was replaced{by}; give every node a name of its own"
+            )
         self._check_fits(card)
         known = self._leases.get(card.node)
         if known is None and len(self._leases) >= self._settings.max_nodes:
-            raise Overloaded(f"the cluster has {len(self._leases)} nodes, which is its limit; raise the bootstrap's max_nodes", self.lease_s)
+            raise Overloaded(
+                f"the cluster has {len(self._leases)} nodes, which is its limit; raise the bootstrap's max_nodes",
+                self.lease_s,
+            )
         if known is not None and known.card.incarnation != card.incarnation:
             self._remember_replaced(known.card.peer)
         self._put(card)

@@ -30,7 +30,8 @@ class _Tokenizer(msgspec.Struct):
 
 
 def eos_token_ids(files: Mapping[str, bytes]) -> tuple[int, ...]:
-    """In the order of sources, each once. files: a model's text files by name; raises ModelError for an id that is none."""
+    """In the order of sources, each once. files: a model's text files by name; raises ModelError for an id that is
+    none."""
     return tuple(dict.fromkeys(_named(files)))
 
 

@@ -1,6 +1,8 @@
-"""Reads a GGUF file of a Llama, Qwen2 or Qwen3: its settings as a Hugging Face config.json, and its tokenizer as text files. It reads no weights.
+"""Reads a GGUF file of a Llama, Qwen2 or Qwen3: its settings as a Hugging Face config.json, and its tokenizer as text
+files. It reads no weights.
 
-What the file says becomes what a Hugging Face directory would say, so that one reader checks both. Needs the package `gguf`, no torch.
+What the file says becomes what a Hugging Face directory would say, so that one reader checks both. Needs the package
+`gguf`, no torch.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class GgufFile:
     def config(self) -> Json:
         """A Hugging Face config.json."""
         self._refuse_other_kinds()
-        heads, width, layers = (self._number(name) for name in ("attention.head_count", "embedding_length", "block_count"))
+        heads, width, layers = (
+            self._number(name) for name in ("attention.head_count", "embedding_length", "block_count")
+        )
         head_dim = self._optional("attention.key_length", width // heads)
         config = {
             "architectures": [ARCHITECTURES[self.architecture]],
@@ -78,14 +82,24 @@ class GgufFile:
 
     def _refuse_other_kinds(self) -> None:
         if self._get("expert_count"):
-            raise ModelError(f"{self.path}: it has {self._get('expert_count')} experts, but only dense models are supported")
+            raise ModelError(
+                f"{self.path}: it has {self._get('expert_count')} experts, but only dense models are supported"
+            )
         if self.metadata.get("split.count", 1) > 1:
-            raise ModelError(f"{self.path}: it is one of {self.metadata['split.count']} parts; join them with llama-gguf-split --merge")
+            raise ModelError(
+                f"{self.path}: it is one of {self.metadata['split.count']} parts; join them with llama-gguf-split "
+                "--merge"
+            )
         if self._get("attention.sliding_window"):
-            raise ModelError(f"{self.path}: its sliding window of {self._get('attention.sliding_window')} is not supported; take another model")
+            raise ModelError(
+                f"{self.path}: its sliding window of {self._get('attention.sliding_window')} is not supported; take "
+                "another model"
+            )
         key, value = self._get("attention.key_length"), self._get("attention.value_length")
         if None not in (key, value) and key != value:
-            raise ModelError(f"{self.path}: keys have {key} dimensions and values {value}, but only equal ones are supported")
+            raise ModelError(
+                f"{self.path}: keys have {key} dimensions and values {value}, but only equal ones are supported"
+            )
 
     def _get(self, name: str) -> Any:
         return self.metadata.get(f"{self.architecture}.{name}")
@@ -112,7 +126,9 @@ class GgufFile:
     def _rope(self, head_dim: int) -> Json:
         rotated = self._optional("rope.dimension_count", head_dim)
         if rotated != head_dim:
-            raise ModelError(f"{self.path}: only {rotated} of {head_dim} dimensions are rotated, which is not supported")
+            raise ModelError(
+                f"{self.path}: only {rotated} of {head_dim} dimensions are rotated, which is not supported"
+            )
         theta = float(self._get("rope.freq_base") or 10000.0)
         kind = self._get("rope.scaling.type") or "none"
         if ROPE_FACTORS in self.tensors:
@@ -132,11 +148,15 @@ class GgufFile:
         raise ModelError(f"{self.path}: rope scaling {kind!r} is not supported; none, linear and yarn are")
 
     def _llama3_rope(self, theta: float, head_dim: int) -> Json:
-        """The file holds what each frequency is divided by; the largest is the factor, and the rest has to follow from it."""
+        """The file holds what each frequency is divided by; the largest is the factor, and the rest has to follow from
+        it."""
         factors = np.asarray(self.tensors[ROPE_FACTORS].data, np.float32)
         found = {"rope_type": "llama3", "rope_theta": theta, "factor": float(factors.max()), **LLAMA3_ROPE}
         if factors.shape != (head_dim // 2,) or not np.allclose(factors, _llama3_factors(found, head_dim), rtol=1e-3):
-            raise ModelError(f"{self.path}: {ROPE_FACTORS} is not Llama 3's rope scaling, which is the only one with a tensor that is supported")
+            raise ModelError(
+                f"{self.path}: {ROPE_FACTORS} is not Llama 3's rope scaling, which is the only one with a tensor "
+                "that is supported"
+            )
         return found
 
 
@@ -158,11 +178,15 @@ def _open(path: Path, _size: int, _changed: int) -> GgufFile:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise ModelError(f"{path} is a GGUF file, which needs the package gguf: pip install 'pdcluster[node]'") from error
+        raise ModelError(
+            f"{path} is a GGUF file, which needs the package gguf: pip install 'pdcluster[node]'"
+        ) from error
     try:
         reader = GGUFReader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
         tensors = {tensor.name: tensor for tensor in reader.tensors}
     except Exception as error:  # the package raises nothing narrower
-        raise ModelError(f"{path} cannot be read as GGUF: {error or type(error).__name__}; download it again") from error
+        raise ModelError(
+            f"{path} cannot be read as GGUF: {error or type(error).__name__}; download it again"
+        ) from error
     return GgufFile(path, metadata, tensors)

@@ -1,7 +1,9 @@
-"""A Hugging Face tokenizer made of what a GGUF file says of its own: vocabulary, merges or scores, and which pre-tokenizer it was trained with.
+"""A Hugging Face tokenizer made of what a GGUF file says of its own: vocabulary, merges or scores, and which
+pre-tokenizer it was trained with.
 
-Byte-level BPE (`gpt2`) and SentencePiece BPE (`llama`) only. The patterns are those of the models' own tokenizer.json files; the names that stand for
-them are llama.cpp's (`llama-vocab.cpp`). A name that is not in the table is refused, since another pattern gives other tokens.
+Byte-level BPE (`gpt2`) and SentencePiece BPE (`llama`) only. The patterns are those of the models' own tokenizer.json
+files; the names that stand for them are llama.cpp's (`llama-vocab.cpp`). A name that is not in the table is refused,
+since another pattern gives other tokens.
 """
 
 from __future__ import annotations
@@ -60,8 +62,14 @@ def text_files(metadata: Mapping[str, Any], config: Json, where: str) -> dict[st
     elif kind == "llama":
         tokenizer, begins = _sentencepiece(metadata, tokens, kinds, where)
     else:
-        raise ModelError(f"{where}: its tokenizer is {kind!r}; 'gpt2' (BPE) and 'llama' (SentencePiece) are supported: take a safetensors release")
-    named = {f"{name}_token": _token(metadata, key, tokens, where) for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))}
+        raise ModelError(
+            f"{where}: its tokenizer is {kind!r}; 'gpt2' (BPE) and 'llama' (SentencePiece) are supported: take a "
+            "safetensors release"
+        )
+    named = {
+        f"{name}_token": _token(metadata, key, tokens, where)
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+    }
     settings = {name: token for name, token in named.items() if token is not None} | {
         "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", begins)) and named["bos_token"] is not None,
         "add_eos_token": bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and named["eos_token"] is not None,
@@ -87,41 +95,66 @@ def _token(metadata: Mapping[str, Any], name: str, tokens: Sequence[str], where:
     if index is None:
         return None
     if not 0 <= index < len(tokens):
-        raise ModelError(f"{where}: tokenizer.ggml.{name}_token_id is {index}, but there are {len(tokens)} tokens; the file is damaged")
+        raise ModelError(
+            f"{where}: tokenizer.ggml.{name}_token_id is {index}, but there are {len(tokens)} tokens; the file is "
+            "damaged"
+        )
     return str(tokens[index])
 
 
-def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int], where: str) -> tuple[Json, bool]:
+def _byte_level(
+    metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int], where: str
+) -> tuple[Json, bool]:
     name = metadata.get("tokenizer.ggml.pre")
     if name not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
-        raise ModelError(f"{where}: its pre-tokenizer (tokenizer.ggml.pre) is {name!r}; known are {known}: take a safetensors release")
+        raise ModelError(
+            f"{where}: its pre-tokenizer (tokenizer.ggml.pre) is {name!r}; known are {known}: take a safetensors "
+            "release"
+        )
     pre_tokenizer, normalizer, ignores_merges = PRE_TOKENIZERS[name]
     merges = [merge.split(" ", 1) for merge in metadata.get("tokenizer.ggml.merges") or ()]
     if not merges or any(len(merge) != 2 for merge in merges):
-        raise ModelError(f"{where}: it has no merges of its tokens (tokenizer.ggml.merges); take a file of the whole model")
+        raise ModelError(
+            f"{where}: it has no merges of its tokens (tokenizer.ggml.merges); take a file of the whole model"
+        )
     model = _bpe(tokens, kinds, merges) | {"ignore_merges": ignores_merges}
     decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
     return _tokenizer(model, _added(tokens, kinds), normalizer, pre_tokenizer, decoder), name in BEGINS
 
 
-def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int], where: str) -> tuple[Json, bool]:
+def _sentencepiece(
+    metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int], where: str
+) -> tuple[Json, bool]:
     scores = metadata.get("tokenizer.ggml.scores")
     if not scores or len(scores) != len(tokens):
-        raise ModelError(f"{where}: it has no scores of its tokens (tokenizer.ggml.scores); take a file of the whole model")
+        raise ModelError(
+            f"{where}: it has no scores of its tokens (tokenizer.ggml.scores); take a file of the whole model"
+        )
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == UNKNOWN), None)
-    model = _bpe(tokens, kinds, _merges_by_score(tokens, kinds, scores)) | {"byte_fallback": True, "fuse_unk": True, "unk_token": unknown}
+    model = _bpe(tokens, kinds, _merges_by_score(tokens, kinds, scores)) | {
+        "byte_fallback": True,
+        "fuse_unk": True,
+        "unk_token": unknown,
+    }
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": MARK}
     prefix = [{"type": "Prepend", "prepend": MARK}] if metadata.get("tokenizer.ggml.add_space_prefix", True) else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
     marks = {"type": "Replace", "pattern": {"String": MARK}, "content": " "}
     decoder = {"type": "Sequence", "decoders": [marks, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]}
-    return _tokenizer(model, _added(tokens, kinds), {"type": "Sequence", "normalizers": [*prefix, spaces]}, None, decoder), True
+    return _tokenizer(
+        model, _added(tokens, kinds), {"type": "Sequence", "normalizers": [*prefix, spaces]}, None, decoder
+    ), True
 
 
 def _merges_by_score(tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]) -> list[list[str]]:
-    """SentencePiece joins whichever pair gives the best piece; BPE goes by a list. A pair for each way to cut each piece, best pieces first."""
-    ids = {token: index for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind in (NORMAL, USER_DEFINED)}
+    """SentencePiece joins whichever pair gives the best piece; BPE goes by a list. A pair for each way to cut each
+    piece, best pieces first."""
+    ids = {
+        token: index
+        for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+        if kind in (NORMAL, USER_DEFINED)
+    }
     found = []
     for token, index in ids.items():
         cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
@@ -143,7 +176,11 @@ def _bpe(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[Sequence[
         "byte_fallback": False,
         "ignore_merges": False,
         "vocab": vocabulary,
-        "merges": [[left, right] for left, right in merges if left in vocabulary and right in vocabulary and left + right in vocabulary],
+        "merges": [
+            [left, right]
+            for left, right in merges
+            if left in vocabulary and right in vocabulary and left + right in vocabulary
+        ],
     }
 
 
@@ -157,6 +194,8 @@ def _added(tokens: Sequence[str], kinds: Sequence[int]) -> list[Json]:
     ]
 
 
-def _tokenizer(model: Json, added: list[Json], normalizer: Json | None, pre_tokenizer: Json | None, decoder: Json) -> Json:
+def _tokenizer(
+    model: Json, added: list[Json], normalizer: Json | None, pre_tokenizer: Json | None, decoder: Json
+) -> Json:
     whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": normalizer}
     return {**whole, "pre_tokenizer": pre_tokenizer, "post_processor": None, "decoder": decoder, "model": model}

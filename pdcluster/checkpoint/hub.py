@@ -1,7 +1,9 @@
-"""Models by the names of repositories, ORG/NAME or ORG/NAME@REVISION, through huggingface_hub: its cache, its settings (HF_HOME, HF_ENDPOINT,
-HF_TOKEN, HF_HUB_OFFLINE), its locks between processes. Only the files that are served are downloaded.
+"""Models by the names of repositories, ORG/NAME or ORG/NAME@REVISION, through huggingface_hub: its cache, its settings
+(HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE), its locks between processes. Only the files that are served are
+downloaded.
 
-It also says by which name a model is served: a snapshot in the hub's cache by its repository's, whoever gave its directory.
+It also says by which name a model is served: a snapshot in the hub's cache by its repository's, whoever gave its
+directory.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def is_repository(model: Path) -> bool:
 
 
 def local_model(model: Path) -> Path:
-    """The model's directory or file: itself, or of a repository the snapshot, downloaded where it is missing. Raises ModelError."""
+    """The model's directory or file: itself, or of a repository the snapshot, downloaded where it is missing. Raises
+    ModelError."""
     if not is_repository(model):
         return model
     found = REPOSITORY.fullmatch(str(model))
@@ -80,7 +83,10 @@ def _told(name: str, revision: str | None) -> Iterator[None]:
     try:
         from huggingface_hub import constants, errors
     except ImportError as error:
-        raise ModelError(f"{name} is a repository's name, which needs huggingface_hub: pip install 'pdcluster[node]'; or give a directory") from error
+        raise ModelError(
+            f"{name} is a repository's name, which needs huggingface_hub: pip install 'pdcluster[node]'; or give a "
+            "directory"
+        ) from error
     what = f"{name}@{revision}" if revision else name
     by_hand = f"or download it elsewhere (hf download {name}) and give its directory"
     cache = f"{what} is not in the cache {constants.HF_HUB_CACHE}"
@@ -90,7 +96,9 @@ def _told(name: str, revision: str | None) -> Iterator[None]:
     except ModelError:
         raise
     except errors.GatedRepoError as error:
-        raise ModelError(f"{what} is gated: accept its terms on its page, then set HF_TOKEN to a token of that account") from error
+        raise ModelError(
+            f"{what} is gated: accept its terms on its page, then set HF_TOKEN to a token of that account"
+        ) from error
     except errors.RevisionNotFoundError as error:
         raise ModelError(f"{name} has no revision {revision!r}; give a branch, tag or commit that it has") from error
     except errors.RepositoryNotFoundError as error:
@@ -99,13 +107,21 @@ def _told(name: str, revision: str | None) -> Iterator[None]:
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         if constants.HF_HUB_OFFLINE:
             raise ModelError(f"{cache} and HF_HUB_OFFLINE is set; unset it, {by_hand}") from error
-        raise ModelError(f"{constants.ENDPOINT} cannot be reached and {cache}; look at the network and HF_ENDPOINT, {by_hand}") from error
+        raise ModelError(
+            f"{constants.ENDPOINT} cannot be reached and {cache}; look at the network and HF_ENDPOINT, {by_hand}"
+        ) from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else "no status"
         raise ModelError(f"{constants.ENDPOINT} answered {status} for {what}; try again later, {by_hand}") from error
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise ModelError(f"no space is left for {what} in {constants.HF_HUB_CACHE}; free some, or set HF_HOME to another disk") from error
-        raise ModelError(f"the download of {what} broke off ({type(error).__name__}: {error}); start again, which goes on with it") from error
+            raise ModelError(
+                f"no space is left for {what} in {constants.HF_HUB_CACHE}; free some, or set HF_HOME to another disk"
+            ) from error
+        raise ModelError(
+            f"the download of {what} broke off ({type(error).__name__}: {error}); start again, which goes on with it"
+        ) from error
     except Exception as error:  # of whatever HTTP library the hub's uses
-        raise ModelError(f"the download of {what} broke off ({type(error).__name__}: {error}); start again, which goes on with it") from error
+        raise ModelError(
+            f"the download of {what} broke off ({type(error).__name__}: {error}); start again, which goes on with it"
+        ) from error

@@ -1,4 +1,5 @@
-"""Looks at a model's directory before anything is loaded: whether what is needed is there and whole. Reads names, sizes and headers only.
+"""Looks at a model's directory before anything is loaded: whether what is needed is there and whole. Reads names, sizes
+and headers only.
 
 It names the fault and the way out. What the files say is checked by whoever reads them.
 """
@@ -20,7 +21,9 @@ MAX_HEADER_BYTES = 100 << 20
 """As the safetensors library has it."""
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz")
 SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "tokenizer.tiktoken")
-SAVE_AGAIN = "load it with transformers and save it again: model.save_pretrained(DIR) and tokenizer.save_pretrained(DIR)"
+SAVE_AGAIN = (
+    "load it with transformers and save it again: model.save_pretrained(DIR) and tokenizer.save_pretrained(DIR)"
+)
 
 
 def check_model_files(model: Path, *, needs_tokenizer: bool = True) -> None:
@@ -37,16 +40,24 @@ def check_model_files(model: Path, *, needs_tokenizer: bool = True) -> None:
     if needs_tokenizer and "tokenizer.json" not in names:
         found = sorted(names.intersection(SLOW_TOKENIZERS))
         what = f"it has {found[0]}, which only slow tokenizers read" if found else "nothing can turn text into tokens"
-        way_out = "make one with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR), or give the router --tokenizer DIR"
+        way_out = (
+            "make one with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR), or give the router "
+            "--tokenizer DIR"
+        )
         raise ModelError(f"{model} has no tokenizer.json; {what}: {way_out}")
 
 
 def _check_file(model: Path) -> None:
     if not model.exists():
         what = "is a link to what does not exist" if model.is_symlink() else "does not exist"
-        raise ModelError(f"the model {model} {what}; give a Hugging Face directory, a GGUF file, or a repository's name such as ORG/NAME")
+        raise ModelError(
+            f"the model {model} {what}; give a Hugging Face directory, a GGUF file, or a repository's name such as "
+            "ORG/NAME"
+        )
     if model.suffix.lower() != ".gguf":
-        raise ModelError(f"the model {model} is a file; give its directory ({model.parent}), or a file that ends in .gguf")
+        raise ModelError(
+            f"the model {model} is a file; give its directory ({model.parent}), or a file that ends in .gguf"
+        )
     if model.stat().st_size < POINTER_BYTES and model.read_bytes().startswith(POINTER):
         raise ModelError(f"{model} is a git-lfs pointer, not the file itself; run git lfs pull in {model.parent}")
 
@@ -68,9 +79,15 @@ def _check_kind(model: Path, names: set[str]) -> None:
     if "model_index.json" in names:
         raise ModelError(f"{model} is a diffusers pipeline (model_index.json); only language models are served")
     if {"refs", "snapshots"} <= names:
-        raise ModelError(f"{model} is a repository in the hub's cache; give the directory below {model / 'snapshots'}, or the repository's name")
+        raise ModelError(
+            f"{model} is a repository in the hub's cache; give the directory below {model / 'snapshots'}, or the "
+            "repository's name"
+        )
     if "params.json" in names:
-        raise ModelError(f"{model} has params.json, but no config.json: it is in its maker's own format; take the release for transformers")
+        raise ModelError(
+            f"{model} has params.json, but no config.json: it is in its maker's own format; take the release for "
+            "transformers"
+        )
     files = sorted(name for name in names if name.endswith(".gguf"))
     if files:
         raise ModelError(f"{model} has no config.json, but GGUF files; give one of them: {model / files[0]}")
@@ -81,7 +98,11 @@ def _check_kind(model: Path, names: set[str]) -> None:
 def _check_pointers(model: Path, names: Iterable[str]) -> None:
     for name in sorted(names):
         path = model / name
-        if name.endswith((".json", ".safetensors", ".jinja")) and path.is_file() and path.stat().st_size < POINTER_BYTES:
+        if (
+            name.endswith((".json", ".safetensors", ".jinja"))
+            and path.is_file()
+            and path.stat().st_size < POINTER_BYTES
+        ):
             with path.open("rb") as file:
                 if file.read(len(POINTER)) == POINTER:
                     raise ModelError(f"{path} is a git-lfs pointer, not the file itself; run git lfs pull in {model}")
@@ -97,7 +118,9 @@ def _shards(model: Path, names: set[str]) -> list[Path]:
         raise ModelError(f"{model} has its weights as {others[0]}, but only safetensors are served; {SAVE_AGAIN}")
     named = sorted(name for name in names if name.endswith(".safetensors"))
     if named:
-        raise ModelError(f"{model} has {named[0]}, but neither {SINGLE} nor {INDEX}; download the model again, or {SAVE_AGAIN}")
+        raise ModelError(
+            f"{model} has {named[0]}, but neither {SINGLE} nor {INDEX}; download the model again, or {SAVE_AGAIN}"
+        )
     raise ModelError(f"{model} has no weights ({SINGLE} or {INDEX}); download the model again")
 
 
@@ -127,4 +150,7 @@ def _check_whole(shard: Path) -> None:
             raise ModelError(f"{shard} has a broken header ({type(error).__name__}); download it again") from error
     needed = 8 + header_bytes + max(ends, default=0)
     if size != needed:
-        raise ModelError(f"{shard} has {size} bytes, but its header says {needed}: the download was cut or mixed up; download it again")
+        raise ModelError(
+            f"{shard} has {size} bytes, but its header says {needed}: the download was cut or mixed up; download it "
+            "again"
+        )

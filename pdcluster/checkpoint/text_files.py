@@ -1,4 +1,5 @@
-"""The files of a model that make its text: which they are, how they are read, and the digest by which a router knows that a node's are the same."""
+"""The files of a model that make its text: which they are, how they are read, and the digest by which a router knows
+that a node's are the same."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ TEXT_FILES = (
 
 
 def read_text_files(directory: Path) -> dict[str, bytes]:
-    """Contents by name, of those that exist; raises ModelError when there is none. Of a GGUF file those that it stands for."""
+    """Contents by name, of those that exist; raises ModelError when there is none. Of a GGUF file those that it stands
+    for."""
     if is_gguf(directory):
         return open_gguf(directory).text_files
     files = {name: (directory / name).read_bytes() for name in TEXT_FILES if (directory / name).is_file()}

@@ -1,4 +1,5 @@
-"""What a plain value in a message may be, said once: msgspec checks these while it decodes. Not here: what depends on two values (`wire.codec`)."""
+"""What a plain value in a message may be, said once: msgspec checks these while it decodes. Not here: what depends on
+two values (`wire.codec`)."""
 
 from __future__ import annotations
 

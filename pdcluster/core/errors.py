@@ -19,7 +19,8 @@
     ├─ NodeLost              the node behind an attempt is gone (retryable)
     └─ IntegrityError        our own bookkeeping is broken: a bug
 
-A message names the thing, the value and the way out. This module translates nothing: a library's errors are translated where the library is called.
+A message names the thing, the value and the way out. This module translates nothing: a library's errors are translated
+where the library is called.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class UnknownName(BadRequest):
 
 
 class ContextTooLong(BadRequest):
-    """The code, and how the message begins, are what clients know from OpenAI. Some look for the code in the message."""
+    """The code, and how the message begins, are what clients know from OpenAI. Some look for the code in the
+    message."""
 
     code = "context_length_exceeded"
 
@@ -77,7 +79,8 @@ class RequestTooLarge(BadRequest):
 
 
 class Overloaded(PdclusterError):
-    """Capacity exists but is busy; the caller may retry after `retry_after_s` seconds. `reason` is a stable word for metrics: which bound it was."""
+    """Capacity exists but is busy; the caller may retry after `retry_after_s` seconds. `reason` is a stable word for
+    metrics: which bound it was."""
 
     code = "overloaded"
     http_status = 429

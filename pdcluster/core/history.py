@@ -1,8 +1,9 @@
-"""What a row said before, as far as its sampling depends on it: how often each token came, the last few tokens, and what must not follow them.
+"""What a row said before, as far as its sampling depends on it: how often each token came, the last few tokens, and
+what must not follow them.
 
-Made once for a request with `Shaping`, then grown token by token: nothing here is proportional to the context after that, but arrays of the distinct
-tokens. It belongs to the row's sequence, so it survives preemption; a row that comes from another node is given all tokens and counts them anew.
-Who applies it to logits is `engine.sampling.penalties`.
+Made once for a request with `Shaping`, then grown token by token: nothing here is proportional to the context after
+that, but arrays of the distinct tokens. It belongs to the row's sequence, so it survives preemption; a row that comes
+from another node is given all tokens and counts them anew. Who applies it to logits is `engine.sampling.penalties`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ HEADROOM = 64
 
 
 class History:
-    """Owned by the thread that owns the sequence, and lent to a step that computes it, which enters the token that it draws: the step after
-    it may begin before the sequence has heard of that token.
+    """Owned by the thread that owns the sequence, and lent to a step that computes it, which enters the token that it
+    draws: the step after it may begin before the sequence has heard of that token.
 
     prompt counts for the repetition penalty only; bad words and the other penalties look at the output.
     """
@@ -37,7 +38,9 @@ class History:
         self.biases: Numbers = np.array([bias for _, bias in shaping.biases], np.float32)
         self.prefixes, self.last_ids = _split(shaping.bad_words)
         self._tail: Ids = np.full(self.prefixes.shape[1], NOTHING)
-        self._count(prompt if shaping.repetition != 1.0 else prompt[:0], output if shaping.counts_tokens else output[:0])
+        self._count(
+            prompt if shaping.repetition != 1.0 else prompt[:0], output if shaping.counts_tokens else output[:0]
+        )
         width = min(len(self._tail), len(output))
         if width:
             self._tail[-width:] = output[-width:]

@@ -1,8 +1,10 @@
-"""Who may go from which state to which: every state machine of the nodes, as a table. Everything about states lives here, and nothing else.
+"""Who may go from which state to which: every state machine of the nodes, as a table. Everything about states lives
+here, and nothing else.
 
-An event that the table does not hold raises IllegalTransition and changes nothing; terminal states have no events. The tables say what is
-allowed, their users say when: `transfer` owns Writing and Reading, `scheduler` owns Residence. An attempt at the router
-has no states of its own: it is what its two legs have said so far, and the clocks that run (`attempt.Stage`).
+An event that the table does not hold raises IllegalTransition and changes nothing; terminal states have no events. The
+tables say what is allowed, their users say when: `transfer` owns Writing and Reading, `scheduler` owns Residence. An
+attempt at the router has no states of its own: it is what its two legs have said so far, and the clocks that run
+(`attempt.Stage`).
 
     Writing   one ticket, seen by the prefill node that writes under it
     Reading   one ticket, seen by the decode node that issued it
@@ -44,7 +46,8 @@ class Residence(Enum):
     WAITING = auto()
     """In the queue: holds no pages."""
     HELD = auto()
-    """In the queue, but not to be admitted yet: KV of its prompt is on its way into the prefix cache. Holds no pages."""
+    """In the queue, but not to be admitted yet: KV of its prompt is on its way into the prefix cache. Holds no
+    pages."""
     RUNNING = auto()
     """A row of the running batch: computes its prompt, or decodes."""
     RESERVED = auto()

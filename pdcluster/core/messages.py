@@ -1,8 +1,8 @@
 """Every message between router, prefill node and decode node, as frozen msgspec structs of plain values.
 
-They know no torch, no protobuf, no HTTP and no sockets. Sizes and ranges (`bounds`, and more in `wire.codec`) are checked when a frame is decoded.
-Durations are seconds; times never cross a machine (a deadline travels as seconds that are left). Positions of output tokens count
-from 0 over the whole request, whatever attempt produced them.
+They know no torch, no protobuf, no HTTP and no sockets. Sizes and ranges (`bounds`, and more in `wire.codec`) are
+checked when a frame is decoded. Durations are seconds; times never cross a machine (a deadline travels as seconds that
+are left). Positions of output tokens count from 0 over the whole request, whatever attempt produced them.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Work(Value, frozen=True, array_like=True):
     """One attempt of one request, as every leg needs to know it.
 
-    token_ids: packed int32 of the prompt and of all tokens emitted by earlier attempts; num_prompt of them are the prompt.
-    hashes: the chained block hashes of token_ids, HASH_BYTES each, full hash blocks only. hash_root: what stands before the chain's first block
-    (kv.hashing.chain_root), so that a node can name what it decodes after a prompt shorter than a stretch; empty: such output is not cached."""
+    token_ids: packed int32 of the prompt and of all tokens emitted by earlier attempts; num_prompt of them are the
+    prompt. hashes: the chained block hashes of token_ids, HASH_BYTES each, full hash blocks only. hash_root: what
+    stands before the chain's first block (kv.hashing.chain_root), so that a node can name what it decodes after a
+    prompt shorter than a stretch; empty: such output is not cached."""
 
     request: Id
     attempt: Count
@@ -84,7 +85,8 @@ class Work(Value, frozen=True, array_like=True):
 
 
 class Endpoint(Value, frozen=True, array_like=True):
-    """How to reach one boot of one node. adverts: (backend name, opaque bytes that backend's `connect` understands), best first."""
+    """How to reach one boot of one node. adverts: (backend name, opaque bytes that backend's `connect` understands),
+    best first."""
 
     node: Id
     incarnation: Id
@@ -93,11 +95,13 @@ class Endpoint(Value, frozen=True, array_like=True):
 
 
 class Ticket(Value, frozen=True, array_like=True):
-    """A slot's write permit. The writer may write the KV of tokens [cached_tokens, num_tokens) into `pages`, and nothing else.
+    """A slot's write permit. The writer may write the KV of tokens [cached_tokens, num_tokens) into `pages`, and
+    nothing else.
 
-    pages: packed int32 ids in the reader's region `region`, in token order from token 0 on (the first cached_tokens/page_tokens of them are
-    already filled and must not be written). nonce is random and names the ticket on the wire. ranks: those of the reader, each with a region of
-    its own from `region` on, all with the same page ids; page_bytes: of one rank's page."""
+    pages: packed int32 ids in the reader's region `region`, in token order from token 0 on (the first
+    cached_tokens/page_tokens of them are already filled and must not be written). nonce is random and names the ticket
+    on the wire. ranks: those of the reader, each with a region of its own from `region` on, all with the same page ids;
+    page_bytes: of one rank's page."""
 
     nonce: Unsigned
     request: Id
@@ -115,8 +119,8 @@ class Ticket(Value, frozen=True, array_like=True):
 
 
 class Pull(Value, frozen=True, array_like=True):
-    """Where more of a prompt's KV is cached than on the node that shall compute it: `holder` has that of its first num_tokens tokens.
-    holder.adverts are not used."""
+    """Where more of a prompt's KV is cached than on the node that shall compute it: `holder` has that of its first
+    num_tokens tokens. holder.adverts are not used."""
 
     holder: Endpoint
     num_tokens: Positive
@@ -138,9 +142,10 @@ class Ping(Message, frozen=True, array_like=True):
 
 
 class Prefill(Message, frozen=True, array_like=True):
-    """Compute the prompt's KV and sample the first token. remote: the KV goes to a decode node once its ticket is delivered;
-    otherwise the node goes on decoding itself (mode local). pull: KV to fetch first; when that fails, the node computes it. fork_of: a request
-    of the same prompt that decodes here or soon will; its KV is shared, once it is here."""
+    """Compute the prompt's KV and sample the first token. remote: the KV goes to a decode node once its ticket is
+    delivered; otherwise the node goes on decoding itself (mode local). pull: KV to fetch first; when that fails, the
+    node computes it. fork_of: a request of the same prompt that decodes here or soon will; its KV is shared, once it is
+    here."""
 
     work: Work
     remote: bool
@@ -149,14 +154,16 @@ class Prefill(Message, frozen=True, array_like=True):
 
 
 class Reserve(Message, frozen=True, array_like=True):
-    """Reserve a slot for KV that `writer` will push. writer.address is where the node can send it an Abort; its adverts are not used."""
+    """Reserve a slot for KV that `writer` will push. writer.address is where the node can send it an Abort; its adverts
+    are not used."""
 
     work: Work
     writer: Endpoint
 
 
 class Deliver(Message, frozen=True, array_like=True):
-    """Hand a ticket to the prefill node. Its attempt may be later than the Prefill's: parked KV is sent again without recompute."""
+    """Hand a ticket to the prefill node. Its attempt may be later than the Prefill's: parked KV is sent again without
+    recompute."""
 
     ticket: Ticket
 
@@ -176,7 +183,8 @@ class Release(Message, frozen=True, array_like=True):
 
 
 class Manage(Message, frozen=True, array_like=True):
-    """An operator's wish for the node: another role, or no new work (cordoned). None leaves that as it is. Idempotent; number names the answer."""
+    """An operator's wish for the node: another role, or no new work (cordoned). None leaves that as it is. Idempotent;
+    number names the answer."""
 
     number: BigCount
     role: Role | None = None
@@ -211,9 +219,9 @@ class TokenRow(Value, frozen=True, array_like=True):
 class Timings(Value, frozen=True, array_like=True):
     """Seconds spent on one node by one attempt; a leg fills what it knows.
 
-    queue: arrival → first scheduled; prefill: first scheduled → first token; transfer: first write submitted → last write done;
-    exposed: first token → commit acknowledged; decode: first decode step → last token. cached_tokens: those whose KV was not computed;
-    pulled_tokens of them were fetched from another node."""
+    queue: arrival → first scheduled; prefill: first scheduled → first token; transfer: first write submitted → last
+    write done; exposed: first token → commit acknowledged; decode: first decode step → last token. cached_tokens: those
+    whose KV was not computed; pulled_tokens of them were fetched from another node."""
 
     queue_s: Seconds = 0.0
     prefill_s: Seconds = 0.0
@@ -235,7 +243,8 @@ class Welcome(Message, frozen=True, array_like=True):
 
 
 class Scheduled(Message, frozen=True, array_like=True):
-    """The prefill node took the request out of its queue: now is the time to reserve. cached_tokens: found in its cache."""
+    """The prefill node took the request out of its queue: now is the time to reserve. cached_tokens: found in its
+    cache."""
 
     request: Id
     attempt: Count
@@ -255,9 +264,9 @@ class Reserved(Message, frozen=True, array_like=True):
 
 
 class Refused(Message, frozen=True, array_like=True):
-    """Not accepted, nothing is held for it. `leg` says which message is answered, attempt is that message's (for deliver, the ticket's; sent
-    also when the ticket broke later: the KV stays parked). retryable False: no node of this size can ever take it. param: what of the work is at
-    fault, "" for nothing in particular."""
+    """Not accepted, nothing is held for it. `leg` says which message is answered, attempt is that message's (for
+    deliver, the ticket's; sent also when the ticket broke later: the KV stays parked). retryable False: no node of this
+    size can ever take it. param: what of the work is at fault, "" for nothing in particular."""
 
     request: Id
     attempt: Count
@@ -283,8 +292,8 @@ class Delivered(Message, frozen=True, array_like=True):
 
 
 class Finished(Message, frozen=True, array_like=True):
-    """The attempt ended well; its last tokens came before this message. num_output: output tokens of the whole request, so that the
-    router knows when it has them all. stop_token: the id that ended it, if one did."""
+    """The attempt ended well; its last tokens came before this message. num_output: output tokens of the whole request,
+    so that the router knows when it has them all. stop_token: the id that ended it, if one did."""
 
     request: Id
     attempt: Count
@@ -295,7 +304,8 @@ class Finished(Message, frozen=True, array_like=True):
 
 
 class Failed(Message, frozen=True, array_like=True):
-    """The attempt ended badly on this node. code is that of an error in `errors`; retryable: another node may succeed. param: as in Refused."""
+    """The attempt ended badly on this node. code is that of an error in `errors`; retryable: another node may succeed.
+    param: as in Refused."""
 
     request: Id
     attempt: Count
@@ -306,16 +316,18 @@ class Failed(Message, frozen=True, array_like=True):
 
 
 class Load(Message, frozen=True, array_like=True):
-    """What a node has to do, sent when it changed, at most every report interval. Pages count the KV pool: free, cached (evictable), quarantined
-    (a writer may still write), the rest in use. Counted beside: pinned ones, which a write reads, and parked ones, which hold finished KV that no
-    decode node has taken yet. slots: rows the running batch may have, slots_used those taken.
+    """What a node has to do, sent when it changed, at most every report interval. Pages count the KV pool: free, cached
+    (evictable), quarantined (a writer may still write), the rest in use. Counted beside: pinned ones, which a write
+    reads, and parked ones, which hold finished KV that no decode node has taken yet. slots: rows the running batch may
+    have, slots_used those taken.
 
-    waiting_tokens: prompt tokens that are not computed and were not found in the cache, of waiting and of running requests; waiting_pairs: the
-    attention pairs they make (`cost.num_pairs`). rows: those of the running batch and of reservations that decode here or will, so no remote
-    prefills; context_tokens: KV that they attend to. cost: None until the node has one. itl_s: between two tokens of its rows lately,
-    whatever shared their steps; 0 before any. paths: to the decode nodes written to last. failed_writes,
-    resent_chunks, pulls: how many since the node started, by reason or result. draining: no new work, for now or for good. role: None: the card's.
-    seen: number of the last frame from the router that gets the report; what came in it and before is counted."""
+    waiting_tokens: prompt tokens that are not computed and were not found in the cache, of waiting and of running
+    requests; waiting_pairs: the attention pairs they make (`cost.num_pairs`). rows: those of the running batch and of
+    reservations that decode here or will, so no remote prefills; context_tokens: KV that they attend to. cost: None
+    until the node has one. itl_s: between two tokens of its rows lately, whatever shared their steps; 0 before any.
+    paths: to the decode nodes written to last. failed_writes, resent_chunks, pulls: how many since the node started, by
+    reason or result. draining: no new work, for now or for good. role: None: the card's. seen: number of the last frame
+    from the router that gets the report; what came in it and before is counted."""
 
     waiting: BigCount
     running: BigCount
@@ -373,8 +385,8 @@ class FileChunk(Message, frozen=True, array_like=True):
 
 
 class ChunkEntry(Value, frozen=True, array_like=True):
-    """One chunk as its writer describes it: which tokens of which layers, how many payload bytes, their digest (0 with digests off), and which
-    try of it was the last."""
+    """One chunk as its writer describes it: which tokens of which layers, how many payload bytes, their digest (0 with
+    digests off), and which try of it was the last."""
 
     index: Count
     first_token: Count
@@ -387,7 +399,8 @@ class ChunkEntry(Value, frozen=True, array_like=True):
 
 
 class Leg(Value, frozen=True, array_like=True):
-    """What one rank of the writer wrote to one rank of the reader: the KV of heads [first_head, first_head + num_heads), counted over the model."""
+    """What one rank of the writer wrote to one rank of the reader: the KV of heads [first_head, first_head +
+    num_heads), counted over the model."""
 
     rank: Rank
     reader_rank: Rank
@@ -397,10 +410,10 @@ class Leg(Value, frozen=True, array_like=True):
 
 
 class Commit(Message, frozen=True, array_like=True):
-    """The writer's last word on a ticket, sent only when every write under it is done or definitively failed and resent.
-    round: 0, then one more after each CommitAck.resend, so that a late duplicate of an older round decides nothing.
-    block_tokens: in the order of the wire, so many tokens follow each other before the next layer, plane or head (transfer.layout.geometry).
-    first_token: None when the KV was pulled, because nothing was sampled then."""
+    """The writer's last word on a ticket, sent only when every write under it is done or definitively failed and
+    resent. round: 0, then one more after each CommitAck.resend, so that a late duplicate of an older round decides
+    nothing. block_tokens: in the order of the wire, so many tokens follow each other before the next layer, plane or
+    head (transfer.layout.geometry). first_token: None when the KV was pulled, because nothing was sampled then."""
 
     nonce: Unsigned
     block_tokens: Positive
@@ -421,8 +434,8 @@ class CommitAck(Message, frozen=True, array_like=True):
 
 
 class Abort(Message, frozen=True, array_like=True):
-    """Stop writing under this ticket and say when no write can land any more. Also for tickets the writer has not seen yet.
-    remaining_s: how long the writer must remember a ticket that it does not know (a tombstone)."""
+    """Stop writing under this ticket and say when no write can land any more. Also for tickets the writer has not seen
+    yet. remaining_s: how long the writer must remember a ticket that it does not know (a tombstone)."""
 
     nonce: Unsigned
     reason: Text
@@ -430,7 +443,8 @@ class Abort(Message, frozen=True, array_like=True):
 
 
 class AbortAck(Message, frozen=True, array_like=True):
-    """Nothing can land under this ticket any more, except by media in `lost`: these need their own fence. Also sent unasked: the writer gave up."""
+    """Nothing can land under this ticket any more, except by media in `lost`: these need their own fence. Also sent
+    unasked: the writer gave up."""
 
     nonce: Unsigned
     reason: Text
@@ -438,15 +452,16 @@ class AbortAck(Message, frozen=True, array_like=True):
 
 
 class Fetch(Message, frozen=True, array_like=True):
-    """Write cached KV under this ticket, whose writer you are: that of the tokens that these block hashes name, from the prompt's first on.
-    Answered by the ticket's protocol (writes and Commit, or AbortAck), or by Declined."""
+    """Write cached KV under this ticket, whose writer you are: that of the tokens that these block hashes name, from
+    the prompt's first on. Answered by the ticket's protocol (writes and Commit, or AbortAck), or by Declined."""
 
     ticket: Ticket
     hashes: bytes
 
 
 class Declined(Message, frozen=True, array_like=True):
-    """The holder will not write under that ticket, or gave up when it had begun to. No proof of anything: the reader still aborts it."""
+    """The holder will not write under that ticket, or gave up when it had begun to. No proof of anything: the reader
+    still aborts it."""
 
     nonce: Unsigned
     reason: Text
@@ -455,7 +470,8 @@ class Declined(Message, frozen=True, array_like=True):
 
 AnyMessage = (
     Hello | Ping | Prefill | Reserve | Deliver | Cancel | Release | Manage | AskCache | FetchFile
-    | Welcome | Scheduled | Reserved | Refused | Tokens | Delivered | Finished | Failed | Load | CacheDelta | Managed | FileChunk
+    | Welcome | Scheduled | Reserved | Refused | Tokens | Delivered | Finished | Failed | Load | CacheDelta | Managed
+    | FileChunk
     | Commit | CommitAck | Abort | AbortAck | Fetch | Declined
 )  # fmt: skip
 
@@ -464,8 +480,8 @@ MAX_MESSAGES = 1024
 
 
 class Envelope(Value, frozen=True, array_like=True):
-    """What a frame carries: what was said, in order. sequence counts the frames of this sender's incarnation on this link from 1.
-    to_incarnation: the boot the sender means, "" while it does not know it (only Hello may be sent so)."""
+    """What a frame carries: what was said, in order. sequence counts the frames of this sender's incarnation on this
+    link from 1. to_incarnation: the boot the sender means, "" while it does not know it (only Hello may be sent so)."""
 
     protocol: int
     sender: Id

@@ -1,5 +1,5 @@
-"""How a request wants its output tokens chosen, and what is told of them beside the tokens: parts of messages. Plain values; who applies them is
-`engine.sampling.sampler`."""
+"""How a request wants its output tokens chosen, and what is told of them beside the tokens: parts of messages. Plain
+values; who applies them is `engine.sampling.sampler`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from pdcluster.core.grammar import Grammar
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 32
-"""Numbers that a step may have to look at for each token of a row. A bad word is two: it may stand at the start of a text or behind a space."""
+"""Numbers that a step may have to look at for each token of a row. A bad word is two: it may stand at the start of a
+text or behind a space."""
 
 MAX_LOGPROBS = 1024
 """Alternatives beside a token."""
@@ -25,18 +26,23 @@ LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0
 
 
 class Shaping(msgspec.Struct, frozen=True, array_like=True):
-    """What changes a row's logits by what it said before, or token by token. Penalties at their neutral values change nothing.
+    """What changes a row's logits by what it said before, or token by token. Penalties at their neutral values change
+    nothing.
 
-    repetition: divides positive logits of tokens in prompt or output, multiplies negative ones. presence, frequency: subtracted from logits of output
-    tokens, once, and once per occurrence. biases: added. bad_words: token sequences of which the last one is never drawn after the others.
+    repetition: divides positive logits of tokens in prompt or output, multiplies negative ones. presence, frequency:
+    subtracted from logits of output tokens, once, and once per occurrence. biases: added. bad_words: token sequences of
+    which the last one is never drawn after the others.
     """
 
     repetition: Annotated[float, Meta(ge=LEAST_REPETITION, le=MOST_REPETITION)] = 1.0
     presence: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     frequency: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
-    biases: Annotated[tuple[tuple[Count, Annotated[float, Meta(ge=-100.0, le=100.0)]], ...], Meta(max_length=MAX_BIASES)] = ()
+    biases: Annotated[
+        tuple[tuple[Count, Annotated[float, Meta(ge=-100.0, le=100.0)]], ...], Meta(max_length=MAX_BIASES)
+    ] = ()
     bad_words: Annotated[
-        tuple[Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)], ...], Meta(max_length=2 * MAX_BAD_WORDS)
+        tuple[Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)], ...],
+        Meta(max_length=2 * MAX_BAD_WORDS),
     ] = ()
 
     @property
@@ -48,9 +54,9 @@ class Shaping(msgspec.Struct, frozen=True, array_like=True):
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """How output tokens are chosen. temperature 0 is greedy; None switches a filter off.
 
-    seed and choice key the counter-based generator together with the token's position, so any node draws the same numbers.
-    logprobs: number of alternatives reported beside each output token's own logprob (0: only its own), None for none. shaping: None for nothing.
-    grammar: what the output must look like, None for anything.
+    seed and choice key the counter-based generator together with the token's position, so any node draws the same
+    numbers. logprobs: number of alternatives reported beside each output token's own logprob (0: only its own), None
+    for none. shaping: None for nothing. grammar: what the output must look like, None for anything.
     """
 
     max_tokens: Positive

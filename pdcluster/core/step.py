@@ -1,8 +1,8 @@
 """What crosses the seam between scheduler and engine: one StepPlan in, one StepResult out.
 
-Plain values only (numpy arrays are the one exception, so that a page table or a prompt is never copied into Python objects).
-There is no prefill phase and no decode phase here: a row computes `tokens` at positions `start…`, and samples after its last one
-when `sampling` is given.
+Plain values only (numpy arrays are the one exception, so that a page table or a prompt is never copied into Python
+objects). There is no prefill phase and no decode phase here: a row computes `tokens` at positions `start…`, and samples
+after its last one when `sampling` is given.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ class Row:
     """One request's share of a step.
 
     tokens: int32 [n], the ids computed this step (n ≥ 1); start: how many tokens of the row already have KV in `pages`.
-    pages: int32 [≥ ceil((start + n) / page_tokens)], page ids in token order; extra entries are ignored.
-    sampling: given when the row's last position yields a token. The token's position for the random generator is start + n.
-    output_index: how many output tokens the request had before this one (for min_tokens).
-    prompt_logprobs: number of alternatives wanted for every prompt position computed in this step, None for none; the logprob of
-    the token at position start comes from the previous chunk's last row, so a result carries those of positions start+1 … start+n,
-    where `next_token` is the id at position start + n if it is still prompt, else None.
-    history: what penalties and bad words look at, of a row whose sampling has any; the step that draws the row's token enters it there, once.
-    output: the output tokens so far, of a row that samples by a grammar.
-    follows: its one token is the one that the step launched just before draws for the same request; `tokens` is NOT_DRAWN_YET then, and `output`
-    lacks it.
+    pages: int32 [≥ ceil((start + n) / page_tokens)], page ids in token order; extra entries are ignored. sampling:
+    given when the row's last position yields a token. The token's position for the random generator is start + n.
+    output_index: how many output tokens the request had before this one (for min_tokens). prompt_logprobs: number of
+    alternatives wanted for every prompt position computed in this step, None for none; the logprob of the token at
+    position start comes from the previous chunk's last row, so a result carries those of positions start+1 … start+n,
+    where `next_token` is the id at position start + n if it is still prompt, else None. history: what penalties and bad
+    words look at, of a row whose sampling has any; the step that draws the row's token enters it there, once. output:
+    the output tokens so far, of a row that samples by a grammar. follows: its one token is the one that the step
+    launched just before draws for the same request; `tokens` is NOT_DRAWN_YET then, and `output` lacks it.
     """
 
     request: str
@@ -67,8 +66,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class RowError:
-    """Why one row can not go on here while the others do. param: what of its work is at fault, "" for nothing in particular; spoils_kv: its KV may be
-    why, and shall be nobody else's prefix."""
+    """Why one row can not go on here while the others do. param: what of its work is at fault, "" for nothing in
+    particular; spoils_kv: its KV may be why, and shall be nobody else's prefix."""
 
     reason: str
     retryable: bool
@@ -78,8 +77,8 @@ class RowError:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """token is None for a row that did not sample (a chunk that is not the prompt's last), or could not: error says why, and whether another node
-    might."""
+    """token is None for a row that did not sample (a chunk that is not the prompt's last), or could not: error says
+    why, and whether another node might."""
 
     request: str
     token: int | None

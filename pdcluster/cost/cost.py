@@ -1,7 +1,9 @@
-"""What a step costs in seconds: nodes fit these models to their own steps (`fit`), the router and the replay predict with them.
+"""What a step costs in seconds: nodes fit these models to their own steps (`fit`), the router and the replay predict
+with them.
 
-Pure values and arithmetic; no clock, no I/O. A *pair* is one query attending to one key: a chunk of `new` tokens after `cached` ones makes
-new × (cached + new / 2) of them, and chunks add up exactly, which is why a backlog can be reported as tokens and pairs.
+Pure values and arithmetic; no clock, no I/O. A *pair* is one query attending to one key: a chunk of `new` tokens after
+`cached` ones makes new × (cached + new / 2) of them, and chunks add up exactly, which is why a backlog can be reported
+as tokens and pairs.
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ CERTAIN: Root = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 class CostError:
     """Error bars of one half of a cost model: within them 9 of 10 steps, or answers, are expected.
 
-    spread: share of its prediction by which a step differs, whatever is known of the model. doubt: the same of the model itself, on such work as came
-    lately. root: of a triangle whose product with a work's (1, tokens, pairs) or (1, rows, context) is as long as the model's own error for that
-    work is, in seconds: large where no such work was seen. Any six numbers are a valid root."""
+    spread: share of its prediction by which a step differs, whatever is known of the model. doubt: the same of the
+    model itself, on such work as came lately. root: of a triangle whose product with a work's (1, tokens, pairs) or (1,
+    rows, context) is as long as the model's own error for that work is, in seconds: large where no such work was seen.
+    Any six numbers are a valid root."""
 
     spread: float = 0.0
     doubt: float = 0.0
@@ -55,7 +58,8 @@ class CostError:
         return sqrt(first * first + second * second + third * third)
 
     def seconds(self, work: Work, predicted_s: float) -> float:
-        """Half the width of the interval around a prediction. What makes a step slower holds on, so the steps of one prompt do not even it out."""
+        """Half the width of the interval around a prediction. What makes a step slower holds on, so the steps of one
+        prompt do not even it out."""
         noise_s, model_s = self.spread * predicted_s, self.model_s(work)
         return sqrt(noise_s * noise_s + model_s * model_s)
 
@@ -65,8 +69,9 @@ EXACT = CostError()
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """Seconds of prompt tokens alone in their steps: fixed_s a step, token_s a token, pair_s an attention pair. chunk_tokens: most tokens of one
-    step; 0: a prompt is one step. samples: steps it was fitted to; 0: nothing was measured, the numbers are a guess."""
+    """Seconds of prompt tokens alone in their steps: fixed_s a step, token_s a token, pair_s an attention pair.
+    chunk_tokens: most tokens of one step; 0: a prompt is one step. samples: steps it was fitted to; 0: nothing was
+    measured, the numbers are a guess."""
 
     fixed_s: float
     token_s: float
@@ -76,11 +81,16 @@ class PrefillCost:
     error: CostError = EXACT
 
     def seconds(self, new: float, cached: float = 0.0) -> float:
-        """T(new, cached); 0 when there is nothing to compute. `work_s` of it, written out, since a router asks that for every request."""
+        """T(new, cached); 0 when there is nothing to compute. `work_s` of it, written out, since a router asks that for
+        every request."""
         if new <= 0:
             return 0.0
         chunk = self.chunk_tokens
-        return self.fixed_s * (new / chunk if new > chunk > 0 else 1.0) + self.token_s * new + self.pair_s * (new * (cached + new / 2))
+        return (
+            self.fixed_s * (new / chunk if new > chunk > 0 else 1.0)
+            + self.token_s * new
+            + self.pair_s * (new * (cached + new / 2))
+        )
 
     def work_s(self, tokens: float, pairs: float) -> float:
         """The same for a backlog of several prompts, which share steps."""
@@ -123,8 +133,8 @@ class DecodeCost:
 
 
 SHORTEST_S = 1e-18
-"""What takes less than that takes nothing: divided by less, seconds and rows as large as a report may have them are more than a float can be, and
-one node with such numbers left the others without a choice."""
+"""What takes less than that takes nothing: divided by less, seconds and rows as large as a report may have them are
+more than a float can be, and one node with such numbers left the others without a choice."""
 
 
 def _measured(seconds: float) -> float:
@@ -143,7 +153,10 @@ class NodeCost:
         decode_error = CostError(r.decode_spread, r.decode_doubt, r.decode_root)
         prefill = told(r.prefill_fixed_s), told(r.prefill_token_s), told(r.prefill_pair_s)
         decode = told(r.decode_fixed_s), told(r.decode_row_s), told(r.decode_context_s)
-        return cls(PrefillCost(*prefill, r.chunk_tokens, r.prefill_samples, prefill_error), DecodeCost(*decode, r.decode_samples, decode_error))
+        return cls(
+            PrefillCost(*prefill, r.chunk_tokens, r.prefill_samples, prefill_error),
+            DecodeCost(*decode, r.decode_samples, decode_error),
+        )
 
     def report(self) -> CostReport:
         prefill, decode = self.prefill, self.decode

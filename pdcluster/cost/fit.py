@@ -1,16 +1,22 @@
-"""Fits a node's cost model to the steps it runs: least squares with forgetting, never negative. Pure arithmetic; no clock.
+"""Fits a node's cost model to the steps it runs: least squares with forgetting, never negative. Pure arithmetic; no
+clock.
 
-A step with prompt tokens is taken as prefill_fixed + token·tokens + pair·pairs + row·rows + context·context, one without as decode_fixed + row·rows +
-context·context: so a mixed step teaches both halves what it holds, and the rows beside a chunk are not taken for prompt work.
+A step with prompt tokens is taken as prefill_fixed + token·tokens + pair·pairs + row·rows + context·context, one
+without as decode_fixed + row·rows + context·context: so a mixed step teaches both halves what it holds, and the rows
+beside a chunk are not taken for prompt work.
 
  1. Squares are of relative errors: a decode step of a millisecond counts as much as a chunk of a second.
- 2. The two kinds of steps are forgotten apart, each only when one of its kind comes: a day of decoding does not wash out what prefill costs.
- 3. The fit is tied, weakly, to the one before it. What recent steps say nothing about (long contexts, when only short prompts came) stays as it was.
- 4. A step that took several times what is usual for it (a page fault, a stopped process) is clipped; if it becomes usual, the fit follows. Among the
-    first steps nothing is usual yet: there, a slow one counts as others of its length do. By what was predicted for it, it would outweigh hundreds.
- 5. Error bars: each step is predicted before it is learned from, and the error that nine of ten of the last ones stayed within is the spread of
-    steps (no distribution is assumed). The model's own error follows from it and from what was seen: the inverse of the weighted sums, by the
-    usual formula of least squares; what nobody measured has the tie alone, which is weak, so its bars are wide.
+ 2. The two kinds of steps are forgotten apart, each only when one of its kind comes: a day of decoding does not wash
+    out what prefill costs.
+ 3. The fit is tied, weakly, to the one before it. What recent steps say nothing about (long contexts, when only short
+    prompts came) stays as it was.
+ 4. A step that took several times what is usual for it (a page fault, a stopped process) is clipped; if it becomes
+    usual, the fit follows. Among the first steps nothing is usual yet: there, a slow one counts as others of its length
+    do. By what was predicted for it, it would outweigh hundreds.
+ 5. Error bars: each step is predicted before it is learned from, and the error that nine of ten of the last ones stayed
+    within is the spread of steps (no distribution is assumed). The model's own error follows from it and from what was
+    seen: the inverse of the weighted sums, by the usual formula of least squares; what nobody measured has the tie
+    alone, which is weak, so its bars are wide.
 """
 
 from __future__ import annotations
@@ -51,7 +57,8 @@ PRIOR = np.array([2e-3, 1e-4, 1e-8, 2e-3, 2e-4, 1e-7])
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one forward computed, and how long it took. tokens, pairs: of rows with more than one token; rows, context_tokens: of the others."""
+    """What one forward computed, and how long it took. tokens, pairs: of rows with more than one token; rows,
+    context_tokens: of the others."""
 
     tokens: int
     pairs: float
@@ -149,12 +156,20 @@ class Fit:
         wide = directions / np.sqrt(np.maximum(strengths, TIE))
         fixed, token, pair, decode_fixed, row, context = self._values.tolist()
         return NodeCost(
-            PrefillCost(fixed, token, pair, self._chunk_tokens, self._prefill.samples, self._error(self._prefill, wide, slice(0, 3))),
+            PrefillCost(
+                fixed,
+                token,
+                pair,
+                self._chunk_tokens,
+                self._prefill.samples,
+                self._error(self._prefill, wide, slice(0, 3)),
+            ),
             DecodeCost(decode_fixed, row, context, self._decode.samples, self._error(self._decode, wide, slice(3, 6))),
         )
 
     def _error(self, kind: Kind, wide: Vector, half: slice) -> CostError:
-        """Of the coefficients of one half, the others being just as uncertain. wide: a root of the inverse of what is known of all of them."""
+        """Of the coefficients of one half, the others being just as uncertain. wide: a root of the inverse of what is
+        known of all of them."""
         spread = kind.spread()
         noise = max(spread, LEAST_SPREAD)
         upper = np.asarray(np.linalg.qr(wide[half].T, mode="r"), np.float64) * self._scale[half] * noise

@@ -1,11 +1,11 @@
 """The decoder that Llama 3, Qwen2, Qwen3 and Mistral share, over the flattened tokens of a mixed batch.
 
-The families differ in data only: biases and q/k norms are there or not (`LayerWeights`). A layer is an attention block and a feed-forward block
-with a residual around each; another kind of block replaces one of the two classes here. With tensor parallel each block gives a part of a sum,
-which the group completes before it joins the residual.
+The families differ in data only: biases and q/k norms are there or not (`LayerWeights`). A layer is an attention block
+and a feed-forward block with a residual around each; another kind of block replaces one of the two classes here. With
+tensor parallel each block gives a part of a sum, which the group completes before it joins the residual.
 
-The residual stream is float32 in models of every type: in bfloat16 each layer rounded it twice, which was half of the error that is left once logits
-are float32 (`python -m bench.accuracy`).
+The residual stream is float32 in models of every type: in bfloat16 each layer rounded it twice, which was half of the
+error that is left once logits are float32 (`python -m bench.accuracy`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from pdcluster.engine.ops.select import Ops
 class Decoder:
     """pages: the KV pool's tensor; every forward writes and reads there. weights: this rank's share."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, pages: Tensor, ops: Ops, share: Share, group: Collective) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, pages: Tensor, ops: Ops, share: Share, group: Collective
+    ) -> None:
         self._ops = ops
         self._group = group
         self._vocab_size = config.vocab_size
@@ -40,7 +42,9 @@ class Decoder:
         shape = AttentionShape(share.num_heads, share.num_kv_heads, config.head_dim, config.rms_norm_eps)
         attention = ops.attention(shape, pages)
         self._fused = ops.fused_layers(weights, shape, pages, config.rope) if group.size == 1 else None
-        self._layers = tuple(_Layer(layer, index, attention, self._eps, ops, group) for index, layer in enumerate(weights.layers))
+        self._layers = tuple(
+            _Layer(layer, index, attention, self._eps, ops, group) for index, layer in enumerate(weights.layers)
+        )
 
     def forward(self, batch: Batch, progress: Progress, wanted: Sequence[int] = ()) -> Computed:
         if self._fused is not None and self._fused.takes(batch):
@@ -65,14 +69,18 @@ def _rows(hidden: Tensor, indexes: Sequence[int]) -> Tensor:
 
 
 class _Layer:
-    def __init__(self, weights: LayerWeights, index: int, attention: Attention, eps: float, ops: Ops, group: Collective) -> None:
+    def __init__(
+        self, weights: LayerWeights, index: int, attention: Attention, eps: float, ops: Ops, group: Collective
+    ) -> None:
         self._ops, self._eps, self._group = ops, eps, group
         self._input_norm, self._post_norm = weights.input_norm, weights.post_norm
         self._attend = _SelfAttention(weights, index, attention, ops)
         self._feed_forward = _GatedMLP(weights, ops)
 
     def __call__(self, hidden: Tensor, angles: Angles, batch: Batch) -> Tensor:
-        hidden.add_(self._group.sum(self._attend(self._ops.rms_norm(hidden, self._input_norm, self._eps), angles, batch)))
+        hidden.add_(
+            self._group.sum(self._attend(self._ops.rms_norm(hidden, self._input_norm, self._eps), angles, batch))
+        )
         return hidden.add_(self._group.sum(self._feed_forward(self._ops.rms_norm(hidden, self._post_norm, self._eps))))
 
 
@@ -81,7 +89,11 @@ class _SelfAttention:
         self._index, self._attention = index, attention
         self._qkv = ops.linear([weights.q, weights.k, weights.v], [weights.q_bias, weights.k_bias, weights.v_bias])
         self._output = ops.linear([weights.o], [weights.o_bias])
-        self._norms = HeadNorms(weights.q_norm, weights.k_norm) if weights.q_norm is not None and weights.k_norm is not None else None
+        self._norms = (
+            HeadNorms(weights.q_norm, weights.k_norm)
+            if weights.q_norm is not None and weights.k_norm is not None
+            else None
+        )
 
     def __call__(self, x: Tensor, angles: Angles, batch: Batch) -> Tensor:
         return self._output(self._attention.run(self._qkv(x), self._norms, angles, self._index, batch))

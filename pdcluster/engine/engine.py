@@ -1,10 +1,11 @@
-"""The engine: one model, its KV pool and a worker thread that computes one step at a time. It decides nothing about which rows run when.
+"""The engine: one model, its KV pool and a worker thread that computes one step at a time. It decides nothing about
+which rows run when.
 
     launch(plan) ──▶ worker: batch → forward → logits → sample ──▶ done_fd readable ──▶ collect() → StepResult
 
-`launch` and `collect` belong to one thread, the node's loop; between the two it is free, as the worker holds the GIL only between kernels. A second
-step may be launched behind the one that runs, with rows that go on with the tokens that one draws (`following`): the worker goes from one to the
-next, and the loop takes in the first one's results meanwhile.
+`launch` and `collect` belong to one thread, the node's loop; between the two it is free, as the worker holds the GIL
+only between kernels. A second step may be launched behind the one that runs, with rows that go on with the tokens that
+one draws (`following`): the worker goes from one to the next, and the loop takes in the first one's results meanwhile.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ from pdcluster.kv.pool import KVPool
 # What a step hands to the step that follows it: the tokens that it drew, before anybody outside the engine knows
 # them. It draws nothing itself.
 
+
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """By index of a plan's rows: the tokens that they go on with, and why some got none. Those compute on token 0 in pages of their own, draw
-    nothing, and end."""
+    """By index of a plan's rows: the tokens that they go on with, and why some got none. Those compute on token 0 in
+    pages of their own, draw nothing, and end."""
 
     tokens: Mapping[int, int] = field(default_factory=dict)
     errors: Mapping[int, RowError] = field(default_factory=dict)
@@ -81,7 +83,8 @@ class Following:
         return Fed(tokens, {index: result.error for index, result in results if result.error is not None})
 
     def end(self, plan: StepPlan, results: tuple[RowResult, ...]) -> None:
-        """The step is done. Histories grow here, and not where its results are taken in: the next step may have begun by then."""
+        """The step is done. Histories grow here, and not where its results are taken in: the next step may have begun
+        by then."""
         for row, result in zip(plan.rows, results, strict=True):
             if row.history is not None and result.token is not None:
                 row.history.add(result.token)
@@ -94,7 +97,9 @@ Sampled: TypeAlias = tuple[int | None, TokenLogprobs | None, RowError | None]
 NOTHING: Sampled = None, None, None
 
 NO_NUMBERS = RowError(
-    "the model gives no numbers here (NaN or infinite logits); its weights or this machine may be damaged", retryable=True, spoils_kv=True
+    "the model gives no numbers here (NaN or infinite logits); its weights or this machine may be damaged",
+    retryable=True,
+    spoils_kv=True,
 )
 """Another node may have better ones."""
 
@@ -104,9 +109,9 @@ LOGPROB_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """num_pages or kv_bytes sizes the pool (num_pages wins; kv_bytes is shared by all ranks); max_len None is what the model and the pool allow;
-    cache_dir keeps compiled kernels; deterministic: a request's tokens are the same bits whatever else is computed (`invariant`);
-    quantization: of the weights (`int8`)."""
+    """num_pages or kv_bytes sizes the pool (num_pages wins; kv_bytes is shared by all ranks); max_len None is what the
+    model and the pool allow; cache_dir keeps compiled kernels; deterministic: a request's tokens are the same bits
+    whatever else is computed (`invariant`); quantization: of the weights (`int8`)."""
 
     model_dir: Path
     cache_dir: Path
@@ -124,15 +129,17 @@ class EngineConfig:
 class Engine:
     """launch, collect, step, warmup and close from one thread; progress and the attributes from any.
 
-    group: the ranks of a tensor-parallel engine. Each rank is an Engine over its share of heads, in a process of its own, and must be given the same
-    plans in the same order; rank 0 alone draws tokens, its result is the result. layout: that of this rank's pool; full_layout: with the heads of
-    all ranks.
+    group: the ranks of a tensor-parallel engine. Each rank is an Engine over its share of heads, in a process of its
+    own, and must be given the same plans in the same order; rank 0 alone draws tokens, its result is the result.
+    layout: that of this rank's pool; full_layout: with the heads of all ranks.
     """
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None, group: Collective | None = None) -> None:
         torch.set_num_threads(config.threads)
         group = Alone() if group is None else InOrder(group) if config.deterministic else group
-        self._sample_rows, self._logprobs = (sample_alone, logprobs_alone) if config.deterministic else (sample, token_logprobs)
+        self._sample_rows, self._logprobs = (
+            (sample_alone, logprobs_alone) if config.deterministic else (sample, token_logprobs)
+        )
         self.config: ModelConfig = read_config(config.model_dir)
         share = share_of(self.config, group.rank, group.size)
         self.weights_digest = weights_digest(config.model_dir, self.config)
@@ -149,11 +156,20 @@ class Engine:
         self._device = config.device
         self._limits = Limits(self.config.vocab_size, self.num_pages, config.page_tokens, self.max_len)
         self._progress = progress or Progress()
-        self.grammars = Grammars(lambda: vocabulary_of(config.model_dir, self.config.vocab_size, self.config.eos_token_ids))
+        self.grammars = Grammars(
+            lambda: vocabulary_of(config.model_dir, self.config.vocab_size, self.config.eos_token_ids)
+        )
         self._constraints = Constraints(self.grammars, self.config.eos_token_ids)
         self._following = Following()
         self._worker = Worker(self._compute, config.threads)
-        log.info("engine: %s, %s on %s (%s), %d pages", self.config.architecture, weights.dtype, config.device, self._ops.name, self.num_pages)
+        log.info(
+            "engine: %s, %s on %s (%s), %d pages",
+            self.config.architecture,
+            weights.dtype,
+            config.device,
+            self._ops.name,
+            self.num_pages,
+        )
 
     @property
     def progress(self) -> int:
@@ -172,8 +188,9 @@ class Engine:
 
     @property
     def layers_done(self) -> int:
-        """Layers of the launched step whose KV is in the pool, 0 from `launch` on. On a device that computes behind the host's back no bell
-        rings, and this counts layers that were only submitted. Says nothing of a step launched behind another, which has no bells."""
+        """Layers of the launched step whose KV is in the pool, 0 from `launch` on. On a device that computes behind the
+        host's back no bell rings, and this counts layers that were only submitted. Says nothing of a step launched
+        behind another, which has no bells."""
         return self._progress.layers_done
 
     def launch(self, plan: StepPlan) -> None:
@@ -186,7 +203,8 @@ class Engine:
         self._worker.launch(plan)
 
     def collect(self, timeout: float | None = None) -> StepResult:
-        """The oldest launched step's result, or what it raised; DeadlineExceeded when it is not done after `timeout` seconds (it goes on)."""
+        """The oldest launched step's result, or what it raised; DeadlineExceeded when it is not done after `timeout`
+        seconds (it goes on)."""
         return self._worker.collect(timeout)
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -194,7 +212,8 @@ class Engine:
         return self.collect()
 
     def warmup(self) -> None:
-        """Run the shapes a first request meets, so that it pays for no first touch. Leaves junk in pages: call it before serving."""
+        """Run the shapes a first request meets, so that it pays for no first touch. Leaves junk in pages: call it
+        before serving."""
         for plan in self.warmup_plans():
             self.step(plan)
 
@@ -219,7 +238,8 @@ class Engine:
 
     @property
     def num_stuck(self) -> int:
-        """Threads that compute on after close, within a library that lets nobody end them: the interpreter must not be taken down around them."""
+        """Threads that compute on after close, within a library that lets nobody end them: the interpreter must not be
+        taken down around them."""
         return self.grammars.num_computing + self._constraints.num_late
 
     def _compute(self, plan: StepPlan) -> StepResult:
@@ -238,15 +258,22 @@ class Engine:
         self._following.end(plan, rows)
         return StepResult(rows, time.perf_counter() - begin)
 
-    def _rows(self, plan: StepPlan, batch: Batch, computed: Computed, drawing: list[int], fed: Fed) -> tuple[RowResult, ...]:
+    def _rows(
+        self, plan: StepPlan, batch: Batch, computed: Computed, drawing: list[int], fed: Fed
+    ) -> tuple[RowResult, ...]:
         prompt = [self._prompt_logprobs(row, computed, span) for row, span in zip(plan.rows, batch.spans, strict=True)]
         sampled: dict[int, Sampled] = {index: (None, None, error) for index, error in fed.errors.items()}
         if drawing:
             sampled |= self._sample(plan, batch, computed.logits(), drawing, fed)
         outputs = [sampled.get(index, NOTHING) for index in range(len(plan.rows))]
-        return tuple(RowResult(row.request, out[0], out[1], found, out[2]) for row, out, found in zip(plan.rows, outputs, prompt, strict=True))
+        return tuple(
+            RowResult(row.request, out[0], out[1], found, out[2])
+            for row, out, found in zip(plan.rows, outputs, prompt, strict=True)
+        )
 
-    def _sample(self, plan: StepPlan, batch: Batch, logits: Tensor, drawing: list[int], fed: Fed = NOTHING_FED) -> dict[int, Sampled]:
+    def _sample(
+        self, plan: StepPlan, batch: Batch, logits: Tensor, drawing: list[int], fed: Fed = NOTHING_FED
+    ) -> dict[int, Sampled]:
         """Token and logprobs, or why there are none, by index of the rows that sample."""
         if self._group.rank:
             return {}
@@ -254,10 +281,16 @@ class Engine:
         samplings = [row.sampling for row in rows if row.sampling is not None]
         lengths = batch.lengths.tolist()
         choices = [
-            Choice(sampling, lengths[index], row.output_index, row.history) for index, row, sampling in zip(drawing, rows, samplings, strict=True)
+            Choice(sampling, lengths[index], row.output_index, row.history)
+            for index, row, sampling in zip(drawing, rows, samplings, strict=True)
         ]
-        masks, dead = self._constraints.of_step([fed.with_output(index, row) for index, row in zip(drawing, rows, strict=True)])
-        free = [replace(choice, sampling=unbound(choice.sampling)) if place in masks else choice for place, choice in enumerate(choices)]
+        masks, dead = self._constraints.of_step(
+            [fed.with_output(index, row) for index, row in zip(drawing, rows, strict=True)]
+        )
+        free = [
+            replace(choice, sampling=unbound(choice.sampling)) if place in masks else choice
+            for place, choice in enumerate(choices)
+        ]
         tokens: list[int | None] = self._sample_rows(logits, free, self.config.eos_token_ids, masks)
         dead |= {place: NO_NUMBERS for place, token in enumerate(tokens) if token is None and place not in dead}
         asked = [
@@ -271,7 +304,8 @@ class Engine:
             found = self._logprobs(logits[places], [token for _, token, _ in asked], [count for _, _, count in asked])
             logprobs = dict(zip(places, found, strict=True))
         return {
-            index: (None, None, dead[place]) if place in dead else (tokens[place], logprobs.get(place), None) for place, index in enumerate(drawing)
+            index: (None, None, dead[place]) if place in dead else (tokens[place], logprobs.get(place), None)
+            for place, index in enumerate(drawing)
         }
 
     def _prompt_logprobs(self, row: Row, computed: Computed, span: Span) -> tuple[TokenLogprobs, ...]:
@@ -290,7 +324,9 @@ class Engine:
 def _ops_of(config: EngineConfig, dtype: DType) -> Ops:
     if config.quantization != "none":
         if config.deterministic:
-            raise ConfigError(f"quantization {config.quantization} is not supported with deterministic; leave one of them out")
+            raise ConfigError(
+                f"quantization {config.quantization} is not supported with deterministic; leave one of them out"
+            )
         return int8_ops(config.quantization, config.device, dtype, config.threads, config.cache_dir)
     if config.deterministic:
         return invariant_ops(config.device, dtype, config.threads, config.cache_dir)
@@ -304,7 +340,12 @@ def _takes_best(row: Row) -> bool:
     sampling = row.sampling
     if sampling is None:
         return True
-    return sampling.temperature <= 0 and sampling.logprobs is None and sampling.grammar is None and row.output_index >= sampling.min_tokens
+    return (
+        sampling.temperature <= 0
+        and sampling.logprobs is None
+        and sampling.grammar is None
+        and row.output_index >= sampling.min_tokens
+    )
 
 
 def _best(plan: StepPlan, drawing: list[int], best: list[int]) -> tuple[RowResult, ...]:
@@ -313,7 +354,9 @@ def _best(plan: StepPlan, drawing: list[int], best: list[int]) -> tuple[RowResul
         return tuple(RowResult(row.request, token) for row, token in zip(plan.rows, best, strict=True))
     tokens = dict(zip(drawing, best, strict=True))
     return tuple(
-        RowResult(row.request, None, error=NO_NUMBERS) if tokens.get(index, 0) < 0 else RowResult(row.request, tokens.get(index))
+        RowResult(row.request, None, error=NO_NUMBERS)
+        if tokens.get(index, 0) < 0
+        else RowResult(row.request, tokens.get(index))
         for index, row in enumerate(plan.rows)
     )
 
@@ -323,29 +366,39 @@ def _blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _max_len(wanted: int | None, config: ModelConfig, pool_tokens: int) -> int:
-    """The longest sequence served, checked against what the model computes right; not chosen: what the model and the pool allow."""
+    """The longest sequence served, checked against what the model computes right; not chosen: what the model and the
+    pool allow."""
     if wanted is None:
         return _longest(config, pool_tokens)
     max_len = wanted
     if not 1 <= max_len <= config.max_position_embeddings:
-        raise ConfigError(f"max_len {max_len} is not in 1…{config.max_position_embeddings}, which is what the model was made for; lower --max-len")
+        raise ConfigError(
+            f"max_len {max_len} is not in 1…{config.max_position_embeddings}, which is what the model was made for; "
+            "lower --max-len"
+        )
     if config.sliding_window is not None and max_len > config.sliding_window:
         raise ModelError(
-            f"config.json: sliding_window {config.sliding_window} is not supported for sequences beyond it; serve the model with "
+            f"config.json: sliding_window {config.sliding_window} is not supported for sequences beyond it; serve "
+            "the model with "
             f"--max-len {config.sliding_window}, up to which the window changes nothing"
         )
     return max_len
 
 
 def _longest(config: ModelConfig, pool_tokens: int) -> int:
-    """What the model was made for and the pool holds; of a model with a sliding window what fits into that, where it changes nothing."""
+    """What the model was made for and the pool holds; of a model with a sliding window what fits into that, where it
+    changes nothing."""
     longest = min(config.max_position_embeddings, pool_tokens)
     if config.sliding_window is None or config.sliding_window >= longest:
         return longest
-    log.warning("sequences are at most %d tokens: beyond its sliding window this model is not supported", config.sliding_window)
+    log.warning(
+        "sequences are at most %d tokens: beyond its sliding window this model is not supported", config.sliding_window
+    )
     return config.sliding_window
 
 
 def _check_capacity(num_pages: int, layout: KVLayout) -> None:
     if num_pages < 1:
-        raise ConfigError(f"the KV memory does not hold one page of {layout.page_bytes} bytes; raise kv_bytes or lower page_tokens")
+        raise ConfigError(
+            f"the KV memory does not hold one page of {layout.page_bytes} bytes; raise kv_bytes or lower page_tokens"
+        )

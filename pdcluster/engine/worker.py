@@ -1,9 +1,12 @@
-"""A thread that computes one step at a time, and the descriptor that says when one is done. It knows nothing of what a step is.
+"""A thread that computes one step at a time, and the descriptor that says when one is done. It knows nothing of what a
+step is.
 
 Requirements:
  1. Whatever the computation raises is raised by `collect`, once, with its traceback; the thread goes on.
- 2. `done_fd` becomes readable no later than `collect` can return, and is not readable after it returned unless the next step is done, too.
- 3. Steps are computed and collected in the order in which they were launched, at most PLACES between launch and collect.
+ 2. `done_fd` becomes readable no later than `collect` can return, and is not readable after it returned unless the next
+    step is done, too.
+ 3. Steps are computed and collected in the order in which they were launched, at most PLACES between launch and
+    collect.
 """
 
 from __future__ import annotations
@@ -58,7 +61,9 @@ class Worker:
         try:
             outcome = self._outcomes.get(timeout=timeout)
         except queue.Empty:
-            raise DeadlineExceeded(f"the step is not done after {timeout} s; collect it later", stage="liveness") from None
+            raise DeadlineExceeded(
+                f"the step is not done after {timeout} s; collect it later", stage="liveness"
+            ) from None
         os.eventfd_read(self.done_fd)
         self.num_in_flight -= 1
         if isinstance(outcome, Exception):
@@ -79,7 +84,8 @@ class Worker:
         with torch.inference_mode():
             while (plan := self._plans.get()) is not None:
                 outcome = self._outcome(plan)
-                # Before the outcome is there to be collected, so that collect always finds the event it has to clear (2).
+                # Before the outcome is there to be collected, so that collect always finds the event it has to clear
+                # (2).
                 os.eventfd_write(self.done_fd, 1)
                 self._outcomes.put(outcome)
 

@@ -1,12 +1,14 @@
 """Names for KV contents: one chained hash per full hash block of tokens. Pure; knows no pages and no nodes.
 
-A chain is cut into stretches of STRETCH_BLOCKS blocks. The hash of a block is SHA-256, cut to 128 bits, of a mark, the hash of the block before its
-stretch, and the stretch's tokens up to the end of the block as little-endian int32. So a hash names all tokens up to the end of its block. Before
-the first stretch stands the chain's root, which holds what else decides whether two requests may share KV: tenant salt, adapter, weight version, and
-the block size. Whoever knows the hashes and tokens of a chain can extend it, and needs the root to begin one, or to go on in its first stretch.
+A chain is cut into stretches of STRETCH_BLOCKS blocks. The hash of a block is SHA-256, cut to 128 bits, of a mark, the
+hash of the block before its stretch, and the stretch's tokens up to the end of the block as little-endian int32. So a
+hash names all tokens up to the end of its block. Before the first stretch stands the chain's root, which holds what
+else decides whether two requests may share KV: tenant salt, adapter, weight version, and the block size. Whoever knows
+the hashes and tokens of a chain can extend it, and needs the root to begin one, or to go on in its first stretch.
 
-One state goes through a stretch and tells a hash after each block, which costs a third of a hash made anew for each block; SHA-256 because it has
-instructions of its own on CPUs of this decade. Stretches are short, so that going on with a chain costs a few microseconds, wherever it is.
+One state goes through a stretch and tells a hash after each block, which costs a third of a hash made anew for each
+block; SHA-256 because it has instructions of its own on CPUs of this decade. Stretches are short, so that going on with
+a chain costs a few microseconds, wherever it is.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def chain_root(*, block_tokens: int = BLOCK_TOKENS, salt: bytes = b"", adapter: 
     return root.digest()
 
 
-def block_hashes(tokens: Tokens, *, block_tokens: int = BLOCK_TOKENS, salt: bytes = b"", adapter: str = "", weights: str = "") -> bytes:
+def block_hashes(
+    tokens: Tokens, *, block_tokens: int = BLOCK_TOKENS, salt: bytes = b"", adapter: str = "", weights: str = ""
+) -> bytes:
     """The hashes of all full blocks of `tokens`, HASH_BYTES each."""
     root = chain_root(block_tokens=block_tokens, salt=salt, adapter=adapter, weights=weights)
     return extend(b"", tokens, root=root, block_tokens=block_tokens)
@@ -60,8 +64,21 @@ def extend(hashes: bytes | bytearray, tokens: Tokens, *, root: bytes, block_toke
     while at < end:
         begin = at - at % STRETCH_BLOCKS
         stop = min(begin + STRETCH_BLOCKS, end)
-        before = root if not begin else fresh[-1][-HASH_BYTES:] if fresh else bytes(hashes[(begin - 1) * HASH_BYTES : begin * HASH_BYTES])
-        fresh.append(_stretch(before, packed[begin * block_bytes : at * block_bytes], packed[at * block_bytes : stop * block_bytes], block_bytes))
+        before = (
+            root
+            if not begin
+            else fresh[-1][-HASH_BYTES:]
+            if fresh
+            else bytes(hashes[(begin - 1) * HASH_BYTES : begin * HASH_BYTES])
+        )
+        fresh.append(
+            _stretch(
+                before,
+                packed[begin * block_bytes : at * block_bytes],
+                packed[at * block_bytes : stop * block_bytes],
+                block_bytes,
+            )
+        )
         at = stop
     return fresh[0] if len(fresh) == 1 else b"".join(fresh)
 
@@ -81,7 +98,9 @@ def _stretch(before: bytes, known: memoryview, fresh: memoryview, block_bytes: i
         state.update(known)
     add, tell, cut = state.update, state.digest, _CUT
     blocks = iter_unpack(f"{block_bytes}s", fresh)
-    return b"".join([tell()[cut] for (block,) in blocks if add(block) is None])  # always: a loop that appends takes a third longer
+    return b"".join(
+        [tell()[cut] for (block,) in blocks if add(block) is None]
+    )  # always: a loop that appends takes a third longer
 
 
 def _packed(tokens: Tokens) -> memoryview:

@@ -1,7 +1,8 @@
-"""The shape of KV pages: what one page holds, in which order, in how many bytes. Pure arithmetic; the tensors are in `kv.pool`.
+"""The shape of KV pages: what one page holds, in which order, in how many bytes. Pure arithmetic; the tensors are in
+`kv.pool`.
 
-Page-major: [page][layer][K, V][kv head][token][dim], so that a page is one contiguous run for a transfer, and a head range of a page is
-contiguous per (layer, K or V).
+Page-major: [page][layer][K, V][kv head][token][dim], so that a page is one contiguous run for a transfer, and a head
+range of a page is contiguous per (layer, K or V).
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class KVLayout:
 
 
 def head_range(num_heads: int, rank: int, ranks: int) -> tuple[int, int]:
-    """The kv heads [first, end) that a rank of a tensor-parallel node holds. With more ranks than heads several hold the same one, as all ranks do
-    with a latent that every head shares (one kv head here)."""
+    """The kv heads [first, end) that a rank of a tensor-parallel node holds. With more ranks than heads several hold
+    the same one, as all ranks do with a latent that every head shares (one kv head here)."""
     if ranks >= num_heads:
         first = rank * num_heads // ranks
         return first, first + 1
@@ -51,9 +52,9 @@ DEFAULT_ARITHMETIC = "default"
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """All that two nodes must agree on before one may attend to the other's KV, but for layout.page_tokens, which may differ (each is a multiple of
-    hash_block_tokens). layout: with the heads of all of a node's ranks; arithmetic: how sums are made, where bits must be equal. Compared when a node
-    joins."""
+    """All that two nodes must agree on before one may attend to the other's KV, but for layout.page_tokens, which may
+    differ (each is a multiple of hash_block_tokens). layout: with the heads of all of a node's ranks; arithmetic: how
+    sums are made, where bits must be equal. Compared when a node joins."""
 
     model: str
     weights: str

@@ -1,4 +1,5 @@
-"""Who holds which KV page: owners, writers, and the prefix cache. Pure bookkeeping of ids; the tensors are in `kv.pool`.
+"""Who holds which KV page: owners, writers, and the prefix cache. Pure bookkeeping of ids; the tensors are in
+`kv.pool`.
 
 A page is in exactly one of four states, which follow from three facts about it:
 
@@ -8,15 +9,19 @@ A page is in exactly one of four states, which follow from three facts about it:
     cached       0        no       yes         kept for its contents, evicted when pages run short
     quarantined  0        yes      no          nobody needs it, but a remote writer may still write to it: never reused
 
-Published pages form a tree: a page's parent holds the tokens before it, and it is the page's hash chain that names it. Requirements:
- 1. Prefix closure: the parent of a published page is published. So holdings are found by bisection, and the router's index may rely on it.
+Published pages form a tree: a page's parent holds the tokens before it, and it is the page's hash chain that names it.
+Requirements:
+ 1. Prefix closure: the parent of a published page is published. So holdings are found by bisection, and the router's
+    index may rely on it.
  2. Only leaves are evicted, the longest unused first.
  3. A published page is never written to: it has no writer, and who wants to write allocates.
- 4. A page whose contents are not believed any more is forgotten with all that was computed behind it; whoever holds it keeps it, unpublished.
+ 4. A page whose contents are not believed any more is forgotten with all that was computed behind it; whoever holds it
+    keeps it, unpublished.
 
-Requirement 2 in O(1): a page is *busy* while it has owners or a busy child, else idle; idle pages sit in a list in the order in which they
-turned idle. A page cannot turn idle before its children, and when a child turns busy so does its parent. Hence children stand before their
-parents in the list, and its head is always a leaf, the least recently used of all.
+Requirement 2 in O(1): a page is *busy* while it has owners or a busy child, else idle; idle pages sit in a list in the
+order in which they turned idle. A page cannot turn idle before its children, and when a child turns busy so does its
+parent. Hence children stand before their parents in the list, and its head is always a leaf, the least recently used of
+all.
 """
 
 from __future__ import annotations
@@ -35,9 +40,14 @@ class PagePool:
 
     def __init__(self, num_pages: int, page_tokens: int, block_tokens: int) -> None:
         if num_pages < 1:
-            raise ConfigError(f"the KV pool has {num_pages} pages, it needs at least 1; give it more memory or use smaller pages")
+            raise ConfigError(
+                f"the KV pool has {num_pages} pages, it needs at least 1; give it more memory or use smaller pages"
+            )
         if page_tokens < 1 or block_tokens < 1 or page_tokens % block_tokens:
-            raise ConfigError(f"page size {page_tokens} is no multiple of the hash block of {block_tokens} tokens; use such a multiple")
+            raise ConfigError(
+                f"page size {page_tokens} is no multiple of the hash block of {block_tokens} tokens; use such a "
+                "multiple"
+            )
         self.num_pages = num_pages
         self.page_tokens = page_tokens
         self.block_tokens = block_tokens
@@ -98,7 +108,8 @@ class PagePool:
     # ------------------------------------------------------------ owners
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` private pages, each with one owner, evicting cached ones as needed; None, and nothing changed, when there are not that many."""
+        """`count` private pages, each with one owner, evicting cached ones as needed; None, and nothing changed, when
+        there are not that many."""
         if count > self.num_available:
             return None
         pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
@@ -121,10 +132,14 @@ class PagePool:
                     self._turn_busy(page)
 
     def release(self, pages: Sequence[int]) -> None:
-        """One owner less for each page. With its last owner a page turns cached if published, quarantined while it has a writer, else free."""
+        """One owner less for each page. With its last owner a page turns cached if published, quarantined while it has
+        a writer, else free."""
         for page, times in Counter(pages).items():
             if self._owners[page] < times:
-                raise IntegrityError(f"page {page} is released {times} times, but has {self._owners[page]} owners and is {self._state(page)}")
+                raise IntegrityError(
+                    f"page {page} is released {times} times, but has {self._owners[page]} owners and is "
+                    f"{self._state(page)}"
+                )
         for page in reversed(pages):
             self._owners[page] -= 1
             if not self._owners[page]:
@@ -132,8 +147,9 @@ class PagePool:
                 self._settle(page)
 
     def make_private(self, page: int) -> int | None:
-        """The page that an owner of `page` may write to, once it holds the same (copy on write): `page` itself where it is nobody else's and not
-        published, else a fresh one; None, and nothing changed, when there is none. The owner keeps `page`, too, and releases it once it is copied."""
+        """The page that an owner of `page` may write to, once it holds the same (copy on write): `page` itself where it
+        is nobody else's and not published, else a fresh one; None, and nothing changed, when there is none. The owner
+        keeps `page`, too, and releases it once it is copied."""
         if not self._owners[page]:
             raise IntegrityError(f"page {page} cannot be made private: it is {self._state(page)}")
         if self._owners[page] == 1 and not self._hashes[page] and self._writer[page] is None:
@@ -153,19 +169,24 @@ class PagePool:
     # ------------------------------------------------------------ writers
 
     def attach_writer(self, pages: Iterable[int], nonce: int) -> None:
-        """From now on the holder of `nonce` may write to these private pages, until `detach_writer`; no page may be reused before that."""
+        """From now on the holder of `nonce` may write to these private pages, until `detach_writer`; no page may be
+        reused before that."""
         attached = tuple(pages)
         if nonce in self._pages_of_writer:
             raise IntegrityError(f"writer {nonce:#x} is attached already")
         for page in attached:
             if self._owners[page] != 1 or self._hashes[page] or self._writer[page] is not None:
-                raise IntegrityError(f"page {page} cannot take writer {nonce:#x}: it is {self._state(page)} with {self._owners[page]} owners")
+                raise IntegrityError(
+                    f"page {page} cannot take writer {nonce:#x}: it is {self._state(page)} with {self._owners[page]} "
+                    "owners"
+                )
         for page in attached:
             self._writer[page] = nonce
         self._pages_of_writer[nonce] = attached
 
     def detach_writer(self, nonce: int) -> None:
-        """The holder of `nonce` can write no more (its commit was verified, or there is proof): quarantined pages of it turn free."""
+        """The holder of `nonce` can write no more (its commit was verified, or there is proof): quarantined pages of it
+        turn free."""
         if nonce not in self._pages_of_writer:
             raise IntegrityError(f"writer {nonce:#x} is not attached")
         for page in self._pages_of_writer.pop(nonce):
@@ -177,7 +198,8 @@ class PagePool:
     # ------------------------------------------------------------ the prefix cache
 
     def match_length(self, hashes: Hashes, max_pages: int | None = None) -> int:
-        """Pages of the longest published prefix of a chain of block hashes, at most `max_pages`. Looks at log2 of them (requirement 1)."""
+        """Pages of the longest published prefix of a chain of block hashes, at most `max_pages`. Looks at log2 of them
+        (requirement 1)."""
         low, high = 0, len(hashes) // self._page_hash_bytes
         if max_pages is not None:
             high = min(high, max_pages)
@@ -201,14 +223,16 @@ class PagePool:
         return pages
 
     def num_idle(self, pages: Iterable[int]) -> int:
-        """How many of these pages `allocate` could evict now, so that acquiring them makes that many fewer available."""
+        """How many of these pages `allocate` could evict now, so that acquiring them makes that many fewer
+        available."""
         return sum(page in self._idle for page in pages)
 
     def publish(self, page: int, hashes: bytes, parent: bytes | None) -> int:
         """Enter a filled page into the prefix cache, and return the page that holds its contents from now on.
 
-        hashes: those of its blocks; parent: the hash before them, None for a first page. When another page of the same contents was published
-        earlier, that one stays: the caller's ownership moves to it, and it is what is returned. Publishing a page again changes nothing.
+        hashes: those of its blocks; parent: the hash before them, None for a first page. When another page of the same
+        contents was published earlier, that one stays: the caller's ownership moves to it, and it is what is returned.
+        Publishing a page again changes nothing.
         """
         self._check_publishable(page, hashes)
         known = self._published.get(hashes[-HASH_BYTES:])
@@ -220,7 +244,10 @@ class PagePool:
             return known
         above = None if parent is None else self._published.get(parent)
         if parent is not None and (above is None or not self._owners[above]):
-            raise IntegrityError(f"page {page} is published under {parent.hex()}, whose page is {'unknown' if above is None else self._state(above)}")
+            raise IntegrityError(
+                f"page {page} is published under {parent.hex()}, whose page is "
+                f"{'unknown' if above is None else self._state(above)}"
+            )
         self._hashes[page] = hashes
         self._published[hashes[-HASH_BYTES:]] = page
         self._parent[page] = above
@@ -235,7 +262,8 @@ class PagePool:
         return bool(self._hashes[page])
 
     def forget(self, pages: Iterable[int]) -> None:
-        """These are nobody's prefix any more, nor is what is published below them (requirement 4). Looks at every page: it hardly happens."""
+        """These are nobody's prefix any more, nor is what is published below them (requirement 4). Looks at every page:
+        it hardly happens."""
         doomed = set(pages)
         found: list[int] = []
         for page in sorted((page for page, hashes in enumerate(self._hashes) if hashes), key=self._depth.__getitem__):
@@ -247,17 +275,24 @@ class PagePool:
 
     def _check_publishable(self, page: int, hashes: bytes) -> None:
         if len(hashes) != self._page_hash_bytes:
-            raise IntegrityError(f"page {page} is published with {len(hashes)} bytes of hashes; its blocks have {self._page_hash_bytes}")
+            raise IntegrityError(
+                f"page {page} is published with {len(hashes)} bytes of hashes; its blocks have {self._page_hash_bytes}"
+            )
         if not self._owners[page]:
             raise IntegrityError(f"page {page} is published, but it is {self._state(page)}")
         writer = self._writer[page]
         if writer is not None:
-            raise IntegrityError(f"page {page} is published while writer {writer:#x} may still write to it; detach the writer first")
+            raise IntegrityError(
+                f"page {page} is published while writer {writer:#x} may still write to it; detach the writer first"
+            )
         if self._hashes[page] and self._hashes[page] != hashes:
-            raise IntegrityError(f"page {page} is published as {hashes.hex()}, but it is {self._hashes[page].hex()} already")
+            raise IntegrityError(
+                f"page {page} is published as {hashes.hex()}, but it is {self._hashes[page].hex()} already"
+            )
 
     def drain_changes(self) -> tuple[bytes, bytes]:
-        """Block hashes (added, removed) since the last call, HASH_BYTES each; what came and went in between is in neither."""
+        """Block hashes (added, removed) since the last call, HASH_BYTES each; what came and went in between is in
+        neither."""
         return self._changes.drain()
 
     def snapshot(self) -> bytes:
@@ -267,7 +302,8 @@ class PagePool:
     # ------------------------------------------------------------ inside
 
     def _lookup(self, hashes: Hashes, depth: int) -> int | None:
-        """The page published under the hash that ends page `depth` (from 1) of the chain. The depth is checked, because a chain comes from a peer."""
+        """The page published under the hash that ends page `depth` (from 1) of the chain. The depth is checked, because
+        a chain comes from a peer."""
         end = depth * self._page_hash_bytes
         page = self._published.get(bytes(hashes[end - HASH_BYTES : end]))
         return page if page is not None and self._depth[page] == depth else None
@@ -285,7 +321,8 @@ class PagePool:
                     return
 
     def _turn_idle(self, page: int) -> None:
-        """A published page lost its last owner and has no busy child: it and the ancestors it alone kept busy enter the list, child first."""
+        """A published page lost its last owner and has no busy child: it and the ancestors it alone kept busy enter the
+        list, child first."""
         above: int | None = page
         while above is not None:
             page = above
@@ -332,7 +369,12 @@ class PagePool:
     def check_integrity(self) -> None:
         """Recount everything; raises IntegrityError that names what does not add up."""
         states = Counter(self._state(page) for page in range(self.num_pages))
-        for state, count in (("free", self.num_free), ("used", self.num_used), ("cached", self.num_cached), ("quarantined", self.num_quarantined)):
+        for state, count in (
+            ("free", self.num_free),
+            ("used", self.num_used),
+            ("cached", self.num_cached),
+            ("quarantined", self.num_quarantined),
+        ):
             _require(states[state] == count, f"{states[state]} pages are {state}, but {count} are counted")
         _require(len(set(self._free)) == len(self._free), "a page is on the free list twice")
         for page in self._free:
@@ -344,8 +386,13 @@ class PagePool:
     def _check_writers(self) -> None:
         attached = {page: nonce for nonce, pages in self._pages_of_writer.items() for page in pages}
         for page, writer in enumerate(self._writer):
-            _require(attached.get(page) == writer, f"page {page} has writer {writer}, but is in the list of {attached.get(page)}")
-            _require(writer is None or not self._hashes[page], f"page {page} is published while writer {writer} is attached")
+            _require(
+                attached.get(page) == writer,
+                f"page {page} has writer {writer}, but is in the list of {attached.get(page)}",
+            )
+            _require(
+                writer is None or not self._hashes[page], f"page {page} is published while writer {writer} is attached"
+            )
 
     def _check_tree(self) -> None:
         busy_children: Counter[int] = Counter()
@@ -353,24 +400,38 @@ class PagePool:
         for page in range(self.num_pages):
             hashes, parent = self._hashes[page], self._parent[page]
             if not hashes:
-                _require(parent is None and not self._busy_children[page] and not self._depth[page], f"unpublished page {page} is in the tree")
+                _require(
+                    parent is None and not self._busy_children[page] and not self._depth[page],
+                    f"unpublished page {page} is in the tree",
+                )
                 continue
-            _require(self._published.get(hashes[-HASH_BYTES:]) == page, f"page {page} is published but not found by its hash")
+            _require(
+                self._published.get(hashes[-HASH_BYTES:]) == page, f"page {page} is published but not found by its hash"
+            )
             hashes_present.update(_split(hashes))
             depth_above = self._depth[parent] if parent is not None else 0
-            _require(self._depth[page] == depth_above + 1, f"page {page} has depth {self._depth[page]} below depth {depth_above}")
+            _require(
+                self._depth[page] == depth_above + 1,
+                f"page {page} has depth {self._depth[page]} below depth {depth_above}",
+            )
             if parent is not None:
                 _require(bool(self._hashes[parent]), f"the parent {parent} of cached page {page} is not cached")
                 busy_children[parent] += self._is_busy(page)
         for page, count in enumerate(self._busy_children):
-            _require(count == busy_children[page], f"page {page} has {busy_children[page]} busy children, {count} are counted")
+            _require(
+                count == busy_children[page],
+                f"page {page} has {busy_children[page]} busy children, {count} are counted",
+            )
         _require(len(self._published) == sum(map(bool, self._hashes)), "a hash names a page that is not published")
         _require(hashes_present == self._changes.present, "the published block hashes differ from those of the pages")
 
     def _check_idle_order(self) -> None:
         seen: set[int] = set()
         for page in self._idle:
-            _require(bool(self._hashes[page]) and not self._is_busy(page), f"page {page} can be evicted but is {self._state(page)}")
+            _require(
+                bool(self._hashes[page]) and not self._is_busy(page),
+                f"page {page} can be evicted but is {self._state(page)}",
+            )
             parent = self._parent[page]
             _require(parent not in seen, f"page {page} would be evicted after its parent {parent}")
             seen.add(page)
@@ -382,8 +443,8 @@ class PagePool:
 
 
 class _Changes:
-    """Which block hashes are published, and what changed since they were last told. Pages larger than a block can share their first blocks'
-    hashes, hence the count."""
+    """Which block hashes are published, and what changed since they were last told. Pages larger than a block can share
+    their first blocks' hashes, hence the count."""
 
     def __init__(self) -> None:
         self.present: Counter[bytes] = Counter()

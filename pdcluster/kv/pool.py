@@ -1,7 +1,9 @@
-"""The memory behind page ids: one contiguous run of pages, and the tensor view that the engine computes in. It allocates no ids and knows no request.
+"""The memory behind page ids: one contiguous run of pages, and the tensor view that the engine computes in. It
+allocates no ids and knows no request.
 
-On CPU the pages are one memfd: anonymous shared memory that other processes can map through its descriptor and that the kernel frees with the
-last of them, even after SIGKILL. On an accelerator they are a plain device tensor, and `fd` is None.
+On CPU the pages are one memfd: anonymous shared memory that other processes can map through its descriptor and that the
+kernel frees with the last of them, even after SIGKILL. On an accelerator they are a plain device tensor, and `fd` is
+None.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ _MADV_POPULATE_WRITE = 23
 
 
 class KVPool:
-    """Owns the pages from construction to `close`. Any thread may read the attributes; who may write which page is not decided here.
+    """Owns the pages from construction to `close`. Any thread may read the attributes; who may write which page is not
+    decided here.
 
-    tensor: [page][layer][K, V][kv head][token][dim]; address, nbytes and fd are what `transfer.backends.base.Region` wants.
+    tensor: [page][layer][K, V][kv head][token][dim]; address, nbytes and fd are what `transfer.backends.base.Region`
+    wants.
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, device: str = "cpu") -> None:
@@ -48,7 +52,9 @@ class KVPool:
     def view(self) -> memoryview:
         """All bytes, writable. Only host memory has one."""
         if self._mapping is None:
-            raise ConfigError("a pool in device memory has no host view; use a transfer backend that reaches device memory")
+            raise ConfigError(
+                "a pool in device memory has no host view; use a transfer backend that reaches device memory"
+            )
         return memoryview(self._mapping)
 
     def copy(self, pages: Sequence[tuple[int, int]]) -> None:
@@ -57,7 +63,8 @@ class KVPool:
             self.tensor[target].copy_(self.tensor[source])
 
     def close(self) -> None:
-        """Give up the descriptor. The mapping itself goes with its last view, so that no reader is left with a dangling address. Idempotent."""
+        """Give up the descriptor. The mapping itself goes with its last view, so that no reader is left with a dangling
+        address. Idempotent."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
@@ -78,10 +85,11 @@ def _map_shared(nbytes: int) -> tuple[int, mmap.mmap]:
 
 
 def _populate(mapping: mmap.mmap) -> None:
-    """Touch every page now, so that the first prefill does not pay for it. Kernels that cannot are left to fault pages in on first use.
+    """Touch every page now, so that the first prefill does not pay for it. Kernels that cannot are left to fault pages
+    in on first use.
 
-    As huge pages, where the system has them for shared memory (`shmem_enabled`): a long context lies in pieces of a few KiB, and reads of those end
-    at every page of the system's.
+    As huge pages, where the system has them for shared memory (`shmem_enabled`): a long context lies in pieces of a few
+    KiB, and reads of those end at every page of the system's.
     """
     with suppress(OSError):  # this kernel has none
         mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -1,4 +1,5 @@
-"""`pdcluster demo`: starts a cluster like `up`, sends it real requests over HTTP, prints each stream and its timeline, and stops it.
+"""`pdcluster demo`: starts a cluster like `up`, sends it real requests over HTTP, prints each stream and its timeline,
+and stops it.
 
 A client like any other: it uses the OpenAI API and the standard library's HTTP, nothing of the cluster's insides.
 """
@@ -30,7 +31,8 @@ BAR, FAINT = "█", "░"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took from `start` to `end`, in seconds since the request came in; from `faint` on it is drawn faintly."""
+    """Something that took from `start` to `end`, in seconds since the request came in; from `faint` on it is drawn
+    faintly."""
 
     name: str
     start: float
@@ -45,7 +47,10 @@ def render(usage: Mapping[str, object]) -> list[str]:
     timeline = _table(route.get("timeline"))
     if not timeline:
         return [_where(usage, route), "  (no timeline: a stop string ended the request before its nodes reported)"]
-    spans = _spans({name: float(value) for name, value in timeline.items() if isinstance(value, int | float)}, str(route.get("transfer") or ""))
+    spans = _spans(
+        {name: float(value) for name, value in timeline.items() if isinstance(value, int | float)},
+        str(route.get("transfer") or ""),
+    )
     whole = max([span.end for span in spans] + [1e-6])
     return [_where(usage, route), *(_line(span, whole) for span in spans)]
 
@@ -59,19 +64,30 @@ def _where(usage: Mapping[str, object], route: Mapping[str, object]) -> str:
         nodes = f"{route.get('decode') or route.get('prefill')} alone"
     attempts = route.get("attempts") or 1
     tries = "" if attempts == 1 else f", {attempts} attempts"
-    return f"  {usage.get('prompt_tokens')} prompt tokens ({cached}), {usage.get('completion_tokens')} new, {nodes}{tries}"
+    return (
+        f"  {usage.get('prompt_tokens')} prompt tokens ({cached}), {usage.get('completion_tokens')} new, {nodes}{tries}"
+    )
 
 
 def _spans(seconds: Mapping[str, float], transfer: str) -> list[Span]:
-    queue, prefill, moved, exposed, decode = (seconds.get(f"{name}_s", 0.0) for name in ("queue", "prefill", "transfer", "exposed", "decode"))
+    queue, prefill, moved, exposed, decode = (
+        seconds.get(f"{name}_s", 0.0) for name in ("queue", "prefill", "transfer", "exposed", "decode")
+    )
     first, second, placed = seconds.get("ttft_s"), seconds.get("ttst_s"), seconds.get("placed_s", 0.0)
     queued, sampled = placed + queue, placed + queue + prefill
-    spans = [Span("held, tried", 0.0, placed, "before the attempt that came to the end")] if placed >= WORTH_TELLING_S else []
+    spans = (
+        [Span("held, tried", 0.0, placed, "before the attempt that came to the end")]
+        if placed >= WORTH_TELLING_S
+        else []
+    )
     spans += [Span("queue", placed, queued, ""), Span("prefill", queued, sampled, "")]
     if transfer:
         exposed_part = min(moved, exposed)
         end = sampled + exposed_part
-        note = f"{_ms(moved - exposed_part)} hidden behind prefill, {_ms(exposed_part)} exposed, {seconds.get('transfer_bytes', 0.0) / 1e6:.2f} MB"
+        note = (
+            f"{_ms(moved - exposed_part)} hidden behind prefill, {_ms(exposed_part)} exposed, "
+            f"{seconds.get('transfer_bytes', 0.0) / 1e6:.2f} MB"
+        )
         spans.append(Span("KV transfer", max(0.0, end - moved), end, note, faint=sampled))
     if first is not None:
         spans.append(Span("first token", first, first, ""))
@@ -79,8 +95,12 @@ def _spans(seconds: Mapping[str, float], transfer: str) -> list[Span]:
         spans.append(Span("second token", second, second, ""))
     if decode > 0.0:
         step = decode / max(1.0, seconds.get("decode_tokens", 0.0))
-        start = max(sampled, second - step) if second is not None else sampled  # it includes the step of the second token
-        spans.append(Span("decode", start, start + decode, f"{seconds.get('decode_tokens', 0.0) / decode:.0f} tokens/s"))
+        start = (
+            max(sampled, second - step) if second is not None else sampled
+        )  # it includes the step of the second token
+        spans.append(
+            Span("decode", start, start + decode, f"{seconds.get('decode_tokens', 0.0) / decode:.0f} tokens/s")
+        )
     return spans
 
 
@@ -105,8 +125,14 @@ COMPLETIONS = "/v1/completions"
 LONG_PROMPT_CHARS = 2800
 SHOWN_PROMPT_LINES = 3
 REQUEST_TIMEOUT_S = 60.0
-DEFAULTS: dict[str, object] = {"up.http": "127.0.0.1:0", "up.grpc": "none", "up.log.level": "error", "router.mode": "remote"}
-"""What the demo wants unless the user says otherwise: any free port, quiet logs, and every request through two nodes."""
+DEFAULTS: dict[str, object] = {
+    "up.http": "127.0.0.1:0",
+    "up.grpc": "none",
+    "up.log.level": "error",
+    "router.mode": "remote",
+}
+"""What the demo wants unless the user says otherwise: any free port, quiet logs, and every request through two
+nodes."""
 
 
 class DemoFailed(PdclusterError):
@@ -132,9 +158,19 @@ def chats() -> list[Example]:
     """For a model that was made to chat. The long prompt is a page of Python's manual."""
     long = f"Summarize this text in two sentences.\n\n{topics['import'][:LONG_PROMPT_CHARS]}"
     again = "the same long prompt again: its KV is cached on both nodes"
-    titled = [("a question", QUESTIONS[0]), ("another", QUESTIONS[1]), ("a long prompt: its KV moves while prefill still runs", long), (again, long)]
+    titled = [
+        ("a question", QUESTIONS[0]),
+        ("another", QUESTIONS[1]),
+        ("a long prompt: its KV moves while prefill still runs", long),
+        (again, long),
+    ]
     return [
-        Example(title, CHAT, text.partition("\n")[0], {"messages": [{"role": "user", "content": text}], "max_tokens": 96, "temperature": 0})
+        Example(
+            title,
+            CHAT,
+            text.partition("\n")[0],
+            {"messages": [{"role": "user", "content": text}], "max_tokens": 96, "temperature": 0},
+        )
         for title, text in titled
     ]
 
@@ -250,7 +286,9 @@ def _events(serving: Serving, example: Example) -> Iterator[dict[str, Any]]:
         connection.request("POST", example.path, json.dumps(body), {"content-type": "application/json"})
         reply = connection.getresponse()
         if reply.status != 200:
-            raise DemoFailed(f"{example.path} was answered with {reply.status}: {reply.read(2000).decode(errors='replace')}")
+            raise DemoFailed(
+                f"{example.path} was answered with {reply.status}: {reply.read(2000).decode(errors='replace')}"
+            )
         for line in reply:
             data = line.removeprefix(b"data: ").strip()
             if data == b"[DONE]":

@@ -29,7 +29,16 @@ from pdcluster.checkpoint.inspection import check_model_files
 from pdcluster.core.errors import ConfigError, ModelError, PdclusterError, Unavailable, Unservable
 from pdcluster.core.messages import Role
 from pdcluster.processes.supervisor import Facts, Spec, Supervisor
-from pdcluster.settings.config import BootstrapConfig, Loaded, NodeConfig, RouterConfig, UpConfig, keys, load, section_of
+from pdcluster.settings.config import (
+    BootstrapConfig,
+    Loaded,
+    NodeConfig,
+    RouterConfig,
+    UpConfig,
+    keys,
+    load,
+    section_of,
+)
 from pdcluster.settings.keys import Section
 from pdcluster.settings.kinds import split_address
 from pdcluster.telemetry.log import resolve_format
@@ -37,9 +46,11 @@ from pdcluster.telemetry.log import resolve_format
 NODE_STOP_S = 5.0
 BOOTSTRAP_STOP_S = 3.0
 KILL_GRACE_S = 6.0
-"""A process gets this much longer than its own drain deadline before it is killed: letting go of ranks and pools takes seconds on a busy machine."""
+"""A process gets this much longer than its own drain deadline before it is killed: letting go of ranks and pools takes
+seconds on a busy machine."""
 BUNDLED_KV_BYTES = 2**28
-"""KV pool of a node with the bundled model unless told otherwise: 100 thousand tokens, and memory that a laptop can spare."""
+"""KV pool of a node with the bundled model unless told otherwise: 100 thousand tokens, and memory that a laptop can
+spare."""
 READY_POLL_S = 0.03
 NEVER_READY = f'"code":"{Unservable.code}"'.encode()
 NODE_UP = re.compile(rb"^pdcluster_node_up\{", re.MULTILINE)
@@ -76,8 +87,13 @@ class Serving:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     def line(self) -> str:
-        doors = "".join(f"  {name} {where}" for name, where in (("grpc", self.grpc), ("admin", self.admin)) if where is not None)
-        return f"ready in {self.seconds:.1f} s: {self.url}/v1{doors}  model {self.model}  nodes {' '.join(self.nodes)}  transfer {self.transfer}"
+        doors = "".join(
+            f"  {name} {where}" for name, where in (("grpc", self.grpc), ("admin", self.admin)) if where is not None
+        )
+        return (
+            f"ready in {self.seconds:.1f} s: {self.url}/v1{doors}  model {self.model}  nodes {' '.join(self.nodes)}  "
+            f"transfer {self.transfer}"
+        )
 
 
 class Output:
@@ -143,14 +159,18 @@ class Cluster:
         load(BootstrapConfig, self._loaded.flags, self._loaded.file)
         router = self._router_settings.config
         if router.security.key_bytes() != self._node_settings.config.security.key_bytes():
-            raise ConfigError("node.security and router.security hold different cluster keys, so they could not talk; set both to the same")
+            raise ConfigError(
+                "node.security and router.security hold different cluster keys, so they could not talk; set both to "
+                "the same"
+            )
         for name in ("http", "grpc"):
             path, address = self._listens(name)
             if address is not None:
                 check_free(path, address)
 
     async def _find_model(self) -> Path:
-        """Where the model lies, downloaded if need be. What is not there, or not whole, ends here and not after the nodes have started."""
+        """Where the model lies, downloaded if need be. What is not there, or not whole, ends here and not after the
+        nodes have started."""
         model = self._given_model or bundled.path()
         if is_repository(model):
             self._say(f"looking for {model}")
@@ -165,7 +185,8 @@ class Cluster:
         return {}
 
     def _listens(self, name: str) -> tuple[str, str | None]:
-        """The setting that says where the router listens for `name`, and what it says: up's own, unless only the router's section has one."""
+        """The setting that says where the router listens for `name`, and what it says: up's own, unless only the
+        router's section has one."""
         path, values = f"up.{name}", self._loaded.values
         if not self._is_set(path) and self._router_settings.origins[f"router.{name}"] != "default":
             path, values = f"router.{name}", self._router_settings.values
@@ -195,8 +216,13 @@ class Cluster:
             if NEVER_READY in body:
                 raise ModelError(json.loads(body)["error"]["message"])
             if time.monotonic() > deadline:
-                what = f"sees {seen} of {len(self._nodes)} nodes and answers /ready with {status} {body.decode(errors='replace')[:300]}"
-                raise Unavailable(f"all processes started, but after {self._config.ready_s:g} s (up.ready_s) the router {what}")
+                what = (
+                    f"sees {seen} of {len(self._nodes)} nodes and answers /ready with {status} "
+                    f"{body.decode(errors='replace')[:300]}"
+                )
+                raise Unavailable(
+                    f"all processes started, but after {self._config.ready_s:g} s (up.ready_s) the router {what}"
+                )
             await asyncio.sleep(READY_POLL_S)
 
     def _bootstrap_spec(self) -> Spec:
@@ -226,7 +252,11 @@ class Cluster:
             own["node.transfer.backend"] = self._config.transfer
         if self._given_model is not None:
             own["node.model"] = (self._found_model or self._given_model).absolute()
-        elif self._node_settings.origins["node.model"] == self._node_settings.origins["node.kv.memory_bytes"] == "default":
+        elif (
+            self._node_settings.origins["node.model"]
+            == self._node_settings.origins["node.kv.memory_bytes"]
+            == "default"
+        ):
             own["node.kv.memory_bytes"] = BUNDLED_KV_BYTES
         argv = self._argv(NodeConfig, ("pdcluster.cli", "node"), own)
         return Spec(plan.name, argv, NODE_STOP_S + KILL_GRACE_S)
@@ -246,7 +276,10 @@ class Cluster:
         """The child's command line. `own` wins over what the user set for the section."""
         section = section_of(cls)
         own[f"{section}.log.format"] = self._log_format
-        if self._is_set("up.log.level") or load(cls, self._loaded.flags, self._loaded.file).origins[f"{section}.log.level"] == "default":
+        if (
+            self._is_set("up.log.level")
+            or load(cls, self._loaded.flags, self._loaded.file).origins[f"{section}.log.level"] == "default"
+        ):
             own[f"{section}.log.level"] = self._config.log.level
         given = {path: value for path, value in self._loaded.flags.items() if path.startswith(f"{section}.")} | own
         flags = {key.path: key.flag for key in keys(cls)}
@@ -254,7 +287,11 @@ class Cluster:
         if self._loaded.file is not None:
             argv += ["--config", str(self._loaded.file)]
         for path, value in given.items():
-            argv += ["--set", f"{path}={value}"] if isinstance(value, bool) or path not in own else [flags[path], str(value)]
+            argv += (
+                ["--set", f"{path}={value}"]
+                if isinstance(value, bool) or path not in own
+                else [flags[path], str(value)]
+            )
         return tuple(argv)
 
     def _is_set(self, path: str) -> bool:
@@ -331,7 +368,8 @@ def make_output(loaded: Loaded[UpConfig]) -> tuple[Output, str]:
 
 
 def plan_nodes(config: UpConfig, available: set[int]) -> tuple[NodePlan, ...]:
-    """Names and roles; every node gets an equal share of the cores when there is at least one for each, the rest is left to the router."""
+    """Names and roles; every node gets an equal share of the cores when there is at least one for each, the rest is
+    left to the router."""
     roles: list[tuple[Role, int, int]] = [
         ("prefill", config.prefill, config.prefill_tp or config.tp),
         ("decode", config.decode, config.decode_tp or config.tp),
@@ -340,7 +378,9 @@ def plan_nodes(config: UpConfig, available: set[int]) -> tuple[NodePlan, ...]:
     named = [(f"{role}-{index}", role, tp) for role, count, tp in roles for index in range(count)]
     cores = sorted(available)
     share = len(cores) // len(named) if config.pin and config.device == "cpu" else 0
-    return tuple(NodePlan(name, role, tuple(cores[i * share : (i + 1) * share]), tp) for i, (name, role, tp) in enumerate(named))
+    return tuple(
+        NodePlan(name, role, tuple(cores[i * share : (i + 1) * share]), tp) for i, (name, role, tp) in enumerate(named)
+    )
 
 
 async def in_daemon(work: Callable[[], T]) -> T:
@@ -361,17 +401,22 @@ async def in_daemon(work: Callable[[], T]) -> T:
 
 
 def check_free(path: str, address: str) -> None:
-    """Refuse an address that the router could not listen on, before anything starts. path: of the setting that says so."""
+    """Refuse an address that the router could not listen on, before anything starts. path: of the setting that says
+    so."""
     host, port = split_address(address)
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
             probe.listen(1)
     except OSError as error:
         flag = f"--{path.rpartition('.')[2]}"
-        raise ConfigError(f"{path} {address} cannot be used: {error.strerror}; stop what holds it, or choose another with {flag}") from error
+        raise ConfigError(
+            f"{path} {address} cannot be used: {error.strerror}; stop what holds it, or choose another with {flag}"
+        ) from error
 
 
 def _transfer(nodes: list[Facts]) -> str:

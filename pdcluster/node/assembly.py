@@ -1,4 +1,5 @@
-"""Composes a node from its parts, so that the process (`server`) and the tests build the very same thing around different engines and media."""
+"""Composes a node from its parts, so that the process (`server`) and the tests build the very same thing around
+different engines and media."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ KV_REGION = 0
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the model and the pools fix. regions, memories: the pool of rank 0 and its bytes; links: to the other ranks, in their order."""
+    """What the model and the pools fix. regions, memories: the pool of rank 0 and its bytes; links: to the other ranks,
+    in their order."""
 
     vocab_size: int
     num_pages: int
@@ -49,8 +51,9 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """How the node talks. backends: by name, best first; group_s: what one more group of layers costs (see grouping); parking_share: how much
-    of the pool finished KV may park in (see parking); pull_s: how long a prompt may wait for KV from another node (see fetch)."""
+    """How the node talks. backends: by name, best first; group_s: what one more group of layers costs (see grouping);
+    parking_share: how much of the pool finished KV may park in (see parking); pull_s: how long a prompt may wait for KV
+    from another node (see fetch)."""
 
     me: Peer
     role: Role
@@ -88,7 +91,8 @@ def assemble(
     clock: Callable[[], float],
     grammars: GrammarSource | None = None,
 ) -> NodeParts:
-    """Everything the loop needs. grammars: None when the engine knows none. The hub is bound when this returns; nothing was said yet."""
+    """Everything the loop needs. grammars: None when the engine knows none. The hub is bound when this returns; nothing
+    was said yet."""
     hub = Hub(wiring.me, listen=wiring.listen, context=wiring.context, settings=wiring.wire, clock=clock)
     backends = _media_of_all_ranks(wiring, shape)
     pages = PagePool(shape.num_pages, shape.pages.page_tokens, shape.block_tokens)
@@ -109,7 +113,9 @@ def assemble(
         outbox=shared.outbox,
         ended=shared.ended,
         prefill=_prefill_side(wiring, shape, shared),
-        decode=DecodeSide(shared.scheduler, pages, reader, shared.outbox, shared.ended, vocab_size=shape.vocab_size, clock=clock),
+        decode=DecodeSide(
+            shared.scheduler, pages, reader, shared.outbox, shared.ended, vocab_size=shape.vocab_size, clock=clock
+        ),
         fetch=FetchSide(shared.scheduler, pages, reader, shared.outbox, pull_s=wiring.pull_s, clock=clock),
         export=ExportSide(shared.scheduler, pages, writer, shared.outbox),
         files=files,
@@ -121,7 +127,10 @@ def assemble(
 
 def _media_of_all_ranks(wiring: Wiring, shape: Shape) -> dict[str, RankedBackend]:
     """By name, best first, each over the endpoints of every rank; the pools of this process are registered."""
-    backends = {name: RankedBackend((own, *(link.ends[name] for link in shape.links)), KV_REGION) for name, own in wiring.backends.items()}
+    backends = {
+        name: RankedBackend((own, *(link.ends[name] for link in shape.links)), KV_REGION)
+        for name, own in wiring.backends.items()
+    }
     for backend in backends.values():
         for region in shape.regions:
             backend.register(region)
@@ -142,7 +151,9 @@ def _writer(wiring: Wiring, shape: Shape, backends: Mapping[str, Backend], clock
     )
 
 
-def _reader(wiring: Wiring, shape: Shape, backends: Mapping[str, Backend], address: str, clock: Callable[[], float]) -> Reader:
+def _reader(
+    wiring: Wiring, shape: Shape, backends: Mapping[str, Backend], address: str, clock: Callable[[], float]
+) -> Reader:
     return Reader(
         Endpoint(wiring.me.node, wiring.me.incarnation, address),
         backends,

@@ -1,7 +1,8 @@
-"""What a node is scheduled for and whether it takes new work, as operators and controllers set it while it runs. Owned by the node loop's thread.
+"""What a node is scheduled for and whether it takes new work, as operators and controllers set it while it runs. Owned
+by the node loop's thread.
 
-A role is advice to routers: every node can do everything, so what runs is not touched by a change, and work that a router sent before it heard
-of the change is done all the same. Draining for good, on the way out, is the loop's.
+A role is advice to routers: every node can do everything, so what runs is not touched by a change, and work that a
+router sent before it heard of the change is done all the same. Draining for good, on the way out, is the loop's.
 """
 
 from __future__ import annotations

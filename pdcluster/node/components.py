@@ -1,4 +1,5 @@
-"""What a node's loop composes: its parts, and what it needs of an engine and of the bootstrap. Declarations only; `assembly` builds them."""
+"""What a node's loop composes: its parts, and what it needs of an engine and of the bootstrap. Declarations only;
+`assembly` builds them."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ from pdcluster.wire.hub import Hub
 
 
 class StepEngine(Protocol):
-    """The part of the engine that the loop drives; done_fd is readable when a launched step can be collected, layer_fd when a bell of its plan
-    rang. One more step may be launched behind the one that runs: it is computed as soon as that is done, collected or not."""
+    """The part of the engine that the loop drives; done_fd is readable when a launched step can be collected, layer_fd
+    when a bell of its plan rang. One more step may be launched behind the one that runs: it is computed as soon as that
+    is done, collected or not."""
 
     @property
     def done_fd(self) -> int: ...

@@ -1,7 +1,9 @@
-"""The decode side of a node: slots reserved for KV that a prefill node pushes, and every row that runs to its end here (mode local included).
+"""The decode side of a node: slots reserved for KV that a prefill node pushes, and every row that runs to its end here
+(mode local included).
 
-A slot's life: Reserve → Reserved(ticket) → Landed (its KV verified) → the row runs → Finished. When the ticket breaks, the row is dropped at
-once, but its pages stay with the ticket's nonce as writer until the reader says Reclaimed. Owned by the node loop's thread; no sockets here.
+A slot's life: Reserve → Reserved(ticket) → Landed (its KV verified) → the row runs → Finished. When the ticket breaks,
+the row is dropped at once, but its pages stay with the ticket's nonce as writer until the reader says Reclaimed. Owned
+by the node loop's thread; no sockets here.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from pdcluster.transfer.protocol.session import Landed, Reclaimed
 # A refused request holds no memory here, only a place: it asks again, and until it gets its slot no more than
 # `max_overtakes` later ones may pass
 # it. A place is given up by not asking for `patience_s`. Pure; the caller brings the clock.
+
 
 @dataclass(slots=True)
 class _Place:
@@ -157,7 +160,9 @@ class DecodeSide:
             return
         leg = self._enter(router, work, sequence)
         cached, num_tokens = sequence.num_cached, len(work.token_ids) // 4
-        ticket = self._reader.open(work.request, work.attempt, message.writer, pages, num_tokens, cached, work.deadline_s)
+        ticket = self._reader.open(
+            work.request, work.attempt, message.writer, pages, num_tokens, cached, work.deadline_s
+        )
         self._pages.attach_writer(pages[cached // self._pages.page_tokens :], ticket.nonce)
         leg.nonce = ticket.nonce
         self._by_nonce[ticket.nonce] = leg
@@ -174,7 +179,8 @@ class DecodeSide:
             self._end(leg, "router lost")
 
     def keep_only(self, router: Peer, awaited: Set[tuple[str, int]]) -> None:
-        """The router (re)connected: legs it does not name are nobody's, because a Cancel was lost or could not be sent."""
+        """The router (re)connected: legs it does not name are nobody's, because a Cancel was lost or could not be
+        sent."""
         for leg in unawaited(self._legs.values(), router, awaited):
             self._end(leg, "the router no longer waits for it")
 
@@ -202,7 +208,9 @@ class DecodeSide:
                 leg.decode_from = self._clock()
             self._outbox.row(leg.router, leg.output.append(update.token, update.logprobs))
         if update.finished is not None:
-            word = Finished(leg.request, leg.attempt, update.finished, leg.output.num_output, self._timings(leg), update.stop_token)
+            word = Finished(
+                leg.request, leg.attempt, update.finished, leg.output.num_output, self._timings(leg), update.stop_token
+            )
             self._ended.add(Ended(leg.router, leg.output, word))
             self._outbox.message(leg.router, word)
             self._forget(leg)
@@ -230,7 +238,11 @@ class DecodeSide:
         elif event.first_token is None:
             self._break(leg, "the prefill node sent no first token")
         elif not 0 <= event.first_token < self._vocab_size:  # it would fail the whole step, other requests' rows too
-            self._break(leg, f"the prefill node sent token {event.first_token}; this node's model has ids 0 to {self._vocab_size - 1}")
+            self._break(
+                leg,
+                f"the prefill node sent token {event.first_token}; this node's model has ids 0 to "
+                f"{self._vocab_size - 1}",
+            )
         else:
             self.on_update(self._scheduler.commit(leg.key, event.first_token, event.first_logprobs))
 
@@ -241,7 +253,14 @@ class DecodeSide:
         for leg in [leg for leg in self._legs.values() if now >= leg.deadline]:
             reason = "the request's deadline passed"
             self._outbox.message(
-                leg.router, Failed(leg.request, leg.attempt, errors.DeadlineExceeded.code, f"decode node gave up: {reason}", retryable=False)
+                leg.router,
+                Failed(
+                    leg.request,
+                    leg.attempt,
+                    errors.DeadlineExceeded.code,
+                    f"decode node gave up: {reason}",
+                    retryable=False,
+                ),
             )
             self._end(leg, reason)
 
@@ -258,7 +277,9 @@ class DecodeSide:
     @property
     def grammars(self) -> set[Grammar]:
         """In use."""
-        return {leg.sequence.sampling.grammar for leg in self._legs.values() if leg.sequence.sampling.grammar is not None}
+        return {
+            leg.sequence.sampling.grammar for leg in self._legs.values() if leg.sequence.sampling.grammar is not None
+        }
 
     @property
     def num_legs(self) -> int:
@@ -267,7 +288,8 @@ class DecodeSide:
     # ------------------------------------------------------------ inside
 
     def _take_room(self, request: str, sequence: Sequence) -> list[int]:
-        """The slot's pages; raises Overloaded, and keeps the request's place, when there is no room or somebody waits for it long enough."""
+        """The slot's pages; raises Overloaded, and keeps the request's place, when there is no room or somebody waits
+        for it long enough."""
         now = self._clock()
         try:
             if not self._line.may_try(request, now):
@@ -281,17 +303,21 @@ class DecodeSide:
 
     def _enter(self, router: Peer, work: Work, sequence: Sequence) -> DecodeLeg:
         now = self._clock()
-        leg = DecodeLeg(router, work.request, work.attempt, key_of(work), sequence, now + work.deadline_s, now, Output.of(work))
+        leg = DecodeLeg(
+            router, work.request, work.attempt, key_of(work), sequence, now + work.deadline_s, now, Output.of(work)
+        )
         self._legs[leg.request] = self._by_key[leg.key] = leg
         return leg
 
     def _break(self, leg: DecodeLeg, reason: str) -> None:
-        self._outbox.message(leg.router, Failed(leg.request, leg.attempt, errors.TransferError.code, reason, retryable=True))
+        self._outbox.message(
+            leg.router, Failed(leg.request, leg.attempt, errors.TransferError.code, reason, retryable=True)
+        )
         self._end(leg, reason)
 
     def _end(self, leg: DecodeLeg, reason: str) -> None:
-        """Drop the row. Pages of an open ticket stay quarantined until the reader says Reclaimed. Idempotent: a leg takes those along that wait for
-        its KV."""
+        """Drop the row. Pages of an open ticket stay quarantined until the reader says Reclaimed. Idempotent: a leg
+        takes those along that wait for its KV."""
         if self._by_key.get(leg.key) is not leg:
             return
         if leg.nonce is not None:
@@ -308,7 +334,9 @@ class DecodeSide:
                 forks.remove(leg)
         for fork in self._forks.pop(leg.request, ()):
             reason = "the choice whose KV it was to share has ended here"
-            self._outbox.message(fork.router, Failed(fork.request, fork.attempt, errors.Overloaded.code, reason, retryable=True))
+            self._outbox.message(
+                fork.router, Failed(fork.request, fork.attempt, errors.Overloaded.code, reason, retryable=True)
+            )
             self._end(fork, reason)
 
     def _timings(self, leg: DecodeLeg) -> Timings:

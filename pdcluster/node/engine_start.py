@@ -1,4 +1,5 @@
-"""Starts a node's engine, alone or over ranks, and says what the rest of the node must know of it. It decides nothing about requests."""
+"""Starts a node's engine, alone or over ranks, and says what the rest of the node must know of it. It decides nothing
+about requests."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ EXIT_RANK_LOST = 70
 
 @dataclass(frozen=True, slots=True)
 class NodeEngine:
-    """driver: what the loop drives and the node closes at its end; local: the engine of this process, rank 0; region, memory: its pool and its
-    bytes (none for a pool in device memory); links: to the other ranks' transfer endpoints."""
+    """driver: what the loop drives and the node closes at its end; local: the engine of this process, rank 0; region,
+    memory: its pool and its bytes (none for a pool in device memory); links: to the other ranks' transfer endpoints."""
 
     driver: StepEngine
     local: Engine
@@ -35,9 +36,11 @@ class NodeEngine:
     links: tuple[RankLink, ...] = ()
 
 
-def start_engine(config: NodeConfig, model_dir: Path, me: Peer, region: int, on_lost: Callable[[str], None] | None = None) -> NodeEngine:
-    """Load the model and warm up. region: the id of rank 0's pool; those of the others follow. on_lost: told when a rank is gone; the default ends
-    this process."""
+def start_engine(
+    config: NodeConfig, model_dir: Path, me: Peer, region: int, on_lost: Callable[[str], None] | None = None
+) -> NodeEngine:
+    """Load the model and warm up. region: the id of rank 0's pool; those of the others follow. on_lost: told when a
+    rank is gone; the default ends this process."""
     own = engine_config(config, model_dir)
     if config.tp == 1:
         engine = Engine(own)
@@ -51,8 +54,8 @@ def start_engine(config: NodeConfig, model_dir: Path, me: Peer, region: int, on_
 
 
 def end_process(reason: str) -> None:
-    """A node that lost a rank must not go on, in any of its threads: it ends at once, as by SIGKILL. Its other ranks die with it, its peers see their
-    connections close, and whoever watches it starts it again."""
+    """A node that lost a rank must not go on, in any of its threads: it ends at once, as by SIGKILL. Its other ranks
+    die with it, its peers see their connections close, and whoever watches it starts it again."""
     logger.critical("this node gives itself up: %s", reason)
     for handler in logging.getLogger().handlers:
         handler.flush()
@@ -62,7 +65,13 @@ def end_process(reason: str) -> None:
 def _describe(driver: StepEngine, local: Engine, region: int, *, ranks: int) -> NodeEngine:
     pool = local.pool
     memory = pool.view if pool.fd is not None else memoryview(bytearray())
-    return NodeEngine(driver, local, PageShape.of(local.full_layout, ranks), Region(region, pool.address, pool.nbytes, pool.fd), memory)
+    return NodeEngine(
+        driver,
+        local,
+        PageShape.of(local.full_layout, ranks),
+        Region(region, pool.address, pool.nbytes, pool.fd),
+        memory,
+    )
 
 
 def engine_config(config: NodeConfig, model_dir: Path) -> EngineConfig:

@@ -1,7 +1,8 @@
-"""Work that waits for its grammar, before anything else of the node hears of it: what needs no grammar, or one that is compiled, passes at once.
+"""Work that waits for its grammar, before anything else of the node hears of it: what needs no grammar, or one that is
+compiled, passes at once.
 
-A prompt waits as long as its request lives. A reservation is answered soon: its router asks again, here or elsewhere, while the compile goes on.
-Owned by the node loop's thread.
+A prompt waits as long as its request lives. A reservation is answered soon: its router asks again, here or elsewhere,
+while the compile goes on. Owned by the node loop's thread.
 """
 
 from __future__ import annotations
@@ -89,7 +90,10 @@ class GrammarQueue:
     def keep_ticket(self, router: Peer, message: Deliver) -> bool:
         """Whether it is for a prompt that waits here; it comes back behind it then."""
         request = message.ticket.request
-        if any(each.router == router and each.leg == "prefill" and each.message.work.request == request for each in self._waiting):
+        if any(
+            each.router == router and each.leg == "prefill" and each.message.work.request == request
+            for each in self._waiting
+        ):
             self._tickets[request] = message
             return True
         return False
@@ -108,7 +112,10 @@ class GrammarQueue:
             answer = self._ask(waiting)
             if answer:
                 yield waiting.router, waiting.message
-                if waiting.leg == "prefill" and (ticket := self._tickets.pop(waiting.message.work.request, None)) is not None:
+                if (
+                    waiting.leg == "prefill"
+                    and (ticket := self._tickets.pop(waiting.message.work.request, None)) is not None
+                ):
                     yield waiting.router, ticket
             elif answer is False and now >= waiting.deadline:
                 self._give_up(waiting)
@@ -134,10 +141,14 @@ class GrammarQueue:
 
     def keep_only(self, router: Peer, awaited: Set[tuple[str, int]]) -> None:
         """The router (re)connected: what it does not name is nobody's."""
-        self._keep(lambda each: each.router != router or (each.message.work.request, each.message.work.attempt) in awaited)
+        self._keep(
+            lambda each: each.router != router or (each.message.work.request, each.message.work.attempt) in awaited
+        )
 
     def has(self, request: str, attempt: int) -> bool:
-        return any((each.message.work.request, each.message.work.attempt) == (request, attempt) for each in self._waiting)
+        return any(
+            (each.message.work.request, each.message.work.attempt) == (request, attempt) for each in self._waiting
+        )
 
     def next_deadline(self) -> float | None:
         return min((min(each.deadline, self._look_at) for each in self._waiting), default=None)
@@ -175,4 +186,6 @@ class GrammarQueue:
             self._outbox.message(waiting.router, Refused(work.request, work.attempt, "reserve", reason, RETRY_S))
             return
         reason = "the request's deadline passed while its grammar was compiled"
-        self._outbox.message(waiting.router, Failed(work.request, work.attempt, errors.DeadlineExceeded.code, reason, retryable=False))
+        self._outbox.message(
+            waiting.router, Failed(work.request, work.attempt, errors.DeadlineExceeded.code, reason, retryable=False)
+        )

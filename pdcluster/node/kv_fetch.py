@@ -1,14 +1,17 @@
 """The reading end of pulls: KV of a prompt that another node has cached is fetched before the prompt is computed here.
 
-A pull's life: a Prefill names a holder → the sequence is held in the queue, pages are taken for the tokens that the cache lacks, the holder may write
-to them under a ticket like any other, and Fetch asks it to → the KV is verified and published → the sequence is let go and finds a longer cached
-prefix. Whatever goes wrong, the sequence is let go and computes its prompt: a pull fails no request, and costs it at most `pull_s`.
+A pull's life: a Prefill names a holder → the sequence is held in the queue, pages are taken for the tokens that the
+cache lacks, the holder may write to them under a ticket like any other, and Fetch asks it to → the KV is verified and
+published → the sequence is let go and finds a longer cached prefix. Whatever goes wrong, the sequence is let go and
+computes its prompt: a pull fails no request, and costs it at most `pull_s`.
 
-A pull is all or nothing. Its digests come with its Commit, so a page of it is known to be right only then; chunks that are not are asked for again
-(`session`), and a pull that ends without all of them publishes no page. What was cached here before stays, and is used.
+A pull is all or nothing. Its digests come with its Commit, so a page of it is known to be right only then; chunks that
+are not are asked for again (`session`), and a pull that ends without all of them publishes no page. What was cached
+here before stays, and is used.
 
-The pages belong to the pull alone while it is open. They are given up when it ends, well or not: what was published stays cached, what a writer
-may still write to is quarantined until the reader says Reclaimed. Owned by the node loop's thread; no sockets here. The other end is `export`.
+The pages belong to the pull alone while it is open. They are given up when it ends, well or not: what was published
+stays cached, what a writer may still write to is quarantined until the reader says Reclaimed. Owned by the node loop's
+thread; no sockets here. The other end is `export`.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ BREAKER = BreakerSettings(failures=2, window_s=30.0, pause_s=5.0)
 """When a holder is not asked any more for a while: each failure costs a request its time."""
 
 MAX_HOLDERS = 1024
-"""Judged at a time. Boots that are gone are forgotten when their links end, but a router may name one to which there never was a link."""
+"""Judged at a time. Boots that are gone are forgotten when their links end, but a router may name one to which there
+never was a link."""
 
 WELL = ("ok", "declined")
 """Ends that speak for the holder."""
@@ -45,7 +49,8 @@ WELL = ("ok", "declined")
 
 @dataclass(slots=True)
 class Pulling:
-    """pages: in token order from the prompt's first on, all held by the pull while it is open; the first num_cached of them were cached here."""
+    """pages: in token order from the prompt's first on, all held by the pull while it is open; the first num_cached of
+    them were cached here."""
 
     sequence: Sequence
     holder: Peer
@@ -58,10 +63,18 @@ class Pulling:
 
 
 class FetchSide:
-    """counters: pulls by how they ended (ok, declined, failed, expired, cancelled), and why others did not begin (needless, no_room, avoided)."""
+    """counters: pulls by how they ended (ok, declined, failed, expired, cancelled), and why others did not begin
+    (needless, no_room, avoided)."""
 
     def __init__(
-        self, scheduler: Scheduler, pages: PagePool, reader: Reader, outbox: Outbox, *, pull_s: float, clock: Callable[[], float]
+        self,
+        scheduler: Scheduler,
+        pages: PagePool,
+        reader: Reader,
+        outbox: Outbox,
+        *,
+        pull_s: float,
+        clock: Callable[[], float],
     ) -> None:
         self._scheduler = scheduler
         self._pages = pages
@@ -77,7 +90,8 @@ class FetchSide:
     # ------------------------------------------------------------ what the loop asks for
 
     def start(self, sequence: Sequence, pull: Pull, deadline_s: float) -> None:
-        """Fetch what the holder has beyond this node's own cache, if there is room. The sequence is in the queue already, unless it was refused."""
+        """Fetch what the holder has beyond this node's own cache, if there is room. The sequence is in the queue
+        already, unless it was refused."""
         if self._scheduler.find(sequence.key) is not sequence:
             return
         num_pages = self._wanted(sequence, pull.num_tokens)
@@ -118,7 +132,9 @@ class FetchSide:
 
     def expire(self) -> None:
         """End pulls for sequences that ended. Their deadlines are those of their tickets, which the reader keeps."""
-        for pulling in [each for each in self._pulls.values() if each.is_open and each.sequence.state is not Residence.HELD]:
+        for pulling in [
+            each for each in self._pulls.values() if each.is_open and each.sequence.state is not Residence.HELD
+        ]:
             self._abort(pulling, "the request ended", "cancelled")
 
     def forget(self, peer: Peer) -> None:
@@ -147,7 +163,8 @@ class FetchSide:
     # ------------------------------------------------------------ beginning
 
     def _wanted(self, sequence: Sequence, num_tokens: int) -> int:
-        """Pages of the prefix that the sequence could use: its last token is computed here in any case, and with prompt logprobs all are."""
+        """Pages of the prefix that the sequence could use: its last token is computed here in any case, and with prompt
+        logprobs all are."""
         if sequence.wants_prompt_logprobs:
             return 0
         usable = min(num_tokens, sequence.num_tokens - 1)
@@ -157,7 +174,10 @@ class FetchSide:
     def _take(self, cached: list[int], num_fresh: int) -> list[int] | None:
         """Fresh pages, and the cached ones before them held; None when others need them more."""
         pages = self._pages
-        if self._scheduler.has_waiting_preempted or num_fresh + pages.num_idle(cached) > self._scheduler.num_spare_pages:
+        if (
+            self._scheduler.has_waiting_preempted
+            or num_fresh + pages.num_idle(cached) > self._scheduler.num_spare_pages
+        ):
             return None
         pages.acquire(cached)
         fresh = pages.allocate(num_fresh)
@@ -167,7 +187,8 @@ class FetchSide:
     def _open(self, sequence: Sequence, pull: Pull, cached: list[int], fresh: list[int], seconds: float) -> None:
         now, page_tokens, holder, pages = self._clock(), self._pages.page_tokens, peer_of(pull.holder), cached + fresh
         ticket = self._reader.open(
-            sequence.request, sequence.attempt, pull.holder, pages, len(pages) * page_tokens, len(cached) * page_tokens, seconds
+            sequence.request, sequence.attempt, pull.holder, pages, len(pages) * page_tokens,
+            len(cached) * page_tokens, seconds
         )  # fmt: skip
         self._pages.attach_writer(fresh, ticket.nonce)
         self._scheduler.hold(sequence)
@@ -190,15 +211,17 @@ class FetchSide:
     # ------------------------------------------------------------ ends
 
     def _publish(self, pulling: Pulling) -> int:
-        """Enter the pages into the prefix cache, and say how many; where it got one of the same contents meanwhile, that one stays. None behind one
-        that was forgotten meanwhile."""
+        """Enter the pages into the prefix cache, and say how many; where it got one of the same contents meanwhile,
+        that one stays. None behind one that was forgotten meanwhile."""
         hashes, width = pulling.sequence.hashes, self._pages.page_tokens // self._pages.block_tokens * HASH_BYTES
         for index in range(pulling.num_cached, len(pulling.pages)):
             if index and not self._pages.is_published(pulling.pages[index - 1]):
                 return index - pulling.num_cached
             start = index * width
             parent = bytes(hashes[start - HASH_BYTES : start]) if index else None
-            pulling.pages[index] = self._pages.publish(pulling.pages[index], bytes(hashes[start : start + width]), parent)
+            pulling.pages[index] = self._pages.publish(
+                pulling.pages[index], bytes(hashes[start : start + width]), parent
+            )
         return len(pulling.pages) - pulling.num_cached
 
     def _abort(self, pulling: Pulling, reason: str, result: str) -> None:
@@ -207,7 +230,12 @@ class FetchSide:
 
     def _end(self, pulling: Pulling, result: str, reason: str = "") -> None:
         """Give up the pages, and let the sequence go on with what is cached now."""
-        now, breaker, key, node = self._clock(), self._breakers.get(pulling.holder), pulling.sequence.key, pulling.holder.node
+        now, breaker, key, node = (
+            self._clock(),
+            self._breakers.get(pulling.holder),
+            pulling.sequence.key,
+            pulling.holder.node,
+        )
         pulling.is_open = False
         self._pages.release(pulling.pages)
         pulling.pages = []
@@ -247,9 +275,12 @@ class Export:
 
 
 class ExportSide:
-    """counters: exports by how they ended (acked, gave_up), and what was declined (gone, no_room, busy, draining, impossible)."""
+    """counters: exports by how they ended (acked, gave_up), and what was declined (gone, no_room, busy, draining,
+    impossible)."""
 
-    def __init__(self, scheduler: Scheduler, pages: PagePool, writer: Writer, outbox: Outbox, *, max_open: int = MAX_OPEN) -> None:
+    def __init__(
+        self, scheduler: Scheduler, pages: PagePool, writer: Writer, outbox: Outbox, *, max_open: int = MAX_OPEN
+    ) -> None:
         self._scheduler = scheduler
         self._pages = pages
         self._writer = writer

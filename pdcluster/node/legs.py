@@ -1,7 +1,7 @@
 """A request's leg on this node: what the prefill side and the decode side keep of it, and what they report.
 
-Plain bookkeeping; no sockets, no engine. A leg's scheduler key is `request#attempt`, so that a new attempt of a request can start while the
-pages of its predecessor are still on their way out.
+Plain bookkeeping; no sockets, no engine. A leg's scheduler key is `request#attempt`, so that a new attempt of a request
+can start while the pages of its predecessor are still on their way out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from pdcluster.transfer.backends.base import Peer
 
 @dataclass(slots=True)
 class Output:
-    """Output tokens of one attempt, kept so that a lost frame can be sent again. first_position: tokens that earlier attempts emitted."""
+    """Output tokens of one attempt, kept so that a lost frame can be sent again. first_position: tokens that earlier
+    attempts emitted."""
 
     request: str
     attempt: int
@@ -45,7 +46,9 @@ class Output:
     @property
     def num_numbers(self) -> int:
         """What the log holds: tokens, logprobs and the alternatives beside them."""
-        return len(self.tokens) + sum(1 + 2 * len(entry.top_ids) for entries in (self.logprobs, self.prompt_logprobs) for entry in entries)
+        return len(self.tokens) + sum(
+            1 + 2 * len(entry.top_ids) for entries in (self.logprobs, self.prompt_logprobs) for entry in entries
+        )
 
     def append(self, token: int, logprobs: TokenLogprobs | None) -> TokenRow:
         """Record a token and give the row that reports it."""
@@ -134,7 +137,9 @@ def unawaited(legs: Iterable[L], router: Peer, awaited: Set[tuple[str, int]]) ->
 def check_newest(work: Work, leg: AnyLeg | None) -> None:
     """Raises ProtocolError for an attempt that comes after a later one of its request: nobody waits for it any more."""
     if leg is not None and leg.attempt > work.attempt:
-        raise errors.ProtocolError(f"attempt {work.attempt} of {work.request} came after attempt {leg.attempt}, which runs here")
+        raise errors.ProtocolError(
+            f"attempt {work.attempt} of {work.request} came after attempt {leg.attempt}, which runs here"
+        )
 
 
 REFUSALS = (errors.Overloaded, errors.BadRequest, errors.ProtocolError)
@@ -151,6 +156,7 @@ def refusal(work: Work, leg: RefusedLeg, error: errors.PdclusterError, param: st
 # Turns the Work of a message into the scheduler's Sequence, after checking what only this node can know: its
 # vocabulary.
 
+
 @dataclass(frozen=True, slots=True)
 class SequenceFactory:
     vocab_size: int
@@ -164,7 +170,9 @@ class SequenceFactory:
         tokens = sequence.tokens
         for bad in (int(np.min(tokens)), int(np.max(tokens))):
             if not 0 <= bad < self.vocab_size:
-                raise BadRequest(f"token id {bad} is out of range; this model has ids 0 to {self.vocab_size - 1}", "prompt")
+                raise BadRequest(
+                    f"token id {bad} is out of range; this model has ids 0 to {self.vocab_size - 1}", "prompt"
+                )
         self._check_logprobs(work)
         self._check_shaping(work)
         return sequence
@@ -174,7 +182,10 @@ class SequenceFactory:
         shaping = work.sampling.shaping
         if shaping is None:
             return
-        for name, ids in (("logit_bias", [token for token, _ in shaping.biases]), ("bad_words", chain.from_iterable(shaping.bad_words))):
+        for name, ids in (
+            ("logit_bias", [token for token, _ in shaping.biases]),
+            ("bad_words", chain.from_iterable(shaping.bad_words)),
+        ):
             highest = max(ids, default=0)
             if highest >= self.vocab_size:
                 raise BadRequest(f"{name} has token id {highest}; this model has ids 0 to {self.vocab_size - 1}", name)
@@ -186,7 +197,8 @@ class SequenceFactory:
         most = most_bytes(work.num_prompt, sampling.prompt_logprobs, num_output, sampling.logprobs)
         if most > MAX_ROWS_BYTES:
             raise BadRequest(
-                f"logprobs of {work.num_prompt} prompt and {num_output} output tokens may take {most >> 20} MiB, an answer may take "
+                f"logprobs of {work.num_prompt} prompt and {num_output} output tokens may take {most >> 20} MiB, an "
+                "answer may take "
                 f"{MAX_ROWS_BYTES >> 20} MiB; ask for fewer alternatives, fewer max_tokens or a shorter prompt",
                 "logprobs",
             )

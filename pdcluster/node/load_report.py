@@ -1,4 +1,5 @@
-"""What a node tells its routers unasked: its load when that changed, and which block hashes came and went. Owned by the node loop's thread."""
+"""What a node tells its routers unasked: its load when that changed, and which block hashes came and went. Owned by the
+node loop's thread."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from pdcluster.transfer.paths.measure import Paths
 Send = Callable[[Peer, AnyMessage], None]
 
 MAX_REPORTED_PEERS = 64
-STATES: dict[BreakerState, BreakerName] = {BreakerState.CLOSED: "closed", BreakerState.OPEN: "open", BreakerState.HALF_OPEN: "half_open"}
+STATES: dict[BreakerState, BreakerName] = {
+    BreakerState.CLOSED: "closed",
+    BreakerState.OPEN: "open",
+    BreakerState.HALF_OPEN: "half_open",
+}
 
 
 def path_loads(paths: Paths) -> tuple[PathLoad, ...]:
@@ -36,7 +41,13 @@ class Reporter:
     """At most one report per interval; a router that said Hello gets a whole snapshot at once."""
 
     def __init__(
-        self, pages: PagePool, load: Callable[[], Load], *, interval_s: float, clock: Callable[[], float], seen: Callable[[Peer], int]
+        self,
+        pages: PagePool,
+        load: Callable[[], Load],
+        *,
+        interval_s: float,
+        clock: Callable[[], float],
+        seen: Callable[[Peer], int],
     ) -> None:
         """seen: number of the last frame that was taken in from a router."""
         self._pages = pages
@@ -50,8 +61,8 @@ class Reporter:
         self._sequence = 0
 
     def add(self, router: Peer, send: Send) -> None:
-        """Welcome a router (again), or one that missed deltas: everything as it is now. Pending changes are inside the snapshot, so
-        others get them first."""
+        """Welcome a router (again), or one that missed deltas: everything as it is now. Pending changes are inside the
+        snapshot, so others get them first."""
         self._report_cache(send)
         self._routers.add(router)
         send(router, CacheDelta(self._sequence, True, self._pages.snapshot(), b""))

@@ -1,9 +1,10 @@
-"""The node's one loop, where scheduler, engine and transfer meet: drain the inbox, take in the last step, move transfers on, launch the next
-step, report.
+"""The node's one loop, where scheduler, engine and transfer meet: drain the inbox, take in the last step, move
+transfers on, launch the next step, report.
 
-One thread runs it and owns everything it touches (scheduler, pages, both sides, hub). It never blocks but in `_wait`, which ends when a socket, the
-engine, a backend or the stop signal has something, or when the next clock runs out. While a step runs in the engine's own thread, messages are
-handled; with `looks_ahead` the results of the step before it, too: the engine then has its next step before it is done with one.
+One thread runs it and owns everything it touches (scheduler, pages, both sides, hub). It never blocks but in `_wait`,
+which ends when a socket, the engine, a backend or the stop signal has something, or when the next clock runs out. While
+a step runs in the engine's own thread, messages are handled; with `looks_ahead` the results of the step before it, too:
+the engine then has its next step before it is done with one.
 """
 
 from __future__ import annotations
@@ -70,13 +71,23 @@ LONGEST_WAIT_S = 0.1
 
 
 class NodeLoop:
-    def __init__(self, parts: NodeParts, *, report_s: float, drain_s: float, clock: Callable[[], float], looks_ahead: bool = False) -> None:
+    def __init__(
+        self,
+        parts: NodeParts,
+        *,
+        report_s: float,
+        drain_s: float,
+        clock: Callable[[], float],
+        looks_ahead: bool = False,
+    ) -> None:
         """looks_ahead: plan the next step of rows that decode before the tokens of the running one are known."""
         self._parts = parts
         self._looks_ahead = looks_ahead
         self._drain_s = drain_s
         self._clock = clock
-        self._reporter = Reporter(parts.pages, self._load, interval_s=report_s, clock=clock, seen=parts.hub.last_received)
+        self._reporter = Reporter(
+            parts.pages, self._load, interval_s=report_s, clock=clock, seen=parts.hub.last_received
+        )
         self._in_flight: deque[StepPlan] = deque()
         """Launched and not collected, oldest first."""
         self._is_behind_failure = False
@@ -99,8 +110,8 @@ class NodeLoop:
         os.eventfd_write(self._stop_fd, 1)
 
     def run(self) -> None:
-        """Serve until `stop`, then until running work is done or the drain deadline passed. Raises what the engine raises: the node is broken
-        then."""
+        """Serve until `stop`, then until running work is done or the drain deadline passed. Raises what the engine
+        raises: the node is broken then."""
         try:
             while not self._is_over():
                 self._wait()
@@ -162,7 +173,9 @@ class NodeLoop:
 
     def _start_draining(self) -> None:
         if self._drain_until is None:
-            logger.info("draining: %d requests are still here", self._parts.prefill.num_legs + self._parts.decode.num_legs)
+            logger.info(
+                "draining: %d requests are still here", self._parts.prefill.num_legs + self._parts.decode.num_legs
+            )
             self._drain_until = self._clock() + self._drain_s
             self._parts.standing.drain()
 
@@ -171,7 +184,9 @@ class NodeLoop:
             return False
         if self._clock() >= self._drain_until:
             logger.warning(
-                "drain deadline of %g s passed with %d requests", self._drain_s, self._parts.prefill.num_legs + self._parts.decode.num_legs
+                "drain deadline of %g s passed with %d requests",
+                self._drain_s,
+                self._parts.prefill.num_legs + self._parts.decode.num_legs,
             )
             return True
         return self._is_idle()
@@ -261,16 +276,21 @@ class NodeLoop:
     def _accept(self, router: Peer, work: Work, leg: RefusedLeg, *, remote: bool) -> Sequence | None:
         """The work as a sequence; None when the node takes no new work, or not this, and the router was told why."""
         if self._drain_until is not None:
-            self._parts.outbox.message(router, Refused(work.request, work.attempt, leg, f"node {self._parts.me.node} is draining", 0.05))
+            self._parts.outbox.message(
+                router, Refused(work.request, work.attempt, leg, f"node {self._parts.me.node} is draining", 0.05)
+            )
             return None
         try:
             return self._parts.sequences.make(work, remote=remote)
         except BadRequest as error:
-            self._parts.outbox.message(router, Refused(work.request, work.attempt, leg, str(error), 0.0, retryable=False))
+            self._parts.outbox.message(
+                router, Refused(work.request, work.attempt, leg, str(error), 0.0, retryable=False)
+            )
             return None
 
     def _on_hello(self, router: Peer, message: Hello) -> None:
-        """(Re)welcome a router: what it lost is sent again, what we do not know it is told, what it no longer waits for ends."""
+        """(Re)welcome a router: what it lost is sent again, what we do not know it is told, what it no longer waits for
+        ends."""
         lost: list[tuple[str, int]] = []
         awaited = {(request, attempt) for request, attempt, _ in message.open}
         self._parts.prefill.keep_only(router, awaited)
@@ -325,7 +345,9 @@ class NodeLoop:
         except DeadlineExceeded:
             logger.error("the engine said that a step is done, but gave no result for %g s; waiting on", COLLECT_S)
             return
-        except Exception as error:  # the top of the engine's work: its rows are told, the node goes on unless it keeps failing
+        except (
+            Exception
+        ) as error:  # the top of the engine's work: its rows are told, the node goes on unless it keeps failing
             self._in_flight.popleft()
             self._fail_step(plan, error)
             return
@@ -353,8 +375,8 @@ class NodeLoop:
         self._parts.decode.fail(key, error.reason, retryable=error.retryable, param=error.param)
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> None:
-        """The step computed nothing: all its requests may try another node. Raises when the engine fails again and again; a step fails with the one
-        before it."""
+        """The step computed nothing: all its requests may try another node. Raises when the engine fails again and
+        again; a step fails with the one before it."""
         self._failures += not self._is_behind_failure
         self._is_behind_failure = bool(self._in_flight)
         logger.error("a step of %d rows failed", len(plan.rows), exc_info=error)
@@ -425,8 +447,8 @@ class NodeLoop:
         return not self._in_flight and not (legs or self._num_pinned or parts.pages.num_quarantined)
 
     def _check_idle(self) -> None:
-        """When nothing ran for a while the allocators must add up; a leak is found here, not days later. Not at every pause: a recount visits
-        all pages."""
+        """When nothing ran for a while the allocators must add up; a leak is found here, not days later. Not at every
+        pause: a recount visits all pages."""
         now = self._clock()
         if not self._is_idle():
             self._idle_since = now
@@ -436,10 +458,13 @@ class NodeLoop:
             self._check_books()
 
     def _check_books(self) -> None:
-        """Raises IntegrityError when something leaked. A pool too large to be recounted in a moment is judged by its counters."""
+        """Raises IntegrityError when something leaked. A pool too large to be recounted in a moment is judged by its
+        counters."""
         pages = self._parts.pages
         if pages.num_used or pages.num_quarantined:
-            raise IntegrityError(f"the node is idle, but {pages.num_used} KV pages are in use and {pages.num_quarantined} in quarantine")
+            raise IntegrityError(
+                f"the node is idle, but {pages.num_used} KV pages are in use and {pages.num_quarantined} in quarantine"
+            )
         if pages.num_pages <= RECOUNT_PAGES:
             self._parts.scheduler.check_integrity()
             self._parts.fetch.check_integrity()

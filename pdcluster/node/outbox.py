@@ -1,6 +1,8 @@
-"""What a node has to say to its routers, and about pulls to other nodes, gathered over one turn of the loop: all new tokens of a router in one frame.
+"""What a node has to say to its routers, and about pulls to other nodes, gathered over one turn of the loop: all new
+tokens of a router in one frame.
 
-Owned by the node loop's thread. It does not know what the messages mean, only that a row's tokens come before what follows them.
+Owned by the node loop's thread. It does not know what the messages mean, only that a row's tokens come before what
+follows them.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ class Outbox:
         self._pending.setdefault(router, Pending()).rows.append(row)
 
     def message(self, to: Peer | Endpoint, message: AnyMessage, *, once: Callable[[], bool] | None = None) -> None:
-        """Send `message` after this turn's tokens. A node that has not called us is named by its endpoint. once: not before this is true, which
-        it must become."""
+        """Send `message` after this turn's tokens. A node that has not called us is named by its endpoint. once: not
+        before this is true, which it must become."""
         if once is not None and not once():
             self._held.append((once, to, message))
             return
@@ -77,7 +79,12 @@ def frames(rows: Iterable[TokenRow]) -> Iterator[tuple[TokenRow, ...]]:
 
 def bytes_of(row: TokenRow) -> int:
     """At most so many on the wire."""
-    return ROW_BYTES + TOKEN_BYTES * len(row.tokens) + _bytes_of_entries(row.logprobs) + _bytes_of_entries(row.prompt_logprobs)
+    return (
+        ROW_BYTES
+        + TOKEN_BYTES * len(row.tokens)
+        + _bytes_of_entries(row.logprobs)
+        + _bytes_of_entries(row.prompt_logprobs)
+    )
 
 
 def _bytes_of_entries(entries: tuple[TokenLogprobs, ...]) -> int:
@@ -85,7 +92,8 @@ def _bytes_of_entries(entries: tuple[TokenLogprobs, ...]) -> int:
 
 
 def most_bytes(num_prompt: int, prompt_alternatives: int | None, num_output: int, alternatives: int | None) -> int:
-    """Of the largest row that a request may need: everything it produced, for a router that lost it. None: no logprobs."""
+    """Of the largest row that a request may need: everything it produced, for a router that lost it. None: no
+    logprobs."""
     prompt = 0 if prompt_alternatives is None else num_prompt * (ENTRY_BYTES + TOP_BYTES * prompt_alternatives)
     output = 0 if alternatives is None else num_output * (ENTRY_BYTES + TOP_BYTES * alternatives)
     return ROW_BYTES + TOKEN_BYTES * num_output + prompt + output

@@ -1,11 +1,12 @@
-"""The prefill side of a node: prompts computed for a remote decode node, their KV pushed under that node's ticket, kept parked until it is taken.
+"""The prefill side of a node: prompts computed for a remote decode node, their KV pushed under that node's ticket, kept
+parked until it is taken.
 
-A leg's life: Prefill → the scheduler computes chunks → token 1 goes to the router → parked. Deliver may come at any time in between; from then
-on every computed page is pushed. The leg ends with Acked (Delivered to the router), Cancel, Release, or its parking deadline, which runs while no
-ticket is open: a transfer has clocks of its own.
+A leg's life: Prefill → the scheduler computes chunks → token 1 goes to the router → parked. Deliver may come at any
+time in between; from then on every computed page is pushed. The leg ends with Acked (Delivered to the router), Cancel,
+Release, or its parking deadline, which runs while no ticket is open: a transfer has clocks of its own.
 
-Pages under a write are pinned here (one reference each per ticket) until the writer says Drained, whatever becomes of the leg: a source page that a
-write may still read is never reused. Owned by the node loop's thread; no sockets here.
+Pages under a write are pinned here (one reference each per ticket) until the writer says Drained, whatever becomes of
+the leg: a source page that a write may still read is never reused. Owned by the node loop's thread; no sockets here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,19 @@ from dataclasses import dataclass, field
 
 from pdcluster.core import errors
 from pdcluster.core.grammar import Grammar
-from pdcluster.core.messages import Deliver, Delivered, Failed, Finished, Prefill, Refused, RefusedLeg, Scheduled, Ticket, Timings, TokenLogprobs
+from pdcluster.core.messages import (
+    Deliver,
+    Delivered,
+    Failed,
+    Finished,
+    Prefill,
+    Refused,
+    RefusedLeg,
+    Scheduled,
+    Ticket,
+    Timings,
+    TokenLogprobs,
+)
 from pdcluster.core.step import StepPlan
 from pdcluster.kv.pages import PagePool
 from pdcluster.node.legs import REFUSALS, Ended, EndedLegs, Output, check_newest, key_of, of_router, refusal, unawaited
@@ -45,7 +58,8 @@ GAP_WEIGHT = 0.3
 
 
 class Parking:
-    """Pages shared by several parked requests count once. Owned by the node loop's thread; the pages belong to the scheduler's sequences."""
+    """Pages shared by several parked requests count once. Owned by the node loop's thread; the pages belong to the
+    scheduler's sequences."""
 
     def __init__(self, limit_pages: int, clock: Callable[[], float]) -> None:
         self.limit_pages = limit_pages
@@ -127,7 +141,8 @@ class LayerGroups:
         return self._bandwidth.get(backend, FIRST_GUESS_BYTES_S)
 
     def bells(self, num_pages: int, backend: str) -> tuple[int, ...]:
-        """After which numbers of layers to send what is there of these pages; the rest leaves with the end of the step. Empty for a small prompt."""
+        """After which numbers of layers to send what is there of these pages; the rest leaves with the end of the step.
+        Empty for a small prompt."""
         groups = round(math.sqrt(num_pages * self._page_bytes / (self.bandwidth(backend) * self._group_s)))
         groups = min(max(groups, 1), self.num_layers)
         return tuple(self.num_layers * index // groups for index in range(1, groups))
@@ -218,12 +233,21 @@ class PrefillSide:
             return
         now = self._clock()
         leg = PrefillLeg(
-            router, work.request, work.attempt, key_of(work), sequence, len(work.token_ids) // 4, now + work.deadline_s, now, Output.of(work)
+            router,
+            work.request,
+            work.attempt,
+            key_of(work),
+            sequence,
+            len(work.token_ids) // 4,
+            now + work.deadline_s,
+            now,
+            Output.of(work),
         )
         self._legs[leg.request] = self._by_key[leg.key] = self._queued[leg.key] = leg
 
     def deliver(self, router: Peer, message: Deliver) -> None:
-        """Start pushing under a ticket. An earlier ticket of the request is given up: its decode node is gone or full."""
+        """Start pushing under a ticket. An earlier ticket of the request is given up: its decode node is gone or
+        full."""
         ticket = message.ticket
         leg = self._legs.get(ticket.request)
         if leg is None or leg.router != router:
@@ -234,7 +258,12 @@ class PrefillSide:
         self._drop_ticket(leg, "a newer ticket came")
         if ticket.num_tokens != leg.num_tokens:
             self._refuse(
-                router, ticket.request, ticket.attempt, "deliver", f"the ticket is for {ticket.num_tokens} tokens, not {leg.num_tokens}", 0.0
+                router,
+                ticket.request,
+                ticket.attempt,
+                "deliver",
+                f"the ticket is for {ticket.num_tokens} tokens, not {leg.num_tokens}",
+                0.0,
             )
             return
         try:
@@ -266,7 +295,8 @@ class PrefillSide:
             self._end(leg, "router lost")
 
     def keep_only(self, router: Peer, awaited: Set[tuple[str, int]]) -> None:
-        """The router (re)connected: legs it does not name are nobody's, because a Cancel was lost or could not be sent."""
+        """The router (re)connected: legs it does not name are nobody's, because a Cancel was lost or could not be
+        sent."""
         for leg in unawaited(self._legs.values(), router, awaited):
             self._end(leg, "the router no longer waits for it")
 
@@ -284,14 +314,17 @@ class PrefillSide:
             self._advance(leg)
 
     def bells(self, plan: StepPlan) -> tuple[int, ...]:
-        """Before a step is launched: after which layers of it something can leave. A ticket may still come while the step runs."""
+        """Before a step is launched: after which layers of it something can leave. A ticket may still come while the
+        step runs."""
         self._layered.clear()
         bells: set[int] = set()
         for row in plan.rows:
             leg = self._by_key.get(row.request)
             if leg is None or row.sampling is None:
                 continue
-            own = self._groups.bells(self._pages.pages_for(leg.num_tokens) - row.start // self._pages.page_tokens, leg.backend)
+            own = self._groups.bells(
+                self._pages.pages_for(leg.num_tokens) - row.start // self._pages.page_tokens, leg.backend
+            )
             if own:
                 self._layered.append(leg)
                 bells.update(own)
@@ -318,7 +351,9 @@ class PrefillSide:
         leg.first_token_at = self._clock()
         self._outbox.row(leg.router, leg.output.append(update.token, update.logprobs))
         if update.finished is not None:
-            word = Finished(leg.request, leg.attempt, update.finished, leg.output.num_output, self._timings(leg), update.stop_token)
+            word = Finished(
+                leg.request, leg.attempt, update.finished, leg.output.num_output, self._timings(leg), update.stop_token
+            )
             self._ended.add(Ended(leg.router, leg.output, word))
             self._outbox.message(leg.router, word)
             self._end(leg, "finished with its first token")
@@ -360,7 +395,11 @@ class PrefillSide:
         now = self._clock()
         for leg in [leg for leg in self._legs.values() if now >= self._limit(leg)]:
             is_late = now >= leg.deadline
-            reason = "the request's deadline passed" if is_late else f"no decode node took the KV within {self._parking_s:g} s"
+            reason = (
+                "the request's deadline passed"
+                if is_late
+                else f"no decode node took the KV within {self._parking_s:g} s"
+            )
             code = errors.DeadlineExceeded.code if is_late else errors.Overloaded.code
             word = Failed(leg.request, leg.attempt, code, f"prefill node gave up: {reason}", retryable=not is_late)
             self._outbox.message(leg.router, word)
@@ -379,7 +418,9 @@ class PrefillSide:
     @property
     def grammars(self) -> set[Grammar]:
         """In use."""
-        return {leg.sequence.sampling.grammar for leg in self._legs.values() if leg.sequence.sampling.grammar is not None}
+        return {
+            leg.sequence.sampling.grammar for leg in self._legs.values() if leg.sequence.sampling.grammar is not None
+        }
 
     @property
     def num_legs(self) -> int:
@@ -433,7 +474,8 @@ class PrefillSide:
         parking = self._parking
         if parking.is_full:
             raise errors.Overloaded(
-                f"finished KV of {parking.num_requests} requests waits here in {parking.num_pages} pages, {parking.limit_pages} may; "
+                f"finished KV of {parking.num_requests} requests waits here in {parking.num_pages} pages, "
+                f"{parking.limit_pages} may; "
                 "decode nodes are full, retry later",
                 parking.retry_after_s(),
             )
@@ -462,7 +504,9 @@ class PrefillSide:
             return leg.deadline
         return min(leg.deadline, leg.parking_deadline)
 
-    def _refuse(self, router: Peer, request: str, attempt: int, leg: RefusedLeg, reason: str, retry_after_s: float) -> None:
+    def _refuse(
+        self, router: Peer, request: str, attempt: int, leg: RefusedLeg, reason: str, retry_after_s: float
+    ) -> None:
         self._outbox.message(router, Refused(request, attempt, leg, reason, retry_after_s))
 
     def _timings(self, leg: PrefillLeg, stats: TransferStats | None = None) -> Timings:

@@ -1,4 +1,5 @@
-"""The node process: engine, transfer media, links and bootstrap registration put together; runs the loop until SIGTERM or SIGINT, then drains."""
+"""The node process: engine, transfer media, links and bootstrap registration put together; runs the loop until SIGTERM
+or SIGINT, then drains."""
 
 from __future__ import annotations
 
@@ -81,16 +82,31 @@ def run(config: NodeConfig) -> int:
         limits = limits_of(config, engine.local)
         agent = NodeAgent(config.bootstrap, heartbeat_s=config.heartbeat_s)
         stack.callback(agent.stop)
-        parts = assemble(wiring, shape_of(config, engine), engine.driver, limits, files, agent, clock, engine.local.grammars)
+        parts = assemble(
+            wiring, shape_of(config, engine), engine.driver, limits, files, agent, clock, engine.local.grammars
+        )
         for each in parts.backends:
             stack.callback(each.shutdown)
         stack.callback(parts.hub.close)
-        loop = NodeLoop(parts, report_s=config.report_s, drain_s=config.drain_s, clock=clock, looks_ahead=config.scheduler.look_ahead)
+        loop = NodeLoop(
+            parts,
+            report_s=config.report_s,
+            drain_s=config.drain_s,
+            clock=clock,
+            looks_ahead=config.scheduler.look_ahead,
+        )
         on_signals(loop.stop)
         card = card_of(config, me, engine.local, parts, files, tuple(backends), model_dir)
         agent.start(card, registered=lambda: announce_ready(config, card))
         collect_seldom()
-        logger.info("node %s (%s) serves %s at %s over %s", me.node, config.role, card.model, card.address, ", ".join(backends) or "no transfer")
+        logger.info(
+            "node %s (%s) serves %s at %s over %s",
+            me.node,
+            config.role,
+            card.model,
+            card.address,
+            ", ".join(backends) or "no transfer",
+        )
         loop.run()
     logger.info("node %s is done", me.node)
     return 0
@@ -101,7 +117,9 @@ class Sticky(Protocol):
     def num_stuck(self) -> int: ...
 
 
-def leave_last(engine: Sticky, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+def leave_last(
+    engine: Sticky, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+) -> None:
     """When everything else is closed: a node that breaks tells why, as it may not come to whoever would."""
     if engine.num_stuck and error is not None:
         logger.critical("this node broke", exc_info=error)
@@ -109,8 +127,8 @@ def leave_last(engine: Sticky, kind: type[BaseException] | None, error: BaseExce
 
 
 def leave_if_stuck(num_threads: int, code: int) -> None:
-    """End the process here when threads still compute within a library: an interpreter that ends around them is aborted by the C++ runtime, and what
-    was a drain, or an error with a reason, looks like a crash of it."""
+    """End the process here when threads still compute within a library: an interpreter that ends around them is aborted
+    by the C++ runtime, and what was a drain, or an error with a reason, looks like a crash of it."""
     if num_threads:
         logger.warning("%d threads still compute for grammars that took too long; leaving without them", num_threads)
         logging.shutdown()
@@ -122,26 +140,45 @@ def leave_if_stuck(num_threads: int, code: int) -> None:
 def check(config: NodeConfig) -> None:
     """Refuse by name what cannot be done yet."""
     if config.device != "cpu" and config.role != "mixed":
-        raise ConfigError(f"node.role is {config.role} on {config.device}, but KV in device memory cannot be moved yet; use role mixed")
+        raise ConfigError(
+            f"node.role is {config.role} on {config.device}, but KV in device memory cannot be moved yet; use role "
+            "mixed"
+        )
     if config.deterministic and config.device != "cpu":
-        raise ConfigError(f"node.deterministic is set, but its kernels are for CPUs and node.device is {config.device}; leave one of them out")
+        raise ConfigError(
+            f"node.deterministic is set, but its kernels are for CPUs and node.device is {config.device}; leave one "
+            "of them out"
+        )
     if config.scheduler.look_ahead and config.tp > 1:
-        raise ConfigError(f"node.scheduler.look_ahead is set and node.tp is {config.tp}, but only rank 0 knows what it draws; leave one of them out")
+        raise ConfigError(
+            f"node.scheduler.look_ahead is set and node.tp is {config.tp}, but only rank 0 knows what it draws; "
+            "leave one of them out"
+        )
     if config.quantization != "none" and (config.device != "cpu" or config.deterministic):
-        other = "node.deterministic is set" if config.deterministic else f"its kernels are for CPUs and node.device is {config.device}"
+        other = (
+            "node.deterministic is set"
+            if config.deterministic
+            else f"its kernels are for CPUs and node.device is {config.device}"
+        )
         raise ConfigError(f"node.quantization is {config.quantization}, but {other}; leave one of them out")
     page_tokens, block_tokens = config.kv.page_tokens, config.kv.hash_block_tokens
     if page_tokens % block_tokens:
-        raise ConfigError(f"node.kv.page_tokens {page_tokens} must be a multiple of node.kv.hash_block_tokens {block_tokens}; use equal values")
+        raise ConfigError(
+            f"node.kv.page_tokens {page_tokens} must be a multiple of node.kv.hash_block_tokens {block_tokens}; use "
+            "equal values"
+        )
 
 
 def open_backends(config: NodeConfig, me: Peer) -> dict[str, Backend]:
-    """The media this node can move KV over, best first; none for a pool in device memory, which then serves in mode local."""
+    """The media this node can move KV over, best first; none for a pool in device memory, which then serves in mode
+    local."""
     if config.device != "cpu":
         return {}
     transfer = config.transfer
     fabric = Fabric(transfer.devices, transfer.gid_index, transfer.rails)
-    return create_backends(transfer.backend, me, host=transfer.host, staging_bytes=transfer.staging_bytes, fabric=fabric)
+    return create_backends(
+        transfer.backend, me, host=transfer.host, staging_bytes=transfer.staging_bytes, fabric=fabric
+    )
 
 
 def media_of_all(backends: dict[str, Backend], links: Sequence[RankLink]) -> dict[str, Backend]:
@@ -183,7 +220,10 @@ def shape_of(config: NodeConfig, engine: NodeEngine) -> Shape:
 
 def wire_settings(config: NodeConfig) -> WireSettings:
     return WireSettings(
-        heartbeat_s=config.heartbeat_s, lease_s=config.lease_s, advertise_host=config.advertise, cluster_key=config.security.key_bytes()
+        heartbeat_s=config.heartbeat_s,
+        lease_s=config.lease_s,
+        advertise_host=config.advertise,
+        cluster_key=config.security.key_bytes(),
     )
 
 
@@ -199,7 +239,13 @@ def transfer_settings(config: NodeConfig) -> TransferSettings:
 
 
 def card_of(
-    config: NodeConfig, me: Peer, engine: Engine, parts: NodeParts, files: ModelFiles, backends: tuple[str, ...], model_dir: Path
+    config: NodeConfig,
+    me: Peer,
+    engine: Engine,
+    parts: NodeParts,
+    files: ModelFiles,
+    backends: tuple[str, ...],
+    model_dir: Path,
 ) -> NodeCard:
     """What the node says of itself to the cluster."""
     model, *aliases = config.served_model_name or (served_name(model_dir),)
@@ -210,7 +256,12 @@ def card_of(
         address=parts.hub.address,
         model=model,
         fingerprint=Fingerprint(
-            model, engine.weights_digest, PROTOCOL_VERSION, config.kv.hash_block_tokens, engine.full_layout, arithmetic_of(config)
+            model,
+            engine.weights_digest,
+            PROTOCOL_VERSION,
+            config.kv.hash_block_tokens,
+            engine.full_layout,
+            arithmetic_of(config),
         ),
         max_len=usable_len(engine),
         vocab_size=engine.config.vocab_size,
@@ -231,7 +282,9 @@ def arithmetic_of(config: NodeConfig) -> str:
 
 
 def announce_ready(config: NodeConfig, card: NodeCard) -> None:
-    announce(config.ready_fd, card.address, name=card.node, role=card.role, model=card.model, transfer=list(card.backends))
+    announce(
+        config.ready_fd, card.address, name=card.node, role=card.role, model=card.model, transfer=list(card.backends)
+    )
 
 
 def on_signals(stop: Callable[[], None]) -> None:

@@ -1,8 +1,11 @@
-"""One child process and the two pipes it talks through: where it announces that it is ready, and where its output comes. It restarts nothing.
+"""One child process and the two pipes it talks through: where it announces that it is ready, and where its output
+comes. It restarts nothing.
 
 Requirements:
- 1. A child dies with its parent, however the parent dies (PR_SET_PDEATHSIG; the kernel ties it to the thread that forked, so spawn on the main one).
- 2. Terminal signals reach the parent alone: every child leads a session of its own, so that the parent decides who stops when.
+ 1. A child dies with its parent, however the parent dies (PR_SET_PDEATHSIG; the kernel ties it to the thread that
+    forked, so spawn on the main one).
+ 2. Terminal signals reach the parent alone: every child leads a session of its own, so that the parent decides who
+    stops when.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ LINE_LIMIT_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
-    """ready, output: reading ends of the pipes. Whoever holds this reads both to their end with `lines`, or calls `close_pipes`."""
+    """ready, output: reading ends of the pipes. Whoever holds this reads both to their end with `lines`, or calls
+    `close_pipes`."""
 
     process: Process
     ready: int
@@ -43,7 +47,8 @@ class Spawned:
 async def spawn(argv: Sequence[str], stdin: int = DEVNULL) -> Spawned:
     """Start `argv --ready-fd N`. Raises OSError when there is no such program."""
     ready_reader, ready_writer = os.pipe()
-    # A pipe of our own, since asyncio reports a process with its PIPE as ended only after every heir of that pipe is gone, too.
+    # A pipe of our own, since asyncio reports a process with its PIPE as ended only after every heir of that pipe is
+    # gone, too.
     output_reader, output_writer = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
@@ -72,7 +77,9 @@ async def lines(descriptor: int) -> AsyncIterator[asyncio.StreamReader]:
     """The reading end of a pipe as a stream; closes it at the end."""
     stream = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
     pipe = os.fdopen(descriptor, "rb", buffering=0)
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), pipe
+    )
     try:
         yield stream
     finally:
@@ -93,7 +100,8 @@ def kill_group(pid: int) -> None:
 
 
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
-    """What the child does between fork and exec so that it cannot outlive its parent: it gets this signal when the parent ends."""
+    """What the child does between fork and exec so that it cannot outlive its parent: it gets this signal when the
+    parent ends."""
     if sys.platform != "linux":
         raise ConfigError("pdcluster up needs Linux; run it in a Linux container or virtual machine")
     libc = ctypes.CDLL(None, use_errno=True)

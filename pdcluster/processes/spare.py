@@ -1,8 +1,10 @@
-"""A process that is started ahead: it imports what a child imports, then waits on its standard input to be told which child it is to be.
+"""A process that is started ahead: it imports what a child imports, then waits on its standard input to be told which
+child it is to be.
 
-So a child that died is replaced without the second of importing. A spare binds nothing, connects to nothing and has no thread: it is the same program
-as a fresh one, only further. Both ends are here: `Spare` in the parent, `awaited_argv` in the process itself. A spare that died while it was idle is
-found out when it is wanted; then there is none, and the parent starts a fresh process as it would without spares.
+So a child that died is replaced without the second of importing. A spare binds nothing, connects to nothing and has no
+thread: it is the same program as a fresh one, only further. Both ends are here: `Spare` in the parent, `awaited_argv`
+in the process itself. A spare that died while it was idle is found out when it is wanted; then there is none, and the
+parent starts a fresh process as it would without spares.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from pdcluster.core.errors import ProtocolError
 from pdcluster.processes.child_process import Spawned, kill_group, spawn
 
 MAX_LINE_BYTES = 32 * 1024
-"""Half of what a pipe holds, so that the parent never waits while it writes. Longer argument lists are started afresh."""
+"""Half of what a pipe holds, so that the parent never waits while it writes. Longer argument lists are started
+afresh."""
 
 END_S = 5.0
 
@@ -57,7 +60,9 @@ class Spare:
             return None
         try:
             os.write(self._stdin, line)
-        except BrokenPipeError:  # it is dead, even if its end was not reported yet: `prepare` is to start another all the same
+        except (
+            BrokenPipeError
+        ):  # it is dead, even if its end was not reported yet: `prepare` is to start another all the same
             self._drop(self._idle)
             return None
         taken, self._idle = self._idle, None
@@ -84,7 +89,8 @@ class Spare:
 
 
 def awaited_argv() -> list[str] | None:
-    """In the spare: the argument list it is to run, with its own --ready-fd; None when the parent does not need it any more."""
+    """In the spare: the argument list it is to run, with its own --ready-fd; None when the parent does not need it any
+    more."""
     with open(sys.stdin.fileno(), "rb", closefd=False) as stdin:
         line = stdin.readline(MAX_LINE_BYTES)
     if not line.endswith(b"\n"):

@@ -1,7 +1,8 @@
-"""Child processes that are kept alive: start and wait until ready, forward their output, restart what crashes, stop in order.
+"""Child processes that are kept alive: start and wait until ready, forward their output, restart what crashes, stop in
+order.
 
-It knows argument lists and signals, and nothing of nodes or routers; `child_process` knows pipes, and ties a child's life to ours. One Supervisor
-lives in one asyncio loop on the main thread.
+It knows argument lists and signals, and nothing of nodes or routers; `child_process` knows pipes, and ties a child's
+life to ours. One Supervisor lives in one asyncio loop on the main thread.
 
 Requirement: after `stop` returned no child is left, and nothing that a child left behind in its process group.
 """
@@ -47,7 +48,8 @@ class GaveUp(PdclusterError):
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What to run. address_flags: (fact, flag) pairs; a restart passes the first start's addresses by them, so that others still find the child."""
+    """What to run. address_flags: (fact, flag) pairs; a restart passes the first start's addresses by them, so that
+    others still find the child."""
 
     name: str
     argv: tuple[str, ...]
@@ -56,9 +58,12 @@ class Spec:
 
 
 class RestartPolicy:
-    """How long to wait before the next start after a crash: doubling, and at most `limit` crashes within CRASH_WINDOW_S."""
+    """How long to wait before the next start after a crash: doubling, and at most `limit` crashes within
+    CRASH_WINDOW_S."""
 
-    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic, first_delay_s: float = FIRST_DELAY_S) -> None:
+    def __init__(
+        self, limit: int, clock: Callable[[], float] = time.monotonic, first_delay_s: float = FIRST_DELAY_S
+    ) -> None:
         self._limit = limit
         self._first_delay_s = first_delay_s
         self._clock = clock
@@ -94,7 +99,9 @@ class Child:
 class Supervisor:
     """Owns its children and the tasks that watch them; all methods run in one loop."""
 
-    def __init__(self, say: Say, forward: Forward, ready_s: float, restarts: int, first_delay_s: float = FIRST_DELAY_S) -> None:
+    def __init__(
+        self, say: Say, forward: Forward, ready_s: float, restarts: int, first_delay_s: float = FIRST_DELAY_S
+    ) -> None:
         self._say = say
         self._forward = forward
         self._ready_s = ready_s
@@ -126,7 +133,8 @@ class Supervisor:
         return process.pid if process is not None and process.returncode is None else None
 
     async def stop(self, order: Iterable[Iterable[str]]) -> None:
-        """Stop group after group: SIGTERM, the child's drain time, then SIGKILL. Names that never started are skipped."""
+        """Stop group after group: SIGTERM, the child's drain time, then SIGKILL. Names that never started are
+        skipped."""
         for keeper in self._keepers.values():
             keeper.cancel()  # first, so that nothing is restarted behind our back
         await asyncio.gather(*self._keepers.values(), return_exceptions=True)
@@ -148,14 +156,17 @@ class Supervisor:
             except OSError as error:
                 raise StartFailed(f"{child.spec.name} could not be started: {error}") from error
         child.process = spawned.process
-        child.output = asyncio.create_task(self._forward_output(child, spawned.output), name=f"output of {child.spec.name}")
+        child.output = asyncio.create_task(
+            self._forward_output(child, spawned.output), name=f"output of {child.spec.name}"
+        )
         child.facts = await self._until_ready(child, spawned.process, spawned.ready)
 
     def _take_spare(self, child: Child) -> Spawned | None:
         return self._spare.take(child.argv()) if self._spare is not None else None
 
     async def keep_spare(self, argv: Sequence[str]) -> None:
-        """From now on keep one process of this program, which becomes the next child that has to be started (see `spare`)."""
+        """From now on keep one process of this program, which becomes the next child that has to be started (see
+        `spare`)."""
         self._spare = Spare(argv)
         await self._prepare_spare()
 
@@ -174,7 +185,9 @@ class Supervisor:
                 line = await asyncio.wait_for(stream.readline(), self._ready_s)
         except TimeoutError as error:
             await self._kill(child)
-            raise StartFailed(self._explain(child, f"{name} was not ready within {self._ready_s:g} s (up.ready_s)")) from error
+            raise StartFailed(
+                self._explain(child, f"{name} was not ready within {self._ready_s:g} s (up.ready_s)")
+            ) from error
         if line:
             return ready.parse(line)
         with contextlib.suppress(TimeoutError):  # it closed the descriptor and lives on: killed below
@@ -227,7 +240,13 @@ class Supervisor:
             await self._prepare_spare()  # not sooner, so that the two do not share a core while the one is missed
             return True
         if not self._failure.done():
-            self._failure.set_result(GaveUp(self._explain(child, f"{name} crashed more than {self._restarts} times within a minute (up.restarts)")))
+            self._failure.set_result(
+                GaveUp(
+                    self._explain(
+                        child, f"{name} crashed more than {self._restarts} times within a minute (up.restarts)"
+                    )
+                )
+            )
         return False
 
     async def _stop(self, child: Child) -> None:
@@ -257,7 +276,10 @@ class Supervisor:
         try:
             await asyncio.wait_for(child.process.wait(), KILL_WAIT_S)
         except TimeoutError:
-            self._say(f"{child.spec.name} (pid {child.process.pid}) is stuck in the kernel and did not die; look at it with ps")
+            self._say(
+                f"{child.spec.name} (pid {child.process.pid}) is stuck in the kernel and did not die; look at it "
+                "with ps"
+            )
         if child.output is not None:
             await asyncio.wait({child.output}, timeout=KILL_WAIT_S)
             child.output.cancel()

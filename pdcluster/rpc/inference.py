@@ -1,4 +1,5 @@
-"""Generate's protobuf messages as the requests and replies that the HTTP API has, so that both mean the same. No calls, no dispatch."""
+"""Generate's protobuf messages as the requests and replies that the HTTP API has, so that both mean the same. No calls,
+no dispatch."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ _SAME_NAME = (
 """Optional fields that are called and mean the same over HTTP."""
 
 _FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH, "tool_calls": pb.FINISH_REASON_TOOL_CALLS}
-_TOOL_MODES = {pb.TOOL_MODE_UNSPECIFIED: None, pb.TOOL_MODE_AUTO: "auto", pb.TOOL_MODE_NONE: "none", pb.TOOL_MODE_REQUIRED: "required"}
+_TOOL_MODES = {
+    pb.TOOL_MODE_UNSPECIFIED: None,
+    pb.TOOL_MODE_AUTO: "auto",
+    pb.TOOL_MODE_NONE: "none",
+    pb.TOOL_MODE_REQUIRED: "required",
+}
 
 MOST_TURNS = MOST_STRINGS // 4
 """Messages of a chat, and calls in them: as many as a JSON body may have, where each is two fields with their names."""
@@ -33,16 +39,27 @@ MOST_TURNS = MOST_STRINGS // 4
 def request_from_proto(message: pb.GenerateRequest, model: str) -> requests.ChatRequest | requests.CompletionRequest:
     """model: for a request that names none. Raises BadRequest naming the field, as for a JSON body."""
     fields = _given(message, *_SAME_NAME)
-    fields |= {"model": message.model or model, "stop": list(message.stop), "stop_token_ids": list(message.stop_token_ids)}
+    fields |= {
+        "model": message.model or model,
+        "stop": list(message.stop),
+        "stop_token_ids": list(message.stop_token_ids),
+    }
     fields["return_token_ids"] = message.return_prompt_token_ids
     check_num_biases(len(message.logit_bias))  # half a million of them fit into a message, and take a second to unpack
-    fields |= {"logit_bias": {str(token): bias for token, bias in message.logit_bias.items()}, "bad_words": list(message.bad_words)}
+    fields |= {
+        "logit_bias": {str(token): bias for token, bias in message.logit_bias.items()},
+        "bad_words": list(message.bad_words),
+    }
     if message.HasField("structured_outputs"):
         fields["structured_outputs"] = _structured(message.structured_outputs)
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise BadRequest("the request has no prompt; set text, token_ids or chat", "prompt")
-    return requests.chat_of(fields | _chat_fields(message)) if kind == "chat" else requests.completion_of(fields | _plain_fields(message, kind))
+    return (
+        requests.chat_of(fields | _chat_fields(message))
+        if kind == "chat"
+        else requests.completion_of(fields | _plain_fields(message, kind))
+    )
 
 
 def _structured(asked: pb.StructuredOutputs) -> dict[str, object]:
@@ -60,7 +77,9 @@ def _chat_fields(message: pb.GenerateRequest) -> dict[str, object]:
     fields: dict[str, object] = {"messages": [_message_fields(said) for said in chat.messages]}
     fields |= _given(chat, "add_generation_prompt", "continue_final_message", "parallel_tool_calls")
     if chat.tools:
-        fields["tools"] = [_tool_fields(tool, f"chat.tools[{index}].parameters") for index, tool in enumerate(chat.tools)]
+        fields["tools"] = [
+            _tool_fields(tool, f"chat.tools[{index}].parameters") for index, tool in enumerate(chat.tools)
+        ]
     if chat.HasField("tool_choice"):
         fields["tool_choice"] = _tool_choice(chat.tool_choice)
     if chat.HasField("template_kwargs"):
@@ -69,14 +88,18 @@ def _chat_fields(message: pb.GenerateRequest) -> dict[str, object]:
 
 
 def _check_number(chat: pb.Chat) -> None:
-    """Of what is a few bytes here and a thousand as plain values; what is among them is bounded by the size of a message."""
+    """Of what is a few bytes here and a thousand as plain values; what is among them is bounded by the size of a
+    message."""
     if len(chat.tools) > MAX_TOOLS:
         raise BadRequest(f"chat.tools has {len(chat.tools)} entries, at most {MAX_TOOLS} are allowed", "tools")
     num_turns = len(chat.messages)
     if num_turns <= MOST_TURNS:
         num_turns += sum(len(said.tool_calls) for said in chat.messages)
     if num_turns > MOST_TURNS:
-        raise BadRequest(f"chat.messages has {num_turns} messages and calls, at most {MOST_TURNS} are taken; send several requests", "messages")
+        raise BadRequest(
+            f"chat.messages has {num_turns} messages and calls, at most {MOST_TURNS} are taken; send several requests",
+            "messages",
+        )
     check_bulk("".join(tool.parameters for tool in chat.tools).encode(), "chat.tools")
 
 
@@ -85,7 +108,9 @@ def _message_fields(said: pb.ChatMessage) -> dict[str, object]:
     if said.HasField("reasoning"):
         fields["reasoning_content"] = said.reasoning
     if said.tool_calls:
-        fields["tool_calls"] = [{"id": call.id, "function": {"name": call.name, "arguments": call.arguments}} for call in said.tool_calls]
+        fields["tool_calls"] = [
+            {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}} for call in said.tool_calls
+        ]
     return fields
 
 
@@ -137,7 +162,10 @@ def _logprobs(tokens: Iterable[Token]) -> list[pb.TokenLogprobs]:
         pb.TokenLogprobs(token_id=token.id)
         if token.logprobs is None
         else pb.TokenLogprobs(
-            token_id=token.id, logprob=token.logprobs.logprob, top_ids=token.logprobs.top_ids, top_logprobs=token.logprobs.top_logprobs
+            token_id=token.id,
+            logprob=token.logprobs.logprob,
+            top_ids=token.logprobs.top_ids,
+            top_logprobs=token.logprobs.top_logprobs,
         )
         for token in tokens
     ]
@@ -157,8 +185,10 @@ def add_report(reply: pb.GenerateReply, report: RouteReport) -> None:
     _set(reply.timings, attempts=report.attempts)
     if (timeline := report.timeline) is not None:
         _set(
-            reply.timings, ttft_s=timeline.ttft_s, ttst_s=timeline.ttst_s, queue_s=timeline.queue_s, prefill_s=timeline.prefill_s,
-            transfer_s=timeline.transfer_s, exposed_s=timeline.exposed_s, decode_s=timeline.decode_s, transfer_bytes=timeline.transfer_bytes,
+            reply.timings, ttft_s=timeline.ttft_s, ttst_s=timeline.ttst_s, queue_s=timeline.queue_s,
+            prefill_s=timeline.prefill_s,
+            transfer_s=timeline.transfer_s, exposed_s=timeline.exposed_s, decode_s=timeline.decode_s,
+            transfer_bytes=timeline.transfer_bytes,
             placed_s=timeline.placed_s,
         )  # fmt: skip
 
@@ -179,5 +209,8 @@ def _set(message: Proto, **values: float | int | None) -> None:
 def models_to_proto(models: Sequence[tuple[str, int, int, int]]) -> pb.ListModelsReply:
     """(id, created, max_len, vocab_size) of each."""
     return pb.ListModelsReply(
-        models=[pb.Model(id=name, created=created, max_len=max_len, vocab_size=vocab) for name, created, max_len, vocab in models]
+        models=[
+            pb.Model(id=name, created=created, max_len=max_len, vocab_size=vocab)
+            for name, created, max_len, vocab in models
+        ]
     )

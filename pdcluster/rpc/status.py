@@ -40,7 +40,8 @@ def status_of(error: PdclusterError) -> grpc.StatusCode:
 
 
 def error_of(error: grpc.RpcError, who: str) -> PdclusterError:
-    """Ours for gRPC's; `who` names the server in the message. A code that none of ours stands for means that the server cannot serve."""
+    """Ours for gRPC's; `who` names the server in the message. A code that none of ours stands for means that the server
+    cannot serve."""
     if not isinstance(error, grpc.Call) and not isinstance(error, grpc.aio.AioRpcError):
         return Unavailable(f"{who}: {error}")
     kind = _ERRORS.get(error.code(), Unavailable)

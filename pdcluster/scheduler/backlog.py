@@ -1,4 +1,5 @@
-"""What a node has accepted and not done: tokens of prompts and the attention pairs they will make, rows that decode. Pure; read by load reports."""
+"""What a node has accepted and not done: tokens of prompts and the attention pairs they will make, rows that decode.
+Pure; read by load reports."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from pdcluster.scheduler.sequence import Sequence
 
 
 def backlog(running: Iterable[Sequence], waiting: Iterable[Sequence]) -> tuple[int, int]:
-    """(tokens, pairs). A waiting prompt counts without what was cached when it came or will be by its turn (`blocks_by_then`); the cache may change
-    until it starts, and is counted then."""
+    """(tokens, pairs). A waiting prompt counts without what was cached when it came or will be by its turn
+    (`blocks_by_then`); the cache may change until it starts, and is counted then."""
     tokens, pairs = 0, 0.0
     for sequence in running:
         if sequence.num_pending > 1:
@@ -25,8 +26,9 @@ def backlog(running: Iterable[Sequence], waiting: Iterable[Sequence]) -> tuple[i
 
 
 def blocks_by_then(sequence: Sequence, ahead: Iterable[Sequence]) -> int:
-    """Leading hash blocks that the sequence shares with one that is served before it: without them, the next turn of a conversation whose last one
-    still waits would be reported as a whole prompt of work, and routers would send it away from its cache."""
+    """Leading hash blocks that the sequence shares with one that is served before it: without them, the next turn of a
+    conversation whose last one still waits would be reported as a whole prompt of work, and routers would send it away
+    from its cache."""
     return max((_num_common(sequence.hashes, other.hashes) for other in ahead), default=0)
 
 

@@ -1,4 +1,5 @@
-"""Pages that sequences take from the pool, and their credit: pages kept available for their growth (`Scheduler`, rule 1). Pure.
+"""Pages that sequences take from the pool, and their credit: pages kept available for their growth (`Scheduler`, rule
+1). Pure.
 
 It does not decide who is admitted or preempted: it says what there is room for, and gives all of it or nothing.
 """
@@ -28,14 +29,16 @@ class Credit:
         return max(self._pool.num_available - self._total, 0)
 
     def growth(self, sequence: Sequence, num_pages: int) -> int:
-        """Pages beyond num_pages for the sequence's next reserve_tokens tokens. A remote prefill never grows; the last token needs no KV."""
+        """Pages beyond num_pages for the sequence's next reserve_tokens tokens. A remote prefill never grows; the last
+        token needs no KV."""
         if sequence.remote:
             return 0
         ahead = min(sequence.num_tokens + self._reserve_tokens, sequence.max_total - 1)
         return max(self._pool.pages_for(ahead) - num_pages, 0)
 
     def take(self, sequence: Sequence, max_cached: int, *, is_alone: bool) -> bool:
-        """Pages for all tokens of the sequence: a cached prefix of at most max_cached pages, and fresh ones. is_alone: no credit is needed."""
+        """Pages for all tokens of the sequence: a cached prefix of at most max_cached pages, and fresh ones. is_alone:
+        no credit is needed."""
         pool = self._pool
         sequence.extend_hashes(sequence.num_tokens)
         num_cached = pool.match_length(sequence.hashes, max_cached)

@@ -1,9 +1,14 @@
-"""Steps that were launched and not taken in yet: what they compute, and what must not be given to anybody until they are over. Pure.
+"""Steps that were launched and not taken in yet: what they compute, and what must not be given to anybody until they
+are over. Pure.
 
-At most two: the one that runs, and one planned behind it before its tokens are known (`Scheduler.look_ahead`). Requirements:
- 1. A sequence that ends keeps its pages until the last step that computes it is over: the row behind may be one that nobody wants any more.
- 2. A step behind one that failed is void when its tokens were to come from that: its results must not be taken in, and nothing may follow it.
- 3. A page that left a sequence's table while a step was in flight keeps an owner until that step is over: it may be read by the table as it was.
+At most two: the one that runs, and one planned behind it before its tokens are known (`Scheduler.look_ahead`).
+Requirements:
+ 1. A sequence that ends keeps its pages until the last step that computes it is over: the row behind may be one that
+    nobody wants any more.
+ 2. A step behind one that failed is void when its tokens were to come from that: its results must not be taken in, and
+    nothing may follow it.
+ 3. A page that left a sequence's table while a step was in flight keeps an owner until that step is over: it may be
+    read by the table as it was.
 """
 
 from __future__ import annotations
@@ -48,7 +53,14 @@ class Flights:
 
     def ending(self) -> Iterator[Sequence]:
         """Sequences that ended and keep their pages for a step."""
-        return iter({id(each): each for flight in self._flights for each in flight.sequences if each.state is Residence.FINISHED}.values())
+        return iter(
+            {
+                id(each): each
+                for flight in self._flights
+                for each in flight.sequences
+                if each.state is Residence.FINISHED
+            }.values()
+        )
 
     def launch(self, plan: StepPlan, sequences: list[Sequence], now: float) -> None:
         for sequence in sequences:
@@ -65,10 +77,14 @@ class Flights:
             raise IntegrityError("the engine's result has other rows than the plan")
         for row, answer in zip(plan.rows, result.rows, strict=True):
             if answer.error is None and (row.sampling is None) != (answer.token is None):
-                raise IntegrityError(f"{row.request}: the engine gave {'no' if answer.token is None else 'a'} token, the plan says otherwise")
+                raise IntegrityError(
+                    f"{row.request}: the engine gave {'no' if answer.token is None else 'a'} token, the plan says "
+                    "otherwise"
+                )
 
     def land(self, now: float) -> tuple[Flight, float]:
-        """The oldest step is over, and how long the engine was at it: what it wrote to is free for others, unless another one writes there, too."""
+        """The oldest step is over, and how long the engine was at it: what it wrote to is free for others, unless
+        another one writes there, too."""
         flight = self._flights.popleft()
         began_at, self._landed_at = max(flight.launched_at, self._landed_at), now
         self._pool.release(flight.kept)

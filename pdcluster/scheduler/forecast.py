@@ -1,7 +1,8 @@
-"""When there will be room: how soon rows and pages come free, told from the rows that run and the steps that ran. Guesses for `retry_after`.
+"""When there will be room: how soon rows and pages come free, told from the rows that run and the steps that ran.
+Guesses for `retry_after`.
 
-A row's end is known only at the latest, and many end sooner. So a guess is capped: who comes back too early is refused again, which costs one
-message; who comes back too late leaves a slot empty.
+A row's end is known only at the latest, and many end sooner. So a guess is capped: who comes back too early is refused
+again, which costs one message; who comes back too late leaves a slot empty.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ class Forecast:
 
     def pages_free_s(self, running: Iterable[Sequence], missing: int) -> float:
         """Until rows that end have given back that many pages: theirs, and those kept available for their growth."""
-        for steps, pages in sorted((self._steps_left(sequence), sequence.num_pages + sequence.credit) for sequence in running if not sequence.remote):
+        for steps, pages in sorted(
+            (self._steps_left(sequence), sequence.num_pages + sequence.credit)
+            for sequence in running
+            if not sequence.remote
+        ):
             missing -= pages
             if missing <= 0:
                 return self._seconds(steps)

@@ -1,4 +1,5 @@
-"""What the scheduler may use, and whether a sequence fits into it at all. Plain values; the numbers come from the node's config and model."""
+"""What the scheduler may use, and whether a sequence fits into it at all. Plain values; the numbers come from the
+node's config and model."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ LOGPROB_SCORES = 1 << 23
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """token_budget: tokens computed in one step at most; max_rows: rows of the running batch and slots together; max_waiting: bound of the queue
-    (preempted rows come on top); max_len: prompt and output tokens of one request; reserve_tokens: output tokens of a row for which
-    admission keeps pages available; max_overtakes: how many smaller requests may pass one that waits for pages; retry_after_s: what a refusal
-    says about coming back while nothing was measured yet; logprob_tokens: prompt positions in one step whose logprobs are wanted, each of which takes
+    """token_budget: tokens computed in one step at most; max_rows: rows of the running batch and slots together;
+    max_waiting: bound of the queue (preempted rows come on top); max_len: prompt and output tokens of one request;
+    reserve_tokens: output tokens of a row for which admission keeps pages available; max_overtakes: how many smaller
+    requests may pass one that waits for pages; retry_after_s: what a refusal says about coming back while nothing was
+    measured yet; logprob_tokens: prompt positions in one step whose logprobs are wanted, each of which takes
     milliseconds where the vocabulary is large, for all rows of the step.
     """
 
@@ -32,31 +34,42 @@ class Limits:
     logprob_tokens: int = 64
 
     def __post_init__(self) -> None:
-        for name, value in (("token_budget", self.token_budget), ("max_rows", self.max_rows), ("max_waiting", self.max_waiting)):
+        for name, value in (
+            ("token_budget", self.token_budget),
+            ("max_rows", self.max_rows),
+            ("max_waiting", self.max_waiting),
+        ):
             if value < 1:
                 raise ConfigError(f"{name} is {value}, it must be at least 1")
         if self.max_len < 2:
-            raise ConfigError(f"max_len is {self.max_len}, it must be at least 2: one prompt token and one output token")
+            raise ConfigError(
+                f"max_len is {self.max_len}, it must be at least 2: one prompt token and one output token"
+            )
         if self.token_budget <= self.max_rows:
             raise ConfigError(
-                f"token_budget {self.token_budget} must exceed max_rows {self.max_rows}: a row decodes one token a step, prompts need the rest"
+                f"token_budget {self.token_budget} must exceed max_rows {self.max_rows}: a row decodes one token a "
+                "step, prompts need the rest"
             )
 
 
 def logprob_tokens_of(vocab_size: int) -> int:
-    """As many positions as hold up a step about as long whatever the vocabulary: 64 with 131,000 tokens or more. What is made for each of them beside
-    that takes its time too, so with a small vocabulary they are not endless."""
+    """As many positions as hold up a step about as long whatever the vocabulary: 64 with 131,000 tokens or more. What
+    is made for each of them beside that takes its time too, so with a small vocabulary they are not endless."""
     return min(max(LOGPROB_SCORES // vocab_size, 64), 512)
 
 
 def longest(sequence: Sequence, limits: Limits, pool: PagePool) -> int:
-    """Tokens at which the sequence ends at the latest. Raises BadRequest or RequestTooLarge when it can never run here."""
+    """Tokens at which the sequence ends at the latest. Raises BadRequest or RequestTooLarge when it can never run
+    here."""
     max_tokens = sequence.sampling.max_tokens
     if max_tokens <= sequence.num_output:
-        raise BadRequest(f"max_tokens is {max_tokens}, but {sequence.num_output} output tokens exist; ask for more", "max_tokens")
+        raise BadRequest(
+            f"max_tokens is {max_tokens}, but {sequence.num_output} output tokens exist; ask for more", "max_tokens"
+        )
     if sequence.num_tokens >= limits.max_len:
         raise RequestTooLarge(
-            f"the prompt has {sequence.num_tokens} tokens, this node takes {limits.max_len} with the output; shorten it or raise --max-len"
+            f"the prompt has {sequence.num_tokens} tokens, this node takes {limits.max_len} with the output; shorten "
+            "it or raise --max-len"
         )
     max_total = min(sequence.num_prompt + max_tokens, limits.max_len)
     most = sequence.num_tokens if sequence.remote else max_total - 1

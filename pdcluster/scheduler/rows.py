@@ -1,4 +1,5 @@
-"""What a sequence puts into a step, how a step is put together, what comes out of it, and when a sequence ends. Pure."""
+"""What a sequence puts into a step, how a step is put together, what comes out of it, and when a sequence ends.
+Pure."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from pdcluster.scheduler.sequence import Sequence
 class Update:
     """What one step, or a commit, did to one sequence.
 
-    token: the new output token, at output index `position` of the whole request; None for a chunk that is not the last of its prompt.
-    prompt_logprobs: all of them, with the first token of a request that asked for them. finished: why it ended with this token; its pages are no
-    longer its own then. parked: a remote prefill got its first token and keeps its pages until `release`.
-    error: it got no token, and can not go on here; it is for the caller to cancel it.
+    token: the new output token, at output index `position` of the whole request; None for a chunk that is not the last
+    of its prompt. prompt_logprobs: all of them, with the first token of a request that asked for them. finished: why it
+    ended with this token; its pages are no longer its own then. parked: a remote prefill got its first token and keeps
+    its pages until `release`. error: it got no token, and can not go on here; it is for the caller to cancel it.
     """
 
     key: str
@@ -36,8 +37,8 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """The scheduler's part of messages.Load. waiting_tokens, waiting_pairs: of prompts not computed yet; rows: those that decode here or will,
-    slots too; context_tokens: KV that they attend to."""
+    """The scheduler's part of messages.Load. waiting_tokens, waiting_pairs: of prompts not computed yet; rows: those
+    that decode here or will, slots too; context_tokens: KV that they attend to."""
 
     waiting: int
     running: int
@@ -51,7 +52,8 @@ class Occupancy:
 
 
 def make_row(sequence: Sequence, count: int) -> Row:
-    """The row that computes the next `count` tokens; it samples when these are all there are. Of a sequence in flight it is the row behind."""
+    """The row that computes the next `count` tokens; it samples when these are all there are. Of a sequence in flight
+    it is the row behind."""
     if sequence.num_in_flight:
         return _next_row(sequence)
     start = sequence.num_computed
@@ -89,16 +91,18 @@ def _next_row(sequence: Sequence) -> Row:
 
 
 def can_be_followed(plan: StepPlan, sequences: Iterable[Sequence]) -> bool:
-    """Whether each of its rows has one next token to compute, if any: no chunks, no forks, whose pages a failed step would not have copied, and no
-    remote prefills, which leave the batch with their token and whose layers are watched while they are computed."""
+    """Whether each of its rows has one next token to compute, if any: no chunks, no forks, whose pages a failed step
+    would not have copied, and no remote prefills, which leave the batch with their token and whose layers are watched
+    while they are computed."""
     return not plan.copies and len(plan.rows[-1].tokens) == 1 and not any(sequence.remote for sequence in sequences)
 
 
 def finish(sequence: Sequence, token: int, eos_token_ids: frozenset[int]) -> tuple[FinishReason | None, int | None]:
-    """Why the sequence ends with `token`, which was just appended, and the token that ended it; (None, None) while it goes on.
+    """Why the sequence ends with `token`, which was just appended, and the token that ended it; (None, None) while it
+    goes on.
 
-    Output tokens before index min_tokens end nothing, as in the sampler, which never draws an ending token there: unless a grammar leaves
-    nothing else.
+    Output tokens before index min_tokens end nothing, as in the sampler, which never draws an ending token there:
+    unless a grammar leaves nothing else.
     """
     sampling = sequence.sampling
     if sequence.num_output > sampling.min_tokens or sampling.grammar is not None:
@@ -125,7 +129,9 @@ class Draft:
 
     def room(self, sequence: Sequence) -> int:
         """How many of its tokens may be computed in this step."""
-        return min(sequence.num_pending, self.left, self._logprobs_left if sequence.wants_prompt_logprobs else self.left)
+        return min(
+            sequence.num_pending, self.left, self._logprobs_left if sequence.wants_prompt_logprobs else self.left
+        )
 
     def take(self, sequence: Sequence, count: int) -> None:
         self.left -= count

@@ -1,19 +1,24 @@
 """Who computes which tokens in the next step. Pure: no torch, no I/O, no threads, no messages.
 
-There is no prefill phase and no decode phase: a sequence has tokens, some of them have KV, and each step computes some of the rest. Decode rows
-come first, one token each, so that the gap between tokens stays bounded; what is left of the token budget goes to prompts, in order of arrival.
+There is no prefill phase and no decode phase: a sequence has tokens, some of them have KV, and each step computes some
+of the rest. Decode rows come first, one token each, so that the gap between tokens stays bounded; what is left of the
+token budget goes to prompts, in order of arrival.
 
 Rules that the code cites:
- 1. A sequence gets the pages of all tokens it has when it is admitted, and one more whenever it outgrows them. Admission also keeps pages available
-    for the growth of every row (its *credit*), except when there is no other row: alone, a sequence may take what there is.
- 2. A decode row that finds no page preempts the newest row; that one gives its pages back, waits in front of the queue and computes its tokens again.
-    A remote prefill is never preempted: it holds every page it will ever need, and a transfer may be reading them. Nor are slots and parked ones.
- 3. A step in flight writes to the pages of its rows. A sequence that ends meanwhile keeps its pages until the last such step is over (`flight`).
+ 1. A sequence gets the pages of all tokens it has when it is admitted, and one more whenever it outgrows them.
+    Admission also keeps pages available for the growth of every row (its *credit*), except when there is no other row:
+    alone, a sequence may take what there is.
+ 2. A decode row that finds no page preempts the newest row; that one gives its pages back, waits in front of the queue
+    and computes its tokens again. A remote prefill is never preempted: it holds every page it will ever need, and a
+    transfer may be reading them. Nor are slots and parked ones.
+ 3. A step in flight writes to the pages of its rows. A sequence that ends meanwhile keeps its pages until the last such
+    step is over (`flight`).
  4. A page enters the prefix cache after the step that filled it, or after its commit was verified; never before.
- 5. At least one token of a prompt is computed here even if all of them are cached, because the first output token is drawn from its logits. A slot
-    needs no logits: its first token comes with the commit.
- 6. Looking ahead takes nothing from anybody: where a row finds no page, a request could be admitted or a prompt's chunk is due, the next step waits
-    for the results of the one in flight. What is known ahead is heeded (a row's longest length), what is not (a stop) costs one row for one step.
+ 5. At least one token of a prompt is computed here even if all of them are cached, because the first output token is
+    drawn from its logits. A slot needs no logits: its first token comes with the commit.
+ 6. Looking ahead takes nothing from anybody: where a row finds no page, a request could be admitted or a prompt's chunk
+    is due, the next step waits for the results of the one in flight. What is known ahead is heeded (a row's longest
+    length), what is not (a stop) costs one row for one step.
 """
 
 from __future__ import annotations
@@ -45,9 +50,11 @@ _LOOKAHEAD = 8
 
 
 class Scheduler:
-    """Owns the state of every sequence on the node; the pool is shared with the transfer's bookkeeping. Driven by one thread:
+    """Owns the state of every sequence on the node; the pool is shared with the transfer's bookkeeping. Driven by one
+    thread:
 
-    schedule → (the engine runs the plan; any other method may be called, look_ahead for the plan of the step behind it) → update.
+    schedule → (the engine runs the plan; any other method may be called, look_ahead for the plan of the step behind it)
+    → update.
     """
 
     def __init__(self, pages: PagePool, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
@@ -66,41 +73,56 @@ class Scheduler:
         self._flights = Flights(pages)
         self._forecast = Forecast(limits.token_budget, limits.retry_after_s)
         self.admit_remote = True
-        """False: remote prefills stay in the queue, because too much finished KV waits to be taken already. Others pass them."""
+        """False: remote prefills stay in the queue, because too much finished KV waits to be taken already. Others pass
+        them."""
         self.num_preemptions = 0
 
     # ------------------------------------------------------------ sequences come and go
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence: local, or remote prefill. Raises BadRequest when it can never run here, Overloaded when the queue is full."""
+        """Queue a sequence: local, or remote prefill. Raises BadRequest when it can never run here, Overloaded when the
+        queue is full."""
         self._accept(sequence)
         if len(self._waiting) >= self._limits.max_waiting:
-            reason = f"{len(self._waiting)} requests are waiting, the queue takes {self._limits.max_waiting}; retry later"
+            reason = (
+                f"{len(self._waiting)} requests are waiting, the queue takes {self._limits.max_waiting}; retry later"
+            )
             raise Overloaded(reason, self._queue_moves_s())
         self._enter(sequence)
         cached = self._pool.match_length(sequence.hashes) * self._pool.page_tokens
         soon = blocks_by_then(sequence, chain(self._running, self._waiting.values())) * sequence.block_tokens
-        sequence.num_cached = sequence.num_tokens - 1 if sequence.leader is not None else max(cached, min(soon, sequence.num_tokens - 1))
+        sequence.num_cached = (
+            sequence.num_tokens - 1 if sequence.leader is not None else max(cached, min(soon, sequence.num_tokens - 1))
+        )
         self._waiting[sequence.key] = sequence
 
     def reserve(self, sequence: Sequence) -> list[int]:
-        """A slot for KV that another node writes: a row, the longest cached prefix (sequence.num_cached tokens) and pages for the rest.
+        """A slot for KV that another node writes: a row, the longest cached prefix (sequence.num_cached tokens) and
+        pages for the rest.
 
-        Returns the pages of all tokens, in order. Raises BadRequest when it can never fit, Overloaded when there is no room now.
+        Returns the pages of all tokens, in order. Raises BadRequest when it can never fit, Overloaded when there is no
+        room now.
         """
         self._accept(sequence)
         running, forecast = self._running, self._forecast
         if self._num_free_rows == 0:
             raise Overloaded(f"all {self._limits.max_rows} rows are taken; retry later", forecast.row_free_s(running))
         if (preempted := self._preempted) is not None:
-            missing = self._pool.pages_for(preempted.num_tokens) + self._pool.pages_for(sequence.num_tokens) - self.num_spare_pages
-            raise Overloaded("a preempted request waits for KV pages; retry later", forecast.pages_free_s(running, missing))
+            missing = (
+                self._pool.pages_for(preempted.num_tokens)
+                + self._pool.pages_for(sequence.num_tokens)
+                - self.num_spare_pages
+            )
+            raise Overloaded(
+                "a preempted request waits for KV pages; retry later", forecast.pages_free_s(running, missing)
+            )
         if not self._take_pages(sequence, sequence.num_tokens // self._pool.page_tokens):
             spare = self.num_spare_pages
             num_pages = self._pool.pages_for(sequence.num_tokens)
             missing = num_pages + self._credit.growth(sequence, num_pages) - spare
             raise Overloaded(
-                f"no room for {sequence.num_tokens} tokens: {spare} KV pages are spare; retry later", forecast.pages_free_s(running, missing)
+                f"no room for {sequence.num_tokens} tokens: {spare} KV pages are spare; retry later",
+                forecast.pages_free_s(running, missing),
             )
         self._enter(sequence)
         sequence.advance("reserve")
@@ -110,10 +132,14 @@ class Scheduler:
         return pages
 
     def commit(self, key: str, first_token: int, logprobs: TokenLogprobs | None = None) -> Update:
-        """The slot's KV was verified, and its writer detached: the row joins the batch with its first token, or ends with it."""
+        """The slot's KV was verified, and its writer detached: the row joins the batch with its first token, or ends
+        with it."""
         sequence = self._live.get(key)
         if sequence is None or sequence.state is not Residence.RESERVED:
-            raise ProtocolError(f"commit for {key}, which is {'unknown' if sequence is None else sequence.state.name}, not a reserved slot")
+            raise ProtocolError(
+                f"commit for {key}, which is {'unknown' if sequence is None else sequence.state.name}, not a "
+                "reserved slot"
+            )
         sequence.num_computed = sequence.num_tokens
         publish(self._pool, sequence)
         if sequence.history is not None:
@@ -124,14 +150,16 @@ class Scheduler:
         return self._append(sequence, first_token, logprobs)
 
     def cancel(self, key: str) -> Sequence | None:
-        """End a sequence in whatever state (rule 3); None when it is not, or no longer, here. Its pages that have a writer turn quarantined."""
+        """End a sequence in whatever state (rule 3); None when it is not, or no longer, here. Its pages that have a
+        writer turn quarantined."""
         sequence = self._live.get(key)
         if sequence is not None:
             self._end(sequence)
         return sequence
 
     def release(self, key: str) -> Sequence | None:
-        """End a parked sequence: its KV was taken, or nobody wants it. None, and nothing done, when it is not parked here."""
+        """End a parked sequence: its KV was taken, or nobody wants it. None, and nothing done, when it is not parked
+        here."""
         sequence = self._live.get(key)
         if sequence is None or sequence.state is not Residence.PARKED:
             return None
@@ -139,7 +167,8 @@ class Scheduler:
         return sequence
 
     def hold(self, sequence: Sequence) -> None:
-        """Keep a waiting sequence in its place of the queue, but do not admit it before `resume`: KV of its prompt is on its way here."""
+        """Keep a waiting sequence in its place of the queue, but do not admit it before `resume`: KV of its prompt is
+        on its way here."""
         sequence.advance("hold")
 
     def resume(self, sequence: Sequence) -> None:
@@ -151,10 +180,13 @@ class Scheduler:
     # ------------------------------------------------------------ steps
 
     def schedule(self, token_budget: int | None = None) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute. token_budget: a smaller one for this step; decode rows run whatever it is."""
+        """The next step, or None when there is nothing to compute. token_budget: a smaller one for this step; decode
+        rows run whatever it is."""
         if self._flights:
             raise IntegrityError("schedule was called while a step is in flight; call update or drop_step first")
-        step = Draft(min(token_budget or self._limits.token_budget, self._limits.token_budget), self._limits.logprob_tokens)
+        step = Draft(
+            min(token_budget or self._limits.token_budget, self._limits.token_budget), self._limits.logprob_tokens
+        )
         preemptions_before = self.num_preemptions
         self._take_decodes(step)
         step.left = max(step.left, 1)
@@ -164,7 +196,8 @@ class Scheduler:
         return self._launch(step)
 
     def look_ahead(self) -> StepPlan | None:
-        """The step behind the one in flight, before the tokens of that are known; None when it has to wait for them (rule 6)."""
+        """The step behind the one in flight, before the tokens of that are known; None when it has to wait for them
+        (rule 6)."""
         flight = self._flights.followable
         if flight is None or not can_be_followed(flight.plan, flight.sequences) or self._could_admit():
             return None
@@ -180,7 +213,8 @@ class Scheduler:
         return self._launch(step)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Update]:
-        """Take in the results of the oldest step in flight: one Update per row whose sequence still lives, in the plan's order."""
+        """Take in the results of the oldest step in flight: one Update per row whose sequence still lives, in the
+        plan's order."""
         self._flights.check(plan, result)
         in_flight, step_s = self._land()
         self._forecast.observe(step_s)
@@ -191,8 +225,9 @@ class Scheduler:
         ]
 
     def drop_step(self) -> None:
-        """The oldest step in flight failed: nothing was computed. Its rows stay as they were, but for forks, whose pages were not copied; the caller
-        cancels those that shall not be tried again. A step behind it that takes tokens from it must be dropped, too."""
+        """The oldest step in flight failed: nothing was computed. Its rows stay as they were, but for forks, whose
+        pages were not copied; the caller cancels those that shall not be tried again. A step behind it that takes
+        tokens from it must be dropped, too."""
         forked = self._forks.sequences
         self._land()
         self._flights.void()
@@ -213,12 +248,17 @@ class Scheduler:
                 step.take(sequence, room)
 
     def _admit(self, step: Draft) -> None:
-        """Admit waiting sequences in order. When one finds no pages, smaller ones may pass it, but only max_overtakes times, so that it cannot
-        starve; a preempted one, whose client has seen tokens, is never passed. Those that the step has no room for are no part of that."""
+        """Admit waiting sequences in order. When one finds no pages, smaller ones may pass it, but only max_overtakes
+        times, so that it cannot starve; a preempted one, whose client has seen tokens, is never passed. Those that the
+        step has no room for are no part of that."""
         if step.left == 0 or self._num_free_rows == 0:
             return
         blocked: Sequence | None = None
-        waiting = (each for each in list(self._waiting.values()) if each.state is Residence.WAITING and (self.admit_remote or not each.remote))
+        waiting = (
+            each
+            for each in list(self._waiting.values())
+            if each.state is Residence.WAITING and (self.admit_remote or not each.remote)
+        )
         for sequence in islice(filter(step.room, waiting), self._num_free_rows + _LOOKAHEAD):
             if blocked is not None and (blocked.num_preempted or blocked.num_overtaken >= self._limits.max_overtakes):
                 return
@@ -235,7 +275,11 @@ class Scheduler:
         # Rule 5; and prompt logprobs need the logits of every prompt position.
         usable_tokens = 0 if sequence.wants_prompt_logprobs else sequence.num_tokens - 1
         is_fork = can_fork(sequence)
-        if not (self._credit.take_fork(sequence, self._forks) if is_fork else self._take_pages(sequence, usable_tokens // self._pool.page_tokens)):
+        if not (
+            self._credit.take_fork(sequence, self._forks)
+            if is_fork
+            else self._take_pages(sequence, usable_tokens // self._pool.page_tokens)
+        ):
             return False
         del self._waiting[sequence.key]
         sequence.advance("admit")
@@ -247,7 +291,8 @@ class Scheduler:
     def _could_admit(self) -> bool:
         """Whether a request waits that the next step might take in."""
         return self._num_free_rows > 0 and any(
-            each.state is Residence.WAITING and (self.admit_remote or not each.remote) for each in self._waiting.values()
+            each.state is Residence.WAITING and (self.admit_remote or not each.remote)
+            for each in self._waiting.values()
         )
 
     def _launch(self, step: Draft) -> StepPlan | None:
@@ -272,7 +317,9 @@ class Scheduler:
         if row.prompt_logprobs is not None:
             sequence.prompt_logprobs.extend(answer.prompt_logprobs)
         if answer.token is None:
-            return Update(sequence.key, sequence.request, sequence.attempt, sequence.num_output, sequence, error=answer.error)
+            return Update(
+                sequence.key, sequence.request, sequence.attempt, sequence.num_output, sequence, error=answer.error
+            )
         return self._append(sequence, answer.token, answer.logprobs)
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> Update:
@@ -291,7 +338,8 @@ class Scheduler:
         elif parked:
             self._park(sequence)
         return Update(
-            sequence.key, sequence.request, sequence.attempt, position, sequence, token, logprobs, prompt_logprobs, reason, stop_token, parked
+            sequence.key, sequence.request, sequence.attempt, position, sequence, token, logprobs, prompt_logprobs,
+            reason, stop_token, parked
         )  # fmt: skip
 
     # ------------------------------------------------------------ pages
@@ -300,7 +348,8 @@ class Scheduler:
         return self._credit.take(sequence, max_cached, is_alone=not self._running and not self._num_reserved)
 
     def _has_room(self, sequence: Sequence) -> bool:
-        """A page for the next token of a decode row, at the cost of newer rows if need be; False when the row itself had to give way (rule 2)."""
+        """A page for the next token of a decode row, at the cost of newer rows if need be; False when the row itself
+        had to give way (rule 2)."""
         while not self._credit.grow(sequence, sequence.num_tokens):
             newest = next(row for row in reversed(self._running) if not row.remote)
             self._preempt(newest)
@@ -381,7 +430,8 @@ class Scheduler:
 
     @property
     def has_waiting_preempted(self) -> bool:
-        """Somebody whose client has seen tokens waits, for pages or a place in a step: nobody else may take pages meanwhile."""
+        """Somebody whose client has seen tokens waits, for pages or a place in a step: nobody else may take pages
+        meanwhile."""
         return self._preempted is not None
 
     @property

@@ -1,6 +1,7 @@
 """One attempt of one request while it is on a node: its tokens, how many of them have KV, and the pages that hold it.
 
-Plain state with one owner, the scheduler; others read. Where it may go from where is the table RESIDENCE in `lifecycle`.
+Plain state with one owner, the scheduler; others read. Where it may go from where is the table RESIDENCE in
+`lifecycle`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ _HEADROOM = 64
 
 
 class Sequence:
-    """key: unique on the node; the scheduler and the engine know it by this. arrived: the scheduler's clock when it came.
+    """key: unique on the node; the scheduler and the engine know it by this. arrived: the scheduler's clock when it
+    came.
 
-    tokens: the prompt, then every output token known so far, whoever made it. num_computed of them have KV in `pages`. Views that were handed out
-    stay valid, but a page table entry may change to another page of the same contents between steps.
+    tokens: the prompt, then every output token known so far, whoever made it. num_computed of them have KV in `pages`.
+    Views that were handed out stay valid, but a page table entry may change to another page of the same contents
+    between steps.
     """
 
     __slots__ = (
@@ -61,7 +64,9 @@ class Sequence:
         "wants_prompt_logprobs",
     )
 
-    def __init__(self, work: Work, *, key: str, remote: bool = False, arrived: float = 0.0, block_tokens: int = 32) -> None:
+    def __init__(
+        self, work: Work, *, key: str, remote: bool = False, arrived: float = 0.0, block_tokens: int = 32
+    ) -> None:
         _check(work, block_tokens)
         self.key = key
         self.request = work.request
@@ -74,7 +79,9 @@ class Sequence:
         self.num_tokens = len(work.token_ids) // 4
         self._tokens: NDArray[np.int32] = np.empty(self.num_tokens + _HEADROOM, np.int32)
         self._tokens[: self.num_tokens] = np.frombuffer(work.token_ids, "<i4")
-        self.history = history_of(self.sampling.shaping, self._tokens[: self.num_prompt], self._tokens[self.num_prompt : self.num_tokens])
+        self.history = history_of(
+            self.sampling.shaping, self._tokens[: self.num_prompt], self._tokens[self.num_prompt : self.num_tokens]
+        )
         self._pages: NDArray[np.int32] = np.empty(0, np.int32)
         self._num_pages = 0
         self.hashes = bytearray(work.hashes)
@@ -108,7 +115,10 @@ class Sequence:
         self.last_token_at: float | None = None
 
     def __repr__(self) -> str:
-        return f"Sequence({self.key}, {self.state.name}, {self.num_computed}/{self.num_tokens} tokens, {self._num_pages} pages)"
+        return (
+            f"Sequence({self.key}, {self.state.name}, {self.num_computed}/{self.num_tokens} tokens, "
+            f"{self._num_pages} pages)"
+        )
 
     def advance(self, event: str) -> None:
         self.state = advance(RESIDENCE, self.state, event)
@@ -130,17 +140,24 @@ class Sequence:
         return self._tokens[: self.num_tokens]
 
     def append(self, token: int) -> None:
-        """The next output token. Its history has it from the step that drew it; of a token that was drawn elsewhere it must be told."""
+        """The next output token. Its history has it from the step that drew it; of a token that was drawn elsewhere it
+        must be told."""
         if self.num_tokens == len(self._tokens):
             self._tokens = _grown(self._tokens, self.num_tokens + 1)
         self._tokens[self.num_tokens] = token
         self.num_tokens += 1
 
     def extend_hashes(self, num_tokens: int) -> None:
-        """Have the hash chain cover the full blocks of the first num_tokens tokens, where enough of its start is known."""
+        """Have the hash chain cover the full blocks of the first num_tokens tokens, where enough of its start is
+        known."""
         if num_tokens > self.num_tokens:
-            raise IntegrityError(f"hashes of {num_tokens} tokens of {self.key}, which has {self.num_tokens}: what is behind them is not its text")
-        if num_tokens // self.block_tokens * HASH_BYTES <= len(self.hashes) or not is_extendable(self.hashes, self._hash_root):
+            raise IntegrityError(
+                f"hashes of {num_tokens} tokens of {self.key}, which has {self.num_tokens}: what is behind them is "
+                "not its text"
+            )
+        if num_tokens // self.block_tokens * HASH_BYTES <= len(self.hashes) or not is_extendable(
+            self.hashes, self._hash_root
+        ):
             return
         packed = self._tokens[:num_tokens].data
         self.hashes += extend(self.hashes, packed, root=self._hash_root, block_tokens=self.block_tokens)
@@ -189,9 +206,16 @@ def _check(work: Work, block_tokens: int) -> None:
     if num_tokens == 0:
         raise BadRequest("the prompt is empty; send at least one token", "prompt")
     if not 1 <= work.num_prompt <= num_tokens:
-        raise BadRequest(f"num_prompt is {work.num_prompt}, but token_ids holds {num_tokens} tokens; it must be between 1 and that")
+        raise BadRequest(
+            f"num_prompt is {work.num_prompt}, but token_ids holds {num_tokens} tokens; it must be between 1 and that"
+        )
     num_hashes, rest = divmod(len(work.hashes), HASH_BYTES)
     if rest or num_hashes > num_tokens // block_tokens:
-        raise BadRequest(f"hashes has {len(work.hashes)} bytes; {num_tokens} tokens have {num_tokens // block_tokens} hashes of {HASH_BYTES} bytes")
+        raise BadRequest(
+            f"hashes has {len(work.hashes)} bytes; {num_tokens} tokens have {num_tokens // block_tokens} hashes of "
+            f"{HASH_BYTES} bytes"
+        )
     if work.hash_root and len(work.hash_root) != HASH_BYTES:
-        raise BadRequest(f"hash_root has {len(work.hash_root)} bytes; a chain's root has {HASH_BYTES}, or none when it is not known")
+        raise BadRequest(
+            f"hash_root has {len(work.hash_root)} bytes; a chain's root has {HASH_BYTES}, or none when it is not known"
+        )

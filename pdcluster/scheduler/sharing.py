@@ -1,10 +1,12 @@
-"""Pages that sequences have in common: what one publishes for all, and what a fork takes over from the sequence that computed its prompt.
+"""Pages that sequences have in common: what one publishes for all, and what a fork takes over from the sequence that
+computed its prompt.
 
-A fork is another choice of the same prompt. It shares its leader's pages and writes to none of them: the page its first token goes to is copied
-first (copy on write). Requirements:
- 1. No page has two writers: a row writes only to pages that it alone owns, or that hold nothing of others behind what it writes.
- 2. A copy is made by the engine at the begin of the step that first writes to it; until that step is over its source keeps an owner here, so that it
-    is not given to anybody who writes.
+A fork is another choice of the same prompt. It shares its leader's pages and writes to none of them: the page its first
+token goes to is copied first (copy on write). Requirements:
+ 1. No page has two writers: a row writes only to pages that it alone owns, or that hold nothing of others behind what
+    it writes.
+ 2. A copy is made by the engine at the begin of the step that first writes to it; until that step is over its source
+    keeps an owner here, so that it is not given to anybody who writes.
  3. A step that failed copied nothing: its forks compute their prompts themselves.
 """
 
@@ -30,7 +32,8 @@ class Forks:
         """Those that need them."""
 
     def take(self, sequence: Sequence) -> None:
-        """All pages of the prompt from the leader; at least one page must be available. Only the last token is computed anew, for its logits."""
+        """All pages of the prompt from the leader; at least one page must be available. Only the last token is computed
+        anew, for its logits."""
         pool, leader = self._pool, sequence.leader
         assert leader is not None
         num_shared = (sequence.num_tokens - 1) // pool.page_tokens
@@ -54,7 +57,8 @@ class Forks:
 
 
 def can_fork(sequence: Sequence) -> bool:
-    """Whether its leader has, now and here, the KV of the very prompt that it has; otherwise the sequence is like any other."""
+    """Whether its leader has, now and here, the KV of the very prompt that it has; otherwise the sequence is like any
+    other."""
     leader = sequence.leader
     if leader is None or leader.state is not Residence.RUNNING or sequence.wants_prompt_logprobs:
         return False
@@ -63,10 +67,11 @@ def can_fork(sequence: Sequence) -> bool:
 
 
 def publish(pool: PagePool, sequence: Sequence) -> list[int]:
-    """Enter the full pages that are computed into the prefix cache. Where the cache has a page of the same contents, the sequence takes that. Nothing
-    is entered behind a page that was forgotten meanwhile.
+    """Enter the full pages that are computed into the prefix cache. Where the cache has a page of the same contents,
+    the sequence takes that. Nothing is entered behind a page that was forgotten meanwhile.
 
-    Returns pages with one owner too many, for the caller to release: a step in flight may read them by the table that it was given.
+    Returns pages with one owner too many, for the caller to release: a step in flight may read them by the table that
+    it was given.
     """
     num_full = sequence.num_computed // pool.page_tokens
     kept_for_step: list[int] = []

@@ -1,11 +1,15 @@
-"""Every setting of every process: what it is called, what it may be, where its value came from. The only module that reads the environment.
+"""Every setting of every process: what it is called, what it may be, where its value came from. The only module that
+reads the environment.
 
-One frozen dataclass per part, one key per field. A key is its section and path, and has the same name in all three sources:
+One frozen dataclass per part, one key per field. A key is its section and path, and has the same name in all three
+sources:
 
-    node.transfer.deadline_s     --transfer-deadline-s 20     PDCLUSTER_NODE_TRANSFER_DEADLINE_S=20s     [node.transfer] deadline_s = 20
+    node.transfer.deadline_s     --transfer-deadline-s 20     PDCLUSTER_NODE_TRANSFER_DEADLINE_S=20s     [node.transfer]
+deadline_s = 20
 
-Flags win over the environment, that over the TOML file (--config FILE or PDCLUSTER_CONFIG), that over the defaults. A key nobody knows is an
-error that names the nearest one. Nothing is read at import time, and nothing here opens a model, a socket or a log.
+Flags win over the environment, that over the TOML file (--config FILE or PDCLUSTER_CONFIG), that over the defaults. A
+key nobody knows is an error that names the nearest one. Nothing is read at import time, and nothing here opens a model,
+a socket or a log.
 """
 
 from __future__ import annotations
@@ -71,7 +75,9 @@ class LogConfig:
 class UpLogConfig(LogConfig):
     """Quieter, so that the line which says that a cluster is ready stands out."""
 
-    level: LogLevel = key("warning", choice("debug", "info", "warning", "error"), "least severe level that up and its processes log")
+    level: LogLevel = key(
+        "warning", choice("debug", "info", "warning", "error"), "least severe level that up and its processes log"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +97,10 @@ class SecurityConfig:
         if found is None:
             return None
         if len(found) < MIN_SECRET_BYTES:
-            raise ConfigError(f"the cluster key has {len(found)} bytes, it must have at least {MIN_SECRET_BYTES}; openssl rand -hex 32 makes one")
+            raise ConfigError(
+                f"the cluster key has {len(found)} bytes, it must have at least {MIN_SECRET_BYTES}; openssl rand "
+                "-hex 32 makes one"
+            )
         return hashlib.blake2b(found, digest_size=32).digest()
 
     def _read_file(self) -> bytes | None:
@@ -100,7 +109,10 @@ class SecurityConfig:
         try:
             return self.cluster_key_file.read_bytes().strip()
         except OSError as error:
-            raise ConfigError(f"cluster_key_file {self.cluster_key_file} cannot be read: {error.strerror}; check the path and its mode") from error
+            raise ConfigError(
+                f"cluster_key_file {self.cluster_key_file} cannot be read: {error.strerror}; check the path and its "
+                "mode"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +121,16 @@ class KVConfig:
 
     memory_bytes: int = key(2**30, size(2**20), "memory of the KV pool")
     page_tokens: int = key(32, integer(1, 1024), "tokens of one page")
-    hash_block_tokens: int = key(32, integer(1, 1024), "tokens one prefix hash covers; equal on every node of a cluster")
+    hash_block_tokens: int = key(
+        32, integer(1, 1024), "tokens one prefix hash covers; equal on every node of a cluster"
+    )
 
     def __post_init__(self) -> None:
         if self.page_tokens % self.hash_block_tokens:  # a page that is cached whole needs a hash that covers it whole
-            raise ConfigError(f"kv.page_tokens {self.page_tokens} is no multiple of kv.hash_block_tokens {self.hash_block_tokens}; use one")
+            raise ConfigError(
+                f"kv.page_tokens {self.page_tokens} is no multiple of kv.hash_block_tokens {self.hash_block_tokens}; "
+                "use one"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +138,11 @@ class SchedulerConfig:
     token_budget: int = key(512, integer(1, 2**20), "most tokens computed in one step")
     max_rows: int = key(64, integer(1, 4096), "most requests in the running batch")
     max_waiting: int = key(1024, integer(1, 2**20), "most requests waiting for the batch")
-    look_ahead: bool = key(False, boolean, "plan the next step of decodes while one runs; measured slower on two cores, not run on a GPU; tp 1 only")
+    look_ahead: bool = key(
+        False,
+        boolean,
+        "plan the next step of decodes while one runs; measured slower on two cores, not run on a GPU; tp 1 only",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,36 +154,72 @@ class TransferConfig:
     deadline_s: float = key(30.0, duration(0.001), "longest wait for the answer to a ticket's Commit")
     retries: int = key(3, integer(0, 100), "times a chunk is written again before its ticket fails")
     window_bytes: int = key(64 * 2**20, size(4096), "most bytes in flight to one peer")
-    chunk_bytes: int = key(16 * 2**20, size(4096, 2**30), "aimed size of one chunk; no medium takes more than 1 GiB at once")
-    devices: tuple[str, ...] = key((), devices, "RDMA devices for mooncake or nixl, such as mlx5_0,mlx5_1; not run on hardware")
-    gid_index: int | None = key(None, integer(0, 255), "GID index of those devices; default: the library's choice; not run on hardware")
-    rails: int | None = key(None, integer(1, 64), "over how many of those devices nixl spreads one write; not run on hardware")
+    chunk_bytes: int = key(
+        16 * 2**20, size(4096, 2**30), "aimed size of one chunk; no medium takes more than 1 GiB at once"
+    )
+    devices: tuple[str, ...] = key(
+        (), devices, "RDMA devices for mooncake or nixl, such as mlx5_0,mlx5_1; not run on hardware"
+    )
+    gid_index: int | None = key(
+        None, integer(0, 255), "GID index of those devices; default: the library's choice; not run on hardware"
+    )
+    rails: int | None = key(
+        None, integer(1, 64), "over how many of those devices nixl spreads one write; not run on hardware"
+    )
     staging_bytes: int = key(64 * 2**20, size(2**16), "staging ring of media that cannot fence cheaply")
-    digests: Literal["always", "never"] = key("always", choice("always", "never"), "whether chunks carry digests of their bytes")
-    pull_s: float = key(2.0, duration(0.001), "how long a prompt may wait for KV that another node has cached, before it is computed here")
-    parking_s: float = key(60.0, duration(0.001), "how long a prefill node keeps finished KV for which no decode node has room")
-    parking_percent: int = key(50, integer(1, 100), "share of the KV pool in which finished KV may wait before new remote prefills are refused")
+    digests: Literal["always", "never"] = key(
+        "always", choice("always", "never"), "whether chunks carry digests of their bytes"
+    )
+    pull_s: float = key(
+        2.0,
+        duration(0.001),
+        "how long a prompt may wait for KV that another node has cached, before it is computed here",
+    )
+    parking_s: float = key(
+        60.0, duration(0.001), "how long a prefill node keeps finished KV for which no decode node has room"
+    )
+    parking_percent: int = key(
+        50, integer(1, 100), "share of the KV pool in which finished KV may wait before new remote prefills are refused"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig(Section):
     """One engine process."""
 
-    role: Role = key("mixed", choice("prefill", "decode", "mixed"), "what the node is scheduled for: prefill, decode or mixed")
+    role: Role = key(
+        "mixed", choice("prefill", "decode", "mixed"), "what the node is scheduled for: prefill, decode or mixed"
+    )
     name: str | None = key(None, label, "the node's name; default: role and a random suffix")
     bootstrap: tuple[str, ...] = key(("127.0.0.1:8998",), addresses, "HOST:PORT[,HOST:PORT] of the bootstrap service")
     listen: str = key("127.0.0.1:0", address, "HOST:PORT the node listens on; port 0 takes a free one")
     advertise: str | None = key(None, text, "host that others reach this node by; default: the host of --listen")
-    model: Path | None = key(None, model_path, "Hugging Face model directory, GGUF file or ORG/NAME[@REVISION]; default: the bundled model")
-    served_model_name: tuple[str, ...] | None = key(None, model_names, "the model's names in the API, the first one first; default: its own")
-    dtype: Literal["auto", "float32", "bfloat16"] = key("auto", choice("auto", "float32", "bfloat16"), "auto: the stored type; bfloat16 for float16")
-    quantization: Literal["none", "int8", "w8a8_int8"] = key("none", choice("none", "int8", "w8a8_int8"), "8-bit weights, or w8a8: activations too")
+    model: Path | None = key(
+        None, model_path, "Hugging Face model directory, GGUF file or ORG/NAME[@REVISION]; default: the bundled model"
+    )
+    served_model_name: tuple[str, ...] | None = key(
+        None, model_names, "the model's names in the API, the first one first; default: its own"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = key(
+        "auto", choice("auto", "float32", "bfloat16"), "auto: the stored type; bfloat16 for float16"
+    )
+    quantization: Literal["none", "int8", "w8a8_int8"] = key(
+        "none", choice("none", "int8", "w8a8_int8"), "8-bit weights, or w8a8: activations too"
+    )
     device: Literal["cpu", "cuda"] = key("cpu", choice("cpu", "cuda"), "cpu or cuda")
     tp: int = key(1, integer(1, 64), "ranks that share the model's heads (tensor parallel), each a process of its own")
-    threads: int | None = key(None, integer(1, 1024), "compute threads of one rank; default: its share of the cores the node may use")
+    threads: int | None = key(
+        None, integer(1, 1024), "compute threads of one rank; default: its share of the cores the node may use"
+    )
     cores: tuple[int, ...] = key((), cores, "CPU cores the node is pinned to, such as 0,2 or 4-7; default: not pinned")
-    max_len: int | None = key(None, integer(1, 2**24), "longest prompt plus output in tokens; default: what the model and the KV pool allow")
-    deterministic: bool = key(False, boolean, "the same tokens, bit for bit, whatever else is computed and wherever; bfloat16 on cpu, on every node")
+    max_len: int | None = key(
+        None, integer(1, 2**24), "longest prompt plus output in tokens; default: what the model and the KV pool allow"
+    )
+    deterministic: bool = key(
+        False,
+        boolean,
+        "the same tokens, bit for bit, whatever else is computed and wherever; bfloat16 on cpu, on every node",
+    )
     warmup: bool = key(True, boolean, "run a short prompt before reporting ready")
     lease_s: float = key(5.0, duration(0.1), "a router or peer not heard of for this long is gone")
     heartbeat_s: float = key(1.0, duration(0.01), "how often the node renews its leases")
@@ -196,16 +253,28 @@ class HoldConfig:
     requests: int = key(1024, integer(1, 2**20), "most requests that wait in the router for a node")
     memory_bytes: int = key(256 * 2**20, size(1024), "memory of the prompts that wait")
     age_s: float = key(60.0, duration(0.001), "longest wait for a node")
-    patience_s: float = key(30.0, duration(0.001), "a request is due after 5 times its prompt's time, but after this at the latest")
-    backlog_s: float = key(0.25, duration(0.001), "prompt work that may wait on a node, at most a quarter of slo.ttft_s; then requests wait here")
-    floor_percent: int = key(5, integer(0, 100), "share of the work that less urgent requests get while more urgent ones wait")
+    patience_s: float = key(
+        30.0, duration(0.001), "a request is due after 5 times its prompt's time, but after this at the latest"
+    )
+    backlog_s: float = key(
+        0.25,
+        duration(0.001),
+        "prompt work that may wait on a node, at most a quarter of slo.ttft_s; then requests wait here",
+    )
+    floor_percent: int = key(
+        5, integer(0, 100), "share of the work that less urgent requests get while more urgent ones wait"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class SloConfig:
     """What is promised to accepted requests."""
 
-    ttft_s: float | None = key(None, duration(0.001), "refuse requests whose first token is predicted later than this; default: none is refused")
+    ttft_s: float | None = key(
+        None,
+        duration(0.001),
+        "refuse requests whose first token is predicted later than this; default: none is refused",
+    )
     margin_percent: int = key(10, integer(0, 1000), "by how much predictions are taken to be too short")
 
 
@@ -216,16 +285,38 @@ class RouterConfig(Section):
     name: str | None = key(None, label, "the router's name; default: router and a random suffix")
     http: str = key("127.0.0.1:8000", address, "HOST:PORT of the OpenAI API")
     workers: int = key(1, integer(1, 64), "router processes that share the ports, each a whole router")
-    spare: bool = key(True, boolean, "with several workers: keep one more process, loaded and idle (some 50 MiB), that replaces a worker at once")
+    spare: bool = key(
+        True,
+        boolean,
+        "with several workers: keep one more process, loaded and idle (some 50 MiB), that replaces a worker at once",
+    )
     worker: str | None = key(None, text, "which of the workers this is; set by their supervisor", flag_only=True)
-    grpc: str | None = key(cast("str | None", "127.0.0.1:50051"), address_or_none, "HOST:PORT of the gRPC API; none: no gRPC")
-    admin: str | None = key(cast("str | None", "127.0.0.1:50052"), address_or_none, "HOST:PORT of the Admin service; none: no Admin service")
-    admin_token_file: Path | None = key(None, path, "file with the token that Admin calls must carry; needed beyond loopback")
+    grpc: str | None = key(
+        cast("str | None", "127.0.0.1:50051"), address_or_none, "HOST:PORT of the gRPC API; none: no gRPC"
+    )
+    admin: str | None = key(
+        cast("str | None", "127.0.0.1:50052"), address_or_none, "HOST:PORT of the Admin service; none: no Admin service"
+    )
+    admin_token_file: Path | None = key(
+        None, path, "file with the token that Admin calls must carry; needed beyond loopback"
+    )
     bootstrap: tuple[str, ...] = key(("127.0.0.1:8998",), addresses, "HOST:PORT[,HOST:PORT] of the bootstrap service")
-    tokenizer: Path | None = key(None, path, "directory with tokenizer.json and the chat template; default: asked from a node")
-    tool_format: str = key("auto", choice("auto", "none", "hermes", "llama", "mistral"), "how the model calls tools; auto: as its template shows")
-    reasoning: str = key("auto", choice("auto", "none", "think"), "how the model marks its thoughts; auto: as its template shows")
-    mode: Mode = key("auto", choice("auto", "remote", "local"), "remote: prefill and decode on two nodes, local: on one; auto chooses per request")
+    tokenizer: Path | None = key(
+        None, path, "directory with tokenizer.json and the chat template; default: asked from a node"
+    )
+    tool_format: str = key(
+        "auto",
+        choice("auto", "none", "hermes", "llama", "mistral"),
+        "how the model calls tools; auto: as its template shows",
+    )
+    reasoning: str = key(
+        "auto", choice("auto", "none", "think"), "how the model marks its thoughts; auto: as its template shows"
+    )
+    mode: Mode = key(
+        "auto",
+        choice("auto", "remote", "local"),
+        "remote: prefill and decode on two nodes, local: on one; auto chooses per request",
+    )
     policy: str = key("seconds", text, "routing policy, with parameters: seconds, kv-cost:weight=2, …")
     shadow_policy: str | None = key(None, text, "second policy, whose choices are recorded beside, without effect")
     fallback: Fallback = key(
@@ -233,19 +324,33 @@ class RouterConfig(Section):
         choice("deny", "on-failure", "conditional"),
         "one node for a request though nodes have roles: never, when a pool is gone, or when sooner",
     )
-    itl_s: float | None = key(None, duration(0.0001), "pace between tokens that running requests keep; default: twice that of one alone")
-    auto_roles: bool = key(False, boolean, "change nodes' roles by what waits for them; on one router of a cluster only")
-    tenants: Path | None = key(None, path, "TOML or JSON file of tenants and their API keys; default: everyone is one tenant, without keys")
+    itl_s: float | None = key(
+        None, duration(0.0001), "pace between tokens that running requests keep; default: twice that of one alone"
+    )
+    auto_roles: bool = key(
+        False, boolean, "change nodes' roles by what waits for them; on one router of a cluster only"
+    )
+    tenants: Path | None = key(
+        None, path, "TOML or JSON file of tenants and their API keys; default: everyone is one tenant, without keys"
+    )
     max_requests: int = key(1024, integer(1, 2**20), "most requests accepted at a time")
-    max_body_bytes: int = key(8 * 2**20, size(1024), "largest request body; what it may be made of is bounded besides (100,000 strings and keys)")
+    max_body_bytes: int = key(
+        8 * 2**20,
+        size(1024),
+        "largest request body; what it may be made of is bounded besides (100,000 strings and keys)",
+    )
     cors_origins: tuple[str, ...] = key(
         (), origins, "origins of web pages that may use the API, such as https://app.example.com; *: all; default: none"
     )
     deadline_s: float = key(600.0, duration(0.001), "longest time of one request")
     retry_budget: int = key(3, integer(0, 100), "attempts after the first one")
-    pull: Literal["always", "never"] = key("always", choice("always", "never"), "whether a node first fetches cached KV that another one holds")
+    pull: Literal["always", "never"] = key(
+        "always", choice("always", "never"), "whether a node first fetches cached KV that another one holds"
+    )
     pull_min_tokens: int = key(64, integer(1, 2**24), "least tokens that need not be computed for a pull to be made")
-    index_blocks: int = key(2**24, integer(1024, 2**32), "most distinct cached blocks known of all nodes; each takes at most 62 bytes here")
+    index_blocks: int = key(
+        2**24, integer(1024, 2**32), "most distinct cached blocks known of all nodes; each takes at most 62 bytes here"
+    )
     lease_s: float = key(5.0, duration(0.1), "a node not heard of for this long is gone")
     heartbeat_s: float = key(1.0, duration(0.01), "how often the router renews its leases")
     drain_s: float = key(30.0, duration(), "on SIGTERM: longest time for open requests to finish")
@@ -260,7 +365,9 @@ class RouterConfig(Section):
         _check_heartbeat(self.heartbeat_s, self.lease_s)
         if self.admin is not None and self.admin_token_file is None and not _is_loopback(self.admin):
             way_out = "set router.admin_token_file, or use a loopback address"
-            raise ConfigError(f"router.admin {self.admin} can be reached from other machines, but there is no token; {way_out}")
+            raise ConfigError(
+                f"router.admin {self.admin} can be reached from other machines, but there is no token; {way_out}"
+            )
 
     def admin_token(self) -> str | None:
         """Reads the file."""
@@ -269,9 +376,14 @@ class RouterConfig(Section):
         try:
             token = self.admin_token_file.read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"admin_token_file {self.admin_token_file} cannot be read: {error}; check the path and its mode") from error
+            raise ConfigError(
+                f"admin_token_file {self.admin_token_file} cannot be read: {error}; check the path and its mode"
+            ) from error
         if len(token) < MIN_SECRET_BYTES:
-            raise ConfigError(f"the admin token has {len(token)} characters, at least {MIN_SECRET_BYTES} are needed; openssl rand -hex 32 makes one")
+            raise ConfigError(
+                f"the admin token has {len(token)} characters, at least {MIN_SECRET_BYTES} are needed; openssl rand "
+                "-hex 32 makes one"
+            )
         return token
 
 
@@ -290,8 +402,12 @@ class BootstrapConfig(Section):
 class UpConfig(Section):
     """A whole cluster on this machine. What only a child knows is set in the sections node, router and bootstrap."""
 
-    model: Path | None = key(None, model_path, "Hugging Face model directory, GGUF file or ORG/NAME[@REVISION]; default: the bundled model")
-    served_model_name: tuple[str, ...] | None = key(None, model_names, "the model's names in the API; default: node.served_model_name")
+    model: Path | None = key(
+        None, model_path, "Hugging Face model directory, GGUF file or ORG/NAME[@REVISION]; default: the bundled model"
+    )
+    served_model_name: tuple[str, ...] | None = key(
+        None, model_names, "the model's names in the API; default: node.served_model_name"
+    )
     prefill: int = key(1, integer(0, 64), "prefill nodes")
     decode: int = key(1, integer(0, 64), "decode nodes")
     mixed: int = key(0, integer(0, 64), "nodes that do both")
@@ -301,18 +417,27 @@ class UpConfig(Section):
     workers: int | None = key(None, integer(1, 64), "router processes that share the ports; default: router.workers")
     transfer: BackendName = key("auto", backend, "auto, shm, tcp, mooncake or nixl")
     http: str = key("127.0.0.1:8000", address, "HOST:PORT of the OpenAI API")
-    grpc: str | None = key(cast("str | None", "127.0.0.1:50051"), address_or_none, "HOST:PORT of the gRPC API; none: no gRPC")
+    grpc: str | None = key(
+        cast("str | None", "127.0.0.1:50051"), address_or_none, "HOST:PORT of the gRPC API; none: no gRPC"
+    )
     device: Literal["cpu", "cuda"] = key("cpu", choice("cpu", "cuda"), "cpu or cuda")
-    dtype: Literal["auto", "float32", "bfloat16"] = key("auto", choice("auto", "float32", "bfloat16"), "what nodes compute in; auto: node.dtype")
+    dtype: Literal["auto", "float32", "bfloat16"] = key(
+        "auto", choice("auto", "float32", "bfloat16"), "what nodes compute in; auto: node.dtype"
+    )
     pin: bool = key(True, boolean, "pin each node to a share of the cores when there are enough")
-    ready_s: float = key(300.0, duration(0.1), "longest time for a process to become ready; the first one compiles kernels")
+    ready_s: float = key(
+        300.0, duration(0.1), "longest time for a process to become ready; the first one compiles kernels"
+    )
     drain_s: float = key(10.0, duration(), "on Ctrl-C or SIGTERM: longest time for open requests to finish")
     restarts: int = key(5, integer(0, 1000), "times one process may crash within a minute before up gives up")
     log: UpLogConfig = field(default_factory=UpLogConfig)
 
     def __post_init__(self) -> None:
         if self.device == "cuda" and self.prefill + self.decode:
-            raise ConfigError("up.device is cuda, but KV in GPU memory cannot be moved between nodes yet; use --prefill 0 --decode 0 --mixed 1")
+            raise ConfigError(
+                "up.device is cuda, but KV in GPU memory cannot be moved between nodes yet; use --prefill 0 --decode "
+                "0 --mixed 1"
+            )
         if self.prefill + self.decode + self.mixed == 0:
             raise ConfigError("up.prefill, up.decode and up.mixed are all 0; ask for at least one node")
         if not self.mixed and 0 in (self.prefill, self.decode):
@@ -320,7 +445,12 @@ class UpConfig(Section):
             raise ConfigError(f"up.{lack} is 0 and there are only {have} nodes; add --{lack} 1 or use --mixed N")
 
 
-SECTIONS: Mapping[str, type[Section]] = {"node": NodeConfig, "router": RouterConfig, "bootstrap": BootstrapConfig, "up": UpConfig}
+SECTIONS: Mapping[str, type[Section]] = {
+    "node": NodeConfig,
+    "router": RouterConfig,
+    "bootstrap": BootstrapConfig,
+    "up": UpConfig,
+}
 S = TypeVar("S", bound=Section)
 
 
@@ -332,7 +462,10 @@ def _is_loopback(where: str) -> bool:
 def _check_heartbeat(heartbeat_s: float, lease_s: float) -> None:
     """Two heartbeats may get lost before a lease ends."""
     if heartbeat_s * 2 >= lease_s:
-        raise ConfigError(f"heartbeat_s {heartbeat_s:g} must be less than half of lease_s {lease_s:g}; shorten it or lengthen the lease")
+        raise ConfigError(
+            f"heartbeat_s {heartbeat_s:g} must be less than half of lease_s {lease_s:g}; shorten it or lengthen the "
+            "lease"
+        )
 
 
 # ---------------------------------------------------------------- reading
@@ -340,7 +473,8 @@ def _check_heartbeat(heartbeat_s: float, lease_s: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[S]):
-    """A section's values, and for each key's path what its value is and which source set it. flags and file: what they were read from."""
+    """A section's values, and for each key's path what its value is and which source set it. flags and file: what they
+    were read from."""
 
     config: S
     values: Mapping[str, object]
@@ -349,8 +483,14 @@ class Loaded(Generic[S]):
     file: Path | None
 
 
-def load(cls: type[S], flags: Mapping[str, object] | None = None, file: Path | None = None, environ: Mapping[str, str] | None = None) -> Loaded[S]:
-    """Read one section from all sources. flags: key paths (with the section) to raw values; environ defaults to the process's."""
+def load(
+    cls: type[S],
+    flags: Mapping[str, object] | None = None,
+    file: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Loaded[S]:
+    """Read one section from all sources. flags: key paths (with the section) to raw values; environ defaults to the
+    process's."""
     environ = os.environ if environ is None else environ
     file = Path(environ[FILE_VARIABLE]) if file is None and environ.get(FILE_VARIABLE) else file
     known = {found.path: found for section in SECTIONS.values() for found in keys(section)}
@@ -364,7 +504,9 @@ def load(cls: type[S], flags: Mapping[str, object] | None = None, file: Path | N
     for found in keys(cls):
         origins[found.path] = next((name for name, given in sources.items() if found.path in given), "default")
         given = sources.get(origins[found.path], {})
-        values[found.path] = parsed(found, given[found.path], origins[found.path]) if found.path in given else found.default
+        values[found.path] = (
+            parsed(found, given[found.path], origins[found.path]) if found.path in given else found.default
+        )
     return Loaded(built(cls, section_of(cls), values), values, origins, flags or {}, file)
 
 
@@ -392,7 +534,10 @@ def _from_environment(environ: Mapping[str, str], known: Mapping[str, Key]) -> d
         if not name.startswith(ENV_PREFIX) or name == FILE_VARIABLE:
             continue
         if name not in variables:
-            raise ConfigError(f"the environment sets {name}, which is no key{nearest(name, list(variables))} unset it or correct its name")
+            raise ConfigError(
+                f"the environment sets {name}, which is no key{nearest(name, list(variables))} unset it or correct "
+                "its name"
+            )
         given[variables[name].path] = raw
     return given
 
@@ -408,7 +553,10 @@ def _from_file(file: Path, known: Mapping[str, Key]) -> dict[str, object]:
     given = dict(_flatten(tables, ""))
     for name in given:
         if name not in settable:
-            raise ConfigError(f"config file {file} sets {name}, which is no key{nearest(name, settable)} remove it or correct its name")
+            raise ConfigError(
+                f"config file {file} sets {name}, which is no key{nearest(name, settable)} remove it or correct its "
+                "name"
+            )
     return given
 
 
@@ -430,7 +578,8 @@ def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def set_library_environment(values: Mapping[str, str]) -> None:
-    """Tell a library what it only reads from the environment; a value that the user has set stays. Before the library is imported."""
+    """Tell a library what it only reads from the environment; a value that the user has set stays. Before the library
+    is imported."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
 

@@ -1,5 +1,5 @@
-"""Command-line flags made from the keys of `config`: each key is declared once and is a flag of every command that takes its section. And flags made
-from the fields of dataclasses, for a command that reads no configuration.
+"""Command-line flags made from the keys of `config`: each key is declared once and is a flag of every command that
+takes its section. And flags made from the fields of dataclasses, for a command that reads no configuration.
 
 It knows typer and nothing of what the commands do.
 """
@@ -26,7 +26,8 @@ SET_HELP = "set any key, such as node.kv.memory_bytes=2GiB; may be given several
 
 
 def command(app: typer.Typer, cls: type[S], name: str, help: str, run: Callable[[Loaded[S]], int]) -> None:
-    """Add a command that reads section `cls` from flags, environment and file, calls `run` and exits with what it returns."""
+    """Add a command that reads section `cls` from flags, environment and file, calls `run` and exits with what it
+    returns."""
     found = keys(cls)
     names = {key.path.replace(".", "_"): key for key in found}
 
@@ -59,7 +60,8 @@ def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
 
 
 def grouped(run: Callable[..., None], *groups: type) -> Callable[..., None]:
-    """A command whose flags are the fields of some dataclasses, annotated as typer's parameters are; `run` gets one of each."""
+    """A command whose flags are the fields of some dataclasses, annotated as typer's parameters are; `run` gets one of
+    each."""
 
     def entry(**given: object) -> None:
         run(*(group(**{field.name: given[field.name] for field in fields(group)}) for group in groups))
@@ -73,7 +75,9 @@ def _field_parameters(group: type) -> Iterator[inspect.Parameter]:
     kinds = get_type_hints(group, include_extras=True)
     for field in fields(group):
         default = inspect.Parameter.empty if field.default is MISSING else field.default
-        yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[field.name])
+        yield inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[field.name]
+        )
 
 
 def assignments(pairs: list[str]) -> dict[str, object]:

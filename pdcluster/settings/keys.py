@@ -1,4 +1,5 @@
-"""What a setting is: how a part of `config` declares one, its names outside, and how parts are read and built from what sources gave.
+"""What a setting is: how a part of `config` declares one, its names outside, and how parts are read and built from what
+sources gave.
 
 It knows no setting of ours, and reads no source: neither flags nor files nor the environment.
 """
@@ -53,7 +54,11 @@ class Key:
 
 def key(default: T, kind: Kind[T], help: str, *, flag: str = "", secret: bool = False, flag_only: bool = False) -> T:
     """Declare a dataclass field that the three sources can set."""
-    return field(default=default, repr=not secret, metadata={"kind": kind, "help": help, "flag": flag, "secret": secret, "flag_only": flag_only})
+    return field(
+        default=default,
+        repr=not secret,
+        metadata={"kind": kind, "help": help, "flag": flag, "secret": secret, "flag_only": flag_only},
+    )
 
 
 def keys_below(cls: type, where: str) -> Iterator[Key]:
@@ -80,7 +85,9 @@ def built(cls: type[Any], where: str, values: Mapping[str, object]) -> Any:
 
 def parsed(found: Key, raw: object, origin: str) -> object:
     """The value that a source gave; origin: flag, environment, or the file's name, for the error."""
-    name = {"flag": found.flag, "environment": found.variable}.get(origin, f"{found.path} in {origin.removeprefix('file ')}")
+    name = {"flag": found.flag, "environment": found.variable}.get(
+        origin, f"{found.path} in {origin.removeprefix('file ')}"
+    )
     shown = MASK if found.secret else repr(raw)
     try:
         return found.kind(raw)

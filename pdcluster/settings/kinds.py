@@ -1,4 +1,5 @@
-"""Kinds of settings: functions that turn a raw value (text from a flag or a variable, a TOML value) into the value a field has.
+"""Kinds of settings: functions that turn a raw value (text from a flag or a variable, a TOML value) into the value a
+field has.
 
 Each raises ValueError saying what the value must be; which setting it was, and where it came from, is added by `keys`.
 """
@@ -85,7 +86,11 @@ def size(low: int = 0, high: int = 2**63 - 1) -> Kind[int]:
 
     def parse(raw: object) -> int:
         value = raw if isinstance(raw, int) and not isinstance(raw, bool) else None
-        if isinstance(raw, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B|[KMGT]|)", raw.strip())) and match[2] in units:
+        if (
+            isinstance(raw, str)
+            and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B|[KMGT]|)", raw.strip()))
+            and match[2] in units
+        ):
             value = round(float(match[1]) * units[match[2]])
         if value is None or value < low:
             raise ValueError(f"must be a size of at least {low} bytes, such as 67108864, 64MiB or 2GB")
@@ -144,7 +149,11 @@ def devices(raw: object) -> tuple[str, ...]:
     """Network devices, each with a port or without: text such as mlx5_0,mlx5_1:1, or a TOML list of such names."""
     parts = raw.split(",") if isinstance(raw, str) else raw
     found = [str(part).strip() for part in parts] if isinstance(parts, list | tuple) else []
-    if not found or len(set(found)) != len(found) or not all(re.fullmatch(r"[A-Za-z0-9_.-]{1,64}(:\d{1,3})?", each) for each in found):
+    if (
+        not found
+        or len(set(found)) != len(found)
+        or not all(re.fullmatch(r"[A-Za-z0-9_.-]{1,64}(:\d{1,3})?", each) for each in found)
+    ):
         raise ValueError("must be names of RDMA devices, each once, such as mlx5_0,mlx5_1 or mlx5_0:1")
     return tuple(found)
 
@@ -153,8 +162,14 @@ def model_names(raw: object) -> tuple[str, ...]:
     """What requests may call a model: comma-separated text or a TOML list."""
     parts = raw.split(",") if isinstance(raw, str) else raw
     found = [str(part).strip() for part in parts] if isinstance(parts, list | tuple) else []
-    if not 1 <= len(found) <= 16 or len(set(found)) != len(found) or not all(each.isprintable() and 0 < len(each) <= 256 for each in found):
-        raise ValueError("must be 1 to 16 names, each once and of at most 256 printable characters, such as ORG/NAME,my-model")
+    if (
+        not 1 <= len(found) <= 16
+        or len(set(found)) != len(found)
+        or not all(each.isprintable() and 0 < len(each) <= 256 for each in found)
+    ):
+        raise ValueError(
+            "must be 1 to 16 names, each once and of at most 256 printable characters, such as ORG/NAME,my-model"
+        )
     return tuple(found)
 
 
@@ -169,7 +184,9 @@ def origins(raw: object) -> tuple[str, ...]:
 
 def nearest(word: str, options: Sequence[str]) -> str:
     """The end of a message that says which of `options` was probably meant."""
-    close = [option for option in options if word and option.startswith(word)] or difflib.get_close_matches(word, options, n=1, cutoff=0.4)
+    close = [option for option in options if word and option.startswith(word)] or difflib.get_close_matches(
+        word, options, n=1, cutoff=0.4
+    )
     return f"; did you mean {close[0]}?" if close else ""
 
 

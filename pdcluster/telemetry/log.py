@@ -63,7 +63,11 @@ class LineFormatter(logging.Formatter):
 
     def values(self, record: logging.LogRecord) -> dict[str, object]:
         fields = record.__dict__.get("fields")  # absent on lines of libraries
-        return {name: _masked(name, value) for name, value in {**self._process, **(fields or {})}.items() if value is not None}
+        return {
+            name: _masked(name, value)
+            for name, value in {**self._process, **(fields or {})}.items()
+            if value is not None
+        }
 
 
 class JsonFormatter(LineFormatter):
@@ -91,7 +95,8 @@ class TextFormatter(LineFormatter):
 
 
 def configure(config: LogConfig, stream: TextIO | None = None, **process: object) -> None:
-    """Send every log line of this process to `stream` (default stderr) in the configured form. Called once, by the process's entry point."""
+    """Send every log line of this process to `stream` (default stderr) in the configured form. Called once, by the
+    process's entry point."""
     stream = sys.stderr if stream is None else stream
     as_json = resolve_format(config.format, stream) == "json"
     handler = logging.StreamHandler(stream)
@@ -122,7 +127,11 @@ def _stamp(seconds: float) -> str:
 
 def _plain(value: object) -> str:
     shown = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return json.dumps(shown, ensure_ascii=False) if not shown or any(c.isspace() or c in '"=' or not c.isprintable() for c in shown) else shown
+    return (
+        json.dumps(shown, ensure_ascii=False)
+        if not shown or any(c.isspace() or c in '"=' or not c.isprintable() for c in shown)
+        else shown
+    )
 
 
 def _one_line(message: str) -> str:

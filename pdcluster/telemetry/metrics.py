@@ -18,7 +18,8 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
 MOST_NOTED = 1024
-"""Choices that ended alike, answers that are alike, and decisions, that are not counted yet: to count many at once costs little more than one."""
+"""Choices that ended alike, answers that are alike, and decisions, that are not counted yet: to count many at once
+costs little more than one."""
 
 MAX_MEDIUM_LABELS = 64
 """Media that are counted by name, beyond them as "other": how one is called is a node's word."""
@@ -27,15 +28,17 @@ Ending = tuple[str | None, str | None, str]
 """Mode (None: no first token came), finish reason (None: it did not end well) and backend of a choice."""
 
 Noted = tuple[int, int, int, int, float | None, float | None, float | None, float, float, int]
-"""Of a choice: tokens of its prompt and its output, cached tokens, attempts; seconds to the first and the second token and from token to token (None:
-there was no such token), in the queue, of the transfer; bytes of the transfer."""
+"""Of a choice: tokens of its prompt and its output, cached tokens, attempts; seconds to the first and the second token
+and from token to token (None: there was no such token), in the queue, of the transfer; bytes of the transfer."""
 
 Judged = tuple[float, float, int, int, int]
-"""Of a decision: seconds that its first token came later than predicted, and than at best; prompt tokens found in the cache, reachable, ideal."""
+"""Of a decision: seconds that its first token came later than predicted, and than at best; prompt tokens found in the
+cache, reachable, ideal."""
 
 
 class RouterMetrics:
-    """A router's front door: what clients asked, what they got, and when. Times are as the client saw them, but for those of the nodes."""
+    """A router's front door: what clients asked, what they got, and when. Times are as the client saw them, but for
+    those of the nodes."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
@@ -52,13 +55,21 @@ class RouterMetrics:
         def tokens(name: str, help_text: str) -> Spread:
             return Spread(f"pdcluster_{name}_tokens", help_text, buckets=TOKENS, registry=registry)
 
-        self.http_requests = counter("http_requests", "HTTP requests by endpoint and status (499: the client left).", "endpoint", "status")
-        self.http_requests_open = Level("pdcluster_http_requests_open", "HTTP requests being worked on.", registry=registry)
-        self.grpc_requests = counter("grpc_requests", "Calls of the gRPC API by method and status code.", "method", "code")
+        self.http_requests = counter(
+            "http_requests", "HTTP requests by endpoint and status (499: the client left).", "endpoint", "status"
+        )
+        self.http_requests_open = Level(
+            "pdcluster_http_requests_open", "HTTP requests being worked on.", registry=registry
+        )
+        self.grpc_requests = counter(
+            "grpc_requests", "Calls of the gRPC API by method and status code.", "method", "code"
+        )
         self.request_seconds = seconds("request", "From a request's arrival to its last byte.", "endpoint")
         self._answered: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
         self.errors = counter("errors", "Requests that ended in an error, by its code.", "code")
-        self.disconnects = counter("client_disconnects", "Requests whose client left or stalled before the end.").labels()
+        self.disconnects = counter(
+            "client_disconnects", "Requests whose client left or stalled before the end."
+        ).labels()
 
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of choices that reached a first token.").labels()
         self.cached_tokens = counter("cached_prompt_tokens", "Prompt tokens whose KV was cached already.").labels()
@@ -67,7 +78,9 @@ class RouterMetrics:
         self.output_length = tokens("output_length", "Output of one choice that ended well.").labels()
 
         self.choices = counter("choices", "Choices that ended well, by mode and finish reason.", "mode", "finish")
-        self.attempts = counter("attempts", "Attempts of choices that ended well; more than choices means retries.").labels()
+        self.attempts = counter(
+            "attempts", "Attempts of choices that ended well; more than choices means retries."
+        ).labels()
         self.ttft = seconds("time_to_first_token", "From a request's arrival to its first token.", "mode")
         self.ttst = seconds("time_to_second_token", "From a request's arrival to its second token.", "mode")
         self.tpot = seconds("time_per_output_token", "Mean time between the output tokens of one choice.", "mode")
@@ -76,7 +89,8 @@ class RouterMetrics:
         self.transfer_bytes = counter("kv_transfer_bytes", "KV moved for choices that ended well.", "backend")
 
     def note(self, ending: Ending, noted: Noted) -> None:
-        """A choice is over. Counted with others like it when somebody looks, or when there are many: a dozen numbers each."""
+        """A choice is over. Counted with others like it when somebody looks, or when there are many: a dozen numbers
+        each."""
         alike = self._noted[ending]
         alike.append(noted)
         if len(alike) >= MOST_NOTED:
@@ -136,7 +150,8 @@ MAX_TENANT_LABELS = 100
 
 
 class HoldMetrics:
-    """What a router holds and refuses. Tenants come from its configuration; beyond MAX_TENANT_LABELS they are counted as "other"."""
+    """What a router holds and refuses. Tenants come from its configuration; beyond MAX_TENANT_LABELS they are counted
+    as "other"."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.held = Gauge("pdcluster_held_requests", "Requests that wait in the router for a node.", registry=registry)
@@ -167,13 +182,15 @@ class WorkerMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.warm_seconds = Gauge(
             "pdcluster_worker_warm_seconds",
-            "From a worker's first look at the bootstrap to its knowing every node and all that they hold, before it listens.",
+            "From a worker's first look at the bootstrap to its knowing every node and all that they hold, before it "
+            "listens.",
             registry=registry,
         )
 
 
 class ExplainMetrics:
-    """How good the decisions were, as it turned out. Tokens of the prompt; seconds from the decision to the first token."""
+    """How good the decisions were, as it turned out. Tokens of the prompt; seconds from the decision to the first
+    token."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._judged: list[Judged] = []
@@ -194,11 +211,14 @@ class ExplainMetrics:
         self._later, self._sooner = error.labels("later"), error.labels("sooner")
         hits = Tally(
             "pdcluster_decision_hit_tokens",
-            "Prompt tokens found in the cache (achieved), held by the best candidate (reachable), ever seen by this router (ideal).",
+            "Prompt tokens found in the cache (achieved), held by the best candidate (reachable), ever seen by this "
+            "router (ideal).",
             ("kind",),
             registry=registry,
         )
-        self._achieved, self._reachable, self._ideal = (hits.labels(kind) for kind in ("achieved", "reachable", "ideal"))
+        self._achieved, self._reachable, self._ideal = (
+            hits.labels(kind) for kind in ("achieved", "reachable", "ideal")
+        )
         self.shadow_decisions = Tally(
             "pdcluster_shadow_decisions",
             "Decisions on which the shadow policy agreed (same) or not (other).",

@@ -1,7 +1,8 @@
-"""Counters, gauges and histograms for what happens to every request: plain numbers of one thread, shown to Prometheus when it asks.
+"""Counters, gauges and histograms for what happens to every request: plain numbers of one thread, shown to Prometheus
+when it asks.
 
-`prometheus_client`'s own take a lock and walk their buckets for each value, which for a dozen values a request is as much as parsing it. Names and
-exposition are the same. Only for owners that count in one thread.
+`prometheus_client`'s own take a lock and walk their buckets for each value, which for a dozen values a request is as
+much as parsing it. Names and exposition are the same. Only for owners that count in one thread.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ class Heap:
 
 
 class BeforeScrape(Collector):
-    """What is counted late is counted now. Registered before the counters that it adds to, which are asked in that order."""
+    """What is counted late is counted now. Registered before the counters that it adds to, which are asked in that
+    order."""
 
     def __init__(self, work: Callable[[], None], *, registry: CollectorRegistry) -> None:
         self._work = work
@@ -108,7 +110,15 @@ class BeforeScrape(Collector):
 class Spread(Collector):
     """A histogram."""
 
-    def __init__(self, name: str, help_text: str, labels: Sequence[str] = (), *, buckets: Sequence[float], registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        name: str,
+        help_text: str,
+        labels: Sequence[str] = (),
+        *,
+        buckets: Sequence[float],
+        registry: CollectorRegistry,
+    ) -> None:
         self._name, self._help, self._labels = name, help_text, tuple(labels)
         self._bounds = tuple(float(bound) for bound in buckets)
         self._series: dict[tuple[str, ...], Heap] = {} if labels else {(): Heap(self._bounds)}

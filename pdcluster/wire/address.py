@@ -1,4 +1,5 @@
-"""host:port addresses as peers write them: `127.0.0.1:8000`, `node-3.cluster:9000`, `[::1]:9000`. Nothing is resolved here."""
+"""host:port addresses as peers write them: `127.0.0.1:8000`, `node-3.cluster:9000`, `[::1]:9000`. Nothing is resolved
+here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""What waits to be said to one peer: messages, each encoded once when it comes, that leave together as one numbered frame.
+"""What waits to be said to one peer: messages, each encoded once when it comes, that leave together as one numbered
+frame.
 
-A frame costs the same for one message as for fifty: a number, a digest, a wake-up of ZMQ's thread here and one of the reader there. So whoever owns
-a link flushes at the end of its turn, not after every message. Not here: when that is (`wire.router_link`, `wire.hub`), and the frame's numbers.
+A frame costs the same for one message as for fifty: a number, a digest, a wake-up of ZMQ's thread here and one of the
+reader there. So whoever owns a link flushes at the end of its turn, not after every message. Not here: when that is
+(`wire.router_link`, `wire.hub`), and the frame's numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from pdcluster.wire import codec
 from pdcluster.wire.codec import ALONE, encoded
 
 MAX_BATCH_BYTES = 256 << 10
-"""So much waits at most for a turn's end, which bounds what a peer's queue of frames can hold; a larger message has a frame of its own."""
+"""So much waits at most for a turn's end, which bounds what a peer's queue of frames can hold; a larger message has a
+frame of its own."""
 
 
 class Batch:
@@ -28,7 +31,8 @@ class Batch:
         return len(self._parts)
 
     def put(self, message: m.AnyMessage) -> bool:
-        """Whether it waits with the others now; False: what waits has to leave first. Raises ProtocolError when no frame could hold it."""
+        """Whether it waits with the others now; False: what waits has to leave first. Raises ProtocolError when no
+        frame could hold it."""
         part, parts, kind = encoded(message), self._parts, type(message)
         size = len(part)
         if size <= self._room and len(parts) < MAX_MESSAGES and kind not in ALONE:  # as nearly always

@@ -1,15 +1,17 @@
-"""The calling end of a link to one boot of one node, over one `line` after another. Plain and non-blocking; whoever owns it polls its sockets, or is
-called by its line.
+"""The calling end of a link to one boot of one node, over one `line` after another. Plain and non-blocking; whoever
+owns it polls its sockets, or is called by its line.
 
 A link is Hello, then numbered frames both ways, then silence or a cut. The rules, which both ends share:
- 1. The first frame of every connection is Hello with the attempts that the caller still waits for, and so is the first one after a gap.
-    A line is never used for two connections: what an old one still held is never delivered after the Hello of the new one.
- 2. Frames are numbered per sender; Hello sets the count, and so does a Welcome of a smaller number, alone in their frames. A number that is not the
-    next one means lost frames (gap): say Hello again, also before a Welcome, whose answers to the last Hello are then among them. A number seen
-    before is a duplicate: dropped, counted. What is said in one turn goes as one frame (`wire.batch`).
+ 1. The first frame of every connection is Hello with the attempts that the caller still waits for, and so is the first
+    one after a gap. A line is never used for two connections: what an old one still held is never delivered after the
+    Hello of the new one.
+ 2. Frames are numbered per sender; Hello sets the count, and so does a Welcome of a smaller number, alone in their
+    frames. A number that is not the next one means lost frames (gap): say Hello again, also before a Welcome, whose
+    answers to the last Hello are then among them. A number seen before is a duplicate: dropped, counted. What is said
+    in one turn goes as one frame (`wire.batch`).
  3. A Hello from the listening end asks for a Hello: it lost frames of ours, or does not know us (any more).
- 4. Any good frame proves that this boot of the node is alive (UP) and renews the lease. Silence for lease_s ends the link, and so does a cut
-    that is not healed by the same boot within rewelcome_s.
+ 4. Any good frame proves that this boot of the node is alive (UP) and renews the lease. Silence for lease_s ends the
+    link, and so does a cut that is not healed by the same boot within rewelcome_s.
  5. A frame of another boot of that node ends the link at once.
 LOST is for ever; whoever still wants the node opens a new link.
 
@@ -48,7 +50,8 @@ class LinkState(Enum):
 
 
 class Dialer:
-    """One thread owns it. `dropped` counts frames by reason; `gaps` the times when frames were missing; `replaced`: lost to a newer boot."""
+    """One thread owns it. `dropped` counts frames by reason; `gaps` the times when frames were missing; `replaced`:
+    lost to a newer boot."""
 
     def __init__(
         self,
@@ -92,7 +95,8 @@ class Dialer:
     # ------------------------------------------------------------ what the owner calls
 
     def sockets(self) -> Sequence[zmq.Socket[bytes]]:
-        """What to poll for reading: messages, and what becomes of the connection. Another list when that is replaced."""
+        """What to poll for reading: messages, and what becomes of the connection. Another list when that is
+        replaced."""
         return self._sockets
 
     @property
@@ -106,18 +110,21 @@ class Dialer:
         self._retired.clear()
 
     def put(self, message: m.AnyMessage) -> int:
-        """Put one message into the next frame; that frame's number. 0 when it has no room for it, or the link is lost or not open."""
+        """Put one message into the next frame; that frame's number. 0 when it has no room for it, or the link is lost
+        or not open."""
         return self._sent + 1 if self._line is not None and self._batch.put(message) else 0
 
     def send(self, message: m.AnyMessage, now: float) -> int:
-        """As `put`, after what waits has left when there is no room. 0 when the link is lost, not open, or too much waits already."""
+        """As `put`, after what waits has left when there is no room. 0 when the link is lost, not open, or too much
+        waits already."""
         number = self.put(message)
         if number or self._line is None or not self.flush(now):
             return number
         return self.put(message)
 
     def flush(self, now: float) -> bool:
-        """Hand what was sent to the line, as one frame. False when too much waits there: it is kept for the next flush."""
+        """Hand what was sent to the line, as one frame. False when too much waits there: it is kept for the next
+        flush."""
         if self._line is None or not self._batch:
             return True
         if not self._line.send(self._batch.frame(self._sent + 1)):
@@ -128,8 +135,9 @@ class Dialer:
         return True
 
     def receive(self, now: float, *, looks_at_connection: bool = True) -> tuple[list[m.AnyMessage], bool]:
-        """New messages in order, about max_drain at most (frames are taken whole), and whether more wait. looks_at_connection: False for an owner who
-        knows that nothing became of it; to ask may cost as much as to ask for frames."""
+        """New messages in order, about max_drain at most (frames are taken whole), and whether more wait.
+        looks_at_connection: False for an owner who knows that nothing became of it; to ask may cost as much as to ask
+        for frames."""
         if looks_at_connection and self._line is not None:
             self._events += self._line.happened()
         messages, more = self._drain(now)
@@ -140,7 +148,8 @@ class Dialer:
         return messages, more
 
     def tick(self, now: float) -> None:
-        """Say what is due (Hello, Ping) and what waits, and end what is over. Call it a few times per heartbeat, after `receive`."""
+        """Say what is due (Hello, Ping) and what waits, and end what is over. Call it a few times per heartbeat, after
+        `receive`."""
         if self.state is LinkState.LOST:
             return
         if self._reopen_at is not None and now >= self._reopen_at:
@@ -246,7 +255,11 @@ class Dialer:
             self.dropped["malformed"] += 1
             return ()
         node, incarnation = self.peer
-        if envelope.sender != node or envelope.to_incarnation != self._me.incarnation or envelope.incarnation != incarnation:
+        if (
+            envelope.sender != node
+            or envelope.to_incarnation != self._me.incarnation
+            or envelope.incarnation != incarnation
+        ):
             return self._refuse(envelope)
         self._heard_at = now
         self.state, self._was_up = LinkState.UP, True

@@ -1,9 +1,10 @@
 """Envelopes as msgpack frames: `encode` or `assemble` what we send, `decode` and check what a peer sent.
 
-A frame ends with a digest of what is before it: TCP's checksum misses a damaged frame now and then, and one wrong page id or token would be a wrong
-answer. Every id, size, range and number is checked, so that nothing behind this border meets a value that it does not expect: by msgspec while it
-decodes (`bounds`), and here what depends on two values, or on what packed bytes hold. Whatever is wrong raises ProtocolError and nothing else. Not
-here: sockets, sequence numbers, and what a message means. Only the size of what we send is checked: our own values are right by construction.
+A frame ends with a digest of what is before it: TCP's checksum misses a damaged frame now and then, and one wrong page
+id or token would be a wrong answer. Every id, size, range and number is checked, so that nothing behind this border
+meets a value that it does not expect: by msgspec while it decodes (`bounds`), and here what depends on two values, or
+on what packed bytes hold. Whatever is wrong raises ProtocolError and nothing else. Not here: sockets, sequence numbers,
+and what a message means. Only the size of what we send is checked: our own values are right by construction.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class _Version(msgspec.Struct, frozen=True, array_like=True):
 
 
 _version_decoder = msgspec.msgpack.Decoder(_Version)
-# A frame may nest deeper than the interpreter's stack: msgspec raises RecursionError for it, and ValueError subclasses for all else.
+# A frame may nest deeper than the interpreter's stack: msgspec raises RecursionError for it, and ValueError subclasses
+# for all else.
 _DECODE_ERRORS = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 
 
@@ -67,7 +69,9 @@ def encode(envelope: m.Envelope, *, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
 
 def encode_head(sender: str, incarnation: str, to_incarnation: str) -> bytes:
     """How every frame of one sender to one receiver begins."""
-    return _ARRAY_OF_6 + b"".join(_encoder.encode(value) for value in (m.PROTOCOL_VERSION, sender, incarnation, to_incarnation))
+    return _ARRAY_OF_6 + b"".join(
+        _encoder.encode(value) for value in (m.PROTOCOL_VERSION, sender, incarnation, to_incarnation)
+    )
 
 
 def assemble(head: bytes, sequence: int, parts: Sequence[bytes]) -> bytes:
@@ -76,7 +80,9 @@ def assemble(head: bytes, sequence: int, parts: Sequence[bytes]) -> bytes:
 
 
 def too_large(name: str, num_bytes: int, max_bytes: int) -> ProtocolError:
-    return ProtocolError(f"{name} of {num_bytes} bytes exceeds the frame limit of {max_bytes} bytes; split it or raise the limit")
+    return ProtocolError(
+        f"{name} of {num_bytes} bytes exceeds the frame limit of {max_bytes} bytes; split it or raise the limit"
+    )
 
 
 def decode(frame: bytes, *, max_bytes: int = MAX_FRAME_BYTES) -> m.Envelope:
@@ -118,7 +124,10 @@ def _peek_version(frame: bytes | memoryview) -> int:
 
 def _check_version(protocol: int) -> None:
     if protocol != m.PROTOCOL_VERSION:
-        raise ProtocolError(f"peer speaks protocol {protocol}, this process speaks {m.PROTOCOL_VERSION}; run the same pdcluster version on both")
+        raise ProtocolError(
+            f"peer speaks protocol {protocol}, this process speaks {m.PROTOCOL_VERSION}; run the same pdcluster "
+            "version on both"
+        )
 
 
 def _check_head(envelope: m.Envelope) -> None:
@@ -142,7 +151,9 @@ def _multiple(name: str, packed: bytes, item_bytes: int) -> int:
 def _packed_ids(name: str, packed: bytes) -> int:
     count = _multiple(name, packed, 4)
     # the sign is the highest bit of a number's last byte, and no character of ASCII has that
-    has_negative = not packed[3::4].isascii() if len(packed) <= FEW_BYTES else int(np.frombuffer(packed, "<i4").min()) < 0
+    has_negative = (
+        not packed[3::4].isascii() if len(packed) <= FEW_BYTES else int(np.frombuffer(packed, "<i4").min()) < 0
+    )
     if has_negative:
         raise ProtocolError(f"{name} holds a negative id")
     return count
@@ -171,7 +182,9 @@ def _check_ticket(ticket: m.Ticket) -> None:
         raise ProtocolError(f"{ticket.cached_tokens} tokens are cached of a ticket's {num_tokens}")
     num_pages = _packed_ids("pages", ticket.pages)
     if num_pages * ticket.page_tokens < num_tokens:
-        raise ProtocolError(f"{num_pages} pages of {ticket.page_tokens} tokens do not hold the ticket's {num_tokens} tokens")
+        raise ProtocolError(
+            f"{num_pages} pages of {ticket.page_tokens} tokens do not hold the ticket's {num_tokens} tokens"
+        )
 
 
 def _check_logprobs(entry: m.TokenLogprobs) -> None:
@@ -179,7 +192,9 @@ def _check_logprobs(entry: m.TokenLogprobs) -> None:
     if not entry.logprob < math.inf:
         raise ProtocolError(f"a logprob is {entry.logprob}")
     if entry.top_ids or entry.top_logprobs:
-        if len(entry.top_ids) != len(entry.top_logprobs) or not all(logprob < math.inf for logprob in entry.top_logprobs):
+        if len(entry.top_ids) != len(entry.top_logprobs) or not all(
+            logprob < math.inf for logprob in entry.top_logprobs
+        ):
             raise ProtocolError(f"top ids {entry.top_ids} do not go with top logprobs {entry.top_logprobs}")
         if not all(0 <= token <= INT31 for token in entry.top_ids):
             raise ProtocolError(f"top ids {entry.top_ids} are no ids, allowed are 0 to {INT31}")
@@ -225,7 +240,9 @@ def _check_tokens(message: m.Tokens) -> None:
 def _check_timed(message: m.Delivered | m.Finished) -> None:
     timings = message.timings
     if timings.pulled_tokens > timings.cached_tokens:
-        raise ProtocolError(f"{timings.pulled_tokens} tokens were pulled, more than the {timings.cached_tokens} that were cached")
+        raise ProtocolError(
+            f"{timings.pulled_tokens} tokens were pulled, more than the {timings.cached_tokens} that were cached"
+        )
 
 
 def _check_delta(message: m.CacheDelta) -> None:
@@ -235,7 +252,10 @@ def _check_delta(message: m.CacheDelta) -> None:
 
 def _check_chunk(message: m.FileChunk) -> None:
     if message.data and message.offset + len(message.data) > message.total_bytes:
-        raise ProtocolError(f"{message.name}: {len(message.data)} bytes at {message.offset} end past the file's {message.total_bytes} bytes")
+        raise ProtocolError(
+            f"{message.name}: {len(message.data)} bytes at {message.offset} end past the file's "
+            f"{message.total_bytes} bytes"
+        )
 
 
 def _check_commit(message: m.Commit) -> None:

@@ -1,6 +1,8 @@
-"""Admission to encrypted links: answers libzmq's authentication questions (ZAP, RFC 27), yes to holders of the cluster key and no to all others.
+"""Admission to encrypted links: answers libzmq's authentication questions (ZAP, RFC 27), yes to holders of the cluster
+key and no to all others.
 
-One per ZMQ context, in a thread of its own, so that a node that is busy computing still lets peers in. Key derivation is in `wire.sockets`.
+One per ZMQ context, in a thread of its own, so that a node that is busy computing still lets peers in. Key derivation
+is in `wire.sockets`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Gatekeeper:
         except zmq.ZMQError as error:
             for socket in (self._questions, self._stopper, self._stop):
                 socket.close(0)
-            raise ConfigError("this ZMQ context already has an authenticator; give each hub with a cluster key a context of its own") from error
+            raise ConfigError(
+                "this ZMQ context already has an authenticator; give each hub with a cluster key a context of its own"
+            ) from error
         stop_address = f"inproc://pdcluster-gatekeeper-{next(_numbers)}"
         self._stop.bind(stop_address)
         self._stopper.connect(stop_address)
@@ -52,7 +56,9 @@ class Gatekeeper:
             while True:
                 ready, _, _ = zmq.select([self._questions, self._stop], [], [])
                 if self._stop in ready:
-                    self._questions.unbind(_ZAP_ENDPOINT)  # now; closing gives the name back a moment later, from a thread of ZMQ
+                    self._questions.unbind(
+                        _ZAP_ENDPOINT
+                    )  # now; closing gives the name back a moment later, from a thread of ZMQ
                     return
                 self._questions.send_multipart(self._answer(self._questions.recv_multipart()))
         except zmq.ContextTerminated:

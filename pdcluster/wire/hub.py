@@ -1,8 +1,10 @@
-"""A node's links: one bound ROUTER socket for everyone who calls, one Dialer for each node it calls. Synchronous, owned by the node's loop thread.
+"""A node's links: one bound ROUTER socket for everyone who calls, one Dialer for each node it calls. Synchronous, owned
+by the node's loop thread.
 
-The hub knows who is there (leases), what arrived in order, and which frame comes from a boot that is gone. What a message means, and which
-tokens are said again after a gap, is the node loop's: it answers every Hello that it receives with Welcome, and for a router says again
-what the router misses. The rules of a link are in `wire.client_link`; this is their other end.
+The hub knows who is there (leases), what arrived in order, and which frame comes from a boot that is gone. What a
+message means, and which tokens are said again after a gap, is the node loop's: it answers every Hello that it receives
+with Welcome, and for a router says again what the router misses. The rules of a link are in `wire.client_link`; this is
+their other end.
 """
 
 from __future__ import annotations
@@ -76,20 +78,30 @@ class _Route:
     sent: int = 0
     alive: bool = True
     former: deque[bytes] = field(default_factory=lambda: deque(maxlen=MAX_FORMER))
-    """Its connections before this one. The socket reads what those still held in any order, so a Hello among it is no news."""
+    """Its connections before this one. The socket reads what those still held in any order, so a Hello among it is no
+    news."""
 
 
 class Hub:
-    """`dropped` counts what was not accepted or could not be sent, by reason: malformed, other_incarnation, old_incarnation, old_connection,
-    unknown_peer, duplicate, misdirected, too_many_peers, unreachable, high_water, bad_address. `gaps` counts the times when frames were missing."""
+    """`dropped` counts what was not accepted or could not be sent, by reason: malformed, other_incarnation,
+    old_incarnation, old_connection, unknown_peer, duplicate, misdirected, too_many_peers, unreachable, high_water,
+    bad_address. `gaps` counts the times when frames were missing."""
 
     def __init__(
-        self, me: Peer, *, listen: str, context: zmq.Context[zmq.Socket[bytes]], settings: WireSettings, clock: Callable[[], float] = monotonic
+        self,
+        me: Peer,
+        *,
+        listen: str,
+        context: zmq.Context[zmq.Socket[bytes]],
+        settings: WireSettings,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self._me, self._context, self._settings, self._clock = me, context, settings, clock
         self.dropped: Counter[str] = Counter()
         self._gaps = 0
-        self._gatekeeper = None if settings.cluster_key is None else Gatekeeper(context, derive_keys(settings.cluster_key))
+        self._gatekeeper = (
+            None if settings.cluster_key is None else Gatekeeper(context, derive_keys(settings.cluster_key))
+        )
         try:
             self._router, self.address = open_router(context, listen, settings)
         except BaseException:
@@ -105,7 +117,8 @@ class Hub:
     # ------------------------------------------------------------ what the loop calls
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """What to poll for reading, with zmq.Poller (their descriptors are edge-triggered). Ask again after every receive, send and tick."""
+        """What to poll for reading, with zmq.Poller (their descriptors are edge-triggered). Ask again after every
+        receive, send and tick."""
         return [self._router, *(socket for dialer in self._dialers.values() for socket in dialer.sockets())]
 
     def receive(self) -> list[Received]:
@@ -124,10 +137,11 @@ class Hub:
         return received
 
     def send(self, to: m.Endpoint | Peer, message: m.AnyMessage) -> bool:
-        """Put one message into the peer's next frame, which leaves by `flush`; False (counted) when the peer cannot be reached or too much waits for
-        it. Never blocks.
+        """Put one message into the peer's next frame, which leaves by `flush`; False (counted) when the peer cannot be
+        reached or too much waits for it. Never blocks.
 
-        A node is called at its endpoint when no link with that boot is up. A peer that called us and is only known by name is answered there.
+        A node is called at its endpoint when no link with that boot is up. A peer that called us and is only known by
+        name is answered there.
         """
         self._now = self._clock()
         if isinstance(to, Peer):
@@ -152,7 +166,8 @@ class Hub:
         return events
 
     def tick(self, now: float | None = None) -> None:
-        """Pings and leases, then `flush`. Call it at the end of every turn, several of which a heartbeat has. now: as the hub's clock tells."""
+        """Pings and leases, then `flush`. Call it at the end of every turn, several of which a heartbeat has. now: as
+        the hub's clock tells."""
         self._now = self._clock() if now is None else now
         for peer, route in self._routes.items():
             if route.alive:
@@ -167,7 +182,8 @@ class Hub:
         return [peer for peer, route in self._routes.items() if route.alive and route.kind == kind]
 
     def forget(self, peer: Peer) -> None:
-        """The bootstrap says that this boot of a node is gone: drop its links, without an event. It may come back with a Hello."""
+        """The bootstrap says that this boot of a node is gone: drop its links, without an event. It may come back with
+        a Hello."""
         dialer = self._dialers.pop(peer, None)
         if dialer is not None:
             dialer.close()
@@ -185,8 +201,8 @@ class Hub:
         return self._gaps
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close every socket of the hub; the context stays its owner's. Idempotent. linger_s: how long frames to callers, and what still waits for
-        one, may go out."""
+        """Close every socket of the hub; the context stays its owner's. Idempotent. linger_s: how long frames to
+        callers, and what still waits for one, may go out."""
         if linger_s:
             self.flush()
         for dialer in self._dialers.values():
@@ -228,7 +244,9 @@ class Hub:
             route.sent_at = self._now
 
     def _frame_of(self, to_incarnation: str, sequence: int, message: m.AnyMessage) -> bytes:
-        envelope = m.Envelope(m.PROTOCOL_VERSION, self._me.node, self._me.incarnation, to_incarnation, sequence, (message,))
+        envelope = m.Envelope(
+            m.PROTOCOL_VERSION, self._me.node, self._me.incarnation, to_incarnation, sequence, (message,)
+        )
         return codec.encode(envelope, max_bytes=self._settings.max_frame_bytes)
 
     def _send_frame(self, identity: bytes, frame: bytes) -> bool:
@@ -253,7 +271,8 @@ class Hub:
             return None
         try:
             dialer = Dialer(
-                self._me, endpoint, kind="node", open_line=partial(ZmqLine, self._context, endpoint.address, self._settings),
+                self._me, endpoint, kind="node", open_line=partial(ZmqLine, self._context, endpoint.address,
+                self._settings),
                 settings=self._settings, open_attempts=tuple, now=self._now, dropped=self.dropped,
             )  # fmt: skip
         except ProtocolError:
@@ -321,7 +340,13 @@ class Hub:
         if identity != route.identity:
             route.former.append(route.identity)
         self._flush_route(peer, route)  # what was said to the connection before this one goes there
-        route.identity, route.kind, route.received, route.heard_at, route.alive = identity, hello.kind, sequence, self._now, True
+        route.identity, route.kind, route.received, route.heard_at, route.alive = (
+            identity,
+            hello.kind,
+            sequence,
+            self._now,
+            True,
+        )
         # Proves at once that this boot lives, also when the loop is about to compute for a while before its Welcome.
         self._ping(peer, route)
         return (Received(peer, hello.kind, hello),)
@@ -344,7 +369,8 @@ class Hub:
         return over is not None
 
     def _replace_older_boots(self, peer: Peer) -> None:
-        # Names of nodes are unique in a cluster, so a new boot proves the old one dead. Routers may share a name; their leases decide.
+        # Names of nodes are unique in a cluster, so a new boot proves the old one dead. Routers may share a name; their
+        # leases decide.
         known = [*(p for p, route in self._routes.items() if route.kind == "node"), *self._dialers]
         for old in dict.fromkeys(known):
             if old.node == peer.node and old != peer:
@@ -362,7 +388,10 @@ class Hub:
             self._send_on(peer, route, m.Hello("node"))
         route.received = envelope.sequence
         messages = envelope.messages
-        return [Received(peer, route.kind, message) for message in (messages[1:] if isinstance(messages[0], m.Ping) else messages)]
+        return [
+            Received(peer, route.kind, message)
+            for message in (messages[1:] if isinstance(messages[0], m.Ping) else messages)
+        ]
 
     # ------------------------------------------------------------ who is there
 

@@ -1,6 +1,8 @@
-"""One connection after another to one address, carrying whole frames: what a `Dialer` speaks over. Byte level only; what frames say is the dialer's.
+"""One connection after another to one address, carrying whole frames: what a `Dialer` speaks over. Byte level only;
+what frames say is the dialer's.
 
-Two of them: `ZmqLine` here, which a hub polls and which encrypts, and `stream_line.StreamLine`, which a router's event loop drives itself.
+Two of them: `ZmqLine` here, which a hub polls and which encrypts, and `stream_line.StreamLine`, which a router's event
+loop drives itself.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ NOBLOCK = int(zmq.NOBLOCK)
 """As a bare number, which libzmq's binding takes as well as a flag, and in less time."""
 
 DOWN, REFUSED = "down", "refused"
-"""What becomes of a connection: it ended, or none came about. A line goes on calling until it is closed, but after DOWN nobody listens to it."""
+"""What becomes of a connection: it ended, or none came about. A line goes on calling until it is closed, but after DOWN
+nobody listens to it."""
 
 
 class Line(Protocol):
@@ -39,12 +42,13 @@ class Line(Protocol):
         ...
 
     def sockets(self) -> Sequence[zmq.Socket[bytes]]:
-        """What to poll for reading: frames, and what becomes of the connection. None where the line calls its owner by itself."""
+        """What to poll for reading: frames, and what becomes of the connection. None where the line calls its owner by
+        itself."""
         ...
 
     def close(self) -> None:
-        """What has not left yet need not. The owner no longer polls `sockets`: a descriptor that is closed while it is polled may come back as that
-        of another file."""
+        """What has not left yet need not. The owner no longer polls `sockets`: a descriptor that is closed while it is
+        polled may come back as that of another file."""
         ...
 
 

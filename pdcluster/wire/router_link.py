@@ -1,11 +1,13 @@
-"""A router's link to one node, driven by its asyncio loop (uvloop too). The rules of a link are in `wire.client_link`; this file only wakes it.
+"""A router's link to one node, driven by its asyncio loop (uvloop too). The rules of a link are in `wire.client_link`;
+this file only wakes it.
 
-It speaks over sockets of the loop (`stream_line`), or over ZMQ's, which encrypt. ZMQ's descriptors are edge-triggered: they become readable once per
-change, and sending may swallow that edge. So every wake-up drains to the end, and every send looks again.
+It speaks over sockets of the loop (`stream_line`), or over ZMQ's, which encrypt. ZMQ's descriptors are edge-triggered:
+they become readable once per change, and sending may swallow that edge. So every wake-up drains to the end, and every
+send looks again.
 
-What is sent in turns of the loop that follow each other leaves as one frame: at the end of the first turn that sent nothing, or with the first
-message that comes HELD_S after the one that waits longest. A frame costs a busy router what half a request does. Where one message was sent when
-last something was, the next goes at once.
+What is sent in turns of the loop that follow each other leaves as one frame: at the end of the first turn that sent
+nothing, or with the first message that comes HELD_S after the one that waits longest. A frame costs a busy router what
+half a request does. Where one message was sent when last something was, the next goes at once.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ HELD_S = 0.001
 
 
 class NodeLink:
-    """One caller of one boot of one node; belongs to the running loop. context: None speaks over the loop's own sockets, which do not encrypt.
+    """One caller of one boot of one node; belongs to the running loop. context: None speaks over the loop's own
+    sockets, which do not encrypt.
 
-    Two plain callbacks instead of a queue: a token frame reaches its request without a task switch. on_message gets every message
-    but Ping and Hello, on_state every change of state; neither may block. Sending is allowed while CONNECTING: frames follow the Hello.
+    Two plain callbacks instead of a queue: a token frame reaches its request without a task switch. on_message gets
+    every message but Ping and Hello, on_state every change of state; neither may block. Sending is allowed while
+    CONNECTING: frames follow the Hello.
     """
 
     def __init__(
@@ -56,7 +60,8 @@ class NodeLink:
         self._context, self._settings = context, settings
         self._has_edges = context is not None
         self._dialer = Dialer(
-            me, endpoint, kind="router", open_line=self._open_line, settings=settings, open_attempts=open_attempts, now=self._loop.time()
+            me, endpoint, kind="router", open_line=self._open_line, settings=settings, open_attempts=open_attempts,
+            now=self._loop.time()
         )  # fmt: skip
         self._told = LinkState.CONNECTING
         self._watched: Sequence[zmq.Socket[bytes]] = ()
@@ -104,8 +109,8 @@ class NodeLink:
         return self._dialer.gaps
 
     def send(self, message: AnyMessage) -> int:
-        """Put one message into this turn's frame, and return that frame's number; raises NodeLost when the link is lost, broken just now, or too
-        much waits."""
+        """Put one message into this turn's frame, and return that frame's number; raises NodeLost when the link is
+        lost, broken just now, or too much waits."""
         number = self._dialer.put(message) or self._make_room(message)
         self._num_sent += 1
         if self._is_calm:

@@ -1,4 +1,5 @@
-"""ZMQ sockets as every link wants them: options, encryption, address, connection events. What is said over them is not decided here."""
+"""ZMQ sockets as every link wants them: options, encryption, address, connection events. What is said over them is not
+decided here."""
 
 from __future__ import annotations
 
@@ -24,18 +25,23 @@ RECONNECT_S = 0.05, 0.5
 """Pauses between attempts to connect, the first and the longest."""
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 10, 5, 3
 """Of TCP, under leases that notice sooner."""
-_DOWN = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_DOWN = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 _REFUSED = zmq.EVENT_CONNECT_RETRIED
 _monitor_names = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
 class WireSettings:
-    """lease_s: a link on which nothing arrived for so long is lost; rewelcome_s: the time a cut connection has to come back;
-    high_water: frames that may wait per peer (where `stream_line` counts bytes, as many times `batch.MAX_BATCH_BYTES`);
-    max_peers bounds what strangers can make us remember.
-    advertise_host: the host others connect to when we listen on a wildcard address.
-    cluster_key: secret of CLUSTER_KEY_BYTES shared by the whole cluster; None leaves links unencrypted."""
+    """lease_s: a link on which nothing arrived for so long is lost; rewelcome_s: the time a cut connection has to come
+    back; high_water: frames that may wait per peer (where `stream_line` counts bytes, as many times
+    `batch.MAX_BATCH_BYTES`); max_peers bounds what strangers can make us remember. advertise_host: the host others
+    connect to when we listen on a wildcard address. cluster_key: secret of CLUSTER_KEY_BYTES shared by the whole
+    cluster; None leaves links unencrypted."""
 
     heartbeat_s: float = 0.5
     lease_s: float = 2.5
@@ -51,13 +57,21 @@ class WireSettings:
     def __post_init__(self) -> None:
         if self.cluster_key is not None and len(self.cluster_key) != CLUSTER_KEY_BYTES:
             size = len(self.cluster_key)
-            raise ConfigError(f"the cluster key has {size} bytes, it must have {CLUSTER_KEY_BYTES}; take it from SecurityConfig.key_bytes")
+            raise ConfigError(
+                f"the cluster key has {size} bytes, it must have {CLUSTER_KEY_BYTES}; take it from "
+                "SecurityConfig.key_bytes"
+            )
         if not 0 < self.heartbeat_s < self.lease_s:
-            raise ConfigError(f"heartbeat_s is {self.heartbeat_s} and lease_s {self.lease_s}; a lease must outlast its heartbeats")
+            raise ConfigError(
+                f"heartbeat_s is {self.heartbeat_s} and lease_s {self.lease_s}; a lease must outlast its heartbeats"
+            )
 
     def __repr__(self) -> str:
         key = "None" if self.cluster_key is None else "<secret>"
-        return f"WireSettings(heartbeat_s={self.heartbeat_s}, lease_s={self.lease_s}, high_water={self.high_water}, cluster_key={key})"
+        return (
+            f"WireSettings(heartbeat_s={self.heartbeat_s}, lease_s={self.lease_s}, high_water={self.high_water}, "
+            f"cluster_key={key})"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +91,28 @@ def derive_keys(cluster_key: bytes) -> KeyPair:
 
 
 def warn_if_open(what: str, address: str, settings: WireSettings) -> None:
-    """Say at the start that links beyond this host are open to all who get there. Not refused: a network may be closed by other means."""
+    """Say at the start that links beyond this host are open to all who get there. Not refused: a network may be closed
+    by other means."""
     host, _ = parse_address(address, allow_port_0=True)
     if settings.cluster_key is None and not is_loopback(host):
         logger.warning(
-            "%s %s is beyond this host and there is no cluster key: links are neither encrypted nor authenticated, so whoever gets there can "
+            "%s %s is beyond this host and there is no cluster key: links are neither encrypted nor authenticated, "
+            "so whoever gets there can "
             "send work and read prompts; set security.cluster_key_file everywhere, or use 127.0.0.1",
             what,
             address,
         )
 
 
-def open_router(context: zmq.Context[zmq.Socket[bytes]], listen: str, settings: WireSettings) -> tuple[zmq.Socket[bytes], str]:
+def open_router(
+    context: zmq.Context[zmq.Socket[bytes]], listen: str, settings: WireSettings
+) -> tuple[zmq.Socket[bytes], str]:
     """A bound ROUTER socket, and the address that others connect to."""
     host, port = parse_address(listen, allow_port_0=True)
     if is_wildcard(host) and settings.advertise_host is None:
-        raise ConfigError(f"listening on {listen} needs an advertise host: the name or address under which other nodes reach this one")
+        raise ConfigError(
+            f"listening on {listen} needs an advertise host: the name or address under which other nodes reach this one"
+        )
     warn_if_open("listening on", listen, settings)
     socket = context.socket(zmq.ROUTER)
     try:
@@ -154,11 +174,13 @@ def _set_client_keys(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
 
 
 READABLE = int(zmq.POLLIN)
-"""As a bare number: what a flag of an enum has in common with a number is another object of that enum, which takes microseconds to make."""
+"""As a bare number: what a flag of an enum has in common with a number is another object of that enum, which takes
+microseconds to make."""
 
 
 def has_message(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a whole message can be received now. To ask costs half of an attempt that fails, which is what most turns end with."""
+    """Whether a whole message can be received now. To ask costs half of an attempt that fails, which is what most turns
+    end with."""
     events = socket.get(zmq.EVENTS)
     assert isinstance(events, int)
     return events & READABLE != 0

@@ -1,8 +1,9 @@
-"""A line over a TCP socket of the running event loop: what a router's links speak over where nothing is encrypted (`zmtp` says the bytes).
+"""A line over a TCP socket of the running event loop: what a router's links speak over where nothing is encrypted
+(`zmtp` says the bytes).
 
-libzmq's own sockets have a thread, and cost a busy router two wake-ups and a system call or two for each frame; here a frame is what a read of the
-loop brought, and a write that the loop shares with all others of its turn. Nobody polls it: `wake` is called in the loop when frames came,
-`on_connection` when something became of the connection.
+libzmq's own sockets have a thread, and cost a busy router two wake-ups and a system call or two for each frame; here a
+frame is what a read of the loop brought, and a write that the loop shares with all others of its turn. Nobody polls it:
+`wake` is called in the loop when frames came, `on_connection` when something became of the connection.
 """
 
 from __future__ import annotations
@@ -38,9 +39,12 @@ OPTIONS = (
 
 
 class StreamLine(asyncio.Protocol):
-    """Belongs to the loop in which it was made. Calls again and again until there is a connection; after that one, no more."""
+    """Belongs to the loop in which it was made. Calls again and again until there is a connection; after that one, no
+    more."""
 
-    def __init__(self, address: str, settings: WireSettings, wake: Callable[[], None], on_connection: Callable[[], None]) -> None:
+    def __init__(
+        self, address: str, settings: WireSettings, wake: Callable[[], None], on_connection: Callable[[], None]
+    ) -> None:
         self._host, self._port = parse_address(address)
         self._address, self._settings = address, settings
         self._wake, self._on_connection = wake, on_connection
@@ -71,7 +75,9 @@ class StreamLine(asyncio.Protocol):
                 write(head_of(size))
                 write(frame)
             return True
-        if self._is_closed or self._reader.is_ready or self._room <= 0:  # the other end reads too slowly, or there is none yet
+        if (
+            self._is_closed or self._reader.is_ready or self._room <= 0
+        ):  # the other end reads too slowly, or there is none yet
             return False
         self._room -= size
         self._waiting += (head_of(size), frame)
@@ -122,7 +128,10 @@ class StreamLine(asyncio.Protocol):
                 async with asyncio.timeout(self._settings.lease_s):
                     await self._loop.create_connection(lambda: self, self._host, self._port)
                 return
-            except (OSError, UnicodeError) as error:  # TimeoutError is one of the first, names that cannot be ones are the second
+            except (
+                OSError,
+                UnicodeError,
+            ) as error:  # TimeoutError is one of the first, names that cannot be ones are the second
                 self.why = str(error) or "no connection in time"
                 self._happen(REFUSED)
             await asyncio.sleep(least_s)
@@ -138,7 +147,9 @@ class StreamLine(asyncio.Protocol):
         try:
             told()
         except Exception as error:
-            self._loop.call_exception_handler({"message": f"what came of the line to {self._address} was not handled", "exception": error})
+            self._loop.call_exception_handler(
+                {"message": f"what came of the line to {self._address} was not handled", "exception": error}
+            )
 
     # ------------------------------------------------------------ transport
 

@@ -1,7 +1,9 @@
-"""ZMTP 3 as a DEALER without encryption says it (RFC 23 and 37, NULL mechanism): bytes of a connection into frames, and frames into bytes. No I/O.
+"""ZMTP 3 as a DEALER without encryption says it (RFC 23 and 37, NULL mechanism): bytes of a connection into frames, and
+frames into bytes. No I/O.
 
-Of the protocol, what a ROUTER of libzmq says to such a caller: its greeting, READY or ERROR, messages of one part, PING. Whatever else comes is a
-`ProtocolError`, after which nothing is read any more. A size is checked before anything is kept for it.
+Of the protocol, what a ROUTER of libzmq says to such a caller: its greeting, READY or ERROR, messages of one part,
+PING. Whatever else comes is a `ProtocolError`, after which nothing is read any more. A size is checked before anything
+is kept for it.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ READY = framed(_READY + _property(b"Socket-Type", b"DEALER") + _property(b"Ident
 
 
 class Reader:
-    """One connection's incoming half. frames: those that came whole, for whoever takes them; answers: what is to be said back, in its order;
-    is_ready: frames may be sent."""
+    """One connection's incoming half. frames: those that came whole, for whoever takes them; answers: what is to be
+    said back, in its order; is_ready: frames may be sent."""
 
     def __init__(self, max_frame_bytes: int) -> None:
         self.frames: deque[bytes] = deque()
@@ -84,7 +86,10 @@ class Reader:
         mechanism = data[_MECHANISM]
         if mechanism != _NULL:
             spoken = mechanism.rstrip(b"\0").decode("ascii", "replace")
-            raise ProtocolError(f"it wants the mechanism {spoken!r}; give this process the cluster key that the other one has, or none to both")
+            raise ProtocolError(
+                f"it wants the mechanism {spoken!r}; give this process the cluster key that the other one has, or "
+                "none to both"
+            )
         self._has_greeted = True
         self.answers.append(READY)
         return GREETING_BYTES

@@ -1,4 +1,5 @@
-"""The command `pdcluster-router`: reads the router section and serves until it is told to stop. Only glue; the work is in `process`."""
+"""The command `pdcluster-router`: reads the router section and serves until it is told to stop. Only glue; the work is
+in `process`."""
 
 from __future__ import annotations
 

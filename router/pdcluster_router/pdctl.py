@@ -1,4 +1,5 @@
-"""The command `pdctl`: what an operator asks of a cluster, and of traces without one. Only glue; a command's work is imported when it runs."""
+"""The command `pdctl`: what an operator asks of a cluster, and of traces without one. Only glue; a command's work is
+imported when it runs."""
 
 from __future__ import annotations
 
@@ -7,7 +8,12 @@ import typer
 from pdcluster.settings import flags
 from pdcluster_router.replay.options import Nodes, Printing, Routing, Traffic
 
-app = typer.Typer(help="Operate a pdcluster; replay traces without one.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    help="Operate a pdcluster; replay traces without one.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 
 
 @app.callback()
@@ -18,8 +24,9 @@ def pdctl() -> None:
 def replay(traffic: Traffic, nodes: Nodes, routing: Routing, printing: Printing) -> None:
     """Drive the production routing policies through a trace in simulated time; one row per policy. Needs no cluster.
 
-    hit: share of prompt tokens that were cached where they were computed; hit_oracle: the same with one cache over the nodes that compute prompts for
-    others, which a policy that also fetches from decode nodes, or computes there, can do better than. remote: share of requests by two nodes."""
+    hit: share of prompt tokens that were cached where they were computed; hit_oracle: the same with one cache over the
+    nodes that compute prompts for others, which a policy that also fetches from decode nodes, or computes there, can do
+    better than. remote: share of requests by two nodes."""
     with flags.reported():
         from pdcluster_router.replay import command
 

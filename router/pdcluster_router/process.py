@@ -1,4 +1,5 @@
-"""The router process: bootstrap, links, dispatch HTTP and gRPC put together, served until SIGTERM or SIGINT, then drained."""
+"""The router process: bootstrap, links, dispatch HTTP and gRPC put together, served until SIGTERM or SIGINT, then
+drained."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ logger = logging.getLogger(__name__)
 
 COMPILE_LOOK_S = 0.1
 COMPILE_S = 360.0
-"""For the process that compiles choices: a part of a minute, behind another one that does so (`kernel_cache.WAIT_S`)."""
+"""For the process that compiles choices: a part of a minute, behind another one that does so
+(`kernel_cache.WAIT_S`)."""
 
 WARM_S = 2.0
 WARM_LOOK_S = 0.01
@@ -78,7 +80,12 @@ async def _serve(config: RouterConfig) -> int:
         parts = assemble(config, me, worker, stack)
         tasks = Tasks(stop, stack)
         cluster, models, dispatch = parts.cluster, parts.models, parts.front.dispatch
-        for work in (cluster.follow(watch(config.bootstrap)), models.keep_loaded(), dispatch.waiting.follow(cluster), compile_choices()):
+        for work in (
+            cluster.follow(watch(config.bootstrap)),
+            models.keep_loaded(),
+            dispatch.waiting.follow(cluster),
+            compile_choices(),
+        ):
             await tasks.run(work)
         front = parts.front if worker is None else await _join(worker, me, parts, tasks)
         address, grpc_address = await stack.enter_async_context(_open(front, config))
@@ -87,7 +94,9 @@ async def _serve(config: RouterConfig) -> int:
             await tasks.run(keep_roles(parts.admin, RoleController(RoleSettings(), parts.settings.headroom)))
         collect_seldom()
         announce(config.ready_fd, address, name=me.node, grpc=grpc_address, admin=admin_address)
-        logger.info("router %s serves http://%s%s", me.node, address, f" and grpc://{grpc_address}" if grpc_address else "")
+        logger.info(
+            "router %s serves http://%s%s", me.node, address, f" and grpc://{grpc_address}" if grpc_address else ""
+        )
         await stop.wait()
         has_failed = tasks.has_failed
         logger.info("draining: %d requests are open", cluster.ledger.num_requests())
@@ -152,8 +161,8 @@ def _chooser(config: RouterConfig, cluster: Cluster) -> Chooser:
 
 
 async def compile_choices() -> None:
-    """Requests are routed meanwhile, only slower. What is not kept yet is compiled by another process, since that holds the interpreter's lock for
-    seconds; one in a session of its own, so that a Ctrl-C is this router's to handle."""
+    """Requests are routed meanwhile, only slower. What is not kept yet is compiled by another process, since that holds
+    the interpreter's lock for seconds; one in a session of its own, so that a Ctrl-C is this router's to handle."""
     cache_dir = cache_directory()
     if not await asyncio.to_thread(compiled.is_kept, cache_dir):
         compiling, until = _compiling(), time.monotonic() + COMPILE_S
@@ -167,13 +176,17 @@ async def compile_choices() -> None:
             compiling.wait()
         if status != 0:
             ended = f"did not end within {COMPILE_S:g} s" if status is None else f"ended with {status}"
-            logger.warning("choices of nodes are weighed in plain Python, which is slower: the process that compiles them %s", ended)
+            logger.warning(
+                "choices of nodes are weighed in plain Python, which is slower: the process that compiles them %s",
+                ended,
+            )
             return
     await asyncio.to_thread(compiled.load, cache_dir)
 
 
 def _compiling() -> subprocess.Popen[bytes]:
-    """Not asyncio's, since uvloop forks, and what gRPC does at a fork kills some of these children; this one starts without a fork."""
+    """Not asyncio's, since uvloop forks, and what gRPC does at a fork kills some of these children; this one starts
+    without a fork."""
     return subprocess.Popen([sys.executable, "-m", compiled.__name__], start_new_session=True)
 
 
@@ -206,8 +219,8 @@ class FrontDoors:
 
 
 async def warm(cluster: Cluster, dispatch: Dispatch) -> float:
-    """How many seconds it took. A worker listens once it knows the nodes and what they hold, so that no client meets one that knows nothing while
-    others serve; and after WARM_S whatever it knows, because there may be no nodes yet."""
+    """How many seconds it took. A worker listens once it knows the nodes and what they hold, so that no client meets
+    one that knows nothing while others serve; and after WARM_S whatever it knows, because there may be no nodes yet."""
     began = time.monotonic()
     while (taken := time.monotonic() - began) < WARM_S:
         if dispatch.is_ready() and all(cluster.caches.is_exact(card.incarnation) for card in cluster.listed()):
@@ -222,20 +235,29 @@ async def _open(front: FrontDoors, config: RouterConfig) -> AsyncIterator[tuple[
     dispatch, metrics, places, worker = front.dispatch, front.metrics, front.places, front.worker
     id_prefix, is_shared = (worker.id_prefix, True) if worker is not None else ("", False)
     plain = Plain(dispatch.shared, metrics)
-    app = create_app(dispatch, replace(http_settings(config), id_prefix=id_prefix), metrics, places, front.exposition, plain)
+    app = create_app(
+        dispatch, replace(http_settings(config), id_prefix=id_prefix), metrics, places, front.exposition, plain
+    )
     doors = [AsyncExitStack()]
     try:
-        address = await doors[0].enter_async_context(listening(app, config.http, drain_s=config.drain_s, is_port_shared=is_shared))
+        address = await doors[0].enter_async_context(
+            listening(app, config.http, drain_s=config.drain_s, is_port_shared=is_shared)
+        )
         grpc_address = None
         if config.grpc is not None:
             from pdcluster_router.frontend import grpc  # half the router's start, and not everybody wants it
 
             doors.append(AsyncExitStack())
             settings = grpc.GrpcSettings(
-                max_message_bytes=config.max_body_bytes, deadline_s=config.deadline_s, id_prefix=id_prefix, is_port_shared=is_shared
+                max_message_bytes=config.max_body_bytes,
+                deadline_s=config.deadline_s,
+                id_prefix=id_prefix,
+                is_port_shared=is_shared,
             )
             servicer = grpc.Inference(dispatch, settings, metrics, places)
-            grpc_address = await doors[1].enter_async_context(grpc.listening(servicer, dispatch, config.grpc, settings, drain_s=config.drain_s))
+            grpc_address = await doors[1].enter_async_context(
+                grpc.listening(servicer, dispatch, config.grpc, settings, drain_s=config.drain_s)
+            )
         yield address, grpc_address
     finally:
         await asyncio.gather(*(door.aclose() for door in doors))
@@ -266,7 +288,9 @@ def wire_settings(config: RouterConfig) -> WireSettings:
 
 def dispatch_settings(config: RouterConfig, *, is_shared: bool = False) -> DispatchSettings:
     own = config.stages
-    stages = StageDeadlines(queue_s=own.queue_s, liveness_s=own.liveness_s, handshake_s=own.handshake_s, transfer_s=own.transfer_s)
+    stages = StageDeadlines(
+        queue_s=own.queue_s, liveness_s=own.liveness_s, handshake_s=own.handshake_s, transfer_s=own.transfer_s
+    )
     hold, slo = config.hold, config.slo
     return DispatchSettings(
         retries=config.retry_budget,
@@ -286,7 +310,8 @@ def dispatch_settings(config: RouterConfig, *, is_shared: bool = False) -> Dispa
 
 
 class Tasks:
-    """What must not end before the router does: if one fails, the failure is logged, and the process stops. stack: ends them, the latest first."""
+    """What must not end before the router does: if one fails, the failure is logged, and the process stops. stack: ends
+    them, the latest first."""
 
     def __init__(self, stop: asyncio.Event, stack: AsyncExitStack) -> None:
         self._stop = stop

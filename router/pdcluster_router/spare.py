@@ -1,7 +1,8 @@
-"""The spare process of a router's supervisor: everything a worker imports is loaded, nothing of it is used before it is told which worker to be.
+"""The spare process of a router's supervisor: everything a worker imports is loaded, nothing of it is used before it is
+told which worker to be.
 
-`python -m pdcluster_router.spare --ready-fd N`, started by the supervisor only. It costs the memory of a loaded, idle Python process
-(`router.spare` turns it off).
+`python -m pdcluster_router.spare --ready-fd N`, started by the supervisor only. It costs the memory of a loaded, idle
+Python process (`router.spare` turns it off).
 """
 
 from __future__ import annotations

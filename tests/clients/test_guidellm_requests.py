@@ -1,4 +1,5 @@
-"""guidellm's requests and how it reads the answers (0.8.1, backends/openai/request_handlers.py), without its dependencies."""
+"""guidellm's requests and how it reads the answers (0.8.1, backends/openai/request_handlers.py), without its
+dependencies."""
 
 from __future__ import annotations
 

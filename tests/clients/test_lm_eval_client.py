@@ -1,6 +1,6 @@
-"""lm-eval's local-completions: loglikelihoods of continuations, with the server's tokenizer or one of its own. It brings
-half a gigabyte, so that `make test-clients` leaves it out. To run this, install it once:
-.venv-clients/bin/pip install 'lm-eval[api]' transformers"""
+"""lm-eval's local-completions: loglikelihoods of continuations, with the server's tokenizer or one of its own. It
+brings half a gigabyte, so that `make test-clients` leaves it out. To run this, install it once: .venv-clients/bin/pip
+install 'lm-eval[api]' transformers"""
 
 from __future__ import annotations
 

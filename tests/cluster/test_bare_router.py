@@ -1,4 +1,5 @@
-"""The ceiling that routers are measured against says what the product says, so that it is no cheaper than the work: whole and as a stream."""
+"""The ceiling that routers are measured against says what the product says, so that it is no cheaper than the work:
+whole and as a stream."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def answer(placed: Placed, *, stream: bool) -> httpx.Response:
     with httpx.Client(base_url=f"http://{placed.address}", timeout=30) as client:
         ask = placed.ask(NUM_PROMPT, NUM_OUTPUT, stream=stream)
         first = client.post(ask.path, content=ask.body, headers={"content-type": "application/json"})
-        second = client.post(ask.path, content=ask.body, headers={"content-type": "application/json"})  # of the same connection
+        second = client.post(
+            ask.path, content=ask.body, headers={"content-type": "application/json"}
+        )  # of the same connection
     assert (first.status_code, second.status_code) == (200, 200)
     assert len(texts(first)) == len(texts(second)) == (NUM_OUTPUT + 1 if stream else 1)
     return second

@@ -1,4 +1,5 @@
-"""What the benchmark of routers subtracts is what the fakes take for the exchange that a router has with them: every leg, alone and at a rate."""
+"""What the benchmark of routers subtracts is what the fakes take for the exchange that a router has with them: every
+leg, alone and at a rate."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The batch-invariant mode over real processes: what a request says does not depend on what runs beside it, nor on whether its prompt was computed
-where it is decoded or on another node and handed over, whole or behind what a node had cached."""
+"""The batch-invariant mode over real processes: what a request says does not depend on what runs beside it, nor on
+whether its prompt was computed where it is decoded or on another node and handed over, whole or behind what a node had
+cached."""
 
 from __future__ import annotations
 

@@ -32,4 +32,6 @@ def _ask_for_all(up: Up) -> None:
         for length in (1, 40, 600):
             up.complete(list(range(10, 10 + length)), 4, pdcluster_mode=mode)
     with ThreadPoolExecutor(MOST_ROWS + 8) as pool:
-        list(pool.map(lambda first: up.complete([first, 11, 12], 24, pdcluster_mode="remote"), range(20, 28 + MOST_ROWS)))
+        list(
+            pool.map(lambda first: up.complete([first, 11, 12], 24, pdcluster_mode="remote"), range(20, 28 + MOST_ROWS))
+        )

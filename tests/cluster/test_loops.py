@@ -1,5 +1,5 @@
-"""Node loops, links, router and dispatch together, with oracle engines and a scripted medium: every token depends on every byte of KV that was
-moved."""
+"""Node loops, links, router and dispatch together, with oracle engines and a scripted medium: every token depends on
+every byte of KV that was moved."""
 
 from __future__ import annotations
 
@@ -79,7 +79,11 @@ async def test_what_was_cached_is_known_with_the_first_token(nodes: dict[str, Ro
     """So that a stop string in it leaves the right usage."""
     async with LocalCluster(nodes) as cluster:
         for cached in (0, 32, 32):
-            name, prompt, sampling = f"r{next(cluster.versions)}", array("i", prompt_of(36)), Sampling(max_tokens=4, seed=1)
+            name, prompt, sampling = (
+                f"r{next(cluster.versions)}",
+                array("i", prompt_of(36)),
+                Sampling(max_tokens=4, seed=1),
+            )
             generation = Generation(name, "model", prompt, sampling, 20.0)
             async with aclosing(cluster.dispatch.generate(generation)) as events:
                 first = await anext(events)
@@ -147,7 +151,8 @@ async def test_the_last_node_alive_serves_and_a_new_boot_joins() -> None:
 
 
 async def test_a_prefill_node_that_hangs_before_the_commit_runs_into_a_deadline() -> None:
-    """It holds its link but does nothing: the request ends by its own deadline at the latest, and nothing leaks when the node goes on."""
+    """It holds its link but does nothing: the request ends by its own deadline at the latest, and nothing leaks when
+    the node goes on."""
     async with LocalCluster(PAIR) as cluster:
         cluster.nodes["p0"].is_paused = True
         with pytest.raises(errors.PdclusterError):
@@ -261,7 +266,11 @@ async def test_a_chunk_that_fails_by_every_medium_leads_to_a_new_ticket_of_anoth
         tokens, done = await cluster.run(prompt, 12)
         (unreachable,) = {reader for reader, _ in failed}
         assert {medium for _, medium in failed} == {"best", "other"}, "every rung before the new attempt"
-        assert tokens == reference(prompt, 12) and done.route.mode == "remote" and done.route.decode not in (unreachable, None)
+        assert (
+            tokens == reference(prompt, 12)
+            and done.route.mode == "remote"
+            and done.route.decode not in (unreachable, None)
+        )
         gave_up = {name: node.parts.writer.counters["given_up"] for name, node in cluster.nodes.items()}
         assert gave_up[str(done.route.prefill)] == 1 and sum(gave_up.values()) == 1
         await cluster.until_idle()

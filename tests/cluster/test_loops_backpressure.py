@@ -1,5 +1,5 @@
-"""Decode nodes that are full or stand still: they refuse by message, prefill nodes park what is finished up to their limit, nothing times out before
-its own deadline, and everything goes on when there is room again."""
+"""Decode nodes that are full or stand still: they refuse by message, prefill nodes park what is finished up to their
+limit, nothing times out before its own deadline, and everything goes on when there is room again."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def resume(node: LocalNode) -> None:
 
 @pytest.fixture
 def heedless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A router that sends whatever parks on the nodes already, as several do together that know nothing of each other."""
+    """A router that sends whatever parks on the nodes already, as several do together that know nothing of each
+    other."""
     monkeypatch.setattr(headroom, "AHEAD", 0)
 
 
@@ -87,11 +88,15 @@ async def test_while_decode_stands_still_prefill_computes_up_to_its_limit_and_th
         late = [asyncio.create_task(cluster.run(prompt_of(20, seed), 6)) for seed in range(32, 36)]
         await cluster.until(lambda: bool(cluster.refusals("prefill")))
         await asyncio.sleep(1.5)  # longer than the clocks of handshake and transfer
-        assert 32 <= prefill.parts.prefill.num_parked_pages < 32 + 3 * 5, "those that ran when it was full are the only ones beyond the limit"
+        assert 32 <= prefill.parts.prefill.num_parked_pages < 32 + 3 * 5, (
+            "those that ran when it was full are the only ones beyond the limit"
+        )
         assert not any(task.done() for task in running + late), "whoever waits for room has lost nothing"
         load = next(node.load for node in cluster.router.view().nodes if node.name == "p0")
         assert load.pages_parked == prefill.parts.prefill.num_parked_pages, "routers see it"
-        await cluster.until(lambda: cluster.reserves == cluster.reserved + len(cluster.refusals("reserve")))  # none was given up by a clock
+        await cluster.until(
+            lambda: cluster.reserves == cluster.reserved + len(cluster.refusals("reserve"))
+        )  # none was given up by a clock
         resume(decode)
         results = await asyncio.gather(*running, *late)
         for seed, (tokens, done) in enumerate(results):
@@ -110,7 +115,11 @@ async def test_refusals_say_why_and_when_to_come_back(heedless: None) -> None:
         await cluster.until(lambda: bool(cluster.refusals("prefill")) and bool(cluster.refusals("reserve")))
         parked, full = cluster.refusals("prefill")[0], cluster.refusals("reserve")[0]
         assert parked.retryable and "finished KV of" in parked.reason and 0 < parked.retry_after_s <= 1
-        assert full.retryable and ("rows are taken" in full.reason or "no room" in full.reason) and 0 < full.retry_after_s <= 2
+        assert (
+            full.retryable
+            and ("rows are taken" in full.reason or "no room" in full.reason)
+            and 0 < full.retry_after_s <= 2
+        )
         resume(decode)
         await asyncio.gather(*running)
         await cluster.until_idle()

@@ -34,7 +34,12 @@ async def test_roles_flip_under_load_and_every_request_keeps_its_tokens() -> Non
             return str(done.route.decode)
 
         async def flip() -> None:
-            for role_a, role_b in (("decode", "prefill"), ("prefill", "decode"), ("mixed", "mixed"), ("decode", "prefill")):
+            for role_a, role_b in (
+                ("decode", "prefill"),
+                ("prefill", "decode"),
+                ("mixed", "mixed"),
+                ("decode", "prefill"),
+            ):
                 await cluster.router.manage(await incarnation_of(cluster, "a"), role=role_a, timeout_s=5.0)
                 await cluster.router.manage(await incarnation_of(cluster, "b"), role=role_b, timeout_s=5.0)
 
@@ -50,7 +55,9 @@ async def test_a_cordoned_node_finishes_what_runs_and_gets_nothing_new() -> None
         await cluster.until(lambda: sum(node.num_requests for node in cluster.router.view().nodes) >= 4)
         answer = await cluster.router.manage(await incarnation_of(cluster, "d0"), cordoned=True, timeout_s=5.0)
         assert answer.cordoned
-        assert [node.name for node in cluster.router.view().nodes if node.accepts_work] == ["d1"]  # before its next report
+        assert [node.name for node in cluster.router.view().nodes if node.accepts_work] == [
+            "d1"
+        ]  # before its next report
         for index in range(3):
             tokens, done = await cluster.run(prompt_of(60 + index), 4)
             assert done.route.decode == "d1" and tokens == reference(prompt_of(60 + index), 4)
@@ -69,7 +76,9 @@ async def test_a_cordon_and_a_role_hold_as_soon_as_the_node_said_so_before_it_re
         await router.manage(await incarnation_of(cluster, "d1"), role="decode", timeout_s=5.0)
         assert [(node.name, node.role) for node in router.view().nodes if node.accepts_work] == [("d1", "decode")]
         await router.manage(await incarnation_of(cluster, "d0"), cordoned=False, timeout_s=5.0)
-        assert all(node.accepts_work for node in router.view().nodes), "it never reported the cordon, so it may have no report to make of its end"
+        assert all(node.accepts_work for node in router.view().nodes), (
+            "it never reported the cordon, so it may have no report to make of its end"
+        )
         router._handlers[Load] = hear_report
 
 
@@ -90,7 +99,14 @@ async def test_what_a_node_reported_before_its_cordon_does_not_say_that_it_is_em
         router = cluster.router
         hear_report, reports = router._handlers[Load], list[tuple[NodeState, Load]]()
         router._handlers[Load] = lambda *report: reports.append(report)
-        admin = Admin(router, cluster.dispatch.open, cluster.chooser.holder, router.events, cluster.dispatch.explainer, time.monotonic)
+        admin = Admin(
+            router,
+            cluster.dispatch.open,
+            cluster.chooser.holder,
+            router.events,
+            cluster.dispatch.explainer,
+            time.monotonic,
+        )
         drain = admin.drain("m0", 20.0)
         told = asyncio.ensure_future(anext(drain))
         await cluster.until(lambda: not any(node.accepts_work for node in router.view().nodes))

@@ -42,7 +42,9 @@ def reference(model):
     engine = Engine(EngineConfig(model, cache_directory(), dtype="float32", num_pages=4096, threads=1))
 
     def continue_(prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
-        jobs = Driver(engine).run([np.array(p, np.int32) for p in prompts], [greedy(count, ignore_eos=True) for count in counts])
+        jobs = Driver(engine).run(
+            [np.array(p, np.int32) for p in prompts], [greedy(count, ignore_eos=True) for count in counts]
+        )
         return [job.tokens for job in jobs]
 
     yield continue_
@@ -77,7 +79,11 @@ def test_grpc_gives_the_tokens_of_http_over_the_same_two_nodes(two_pairs: Up) ->
         outputs = list(client.generate(prompt, max_tokens=20, temperature=0.0, ignore_eos=True, timeout_s=60.0))
     tokens = [token for output in outputs for token in output.token_ids]
     assert tokens == ask(two_pairs, prompt, 20)[0]
-    assert outputs[0].route is not None and outputs[0].route.mode == "remote" and outputs[0].route.decode.startswith("decode-")
+    assert (
+        outputs[0].route is not None
+        and outputs[0].route.mode == "remote"
+        and outputs[0].route.decode.startswith("decode-")
+    )
     assert outputs[-1].timings is not None and outputs[-1].timings.transfer_bytes
 
 
@@ -118,16 +124,30 @@ def test_the_official_client_works_unchanged(two_pairs: Up) -> None:
     client = openai.OpenAI(base_url=f"{two_pairs.url}/v1", api_key="none", max_retries=0)
     assert [model.id for model in client.models.list()] == [two_pairs.model]
     chat = client.chat.completions.create(
-        model=two_pairs.model, messages=[{"role": "user", "content": "def add(a, b):"}], max_tokens=16, n=2, seed=3, logprobs=True, top_logprobs=3
+        model=two_pairs.model,
+        messages=[{"role": "user", "content": "def add(a, b):"}],
+        max_tokens=16,
+        n=2,
+        seed=3,
+        logprobs=True,
+        top_logprobs=3,
     )
     assert len(chat.choices) == 2
     for choice in chat.choices:
         assert choice.logprobs is not None and choice.logprobs.content
         assert all(len(entry.top_logprobs) == 3 for entry in choice.logprobs.content)
     assert chat.usage is not None and chat.usage.completion_tokens <= 32
-    completion = client.completions.create(model=two_pairs.model, prompt="import os\nimport ", max_tokens=24, temperature=0, stop=["\n"])
+    completion = client.completions.create(
+        model=two_pairs.model, prompt="import os\nimport ", max_tokens=24, temperature=0, stop=["\n"]
+    )
     assert "\n" not in completion.choices[0].text
-    asked = {"model": two_pairs.model, "prompt": "import os\nimport ", "max_tokens": 24, "temperature": 0, "stop": ["\n"]}
+    asked = {
+        "model": two_pairs.model,
+        "prompt": "import os\nimport ",
+        "max_tokens": 24,
+        "temperature": 0,
+        "stop": ["\n"],
+    }
     pieces = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == completion.choices[0].text
     assert pieces[-1].usage is not None and pieces[-1].usage.completion_tokens == completion.usage.completion_tokens
@@ -135,13 +155,21 @@ def test_the_official_client_works_unchanged(two_pairs: Up) -> None:
 
 
 async def test_short_streams_end_while_long_ones_run_beside_them(two_pairs: Up) -> None:
-    """Long ones come until every decode node has one, or enough of them: where they go is the policy's choice, and a node whose steps were disturbed
-    may look slower than another that has rows. Short ones come until a long one ends, read as bytes: how chunks of two streams alternate at a client
-    that is slower than the nodes, or gets no core, says nothing about the cluster."""
+    """Long ones come until every decode node has one, or enough of them: where they go is the policy's choice, and a
+    node whose steps were disturbed may look slower than another that has rows. Short ones come until a long one ends,
+    read as bytes: how chunks of two streams alternate at a client that is slower than the nodes, or gets no core, says
+    nothing about the cluster."""
     async with httpx.AsyncClient(base_url=two_pairs.url, timeout=120.0) as client:
 
         async def follow(name: str, count: int, begun: asyncio.Queue[str]) -> None:
-            body = {"model": two_pairs.model, "prompt": f"class {name}:", "max_tokens": count, "temperature": 0, "ignore_eos": True, "stream": True}
+            body = {
+                "model": two_pairs.model,
+                "prompt": f"class {name}:",
+                "max_tokens": count,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+            }
             end = b""
             async with client.stream("POST", "/v1/completions", json=body) as reply:
                 begun.put_nowait(reply.headers["x-pdcluster-decode"])
@@ -159,7 +187,9 @@ async def test_short_streams_end_while_long_ones_run_beside_them(two_pairs: Up) 
         while not any(task.done() for task in long):
             await follow(f"Short{num_shorts}", 8, begun)
             num_shorts += 1
-            is_beside = begun.get_nowait() in busy or len(busy) == 1  # then the other node is the better place for a short one
+            is_beside = (
+                begun.get_nowait() in busy or len(busy) == 1
+            )  # then the other node is the better place for a short one
             ended_meanwhile += is_beside and not any(task.done() for task in long)
         await asyncio.gather(*long)
     assert ended_meanwhile >= 2
@@ -182,7 +212,9 @@ async def test_short_streams_end_while_long_ones_run_beside_them(two_pairs: Up) 
     ],
     ids=["empty", "id-range", "model", "negative", "name", "type", "json", "utf8", "10MB", "no-messages", "too-long"],
 )
-def test_bad_input_gets_a_4xx_that_says_what_to_change(two_pairs: Up, path: str, body: bytes, status: int, says: str) -> None:
+def test_bad_input_gets_a_4xx_that_says_what_to_change(
+    two_pairs: Up, path: str, body: bytes, status: int, says: str
+) -> None:
     body = body.replace(b"MODEL", two_pairs.model.encode()).replace(b"LONG", b"word " * 200_000)
     reply = two_pairs.client.post(path, content=body, headers={"content-type": "application/json"})
     assert reply.status_code == status, reply.text[:300]
@@ -196,7 +228,9 @@ def test_a_prefill_node_killed_under_load_costs_no_request_and_comes_back(refere
     expected = reference(prompts, counts)
     with running("--prefill", "2", "--decode", "1", *EXACT) as up:
         with ThreadPoolExecutor(12) as pool:
-            running_requests = [pool.submit(ask, up, prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+            running_requests = [
+                pool.submit(ask, up, prompt, count) for prompt, count in zip(prompts, counts, strict=True)
+            ]
             while sum(request.done() for request in running_requests) < 6:
                 time.sleep(0.005)
             killed = up.kill("prefill-0")
@@ -215,7 +249,9 @@ def test_a_decode_node_killed_mid_stream_is_replaced_without_a_token_lost(refere
     with running("--prefill", "1", "--decode", "2", *EXACT) as up:
         victim = up.pid_of("decode-0")
         with ThreadPoolExecutor(12) as pool:
-            running_requests = [pool.submit(ask, up, prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+            running_requests = [
+                pool.submit(ask, up, prompt, count) for prompt, count in zip(prompts, counts, strict=True)
+            ]
             while up.metrics().get('pdcluster_node_running{node="decode-0",role="decode"}', 0) == 0:
                 time.sleep(0.005)
             os.kill(victim, signal.SIGKILL)
@@ -227,7 +263,9 @@ def test_a_decode_node_killed_mid_stream_is_replaced_without_a_token_lost(refere
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_cluster_finishes_what_it_streams_and_leaves_no_process_no_shared_memory_and_no_socket(number: int) -> None:
+def test_a_stopped_cluster_finishes_what_it_streams_and_leaves_no_process_no_shared_memory_and_no_socket(
+    number: int,
+) -> None:
     memory = abandoned_memory()
     with running(*EXACT, "--set=up.drain_s=60") as up:
         pids = {process.pid for process in up.survivors()}

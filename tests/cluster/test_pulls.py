@@ -1,4 +1,5 @@
-"""Later turns of a conversation on whole clusters: prefill fetches from decode what decode already has. Every token depends on every byte of KV."""
+"""Later turns of a conversation on whole clusters: prefill fetches from decode what decode already has. Every token
+depends on every byte of KV."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ async def first_turn(cluster: LocalCluster, seed: int = 0) -> list[int]:
     second = prompt + tokens + words(NEXT, seed)
     chain = cluster.dispatch.shared.models.chain("model", b"")
     hashes = extend(b"", second, root=chain.root, block_tokens=chain.block_tokens)
-    await cluster.until(lambda: max(cluster.router.cached(hashes).values(), default=0) * chain.block_tokens == FIRST + PULLED)
+    await cluster.until(
+        lambda: max(cluster.router.cached(hashes).values(), default=0) * chain.block_tokens == FIRST + PULLED
+    )
     return second
 
 
@@ -89,18 +92,26 @@ async def test_many_conversations_at_once_all_get_their_own_tokens() -> None:
 async def test_metrics_tell_of_pulls() -> None:
     async with LocalCluster(PAIR, force="remote") as cluster:
         await cluster.run(await first_turn(cluster), 3)
-        await cluster.until(lambda: any(("ok", 1) in node.load.pulls for node in cluster.router.view().nodes if node.load is not None))
+        await cluster.until(
+            lambda: any(("ok", 1) in node.load.pulls for node in cluster.router.view().nodes if node.load is not None)
+        )
 
 
 @each_write_fault
 @pytest.mark.parametrize("which", ["first", "all of the pull"])
-async def test_a_faulty_write_of_a_pull_never_changes_a_token_and_never_fails_a_request(fault: Fault, which: str) -> None:
+async def test_a_faulty_write_of_a_pull_never_changes_a_token_and_never_fails_a_request(
+    fault: Fault, which: str
+) -> None:
     async with LocalCluster(PAIR, force="remote") as cluster:
         second = await first_turn(cluster)
         nonces: list[int] = []
-        on_message(cluster.nodes["d0"], Fetch, lambda: nonces.append(next(iter(cluster.nodes["p0"].parts.fetch._pulls))))
+        on_message(
+            cluster.nodes["d0"], Fetch, lambda: nonces.append(next(iter(cluster.nodes["p0"].parts.fetch._pulls)))
+        )
         count = iter(range(10_000))
-        cluster.network.plan = lambda stamp: fault if stamp.nonce in nonces and (which != "first" or next(count) == 0) else Fault()
+        cluster.network.plan = lambda stamp: (
+            fault if stamp.nonce in nonces and (which != "first" or next(count) == 0) else Fault()
+        )
         tokens, done = await cluster.run(second, 8)
         assert tokens == reference(second, 8) and done.attempts == 1
         assert nonces and counted(cluster, "ok") + counted(cluster, "failed") == 1
@@ -124,7 +135,11 @@ async def test_a_pull_of_which_a_part_verified_gives_nothing_and_takes_nothing_f
         cluster.network.plan = plan
         tokens, done = await cluster.run(second, 8)
         assert tokens == reference(second, 8) and done.attempts == 1
-        assert chunks[0] == 1 and len(chunks) > 2 and min(count for chunk, count in chunks.items() if chunk) == 1 + cluster.transfer.rounds
+        assert (
+            chunks[0] == 1
+            and len(chunks) > 2
+            and min(count for chunk, count in chunks.items() if chunk) == 1 + cluster.transfer.rounds
+        )
         assert counted(cluster, "failed") == 1 and done.timeline.pulled_tokens == 0
         assert done.cached_tokens == FIRST, "what prefill had itself, and no more"
         cluster.network.plan = lambda stamp: Fault()
@@ -200,7 +215,10 @@ async def test_pulls_can_be_switched_off() -> None:
         second = await first_turn(cluster)
         tokens, done = await cluster.run(second, 12)
         assert tokens == reference(second, 12)
-        assert not sum((node.parts.fetch.counters for node in cluster.nodes.values()), start=type(cluster.nodes["p0"].parts.fetch.counters)())
+        assert not sum(
+            (node.parts.fetch.counters for node in cluster.nodes.values()),
+            start=type(cluster.nodes["p0"].parts.fetch.counters)(),
+        )
         assert done.timeline.pulled_tokens == 0
         await cluster.until_idle()
 

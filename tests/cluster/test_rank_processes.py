@@ -1,4 +1,5 @@
-"""Tensor-parallel nodes as a user starts them: real rank processes, one of which dies or hangs under load, and nothing left behind."""
+"""Tensor-parallel nodes as a user starts them: real rank processes, one of which dies or hangs under load, and nothing
+left behind."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def one_engine() -> Iterator[Reference]:
     engine = Engine(EngineConfig(bundled.path(), cache_directory(), dtype="float32", num_pages=2048, threads=1))
 
     def continue_(prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
-        jobs = Driver(engine).run([np.array(p, np.int32) for p in prompts], [greedy(count, ignore_eos=True) for count in counts])
+        jobs = Driver(engine).run(
+            [np.array(p, np.int32) for p in prompts], [greedy(count, ignore_eos=True) for count in counts]
+        )
         return [job.tokens for job in jobs]
 
     yield continue_
@@ -44,7 +47,8 @@ def rank_pids(up: Up, node: str) -> list[int]:
 
 
 def ask_while_refused(up: Up, prompt: list[int], count: int) -> tuple[list[int], dict[str, object]]:
-    """As `ask`, and again when the router refuses at once because the only node of a kind is starting: that request was not accepted."""
+    """As `ask`, and again when the router refuses at once because the only node of a kind is starting: that request was
+    not accepted."""
     deadline = time.monotonic() + 100
     while True:
         try:
@@ -56,14 +60,18 @@ def ask_while_refused(up: Up, prompt: list[int], count: int) -> tuple[list[int],
 
 
 @pytest.mark.parametrize(("victim", "number"), [("decode-0", signal.SIGKILL), ("prefill-0", signal.SIGSTOP)])
-def test_a_rank_that_dies_or_hangs_under_load_costs_its_node_but_no_request(victim: str, number: int, one_engine: Reference) -> None:
+def test_a_rank_that_dies_or_hangs_under_load_costs_its_node_but_no_request(
+    victim: str, number: int, one_engine: Reference
+) -> None:
     prompts, counts = make_prompts(24, seed=7), [40] * 24
     expected = one_engine(prompts, counts)
     with running("--tp", "2", "--set", "node.lease_s=2", "--set", "node.heartbeat_s=0.4", *EXACT) as up:
         node, ranks = up.pid_of(victim), rank_pids(up, victim)
         assert len(ranks) == 1
         with ThreadPoolExecutor(8) as pool:
-            asked = [pool.submit(ask_while_refused, up, prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+            asked = [
+                pool.submit(ask_while_refused, up, prompt, count) for prompt, count in zip(prompts, counts, strict=True)
+            ]
             while sum(request.done() for request in asked) < 3:
                 time.sleep(0.005)
             os.kill(ranks[0], number)
@@ -101,4 +109,7 @@ def test_ranks_that_cannot_share_the_heads_are_refused_with_what_can() -> None:
     argv = [sys.executable, "-m", "pdcluster.cli", "up", "--tp", "3", "--http", "127.0.0.1:0", "--grpc", "none"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert "over 3 ranks cannot deal out 4 attention heads and 2 kv heads evenly; use --tp 1 or 2 or 4" in done.stdout + done.stderr
+    assert (
+        "over 3 ranks cannot deal out 4 attention heads and 2 kv heads evenly; use --tp 1 or 2 or 4"
+        in done.stdout + done.stderr
+    )

@@ -1,4 +1,5 @@
-"""`pdcluster up` with directories as users have them: good ones serve, broken ones end it soon, with a line that names the fault."""
+"""`pdcluster up` with directories as users have them: good ones serve, broken ones end it soon, with a line that names
+the fault."""
 
 from __future__ import annotations
 
@@ -88,20 +89,26 @@ def as_float16(model: Path) -> Path:
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     scaling = {"rope_type": "linear", "factor": 2.0}
     return checkpoints.edit_config(
-        model, dtype="float16", unsloth_version="2025.1", _attn_implementation="sdpa", rope_scaling=scaling | {"type": "linear"},
+        model, dtype="float16", unsloth_version="2025.1", _attn_implementation="sdpa",
+        rope_scaling=scaling | {"type": "linear"},
         rope_parameters=scaling | {"rope_theta": 10000.0},
     )  # fmt: skip
 
 
 def as_auto(model: Path) -> Path:
-    return checkpoints.edit_config(model, dtype="auto", torch_dtype="auto", quantization_config=None, some_training_setting={"lr": 1e-4})
+    return checkpoints.edit_config(
+        model, dtype="auto", torch_dtype="auto", quantization_config=None, some_training_setting={"lr": 1e-4}
+    )
 
 
 def as_sharded(model: Path) -> Path:
     tensors = load_file(model / "model.safetensors")
     (model / "model.safetensors").unlink()
     names = sorted(tensors)
-    for shard, some in (("model-00001-of-00002.safetensors", names[::2]), ("model-00002-of-00002.safetensors", names[1::2])):
+    for shard, some in (
+        ("model-00001-of-00002.safetensors", names[::2]),
+        ("model-00002-of-00002.safetensors", names[1::2]),
+    ):
         save_file({name: tensors[name] for name in some}, model / shard, metadata={"format": "pt"})
     weight_map = {name: f"model-0000{1 + index % 2}-of-00002.safetensors" for index, name in enumerate(names)}
     (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
@@ -130,7 +137,9 @@ GOOD: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "float16" else pytest.mark.full) for name in GOOD])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "float16" else pytest.mark.full) for name in GOOD]
+)
 def test_a_directory_as_users_have_it_serves(name: str, model: Path) -> None:
     change, flags = GOOD[name]
     with started("--model", str(change(model)), *flags) as process:
@@ -138,10 +147,17 @@ def test_a_directory_as_users_have_it_serves(name: str, model: Path) -> None:
 
 
 @pytest.mark.timeout(200)
-def test_a_model_of_the_hub_is_served_under_its_name_and_others(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_hub_is_served_under_its_name_and_others(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = {file.name: file.read_bytes() for file in model.iterdir()}
     with fake_hub.serving(FakeHub(files)) as hub:
-        settings = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        settings = {
+            "HF_ENDPOINT": hub,
+            "HF_HOME": str(tmp_path / "hub"),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+        }
         for name, value in settings.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -154,7 +170,11 @@ def test_a_model_of_the_hub_is_served_under_its_name_and_others(model: Path, tmp
             with pytest.raises(HTTPError) as refused:
                 urlopen(f"{url}/v1/models/org/other", timeout=STOP_S)
             told = json.load(refused.value)
-            assert refused.value.code == 404 and told["error"]["code"] == "model_not_found" and "org/tiny" in told["error"]["message"]
+            assert (
+                refused.value.code == 404
+                and told["error"]["code"] == "model_not_found"
+                and "org/tiny" in told["error"]["message"]
+            )
     (snapshot,) = (tmp_path / "hub").glob("hub/models--*/snapshots/*")
     with started("--model", str(snapshot), "--served-model-name", "mine,org/alias") as process:  # the hub is gone
         url = served_url(process)
@@ -189,7 +209,8 @@ BAD: dict[str, tuple[Change, str]] = {
     "a wrong generation_config": (put("generation_config.json", '{"temperature": -1}'), "temperature"),
     "a git-lfs pointer": (put("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"), "git-lfs pointer"),
     "no tokenizer": (lambda model: (model / "tokenizer.json").unlink(), "has no tokenizer.json"),
-    "an adapter": (lambda model: ((model / "model.safetensors").unlink(), put("adapter_config.json", "{}")(model)), "is a LoRA adapter"),
+    "an adapter": (lambda model: ((model / "model.safetensors").unlink(), put("adapter_config.json", "{}")(model)),
+    "is a LoRA adapter"),
     "broken JSON": (put("config.json", "{"), "config.json"),
 }  # fmt: skip
 SAMPLE = ("quantised", "a broken template", "a git-lfs pointer")

@@ -1,4 +1,5 @@
-"""Structured output and tools over real processes: what P/D says is what one node alone says, and all of it is of the asked shape."""
+"""Structured output and tools over real processes: what P/D says is what one node alone says, and all of it is of the
+asked shape."""
 
 from __future__ import annotations
 
@@ -22,11 +23,17 @@ EXACT = ("--set", "node.dtype=float32", "--set", "node.kv.memory_bytes=64MiB", "
 USER = [{"role": "user", "content": "What is the weather in Rome?"}]
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 130}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-TOOLS = [{"type": "function", "function": {"name": name, "description": name, "parameters": PERSON}} for name in ("get_weather", "find_person")]
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": name, "parameters": PERSON}}
+    for name in ("get_weather", "find_person")
+]
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +52,16 @@ def both(client: openai.OpenAI, up: Up, seed: int, **fields: object) -> list[ope
     """The answers of two nodes and of one."""
     extra = fields.pop("extra_body", {})
     asked = {"model": up.model, "messages": USER, "seed": seed, "max_completion_tokens": 300, **fields}
-    return [client.chat.completions.create(**asked, extra_body={**extra, "pdcluster_mode": mode}) for mode in ("remote", "local")]
+    return [
+        client.chat.completions.create(**asked, extra_body={**extra, "pdcluster_mode": mode})
+        for mode in ("remote", "local")
+    ]
 
 
 SHAPES = {
-    "json_schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}},
+    "json_schema": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+    },
     "json": {"extra_body": {"structured_outputs": {"json": PERSON}}},
     "regex": {"extra_body": {"structured_outputs": {"regex": r"[a-c]{2}-\d{3}"}}},
     "choice": {"extra_body": {"structured_outputs": {"choice": ["sunny", "raining", "it is snowing"]}}},
@@ -77,7 +89,10 @@ def test_two_nodes_say_what_one_says_and_it_has_the_asked_shape(client: openai.O
 def test_a_first_token_from_the_prefill_node_is_constrained_too(client: openai.OpenAI, up: Up) -> None:
     for seed in range(6):
         (remote, local) = both(client, up, seed, temperature=2.0, extra_body={"structured_outputs": {"regex": "[xyz]"}})
-        assert remote.choices[0].message.content in ("x", "y", "z") and remote.choices[0].message.content == local.choices[0].message.content
+        assert (
+            remote.choices[0].message.content in ("x", "y", "z")
+            and remote.choices[0].message.content == local.choices[0].message.content
+        )
 
 
 def test_json_object_gives_an_object_or_its_beginning(client: openai.OpenAI, up: Up) -> None:
@@ -103,7 +118,14 @@ ODD = {
     },
     "required": ['say "it"', "path", "id", "host", "again"],
     "additionalProperties": False,
-    "$defs": {'a/b"': {"type": "array", "uniqueItems": False, "items": {"type": "integer", "multipleOf": 1, "minimum": 2**64}, "maxItems": 2}},
+    "$defs": {
+        'a/b"': {
+            "type": "array",
+            "uniqueItems": False,
+            "items": {"type": "integer", "multipleOf": 1, "minimum": 2**64},
+            "maxItems": 2,
+        }
+    },
 }
 
 
@@ -111,7 +133,10 @@ def test_what_json_escapes_and_long_numbers_come_as_the_schema_says(client: open
     asked = {"response_format": {"type": "json_schema", "json_schema": {"name": "odd", "schema": ODD, "strict": True}}}
     for seed in range(3):
         remote, local = both(client, up, seed, **asked)
-        assert remote.choices[0].message.content == local.choices[0].message.content and remote.choices[0].finish_reason == "stop"
+        assert (
+            remote.choices[0].message.content == local.choices[0].message.content
+            and remote.choices[0].finish_reason == "stop"
+        )
         value = json.loads(remote.choices[0].message.content)
         jsonschema.validate(value, ODD)
         assert value["id"] == 2**64 - 1 and ipaddress.IPv4Address(value["host"])
@@ -122,22 +147,36 @@ def test_the_clients_own_parse_takes_a_class(client: openai.OpenAI, up: Up) -> N
         name: str = pydantic.Field(max_length=8)
         age: int = pydantic.Field(ge=0, le=99)
 
-    parsed = client.chat.completions.parse(model=up.model, messages=USER, max_tokens=200, seed=3, response_format=Person)
+    parsed = client.chat.completions.parse(
+        model=up.model, messages=USER, max_tokens=200, seed=3, response_format=Person
+    )
     assert isinstance(parsed.choices[0].message.parsed, Person)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "find_person"}}])
-def test_calls_are_forced_parsed_and_the_same_streamed_whole_remote_and_local(client: openai.OpenAI, up: Up, choice: object) -> None:
+def test_calls_are_forced_parsed_and_the_same_streamed_whole_remote_and_local(
+    client: openai.OpenAI, up: Up, choice: object
+) -> None:
     fields = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
     remote, local = both(client, up, 11, **fields)
     (call,), (other,) = remote.choices[0].message.tool_calls, local.choices[0].message.tool_calls
     assert call.function == other.function
-    assert call.function.name in ("get_weather", "find_person") if choice == "required" else call.function.name == "find_person"
+    assert (
+        call.function.name in ("get_weather", "find_person")
+        if choice == "required"
+        else call.function.name == "find_person"
+    )
     jsonschema.validate(json.loads(call.function.arguments), PERSON)
     assert remote.choices[0].finish_reason == "tool_calls" and not remote.choices[0].message.content
 
     stream = client.chat.completions.create(
-        model=up.model, messages=USER, seed=11, max_tokens=300, stream=True, extra_body={"pdcluster_mode": "remote"}, **fields
+        model=up.model,
+        messages=USER,
+        seed=11,
+        max_tokens=300,
+        stream=True,
+        extra_body={"pdcluster_mode": "remote"},
+        **fields,
     )
     deltas = [chunk.choices[0] for chunk in stream]
     pieces = [piece for delta in deltas for piece in delta.delta.tool_calls or ()]
@@ -168,22 +207,35 @@ def test_a_strict_tool_that_may_be_called_keeps_its_schema_remote_and_local(clie
 
 def test_a_strict_tool_leaves_text_as_it_is(client: openai.OpenAI, up: Up) -> None:
     plain, strict = (
-        client.chat.completions.create(model=up.model, messages=USER, seed=3, max_tokens=60, tools=STRICT_TOOLS[:1], tool_choice="none"),
+        client.chat.completions.create(
+            model=up.model, messages=USER, seed=3, max_tokens=60, tools=STRICT_TOOLS[:1], tool_choice="none"
+        ),
         client.chat.completions.create(model=up.model, messages=USER, seed=3, max_tokens=60, tools=STRICT_TOOLS[:1]),
     )
     assert strict.choices[0].message.content == plain.choices[0].message.content
 
 
 def test_a_strict_schema_that_does_not_compile_is_a_400_that_names_its_tool(client: openai.OpenAI, up: Up) -> None:
-    bad = {"type": "function", "function": {"name": "misspelt", "strict": True, "parameters": {"properties": {"a": {"type": "strnig"}}}}}
+    bad = {
+        "type": "function",
+        "function": {"name": "misspelt", "strict": True, "parameters": {"properties": {"a": {"type": "strnig"}}}},
+    }
     with pytest.raises(openai.BadRequestError, match=r"misspelt.*strnig") as refused:
         client.chat.completions.create(model=up.model, messages=USER, max_tokens=5, tools=[*STRICT_TOOLS, bad])
     assert refused.value.param == "tools.misspelt.parameters.properties.a"
 
 
 def test_a_history_with_calls_and_their_results_is_taken(client: openai.OpenAI, up: Up) -> None:
-    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"name": "Rome", "age": 1}'}}
-    messages = [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1", "content": "sunny"}]
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": '{"name": "Rome", "age": 1}'},
+    }
+    messages = [
+        *USER,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
     reply = client.chat.completions.create(model=up.model, messages=messages, tools=TOOLS, max_tokens=5)
     assert reply.choices[0].finish_reason in ("length", "stop")
 
@@ -200,16 +252,22 @@ def test_a_history_with_calls_and_their_results_is_taken(client: openai.OpenAI, 
 )
 def test_what_does_not_compile_is_a_400_that_says_why(client: openai.OpenAI, up: Up, asked: dict, words: str) -> None:
     with pytest.raises(openai.BadRequestError, match=words) as refused:
-        client.chat.completions.create(model=up.model, messages=USER, max_tokens=5, extra_body={"structured_outputs": asked})
+        client.chat.completions.create(
+            model=up.model, messages=USER, max_tokens=5, extra_body={"structured_outputs": asked}
+        )
     with pytest.raises(openai.BadRequestError, match=words):
-        client.chat.completions.create(model=up.model, messages=USER, max_tokens=5, stream=True, extra_body={"structured_outputs": asked})
+        client.chat.completions.create(
+            model=up.model, messages=USER, max_tokens=5, stream=True, extra_body={"structured_outputs": asked}
+        )
     assert refused.value.param.startswith("structured_outputs")
     up.wait_idle()
 
 
 def test_grpc_and_the_typed_client_ask_the_same(up: Up) -> None:
     with api.Client(up.grpc) as client:
-        output = client.complete("Weather: ", max_tokens=40, seed=1, structured_outputs=api.Structured(choice=("sunny", "raining")))
+        output = client.complete(
+            "Weather: ", max_tokens=40, seed=1, structured_outputs=api.Structured(choice=("sunny", "raining"))
+        )
         assert output.texts[0] in ("sunny", "raining")
         output = client.complete("Weather: ", max_tokens=200, seed=1, structured_outputs=api.Structured(json=PERSON))
         jsonschema.validate(json.loads(output.texts[0]), PERSON)

@@ -1,4 +1,5 @@
-"""Every router has its own exact view, and no router knows of another: two of them over eight nodes and real sockets, and one that is killed."""
+"""Every router has its own exact view, and no router knows of another: two of them over eight nodes and real sockets,
+and one that is killed."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ class Router:
         self.cluster = Cluster(Peer(name, f"{name}-{random.getrandbits(32):08x}"), context=context, settings=WIRE)
         self._following = asyncio.create_task(self.cluster.follow(only(snapshot)))
         chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), self.cluster.view, self.cluster.cached)
-        self.dispatch = Dispatch(self.cluster, OneModel(BLOCK), chooser, DispatchSettings(hold_s=10.0), asyncio.get_running_loop().time)
+        self.dispatch = Dispatch(
+            self.cluster, OneModel(BLOCK), chooser, DispatchSettings(hold_s=10.0), asyncio.get_running_loop().time
+        )
 
     async def close(self) -> None:
         self._following.cancel()
@@ -50,7 +53,9 @@ class Router:
         self.cluster.close()
 
     async def run(self, number: int, prompt: list[int], num_output: int) -> Done:
-        generation = Generation(f"r{number}", "model", array("i", prompt), Sampling(max_tokens=num_output, seed=1), 30.0)
+        generation = Generation(
+            f"r{number}", "model", array("i", prompt), Sampling(max_tokens=num_output, seed=1), 30.0
+        )
         position = 0
         async with aclosing(self.dispatch.generate(generation)) as events:
             async for event in events:
@@ -62,7 +67,9 @@ class Router:
         raise AssertionError("no Done")
 
     def is_exact(self, nodes: list[FakeNode]) -> bool:
-        return all(self.cluster.caches.is_exact(node.me.incarnation) and self.holdings(node) == truth(node) for node in nodes)
+        return all(
+            self.cluster.caches.is_exact(node.me.incarnation) and self.holdings(node) == truth(node) for node in nodes
+        )
 
     def holdings(self, node: FakeNode) -> set[bytes]:
         return self.cluster.caches.index.holdings(node.me.incarnation)
@@ -92,7 +99,14 @@ async def until(condition, timeout_s: float = 60.0) -> float:
 async def eight_nodes() -> AsyncIterator[tuple[list[FakeNode], ClusterSnapshot, zmq.Context[zmq.Socket[bytes]]]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     roles = ["prefill"] * 3 + ["decode"] * 3 + ["mixed"] * 2
-    kind = {"wire": WIRE, "speed": SPEED, "num_pages": 300, "block_tokens": BLOCK, "report_s": 0.005, "clock": asyncio.get_running_loop().time}
+    kind = {
+        "wire": WIRE,
+        "speed": SPEED,
+        "num_pages": 300,
+        "block_tokens": BLOCK,
+        "report_s": 0.005,
+        "clock": asyncio.get_running_loop().time,
+    }
     nodes = [FakeNode(f"n{i}", role, context=context, **kind) for i, role in enumerate(roles)]
     spinning = asyncio.create_task(spin(nodes))
     try:
@@ -158,7 +172,9 @@ async def test_two_routers_agree_after_quiet_and_a_restarted_one_is_exact_again(
                 assert not caches.num_gaps and caches.index.num_entries == sum(len(truth(node)) for node in nodes)
                 assert not router.cluster.ledger.num_requests()
                 assert all(not view.in_flight and not view.pending.requests for view in router.cluster.view().nodes)
-            await until(lambda: not any(node.pages.num_used for node in nodes))  # cancels of legs that are over may still be on their way
+            await until(
+                lambda: not any(node.pages.num_used for node in nodes)
+            )  # cancels of legs that are over may still be on their way
             for node in nodes:
                 node.pages.check_integrity()
         finally:

@@ -1,4 +1,5 @@
-"""A router of two worker processes, as a user starts it, over eight fake nodes: both serve, Admin answers for both, and one may be killed."""
+"""A router of two worker processes, as a user starts it, over eight fake nodes: both serve, Admin answers for both, and
+one may be killed."""
 
 from __future__ import annotations
 
@@ -110,7 +111,9 @@ class Streams:
 
     def _follow(self) -> None:
         body = {"model": "fake", "prompt": [7] * 40, "max_tokens": self._max_tokens, "stream": True, "ignore_eos": True}
-        with httpx.stream("POST", f"{self._router.url}/v1/completions", json=body, trust_env=False, timeout=60) as reply:
+        with httpx.stream(
+            "POST", f"{self._router.url}/v1/completions", json=body, trust_env=False, timeout=60
+        ) as reply:
             name, last = reply.headers["x-request-id"], ""
             try:
                 for line in reply.iter_lines():
@@ -135,7 +138,10 @@ def test_two_hundred_requests_are_served_by_both_and_each_can_be_explained(runni
     for name in ids[::10]:
         (told,) = router.admin.Explain(pb.ExplainRequest(id=name)).json
         assert f'"request":"{name}-0"' in told
-    assert {router.admin.Explain(pb.ExplainRequest(id=f"mine-{number}")).json[0].count('"client_id"') for number in range(0, 200, 10)} == {1}
+    assert {
+        router.admin.Explain(pb.ExplainRequest(id=f"mine-{number}")).json[0].count('"client_id"')
+        for number in range(0, 200, 10)
+    } == {1}
     with pytest.raises(grpc.RpcError) as caught:
         router.admin.Explain(pb.ExplainRequest(id="w1-nobody"))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
@@ -144,7 +150,9 @@ def test_two_hundred_requests_are_served_by_both_and_each_can_be_explained(runni
 def test_both_kinds_of_clients_work_unchanged(running: Running) -> None:
     with openai.OpenAI(base_url=f"{running.router.url}/v1", api_key="none", max_retries=0) as client:
         assert [model.id for model in client.models.list()] == ["fake"]
-        reply = client.completions.create(model="fake", prompt="def add(a, b):", max_tokens=5, n=2, extra_body={"ignore_eos": True})
+        reply = client.completions.create(
+            model="fake", prompt="def add(a, b):", max_tokens=5, n=2, extra_body={"ignore_eos": True}
+        )
         assert [choice.finish_reason for choice in reply.choices] == ["length"] * 2
     seen = set()
     for _ in range(20):
@@ -156,7 +164,10 @@ def test_both_kinds_of_clients_work_unchanged(running: Running) -> None:
 def test_one_scrape_covers_all_workers_and_counts_nodes_once(running: Running) -> None:
     serve(running.router, prompts(random.Random(2), 40))
     found = running.router.metrics()
-    counts = [found[f'pdcluster_http_requests_total{{endpoint="/v1/completions",status="200",worker="{worker}"}}'] for worker in (0, 1)]
+    counts = [
+        found[f'pdcluster_http_requests_total{{endpoint="/v1/completions",status="200",worker="{worker}"}}']
+        for worker in (0, 1)
+    ]
     assert all(counts)
     assert [found[f'pdcluster_worker_up{{worker="{worker}"}}'] for worker in (0, 1)] == [1.0, 1.0]
     assert sum(name.startswith("pdcluster_node_up{") for name in found) == len(ROLES)
@@ -167,7 +178,9 @@ def test_a_request_that_any_worker_has_is_listed_and_cancelled(running: Running)
     try:
         ids = streams.ids
         for name in sorted(ids):
-            assert running.router.admin.CancelRequest(pb.CancelRequestRequest(id=name, reason="a runaway")).cancelled == 1
+            assert (
+                running.router.admin.CancelRequest(pb.CancelRequestRequest(id=name, reason="a runaway")).cancelled == 1
+            )
         until(lambda: set(streams.ended) == ids)
         assert all("a runaway" in last for last in streams.ended.values())
     finally:
@@ -202,16 +215,25 @@ def test_after_a_thousand_requests_the_views_agree_and_a_killed_worker_is_exact_
         former, spare = router.worker(0), router.spare()
         former.send_signal(signal.SIGKILL)
         until(lambda: set(streams.ended) == doomed)
-        assert set(streams.ended.values()) <= {"RemoteProtocolError", "ReadError"}, "connections of the dead worker fail, no other"
-        took_s = until(lambda: len(router.views()) == 2 and all(len(view) == len(ROLES) for view in router.views().values()))
+        assert set(streams.ended.values()) <= {"RemoteProtocolError", "ReadError"}, (
+            "connections of the dead worker fail, no other"
+        )
+        took_s = until(
+            lambda: len(router.views()) == 2 and all(len(view) == len(ROLES) for view in router.views().values())
+        )
         until(lambda: answers_as(router).startswith("w0-"))
         warm_s = router.metrics()['pdcluster_worker_warm_seconds{worker="0"}']
-        print(f"a killed worker is exact again after {took_s:.2f} s; of these its view of {len(ROLES)} nodes took {warm_s:.3f} s")
+        print(
+            f"a killed worker is exact again after {took_s:.2f} s; of these its view of {len(ROLES)} nodes took "
+            f"{warm_s:.3f} s"
+        )
         assert router.worker(0).pid == spare.pid and streams.ids == spared
         assert router.spare().pid != spare.pid
     finally:
         streams.close()
-    assert all("the test is over" in streams.ended[name] for name in spared), "the other worker's streams went on to their end"
+    assert all("the test is over" in streams.ended[name] for name in spared), (
+        "the other worker's streams went on to their end"
+    )
 
     ids = serve(router, prompts(chance, 300))
     assert {name[:3] for name in ids} == {"w0-", "w1-"}
@@ -220,7 +242,9 @@ def test_after_a_thousand_requests_the_views_agree_and_a_killed_worker_is_exact_
     assert router.metrics()['pdcluster_worker_restarts_total{worker="0"}'] == 1.0
 
 
-def test_at_last_shutting_down_lets_both_workers_finish_what_they_stream_and_leaves_no_process(running: Running) -> None:
+def test_at_last_shutting_down_lets_both_workers_finish_what_they_stream_and_leaves_no_process(
+    running: Running,
+) -> None:
     router = running.router  # the tests before this one have used it
     children = [router.worker(0), router.worker(1), router.spare()]
     streams = Streams(router, max_tokens=800)

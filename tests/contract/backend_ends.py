@@ -25,7 +25,12 @@ from pdcluster.transfer.paths.choose import create_backends
 
 NBYTES = 1 << 20
 HAS_NIXL = any(importlib.util.find_spec(package) for package in PACKAGES)
-REAL = ("shm", "tcp", "mooncake", pytest.param("nixl", marks=pytest.mark.skipif(not HAS_NIXL, reason="the package nixl-cu12 is not installed")))
+REAL = (
+    "shm",
+    "tcp",
+    "mooncake",
+    pytest.param("nixl", marks=pytest.mark.skipif(not HAS_NIXL, reason="the package nixl-cu12 is not installed")),
+)
 
 
 def eventually(condition: Callable[[], object], what: str, limit_s: float = 30.0) -> None:
@@ -41,7 +46,9 @@ class Ends:
     def __init__(self, name: str, nbytes: int = NBYTES) -> None:
         self.name = name
         network = FakeNetwork(time.monotonic)
-        self._create: Callable[[Peer], Backend] = (lambda peer: FakeBackend(network, peer)) if name == "fake" else (lambda peer: start(name, peer))
+        self._create: Callable[[Peer], Backend] = (
+            (lambda peer: FakeBackend(network, peer)) if name == "fake" else (lambda peer: start(name, peer))
+        )
         self.source, self.target = Memory(nbytes), Memory(nbytes)
         self.source.bytes[:] = np.random.default_rng(3).integers(0, 256, nbytes, dtype=np.uint8)
         self.writer, self.reader = self._create(WRITER), self._create(READER)

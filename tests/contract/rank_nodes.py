@@ -1,5 +1,5 @@
-"""A writer's and a reader's node of several ranks in one process: rank 0 has the session, every other rank its endpoint on a thread of its own, with
-its own pool and its own backends, behind a real channel. Media are real."""
+"""A writer's and a reader's node of several ranks in one process: rank 0 has the session, every other rank its endpoint
+on a thread of its own, with its own pool and its own backends, behind a real channel. Media are real."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ SETTINGS = Settings(chunk_bytes=16 << 10, window_bytes=1 << 20, repeat_s=0.05, p
 class RankNode:
     """waiting: endpoints of ranks above 0 do nothing until `go`."""
 
-    def __init__(self, me: Peer, medium: str, ranks: int, page_tokens: int, *, waiting: bool = False, patience_s: float = 10.0) -> None:
+    def __init__(
+        self, me: Peer, medium: str, ranks: int, page_tokens: int, *, waiting: bool = False, patience_s: float = 10.0
+    ) -> None:
         self.me = me
         self.patience_s = patience_s
         self.shape = PageShape(page_tokens, LAYERS, PLANES, HEADS, CELL, ranks)
@@ -53,7 +55,9 @@ class RankNode:
     def _start_rank(self, rank: int) -> RankLink:
         near, far = socket.socketpair()
         backend = self.own[rank]
-        endpoint = RankEndpoint(RankChannel(far, send_s=5.0), {backend.name: backend}, memoryview(self.memories[rank].bytes))
+        endpoint = RankEndpoint(
+            RankChannel(far, send_s=5.0), {backend.name: backend}, memoryview(self.memories[rank].bytes)
+        )
         self.far.append(far)
         self.threads.append(threading.Thread(target=endpoint.run, daemon=True))
         return RankLink(near, rank, {backend.name: backend.advert()}, self.lost.append, patience_s=self.patience_s)
@@ -112,7 +116,13 @@ class RankNodes:
     """Both nodes and the messages between them."""
 
     def __init__(
-        self, medium: str, ranks: tuple[int, int], page_tokens: tuple[int, int] = (16, 16), *, waiting: bool = False, patience_s: float = 10.0
+        self,
+        medium: str,
+        ranks: tuple[int, int],
+        page_tokens: tuple[int, int] = (16, 16),
+        *,
+        waiting: bool = False,
+        patience_s: float = 10.0,
     ) -> None:
         self.source = RankNode(WRITER, medium, ranks[0], page_tokens[0])
         self.target = RankNode(READER, medium, ranks[1], page_tokens[1], waiting=waiting, patience_s=patience_s)
@@ -125,7 +135,9 @@ class RankNodes:
         self.pass_on: Callable[[Peer, object], bool] = lambda _to, _message: True
 
     def open(self, pages: list[int], num_tokens: int, cached: int = 0, deadline_s: float = 30.0) -> Ticket:
-        return self.reader.open("r", 0, Endpoint(WRITER.node, WRITER.incarnation, "w"), pages, num_tokens, cached, deadline_s)
+        return self.reader.open(
+            "r", 0, Endpoint(WRITER.node, WRITER.incarnation, "w"), pages, num_tokens, cached, deadline_s
+        )
 
     def send(self, ticket: Ticket, pages: list[int]) -> None:
         """All of it at once, as soon as the reader's ranks take it."""

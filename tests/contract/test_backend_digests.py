@@ -63,7 +63,9 @@ HUGE = tuple(Run(HUGE_BYTES // 8 * (7 - index), HUGE_BYTES // 8 * index, HUGE_BY
 
 
 def digest_of(ends: Ends, runs: tuple[Run, ...]) -> int:
-    return xxhash.xxh3_64(b"".join(ends.source.bytes[run.source : run.source + run.nbytes].tobytes() for run in runs)).intdigest()
+    return xxhash.xxh3_64(
+        b"".join(ends.source.bytes[run.source : run.source + run.nbytes].tobytes() for run in runs)
+    ).intdigest()
 
 
 def begin(ends: Ends, chunk: int, runs: tuple[Run, ...], trial: int = 1) -> Handle:

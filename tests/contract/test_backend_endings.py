@@ -1,4 +1,5 @@
-"""How transfers over every backend end: closes, restarts, and the other process killed or stopped where death matters."""
+"""How transfers over every backend end: closes, restarts, and the other process killed or stopped where death
+matters."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def test_close_ends_the_peers_writes(ends: Ends) -> None:
     ends.permit()
     assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
     fence = ends.reader.close(WRITER)
-    assert fence is (Fence.CANNOT_FENCE if ends.name == "shm" else Fence.FENCED), "both ends are this process: it has not exited"
+    assert fence is (Fence.CANNOT_FENCE if ends.name == "shm" else Fence.FENCED), (
+        "both ends are this process: it has not exited"
+    )
     ends.target.bytes[:] = 0
     try:
         status = ends.result(ends.write(Run(0, 0, 64)))
@@ -69,7 +72,9 @@ def test_a_pair_connects_again_after_a_close_and_writes_as_before(ends: Ends, cl
     ends.connect()
     ends.permit()
     assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
-    ends.arrivals(1)  # the reader may hear later than the writer, and must not take it for the next write, of the same nonce
+    ends.arrivals(
+        1
+    )  # the reader may hear later than the writer, and must not take it for the next write, of the same nonce
     if closes == "writer":
         ends.writer.close(READER)
     else:
@@ -243,7 +248,8 @@ def test_a_reader_killed_in_the_middle_ends_every_write(name: str) -> None:
 
 @pytest.mark.parametrize("name", REAL)
 def test_a_reader_that_stands_still_keeps_no_write_to_another_from_its_end(name: str) -> None:
-    """Its process is stopped with a window of writes on their way to it; those to the other reader all end meanwhile, and it is still stopped."""
+    """Its process is stopped with a window of writes on their way to it; those to the other reader all end meanwhile,
+    and it is still stopped."""
     nbytes, chunk = 64 << 20, 8 << 20
     stuck, peer = Other("reader", name, str(nbytes)), Peer("living", "l1")
     source, target = Memory(nbytes), Memory(nbytes)
@@ -274,7 +280,9 @@ def test_a_reader_that_stands_still_keeps_no_write_to_another_from_its_end(name:
     target.drop()
 
 
-def test_a_write_over_a_new_connection_goes_to_its_own_mapping_and_not_where_the_old_one_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_over_a_new_connection_goes_to_its_own_mapping_and_not_where_the_old_one_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ends = Ends("shm")
     assert isinstance(ends.writer, ShmBackend)
     monkeypatch.setattr(ends.writer, "_settings", ShmSettings(retry_s=0.0))
@@ -295,7 +303,9 @@ def test_a_write_over_a_new_connection_goes_to_its_own_mapping_and_not_where_the
 
 
 @pytest.mark.parametrize("name", ["shm", "tcp", "mooncake"])
-def test_a_reader_that_goes_while_nothing_is_under_way_is_no_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reader_that_goes_while_nothing_is_under_way_is_no_warning(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, logger="pdcluster.transfer")
     ends = Ends(name)
     ends.connect()
@@ -308,7 +318,9 @@ def test_a_reader_that_goes_while_nothing_is_under_way_is_no_warning(name: str, 
 
 
 @pytest.mark.parametrize("name", ["shm", "tcp", "mooncake"])
-def test_a_connection_that_never_came_about_is_a_warning_even_before_there_is_a_write(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_connection_that_never_came_about_is_a_warning_even_before_there_is_a_write(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """A write asked for a moment later ends as FAILED and has nothing else to say why."""
     ends = Ends(name)
     if name == "shm":
@@ -317,7 +329,10 @@ def test_a_connection_that_never_came_about_is_a_warning_even_before_there_is_a_
         with socket.create_server(("127.0.0.1", 0)) as gone:
             advert = Advert("127.0.0.1", gone.getsockname()[1], bytes(TOKEN_BYTES))
     ends.writer.connect(READER, msgspec.msgpack.encode(advert))
-    eventually(lambda: any(record.levelno == logging.WARNING and "is over" in record.message for record in caplog.records), "a warning")
+    eventually(
+        lambda: any(record.levelno == logging.WARNING and "is over" in record.message for record in caplog.records),
+        "a warning",
+    )
     ends.close()
 
 
@@ -329,17 +344,26 @@ def test_a_write_that_an_end_costs_is_a_warning(name: str, caplog: pytest.LogCap
         ends.writer.connect(READER, msgspec.msgpack.encode(advert))
         handle = ends.write(Run(0, 0, 64))
     assert ends.result(handle) is WriteStatus.FAILED
-    eventually(lambda: any(record.levelno == logging.WARNING and "is over" in record.message for record in caplog.records), "a warning")
+    eventually(
+        lambda: any(record.levelno == logging.WARNING and "is over" in record.message for record in caplog.records),
+        "a warning",
+    )
     ends.close()
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_a_peer_for_which_there_is_no_thread_is_unreachable_and_nothing_of_the_try_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when strangers have used up the threads that this process may have; a ticket then goes by another medium, or is refused."""
+def test_a_peer_for_which_there_is_no_thread_is_unreachable_and_nothing_of_the_try_stays(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when strangers have used up the threads that this process may have; a ticket then goes by another medium, or
+    is refused."""
     ends, start_thread, refused = Ends(name), threading.Thread.start, []
 
     def start_but_movers(thread: threading.Thread) -> None:
-        if thread.name in (f"kv-copy-{READER.node}", f"kv-send-{READER.node}", f"kv-{name}-{READER.node}") and len(refused) < 3:
+        if (
+            thread.name in (f"kv-copy-{READER.node}", f"kv-send-{READER.node}", f"kv-{name}-{READER.node}")
+            and len(refused) < 3
+        ):
             refused.append(thread.name)
             raise RuntimeError("can't start new thread")
         start_thread(thread)
@@ -350,7 +374,9 @@ def test_a_peer_for_which_there_is_no_thread_is_unreachable_and_nothing_of_the_t
         with pytest.raises(PeerUnreachable, match="thread"):
             ends.connect()
     assert len(refused) == 3
-    eventually(lambda: len(os.listdir("/proc/self/fd")) == before, "no descriptor is left, when the reader saw them close, too")
+    eventually(
+        lambda: len(os.listdir("/proc/self/fd")) == before, "no descriptor is left, when the reader saw them close, too"
+    )
     ends.connect()
     ends.permit()
     assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE

@@ -1,4 +1,5 @@
-"""What every transfer backend does with bytes of strangers, and with damaged frames: they are dropped and counted, and others go on."""
+"""What every transfer backend does with bytes of strangers, and with damaged frames: they are dropped and counted, and
+others go on."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def test_garbage_on_the_socket_is_dropped_and_counted_and_others_go_on(name: str
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_a_connection_for_which_there_is_no_thread_is_dropped_and_counted_and_others_go_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_for_which_there_is_no_thread_is_dropped_and_counted_and_others_go_on(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As when strangers have used up the threads that a process may have."""
     ends, start, left = Ends(name), threading.Thread.start, [1, 1]
 
@@ -80,7 +83,9 @@ def test_a_bad_frame_after_a_good_hello_ends_that_connection_only(name: str, fra
     ends = Ends(name)
     ends.connect()
     ends.permit()
-    link = tcp_links.connect(Peer("x", "x1"), READER, tcp_links.decode_advert(ends.reader.advert()), connect_s=2, progress_s=20)
+    link = tcp_links.connect(
+        Peer("x", "x1"), READER, tcp_links.decode_advert(ends.reader.advert()), connect_s=2, progress_s=20
+    )
     if name != "tcp":
         staging.read_grant(link)
     frames = {
@@ -88,7 +93,9 @@ def test_a_bad_frame_after_a_good_hello_ends_that_connection_only(name: str, fra
             "random": random.Random(3).randbytes(200),
             "huge": tcp.FRAME.pack(tcp.WRITE_MAGIC, 1, 7, 0, 1, 0, 1 << 60),
             "many runs": tcp.FRAME.pack(tcp.WRITE_MAGIC, 1 << 31, 7, 0, 1, 0, 64),
-            "not adding up": tcp_links.sealed(tcp.FRAME.pack(tcp.WRITE_MAGIC, 1, 7, 0, 1, 0, 64) + span_table([(0, 65)]).pack()),
+            "not adding up": tcp_links.sealed(
+                tcp.FRAME.pack(tcp.WRITE_MAGIC, 1, 7, 0, 1, 0, 64) + span_table([(0, 65)]).pack()
+            ),
         },
         "staged": {
             "random": random.Random(3).randbytes(200),
@@ -121,7 +128,9 @@ def test_whichever_byte_of_a_frame_is_damaged_nothing_comes_of_it(name: str) -> 
     else:
         good = tcp_links.sealed(staging.NOTICE.pack(staging.NOTICE_MAGIC, 0, 1, 7, 0, 1, 0, 64, 64) + table)
     for number in range(len(good)):
-        link = tcp_links.connect(WRITER, READER, tcp_links.decode_advert(ends.reader.advert()), connect_s=2, progress_s=20)
+        link = tcp_links.connect(
+            WRITER, READER, tcp_links.decode_advert(ends.reader.advert()), connect_s=2, progress_s=20
+        )
         if name != "tcp":
             staging.read_grant(link)
         link.send(good[:number] + bytes([good[number] ^ 1 << number % 8]) + good[number + 1 :] + bytes(64))

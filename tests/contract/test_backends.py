@@ -52,7 +52,9 @@ def test_many_small_runs_arrive(ends: Ends) -> None:
     runs = tuple(Run(page * 256, (NBYTES // 256 - 1 - page) * 256, 256) for page in order)
     assert ends.result(ends.write(*runs)) is WriteStatus.DONE
     for run in runs:
-        assert (ends.target.bytes[run.target : run.target + 256] == ends.source.bytes[run.source : run.source + 256]).all()
+        assert (
+            ends.target.bytes[run.target : run.target + 256] == ends.source.bytes[run.source : run.source + 256]
+        ).all()
 
 
 @pytest.mark.parametrize("name", [*REAL, "fake"])
@@ -64,7 +66,9 @@ def test_big_writes_arrive(name: str) -> None:
     handles = [ends.write(Run(0, half, half), chunk=0), ends.write(Run(half, 0, half), chunk=1)]
     assert [ends.result(handle) for handle in handles] == [WriteStatus.DONE] * 2
     assert sorted(stamp.chunk for stamp in ends.arrivals(2)) == [0, 1]
-    assert (ends.target.bytes[half:] == ends.source.bytes[:half]).all() and (ends.target.bytes[:half] == ends.source.bytes[half:]).all()
+    assert (ends.target.bytes[half:] == ends.source.bytes[:half]).all() and (
+        ends.target.bytes[:half] == ends.source.bytes[half:]
+    ).all()
     ends.close()
 
 
@@ -124,7 +128,9 @@ def test_a_write_without_a_permit_changes_nothing_and_is_counted(name: str, case
     ends.permit((4096, 4096), writer=Peer("other", "o1") if case == "another writer's nonce" else WRITER)
     if case == "revoked nonce":
         assert ends.reader.revoke(7) is Fence.FENCED
-    run = {"outside its pages": Run(0, 4000, 4096), "outside the region": Run(0, NBYTES - 8, 4096)}.get(case, Run(0, 4096, 4096))
+    run = {"outside its pages": Run(0, 4000, 4096), "outside the region": Run(0, NBYTES - 8, 4096)}.get(
+        case, Run(0, 4096, 4096)
+    )
     handle = ends.write(run, nonce=8 if case == "unknown nonce" else 7, region=3 if case == "unknown region" else 0)
     assert ends.result(handle) is WriteStatus.REFUSED
     assert ends.reader.arrivals() == [] and not ends.target.bytes.any() and ends.reader.counters[reason] >= 1

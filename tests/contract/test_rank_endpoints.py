@@ -1,4 +1,5 @@
-"""Nodes whose ranks each have a transfer endpoint of their own: every leg goes from rank to rank, over real media and real channels."""
+"""Nodes whose ranks each have a transfer endpoint of their own: every leg goes from rank to rank, over real media and
+real channels."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ SAMPLE = random.Random(7).sample(SIDES, 6)
 def layouts() -> Iterator[object]:
     for medium, (writers, readers, pages) in itertools.product(("tcp", "shm"), SIDES):
         marks = () if (writers, readers, pages) in SAMPLE else (pytest.mark.full,)
-        yield pytest.param(medium, (writers, readers), pages, marks=marks, id=f"{medium}-{writers}to{readers}-{pages[0]}to{pages[1]}")
+        yield pytest.param(
+            medium, (writers, readers), pages, marks=marks, id=f"{medium}-{writers}to{readers}-{pages[0]}to{pages[1]}"
+        )
 
 
 @pytest.fixture
@@ -49,7 +52,9 @@ def scattered(num_tokens: int, page_tokens: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("medium", "ranks", "page_tokens"), list(layouts()))
-def test_kv_comes_whole_from_any_ranks_to_any_ranks(medium: str, ranks: tuple[int, int], page_tokens: tuple[int, int]) -> None:
+def test_kv_comes_whole_from_any_ranks_to_any_ranks(
+    medium: str, ranks: tuple[int, int], page_tokens: tuple[int, int]
+) -> None:
     nodes = RankNodes(medium, ranks, page_tokens)
     commits: list[Commit] = []
     nodes.pass_on = lambda _to, message: not isinstance(message, Commit) or not commits.append(message)
@@ -84,7 +89,9 @@ def test_nobody_hears_of_a_ticket_before_every_rank_takes_its_writes() -> None:
     nodes.close()
 
 
-def test_a_chunk_that_a_rank_finds_spoiled_is_sent_again_once_the_rank_permits_it(nodes: RankNodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_that_a_rank_finds_spoiled_is_sent_again_once_the_rank_permits_it(
+    nodes: RankNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Reader, "_digest_on_arrival", lambda *_: None)  # so that every rank reads what it has
     kv, acks = random_kv(64), []
 
@@ -133,7 +140,9 @@ def test_an_aborted_tickets_pages_are_free_only_when_every_rank_has_proved_it(no
     nodes.writer.push(ticket.nonce, [4, 1], 0, 32)
     nodes.until(lambda: nodes.count(Drained))
     assert nodes.count(GaveUp) == 1 and nodes.reader.is_idle()
-    assert all((memory.bytes == old).all() for memory, old in zip(nodes.target.memories, before, strict=True)), "a late write changed a page"
+    assert all((memory.bytes == old).all() for memory, old in zip(nodes.target.memories, before, strict=True)), (
+        "a late write changed a page"
+    )
 
 
 def test_a_proof_holds_until_the_boot_or_the_ticket_is_permitted_again(nodes: RankNodes) -> None:
@@ -215,11 +224,15 @@ def test_a_done_write_of_a_rank_brings_its_digest_and_its_time(nodes: RankNodes)
     eventually(lambda: nodes.source.backend.poll(handle) is WriteStatus.DONE, "the answer")
     digest, seconds = nodes.source.backend.take_digest(handle), nodes.source.backend.take_duration(handle)
     (arrival,) = arrivals
-    assert digest is not None and digest == arrival.digest and arrival.region == 2 and list(arrival.spans) == [(0, 4096)]
+    assert (
+        digest is not None and digest == arrival.digest and arrival.region == 2 and list(arrival.spans) == [(0, 4096)]
+    )
     assert seconds is not None and seconds > 0 and nodes.source.backend.take_duration(handle) is None
 
 
-@pytest.mark.parametrize("said", [b"\xff\xff\xff\xff", frame(Arrived("tcp", (7, 0, 1, 64), None, b"no table", 1)), frame(Known(999, 0))])
+@pytest.mark.parametrize(
+    "said", [b"\xff\xff\xff\xff", frame(Arrived("tcp", (7, 0, 1, 64), None, b"no table", 1)), frame(Known(999, 0))]
+)
 def test_a_rank_whose_channel_ends_or_says_nonsense_is_lost_with_its_node(said: bytes) -> None:
     nodes = RankNodes("tcp", (2, 2), waiting=True)
     nodes.target.far[0].sendall(said)

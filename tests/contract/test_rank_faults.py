@@ -1,4 +1,5 @@
-"""Many tickets between nodes of several ranks while things go wrong: what lands is right, nothing is written late, every page comes back."""
+"""Many tickets between nodes of several ranks while things go wrong: what lands is right, nothing is written late,
+every page comes back."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Transfer:
 
 
 class Storm:
-    """Opens, pushes, aborts and loses peers as the dice say; messages may be lost, bytes may be spoiled just before they are read."""
+    """Opens, pushes, aborts and loses peers as the dice say; messages may be lost, bytes may be spoiled just before
+    they are read."""
 
     def __init__(self, nodes: RankNodes, seed: int) -> None:
         self.nodes, self.dice = nodes, random.Random(seed)
@@ -92,7 +94,9 @@ class Storm:
             return
         end = min(transfer.pushed + PAGE * self.dice.randint(1, 3), ticket.num_tokens)
         if transfer.pushed < ticket.num_tokens:
-            writer.push(ticket.nonce, transfer.sources[transfer.pushed // PAGE :], transfer.pushed, end - transfer.pushed)
+            writer.push(
+                ticket.nonce, transfer.sources[transfer.pushed // PAGE :], transfer.pushed, end - transfer.pushed
+            )
             transfer.pushed = end
         if end == ticket.num_tokens:
             writer.finish(ticket.nonce, 3, None)
@@ -127,7 +131,10 @@ class Storm:
         node = self.nodes.source if side == "source" else self.nodes.target
         node.fill(pages, np.zeros_like(random_kv(len(pages) * PAGE)))
         self.free[side] |= set(pages)
-        reader_is_done, writer_is_done = transfer.ends & {Landed, Reclaimed}, Drained in transfer.ends or not transfer.is_opened
+        reader_is_done, writer_is_done = (
+            transfer.ends & {Landed, Reclaimed},
+            Drained in transfer.ends or not transfer.is_opened,
+        )
         if reader_is_done and not transfer.is_opened:
             self.free["source"] |= set(transfer.sources)  # the writer never heard of it
         if reader_is_done and writer_is_done:
@@ -153,7 +160,9 @@ MORE = [pytest.param((2, 2), seed, marks=pytest.mark.full) for seed in range(20)
 
 
 @pytest.mark.parametrize(("ranks", "seed"), [((2, 4), 1), ((4, 1), 2), ((1, 2), 3), *MORE])
-def test_what_lands_is_right_and_every_page_comes_back(ranks: tuple[int, int], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lands_is_right_and_every_page_comes_back(
+    ranks: tuple[int, int], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Reader, "_digest_on_arrival", lambda *_: None)  # bytes are spoiled behind the medium's back
     nodes = RankNodes("tcp", ranks)
     storm = Storm(nodes, seed)

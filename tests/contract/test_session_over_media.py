@@ -26,11 +26,17 @@ SETTINGS = Settings(chunk_bytes=16 * PAGE_BYTES, window_bytes=64 * PAGE_BYTES)
 
 
 class Nodes:
-    """Both halves over real backends in one process; control messages go straight over. others: media beside the first, over the same memory."""
+    """Both halves over real backends in one process; control messages go straight over. others: media beside the first,
+    over the same memory."""
 
     def __init__(self, name: str, *others: str) -> None:
         self.ends = Ends(name, NUM_PAGES * PAGE_BYTES)
-        shape = {"region": 0, "shape": PageShape.plain(PAGE_TOKENS, PAGE_BYTES), "clock": time.monotonic, "settings": SETTINGS}
+        shape = {
+            "region": 0,
+            "shape": PageShape.plain(PAGE_TOKENS, PAGE_BYTES),
+            "clock": time.monotonic,
+            "settings": SETTINGS,
+        }
         self.others = [(start(each, WRITER), start(each, READER)) for each in others]
         for ours, theirs in self.others:
             ours.register(self.ends.source.region)
@@ -177,8 +183,8 @@ def test_a_new_pair_is_measured_on_its_first_tickets_which_land_whole_though_eve
 
 
 def test_a_ticket_whose_writer_was_fenced_is_not_written_by_the_connection_of_a_later_ticket() -> None:
-    """Shared memory fences a boot that never came by refusing the adverts it may still hold. It is alive, holds such a ticket, and comes with a newer
-    one: the memory that it maps now is that of the old ticket's pages, too."""
+    """Shared memory fences a boot that never came by refusing the adverts it may still hold. It is alive, holds such a
+    ticket, and comes with a newer one: the memory that it maps now is that of the old ticket's pages, too."""
     nodes = Nodes("shm")
     old = nodes.open([0, 1], 2 * PAGE_TOKENS)
     nodes.reader.peer_gone(WRITER)

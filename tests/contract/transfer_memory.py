@@ -11,7 +11,8 @@ from pdcluster.transfer.backends.base import Region
 
 
 class Memory:
-    """A memfd mapping as a Region and as numpy bytes; `drop` forgets it (the mapping goes when nobody uses it any more)."""
+    """A memfd mapping as a Region and as numpy bytes; `drop` forgets it (the mapping goes when nobody uses it any
+    more)."""
 
     def __init__(self, nbytes: int, region: int = 0) -> None:
         self.fd = os.memfd_create("pdcluster-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

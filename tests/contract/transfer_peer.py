@@ -1,8 +1,9 @@
-"""The other end of a transfer, as a process of its own that tests can stop and kill. Speaks JSON lines on stdin and stdout.
+"""The other end of a transfer, as a process of its own that tests can stop and kill. Speaks JSON lines on stdin and
+stdout.
 
-    python transfer_peer.py reader BACKEND NBYTES          prints {"advert": hex}; permits nonce 7 to the writer for all of it
-    python transfer_peer.py writer BACKEND NBYTES ADVERT   writes all of it under nonce 7, again and again, until it is killed
-Peers are always Peer("r", "r1") and Peer("w", "w1").
+    python transfer_peer.py reader BACKEND NBYTES          prints {"advert": hex}; permits nonce 7 to the writer for all
+    of it python transfer_peer.py writer BACKEND NBYTES ADVERT   writes all of it under nonce 7, again and again, until
+    it is killed Peers are always Peer("r", "r1") and Peer("w", "w1").
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""The fault matrix on the scripted medium: each fault at each step of the protocol, alone and with up to two more, under several requests at once.
+"""The fault matrix on the scripted medium: each fault at each step of the protocol, alone and with up to two more,
+under several requests at once.
 
-A run is a whole simulated cluster. Every token depends on every byte of KV, so: a request ends with the tokens of one process or with a clear error;
-once the network is good again, no node holds a page, and the same prompts give the right tokens from whatever was cached.
+A run is a whole simulated cluster. Every token depends on every byte of KV, so: a request ends with the tokens of one
+process or with a clear error; once the network is good again, no node holds a page, and the same prompts give the right
+tokens from whatever was cached.
 
     PYTHONPATH=.:router:tests/harness python tests/faults/fault_matrix.py [RUNS]
 """
@@ -39,7 +41,8 @@ TOPOLOGIES: tuple[dict[str, Role], ...] = (
 )
 DEADLINE_S = 40.0
 IDLE_WITHIN_S = 200.0
-"""Late writes land up to 70 s after they were submitted, and unknown ones are only asked for after their ticket's deadline."""
+"""Late writes land up to 70 s after they were submitted, and unknown ones are only asked for after their ticket's
+deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,10 @@ class Scenario:
         self.prompts = [self._prompt(shared, number) for number in range(rng.choice((2, 3, 4)))]
 
     def _prompt(self, shared: list[int], number: int) -> list[int]:
-        own = [self.rng.randrange(VOCAB) for _ in range(self.rng.choice((40, 55, 70)) if number == 0 else self.rng.randrange(1, 60))]
+        own = [
+            self.rng.randrange(VOCAB)
+            for _ in range(self.rng.choice((40, 55, 70)) if number == 0 else self.rng.randrange(1, 60))
+        ]
         return own if number == 0 else shared[: self.rng.choice((0, 0, 12, 30))] + own
 
     async def play(self) -> Outcome:
@@ -148,7 +154,13 @@ class Scenario:
 
     async def _ask_all(self) -> None:
         for number, prompt in enumerate(self.prompts):
-            talking = self._talk(f"r{number}", prompt, self.rng.randrange(2, 9), self.rng.choice((0.0, 0.001, 0.01)), self.rng.choice((1, 1, 2)))
+            talking = self._talk(
+                f"r{number}",
+                prompt,
+                self.rng.randrange(2, 9),
+                self.rng.choice((0.0, 0.001, 0.01)),
+                self.rng.choice((1, 1, 2)),
+            )
             self.script.tasks[f"r{number}"] = self.script.tasks[f"r{number}+"] = self.loop.create_task(talking)
         done, pending = await asyncio.wait(self.script.tasks.values(), timeout=2 * DEADLINE_S + 10)
         for task in pending:
@@ -200,13 +212,16 @@ class Scenario:
     # ------------------------------------------------------------ afterwards
 
     async def _end_idle(self) -> None:
-        """Idle means: 0 pages in use, 0 slots, 0 quarantined, 0 pinned, and books that add up; no request left at the router."""
+        """Idle means: 0 pages in use, 0 slots, 0 quarantined, 0 pinned, and books that add up; no request left at the
+        router."""
         busy = await self._wait_idle()
         if busy and self._awaits_proof():
             for name in self.cluster.roles:  # any of them may have written: decode nodes for pulls
                 await self.cluster.crash(name, restart_s=0.3)
             await asyncio.sleep(5.0)  # the router hears of the deaths
-            await self.cluster.until(lambda: len(self.cluster.router.view().nodes) == len(self.cluster.roles), timeout_s=60.0)
+            await self.cluster.until(
+                lambda: len(self.cluster.router.view().nodes) == len(self.cluster.roles), timeout_s=60.0
+            )
             busy = await self._wait_idle()
         self.outcome.leaked += busy
         for node in self.cluster.nodes.values():
@@ -223,8 +238,13 @@ class Scenario:
         return busy
 
     def _awaits_proof(self) -> bool:
-        """A write that was lost on a medium without fences may land as long as its process lives: only that is left, and that is right."""
-        nodes = [node for node in [*self.cluster.nodes.values(), *self.cluster.graves] if not self.cluster.network.checks_permits]
+        """A write that was lost on a medium without fences may land as long as its process lives: only that is left,
+        and that is right."""
+        nodes = [
+            node
+            for node in [*self.cluster.nodes.values(), *self.cluster.graves]
+            if not self.cluster.network.checks_permits
+        ]
         lost = any(node.parts.writer.counters["lost_writes"] for node in nodes)
         return lost and not any(node.parts.pages.num_used or node.loop._num_pinned for node in nodes if node.is_alive)
 
@@ -233,9 +253,12 @@ class Scenario:
         found = [f"the router waits for {waiting} requests"] if waiting else []
         for node in self.cluster.nodes.values():
             parts = node.parts
-            if node.is_alive and not (node.is_idle() and parts.writer.is_idle() and not parts.scheduler.load().slots_used):
+            if node.is_alive and not (
+                node.is_idle() and parts.writer.is_idle() and not parts.scheduler.load().slots_used
+            ):
                 found.append(
-                    f"{node.me.node}: {parts.pages.num_used} used, {parts.pages.num_quarantined} quarantined, {node.loop._num_pinned} pinned, "
+                    f"{node.me.node}: {parts.pages.num_used} used, {parts.pages.num_quarantined} quarantined, "
+                    f"{node.loop._num_pinned} pinned, "
                     f"{parts.scheduler.load().slots_used} slots, {parts.reader.open_tickets} tickets"
                 )
         return found
@@ -280,15 +303,21 @@ def table(outcomes: Iterable[Outcome]) -> str:
 
 
 def table_of(sums: Sums) -> str:
-    """fault × step → runs of the cell, and its requests that were right / ended with an error / left; then the totals that must be 0."""
+    """fault × step → runs of the cell, and its requests that were right / ended with an error / left; then the totals
+    that must be 0."""
     total = sum(sums.values(), Counter())
     lines = ["fault × step: runs, requests right/error/left", " " * 12 + "".join(f"{step:>19}" for step in STEPS)]
     for fault in FAULTS:
         row = [sums.get(f"{fault}, {step}", Counter[str]()) for step in STEPS]
-        lines.append(f"{fault:<12}" + "".join(f"{c['runs']:>5} {c['right']}/{c['errors']}/{c['cancelled']}".rjust(19) for c in row))
+        lines.append(
+            f"{fault:<12}"
+            + "".join(f"{c['runs']:>5} {c['right']}/{c['errors']}/{c['cancelled']}".rjust(19) for c in row)
+        )
     lines.append(
-        f"{total['runs']} runs, their own fault fired in {total['fired']}; requests: {total['right']} right, {total['errors']} with a clear error, "
-        f"{total['cancelled']} left; wrong tokens {total['wrong']}, leaks {total['leaked']}, hangs {total['hung']}, broken rules {total['broken']}"
+        f"{total['runs']} runs, their own fault fired in {total['fired']}; requests: {total['right']} right, "
+        f"{total['errors']} with a clear error, "
+        f"{total['cancelled']} left; wrong tokens {total['wrong']}, leaks {total['leaked']}, hangs {total['hung']}, "
+        f"broken rules {total['broken']}"
     )
     never = [cell for cell, counts in sums.items() if not counts["fired"]]
     return "\n".join([*lines, *(["the fault never happened in: " + "; ".join(never)] if never else [])])

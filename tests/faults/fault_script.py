@@ -1,4 +1,5 @@
-"""Faults by name, and the moments of the protocol at which a script lets them happen in a SimulatedCluster. A run's script follows from its seed."""
+"""Faults by name, and the moments of the protocol at which a script lets them happen in a SimulatedCluster. A run's
+script follows from its seed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from pdcluster.transfer.layout.spans import Runs
 from pdcluster.wire import codec
 
 FAULTS = (
-    "delay", "drop", "duplicate", "reorder", "torn", "bit flip", "late", "unknown", "writer dies", "reader dies", "half open", "cancel",
+    "delay", "drop", "duplicate", "reorder", "torn", "bit flip", "late", "unknown", "writer dies", "reader dies",
+    "half open", "cancel",
 )  # fmt: skip
 STEPS = ("reserve", "deliver", "first chunk", "middle chunk", "last chunk", "commit", "ack")
 PROCESS_FAULTS = {"writer dies", "reader dies", "half open", "cancel"}
@@ -136,7 +138,11 @@ class Script:
         if fault == "delay":
             return Fault(delay_s=rng.choice((0.01, 0.3, 3.0)), answer_s=rng.choice((0.0, 0.5)))
         if fault == "drop":
-            return Fault(arrivals=0) if rng.random() < 0.5 else Fault(status=WriteStatus.FAILED, answer_s=rng.choice((0.0, 0.2)))
+            return (
+                Fault(arrivals=0)
+                if rng.random() < 0.5
+                else Fault(status=WriteStatus.FAILED, answer_s=rng.choice((0.0, 0.2)))
+            )
         if fault == "duplicate":
             return Fault(arrivals=2, arrival_s=rng.choice((0.0, 0.001, 0.5)))
         if fault == "reorder":
@@ -163,7 +169,9 @@ class Script:
         elif fault == "half open":
             loop.call_soon(self._mute, self.rng.choice((writer, reader)))
         else:
-            dying = self.cluster.crash(writer if fault == "writer dies" else reader, restart_s=self.rng.choice((0.3, 1.0, 3.0)))
+            dying = self.cluster.crash(
+                writer if fault == "writer dies" else reader, restart_s=self.rng.choice((0.3, 1.0, 3.0))
+            )
             task = loop.create_task(dying)
             self._pending.add(task)
             task.add_done_callback(self._pending.discard)

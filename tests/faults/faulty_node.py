@@ -1,11 +1,12 @@
-"""A node in a process of its own, over a real medium, that can be held at a chosen step of the protocol so that something can happen to it there.
+"""A node in a process of its own, over a real medium, that can be held at a chosen step of the protocol so that
+something can happen to it there.
 
-    python faulty_node.py NAME ROLE BACKEND BOOT    speaks JSON lines on stdin and stdout
-Real here: the node's loop, links, protocol, medium and process. The engine is the oracle, whose tokens depend on every byte of KV.
+    python faulty_node.py NAME ROLE BACKEND BOOT    speaks JSON lines on stdin and stdout Real here: the node's loop,
+links, protocol, medium and process. The engine is the oracle, whose tokens depend on every byte of KV.
 
-It is told: arm STEP (say so and wait for "go" when that step comes next), disarm, gone NODE BOOT (as a bootstrap would say), proxy PORT (what its
-adverts name from now on), status, cut (shut every connection of shm), twice (connect to that reader a second time, by shm), blind (take any
-bytes for the right ones).
+It is told: arm STEP (say so and wait for "go" when that step comes next), disarm, gone NODE BOOT (as a bootstrap would
+say), proxy PORT (what its adverts name from now on), status, cut (shut every connection of shm), twice (connect to that
+reader a second time, by shm), blind (take any bytes for the right ones).
 """
 
 from __future__ import annotations
@@ -42,10 +43,14 @@ from pdcluster.wire.sockets import WireSettings
 
 WIDTH, NUM_PAGES = 128, 160
 WIRE = WireSettings(heartbeat_s=0.1, lease_s=1.2, rewelcome_s=0.2)
-TRANSFER = Settings(chunk_bytes=24 << 10, window_bytes=256 << 10, repeat_s=0.05, commit_s=2.0, arrival_s=0.3, proof_s=0.05)
+TRANSFER = Settings(
+    chunk_bytes=24 << 10, window_bytes=256 << 10, repeat_s=0.05, commit_s=2.0, arrival_s=0.3, proof_s=0.05
+)
 PROGRESS_S = 1.0
 HELD_AT_MOST_S = 10.0
-STAGED = StagedSettings(block_bytes=64 << 10, blocks=4, connect_s=1.0, progress_s=PROGRESS_S, retry_s=0.3, unknown_s=5.0)
+STAGED = StagedSettings(
+    block_bytes=64 << 10, blocks=4, connect_s=1.0, progress_s=PROGRESS_S, retry_s=0.3, unknown_s=5.0
+)
 
 
 def kit() -> EngineKit:
@@ -87,7 +92,9 @@ def make_backend(name: str, me: Peer) -> Backend:
     from pdcluster.transfer.backends.staged import StagedBackend
 
     set_library_environment((mooncake if name == "mooncake" else nixl).environment(STAGED))
-    return StagedBackend(me, name, mooncake.MooncakeEngine(STAGED) if name == "mooncake" else nixl.NixlEngine(me), STAGED)
+    return StagedBackend(
+        me, name, mooncake.MooncakeEngine(STAGED) if name == "mooncake" else nixl.NixlEngine(me), STAGED
+    )
 
 
 class Tapped:
@@ -105,9 +112,13 @@ class Tapped:
         advert = self._backend.advert()
         if self.proxy_port is None:
             return advert
-        return msgspec.msgpack.encode(msgspec.structs.replace(msgspec.msgpack.decode(advert, type=Advert), port=self.proxy_port))
+        return msgspec.msgpack.encode(
+            msgspec.structs.replace(msgspec.msgpack.decode(advert, type=Advert), port=self.proxy_port)
+        )
 
-    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, *rest: bool) -> Handle:
+    def write(
+        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, *rest: bool
+    ) -> Handle:
         self.on_write(peer, stamp, runs)
         return self._backend.write(peer, source_region, target_region, stamp, runs, *rest)
 
@@ -160,7 +171,9 @@ class FaultyNode(LocalNode):
             message = each.message
             if isinstance(message, Deliver):
                 self._tickets[message.ticket.nonce] = message.ticket
-                self._adverts[Peer(message.ticket.reader.node, message.ticket.reader.incarnation)] = message.ticket.reader.adverts[0][1]
+                self._adverts[Peer(message.ticket.reader.node, message.ticket.reader.incarnation)] = (
+                    message.ticket.reader.adverts[0][1]
+                )
                 self._pass(control_step(message), self.me.node, message.ticket.reader.node)
             elif isinstance(message, Reserve):
                 self._pass(control_step(message), message.writer.node, self.me.node)
@@ -211,7 +224,12 @@ class FaultyNode(LocalNode):
     def _tell_status(self) -> None:
         parts = self.parts
         slots, writer_idle = parts.scheduler.load().slots_used, parts.writer.is_idle()
-        held = {"used": parts.pages.num_used, "quarantined": parts.pages.num_quarantined, "pinned": parts.prefill.num_pinned, "slots": slots}
+        held = {
+            "used": parts.pages.num_used,
+            "quarantined": parts.pages.num_quarantined,
+            "pinned": parts.prefill.num_pinned,
+            "slots": slots,
+        }
         held |= {"tickets": parts.reader.open_tickets, "writing": int(not writer_idle)}
         problems = []
         if not any(held.values()):
@@ -235,11 +253,19 @@ class FaultyNode(LocalNode):
                 sock.settimeout(1.0)
                 try:
                     sock.connect(b"\0" + advert.socket)
-                    sock.send(shm_frames.encode(shm_frames.Hello(advert.token, advert.epoch, self.me.node, self.me.incarnation)))
+                    sock.send(
+                        shm_frames.encode(
+                            shm_frames.Hello(advert.token, advert.epoch, self.me.node, self.me.incarnation)
+                        )
+                    )
                     for fd in socket.recv_fds(sock, 65536, 64)[1]:
                         os.close(fd)
                     for nonce, ticket in list(self._tickets.items()):
-                        sock.send(shm_frames.pack_notice(shm_frames.Notice(Stamp(nonce, 0, 1, 4096), ticket.region, span_table(()))))
+                        sock.send(
+                            shm_frames.pack_notice(
+                                shm_frames.Notice(Stamp(nonce, 0, 1, 4096), ticket.region, span_table(()))
+                            )
+                        )
                 except OSError:
                     continue  # an older boot of the reader
 

@@ -1,6 +1,8 @@
-"""A TCP proxy on loopback that owns the wire between two ends: it cuts, truncates, flips, delays, holds and repeats what passes, on order.
+"""A TCP proxy on loopback that owns the wire between two ends: it cuts, truncates, flips, delays, holds and repeats
+what passes, on order.
 
-An order is for the next bytes towards the listener, after a number of them; where they are cut knows nothing of frames, as on a real wire.
+An order is for the next bytes towards the listener, after a number of them; where they are cut knows nothing of frames,
+as on a real wire.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Connection:
 
 
 class MeddlingProxy:
-    """`target` may be changed: later connections go there, with whatever the dialler believes about it. acted: orders that were carried out."""
+    """`target` may be changed: later connections go there, with whatever the dialler believes about it. acted: orders
+    that were carried out."""
 
     def __init__(self, port: int) -> None:
         self.target = port
@@ -86,11 +89,17 @@ class MeddlingProxy:
     def end(self) -> None:
         self._is_over = True
         self.heal()
-        for sock in [self._listener, *itertools.chain.from_iterable((each.near, each.far) for each in self._connections)]:
+        for sock in [
+            self._listener,
+            *itertools.chain.from_iterable((each.near, each.far) for each in self._connections),
+        ]:
             shut(sock)
         for thread in self._threads:
             thread.join(5)
-        for sock in [self._listener, *itertools.chain.from_iterable((each.near, each.far) for each in self._connections)]:
+        for sock in [
+            self._listener,
+            *itertools.chain.from_iterable((each.near, each.far) for each in self._connections),
+        ]:
             sock.close()
 
     # ------------------------------------------------------------ threads

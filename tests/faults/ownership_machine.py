@@ -1,8 +1,8 @@
 """Random histories of whole nodes: pages, slots, tickets, fences and rows together, as the product composes them.
 
-Two prefill and two decode nodes, a router that only forwards, and a network that loses, repeats and delays letters and writes. After every step:
-no page has two owners, no live page has a foreign writer, no source page is free while a write reads it, and every token is the right one. In the
-end everybody lets go of everything.
+Two prefill and two decode nodes, a router that only forwards, and a network that loses, repeats and delays letters and
+writes. After every step: no page has two owners, no live page has a foreign writer, no source page is free while a
+write reads it, and every token is the right one. In the end everybody lets go of everything.
 """
 
 from __future__ import annotations
@@ -17,7 +17,20 @@ from oracle import reference
 from stepped_nodes import Letter, SteppedNodes, pages_of
 
 from pdcluster.core.lifecycle import Residence
-from pdcluster.core.messages import AnyMessage, Cancel, Deliver, Prefill, Pull, Release, Reserve, Reserved, Sampling, Tokens, Work, pack_tokens
+from pdcluster.core.messages import (
+    AnyMessage,
+    Cancel,
+    Deliver,
+    Prefill,
+    Pull,
+    Release,
+    Reserve,
+    Reserved,
+    Sampling,
+    Tokens,
+    Work,
+    pack_tokens,
+)
 from pdcluster.kv.hashing import chain_root, extend
 from pdcluster.transfer.backends.base import Peer, Stamp, WriteStatus
 from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork, Fault
@@ -98,9 +111,15 @@ class Ownership(RuleBasedStateMachine):
     def ask(self, length: int, count: int, prefill: str, decode: str, holder: str | None) -> None:
         """holder: from whom the prefill node shall pull; it may have the prompt, a part of it, or nothing."""
         name = f"r{len(self.asked)}"
-        asked = self.asked[name] = Asked(name, [random.Random(length % 3).randrange(5000) for _ in range(length)], count, prefill, decode)
+        asked = self.asked[name] = Asked(
+            name, [random.Random(length % 3).randrange(5000) for _ in range(length)], count, prefill, decode
+        )
         writer = self.cluster.nodes[prefill]
-        pull = None if holder in (None, prefill) else Pull(self.cluster.nodes[holder].endpoint, max(length // BLOCK * BLOCK, 1))
+        pull = (
+            None
+            if holder in (None, prefill)
+            else Pull(self.cluster.nodes[holder].endpoint, max(length // BLOCK * BLOCK, 1))
+        )
         self.say(prefill, Prefill(asked.work(0), remote=True, pull=pull))
         self.say(decode, Reserve(asked.work(1), writer.endpoint))
 
@@ -140,7 +159,9 @@ class Ownership(RuleBasedStateMachine):
         elif isinstance(message, Tokens):
             for row in message.rows:
                 asked = self.asked[row.request]
-                assert row.tokens == tuple(asked.expected[row.position : row.position + len(row.tokens)]), f"wrong tokens of {row.request}"
+                assert row.tokens == tuple(asked.expected[row.position : row.position + len(row.tokens)]), (
+                    f"wrong tokens of {row.request}"
+                )
 
     # ------------------------------------------------------------ time and turns
 
@@ -239,7 +260,9 @@ class Ownership(RuleBasedStateMachine):
                 for page in sequence.pages.tolist():
                     rows[page].append(sequence.key)
                     running = sequence.state is not Residence.RESERVED
-                    assert not (running and parts.pages.writer_of(page) is not None), f"{sequence.key} runs in page {page}, which has a writer"
+                    assert not (running and parts.pages.writer_of(page) is not None), (
+                        f"{sequence.key} runs in page {page}, which has a writer"
+                    )
             for nonce, pulling in parts.fetch._pulls.items():
                 for page in pulling.pages[pulling.num_cached :]:
                     rows[page].append(f"pull {nonce:x}")
@@ -253,7 +276,9 @@ class Ownership(RuleBasedStateMachine):
             if node is None or write.cut or write.snapshot is not None:
                 continue
             for page in pages_of(write.runs, node.engine.page_bytes, source=True):
-                assert node.parts.pages.num_owners(page), f"page {page} of {node.me.node} is free while a write reads it"
+                assert node.parts.pages.num_owners(page), (
+                    f"page {page} of {node.me.node} is free while a write reads it"
+                )
 
     # ------------------------------------------------------------ the end
 
@@ -293,7 +318,12 @@ class Ownership(RuleBasedStateMachine):
         found = []
         for node in self.cluster.living():
             parts = node.parts
-            counts = (parts.pages.num_used, parts.pages.num_quarantined, node.loop._num_pinned, parts.scheduler.load().slots_used)
+            counts = (
+                parts.pages.num_used,
+                parts.pages.num_quarantined,
+                node.loop._num_pinned,
+                parts.scheduler.load().slots_used,
+            )
             if any(counts) or not parts.reader.is_idle() or not parts.writer.is_idle():
                 found.append(f"{node.me.node}: used, quarantined, pinned, slots {counts}")
         return found

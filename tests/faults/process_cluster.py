@@ -1,4 +1,5 @@
-"""A LocalCluster whose nodes are processes (`faulty_node`) over a real medium, with a wire between them that a test owns."""
+"""A LocalCluster whose nodes are processes (`faulty_node`) over a real medium, with a wire between them that a test
+owns."""
 
 from __future__ import annotations
 
@@ -98,7 +99,9 @@ class ProcessNode:
             async with asyncio.timeout(REPLY_S):
                 return await self._statuses.get()
         except TimeoutError:
-            raise AssertionError(f"{self.me.node} says nothing for {REPLY_S:g} s:\n{await asyncio.to_thread(self.stacks)}") from None
+            raise AssertionError(
+                f"{self.me.node} says nothing for {REPLY_S:g} s:\n{await asyncio.to_thread(self.stacks)}"
+            ) from None
 
     def stacks(self) -> str:
         """What its threads do; this ends it."""
@@ -122,7 +125,16 @@ class ProcessNode:
         own = kit_of_all()
         address = self.ready.result()["address"]
         sizes = {"max_len": own.max_len, "vocab_size": own.shape.vocab_size, "num_pages": own.shape.num_pages}
-        return NodeCard(self.me.node, self.me.incarnation, self.role, address, "model", own.fingerprint, backends=(self.backend,), **sizes)
+        return NodeCard(
+            self.me.node,
+            self.me.incarnation,
+            self.role,
+            address,
+            "model",
+            own.fingerprint,
+            backends=(self.backend,),
+            **sizes,
+        )
 
     async def close(self) -> None:
         self.kill()
@@ -212,7 +224,8 @@ class ProcessCluster(LocalCluster):
         await self.until_listed()
 
     async def wait_idle(self, limit_s: float) -> list[str]:
-        """What is still held after the limit, or is wrong in the books. By the loop's clock, which does not count stalls."""
+        """What is still held after the limit, or is wrong in the books. By the loop's clock, which does not count
+        stalls."""
         loop = asyncio.get_running_loop()
         until = loop.time() + limit_s
         while True:
@@ -222,7 +235,9 @@ class ProcessCluster(LocalCluster):
             if not held and not waiting:
                 return [problem for status in statuses.values() for problem in status["problems"]]
             if loop.time() > until:
-                return [f"{name} holds {counts}" for name, counts in held.items()] + [f"the router waits for {waiting} requests"] * bool(waiting)
+                return [f"{name} holds {counts}" for name, counts in held.items()] + [
+                    f"the router waits for {waiting} requests"
+                ] * bool(waiting)
             await asyncio.sleep(0.02)
 
     async def __aexit__(self, *exc: object) -> None:

@@ -1,8 +1,9 @@
-"""The fault matrix on real media: node processes, real sockets and shared memory, and at each step of the protocol each fault that the medium can
-express. A run is two requests in a cluster that stays up from run to run; the process at whose step the fault is due is held there meanwhile.
+"""The fault matrix on real media: node processes, real sockets and shared memory, and at each step of the protocol each
+fault that the medium can express. A run is two requests in a cluster that stays up from run to run; the process at
+whose step the fault is due is held there meanwhile.
 
-Afterwards: every request ended with the tokens of one process or with a clear error, every node is idle with books that add up, and the same
-prompt gives the right tokens.
+Afterwards: every request ended with the tokens of one process or with a clear error, every node is idle with books that
+add up, and the same prompt gives the right tokens.
 
     PYTHONPATH=.:router:tests/harness:tests/faults python tests/faults/real_media_matrix.py BACKEND [SEED]
 """
@@ -41,13 +42,22 @@ GONE_AFTER_S = 0.3
 TRIES = 3
 SPREAD_BYTES = {"tcp": 40_000, "mooncake": 400, "nixl": 400}
 LAST_SPREAD_BYTES = {"tcp": 3000, "mooncake": 100, "nixl": 100}
-"""A fault on the wire comes after up to so many bytes from the step on: a frame is about that long, and the last one is only one layer."""
+"""A fault on the wire comes after up to so many bytes from the step on: a frame is about that long, and the last one is
+only one layer."""
 
-EVERYWHERE = ("writer killed", "reader killed", "half open", "cut", "delay", "duplicate connection", "stale incarnation")
+EVERYWHERE = (
+    "writer killed",
+    "reader killed",
+    "half open",
+    "cut",
+    "delay",
+    "duplicate connection",
+    "stale incarnation",
+)
 ON_A_WIRE = (*EVERYWHERE, "truncated", "flipped")
 FAULTS = {"shm": EVERYWHERE, "tcp": ON_A_WIRE, "mooncake": ON_A_WIRE, "nixl": ON_A_WIRE}
-"""Shared memory has no wire on which bytes could be flipped or a stream could end early. What goes over Mooncake's and NIXL's own sockets is not ours
-to touch; there the wire is the one on which their pieces are announced and answered."""
+"""Shared memory has no wire on which bytes could be flipped or a stream could end early. What goes over Mooncake's and
+NIXL's own sockets is not ours to touch; there the wire is the one on which their pieces are announced and answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +70,8 @@ class Cell:
 
 @dataclass(slots=True)
 class Outcome:
-    """reached: the step came while the fault was armed; acted: it happened, which one for the next bytes on the wire may not: none may come. The
-    last four must stay empty."""
+    """reached: the step came while the fault was armed; acted: it happened, which one for the next bytes on the wire
+    may not: none may come. The last four must stay empty."""
 
     cell: Cell
     reached: bool = False
@@ -140,10 +150,13 @@ class Run:
             self.outcome.hung.append("a request has no answer after its deadline")
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
-        self.outcome.broken += [repr(task.exception()) for task in done if not task.cancelled() and task.exception() is not None]
+        self.outcome.broken += [
+            repr(task.exception()) for task in done if not task.cancelled() and task.exception() is not None
+        ]
 
     async def _ask_again(self) -> None:
-        """The cluster is as good as new: one answer of a few at the latest, as a stall of the machine may cost a request, too."""
+        """The cluster is as good as new: one answer of a few at the latest, as a stall of the machine may cost a
+        request, too."""
         before = self.outcome.right
         for _ in range(TRIES):
             await self._ask("again", self.prompts[0], 3)
@@ -228,7 +241,8 @@ class Run:
         self.cluster.declare_gone(victim.me)
 
     async def _replace(self, victim: ProcessNode, held: ProcessNode, reader: ProcessNode) -> None:
-        """Killed and started again at once, where the old one was; then the wire says again what it said to or from the old one."""
+        """Killed and started again at once, where the old one was; then the wire says again what it said to or from the
+        old one."""
         victim.kill()
         held.tell("go")
         await self.cluster.boot(victim.me.node)
@@ -238,7 +252,8 @@ class Run:
         self.cluster.declare_gone(victim.me)
 
     def _hold(self, writer: ProcessNode, reader: ProcessNode) -> None:
-        """Connections are there and carry nothing: by the wire, or because the process at the other end stands still."""
+        """Connections are there and carry nothing: by the wire, or because the process at the other end stands
+        still."""
         proxy = self.cluster.proxies.get(reader.me.node)
         if proxy is not None and self.rng.random() < 0.6:
             proxy.hold()
@@ -290,12 +305,14 @@ class Run:
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
-    """Per medium: fault × step → requests that were right / ended with a clear error (`·` where the fault did not happen); then the totals."""
+    """Per medium: fault × step → requests that were right / ended with a clear error (`·` where the fault did not
+    happen); then the totals."""
     sums: defaultdict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
     total: Counter[str] = Counter()
     for outcome in outcomes:
         counts = Counter(
-            runs=1, reached=outcome.reached, acted=outcome.acted, right=outcome.right, errors=len(outcome.errors), wrong=len(outcome.wrong),
+            runs=1, reached=outcome.reached, acted=outcome.acted, right=outcome.right, errors=len(outcome.errors),
+            wrong=len(outcome.wrong),
             leaked=len(outcome.leaked), hung=len(outcome.hung), broken=len(outcome.broken),
         )  # fmt: skip
         sums[outcome.cell.backend, outcome.cell.fault, outcome.cell.step] += counts
@@ -305,9 +322,13 @@ def table(outcomes: Iterable[Outcome]) -> str:
         if any(key[0] == backend for key in sums):
             lines.append(f"{backend:<22}" + "".join(f"{step:>14}" for step in STEPS))
             faults = [fault for fault in FAULTS[backend] if any(key[:2] == (backend, fault) for key in sums)]
-            lines += [f"  {fault:<20}" + "".join(f"{_entry(sums[backend, fault, step]):>14}" for step in STEPS) for fault in faults]
+            lines += [
+                f"  {fault:<20}" + "".join(f"{_entry(sums[backend, fault, step]):>14}" for step in STEPS)
+                for fault in faults
+            ]
     lines.append(
-        f"{total['runs']} runs, the step came in {total['reached']} and the fault happened in {total['acted']}; requests: {total['right']} right, "
+        f"{total['runs']} runs, the step came in {total['reached']} and the fault happened in {total['acted']}; "
+        f"requests: {total['right']} right, "
         f"{total['errors']} with a clear error; "
         f"wrong tokens {total['wrong']}, leaks {total['leaked']}, hangs {total['hung']}, broken rules {total['broken']}"
     )

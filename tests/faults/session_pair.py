@@ -1,5 +1,5 @@
-"""Both ends of a transfer over a real medium, one of them in a process of its own, and what is between them: the test hands the control messages
-over, and can cut every connection of a medium that goes over TCP.
+"""Both ends of a transfer over a real medium, one of them in a process of its own, and what is between them: the test
+hands the control messages over, and can cut every connection of a medium that goes over TCP.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ LIMIT_S = 80.0
 
 
 class Pair:
-    """remote: which end, reader or writer, runs in a process of its own. on_message: asked before a control message goes over; False loses it."""
+    """remote: which end, reader or writer, runs in a process of its own. on_message: asked before a control message
+    goes over; False loses it."""
 
     def __init__(self, backend: str, remote: str, *, through_proxy: bool = False) -> None:
         self.backend = backend
@@ -41,7 +42,9 @@ class Pair:
         ticket = msgspec.msgpack.decode(bytes.fromhex(data), type=Ticket)
         if self._through_proxy:
             ((name, advert),) = ticket.reader.adverts
-            ticket = msgspec.structs.replace(ticket, reader=msgspec.structs.replace(ticket.reader, adverts=((name, self._redirected(advert)),)))
+            ticket = msgspec.structs.replace(
+                ticket, reader=msgspec.structs.replace(ticket.reader, adverts=((name, self._redirected(advert)),))
+            )
             data = msgspec.msgpack.encode(ticket).hex()
         return ticket.nonce, data
 

@@ -1,7 +1,8 @@
-"""One end of a KV transfer over a real medium: a Reader or a Writer with memory of its own, in this process or in one that can be stopped and killed.
+"""One end of a KV transfer over a real medium: a Reader or a Writer with memory of its own, in this process or in one
+that can be stopped and killed.
 
-    python session_side.py reader|writer BACKEND    speaks JSON lines on stdin and stdout
-Control messages are the product's own, handed from end to end by whoever holds both (`Side` here, `RemoteSide` for a process).
+    python session_side.py reader|writer BACKEND    speaks JSON lines on stdin and stdout Control messages are the
+product's own, handed from end to end by whoever holds both (`Side` here, `RemoteSide` for a process).
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ class Side:
     def do_open(self, pages: list[int], deadline_s: float) -> str:
         assert isinstance(self.half, Reader)
         writer = Endpoint(self.other.node, self.other.incarnation, "127.0.0.1:2")
-        return msgspec.msgpack.encode(self.half.open("q", 0, writer, pages, len(pages) * PAGE_TOKENS, 0, deadline_s)).hex()
+        return msgspec.msgpack.encode(
+            self.half.open("q", 0, writer, pages, len(pages) * PAGE_TOKENS, 0, deadline_s)
+        ).hex()
 
     def do_accept(self, ticket: str) -> bool:
         """False: the ticket is refused."""
@@ -142,7 +145,9 @@ class RemoteSide:
         root = Path(__file__).parents[2]
         environment = {**os.environ, "PYTHONPATH": str(root)}
         argv = [sys.executable, __file__, role, backend]
-        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root, env=environment, text=True)
+        self.process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root, env=environment, text=True
+        )
         self._replies: deque[Any] = deque()
         self._events: deque[tuple[str, int]] = deque()
         self._messages: deque[Control] = deque()

@@ -1,4 +1,5 @@
-"""Each fault at each step of the protocol on the scripted medium: right tokens or a clear error, nothing leaked, nobody waits for ever."""
+"""Each fault at each step of the protocol on the scripted medium: right tokens or a clear error, nothing leaked, nobody
+waits for ever."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def check(outcomes: list[Outcome]) -> None:
     bad = [outcome for outcome in outcomes if not outcome.is_good]
     assert not bad, "\n".join(map(str, bad[:5]))
     fired = Counter((outcome.cell.fault, outcome.cell.step) for outcome in outcomes if outcome.fired)
-    assert not [cell for cell in ((fault, step) for fault in FAULTS for step in STEPS) if not fired[cell]], "a cell whose fault never happened"
+    assert not [cell for cell in ((fault, step) for fault in FAULTS for step in STEPS) if not fired[cell]], (
+        "a cell whose fault never happened"
+    )
 
 
 def part_of_the_matrix(part: int) -> list[Cell]:
@@ -41,7 +44,9 @@ def test_a_sample_of_the_fault_matrix(show_table: Show) -> None:
     outcomes: list[Outcome] = []
     for seed in range(4):  # not every seed comes to its fault
         fired = {(outcome.cell.fault, outcome.cell.step) for outcome in outcomes if outcome.fired}
-        outcomes += run_cells([cell for cell in cells(len(FAULTS) * len(STEPS), seed) if (cell.fault, cell.step) not in fired])
+        outcomes += run_cells(
+            [cell for cell in cells(len(FAULTS) * len(STEPS), seed) if (cell.fault, cell.step) not in fired]
+        )
     show_table("fault matrix, scripted medium, sample", table(outcomes))
     check(outcomes)
 
@@ -49,9 +54,12 @@ def test_a_sample_of_the_fault_matrix(show_table: Show) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_a_part_of_the_ten_thousand_runs_of_the_fault_matrix(part: int, add_to_table: Add, pytestconfig: pytest.Config) -> None:
-    """Each with a limit of its own, so that a slow machine loses one part's evidence and not all; on whichever worker is free (`spread`), or, without
-    workers, in as many processes as there are cores. What a part's few runs of a cell did not come to, the total's last line names."""
+def test_a_part_of_the_ten_thousand_runs_of_the_fault_matrix(
+    part: int, add_to_table: Add, pytestconfig: pytest.Config
+) -> None:
+    """Each with a limit of its own, so that a slow machine loses one part's evidence and not all; on whichever worker
+    is free (`spread`), or, without workers, in as many processes as there are cores. What a part's few runs of a cell
+    did not come to, the total's last line names."""
     is_worker = hasattr(pytestconfig, "workerinput")
     outcomes = list(run_cells(part_of_the_matrix(part), processes=1 if is_worker else os.cpu_count() or 1))
     add_to_table("fault matrix, scripted medium", summed(outcomes))
@@ -59,7 +67,10 @@ def test_a_part_of_the_ten_thousand_runs_of_the_fault_matrix(part: int, add_to_t
     assert not bad, "\n".join(map(str, bad[:5]))
 
 
-@pytest.mark.parametrize(("fault", "step"), [("half open", "commit"), ("writer dies", "middle chunk"), ("late", "ack"), ("bit flip", "deliver")])
+@pytest.mark.parametrize(
+    ("fault", "step"),
+    [("half open", "commit"), ("writer dies", "middle chunk"), ("late", "ack"), ("bit flip", "deliver")],
+)
 def test_a_run_with_the_same_seed_is_the_same_run(fault: str, step: str) -> None:
     assert run_cell(Cell(fault, step, 7)) == run_cell(Cell(fault, step, 7))
 
@@ -120,7 +131,11 @@ class NeverFrees(Reader):
 )
 def test_a_rule_broken_on_purpose_is_seen(broken: type[Reader], cell_fault: str, seen: str, first_seed: int) -> None:
     """first_seed: near to one that shows it, since a run in which nothing frees takes long."""
-    tried = [Cell(cell_fault, step, seed) for seed in range(first_seed, first_seed + 40) for step in ("first chunk", "middle chunk", "last chunk")]
+    tried = [
+        Cell(cell_fault, step, seed)
+        for seed in range(first_seed, first_seed + 40)
+        for step in ("first chunk", "middle chunk", "last chunk")
+    ]
     with mock.patch("pdcluster.node.assembly.Reader", broken):
         assert any(getattr(run_cell(cell), seen) for cell in tried), f"no run saw that {broken.__doc__}"
 
@@ -133,7 +148,11 @@ def test_the_table_names_every_cell_and_sums_up() -> None:
 
 
 def test_the_parts_of_a_matrix_add_up_to_its_table() -> None:
-    outcomes = [Outcome(Cell("late", step, seed), fired=seed, right=1, leaked=["x"] * seed) for step in ("ack", "commit") for seed in range(2)]
+    outcomes = [
+        Outcome(Cell("late", step, seed), fired=seed, right=1, leaked=["x"] * seed)
+        for step in ("ack", "commit")
+        for seed in range(2)
+    ]
     parts = [{cell: dict(counts) for cell, counts in summed(outcomes[part::3]).items()} for part in range(3)]
     assert table_of(joined(parts)) == table(outcomes) and "leaks 2" in table(outcomes)
 

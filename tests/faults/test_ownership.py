@@ -22,7 +22,14 @@ from pdcluster.transfer.protocol.reader_state import Incoming
 from pdcluster.transfer.protocol.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
 from pdcluster.transfer.protocol.writer import Writer
 
-LIMITS = settings(max_examples=60, stateful_step_count=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+LIMITS = settings(
+    max_examples=60,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
 
 
 @pytest.mark.timeout(600)
@@ -62,7 +69,9 @@ class ReclaimsByTime(Reader):
 
     def _seek_proof(self) -> None:
         now = self._clock()
-        for incoming in [each for each in self._tickets.values() if each.state.name == "ABORTING" and now > each.opened + 1.0]:
+        for incoming in [
+            each for each in self._tickets.values() if each.state.name == "ABORTING" and now > each.opened + 1.0
+        ]:
             self._reclaim(incoming)
 
 
@@ -167,7 +176,8 @@ SHORT_CUTS = {
     "pulled pages freed at once": 1,
     "fence without proof": 2,
 }
-"""Where the search begins, so that rare histories come early. With other code they may come later, and are found as well."""
+"""Where the search begins, so that rare histories come early. With other code they may come later, and are found as
+well."""
 
 
 @pytest.mark.parametrize("rule_broken", BROKEN)

@@ -1,4 +1,5 @@
-"""A stopped process wakes up in the middle of what it did, minutes later perhaps: what was given to others meanwhile must not change."""
+"""A stopped process wakes up in the middle of what it did, minutes later perhaps: what was given to others meanwhile
+must not change."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ def test_a_writer_stopped_in_the_middle_of_a_copy_keeps_its_pages_until_it_says_
     pair.until(lambda: pair.has("Failed", nonce=nonce), "the ticket's deadline")
     pair.local.do_gone()
     pair.run(1.5)
-    assert pair.local.do_status()["quarantined"] == len(TORN), "a stopped process may still write: no timer frees its pages"
+    assert pair.local.do_status()["quarantined"] == len(TORN), (
+        "a stopped process may still write: no timer frees its pages"
+    )
     assert not pair.has("Reclaimed", nonce=nonce)
 
     pair.silent = False
@@ -130,7 +133,9 @@ def test_a_stopped_receiver_costs_a_timeout_and_changes_nothing_when_it_wakes(pa
     pair.local.do_fill(sources, 0xEE)  # another request's KV; from now on these bytes must not reach the other end
     pair.silent = False
     pair.remote.signal(signal.SIGCONT)
-    pair.until(lambda: pair.has("Failed", nonce=nonce) and pair.has("Reclaimed", nonce=nonce), "the reader's own deadline")
+    pair.until(
+        lambda: pair.has("Failed", nonce=nonce) and pair.has("Reclaimed", nonce=nonce), "the reader's own deadline"
+    )
     pair.remote.call("fill", TORN, 0xDD)
     reused = pair.remote.call("hash", TORN)
     pair.run(1.5)
@@ -156,7 +161,8 @@ print(*(int(np.count_nonzero(memory == value)) for value in (0x11, 0xEE)), flush
 
 
 def test_what_mooncake_says_ended_is_read_no_more_even_if_its_stopped_receiver_wakes() -> None:
-    """So that a source page may be given to another request as soon as the real library says -1. Its receiver's memory is staging."""
+    """So that a source page may be given to another request as soon as the real library says -1. Its receiver's memory
+    is staging."""
     set_library_environment(environment(StagedSettings()))
     root = Path(__file__).parents[2]
     child = subprocess.Popen(
@@ -175,7 +181,13 @@ def test_what_mooncake_says_ended_is_read_no_more_even_if_its_stopped_receiver_w
         assert ends_of(engine, [engine.submit(session, source.ctypes.data, int(address), 4096)]) == {WriteStatus.DONE}
         stop_child(child.pid)
         step = 4 << 20
-        found = ends_of(engine, [engine.submit(session, source.ctypes.data + at, int(address) + at, step) for at in range(0, source.size, step)])
+        found = ends_of(
+            engine,
+            [
+                engine.submit(session, source.ctypes.data + at, int(address) + at, step)
+                for at in range(0, source.size, step)
+            ],
+        )
         assert found == {WriteStatus.LOST}
         source[:] = 0xEE  # another request's KV
         child.send_signal(signal.SIGCONT)

@@ -1,4 +1,5 @@
-"""Memory that no proof has freed: seen by routers and metrics, missing from what can be reserved, and given back by proof alone."""
+"""Memory that no proof has freed: seen by routers and metrics, missing from what can be reserved, and given back by
+proof alone."""
 
 from __future__ import annotations
 
@@ -65,6 +66,8 @@ def metric(cluster: SimulatedCluster, node: str, state: str) -> float:
     """As /metrics shows it."""
     samples = (sample for family in NodeCollector(cluster.router).collect() for sample in family.samples)
     (value,) = [
-        each.value for each in samples if each.name == "pdcluster_node_kv_pages" and each.labels["node"] == node and each.labels["state"] == state
+        each.value
+        for each in samples
+        if each.name == "pdcluster_node_kv_pages" and each.labels["node"] == node and each.labels["state"] == state
     ]
     return value

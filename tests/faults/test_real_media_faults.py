@@ -1,4 +1,5 @@
-"""Each fault at each step of the protocol on shared memory, TCP, Mooncake and NIXL, between real processes: right tokens or a clear error."""
+"""Each fault at each step of the protocol on shared memory, TCP, Mooncake and NIXL, between real processes: right
+tokens or a clear error."""
 
 from __future__ import annotations
 
@@ -29,8 +30,19 @@ NEEDS_NIXL = pytest.mark.skipif(not HAS_NIXL, reason="the package nixl-cu12 is n
 BACKENDS = [pytest.param(backend, marks=[NEEDS_NIXL] if backend == "nixl" else []) for backend in FAULTS]
 
 SAMPLE = {
-    "shm": (("writer killed", "middle chunk"), ("reader killed", "commit"), ("cut", "last chunk"), ("duplicate connection", "first chunk")),
-    "tcp": (("flipped", "first chunk"), ("truncated", "middle chunk"), ("cut", "last chunk"), ("writer killed", "deliver"), ("delay", "reserve")),
+    "shm": (
+        ("writer killed", "middle chunk"),
+        ("reader killed", "commit"),
+        ("cut", "last chunk"),
+        ("duplicate connection", "first chunk"),
+    ),
+    "tcp": (
+        ("flipped", "first chunk"),
+        ("truncated", "middle chunk"),
+        ("cut", "last chunk"),
+        ("writer killed", "deliver"),
+        ("delay", "reserve"),
+    ),
     "mooncake": (("cut", "middle chunk"), ("duplicate connection", "commit")),
     "nixl": (("truncated", "first chunk"), ("flipped", "last chunk")),
 }
@@ -90,7 +102,8 @@ async def test_a_node_of_the_matrix_that_breaks_or_hangs_says_where() -> None:
 
 
 class Slow:
-    """A node whose first answer takes longer than all that one would wait for it to be idle, as if the machine had been stopped."""
+    """A node whose first answer takes longer than all that one would wait for it to be idle, as if the machine had been
+    stopped."""
 
     def __init__(self) -> None:
         self.me = Peer("p0", "p0-1")
@@ -133,5 +146,7 @@ def test_the_table_names_every_cell_and_sums_up() -> None:
     text = table([outcome])
     assert "flipped" in text and "truncated" not in text and all(step in text for step in STEPS)
     assert "2/1" in text and "wrong tokens 1" in text and "leaks 0" in text
-    assert "·" in table([Outcome(Cell("shm", "cut", "ack"))]), "a fault that did not happen is not called one that was survived"
+    assert "·" in table([Outcome(Cell("shm", "cut", "ack"))]), (
+        "a fault that did not happen is not called one that was survived"
+    )
     assert set(real_media_matrix.FAULTS) == {"shm", "tcp", "mooncake", "nixl"}

@@ -1,6 +1,7 @@
 """Every decoder of bytes that another process sent: what good input looks like, and which errors bad input may lead to.
 
-A decoder of a stream gets its bytes through FedLink, which also sees that nothing large is asked for before its size was checked.
+A decoder of a stream gets its bytes through FedLink, which also sees that nothing large is asked for before its size
+was checked.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ MOST_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class Decoder:
-    """errors: what it may raise; anything else is a crash. check: what must hold afterwards. ends: lets go of what it uses."""
+    """errors: what it may raise; anything else is a crash. check: what must hold afterwards. ends: lets go of what it
+    uses."""
 
     name: str
     corpus: tuple[bytes, ...]
@@ -69,7 +71,8 @@ class Decoder:
 
 
 class FedLink:
-    """A links.Link at whose other end somebody said `data` and hung up. Frames have no seals here, so that spoiled ones come to what is behind."""
+    """A links.Link at whose other end somebody said `data` and hung up. Frames have no seals here, so that spoiled ones
+    come to what is behind."""
 
     def __init__(self, data: bytes, peer: Peer = WRITER) -> None:
         self._data = memoryview(data)
@@ -148,7 +151,9 @@ class Guarded:
 
     def check(self) -> None:
         start, length = PERMITTED
-        assert not self.bytes[:start].any() and not self.bytes[start + length :].any(), "bytes landed outside of what was permitted"
+        assert not self.bytes[:start].any() and not self.bytes[start + length :].any(), (
+            "bytes landed outside of what was permitted"
+        )
         self.bytes[start : start + length] = 0
 
 
@@ -157,7 +162,9 @@ class Guarded:
 
 def frames() -> tuple[bytes, ...]:
     work = m.Work("r", 0, m.pack_tokens(range(40)), 33, bytes(16), m.Sampling(max_tokens=4, seed=1), 5.0)
-    shaped = msgspec.structs.replace(work, sampling=m.Sampling(max_tokens=4, seed=1, grammar=Grammar('{"type":"regex","pattern":"a+"}')))
+    shaped = msgspec.structs.replace(
+        work, sampling=m.Sampling(max_tokens=4, seed=1, grammar=Grammar('{"type":"regex","pattern":"a+"}'))
+    )
     reader, writer = m.Endpoint("d0", "d1", "127.0.0.1:4000", (("tcp", b"\x01"),)), m.Endpoint("p0", "p1", "[::1]:4001")
     ticket = m.Ticket(2**64 - 1, "r", 0, reader, writer, 0, m.pack_tokens([4, 9]), 32, 65536, 40, 32, 9.5)
     logprobs = m.TokenLogprobs(-0.5, (3,), (-0.5,))
@@ -185,7 +192,12 @@ def wire_decoders() -> list[Decoder]:
     return [
         Decoder("wire frame", whole, codec.decode, (ProtocolError,)),
         Decoder("wire frame with a good digest", bodies, lambda data: codec.decode(codec.seal(data)), (ProtocolError,)),
-        Decoder("address", (b"127.0.0.1:80", b"[::1]:9", b"node-3.x:1"), lambda data: parse_address(data.decode("latin-1")), (ProtocolError,)),
+        Decoder(
+            "address",
+            (b"127.0.0.1:80", b"[::1]:9", b"node-3.x:1"),
+            lambda data: parse_address(data.decode("latin-1")),
+            (ProtocolError,),
+        ),
         Decoder("ready line", (b'{"ready": true, "address": "h:1", "name": "x"}\n',), parse, (ProtocolError,)),
     ]
 
@@ -201,20 +213,45 @@ def zmtp_decoder() -> Decoder:
         while at < len(data):
             reader.feed(data[at : at + step])
             at, step = at + step, step * 3
-        assert sum(map(len, reader.frames)) <= len(data) and sum(map(len, reader.answers)) <= len(data) + len(zmtp.READY)
+        assert sum(map(len, reader.frames)) <= len(data) and sum(map(len, reader.answers)) <= len(data) + len(
+            zmtp.READY
+        )
 
     return Decoder("zmtp", (good, good[:70]), decode, (ProtocolError,))
 
 
 def card_decoders() -> list[Decoder]:
     layout = KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, page_tokens=32, dtype="float32")
-    card = NodeCard("p0", "p1", "prefill", "127.0.0.1:4000", "tiny", Fingerprint("tiny", "sha", 1, 32, layout), 2048, 1000, 64, (2,), "abc", ("tcp",))
+    card = NodeCard(
+        "p0",
+        "p1",
+        "prefill",
+        "127.0.0.1:4000",
+        "tiny",
+        Fingerprint("tiny", "sha", 1, 32, layout),
+        2048,
+        1000,
+        64,
+        (2,),
+        "abc",
+        ("tcp",),
+    )
     good = card_to_proto(card)
     errors = (BadRequest, DecodeError)
     snapshot = pb.Snapshot(boot="b", version=3, nodes=[good, good])
     return [
-        Decoder("card", (good.SerializeToString(),), lambda data: check_card(card_from_proto(pb.NodeCard.FromString(data))), errors),
-        Decoder("snapshot", (snapshot.SerializeToString(),), lambda data: snapshot_from_proto(pb.Snapshot.FromString(data)), errors),
+        Decoder(
+            "card",
+            (good.SerializeToString(),),
+            lambda data: check_card(card_from_proto(pb.NodeCard.FromString(data))),
+            errors,
+        ),
+        Decoder(
+            "snapshot",
+            (snapshot.SerializeToString(),),
+            lambda data: snapshot_from_proto(pb.Snapshot.FromString(data)),
+            errors,
+        ),
     ]
 
 
@@ -223,20 +260,32 @@ def generate_decoder() -> Decoder:
     ids = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1, 2, 3]), temperature=0.5, seed=3)
     choice = inference_pb2.StructuredOutputs(choice=inference_pb2.Choices(texts=["a", "b"]))
     shaped = [
-        inference_pb2.GenerateRequest(text="a", structured_outputs=form) for form in (choice, inference_pb2.StructuredOutputs(json='{"items": {}}'))
+        inference_pb2.GenerateRequest(text="a", structured_outputs=form)
+        for form in (choice, inference_pb2.StructuredOutputs(json='{"items": {}}'))
     ]
     corpus = tuple(request.SerializeToString() for request in (text, ids, *shaped))
     decode = inference_pb2.GenerateRequest.FromString
-    return Decoder("generate request", corpus, lambda data: asked_of(request_from_proto(decode(data), "tiny")), (BadRequest, DecodeError))
+    return Decoder(
+        "generate request",
+        corpus,
+        lambda data: asked_of(request_from_proto(decode(data), "tiny")),
+        (BadRequest, DecodeError),
+    )
 
 
 def grammar_decoder() -> Decoder:
     """Of a source that a router sent and that did not compile."""
     schema = {"type": "json_schema", "json_schema": {"type": "object"}}
     call = {"type": "tag", "begin": "<tool_call>", "content": schema, "end": "</tool_call>"}
-    forms = ({"type": "sequence", "elements": [schema, call]}, {"type": "triggered_tags", "triggers": ["<"], "tags": [call]}, call)
+    forms = (
+        {"type": "sequence", "elements": [schema, call]},
+        {"type": "triggered_tags", "triggers": ["<"], "tags": [call]},
+        call,
+    )
     corpus = tuple(json.dumps(form).encode() for form in forms)
-    return Decoder("parts of a grammar", corpus, lambda data: list(parts_of(Grammar(data.decode(errors="replace")))), ())
+    return Decoder(
+        "parts of a grammar", corpus, lambda data: list(parts_of(Grammar(data.decode(errors="replace")))), ()
+    )
 
 
 def rank_decoder() -> Decoder:
@@ -267,11 +316,22 @@ def rank_decoder() -> Decoder:
 def hello_decoder() -> Decoder:
     listener = Listener("127.0.0.1", lambda link: None, Counts(), progress_s=1.0)
     good = tcp_links.HELLO.pack(tcp_links.MAGIC, tcp_links.decode_advert(listener.advert()).token, 2, 4) + b"p0p0-1"
-    return Decoder("transfer hello", (good,), lambda data: listener._hello(FedLink(data)), (ProtocolError, OSError), end=listener.close)  # type: ignore[arg-type]
+    return Decoder(
+        "transfer hello",
+        (good,),
+        lambda data: listener._hello(FedLink(data)),
+        (ProtocolError, OSError),
+        end=listener.close,
+    )  # type: ignore[arg-type]
 
 
 def advert_decoder() -> Decoder:
-    return Decoder("transfer advert", (msgspec.msgpack.encode(Advert("127.0.0.1", 4000, bytes(16))),), tcp_links.decode_advert, (PeerUnreachable,))
+    return Decoder(
+        "transfer advert",
+        (msgspec.msgpack.encode(Advert("127.0.0.1", 4000, bytes(16))),),
+        tcp_links.decode_advert,
+        (PeerUnreachable,),
+    )
 
 
 def rank_adverts_decoder() -> Decoder:
@@ -303,11 +363,15 @@ def _no_body() -> tcp._Body:
 def lane_decoder() -> Decoder:
     """What a reader answers a writer of tcp."""
     doorbell = Doorbell()
-    lane = tcp._Lane(WRITER, READER, Advert("127.0.0.1", unused_port(), bytes(16)), tcp.TcpSettings(connect_s=0.1), Writes(doorbell))
+    lane = tcp._Lane(
+        WRITER, READER, Advert("127.0.0.1", unused_port(), bytes(16)), tcp.TcpSettings(connect_s=0.1), Writes(doorbell)
+    )
     lane.thread.join()
 
     def decode(data: bytes) -> None:
-        lane._unanswered = deque(tcp._Write(Handle(n), Stamp(7, n, 1, 64), Cursor(memoryview(b"")), _no_body) for n in range(3))
+        lane._unanswered = deque(
+            tcp._Write(Handle(n), Stamp(7, n, 1, 64), Cursor(memoryview(b"")), _no_body) for n in range(3)
+        )
         answers = Answers(FedLink(data), tcp.ACK)  # type: ignore[arg-type]
         while True:
             lane._take_answers(answers)
@@ -354,7 +418,15 @@ def staged_decoders() -> list[Decoder]:
 def pump_decoder() -> Decoder:
     """What a reader answers a writer of a staged medium."""
     doorbell, engine, advert = Doorbell(), NoEngine(), Advert("127.0.0.1", unused_port(), bytes(16))
-    pump = staged_pump.Pump("staged", WRITER, READER, advert, StagedSettings(connect_s=0.1), engine, SourceReads(engine, Writes(doorbell), 1.0))
+    pump = staged_pump.Pump(
+        "staged",
+        WRITER,
+        READER,
+        advert,
+        StagedSettings(connect_s=0.1),
+        engine,
+        SourceReads(engine, Writes(doorbell), 1.0),
+    )
     pump.thread.join()
     source = Region(0, 0, REGION_BYTES)
 
@@ -362,7 +434,10 @@ def pump_decoder() -> Decoder:
         pump._free = []
         payload = Payload(table_of(()), digests=False)
         run = run_table((Run(0, 0, 64),))
-        writes = [staged_pump.Write(Handle(n), source, 0, Stamp(7, n, 1, 64), run, payload, False, deque(), 1, 1) for n in range(3)]
+        writes = [
+            staged_pump.Write(Handle(n), source, 0, Stamp(7, n, 1, 64), run, payload, False, deque(), 1, 1)
+            for n in range(3)
+        ]
         piece = cut(run, 0, 4096, may_be_straight=True)[0]
         pump._reader_has = {n: staged_pump.Flying(write, piece, None, []) for n, write in enumerate(writes)}
         answers = Answers(FedLink(data), staging.ANSWER)  # type: ignore[arg-type]
@@ -378,7 +453,9 @@ def shm_decoders() -> list[Decoder]:
     backend._regions[0] = memory.region  # not in shared memory, and never mapped by anybody here
     backend.permit(memory.permit)
     notices = Notices(backend._regions, backend._permits, backend._arrivals, backend._counts)
-    told = [shm_frames.Notice(Stamp(7, 0, 1, 64), 0, span_table([(4096, 64)]), has_begun) for has_begun in (False, True)]
+    told = [
+        shm_frames.Notice(Stamp(7, 0, 1, 64), 0, span_table([(4096, 64)]), has_begun) for has_begun in (False, True)
+    ]
     corpus = (*map(shm_frames.pack_notice, told), shm_frames.pack_progress(64))
     token = secrets.token_bytes(16)
 
@@ -387,22 +464,53 @@ def shm_decoders() -> list[Decoder]:
         backend.arrivals()
 
     return [
-        Decoder("shm notice", corpus, lambda data: notices.take(WRITER, data), (ProtocolError,), check, backend.shutdown),
-        Decoder("shm advert", (shm_frames.encode(shm_frames.Advert(b"name", token)),), shm_frames.decode_advert, (PeerUnreachable,)),
-        Decoder("shm hello", (shm_frames.encode(shm_frames.Hello(token, 0, "p0", "p1")),), shm_frames.decode_hello, (ProtocolError,)),
-        Decoder("shm regions", (shm_frames.encode(shm_frames.Shared(((0, 4096), (1, 4096)))),), shm_frames.decode_shared, (ProtocolError,)),
+        Decoder(
+            "shm notice", corpus, lambda data: notices.take(WRITER, data), (ProtocolError,), check, backend.shutdown
+        ),
+        Decoder(
+            "shm advert",
+            (shm_frames.encode(shm_frames.Advert(b"name", token)),),
+            shm_frames.decode_advert,
+            (PeerUnreachable,),
+        ),
+        Decoder(
+            "shm hello",
+            (shm_frames.encode(shm_frames.Hello(token, 0, "p0", "p1")),),
+            shm_frames.decode_hello,
+            (ProtocolError,),
+        ),
+        Decoder(
+            "shm regions",
+            (shm_frames.encode(shm_frames.Shared(((0, 4096), (1, 4096)))),),
+            shm_frames.decode_shared,
+            (ProtocolError,),
+        ),
     ]
 
 
 def control_decoder() -> Decoder:
     """What a router's workers and their supervisor say to each other."""
     told = control.Told(Event(1, 2.5, "role", "n0", "prefill becomes decode"))
-    said = (control.Joined(1, "boot", 77), control.Asked(1, control.AskCordon("n0", True)), control.Answered(1, b"\x90"), told)
-    return Decoder("control frame", tuple(control.encode(frame)[4:] for frame in said), control.decode, (ProtocolError,))
+    said = (
+        control.Joined(1, "boot", 77),
+        control.Asked(1, control.AskCordon("n0", True)),
+        control.Answered(1, b"\x90"),
+        told,
+    )
+    return Decoder(
+        "control frame", tuple(control.encode(frame)[4:] for frame in said), control.decode, (ProtocolError,)
+    )
 
 
 def decoders() -> dict[str, Decoder]:
-    every: list[Any] = [*wire_decoders(), zmtp_decoder(), *card_decoders(), generate_decoder(), grammar_decoder(), rank_decoder()]
+    every: list[Any] = [
+        *wire_decoders(),
+        zmtp_decoder(),
+        *card_decoders(),
+        generate_decoder(),
+        grammar_decoder(),
+        rank_decoder(),
+    ]
     every += [hello_decoder(), advert_decoder(), rank_adverts_decoder()]
     every += [control_decoder(), tcp_frame_decoder(), lane_decoder(), *staged_decoders(), *shm_decoders()]
     return {decoder.name: decoder for decoder in every}

@@ -1,5 +1,6 @@
-"""Bytes of any kind at every decoder: taken, or refused with an error of its own; never a crash, never memory that was not permitted, never an
-allocation that only a peer's word stands for. Half of the inputs are random, half are good ones with some bytes changed.
+"""Bytes of any kind at every decoder: taken, or refused with an error of its own; never a crash, never memory that was
+not permitted, never an allocation that only a peer's word stands for. Half of the inputs are random, half are good ones
+with some bytes changed.
 """
 
 from __future__ import annotations
@@ -19,12 +20,25 @@ from pdcluster.core.errors import ProtocolError
 SAMPLE, WHOLE = 1500, 100_000
 NAMES = (
     "wire frame", "wire frame with a good digest", "zmtp", "address",
-    "adverts of ranks", "ready line", "card", "snapshot", "generate request", "parts of a grammar", "rank message", "transfer hello",
-    "transfer advert", "tcp frame", "tcp answer", "staged notice", "staged grant", "staged answer", "shm notice", "shm advert",
+    "adverts of ranks", "ready line", "card", "snapshot", "generate request", "parts of a grammar", "rank message",
+    "transfer hello",
+    "transfer advert", "tcp frame", "tcp answer", "staged notice", "staged grant", "staged answer", "shm notice",
+    "shm advert",
     "shm hello", "shm regions", "control frame",
 )  # fmt: skip
-EXTREMES = (b"\x00", b"\xff", b"\x7f\xff\xff\xff", b"\xff" * 8, b"\x00" * 8, b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\x91" * 2000)
-UNPACKING = re.compile(r"msgspec\.(msgpack|json)\.(decode|Decoder)\(|json\.loads\(|\.(iter_)?unpack(_from)?\(|FromString\(|_from_proto\(")
+EXTREMES = (
+    b"\x00",
+    b"\xff",
+    b"\x7f\xff\xff\xff",
+    b"\xff" * 8,
+    b"\x00" * 8,
+    b"\xdd\xff\xff\xff\xff",
+    b"\xc6\xff\xff\xff\xff",
+    b"\x91" * 2000,
+)
+UNPACKING = re.compile(
+    r"msgspec\.(msgpack|json)\.(decode|Decoder)\(|json\.loads\(|\.(iter_)?unpack(_from)?\(|FromString\(|_from_proto\("
+)
 DEEP = (b"[" * 60_000, b"\x91" * 60_000, b'{"a":' * 10_000, b"\x0b" * 20_000)
 
 
@@ -100,7 +114,11 @@ def test_harm_done_by_a_decoder_is_seen() -> None:
     memory = Guarded()
     crashes = Decoder("crashes", (b"x",), lambda data: data[7], (ProtocolError,))
     writes = Decoder("writes", (b"x",), spoils, (ProtocolError,), memory.check)
-    for decoder, seen in ((crashes, "IndexError"), (writes, "bytes landed outside"), (Decoder("takes", (b"x",), len, (ProtocolError,)), "no input")):
+    for decoder, seen in (
+        (crashes, "IndexError"),
+        (writes, "bytes landed outside"),
+        (Decoder("takes", (b"x",), len, (ProtocolError,)), "no input"),
+    ):
         with pytest.raises(AssertionError, match=seen):
             check(run(decoder, 20, "sample"), 20, takes_anything=False)
 
@@ -125,15 +143,22 @@ def test_no_decoder_is_left_out(every: dict[str, Decoder]) -> None:
     assert set(every) == set(NAMES)
     root = Path(__file__).parents[2]
     known = {
-        "wire/codec.py", "processes/ready.py", "bootstrap/card_messages.py", "rpc/inference.py", "node/tensor_parallel/channel.py",
-        "engine/sampling/grammar.py", "transfer/backends/tcp_links.py", "transfer/backends/ranked.py", "transfer/backends/tcp.py", "transfer/backends/staged.py", "transfer/backends/shm_frames.py",
+        "wire/codec.py", "processes/ready.py", "bootstrap/card_messages.py", "rpc/inference.py",
+        "node/tensor_parallel/channel.py",
+        "engine/sampling/grammar.py", "transfer/backends/tcp_links.py", "transfer/backends/ranked.py",
+        "transfer/backends/tcp.py", "transfer/backends/staged.py", "transfer/backends/shm_frames.py",
         "transfer/backends/staging.py", "transfer/backends/staged_pump.py",
         "bootstrap/server.py", "bootstrap/agent.py",  # use rpc/cards.py
-        "node/tensor_parallel/endpoint_client.py", "node/tensor_parallel/endpoint.py", "node/tensor_parallel/messages.py",  # tables of the same node's ranks: a bad one ends the node
+        # tables of the same node's ranks: a bad one ends the node
+        "node/tensor_parallel/endpoint_client.py", "node/tensor_parallel/endpoint.py",
+        "node/tensor_parallel/messages.py",
         "transfer/backends/shm_memory.py", "transfer/backends/shm.py",  # what the kernel says
-        "engine/model/config.py", "engine/model/weights.py", "api/text/model_text.py", "checkpoint/end_tokens.py", "checkpoint/inspection.py", "checkpoint/hub.py",  # a model's files
+        # a model's files
+        "engine/model/config.py", "engine/model/weights.py", "api/text/model_text.py", "checkpoint/end_tokens.py",
+        "checkpoint/inspection.py", "checkpoint/hub.py",
         "api/tools/arguments.py",  # of calls that a client sends back: tests/unit/api/test_histories.py
-        "api/openai/requests.py", "api/validate.py", "api/structured/constraints.py",  # HTTP bodies: tests/unit/router/test_http_fuzz.py
+        # HTTP bodies: tests/unit/router/test_http_fuzz.py
+        "api/openai/requests.py", "api/validate.py", "api/structured/constraints.py",
         "api/tools/calls.py",  # what a model says: tests/unit/api/tools
         "launch/demo.py", "launch/up.py",  # our own router's answers
         "processes/spare.py",  # the arguments that its own supervisor writes

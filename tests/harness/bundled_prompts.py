@@ -1,7 +1,7 @@
 """What tests ask the bundled model: openings of Python code to complete, and questions of the forms its training held.
 
-They were picked because greedy answers to them look like Python and its documentation; what those answers claim is often wrong.
-Any of them, with its answer, fits the 512 tokens the model was trained on. Nothing here sends a request.
+They were picked because greedy answers to them look like Python and its documentation; what those answers claim is
+often wrong. Any of them, with its answer, fits the 512 tokens the model was trained on. Nothing here sends a request.
 """
 
 from __future__ import annotations

@@ -17,9 +17,20 @@ KERNEL_CACHE = cache_directory()
 """Compiled kernels are kept between test runs, for these and for the nodes of clusters."""
 
 FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "mistral": MistralConfig}
-NAMES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "mistral": "MistralForCausalLM"}
+NAMES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -97,7 +108,8 @@ def prompt(length: int, vocab_size: int, seed: int = 0) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the reference does: greedy tokens, the least gap between the best two logits over all steps, and logprobs of the prompt's tokens."""
+    """What the reference does: greedy tokens, the least gap between the best two logits over all steps, and logprobs of
+    the prompt's tokens."""
 
     tokens: list[int]
     least_gap: float

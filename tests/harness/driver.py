@@ -1,4 +1,5 @@
-"""The smallest scheduler there can be: hands out pages, cuts prompts in chunks and runs an engine to the end. For tests of the engine alone."""
+"""The smallest scheduler there can be: hands out pages, cuts prompts in chunks and runs an engine to the end. For tests
+of the engine alone."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ class Driver:
         self._engine = engine
         self._free = np.random.default_rng(7).permutation(engine.num_pages).astype(np.int32)
 
-    def run(self, prompts: list[np.ndarray], samplings: list[Sampling], *, chunk: int = 1 << 20, stagger: int = 0) -> list[Job]:
+    def run(
+        self, prompts: list[np.ndarray], samplings: list[Sampling], *, chunk: int = 1 << 20, stagger: int = 0
+    ) -> list[Job]:
         """All jobs to their end, batched: each joins `stagger` steps after the one before."""
         jobs: list[Job] = []
         given = 0

@@ -1,5 +1,5 @@
-"""A cluster without engines for tests of whole router processes: fake nodes over real sockets in a thread of this process, so that what they hold is
-known, a real bootstrap service, and a router as a process."""
+"""A cluster without engines for tests of whole router processes: fake nodes over real sockets in a thread of this
+process, so that what they hold is known, a real bootstrap service, and a router as a process."""
 
 from __future__ import annotations
 
@@ -78,7 +78,18 @@ class RouterProcess:
 
     def __init__(self, bootstrap: str, *arguments: str) -> None:
         read_end, write_end = os.pipe()
-        own = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--bootstrap", bootstrap, "--log-level", "warning"]
+        own = [
+            "--http",
+            "127.0.0.1:0",
+            "--grpc",
+            "127.0.0.1:0",
+            "--admin",
+            "127.0.0.1:0",
+            "--bootstrap",
+            bootstrap,
+            "--log-level",
+            "warning",
+        ]
         argv = [sys.executable, "-m", "pdcluster_router.cli", *own, *arguments, "--ready-fd", str(write_end)]
         self.process = subprocess.Popen(argv, pass_fds=[write_end], cwd=Path(__file__).parents[2])
         os.close(write_end)
@@ -122,7 +133,10 @@ class RouterProcess:
         """worker → incarnation → digest of what it knows the node to hold; of exact views only."""
         cache = self.admin.GetCache(pb.GetCacheRequest(digests=True), timeout=60)
         views = {view.worker: view.nodes for view in cache.views} or {"": cache.nodes}
-        return {worker: {node.incarnation: node.digest for node in nodes if node.is_exact} for worker, nodes in views.items()}
+        return {
+            worker: {node.incarnation: node.digest for node in nodes if node.is_exact}
+            for worker, nodes in views.items()
+        }
 
     def stop(self) -> int:
         if self.process.poll() is None:
@@ -140,7 +154,18 @@ class RouterProcess:
 def fake_cluster(roles: list[str], speed: Speed, num_pages: int = 4096) -> Iterator[tuple[str, FakeNodes]]:
     """Gives the bootstrap's address, too."""
     read_end, write_end = os.pipe()
-    argv = [sys.executable, "-m", "pdcluster.cli", "bootstrap", "--listen", "127.0.0.1:0", "--log-level", "warning", "--ready-fd", str(write_end)]
+    argv = [
+        sys.executable,
+        "-m",
+        "pdcluster.cli",
+        "bootstrap",
+        "--listen",
+        "127.0.0.1:0",
+        "--log-level",
+        "warning",
+        "--ready-fd",
+        str(write_end),
+    ]
     bootstrap = subprocess.Popen(argv, pass_fds=[write_end], cwd=Path(__file__).parents[2])
     os.close(write_end)
     nodes = None

@@ -1,4 +1,5 @@
-"""A server that plays the Hugging Face hub for one repository: what it has, who may read it, and downloads that break off."""
+"""A server that plays the Hugging Face hub for one repository: what it has, who may read it, and downloads that break
+off."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ NAME = "org/tiny"
 
 @dataclass
 class FakeHub:
-    """token: who may read it, None for everyone; is_gated: whether its terms were not accepted; cuts: how many downloads of a file break off."""
+    """token: who may read it, None for everyone; is_gated: whether its terms were not accepted; cuts: how many
+    downloads of a file break off."""
 
     files: dict[str, bytes]
     token: str | None = None
@@ -85,10 +87,20 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}", True)
             return
         tree = [
-            {"type": "file", "path": name, "rfilename": name, "size": len(data), "oid": hashlib.sha1(data, usedforsecurity=False).hexdigest()}
+            {
+                "type": "file",
+                "path": name,
+                "rfilename": name,
+                "size": len(data),
+                "oid": hashlib.sha1(data, usedforsecurity=False).hexdigest(),
+            }
             for name, data in sorted(self.hub.files.items())
         ]
-        self._json(tree if is_tree else {"id": NAME, "modelId": NAME, "sha": COMMIT, "siblings": tree, "private": False, "tags": []})
+        self._json(
+            tree
+            if is_tree
+            else {"id": NAME, "modelId": NAME, "sha": COMMIT, "siblings": tree, "private": False, "tags": []}
+        )
 
     def _file(self, revision: str, name: str, has_body: bool) -> None:
         data = self.hub.files.get(name)

@@ -38,7 +38,9 @@ def tensors_of(model: PreTrainedModel, arch: str) -> Arrays:
             continue
         stem, kind = name.rsplit(".", 1)
         array = value.float().numpy()
-        heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}.get(stem.rsplit(".", 1)[-1])
+        heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}.get(
+            stem.rsplit(".", 1)[-1]
+        )
         if arch == "llama" and heads:
             array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
         if stem in NAMES:
@@ -71,10 +73,16 @@ def byte_level_keys(size: int) -> dict[str, Any]:
 def sentencepiece_keys(size: int) -> dict[str, Any]:
     content = json.loads(sentencepiece_files()["tokenizer.json"])
     tokens = {index: token for token, index in content["model"]["vocab"].items()}
-    merges = ["".join(merge) if isinstance(merge, list) else merge.replace(" ", "") for merge in content["model"]["merges"]]
+    merges = [
+        "".join(merge) if isinstance(merge, list) else merge.replace(" ", "") for merge in content["model"]["merges"]
+    ]
     order = {token: index for index, token in reversed(list(enumerate(merges)))}
     kinds = {index: 6 if token.startswith("<0x") else 1 for index, token in tokens.items()}
-    kinds |= {content["model"]["vocab"]["<unk>"]: 2, content["model"]["vocab"]["<s>"]: 3, content["model"]["vocab"]["</s>"]: 3}
+    kinds |= {
+        content["model"]["vocab"]["<unk>"]: 2,
+        content["model"]["vocab"]["<s>"]: 3,
+        content["model"]["vocab"]["</s>"]: 3,
+    }
     return {
         "model": "llama",
         "tokens": [tokens.get(index, f"[PAD{index}]") for index in range(size)],
@@ -110,7 +118,9 @@ def write(
         f"{arch}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
         f"{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
     }
-    settings |= {f"tokenizer.ggml.{name}": value for name, value in (tokenizer or byte_level_keys(config.vocab_size)).items()}
+    settings |= {
+        f"tokenizer.ggml.{name}": value for name, value in (tokenizer or byte_level_keys(config.vocab_size)).items()
+    }
     for name, value in {**settings, **(keys or {})}.items():
         _put(writer, name, value)
     for name, array in {**tensors_of(model, arch), **(tensors or {})}.items():

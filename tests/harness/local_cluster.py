@@ -1,4 +1,5 @@
-"""A whole cluster in one thread: real node loops, real links, the real router cluster and dispatch; oracle engines, and a scripted or real medium."""
+"""A whole cluster in one thread: real node loops, real links, the real router cluster and dispatch; oracle engines, and
+a scripted or real medium."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ class OneModel:
 
 @dataclass(frozen=True)
 class EngineKit:
-    """An engine and what a node has to know of it. token_budget: small, so that prompts are computed in several chunks."""
+    """An engine and what a node has to know of it. token_budget: small, so that prompts are computed in several
+    chunks."""
 
     engine: StepEngine
     shape: Shape
@@ -117,9 +119,19 @@ class LocalNode:
             parking_s=5.0,
             group_s=cluster.group_s,
         )
-        limits = Limits(token_budget=kit.token_budget, max_rows=8, max_waiting=64, max_len=kit.max_len, reserve_tokens=kit.reserve_tokens)
-        self.parts = assemble(wiring, kit.shape, self.engine, limits, NoFiles(), self.neighbours, cluster.clock, kit.grammars)
-        self.loop = NodeLoop(self.parts, report_s=cluster.report_s, drain_s=5.0, clock=cluster.clock, looks_ahead=cluster.looks_ahead)
+        limits = Limits(
+            token_budget=kit.token_budget,
+            max_rows=8,
+            max_waiting=64,
+            max_len=kit.max_len,
+            reserve_tokens=kit.reserve_tokens,
+        )
+        self.parts = assemble(
+            wiring, kit.shape, self.engine, limits, NoFiles(), self.neighbours, cluster.clock, kit.grammars
+        )
+        self.loop = NodeLoop(
+            self.parts, report_s=cluster.report_s, drain_s=5.0, clock=cluster.clock, looks_ahead=cluster.looks_ahead
+        )
         self.is_alive = True
         self.is_paused = False
         self.task = self._begin()
@@ -185,9 +197,9 @@ def clock_of_loop() -> Callable[[], float]:
 
 
 class LocalCluster:
-    """Use as `async with`. force: the mode of every request; auto may find that prefill beside decode is cheaper. group_s: next to nothing
-    makes one group of each layer. make_backend: the medium of every node; default: scripted ones by these names, whose faults are
-    `networks[name].plan`."""
+    """Use as `async with`. force: the mode of every request; auto may find that prefill beside decode is cheaper.
+    group_s: next to nothing makes one group of each layer. make_backend: the medium of every node; default: scripted
+    ones by these names, whose faults are `networks[name].plan`."""
 
     looks_ahead = True
     """Whether nodes plan a step before the tokens of the one before are known."""
@@ -235,8 +247,16 @@ class LocalCluster:
         for name, role in self.roles.items():
             self.start(name, role)
         block_tokens = next(iter(self.nodes.values())).kit.shape.block_tokens
-        self.chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), self.router.view, self.router.cached, force=self.force)
-        self.dispatch = Dispatch(self.router, OneModel(block_tokens), self.chooser, DispatchSettings(stages=self.stages, hold_s=20.0), self.clock)
+        self.chooser = Chooser(
+            PolicyHolder(make_policy(DEFAULT)), self.router.view, self.router.cached, force=self.force
+        )
+        self.dispatch = Dispatch(
+            self.router,
+            OneModel(block_tokens),
+            self.chooser,
+            DispatchSettings(stages=self.stages, hold_s=20.0),
+            self.clock,
+        )
         await self.until(lambda: len(self.router.view().nodes) == len(self.roles))
 
     def make_backends(self, me: Peer) -> dict[str, Backend]:
@@ -274,18 +294,27 @@ class LocalCluster:
             while not condition():
                 await asyncio.sleep(0.001)
 
-    async def run(self, prompt: list[int], sampling: int | Sampling, *, deadline_s: float = 20.0, client_id: str = "") -> tuple[list[int], Done]:
+    async def run(
+        self, prompt: list[int], sampling: int | Sampling, *, deadline_s: float = 20.0, client_id: str = ""
+    ) -> tuple[list[int], Done]:
         """The tokens of one request, and its Done. sampling: or only max_tokens."""
         if isinstance(sampling, int):
             sampling = Sampling(max_tokens=sampling, seed=1)
         name = f"r{next(self.versions)}"
-        return await self._events(Generation(name, "model", array("i", prompt), sampling, deadline_s, client_id=client_id))
+        return await self._events(
+            Generation(name, "model", array("i", prompt), sampling, deadline_s, client_id=client_id)
+        )
 
-    async def run_choices(self, prompt: list[int], samplings: Sequence[Sampling], *, deadline_s: float = 20.0) -> list[tuple[list[int], Done]]:
+    async def run_choices(
+        self, prompt: list[int], samplings: Sequence[Sampling], *, deadline_s: float = 20.0
+    ) -> list[tuple[list[int], Done]]:
         """The same of all choices of one request."""
         name, tokens = f"r{next(self.versions)}", array("i", prompt)
         first = Generation(f"{name}-0", "model", tokens, samplings[0], deadline_s, leads=len(samplings) > 1)
-        others = [Generation(f"{name}-{n}", "model", tokens, each, deadline_s, leader=first.request) for n, each in enumerate(samplings[1:], 1)]
+        others = [
+            Generation(f"{name}-{n}", "model", tokens, each, deadline_s, leader=first.request)
+            for n, each in enumerate(samplings[1:], 1)
+        ]
         return await asyncio.gather(*(self._events(generation) for generation in (first, *others)))
 
     async def _events(self, generation: Generation) -> tuple[list[int], Done]:

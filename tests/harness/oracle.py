@@ -1,7 +1,8 @@
 """An engine without a model, whose tokens depend on every byte of KV it is given: a page oracle.
 
-The KV of position i is a hash of the KV of position i-1 and the token; the next token is a hash of the KV of the whole context, read from the
-pages. So one wrong, stale or misplaced byte anywhere changes all tokens after it. `reference` computes the same without pages.
+The KV of position i is a hash of the KV of position i-1 and the token; the next token is a hash of the KV of the whole
+context, read from the pages. So one wrong, stale or misplaced byte anywhere changes all tokens after it. `reference`
+computes the same without pages.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ def reference(prompt: list[int], num_tokens: int, width: int = 1, choice: int = 
 
 
 class OracleEngine:
-    """Implements loop.StepEngine. A page is [layer][token][width × LAYER_BYTES]; a step's layers are written one bell at a time, at `tick`.
+    """Implements loop.StepEngine. A page is [layer][token][width × LAYER_BYTES]; a step's layers are written one bell
+    at a time, at `tick`.
 
-    A step without bells is done when it is launched, unless `hold` is set; then when `finish` is called. One launched behind another starts when
-    that is done."""
+    A step without bells is done when it is launched, unless `hold` is set; then when `finish` is called. One launched
+    behind another starts when that is done."""
 
     def __init__(self, num_pages: int, page_tokens: int, width: int = 1) -> None:
         self.page_tokens = page_tokens
@@ -94,7 +96,9 @@ class OracleEngine:
         self.fail_steps -= self.fail_steps > 0
         for source, target in plan.copies:
             begin = source * self.page_bytes
-            self.memory[target * self.page_bytes : (target + 1) * self.page_bytes] = self.memory[begin : begin + self.page_bytes]
+            self.memory[target * self.page_bytes : (target + 1) * self.page_bytes] = self.memory[
+                begin : begin + self.page_bytes
+            ]
         self._fresh = [] if self._is_failing else [(row, self._kv_of_row(row)) for row in plan.rows]
         if not self.hold:
             self.finish()
@@ -159,7 +163,9 @@ class OracleEngine:
         first, error = self.row_errors.get(row.request.partition("#")[0], (0, None))
         if error is not None and row.output_index >= first:
             return RowResult(row.request, None, error=error)
-        return RowResult(row.request, draw(b"".join(self._read(row.pages, position) for position in range(end)), row.sampling.choice))
+        return RowResult(
+            row.request, draw(b"".join(self._read(row.pages, position) for position in range(end)), row.sampling.choice)
+        )
 
     def _read(self, pages, position: int) -> bytes:
         offsets = (self._offset(pages, position, layer) for layer in range(NUM_LAYERS))

@@ -1,6 +1,7 @@
-"""An asyncio loop for tests whose clock does not count stalls: time in which this process did not get to run, or one callback took very long, passes
-for nobody in it. Timers, leases and deadlines of whatever lives in the loop run by it, so that a busy machine cannot make one half of a test late
-for the other half. Waiting for a timer or a descriptor takes real time, as ever.
+"""An asyncio loop for tests whose clock does not count stalls: time in which this process did not get to run, or one
+callback took very long, passes for nobody in it. Timers, leases and deadlines of whatever lives in the loop run by it,
+so that a busy machine cannot make one half of a test late for the other half. Waiting for a timer or a descriptor takes
+real time, as ever.
 """
 
 from __future__ import annotations

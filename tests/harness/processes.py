@@ -1,4 +1,5 @@
-"""Real clusters for tests: `pdcluster up` as a user starts it, with real processes, sockets and memory; and what it leaves behind."""
+"""Real clusters for tests: `pdcluster up` as a user starts it, with real processes, sockets and memory; and what it
+leaves behind."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ IDLE_S = 60.0
 MARK = "PROCESS_OF_TEST"
 """In the environment of a cluster's processes, so that they are known when nobody is left to ask who started them."""
 
-PATIENT = [f"--set={who}.lease_s=60" for who in ("node", "router", "bootstrap")] + ["--set=router.stages.handshake_s=60"]
+PATIENT = [f"--set={who}.lease_s=60" for who in ("node", "router", "bootstrap")] + [
+    "--set=router.stages.handshake_s=60"
+]
 """For clusters in which nobody shall be lost, whatever else the machine does."""
 
 
@@ -31,10 +34,22 @@ class Up:
     """One running `pdcluster up`. Its output is kept in `lines`."""
 
     def __init__(self, *arguments: str) -> None:
-        argv = [sys.executable, "-m", "pdcluster.cli", "up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", *arguments]
+        argv = [
+            sys.executable,
+            "-m",
+            "pdcluster.cli",
+            "up",
+            "--http",
+            "127.0.0.1:0",
+            "--grpc",
+            "127.0.0.1:0",
+            *arguments,
+        ]
         self.mark = uuid.uuid4().hex
         where, environment = Path(__file__).parents[2], {**os.environ, MARK: self.mark}
-        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=where, env=environment)
+        self.process = subprocess.Popen(
+            argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=where, env=environment
+        )
         self.lines: list[str] = []
         self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -117,14 +132,24 @@ class Up:
     def node_pages(self) -> dict[tuple[str, str], float]:
         """(node, state) → pages."""
         pattern = re.compile(r'pdcluster_node_kv_pages\{node="([^"]+)",role="[^"]+",state="([^"]+)"\}')
-        return {(found[1], found[2]): value for name, value in self.metrics().items() if (found := pattern.fullmatch(name))}
+        return {
+            (found[1], found[2]): value for name, value in self.metrics().items() if (found := pattern.fullmatch(name))
+        }
 
     def wait_idle(self, timeout_s: float = IDLE_S) -> None:
         """Until every node reports 0 pages used, quarantined and pinned, and no slot taken."""
         deadline = time.monotonic() + timeout_s
         while True:
-            busy = {key: value for key, value in self.node_pages().items() if key[1] in ("used", "quarantined", "pinned") and value}
-            busy |= {key: value for key, value in self.metrics().items() if key.startswith("pdcluster_node_slots_used") and value}
+            busy = {
+                key: value
+                for key, value in self.node_pages().items()
+                if key[1] in ("used", "quarantined", "pinned") and value
+            }
+            busy |= {
+                key: value
+                for key, value in self.metrics().items()
+                if key.startswith("pdcluster_node_slots_used") and value
+            }
             if not busy:
                 return
             assert time.monotonic() < deadline, f"not idle: {busy}\n{self.output()}"

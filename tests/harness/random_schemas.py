@@ -11,7 +11,11 @@ def random_schema(seed: int) -> dict:
 
 def _object(generator: random.Random, depth: int) -> dict:
     names = generator.sample([*string.ascii_lowercase, 'quo"te', "back\\slash", "line\nbreak"], generator.randint(1, 4))
-    schema = {"type": "object", "properties": {name: _value(generator, depth + 1) for name in names}, "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {name: _value(generator, depth + 1) for name in names},
+        "additionalProperties": False,
+    }
     required = [name for name in names if generator.random() < 0.7]
     if required:
         schema["required"] = required
@@ -60,7 +64,12 @@ def _plain(generator: random.Random, depth: int) -> dict:
 
 def _array(generator: random.Random, depth: int) -> dict:
     low = generator.randint(0, 2)
-    return {"type": "array", "items": _value(generator, depth + 1), "minItems": low, "maxItems": low + generator.randint(0, 2)}
+    return {
+        "type": "array",
+        "items": _value(generator, depth + 1),
+        "minItems": low,
+        "maxItems": low + generator.randint(0, 2),
+    }
 
 
 def _any_of(generator: random.Random, depth: int) -> dict:

@@ -1,4 +1,5 @@
-"""A tensor-parallel engine whose ranks all live in this process, one worker thread each. For tests of what they compute."""
+"""A tensor-parallel engine whose ranks all live in this process, one worker thread each. For tests of what they
+compute."""
 
 from __future__ import annotations
 

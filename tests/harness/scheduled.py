@@ -24,7 +24,9 @@ def run(
 ) -> tuple[list[list[int]], Scheduler]:
     """The output tokens of each, and the scheduler. emitted: output of an earlier attempt, the same for all."""
     pages = PagePool(num_pages or engine.num_pages, engine.layout.page_tokens, 32)
-    limits = Limits(token_budget, 63, 1024, engine.max_len, reserve_tokens=16, eos_token_ids=frozenset(engine.config.eos_token_ids))
+    limits = Limits(
+        token_budget, 63, 1024, engine.max_len, reserve_tokens=16, eos_token_ids=frozenset(engine.config.eos_token_ids)
+    )
     scheduler = Scheduler(pages, limits)
     outputs: dict[str, list[int]] = {}
     tokens = pack_tokens([*prompt, *emitted])

@@ -1,5 +1,6 @@
-"""Runs requests through everything that may happen to them, by a seeded die: any batch, any chunk, recomputed, handed to another engine, begun on KV
-that another request left. What a request says must not depend on it; `alone` says what that is."""
+"""Runs requests through everything that may happen to them, by a seeded die: any batch, any chunk, recomputed, handed
+to another engine, begun on KV that another request left. What a request says must not depend on it; `alone` says what
+that is."""
 
 from __future__ import annotations
 
@@ -41,7 +42,15 @@ class Life:
         end = min(self.computed + most, len(known))
         history = history_of(self.sampling.shaping, self.prompt, known[len(self.prompt) :])
         sampling = self.sampling if end == len(known) else None
-        return Row(self.name, known[self.computed : end], self.computed, self.pages, sampling, len(self.tokens), history=history)
+        return Row(
+            self.name,
+            known[self.computed : end],
+            self.computed,
+            self.pages,
+            sampling,
+            len(self.tokens),
+            history=history,
+        )
 
 
 def alone(engine: Engine, lives: list[Life]) -> list[torch.Tensor]:
@@ -150,4 +159,6 @@ def _tokens(engine: Engine, pages: np.ndarray, count: int) -> torch.Tensor:
 
 def _copy(source: Engine, old: np.ndarray, target: Engine, new: np.ndarray, count: int) -> None:
     at, size = torch.arange(count), target.layout.page_tokens
-    target.pool.tensor[torch.from_numpy(new.astype(np.int64))[at // size], :, :, :, at % size] = _tokens(source, old, count)
+    target.pool.tensor[torch.from_numpy(new.astype(np.int64))[at // size], :, :, :, at % size] = _tokens(
+        source, old, count
+    )

@@ -1,8 +1,8 @@
-"""A LocalCluster in virtual time over a simulated wire: processes that can die, hang, lose their connections and come back, and a watch over every
-byte that lands in a page.
+"""A LocalCluster in virtual time over a simulated wire: processes that can die, hang, lose their connections and come
+back, and a watch over every byte that lands in a page.
 
-Real here: node loops, schedulers, pools, both halves of the transfer protocol, links, codec, the router's cluster, dispatch and attempts, with the
-product's own timeouts. Simulated: ZMQ's sockets, the medium, the clock, the model.
+Real here: node loops, schedulers, pools, both halves of the transfer protocol, links, codec, the router's cluster,
+dispatch and attempts, with the product's own timeouts. Simulated: ZMQ's sockets, the medium, the clock, the model.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class WakingNetwork(FakeNetwork):
 class SimulatedBackend(FakeBackend):
     network: WakingNetwork
 
-    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, *rest: bool) -> Handle:
+    def write(
+        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, *rest: bool
+    ) -> Handle:
         fault = self.network.plan_write(self, peer, stamp, runs)
         self.network.plan = lambda _: fault
         return super().write(peer, source_region, target_region, stamp, runs, *rest)
@@ -122,7 +124,9 @@ class SimulatedNode(LocalNode):
 
     async def _sleep(self, engine: TimedOracle) -> None:
         now = self.cluster.clock()
-        wait_s = self.loop._wait_ms() / 1000 if engine.due is None else min(self.loop._wait_ms() / 1000, engine.due - now)
+        wait_s = (
+            self.loop._wait_ms() / 1000 if engine.due is None else min(self.loop._wait_ms() / 1000, engine.due - now)
+        )
         self._waiter = self.cluster.event_loop.create_future()
         timer = self.cluster.event_loop.call_later(max(wait_s, SHORTEST_WAIT_S), self.wake)
         await self._waiter
@@ -142,15 +146,29 @@ class SimulatedNode(LocalNode):
 
 
 class SimulatedCluster(LocalCluster):
-    """Use inside `run_virtually`. checks_permits: a medium like tcp; without, one like shm. problems: what must never happen, and did."""
+    """Use inside `run_virtually`. checks_permits: a medium like tcp; without, one like shm. problems: what must never
+    happen, and did."""
 
     def __init__(
-        self, event_loop: VirtualLoop, roles: dict[str, Role], *, num_pages: int = 256, checks_permits: bool = True, group_s: float = 0.0004
+        self,
+        event_loop: VirtualLoop,
+        roles: dict[str, Role],
+        *,
+        num_pages: int = 256,
+        checks_permits: bool = True,
+        group_s: float = 0.0004,
     ) -> None:
         self.event_loop = event_loop
         self.zmq = Wire(event_loop)
         self.problems: list[str] = []
-        super().__init__(roles, num_pages=num_pages, make_kit=self._kit, make_backend=self._backend, group_s=group_s, clock=event_loop.time)
+        super().__init__(
+            roles,
+            num_pages=num_pages,
+            make_kit=self._kit,
+            make_backend=self._backend,
+            group_s=group_s,
+            clock=event_loop.time,
+        )
         self.context.destroy(0)
         self.wire = WireSettings()
         self.stages = StageDeadlines()
@@ -201,7 +219,10 @@ class SimulatedCluster(LocalCluster):
             for page in range(offset // page_bytes, -(-(offset + nbytes) // page_bytes)):
                 writer = node.parts.pages.writer_of(page)
                 if writer != stamp.nonce:
-                    self.problems.append(f"a write of ticket {stamp.nonce:x} lands in page {page} of {backend.me.node}, whose writer is {writer}")
+                    self.problems.append(
+                        f"a write of ticket {stamp.nonce:x} lands in page {page} of {backend.me.node}, whose writer "
+                        f"is {writer}"
+                    )
 
     # ------------------------------------------------------------ processes
 

@@ -1,6 +1,6 @@
-"""Which tests `make test` and `make test-full` may run side by side. A file's tests stay on one worker, one after the other, as xdist's `loadfile`
-has it; but those of a few files take so long together that the last worker would be alone with them at the end. Each of these goes to whoever is
-free."""
+"""Which tests `make test` and `make test-full` may run side by side. A file's tests stay on one worker, one after the
+other, as xdist's `loadfile` has it; but those of a few files take so long together that the last worker would be alone
+with them at the end. Each of these goes to whoever is free."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Stops a child process for certain. A SIGSTOP that was sent is not one that was obeyed: until the thread that takes it gets to run, all others
-go on, which on a busy machine is long enough to answer."""
+"""Stops a child process for certain. A SIGSTOP that was sent is not one that was obeyed: until the thread that takes it
+gets to run, all others go on, which on a busy machine is long enough to answer."""
 
 from __future__ import annotations
 

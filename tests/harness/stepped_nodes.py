@@ -1,4 +1,5 @@
-"""Whole nodes without wire, threads or loop: each turn is taken by hand, each message is a letter that the test delivers, loses or repeats."""
+"""Whole nodes without wire, threads or loop: each turn is taken by hand, each message is a letter that the test
+delivers, loses or repeats."""
 
 from __future__ import annotations
 
@@ -73,16 +74,25 @@ class SteppedNode(LocalNode):
     cluster: SteppedNodes
 
     def __init__(self, cluster: SteppedNodes, name: str, role: Role) -> None:
-        super().__init__(cluster, name, role, oracle_kit(cluster.num_pages, lambda count, tokens: TimedOracle(count, tokens, cluster.clock)))  # type: ignore[arg-type]
+        super().__init__(
+            cluster,
+            name,
+            role,
+            oracle_kit(cluster.num_pages, lambda count, tokens: TimedOracle(count, tokens, cluster.clock)),
+        )  # type: ignore[arg-type]
         os.close(self.loop._stop_fd)
         os.close(self.neighbours.wakeup_fd)
         self.neighbours = Watch()
         self.box = LetterBox(self.me, self.parts.hub.address, cluster.letters.append)
         self.parts = replace(self.parts, hub=self.box, neighbours=self.neighbours)
-        writer = self.parts.writer  # that measures with chunks of any size, so that tickets are written over several media
+        writer = (
+            self.parts.writer
+        )  # that measures with chunks of any size, so that tickets are written over several media
         writer.paths = Paths(tuple(self.backends), cluster.clock, measure=MeasureSettings(smallest_bytes=0))
         writer.ladder = Ladder(writer.paths, cluster.transfer.trials)
-        self.loop = NodeLoop(self.parts, report_s=1e9, drain_s=5.0, clock=cluster.clock, looks_ahead=cluster.looks_ahead)
+        self.loop = NodeLoop(
+            self.parts, report_s=1e9, drain_s=5.0, clock=cluster.clock, looks_ahead=cluster.looks_ahead
+        )
 
     def _begin(self) -> None:  # type: ignore[override]
         return None
@@ -104,12 +114,14 @@ class SteppedNode(LocalNode):
 
 
 class SteppedNodes:
-    """Stands where a node looks for its LocalCluster. letters: what was sent and not delivered yet. networks: the media by name, best
-    first."""
+    """Stands where a node looks for its LocalCluster. letters: what was sent and not delivered yet. networks: the media
+    by name, best first."""
 
     looks_ahead = True
 
-    def __init__(self, roles: dict[str, Role], networks: dict[str, FakeNetwork], *, num_pages: int, group_s: float = 0.0004) -> None:
+    def __init__(
+        self, roles: dict[str, Role], networks: dict[str, FakeNetwork], *, num_pages: int, group_s: float = 0.0004
+    ) -> None:
         self.clock = next(iter(networks.values())).clock
         self.num_pages = num_pages
         self.group_s = group_s
@@ -147,4 +159,6 @@ class SteppedNodes:
 
 def pages_of(runs: Runs, page_bytes: int, *, source: bool) -> set[int]:
     spans = [(run.source if source else run.target, run.nbytes) for run in runs]
-    return {page for offset, nbytes in spans for page in range(offset // page_bytes, -(-(offset + nbytes) // page_bytes))}
+    return {
+        page for offset, nbytes in spans for page in range(offset // page_bytes, -(-(offset + nbytes) // page_bytes))
+    }

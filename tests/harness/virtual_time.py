@@ -1,5 +1,5 @@
-"""An asyncio loop whose clock jumps: nothing ever waits, the next timer is simply due. So ten minutes of timeouts take milliseconds, and a run
-with the same seed is the same run."""
+"""An asyncio loop whose clock jumps: nothing ever waits, the next timer is simply due. So ten minutes of timeouts take
+milliseconds, and a run with the same seed is the same run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""A simulated ZMQ under the real links: the same Hub, Dialer and NodeLink speak over it, and a tap decides what happens to each frame.
+"""A simulated ZMQ under the real links: the same Hub, Dialer and NodeLink speak over it, and a tap decides what happens
+to each frame.
 
-Only what `pdcluster.wire` uses: one ROUTER per listening process, DEALERs that connect to it, and the monitor's two events. A connection keeps the
-order of its frames, as TCP does, unless the tap asks otherwise. Give each process its own context (`Wire.context`).
+Only what `pdcluster.wire` uses: one ROUTER per listening process, DEALERs that connect to it, and the monitor's two
+events. A connection keeps the order of its frames, as TCP does, unless the tap asks otherwise. Give each process its
+own context (`Wire.context`).
 """
 
 from __future__ import annotations
@@ -91,7 +93,9 @@ class Wire:
                 self.loop.call_later(LATENCY_S, connection.dealer.on_cut)
 
     def cut_all(self, first: str, second: str) -> None:
-        for connection in [each for each in self.connections if {each.dealer.owner, each.router.owner} == {first, second}]:
+        for connection in [
+            each for each in self.connections if {each.dealer.owner, each.router.owner} == {first, second}
+        ]:
             self.cut(connection)
 
 

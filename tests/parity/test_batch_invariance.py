@@ -1,5 +1,5 @@
-"""The batch-invariant mode: whatever happens to requests beside and between their tokens, these are the same, with the same logprobs and the same KV,
-bit for bit in bfloat16. The same cases without the mode show that they can tell."""
+"""The batch-invariant mode: whatever happens to requests beside and between their tokens, these are the same, with the
+same logprobs and the same KV, bit for bit in bfloat16. The same cases without the mode show that they can tell."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ class Run:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {shape.family: save(build_model(shape, seed=5, dtype=torch.bfloat16), tmp_path_factory.mktemp(shape.family)) for shape in SHAPES}
+    return {
+        shape.family: save(build_model(shape, seed=5, dtype=torch.bfloat16), tmp_path_factory.mktemp(shape.family))
+        for shape in SHAPES
+    }
 
 
 @pytest.fixture
@@ -64,7 +67,10 @@ def config_of(directory: Path, **changes: object) -> EngineConfig:
 
 def engines_of(stack: ExitStack, directory: Path, *, deterministic: bool = True) -> list[Engine]:
     """Two that differ in whatever must not matter."""
-    configs = [config_of(directory, deterministic=deterministic), config_of(directory, deterministic=deterministic, page_tokens=48, threads=2)]
+    configs = [
+        config_of(directory, deterministic=deterministic),
+        config_of(directory, deterministic=deterministic, page_tokens=48, threads=2),
+    ]
     engines = [Engine(config) for config in configs]
     for engine in engines:
         stack.callback(engine.close)
@@ -90,7 +96,14 @@ def sampling_of(index: int, max_tokens: int) -> Sampling:
     top_p, top_k = (0.9 if index % 2 else None), (20 if index % 5 == 0 else None)
     shaping = Shaping(repetition=1.3, presence=0.2) if index % 4 == 0 else None
     return Sampling(
-        max_tokens=max_tokens, seed=index, temperature=temperature, top_p=top_p, top_k=top_k, logprobs=index % 4, ignore_eos=True, shaping=shaping
+        max_tokens=max_tokens,
+        seed=index,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        logprobs=index % 4,
+        ignore_eos=True,
+        shaping=shaping,
     )
 
 
@@ -108,11 +121,16 @@ def test_a_request_says_the_same_bits_whatever_happens(stack: ExitStack, checkpo
 
 @pytest.mark.full
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_500_requests_say_the_same_bits_whatever_happens(stack: ExitStack, checkpoints: dict[str, Path], shape: Shape) -> None:
+def test_500_requests_say_the_same_bits_whatever_happens(
+    stack: ExitStack, checkpoints: dict[str, Path], shape: Shape
+) -> None:
     assert run_both(engines_of(stack, checkpoints[shape.family]), 500, seed=2).differing() == []
 
 
-@pytest.mark.skipif(has_wide_product(), reason="the usual kernels of a CPU with AVX2 alone add in one order, too, as far as these requests show")
+@pytest.mark.skipif(
+    has_wide_product(),
+    reason="the usual kernels of a CPU with AVX2 alone add in one order, too, as far as these requests show",
+)
 def test_without_the_mode_the_same_requests_differ(stack: ExitStack, checkpoints: dict[str, Path]) -> None:
     assert run_both(engines_of(stack, checkpoints["qwen3"], deterministic=False), 20, seed=1).differing() != []
 

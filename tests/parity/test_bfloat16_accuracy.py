@@ -1,4 +1,5 @@
-"""In bfloat16 an engine is nearer to float32 than transformers is, on a model with outliers: its residual stream and logits are float32."""
+"""In bfloat16 an engine is nearer to float32 than transformers is, on a model with outliers: its residual stream and
+logits are float32."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("accuracy")
     model = made_model(directory / "model")
-    save_cases(make_cases(Tokenizer.from_file(str(model / "tokenizer.json")), num_positions=40, most_tokens=160, every=6), directory)
+    save_cases(
+        make_cases(Tokenizer.from_file(str(model / "tokenizer.json")), num_positions=40, most_tokens=160, every=6),
+        directory,
+    )
     Reference(directory).write(predict(model, torch.float32, directory))
     return directory
 

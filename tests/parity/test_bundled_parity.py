@@ -1,4 +1,5 @@
-"""The engine gives the bundled model's tokens as transformers gives them: trained weights and real prompts, where test_families has random ones."""
+"""The engine gives the bundled model's tokens as transformers gives them: trained weights and real prompts, where
+test_families has random ones."""
 
 from collections.abc import Iterator
 
@@ -38,10 +39,14 @@ def text_model() -> TextModel:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: prompt.text[:24])
-def test_greedy_tokens_equal_those_of_transformers(reference: PreTrainedModel, engine: Engine, text_model: TextModel, prompt: Prompt) -> None:
+def test_greedy_tokens_equal_those_of_transformers(
+    reference: PreTrainedModel, engine: Engine, text_model: TextModel, prompt: Prompt
+) -> None:
     text = text_model.render_chat([{"role": "user", "content": prompt.text}]) if prompt.kind == "chat" else prompt.text
     ids = np.array(text_model.encode(text, add_special_tokens=False), np.int32)
     expected = checkpoints.greedy(reference, ids, NUM_TOKENS)
-    assert expected.least_gap >= GAP, "the reference itself hesitates on this prompt; choose fewer tokens or another prompt"
+    assert expected.least_gap >= GAP, (
+        "the reference itself hesitates on this prompt; choose fewer tokens or another prompt"
+    )
     (job,) = Driver(engine).run([ids], [greedy(NUM_TOKENS)], chunk=13)
     assert job.tokens == expected.tokens

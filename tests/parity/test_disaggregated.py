@@ -1,4 +1,5 @@
-"""Disaggregated = local = chunked differently = prefix-cached = preempted, token for token, with a real model in fp32, greedy and seeded."""
+"""Disaggregated = local = chunked differently = prefix-cached = preempted, token for token, with a real model in fp32,
+greedy and seeded."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ OUTPUT = 24
 PAIR = {"p0": "prefill", "d0": "decode"}
 
 
-@pytest.fixture(autouse=True, params=[pytest.param(True, id="ahead"), pytest.param(False, id="in-turn", marks=pytest.mark.full)])
+@pytest.fixture(
+    autouse=True, params=[pytest.param(True, id="ahead"), pytest.param(False, id="in-turn", marks=pytest.mark.full)]
+)
 def looks_ahead(request, monkeypatch) -> None:
     """Steps planned before the tokens of the last one are known, and steps that wait for them."""
     monkeypatch.setattr(LocalCluster, "looks_ahead", request.param)
@@ -51,8 +54,17 @@ def make_kit(directory: Path, *, token_budget: int = 24, reserve_tokens: int = 1
         engine = Engine(EngineConfig(directory, KERNEL_CACHE, page_tokens=PAGE, num_pages=num_pages, threads=1))
         pool = engine.pool
         region = Region(0, pool.address, pool.nbytes, pool.fd)
-        shape = NodeShape(MODEL.vocab_size, num_pages, PAGE, PageShape.of(engine.full_layout, 1), (region,), (pool.view,))
-        return EngineKit(engine, shape, Fingerprint("model", engine.weights_digest, 1, PAGE, engine.layout), 512, token_budget, reserve_tokens)
+        shape = NodeShape(
+            MODEL.vocab_size, num_pages, PAGE, PageShape.of(engine.full_layout, 1), (region,), (pool.view,)
+        )
+        return EngineKit(
+            engine,
+            shape,
+            Fingerprint("model", engine.weights_digest, 1, PAGE, engine.layout),
+            512,
+            token_budget,
+            reserve_tokens,
+        )
 
     return make
 
@@ -60,7 +72,9 @@ def make_kit(directory: Path, *, token_budget: int = 24, reserve_tokens: int = 1
 def samplings() -> dict[str, Sampling]:
     return {
         "greedy": Sampling(max_tokens=OUTPUT, seed=0, temperature=0.0, ignore_eos=True),
-        "seeded": Sampling(max_tokens=OUTPUT, seed=11, temperature=0.8, top_k=40, top_p=0.95, min_p=0.01, ignore_eos=True),
+        "seeded": Sampling(
+            max_tokens=OUTPUT, seed=11, temperature=0.8, top_k=40, top_p=0.95, min_p=0.01, ignore_eos=True
+        ),
     }
 
 
@@ -98,11 +112,21 @@ def test_one_node_is_transformers(model, prompts, expected) -> None:
 @pytest.mark.parametrize("name", ["greedy", "seeded"])
 @pytest.mark.parametrize("backend", ["fake", "shm", "tcp", "mooncake"])
 @pytest.mark.parametrize("group_s", [1.0, 1e-12], ids=["whole", "by-layer"])
-async def test_disaggregated_equals_local(directory, prompts, expected, name: str, backend: str, group_s: float) -> None:
-    make_backend = None if backend == "fake" else lambda me: create_backends(backend, me, host="127.0.0.1", staging_bytes=1 << 22)[backend]
-    async with LocalCluster(PAIR, force="remote", make_kit=make_kit(directory), make_backend=make_backend, group_s=group_s) as cluster:
+async def test_disaggregated_equals_local(
+    directory, prompts, expected, name: str, backend: str, group_s: float
+) -> None:
+    make_backend = (
+        None
+        if backend == "fake"
+        else lambda me: create_backends(backend, me, host="127.0.0.1", staging_bytes=1 << 22)[backend]
+    )
+    async with LocalCluster(
+        PAIR, force="remote", make_kit=make_kit(directory), make_backend=make_backend, group_s=group_s
+    ) as cluster:
         assert await answers(cluster, prompts, samplings()[name]) == expected[name]
-        assert await answers(cluster, prompts, samplings()[name]) == expected[name], "and again with every prefix cached"
+        assert await answers(cluster, prompts, samplings()[name]) == expected[name], (
+            "and again with every prefix cached"
+        )
         await cluster.until_idle()
 
 
@@ -116,7 +140,10 @@ def second_turns(model, directory, prompts, expected) -> dict[str, tuple[list[li
 
     found = {}
     for name, sampling in samplings().items():
-        turns = [first + answer + prompt(7, MODEL.vocab_size, seed=9).tolist() for first, answer in zip(prompts, expected[name], strict=True)]
+        turns = [
+            first + answer + prompt(7, MODEL.vocab_size, seed=9).tolist()
+            for first, answer in zip(prompts, expected[name], strict=True)
+        ]
         found[name] = turns, [asyncio.run(alone(turn, sampling)) for turn in turns]
     assert min(greedy(model, torch.tensor(turn).numpy(), OUTPUT).least_gap for turn in found["greedy"][0]) >= 1e-3
     return found
@@ -124,14 +151,25 @@ def second_turns(model, directory, prompts, expected) -> dict[str, tuple[list[li
 
 @pytest.mark.parametrize("name", ["greedy", "seeded"])
 @pytest.mark.parametrize("backend", ["fake", "shm", "tcp", "mooncake"])
-async def test_a_second_turn_over_pulled_kv_equals_one_that_is_computed(directory, prompts, expected, second_turns, name, backend) -> None:
-    make_backend = None if backend == "fake" else lambda me: create_backends(backend, me, host="127.0.0.1", staging_bytes=1 << 22)[backend]
+async def test_a_second_turn_over_pulled_kv_equals_one_that_is_computed(
+    directory, prompts, expected, second_turns, name, backend
+) -> None:
+    make_backend = (
+        None
+        if backend == "fake"
+        else lambda me: create_backends(backend, me, host="127.0.0.1", staging_bytes=1 << 22)[backend]
+    )
     turns, answered = second_turns[name]
     async with LocalCluster(PAIR, force="remote", make_kit=make_kit(directory), make_backend=make_backend) as cluster:
         assert await answers(cluster, prompts, samplings()[name]) == expected[name]
         await cluster.until_idle()
-        chains = [(block_hashes(turn, block_tokens=PAGE), (len(first) + OUTPUT - 1) // PAGE) for turn, first in zip(turns, prompts, strict=True)]
-        await cluster.until(lambda: all(max(cluster.router.cached(hashes).values(), default=0) == depth for hashes, depth in chains))
+        chains = [
+            (block_hashes(turn, block_tokens=PAGE), (len(first) + OUTPUT - 1) // PAGE)
+            for turn, first in zip(turns, prompts, strict=True)
+        ]
+        await cluster.until(
+            lambda: all(max(cluster.router.cached(hashes).values(), default=0) == depth for hashes, depth in chains)
+        )
         assert await answers(cluster, turns, samplings()[name]) == answered
         assert cluster.nodes["p0"].parts.fetch.counters["ok"] == len(turns), "each of them was pulled"
         await cluster.until_idle()
@@ -139,7 +177,9 @@ async def test_a_second_turn_over_pulled_kv_equals_one_that_is_computed(director
 
 @pytest.mark.parametrize("name", ["greedy", "seeded"])
 @pytest.mark.parametrize("token_budget", [9, 40])
-async def test_chunks_of_another_size_change_nothing(directory, prompts, expected, name: str, token_budget: int) -> None:
+async def test_chunks_of_another_size_change_nothing(
+    directory, prompts, expected, name: str, token_budget: int
+) -> None:
     async with LocalCluster({"m0": "mixed"}, make_kit=make_kit(directory, token_budget=token_budget)) as cluster:
         assert await answers(cluster, prompts, samplings()[name]) == expected[name]
         await cluster.until_idle()
@@ -168,7 +208,8 @@ async def test_a_stream_that_moves_to_another_node_changes_nothing(directory, pr
 
 
 async def test_a_loop_that_is_late_for_a_bell_sends_only_what_was_computed(directory, monkeypatch) -> None:
-    """The loop and the engine's thread race for the CPU: a bell of one step heard during the next one must not send KV that is not there yet."""
+    """The loop and the engine's thread race for the CPU: a bell of one step heard during the next one must not send KV
+    that is not there yet."""
     many = [prompt(17 + index % 8, MODEL.vocab_size, seed=index).tolist() for index in range(48)]
     sampling = Sampling(max_tokens=4, seed=0, temperature=0.0, ignore_eos=True)
     async with LocalCluster({"m0": "mixed"}, num_pages=512, make_kit=make_kit(directory, token_budget=256)) as cluster:
@@ -181,10 +222,14 @@ async def test_a_loop_that_is_late_for_a_bell_sends_only_what_was_computed(direc
             time.sleep(0.01)
 
     monkeypatch.setattr(NodeLoop, "_watch_layers", late_watch)
-    async with LocalCluster(PAIR, force="remote", num_pages=512, make_kit=make_kit(directory), group_s=1e-12) as cluster:
+    async with LocalCluster(
+        PAIR, force="remote", num_pages=512, make_kit=make_kit(directory), group_s=1e-12
+    ) as cluster:
         worker = cluster.nodes["p0"].engine._worker
         compute = worker._compute
         monkeypatch.setattr(worker, "_compute", lambda plan: (time.sleep(0.003), compute(plan))[1])
-        got = [tokens for start in range(0, 48, 6) for tokens in await answers(cluster, many[start : start + 6], sampling)]
+        got = [
+            tokens for start in range(0, 48, 6) for tokens in await answers(cluster, many[start : start + 6], sampling)
+        ]
         assert got == want
         await cluster.until_idle()

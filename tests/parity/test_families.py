@@ -1,6 +1,8 @@
-"""The engine gives the tokens that transformers gives: float32, greedy, every family, shapes that stress each branch of the code.
+"""The engine gives the tokens that transformers gives: float32, greedy, every family, shapes that stress each branch of
+the code.
 
-Equality is not luck: the best two logits of the reference are at least GAP apart at every step of every case (prompts are chosen so).
+Equality is not luck: the best two logits of the reference are at least GAP apart at every step of every case (prompts
+are chosen so).
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ BIASES: dict[str, list[dict[str, object]]] = {
 
 
 def matrix() -> list[Shape]:
-    """Every family with every GQA ratio and head dim; tying, vocabulary, rope and biases go round with different periods."""
+    """Every family with every GQA ratio and head dim; tying, vocabulary, rope and biases go round with different
+    periods."""
     shapes = []
     for index, (family, heads, dim) in enumerate(itertools.product(checkpoints.FAMILIES, HEADS, DIMS)):
         turn = index + index // 4 + index // 16
@@ -59,12 +62,18 @@ def matrix() -> list[Shape]:
 
 def sample(count_per_family: int) -> list[Shape]:
     chosen = random.Random(3)
-    return [shape for family in checkpoints.FAMILIES for shape in chosen.sample([s for s in matrix() if s.family == family], count_per_family)]
+    return [
+        shape
+        for family in checkpoints.FAMILIES
+        for shape in chosen.sample([s for s in matrix() if s.family == family], count_per_family)
+    ]
 
 
 def case_list() -> list[object]:
     quick = sample(3)
-    return [pytest.param(shape, id=str(shape), marks=[] if shape in quick else [pytest.mark.full]) for shape in matrix()]
+    return [
+        pytest.param(shape, id=str(shape), marks=[] if shape in quick else [pytest.mark.full]) for shape in matrix()
+    ]
 
 
 @dataclass
@@ -121,7 +130,9 @@ def test_the_matrix_covers_what_it_says() -> None:
     assert len(shapes) == 64
     for family in checkpoints.FAMILIES:
         own = [shape for shape in shapes if shape.family == family]
-        assert {(shape.num_heads // shape.num_kv_heads, shape.head_dim) for shape in own} == set(itertools.product((1, 2, 4, 8), DIMS))
+        assert {(shape.num_heads // shape.num_kv_heads, shape.head_dim) for shape in own} == set(
+            itertools.product((1, 2, 4, 8), DIMS)
+        )
         assert {shape.tied for shape in own} == {True, False}
         assert {shape.rope["rope_type"] for shape in own} == {"default", "llama3", "linear", "yarn"}
         assert any(shape.vocab_size % 2 for shape in own)
@@ -130,7 +141,8 @@ def test_the_matrix_covers_what_it_says() -> None:
 
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)
 def test_bfloat16_is_as_near_to_float32_as_transformers_bfloat16_is(family: str, tmp_path: Path) -> None:
-    """Both round differently, so tokens may differ; the error against float32 must not be larger than the reference's own."""
+    """Both round differently, so tokens may differ; the error against float32 must not be larger than the reference's
+    own."""
     shape = replace(Shape(family), num_layers=3)
     rounded = checkpoints.build_model(shape, seed=5, dtype=torch.bfloat16)
     exact = checkpoints.build_model(shape, seed=5, dtype=torch.bfloat16).float()

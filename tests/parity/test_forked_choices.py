@@ -50,10 +50,14 @@ def expected(directory) -> dict[tuple[str, int], list[list[int]]]:  # noqa: F811
 
 @pytest.mark.parametrize("roles", [PAIR, {"m0": "mixed"}], ids=["pair", "one node"])
 async def test_choices_equal_requests_of_their_own(directory, expected, roles) -> None:  # noqa: F811
-    async with LocalCluster(roles, force="remote" if roles is PAIR else "auto", make_kit=make_kit(directory)) as cluster:
+    async with LocalCluster(
+        roles, force="remote" if roles is PAIR else "auto", make_kit=make_kit(directory)
+    ) as cluster:
         for (name, length), want in expected.items():
             assert len({tuple(tokens) for tokens in want}) > 1, "the choices differ"
-            results = await cluster.run_choices(prompt(length, MODEL.vocab_size, seed=5).tolist(), choices(SAMPLINGS[name], 4))
+            results = await cluster.run_choices(
+                prompt(length, MODEL.vocab_size, seed=5).tolist(), choices(SAMPLINGS[name], 4)
+            )
             assert [tokens for tokens, _ in results] == want, f"{name}, prompt of {length}"
         await cluster.until_idle()
 
@@ -66,7 +70,9 @@ async def test_a_prompt_is_computed_and_sent_once() -> None:
         assert [tokens for tokens, _ in results] == [reference(given, 9, choice=number) for number in range(6)]
         first, *others = (done for _, done in results)
         assert (first.route.mode, first.route.prefill, first.route.decode) == ("remote", "p0", "d0")
-        told = [(done.route.mode, done.route.decode, done.timeline.transfer_bytes, done.cached_tokens) for done in others]
+        told = [
+            (done.route.mode, done.route.decode, done.timeline.transfer_bytes, done.cached_tokens) for done in others
+        ]
         assert told == [("local", "d0", 0, 12)] * 5
         assert cluster.nodes["p0"].loop._steps == 1, "one chunk holds the whole prompt"
         await cluster.until_idle()
@@ -119,11 +125,15 @@ async def test_a_leader_that_is_cancelled_leaves_its_followers_a_way() -> None:
     async with LocalCluster(PAIR, force="remote") as cluster:
         name = "r-x"
         first = asyncio.create_task(
-            cluster._events(Generation(f"{name}-0", "model", array("i", given), Sampling(max_tokens=400, seed=1), 20.0, leads=True))
+            cluster._events(
+                Generation(f"{name}-0", "model", array("i", given), Sampling(max_tokens=400, seed=1), 20.0, leads=True)
+            )
         )
         sampling = Sampling(max_tokens=9, seed=1, choice=1)
         await asyncio.sleep(0)
-        second = asyncio.create_task(cluster._events(Generation(f"{name}-1", "model", array("i", given), sampling, 20.0, leader=f"{name}-0")))
+        second = asyncio.create_task(
+            cluster._events(Generation(f"{name}-1", "model", array("i", given), sampling, 20.0, leader=f"{name}-0"))
+        )
         await cluster.until(lambda: cluster.router.ledger.num_requests() == 2)
         first.cancel()
         assert (await second)[0] == reference(given, 9, choice=1)

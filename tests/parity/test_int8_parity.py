@@ -1,4 +1,5 @@
-"""Engines with weights of eight bits against a model of transformers whose weights are quantised by this file's own lines."""
+"""Engines with weights of eight bits against a model of transformers whose weights are quantised by this file's own
+lines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Penalties, biases and bad words, token for token: transformers' logits processors and a plain sum, against one node, a pair, ranks, a pool that is
-too small, and a stream that moves."""
+"""Penalties, biases and bad words, token for token: transformers' logits processors and a plain sum, against one node,
+a pair, ranks, a pool that is too small, and a stream that moves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from driver import Driver
 from local_cluster import EngineKit, LocalCluster
 from local_cluster import Shape as NodeShape
 from rank_engines import engine_group
-from transformers import MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProcessor, PreTrainedModel, RepetitionPenaltyLogitsProcessor
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+)
 
 from pdcluster.core.messages import Sampling, Shaping
 from pdcluster.engine.engine import Engine, EngineConfig
@@ -27,7 +32,9 @@ EOS = 2
 PAGE = 16
 OUTPUT = 40
 LENGTHS = (PAGE - 1, 3 * 24 + 7)
-WORDS = tuple((token,) for token in range(20, 26)) + tuple((first, last) for first in range(40, 52) for last in range(3, 120, 2))
+WORDS = tuple((token,) for token in range(20, 26)) + tuple(
+    (first, last) for first in range(40, 52) for last in range(3, 120, 2)
+)
 SHAPINGS = {
     "repetition": Shaping(repetition=1.4),
     "frequency": Shaping(frequency=1.2),
@@ -53,7 +60,9 @@ def directory(model, tmp_path_factory) -> Path:
 
 
 def sampling_of(shaping: Shaping, **fields: object) -> Sampling:
-    return Sampling(**{"max_tokens": OUTPUT, "seed": 0, "temperature": 0.0, "min_tokens": MIN_TOKENS, "shaping": shaping, **fields})  # type: ignore[arg-type]
+    return Sampling(
+        **{"max_tokens": OUTPUT, "seed": 0, "temperature": 0.0, "min_tokens": MIN_TOKENS, "shaping": shaping, **fields}
+    )  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -86,7 +95,10 @@ def cases(model) -> dict[str, list[tuple[list[int], list[int]]]]:
     found: dict[str, list[tuple[list[int], list[int]]]] = {}
     for name, shaping in SHAPINGS.items():
         for length in LENGTHS:
-            tries = ((given, *reference(model, given, shaping)) for given in (prompt(length, MODEL.vocab_size, seed) for seed in range(40)))
+            tries = (
+                (given, *reference(model, given, shaping))
+                for given in (prompt(length, MODEL.vocab_size, seed) for seed in range(40))
+            )
             given, tokens, _ = next(each for each in tries if each[2] >= 1e-3)
             found.setdefault(name, []).append((given.tolist(), tokens))
     return found
@@ -96,14 +108,24 @@ def make_kit(directory: Path, *, token_budget: int = 24, reserve_tokens: int = 1
     def make(num_pages: int) -> EngineKit:
         engine = Engine(EngineConfig(directory, KERNEL_CACHE, page_tokens=PAGE, num_pages=num_pages, threads=1))
         region = Region(0, engine.pool.address, engine.pool.nbytes, engine.pool.fd)
-        shape = NodeShape(MODEL.vocab_size, num_pages, PAGE, PageShape.of(engine.full_layout, 1), (region,), (engine.pool.view,))
-        return EngineKit(engine, shape, Fingerprint("model", engine.weights_digest, 1, PAGE, engine.layout), 512, token_budget, reserve_tokens)
+        shape = NodeShape(
+            MODEL.vocab_size, num_pages, PAGE, PageShape.of(engine.full_layout, 1), (region,), (engine.pool.view,)
+        )
+        return EngineKit(
+            engine,
+            shape,
+            Fingerprint("model", engine.weights_digest, 1, PAGE, engine.layout),
+            512,
+            token_budget,
+            reserve_tokens,
+        )
 
     return make
 
 
 async def check(cluster: LocalCluster, cases: dict[str, list[tuple[list[int], list[int]]]]) -> None:
-    """All at once, so that rows of every kind share their steps. Nodes here know no EOS that ends a row, so they go on where the reference stops."""
+    """All at once, so that rows of every kind share their steps. Nodes here know no EOS that ends a row, so they go on
+    where the reference stops."""
     asked = [(name, given, tokens) for name, pairs in cases.items() for given, tokens in pairs]
     results = await asyncio.gather(*(cluster.run(given, sampling_of(SHAPINGS[name])) for name, given, _ in asked))
     for (name, given, tokens), (got, _) in zip(asked, results, strict=True):
@@ -139,7 +161,11 @@ async def test_a_stream_that_moves_counts_what_it_said_before(directory, cases) 
     roles = {"p0": "prefill", "d0": "decode", "d1": "decode"}
     async with LocalCluster(roles, force="remote", make_kit=make_kit(directory)) as cluster:
         running = asyncio.create_task(check(cluster, cases))
-        await cluster.until(lambda: any(leg.output.num_output > 5 for node in cluster.nodes.values() for leg in node.parts.decode._legs.values()))
+        await cluster.until(
+            lambda: any(
+                leg.output.num_output > 5 for node in cluster.nodes.values() for leg in node.parts.decode._legs.values()
+            )
+        )
         victim = max(cluster.nodes.values(), key=lambda node: node.parts.decode.num_legs)
         assert victim.parts.decode.num_legs
         await victim.kill()
@@ -149,11 +175,15 @@ async def test_a_stream_that_moves_counts_what_it_said_before(directory, cases) 
 
 async def test_seeded_rows_draw_the_same_on_a_pair_as_on_one_node(directory, cases) -> None:
     prompts = [(name, given) for name, pairs in cases.items() for given, _ in pairs]
-    samplings = [sampling_of(SHAPINGS[name], temperature=0.9, top_p=0.95, seed=place) for place, (name, _) in enumerate(prompts)]
+    samplings = [
+        sampling_of(SHAPINGS[name], temperature=0.9, top_p=0.95, seed=place) for place, (name, _) in enumerate(prompts)
+    ]
 
     async def answers(roles: dict, **options: object) -> list[list[int]]:
         async with LocalCluster(roles, make_kit=make_kit(directory), **options) as cluster:
-            found = await asyncio.gather(*(cluster.run(given, sampling) for (_, given), sampling in zip(prompts, samplings, strict=True)))
+            found = await asyncio.gather(
+                *(cluster.run(given, sampling) for (_, given), sampling in zip(prompts, samplings, strict=True))
+            )
             return [tokens for tokens, _ in found]
 
     assert await answers({"m0": "mixed"}) == await answers({"p0": "prefill", "d0": "decode"}, force="remote")
@@ -161,8 +191,12 @@ async def test_seeded_rows_draw_the_same_on_a_pair_as_on_one_node(directory, cas
 
 def test_two_ranks_say_what_the_reference_says(directory, cases) -> None:
     config = EngineConfig(directory, KERNEL_CACHE, page_tokens=PAGE, num_pages=128)
-    asked = [(np.array(given, np.int32), SHAPINGS[name], tokens) for name, pairs in cases.items() for given, tokens in pairs]
+    asked = [
+        (np.array(given, np.int32), SHAPINGS[name], tokens) for name, pairs in cases.items() for given, tokens in pairs
+    ]
     with engine_group(config, 2) as engine:
-        jobs = Driver(engine).run([given for given, _, _ in asked], [sampling_of(shaping) for _, shaping, _ in asked], chunk=31, stagger=1)
+        jobs = Driver(engine).run(
+            [given for given, _, _ in asked], [sampling_of(shaping) for _, shaping, _ in asked], chunk=31, stagger=1
+        )
     for job, (_, _, tokens) in zip(jobs, asked, strict=True):
         assert job.tokens[: len(tokens)] == tokens

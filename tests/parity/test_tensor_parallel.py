@@ -1,4 +1,5 @@
-"""Prefill and decode nodes of different ranks and page sizes, with real rank processes: the tokens of one engine, greedy and seeded."""
+"""Prefill and decode nodes of different ranks and page sizes, with real rank processes: the tokens of one engine,
+greedy and seeded."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ class Case:
     layer_groups: bool = False
 
     def __str__(self) -> str:
-        return f"{self.prefill}-to-{self.decode}-{self.backend}-{self.model[0]}kv{'-groups' if self.layer_groups else ''}"
+        return (
+            f"{self.prefill}-to-{self.decode}-{self.backend}-{self.model[0]}kv{'-groups' if self.layer_groups else ''}"
+        )
 
 
 CHOSEN = [
@@ -78,7 +81,9 @@ def cases() -> Iterator[object]:
     media = itertools.cycle(["shm", "tcp"])
     sides = [Side(ranks, page) for ranks in (1, 2, 4) for page in (16, 64)]
     for (prefill, decode), model in itertools.product(itertools.product(sides, sides), MODELS):
-        case = Case(prefill, decode, next(media), model, layer_groups=random.Random(str(prefill) + str(decode)).random() < 0.5)
+        case = Case(
+            prefill, decode, next(media), model, layer_groups=random.Random(str(prefill) + str(decode)).random() < 0.5
+        )
         if case not in CHOSEN:
             yield pytest.param(case, id=str(case), marks=pytest.mark.full)
 
@@ -105,23 +110,37 @@ def make_reference(shape: Shape, directory: Path) -> Reference:
         tried = (prompt(length, shape.vocab_size, seed) for seed in range(40))
         prompts.append(next(tokens for tokens in tried if greedy(model, tokens, OUTPUT).least_gap >= 1e-3))
     engine = Engine(EngineConfig(directory, KERNEL_CACHE, page_tokens=BLOCK, num_pages=256, threads=1))
-    tokens = {name: [job.tokens for job in Driver(engine).run(prompts, [sampling] * len(prompts))] for name, sampling in SAMPLINGS.items()}
+    tokens = {
+        name: [job.tokens for job in Driver(engine).run(prompts, [sampling] * len(prompts))]
+        for name, sampling in SAMPLINGS.items()
+    }
     engine.close()
     assert tokens["greedy"] == [greedy(model, each, OUTPUT).tokens for each in prompts]
     return Reference(directory, [each.tolist() for each in prompts], tokens)
 
 
 class MixedCluster(LocalCluster):
-    """A prefill and a decode node of the given sides. Ranks above 0 never learn what rank 0 draws, so that nobody plans ahead of it."""
+    """A prefill and a decode node of the given sides. Ranks above 0 never learn what rank 0 draws, so that nobody plans
+    ahead of it."""
 
     looks_ahead = False
 
     def __init__(self, case: Case, directory: Path) -> None:
         make_backend = None
         if case.backend != "fake":
-            make_backend = lambda me: create_backends(case.backend, me, host="127.0.0.1", staging_bytes=1 << 22)[case.backend]  # noqa: E731
-        super().__init__({"p0": "prefill", "d0": "decode"}, make_backend=make_backend, group_s=1e-12 if case.layer_groups else 1.0, force="remote")
-        self.wire = WireSettings(heartbeat_s=0.1, lease_s=20.0)  # starting ranks holds everything else here up for seconds
+
+            def make_backend(me):
+                return create_backends(case.backend, me, host="127.0.0.1", staging_bytes=1 << 22)[case.backend]
+
+        super().__init__(
+            {"p0": "prefill", "d0": "decode"},
+            make_backend=make_backend,
+            group_s=1e-12 if case.layer_groups else 1.0,
+            force="remote",
+        )
+        self.wire = WireSettings(
+            heartbeat_s=0.1, lease_s=20.0
+        )  # starting ranks holds everything else here up for seconds
         self.case = case
         self.directory = directory
         self.lost: list[str] = []
@@ -141,19 +160,24 @@ class MixedCluster(LocalCluster):
 
 def kit_of(engine: NodeEngine) -> EngineKit:
     local = engine.local
-    shape = NodeShape(local.config.vocab_size, local.num_pages, BLOCK, engine.pages, (engine.region,), (engine.memory,), engine.links)
+    shape = NodeShape(
+        local.config.vocab_size, local.num_pages, BLOCK, engine.pages, (engine.region,), (engine.memory,), engine.links
+    )
     fingerprint = Fingerprint("model", local.weights_digest, 1, BLOCK, local.full_layout)
     return EngineKit(engine.driver, shape, fingerprint, 512, token_budget=48, reserve_tokens=16)
 
 
 async def pull_second_turns(cluster: LocalCluster, reference: Reference) -> None:
-    """What goes on from a part of a greedy answer must give the rest of it, over KV that prefill fetched from decode."""
+    """What goes on from a part of a greedy answer must give the rest of it, over KV that prefill fetched from
+    decode."""
     sampling, part = Sampling(max_tokens=4, seed=0, temperature=0.0, ignore_eos=True), OUTPUT - 4
     pairs = list(zip(reference.prompts, reference.tokens["greedy"], strict=True))
     turns = await asyncio.gather(*(cluster.run(prompt + answer[:part], sampling) for prompt, answer in pairs))
     assert [tokens for tokens, _ in turns] == [answer[part:] for _, answer in pairs]
     pulls = cluster.nodes["p0"].parts.fetch.counters
-    too_coarse = cluster.nodes["p0"].kit.shape.pages.page_tokens == 48  # decode never has one such page more than prefill
+    too_coarse = (
+        cluster.nodes["p0"].kit.shape.pages.page_tokens == 48
+    )  # decode never has one such page more than prefill
     assert too_coarse or pulls["ok"] > 0, dict(pulls)
     await cluster.until_idle()
 

@@ -1,4 +1,5 @@
-"""An engine cut over ranks gives the tokens of one engine, and those are transformers' tokens: float32, greedy and seeded."""
+"""An engine cut over ranks gives the tokens of one engine, and those are transformers' tokens: float32, greedy and
+seeded."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ NUM_TOKENS = 32
 LENGTHS = (1, PAGE, PAGE + 1, 71)
 SHAPES = [
     Shape("qwen3", num_heads=4, num_kv_heads=4, head_dim=32),
-    Shape("llama", num_heads=8, num_kv_heads=2, head_dim=16, intermediate_size=100, config={"attention_bias": True, "mlp_bias": True}),
+    Shape(
+        "llama",
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=16,
+        intermediate_size=100,
+        config={"attention_bias": True, "mlp_bias": True},
+    ),
     Shape("qwen2", num_heads=4, num_kv_heads=1, head_dim=64, tied=True, vocab_size=512),
     Shape("mistral", num_heads=8, num_kv_heads=4, head_dim=32, vocab_size=997),
 ]
@@ -36,7 +44,10 @@ def test_any_number_of_ranks_gives_the_same_tokens(shape: Shape, tmp_path) -> No
         prompt, reference = next((prompt, reference) for prompt, reference in tries if reference.least_gap >= 1e-3)
         prompts.append(prompt)
         expected.append(reference)
-    seeded = [Sampling(max_tokens=NUM_TOKENS, seed=5 + i, temperature=0.8, top_k=40, top_p=0.95, ignore_eos=True) for i in range(len(prompts))]
+    seeded = [
+        Sampling(max_tokens=NUM_TOKENS, seed=5 + i, temperature=0.8, top_k=40, top_p=0.95, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
     logged = [greedy(NUM_TOKENS, prompt_logprobs=0, ignore_eos=True)] * len(prompts)
     alone = Engine(config)
     drawn = [job.tokens for job in Driver(alone).run(prompts, seeded)]
@@ -48,7 +59,9 @@ def test_any_number_of_ranks_gives_the_same_tokens(shape: Shape, tmp_path) -> No
                 jobs = Driver(engine).run(prompts, logged, chunk=chunk, stagger=stagger)
                 assert [job.tokens for job in jobs] == [reference.tokens for reference in expected], f"{size} ranks"
                 for job, reference in zip(jobs, expected, strict=True):
-                    assert [entry.logprob for entry in job.prompt_logprobs] == pytest.approx(reference.prompt_logprobs, abs=1e-4)
+                    assert [entry.logprob for entry in job.prompt_logprobs] == pytest.approx(
+                        reference.prompt_logprobs, abs=1e-4
+                    )
             assert [job.tokens for job in Driver(engine).run(prompts, seeded)] == drawn, f"{size} ranks, seeded"
 
 

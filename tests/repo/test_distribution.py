@@ -55,7 +55,11 @@ def test_the_wheel_holds_the_bundled_model(wheel: Path) -> None:
 
 def test_a_base_install_brings_no_torch(wheel: Path) -> None:
     requirements = [Requirement(text) for text in metadata(wheel).get_all("Requires-Dist") or []]
-    base = {canonicalize_name(found.name) for found in requirements if found.marker is None or found.marker.evaluate({"extra": ""})}
+    base = {
+        canonicalize_name(found.name)
+        for found in requirements
+        if found.marker is None or found.marker.evaluate({"extra": ""})
+    }
     assert base, "the wheel has no dependencies at all"
     assert not base & {"torch", "transformers", "numba", "safetensors", "ray"}
 
@@ -73,12 +77,16 @@ def test_a_command_is_installed(wheel: Path, command: str) -> None:
 
 
 def test_every_dependency_is_pinned_and_the_pin_is_allowed() -> None:
-    texts = PROJECT["dependencies"] + [text for extra in PINNED_EXTRAS for text in PROJECT["optional-dependencies"][extra]]
+    texts = PROJECT["dependencies"] + [
+        text for extra in PINNED_EXTRAS for text in PROJECT["optional-dependencies"][extra]
+    ]
     pins = {canonicalize_name(name): version for name, version in PINS.items()}
     for requirement in map(Requirement, texts):
         version = pins.get(canonicalize_name(requirement.name))
         assert version is not None, f"constraints.txt does not pin {requirement.name}"
-        assert requirement.specifier.contains(version), f"constraints.txt pins {requirement.name} {version}, pyproject wants {requirement.specifier}"
+        assert requirement.specifier.contains(version), (
+            f"constraints.txt pins {requirement.name} {version}, pyproject wants {requirement.specifier}"
+        )
 
 
 def test_torch_is_pinned_to_one_version() -> None:

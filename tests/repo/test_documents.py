@@ -58,7 +58,11 @@ def check(command: TyperCommand | TyperGroup, words: list[str]) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_modules_in_documents_exist_and_have_the_flags_that_are_told(document: Path) -> None:
-    found = [words for line in code_lines(document) if "NAME" not in line and (words := re.match(r"python -m (bench\.\w+)(.*)", line))]
+    found = [
+        words
+        for line in code_lines(document)
+        if "NAME" not in line and (words := re.match(r"python -m (bench\.\w+)(.*)", line))
+    ]
     for command in found:
         file = ROOT / f"{command[1].replace('.', '/')}.py"
         assert file.exists(), f"{document.name} names {command[1]}, which is not there"

@@ -1,4 +1,5 @@
-"""Packages form layers: a module imports its own package or one of a lower level. A new package must find its place in the table."""
+"""Packages form layers: a module imports its own package or one of a lower level. A new package must find its place in
+the table."""
 
 import subprocess
 import sys
@@ -70,17 +71,32 @@ LEVELS: dict[str, int] = {
 }
 ALLOWED_CIRCLE = ("pdcluster_router.frontend", "pdcluster_router.request.plain")
 """A plain request answers its client itself. One life per request ends this."""
-NO_IO = {"zmq", "grpc", "google", "httptools", "socket", "asyncio", "subprocess", "mooncake", "nixl_cu12", "nixl_cu13", "ray"}
+NO_IO = {
+    "zmq",
+    "grpc",
+    "google",
+    "httptools",
+    "socket",
+    "asyncio",
+    "subprocess",
+    "mooncake",
+    "nixl_cu12",
+    "nixl_cu13",
+    "ray",
+}
 MODEL_LIBRARIES = {"torch", "transformers", "numba", "safetensors", "xgrammar"}
 PURE = (
-    "pdcluster.core", "pdcluster.cost", "pdcluster.settings", "pdcluster.scheduler", "pdcluster.api", "pdcluster.transfer.layout",
+    "pdcluster.core", "pdcluster.cost", "pdcluster.settings", "pdcluster.scheduler", "pdcluster.api",
+    "pdcluster.transfer.layout",
     "pdcluster.transfer.paths", "pdcluster.transfer.protocol", "pdcluster_router.core", "pdcluster_router.policy",
     "pdcluster_router.prefix_index", "pdcluster_router.explain", "pdcluster_router.replay",
 )  # fmt: skip
 """Packages whose rules are tested without a clock, a socket or a model: who uses them passes these in."""
 PURE_MODULES = (
-    "pdcluster.kv.hashing", "pdcluster.kv.layout", "pdcluster.kv.pages", "pdcluster.bootstrap.card", "pdcluster.bootstrap.store",
-    "pdcluster.wire.address", "pdcluster_router.queueing.gate", "pdcluster_router.queueing.headroom", "pdcluster_router.queueing.admission",
+    "pdcluster.kv.hashing", "pdcluster.kv.layout", "pdcluster.kv.pages", "pdcluster.bootstrap.card",
+    "pdcluster.bootstrap.store",
+    "pdcluster.wire.address", "pdcluster_router.queueing.gate", "pdcluster_router.queueing.headroom",
+    "pdcluster_router.queueing.admission",
     "pdcluster_router.queueing.hold_queue", "pdcluster_router.queueing.fairness",
 )  # fmt: skip
 ROOTS = ("pdcluster", "pdcluster_router")
@@ -115,7 +131,9 @@ def test_a_module_imports_its_own_package_or_a_lower_one(module: Module) -> None
 
 
 def test_modules_of_a_package_do_not_import_each_other_in_a_circle() -> None:
-    graph = {module.name: {name for name, _ in imports(module) if room(name) == room(module.name)} for module in written()}
+    graph = {
+        module.name: {name for name, _ in imports(module) if room(name) == room(module.name)} for module in written()
+    }
     plain = {name for name in graph if room(name) == "pdcluster_router.request.plain"}
     left = {name: others - {name} for name, others in graph.items() if name not in plain}
     while leaves := {name for name, others in left.items() if not others & left.keys()}:
@@ -125,17 +143,27 @@ def test_modules_of_a_package_do_not_import_each_other_in_a_circle() -> None:
 
 @pytest.mark.parametrize("module", [m for m in written() if is_pure(m)], ids=lambda module: module.name)
 def test_pure_modules_do_no_io_and_know_no_model_library(module: Module) -> None:
-    found = [f"{module.file}:{line}: {name}" for name, line in imports(module) if name.split(".")[0] in NO_IO | MODEL_LIBRARIES]
+    found = [
+        f"{module.file}:{line}: {name}"
+        for name, line in imports(module)
+        if name.split(".")[0] in NO_IO | MODEL_LIBRARIES
+    ]
     assert not found, "pass what it needs in:\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize("module", [m for m in written() if room(m.name) == "pdcluster.core"], ids=lambda module: module.name)
+@pytest.mark.parametrize(
+    "module", [m for m in written() if room(m.name) == "pdcluster.core"], ids=lambda module: module.name
+)
 def test_core_needs_the_standard_library_msgspec_and_numpy_only(module: Module) -> None:
     allowed = set(sys.stdlib_module_names) | {"msgspec", "numpy", "pdcluster"}
     assert {name.split(".")[0] for name, _ in imports(module)} <= allowed
 
 
-@pytest.mark.parametrize("module", [m for m in written() if m.name.startswith(("pdcluster.api.", "pdcluster_router."))], ids=lambda module: module.name)
+@pytest.mark.parametrize(
+    "module",
+    [m for m in written() if m.name.startswith(("pdcluster.api.", "pdcluster_router."))],
+    ids=lambda module: module.name,
+)
 def test_router_and_api_name_no_model_library(module: Module) -> None:
     assert not {name.split(".")[0] for name, _ in imports(module)} & MODEL_LIBRARIES
 
@@ -146,7 +174,10 @@ def test_every_package_of_the_tables_exists() -> None:
 
 
 def test_the_router_and_the_cli_never_load_torch() -> None:
-    wanted = [module.name for module in written() if module.name.startswith("pdcluster_router")] + ["pdcluster.cli", "pdcluster.bootstrap.server"]
+    wanted = [module.name for module in written() if module.name.startswith("pdcluster_router")] + [
+        "pdcluster.cli",
+        "pdcluster.bootstrap.server",
+    ]
     code = f"""
 import importlib, sys
 for name in {wanted!r}:

@@ -10,7 +10,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_what_is_spread_is_there() -> None:
-    assert [file for file in sorted(SPREAD) if not (ROOT / file).is_file()] == [], "renamed? then its tests are on one worker again"
+    assert [file for file in sorted(SPREAD) if not (ROOT / file).is_file()] == [], (
+        "renamed? then its tests are on one worker again"
+    )
 
 
 def test_a_tests_file_stays_together_unless_it_is_spread() -> None:

@@ -45,7 +45,8 @@ def written() -> list[Module]:
 
 
 def imports(module: Module) -> Iterator[tuple[str, int]]:
-    """Absolute names of the modules that are imported anywhere in a module, with their lines; imports for type checkers alone are left out."""
+    """Absolute names of the modules that are imported anywhere in a module, with their lines; imports for type checkers
+    alone are left out."""
     known = {found.name for found in modules()}
     skipped = {id(inner) for node in ast.walk(module.tree) if _is_type_checking(node) for inner in ast.walk(node)}
     for node in ast.walk(module.tree):

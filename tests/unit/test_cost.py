@@ -52,7 +52,9 @@ def test_a_report_comes_back_as_the_cost_it_was_made_from() -> None:
 
 def test_the_error_bar_of_a_prediction_is_noise_and_what_is_not_known_of_such_work_together() -> None:
     error = CostError(0.1, 0.0, (3.0, 0.0, 0.0, 0.0, 0.0, 4.0))
-    assert PrefillCost(30.0, 0.0, 0.0, error=error).error_s(1) == pytest.approx(((0.1 * 30) ** 2 + 3.0**2 + (4.0 * 0.5) ** 2) ** 0.5)
+    assert PrefillCost(30.0, 0.0, 0.0, error=error).error_s(1) == pytest.approx(
+        ((0.1 * 30) ** 2 + 3.0**2 + (4.0 * 0.5) ** 2) ** 0.5
+    )
     assert DecodeCost(0.0, 10.0, 0.0, error=error).error_s(2, 1) == pytest.approx((2.0**2 + 3.0**2 + 4.0**2) ** 0.5)
     assert PrefillCost(30.0, 1.0, error=error).error_s(0) == 0.0
 
@@ -66,7 +68,9 @@ def test_coefficients_that_err_in_opposite_ways_leave_their_sum_well_known() -> 
 
 
 @given(new=TOKENS, cached=TOKENS, chunk=st.sampled_from([0, -1, 1, 512]), costs=st.tuples(*[st.floats(0, 1)] * 3))
-def test_a_prompts_seconds_are_those_of_a_backlog_of_it_to_the_last_bit(new: int, cached: int, chunk: int, costs: tuple[float, float, float]) -> None:
+def test_a_prompts_seconds_are_those_of_a_backlog_of_it_to_the_last_bit(
+    new: int, cached: int, chunk: int, costs: tuple[float, float, float]
+) -> None:
     cost = PrefillCost(*costs, chunk_tokens=chunk)
     assert cost.seconds(new, cached) == cost.work_s(new, num_pairs(new, cached))
     assert cost.seconds(-new, cached) == 0.0

@@ -1,4 +1,5 @@
-"""The fit finds what steps cost, from mixed steps too, and is not led astray by outliers, by silence or by what it has not seen."""
+"""The fit finds what steps cost, from mixed steps too, and is not led astray by outliers, by silence or by what it has
+not seen."""
 
 from __future__ import annotations
 
@@ -136,7 +137,12 @@ def test_samples_are_counted_by_kind_and_nonsense_is_not_counted() -> None:
 
 
 steps = st.builds(
-    Step, st.integers(0, 10_000), st.floats(0, 1e9), st.integers(0, 512), st.integers(0, 10_000_000), st.floats(1e-9, 1e4, allow_nan=False)
+    Step,
+    st.integers(0, 10_000),
+    st.floats(0, 1e9),
+    st.integers(0, 512),
+    st.integers(0, 10_000_000),
+    st.floats(1e-9, 1e4, allow_nan=False),
 )
 
 
@@ -179,7 +185,11 @@ def covered(fit: Fit, *, noise: float, kind: str, seed: int, num: int = 300) -> 
     for _ in range(num):
         step = make_step(rng, kind)
         took = seconds(step) * (1 + noise * rng.uniform(-1, 1))
-        work = (1.0, float(step.tokens), step.pairs) if kind == "prefill" else (1.0, float(step.rows), float(step.context_tokens))
+        work = (
+            (1.0, float(step.tokens), step.pairs)
+            if kind == "prefill"
+            else (1.0, float(step.rows), float(step.context_tokens))
+        )
         half = cost.prefill if kind == "prefill" else cost.decode
         predicted = seconds(step, cost)
         found += abs(took - predicted) <= half.error.seconds(work, predicted)
@@ -207,7 +217,8 @@ def test_error_bars_shrink_with_steps_and_grow_with_noise() -> None:
 
 
 def test_nobody_claims_to_know_what_was_never_run() -> None:
-    """Only prompts of 64 tokens: those are known well, a long context is not, whatever the noise, and decoding least of all."""
+    """Only prompts of 64 tokens: those are known well, a long context is not, whatever the noise, and decoding least of
+    all."""
     fit, rng = Fit(), random.Random(3)
     for _ in range(300):
         fit.observe(Step(64, num_pairs(64, 0), 0, 0, 0.01 * rng.uniform(0.98, 1.02)))
@@ -228,7 +239,10 @@ def test_a_stopped_process_now_and_then_does_not_widen_the_bars() -> None:
     assert fit.cost().decode.error.spread < 1.5 * before
 
 
-@given(st.lists(st.tuples(st.integers(0, 4096), st.integers(0, 64), st.floats(1e-7, 1e3)), min_size=1, max_size=40), st.booleans())
+@given(
+    st.lists(st.tuples(st.integers(0, 4096), st.integers(0, 64), st.floats(1e-7, 1e3)), min_size=1, max_size=40),
+    st.booleans(),
+)
 @settings(max_examples=60, deadline=None)
 def test_error_bars_are_finite_numbers_whatever_the_steps(steps: list[tuple[int, int, float]], all_alike: bool) -> None:
     fit = Fit()

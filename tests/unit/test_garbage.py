@@ -1,4 +1,5 @@
-"""What a process that serves does about cycles: what is there when it begins is never walked again, what comes later is."""
+"""What a process that serves does about cycles: what is there when it begins is never walked again, what comes later
+is."""
 
 from __future__ import annotations
 

@@ -10,7 +10,9 @@ from xdist.scheduler.loadfile import LoadFileScheduling
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = "tests/faults/test_fault_matrix.py"
-TWO_WORKERS = SimpleNamespace(getvalue={"dist": "loadfile", "tx": ["2*popen"]}.__getitem__, option=SimpleNamespace(loadscopereorder=False))
+TWO_WORKERS = SimpleNamespace(
+    getvalue={"dist": "loadfile", "tx": ["2*popen"]}.__getitem__, option=SimpleNamespace(loadscopereorder=False)
+)
 
 
 class Worker:
@@ -56,7 +58,10 @@ def test_a_test_of_a_spread_file_goes_alone_and_another_with_its_file() -> None:
 
 
 def test_a_slow_test_of_a_spread_file_leaves_the_others_to_the_free_worker() -> None:
-    tests = [*(f"{LONG}::test_a[{part}]" for part in range(10)), *(f"tests/unit/test_fit.py::test_{number}" for number in range(5))]
+    tests = [
+        *(f"{LONG}::test_a[{part}]" for part in range(10)),
+        *(f"tests/unit/test_fit.py::test_{number}" for number in range(5)),
+    ]
     ran = shared_out(spread.SpreadScheduling, tests, {tests[0]})
     assert sorted(ran[0] + ran[1]) == sorted(tests)
     assert min(map(len, ran)) <= 3, "the worker of the slow one holds no more than xdist keeps ready"
@@ -67,7 +72,9 @@ def test_a_slow_test_of_a_spread_file_leaves_the_others_to_the_free_worker() -> 
 def test_a_file_that_is_not_spread_stays_together() -> None:
     tests = [f"tests/unit/test_{name}.py::test_{number}" for name in ("fit", "cost", "bells") for number in range(4)]
     for done in shared_out(spread.SpreadScheduling, tests, set()):
-        assert [test for test in tests if spread.unit_of(test) in set(map(spread.unit_of, done))] == sorted(done, key=tests.index)
+        assert [test for test in tests if spread.unit_of(test) in set(map(spread.unit_of, done))] == sorted(
+            done, key=tests.index
+        )
 
 
 def test_other_ways_to_share_tests_out_are_xdists_own() -> None:

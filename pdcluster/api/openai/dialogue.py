@@ -1,4 +1,5 @@
-"""What a chat asks of the shape of its answer, and how the answer is taken apart: structured output, tools and reasoning together, for one model."""
+"""What a chat asks of the shape of its answer, and how the answer is taken apart: structured output, tools and
+reasoning together, for one model."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ SPACE_AFTER_THOUGHT: Form = {"type": "regex", "pattern": "[\\n ]{0,4}"}
 
 
 class Marking(msgspec.Struct, frozen=True):
-    """How a model marks what is not its answer. tools: the name of a format, None when it takes none; reasons: whether it thinks aloud."""
+    """How a model marks what is not its answer. tools: the name of a format, None when it takes none; reasons: whether
+    it thinks aloud."""
 
     tools: str | None = None
     reasons: bool = False
@@ -48,14 +50,19 @@ class Dialogue(msgspec.Struct, frozen=True):
         if not self.has_marks:
             return None
         splitter = reasoning.ReasoningSplitter(is_open=self.is_open) if self.reasons else None
-        return Speech(splitter, self.format.parse(self.offer) if self.format is not None and self.offer is not None else None)
+        return Speech(
+            splitter, self.format.parse(self.offer) if self.format is not None and self.offer is not None else None
+        )
 
 
 def offered(request: ChatRequest, marking: Marking) -> Offer | None:
     """The tools that the prompt shows; None for none. Raises BadRequest, also for a model that takes none."""
     offer = offer_of(request.tools, request.tool_choice, request.parallel_tool_calls)
     if offer is not None and marking.tools is None:
-        raise BadRequest("tools are set, but this model's chat template takes none; leave tools out, or set router.tool_format", "tools")
+        raise BadRequest(
+            "tools are set, but this model's chat template takes none; leave tools out, or set router.tool_format",
+            "tools",
+        )
     return offer
 
 
@@ -67,7 +74,9 @@ def dialogue_of(request: ChatRequest, offer: Offer | None, marking: Marking, pro
     reasons = marking.reasons and not request.continue_final_message
     if offer is not None and tool_format is not None and (offer.must or offer.is_strict or form is not None):
         if offer.must and form is not None:
-            raise BadRequest(f"{param} and a tool_choice that asks for a call contradict each other; send one of them", param)
+            raise BadRequest(
+                f"{param} and a tool_choice that asks for a call contradict each other; send one of them", param
+            )
         form = _with_calls(tool_format, offer, form, reasons=reasons)
         param = "tools"
     is_open = reasons and reasoning.is_left_open(prompt)

@@ -1,4 +1,5 @@
-"""What a request may ask of one model: lengths, token ids in range, and the Sampling that follows from its fields and the model's defaults."""
+"""What a request may ask of one model: lengths, token ids in range, and the Sampling that follows from its fields and
+the model's defaults."""
 
 from __future__ import annotations
 
@@ -39,14 +40,21 @@ class Limits(Protocol):
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> array[int]:
     if token_ids and not _are_within(token_ids, vocab_size):
-        index, token_id = next((index, token_id) for index, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
-        raise BadRequest(f"{param}[{index}] is {token_id}, which is no token id of this model; ids go from 0 to {vocab_size - 1}", param)
+        index, token_id = next(
+            (index, token_id) for index, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size
+        )
+        raise BadRequest(
+            f"{param}[{index}] is {token_id}, which is no token id of this model; ids go from 0 to {vocab_size - 1}",
+            param,
+        )
     return token_ids if isinstance(token_ids, array) else array("i", token_ids)
 
 
 def _are_within(token_ids: Sequence[int], vocab_size: int) -> bool:
     if isinstance(token_ids, array) and len(token_ids) > FEW:
-        return bool(_largest(np.frombuffer(token_ids, np.uint32)) < vocab_size)  # without a sign, what is below 0 is above all others
+        return bool(
+            _largest(np.frombuffer(token_ids, np.uint32)) < vocab_size
+        )  # without a sign, what is below 0 is above all others
     return min(token_ids) >= 0 and max(token_ids) < vocab_size
 
 
@@ -75,7 +83,10 @@ def check_text(text: str, bound: TextBound, limits: Limits, param: str) -> None:
 def check_output(num_tokens: int, limits: Limits, param: str) -> None:
     """Of ids that are to be made text: no model gave more."""
     if num_tokens > limits.max_len:
-        raise BadRequest(f"{param} has {num_tokens} ids, this model takes and gives {limits.max_len} at most; send them in parts", param)
+        raise BadRequest(
+            f"{param} has {num_tokens} ids, this model takes and gives {limits.max_len} at most; send them in parts",
+            param,
+        )
 
 
 def output_tokens(asked: int | None, default: int | None, num_prompt: int, limits: Limits, param: str) -> int:
@@ -91,7 +102,11 @@ def output_tokens(asked: int | None, default: int | None, num_prompt: int, limit
 
 def check_least(min_tokens: int, max_tokens: int) -> None:
     if min_tokens > max_tokens:
-        raise BadRequest(f"min_tokens is {min_tokens}, more than the {max_tokens} output tokens allowed; lower it or raise max_tokens", "min_tokens")
+        raise BadRequest(
+            f"min_tokens is {min_tokens}, more than the {max_tokens} output tokens allowed; lower it or raise "
+            "max_tokens",
+            "min_tokens",
+        )
 
 
 def build_sampling(
@@ -119,7 +134,9 @@ def build_sampling(
         top_k=top_k if top_k is not None and top_k > 0 else None,
         top_p=top_p if top_p is not None and top_p < 1 else None,
         min_p=min_p if min_p else None,
-        stop_token_ids=tuple(check_token_ids(request.stop_token_ids, limits.vocab_size, "stop_token_ids")) if request.stop_token_ids else (),
+        stop_token_ids=tuple(check_token_ids(request.stop_token_ids, limits.vocab_size, "stop_token_ids"))
+        if request.stop_token_ids
+        else (),
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
         shaping=shaping,
@@ -128,5 +145,6 @@ def build_sampling(
 
 
 def wire_seed(seed: int) -> int:
-    """OpenAI's seeds are signed 64-bit numbers, the generator's key is 63 bits: the same seed always gives the same key."""
+    """OpenAI's seeds are signed 64-bit numbers, the generator's key is 63 bits: the same seed always gives the same
+    key."""
     return seed & (2**63 - 1)

@@ -1,6 +1,8 @@
-"""What clients get, in OpenAI's words: chat and plain completions, whole or as a stream of chunks, usage, models, errors.
+"""What clients get, in OpenAI's words: chat and plain completions, whole or as a stream of chunks, usage, models,
+errors.
 
-A format makes bytes; it knows neither sockets nor who generated the tokens. `UNSET` fields are left out of the JSON, None is written as null.
+A format makes bytes; it knows neither sockets nor who generated the tokens. `UNSET` fields are left out of the JSON,
+None is written as null.
 """
 
 from __future__ import annotations
@@ -14,7 +16,14 @@ from msgspec import UNSET, Struct, UnsetType
 from pdcluster.api import sse
 from pdcluster.api.text.choice_text import Piece
 from pdcluster.api.text.detokenizer import Pieces
-from pdcluster.api.text.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs, chat_logprobs, completion_logprobs, prompt_logprobs
+from pdcluster.api.text.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprobs,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
 from pdcluster.api.tools.calls import CallDelta
 from pdcluster.core.errors import BadRequest, PdclusterError
 
@@ -25,9 +34,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Timeline(Struct, frozen=True):
-    """Seconds of one choice's life, as far as they are known; None where there is no such moment (no second token). ttft and ttst are the request's,
-    whichever attempts they came from; the rest is of the attempt that came to the end, which was given its nodes placed_s after the request came:
-    before that it was held, or tried before. A stop string ends it before nodes report: their times are 0."""
+    """Seconds of one choice's life, as far as they are known; None where there is no such moment (no second token).
+    ttft and ttst are the request's, whichever attempts they came from; the rest is of the attempt that came to the end,
+    which was given its nodes placed_s after the request came: before that it was held, or tried before. A stop string
+    ends it before nodes report: their times are 0."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -201,7 +211,8 @@ class Format(Protocol):
     def chunk(self, index: int, piece: Piece) -> bytes: ...
 
     def around(self, index: int) -> tuple[bytes, bytes] | None:
-        """What stands before and after the text, as JSON, in chunks that carry nothing else; None where some carry more."""
+        """What stands before and after the text, as JSON, in chunks that carry nothing else; None where some carry
+        more."""
         ...
 
     def usage_chunk(self, usage: Usage) -> bytes: ...
@@ -238,7 +249,14 @@ class ChatFormat:
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
         choices = [
-            ChatChoice(index, _message(piece), piece.finish, self._logprobs(piece), _prompt_ids(piece), _token_ids(self._head, piece))
+            ChatChoice(
+                index,
+                _message(piece),
+                piece.finish,
+                self._logprobs(piece),
+                _prompt_ids(piece),
+                _token_ids(self._head, piece),
+            )
             for index, piece in enumerate(pieces)
         ]
         reply = ChatReply(self._head.id, self._head.created, self._head.model, choices, usage)
@@ -257,7 +275,8 @@ class ChatFormat:
 
 
 def _delta(piece: Piece) -> ChatDelta:
-    """Of a piece with nothing to say a delta without text, so that what stands beside it (logprobs, token ids) has a place; the last says nothing."""
+    """Of a piece with nothing to say a delta without text, so that what stands beside it (logprobs, token ids) has a
+    place; the last says nothing."""
     delta = ChatDelta()
     if piece.text or (piece.finish is None and not piece.reasoning and not piece.calls):
         delta.content = piece.text
@@ -276,7 +295,11 @@ def _more_of(call: CallDelta) -> CalledTool:
 
 def _message(piece: Piece) -> ChatReplyMessage:
     calls = _whole_calls(piece.calls)
-    return ChatReplyMessage(piece.text if piece.text or not calls else None, reasoning_content=piece.reasoning or UNSET, tool_calls=calls or UNSET)
+    return ChatReplyMessage(
+        piece.text if piece.text or not calls else None,
+        reasoning_content=piece.reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )
 
 
 def _whole_calls(deltas: Sequence[CallDelta]) -> list[CalledTool]:
@@ -320,7 +343,11 @@ class CompletionFormat:
         return sse.event(_encode(CompletionReply(self._head.id, self._head.created, self._head.model, [], usage)))
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
-        choices = [self._choice(0, pieces[0])] if len(pieces) == 1 else [self._choice(index, piece) for index, piece in enumerate(pieces)]
+        choices = (
+            [self._choice(0, pieces[0])]
+            if len(pieces) == 1
+            else [self._choice(index, piece) for index, piece in enumerate(pieces)]
+        )
         return _encode(CompletionReply(self._head.id, self._head.created, self._head.model, choices, usage))
 
     def _encode_chunk(self, index: int, piece: Piece) -> bytes:
@@ -332,7 +359,9 @@ class CompletionFormat:
             return CompletionChoice(index, piece.text, piece.finish, None)
         logprobs = completion_logprobs([*piece.echo, *piece.scored], self._head.pieces) if self._head.logprobs else None
         of_prompt = _prompt_logprobs(self._head, piece)
-        return CompletionChoice(index, piece.text, piece.finish, logprobs, _prompt_ids(piece), _token_ids(self._head, piece), of_prompt)
+        return CompletionChoice(
+            index, piece.text, piece.finish, logprobs, _prompt_ids(piece), _token_ids(self._head, piece), of_prompt
+        )
 
 
 class _PlainChunks:

@@ -1,7 +1,9 @@
-"""What clients may ask, in OpenAI's words: the bodies of the /v1 endpoints, /tokenize and /detokenize, and what they must hold.
+"""What clients may ask, in OpenAI's words: the bodies of the /v1 endpoints, /tokenize and /detokenize, and what they
+must hold.
 
-A field is supported, without effect here (accepted), or refused by name: unknown ones always, those we know but cannot honour when they are
-set to something that would change the output. Lengths against the model's limits are in `api.openai.limits`, replies in `api.openai.replies`.
+A field is supported, without effect here (accepted), or refused by name: unknown ones always, those we know but cannot
+honour when they are set to something that would change the output. Lengths against the model's limits are in
+`api.openai.limits`, replies in `api.openai.replies`.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 class Common(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What chat and plain completions share. Fields typed `object` are looked at by `check_unsupported`, or by nobody."""
+    """What chat and plain completions share. Fields typed `object` are looked at by `check_unsupported`, or by
+    nobody."""
 
     model: str
     max_tokens: Length | None = None
@@ -274,7 +277,9 @@ def _checked_chat(request: ChatRequest) -> ChatRequest:
     _check_unsupported(request, _CHAT_UNSUPPORTED, request.n)
     _check_common(request)
     if request.top_logprobs and not request.logprobs:
-        raise BadRequest(f"top_logprobs is {request.top_logprobs} but logprobs is not true; set logprobs to true", "top_logprobs")
+        raise BadRequest(
+            f"top_logprobs is {request.top_logprobs} but logprobs is not true; set logprobs to true", "top_logprobs"
+        )
     if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
         raise BadRequest("max_tokens and max_completion_tokens differ; send one of them", "max_completion_tokens")
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
@@ -293,14 +298,17 @@ def read_completion(body: bytes) -> CompletionRequest:
 
 
 def _with_token_list(body: bytes) -> CompletionRequest | None:
-    """Its prompt packed; None where that is no list of token ids, or something is wrong, which to tell is the full decoder's part."""
+    """Its prompt packed; None where that is no list of token ids, or something is wrong, which to tell is the full
+    decoder's part."""
     cut = cut_list(body, _IDS_BEGIN)
     check_bulk(body if cut is None else cut[1].replace(MARK, b"[]"))
     try:
         bare = _BARE_COMPLETION.decode(body if cut is None else cut[1])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    packed, is_prompt = (token_list(memoryview(bare.prompt)), True) if cut is None else (cut[0], bytes(bare.prompt) == MARK)
+    packed, is_prompt = (
+        (token_list(memoryview(bare.prompt)), True) if cut is None else (cut[0], bytes(bare.prompt) == MARK)
+    )
     if packed is None or not is_prompt:
         return None
     others = {name: getattr(bare, name) for name in CompletionRequest.__struct_fields__ if name != "prompt"}
@@ -339,19 +347,25 @@ def prompts_of(request: CompletionRequest) -> list[str | Sequence[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise BadRequest("prompt is an empty list; send a string, a list of strings, token ids, or a list of token id lists", "prompt")
+        raise BadRequest(
+            "prompt is an empty list; send a string, a list of strings, token ids, or a list of token id lists",
+            "prompt",
+        )
     if isinstance(prompt[0], int) and (token_ids := _packed(prompt)) is not None:
         return [token_ids]
     kind = type(prompt[0])
     for index, entry in enumerate(prompt):
         if type(entry) is not kind:
-            raise BadRequest(f"prompt[{index}] is of another kind than prompt[0]; send only strings, token ids, or token id lists", "prompt")
+            raise BadRequest(
+                f"prompt[{index}] is of another kind than prompt[0]; send only strings, token ids, or token id lists",
+                "prompt",
+            )
     return [entry for entry in prompt if not isinstance(entry, int)]
 
 
 def _packed(prompt: Sequence[object]) -> Sequence[int] | None:
-    """None unless all are whole numbers. They are packed where they fit: who else has a look at 100,000 of them takes longer than that. By a struct,
-    which takes a third of the time that an array does."""
+    """None unless all are whole numbers. They are packed where they fit: who else has a look at 100,000 of them takes
+    longer than that. By a struct, which takes a third of the time that an array does."""
     try:
         return array("i", struct.pack(f"{len(prompt)}i", *prompt))
     except struct.error:
@@ -366,7 +380,8 @@ def stops_of(request: Common) -> tuple[str, ...]:
 
 
 def messages_of(messages: list[ChatMessage]) -> list[dict[str, object]]:
-    """Messages as a chat template wants them: plain text, tool arguments as objects; raises BadRequest for what we cannot show to a model."""
+    """Messages as a chat template wants them: plain text, tool arguments as objects; raises BadRequest for what we
+    cannot show to a model."""
     return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
@@ -395,18 +410,29 @@ def _check_stops(stops: Sequence[str]) -> None:
     if not all(stops):
         raise BadRequest("stop has an empty string, which would match everywhere; leave it out", "stop")
     if (longest := max(map(len, stops), default=0)) > MAX_STOP_CHARACTERS:
-        raise BadRequest(f"stop has a string of {longest} characters; at most {MAX_STOP_CHARACTERS} are allowed, send how it begins", "stop")
+        raise BadRequest(
+            f"stop has a string of {longest} characters; at most {MAX_STOP_CHARACTERS} are allowed, send how it begins",
+            "stop",
+        )
 
 
 def _check_common(request: Common) -> None:
     if request.stop is not None:
         _check_stops(stops_of(request))
     if request.prompt_logprobs is not None and request.stream:
-        raise BadRequest("prompt_logprobs is set and stream is true; they come with whole replies only, set stream to false", "prompt_logprobs")
+        raise BadRequest(
+            "prompt_logprobs is set and stream is true; they come with whole replies only, set stream to false",
+            "prompt_logprobs",
+        )
     if request.stream_options is not None and not request.stream:
-        raise BadRequest("stream_options is set but stream is not true; set stream to true or leave stream_options out", "stream_options")
+        raise BadRequest(
+            "stream_options is set but stream is not true; set stream to true or leave stream_options out",
+            "stream_options",
+        )
     if request.stream_options is not None and request.stream_options.include_obfuscation:
-        raise BadRequest("stream_options.include_obfuscation is not supported; leave it out", "stream_options.include_obfuscation")
+        raise BadRequest(
+            "stream_options.include_obfuscation is not supported; leave it out", "stream_options.include_obfuscation"
+        )
 
 
 def template_kwargs_of(request: ChatRequest) -> dict[str, Any] | None:
@@ -425,7 +451,9 @@ def template_kwargs_of(request: ChatRequest) -> dict[str, Any] | None:
 def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> None:
     clash = sorted(RESERVED & set(kwargs or ()))
     if clash:
-        raise BadRequest(f"chat_template_kwargs may not set {', '.join(clash)}; use the request's own fields", "chat_template_kwargs")
+        raise BadRequest(
+            f"chat_template_kwargs may not set {', '.join(clash)}; use the request's own fields", "chat_template_kwargs"
+        )
 
 
 def _plain_message(message: ChatMessage, path: str) -> dict[str, object]:
@@ -438,7 +466,9 @@ def _plain_message(message: ChatMessage, path: str) -> dict[str, object]:
         if text is not None:
             plain[name] = text
     if message.tool_calls:
-        plain["tool_calls"] = [_plain_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)]
+        plain["tool_calls"] = [
+            _plain_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
+        ]
     return plain
 
 
@@ -455,7 +485,10 @@ def _plain_content(message: ChatMessage, path: str) -> str:
     if isinstance(content, list):
         return "\n".join([_plain_part(part, f"{path}.content[{index}]") for index, part in enumerate(content)])
     if content is None and message.role not in ("assistant", "tool"):
-        raise BadRequest(f"{path}.content is missing; a {message.role} message needs content (a string or a list of text parts)", f"{path}.content")
+        raise BadRequest(
+            f"{path}.content is missing; a {message.role} message needs content (a string or a list of text parts)",
+            f"{path}.content",
+        )
     return content or (message.refusal if isinstance(message.refusal, str) else "")
 
 
@@ -463,7 +496,10 @@ def _plain_part(part: ContentPart, path: str) -> str:
     if part.type == "refusal":
         return part.refusal or ""
     if part.type != "text":
-        raise BadRequest(f"{path}.type is {validate.shown(part.type)}; only text parts are supported, no images, audio or files", f"{path}.type")
+        raise BadRequest(
+            f"{path}.type is {validate.shown(part.type)}; only text parts are supported, no images, audio or files",
+            f"{path}.type",
+        )
     if part.text is None:
         raise BadRequest(f"{path}.text is missing; a text part needs it", f"{path}.text")
     return part.text

@@ -1,4 +1,5 @@
-"""Penalties, logit_bias and bad_words of a request as the Shaping that nodes apply; None where it asks for none of them, so that it costs nothing."""
+"""Penalties, logit_bias and bad_words of a request as the Shaping that nodes apply; None where it asks for none of
+them, so that it costs nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class Tokens(Protocol):
 def shaping_of(request: Common, defaults: SamplingDefaults, text: Tokens, vocab_size: int) -> Shaping | None:
     """Raises BadRequest naming the field, the value and what it may be."""
     repetition = defaults.repetition_penalty if request.repetition_penalty is None else request.repetition_penalty
-    if repetition == NEUTRAL.repetition and not (request.presence_penalty or request.frequency_penalty or request.logit_bias or request.bad_words):
+    if repetition == NEUTRAL.repetition and not (
+        request.presence_penalty or request.frequency_penalty or request.logit_bias or request.bad_words
+    ):
         return None  # as mostly
     shaping = Shaping(
         repetition=repetition,
@@ -50,9 +53,15 @@ def biases_of(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, f
     for key, bias in given.items():
         token = int(key) if key.isascii() and key.isdigit() and len(key) < 11 else -1
         if not 0 <= token < vocab_size:
-            raise BadRequest(f"logit_bias has the key {shown(key)}, no token id of this model; ids go from 0 to {vocab_size - 1}", "logit_bias")
+            raise BadRequest(
+                f"logit_bias has the key {shown(key)}, no token id of this model; ids go from 0 to {vocab_size - 1}",
+                "logit_bias",
+            )
         if not -MOST_BIAS <= bias <= MOST_BIAS:
-            raise BadRequest(f"logit_bias of token {token} is {bias:g}; it must be between {-MOST_BIAS:g} and {MOST_BIAS:g}", "logit_bias")
+            raise BadRequest(
+                f"logit_bias of token {token} is {bias:g}; it must be between {-MOST_BIAS:g} and {MOST_BIAS:g}",
+                "logit_bias",
+            )
         if token in biases:
             raise BadRequest(f"logit_bias has token {token} twice; name it once", "logit_bias")
         biases[token] = bias
@@ -60,18 +69,24 @@ def biases_of(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, f
 
 
 def bad_words_of(words: Sequence[str], text: Tokens) -> tuple[tuple[int, ...], ...]:
-    """As vLLM reads them: each word as it begins a text, and as it stands behind a space where that is one other token."""
+    """As vLLM reads them: each word as it begins a text, and as it stands behind a space where that is one other
+    token."""
     found: dict[tuple[int, ...], None] = {}
     for index, word in enumerate(words):
         bare = word.lstrip()
         if not bare or len(word) > BAD_WORD_CHARACTERS:
             raise BadRequest(
-                f"bad_words[{index}] is {shown(word)}; a word has 1 to {BAD_WORD_CHARACTERS} characters, not all of them spaces", "bad_words"
+                f"bad_words[{index}] is {shown(word)}; a word has 1 to {BAD_WORD_CHARACTERS} characters, not all of "
+                "them spaces",
+                "bad_words",
             )
         first = tuple(text.encode(bare, add_special_tokens=False))
         spaced = tuple(text.encode(" " + bare, add_special_tokens=False))
         if not 0 < len(first) <= MAX_BAD_WORD_TOKENS:
-            raise BadRequest(f"bad_words[{index}] is {shown(word)}, {len(first)} tokens; a word has 1 to {MAX_BAD_WORD_TOKENS}", "bad_words")
+            raise BadRequest(
+                f"bad_words[{index}] is {shown(word)}, {len(first)} tokens; a word has 1 to {MAX_BAD_WORD_TOKENS}",
+                "bad_words",
+            )
         found[first] = None
         if len(spaced) == len(first) and spaced[0] != first[0]:
             found[spaced] = None

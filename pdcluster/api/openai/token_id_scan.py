@@ -1,5 +1,6 @@
-"""One pass over the JSON text of a list of token ids, written so that numba compiles it as it stands; a process that does not have that compiled is
-better off with `token_list`. No objects, no errors: what is no such list is told by a number."""
+"""One pass over the JSON text of a list of token ids, written so that numba compiles it as it stands; a process that
+does not have that compiled is better off with `token_list`. No objects, no errors: what is no such list is told by a
+number."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ COMMA, END, BLANK = 44 - ZERO, 93 - ZERO, 32 - ZERO
 
 
 def scan_ids(text: Sequence[int], found: MutableSequence[int]) -> tuple[int, int]:
-    """text: bytes, from behind the bracket that opens the list; found: int32, with room for a number of every two bytes, and one more.
+    """text: bytes, from behind the bracket that opens the list; found: int32, with room for a number of every two
+    bytes, and one more.
 
-    How many numbers were put there, and the place behind the bracket that closes the list. (-1, 0) for an empty list, and for all but whole numbers
-    from 0 on, of at most MOST_DIGITS digits and as JSON writes them, with commas between and maybe blanks before each.
+    How many numbers were put there, and the place behind the bracket that closes the list. (-1, 0) for an empty list,
+    and for all but whole numbers from 0 on, of at most MOST_DIGITS digits and as JSON writes them, with commas between
+    and maybe blanks before each.
     """
     num = value = num_digits = 0
     for at in range(len(text)):

@@ -1,11 +1,15 @@
-"""A long list of token ids straight from its JSON text into an array: without an object for each number, which takes several times as long.
+"""A long list of token ids straight from its JSON text into an array: without an object for each number, which takes
+several times as long.
 
-Many numbers are read at once: of each the eight bytes before the comma behind it are one word, in which what stands before the number is blanked out,
-and neighbours are added up to pairs, fours and eight digits. They are read by blocks, since memory that is new costs more than what is done with it.
+Many numbers are read at once: of each the eight bytes before the comma behind it are one word, in which what stands
+before the number is blanked out, and neighbours are added up to pairs, fours and eight digits. They are read by blocks,
+since memory that is new costs more than what is done with it.
 
-Only what is plainly a list of whole numbers from 0 on; all else is for whoever decodes JSON in full, and for those who say what is wrong with it.
+Only what is plainly a list of whole numbers from 0 on; all else is for whoever decodes JSON in full, and for those who
+say what is wrong with it.
 
-A process that has `id_scan` compiled reads the list where it stands in a body (`cut_list`), in a third of the time, and nobody else reads it again.
+A process that has `id_scan` compiled reads the list where it stands in a body (`cut_list`), in a third of the time, and
+nobody else reads it again.
 """
 
 from __future__ import annotations
@@ -51,9 +55,10 @@ def use_scan(scan: Scan | None) -> None:
 
 
 def cut_list(body: bytes, begins: re.Pattern[bytes]) -> tuple[array[int], bytes] | None:
-    """The list of token ids that begins where `begins` is found first, and the body with MARK in its place, which is JSON if the body was, and only
-    then. None where nothing begins so, that is no such list, or there is no compiled scan. begins: ends with the bracket. Which field's value the
-    list was, if it was one, is seen by where MARK is found when the rest is decoded."""
+    """The list of token ids that begins where `begins` is found first, and the body with MARK in its place, which is
+    JSON if the body was, and only then. None where nothing begins so, that is no such list, or there is no compiled
+    scan. begins: ends with the bracket. Which field's value the list was, if it was one, is seen by where MARK is found
+    when the rest is decoded."""
     scan, found = _scan, begins.search(body)
     if scan is None or found is None:
         return None
@@ -95,8 +100,8 @@ def _listed(text: memoryview, lead: bytes) -> array[int] | None:
 
 
 def _digits(block: bytes, num_blanks: int) -> Words | None:
-    """block: numbers behind _BEFORE. The digits of each, the last one in the highest byte, zeros before the first. None where there is more, or less,
-    than so many blanks before each number and a comma behind it."""
+    """block: numbers behind _BEFORE. The digits of each, the last one in the highest byte, zeros before the first. None
+    where there is more, or less, than so many blanks before each number and a comma behind it."""
     codes = np.frombuffer(block, np.uint8)
     commas = (codes == _COMMA).nonzero()[0]
     befores, ends = commas[:-1], commas[1:] - MOST_DIGITS
@@ -117,7 +122,11 @@ def _digits(block: bytes, num_blanks: int) -> Words | None:
 
 
 def _values(words: Words) -> Words:
-    for factor, shift, kept in ((10 << 8 | 1, 8, 0x00FF00FF00FF00FF), (100 << 16 | 1, 16, 0x0000FFFF0000FFFF), (10_000 << 32 | 1, 32, 0xFFFFFFFF)):
+    for factor, shift, kept in (
+        (10 << 8 | 1, 8, 0x00FF00FF00FF00FF),
+        (100 << 16 | 1, 16, 0x0000FFFF0000FFFF),
+        (10_000 << 32 | 1, 32, 0xFFFFFFFF),
+    ):
         words *= factor
         words >>= shift
         words &= kept

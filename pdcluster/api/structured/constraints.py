@@ -1,5 +1,5 @@
-"""`response_format` and `structured_outputs` of a request: their shapes, what they may ask, and the form of grammar they mean. What only a compiler
-can tell (what a client's own grammar is made of) is told by the node."""
+"""`response_format` and `structured_outputs` of a request: their shapes, what they may ask, and the form of grammar
+they mean. What only a compiler can tell (what a client's own grammar is made of) is told by the node."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ Form = dict[str, Any]
 MAX_CHOICES = 1024
 KEPT_CHARS = 8 << 10
 """Of schemas whose grammars are remembered."""
+
 
 class Asking(Protocol):
     """A request, as far as it is looked at here."""
@@ -59,11 +60,20 @@ def grammar_of(form: dict[str, Any], param: str) -> Grammar:
     except RecursionError as error:
         raise BadRequest(f"{param} is nested too deeply; at most {MAX_DEPTH} levels are allowed", param) from error
     if not source.isascii() and not _is_text(source):
-        raise BadRequest(f"{param} has half a surrogate pair (such as \\ud800 alone), which is no character; send whole characters", param)
+        raise BadRequest(
+            f"{param} has half a surrogate pair (such as \\ud800 alone), which is no character; send whole characters",
+            param,
+        )
     if len(source) > MAX_CHARS:
-        raise BadRequest(f"{param} makes a grammar of {len(source)} characters, at most {MAX_CHARS} are allowed; send a smaller one", param)
+        raise BadRequest(
+            f"{param} makes a grammar of {len(source)} characters, at most {MAX_CHARS} are allowed; send a smaller one",
+            param,
+        )
     if depth_of(source) > MAX_DEPTH:
-        raise BadRequest(f"{param} is nested {depth_of(source)} levels deep, at most {MAX_DEPTH} are allowed; send a flatter one", param)
+        raise BadRequest(
+            f"{param} is nested {depth_of(source)} levels deep, at most {MAX_DEPTH} are allowed; send a flatter one",
+            param,
+        )
     return Grammar(source)
 
 
@@ -90,7 +100,9 @@ def asked_of(request: Asking) -> Grammar | None:
 def check_end(request: Asking) -> None:
     """A grammar ends where it says, by an end-of-sequence token."""
     if request.ignore_eos:
-        raise BadRequest("ignore_eos is true, but structured output ends where its grammar does; leave ignore_eos out", "ignore_eos")
+        raise BadRequest(
+            "ignore_eos is true, but structured output ends where its grammar does; leave ignore_eos out", "ignore_eos"
+        )
 
 
 def form_of(response_format: ResponseFormat | None, structured: StructuredOutputs | None) -> Form | None:
@@ -98,7 +110,10 @@ def form_of(response_format: ResponseFormat | None, structured: StructuredOutput
     own = None if structured is None else _structured(structured)
     wanted = None if response_format is None else _response(response_format)
     if own is not None and wanted is not None:
-        raise BadRequest("response_format and structured_outputs both say what the output must look like; send one of them", "structured_outputs")
+        raise BadRequest(
+            "response_format and structured_outputs both say what the output must look like; send one of them",
+            "structured_outputs",
+        )
     return own or wanted
 
 
@@ -134,23 +149,37 @@ def any_object() -> Form:
 
 def _response(wanted: ResponseFormat) -> Form | None:
     if wanted.type != "json_schema" and wanted.json_schema is not None:
-        raise BadRequest(f"response_format.json_schema is set, but its type is {wanted.type}; set the type to json_schema", "response_format")
+        raise BadRequest(
+            f"response_format.json_schema is set, but its type is {wanted.type}; set the type to json_schema",
+            "response_format",
+        )
     if wanted.type == "text":
         return None
     if wanted.type == "json_object":
         return any_object()
     if wanted.json_schema is None or wanted.json_schema.schema is None:
-        raise BadRequest("response_format.json_schema.schema is missing; type json_schema needs it", "response_format.json_schema.schema")
+        raise BadRequest(
+            "response_format.json_schema.schema is missing; type json_schema needs it",
+            "response_format.json_schema.schema",
+        )
     if not wanted.json_schema.name:
-        raise BadRequest("response_format.json_schema.name is missing; give the schema a name", "response_format.json_schema.name")
+        raise BadRequest(
+            "response_format.json_schema.name is missing; give the schema a name", "response_format.json_schema.name"
+        )
     return json_form(wanted.json_schema.schema, "response_format.json_schema.schema")
 
 
 def _structured(asked: StructuredOutputs) -> Form:
-    given = [name for name in asked.__struct_fields__ if getattr(asked, name) is not None and getattr(asked, name) is not False]
+    given = [
+        name
+        for name in asked.__struct_fields__
+        if getattr(asked, name) is not None and getattr(asked, name) is not False
+    ]
     if len(given) != 1:
         what = f"has {' and '.join(given)}" if given else "is empty"
-        raise BadRequest(f"structured_outputs {what}; send exactly one of {', '.join(asked.__struct_fields__)}", "structured_outputs")
+        raise BadRequest(
+            f"structured_outputs {what}; send exactly one of {', '.join(asked.__struct_fields__)}", "structured_outputs"
+        )
     name = f"structured_outputs.{given[0]}"
     if given[0] == "json_object":
         return any_object()

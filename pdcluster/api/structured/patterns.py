@@ -1,5 +1,6 @@
-"""Regular expressions and grammars of requests, rewritten so that the compiler reads them as those who wrote them meant:
-expressions as rules, grammars in the one escape that it reads otherwise. What cannot be kept is refused by name."""
+"""Regular expressions and grammars of requests, rewritten so that the compiler reads them as those who wrote them
+meant: expressions as rules, grammars in the one escape that it reads otherwise. What cannot be kept is refused by
+name."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def regex(pattern: str, param: str) -> str:
 
 
 def ebnf(grammar: str, param: str) -> str:
-    """The grammar with \\xHH of two digits, as GBNF has it, where the compiler would take more. Raises BadRequest for counts beyond the bound."""
+    """The grammar with \\xHH of two digits, as GBNF has it, where the compiler would take more. Raises BadRequest for
+    counts beyond the bound."""
     for found in EBNF_TOKENS.finditer(grammar):
         if found[0][0] == "{":
             _check_counts(found[0], grammar, param)
@@ -41,6 +43,7 @@ def _check_counts(token: str, text: str, param: str) -> None:
         count = digits.lstrip("0") or "0"
         if len(count) > len(str(MAX_REPEATS)) or int(count) > MAX_REPEATS:
             raise BadRequest(
-                f"{param} is {shown(text)}, which repeats more than {MAX_REPEATS} times ({shown(digits)}); send a smaller count",
+                f"{param} is {shown(text)}, which repeats more than {MAX_REPEATS} times ({shown(digits)}); send a "
+                "smaller count",
                 param,
             )

@@ -24,11 +24,13 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"}
 """What the server sets itself; a request's chat_template_kwargs may not."""
 
 CONTINUE_MARK = "\ue000pdcluster-continue\ue000 "
-"""Stands at the end of the message to continue while it is rendered. Its last space tells whether the template trims messages."""
+"""Stands at the end of the message to continue while it is rendered. Its last space tells whether the template trims
+messages."""
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks assistant text for training masks; rendering only keeps what is inside."""
+    """`{% generation %}…{% endgeneration %}` marks assistant text for training masks; rendering only keeps what is
+    inside."""
 
     tags: set[str] = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 
@@ -52,7 +54,9 @@ class _Namespace(jinja2.utils.Namespace):
 
 def _check_public(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a chat template may not set {name!r}: names with a leading underscore are reserved")
+        raise jinja2.exceptions.SecurityError(
+            f"a chat template may not set {name!r}: names with a leading underscore are reserved"
+        )
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -76,14 +80,23 @@ def _strftime_now(pattern: str) -> str:
 
 class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """special_tokens: bos_token, eos_token, … as the template names them. Raises ModelError when the template does not compile."""
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols])
+        """special_tokens: bos_token, eos_token, … as the template names them. Raises ModelError when the template does
+        not compile."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+        )
         environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "namespace": _Namespace}
+        environment.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": _strftime_now,
+            "namespace": _Namespace,
+        }
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise ModelError(f"the model's chat template does not compile: line {error.lineno}: {error.message}") from error
+            raise ModelError(
+                f"the model's chat template does not compile: line {error.lineno}: {error.message}"
+            ) from error
         self.source = source
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
@@ -113,7 +126,8 @@ class ChatTemplate:
         return _cut_at_mark(text) if continue_final_message else text
 
     def _prepare(self, message: Message) -> dict[str, object]:
-        """Templates expect absent keys rather than null; those that do not know `developer` get what it replaced, `system`."""
+        """Templates expect absent keys rather than null; those that do not know `developer` get what it replaced,
+        `system`."""
         plain = {name: value for name, value in message.items() if value is not None}
         if plain.get("role") == "developer" and not self._knows_developer:
             plain["role"] = "system"
@@ -127,7 +141,9 @@ class ChatTemplate:
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
             # A template is a program over the caller's messages: when it trips over them, they are what must change.
             reason = f"{type(error).__name__}: {error}"
-            message = f"the model's chat template cannot render these messages ({reason}); check their roles and contents"
+            message = (
+                f"the model's chat template cannot render these messages ({reason}); check their roles and contents"
+            )
             raise BadRequest(message, "messages") from error
 
 
@@ -142,7 +158,8 @@ def _cut_at_mark(text: str) -> str:
     at = text.rfind(CONTINUE_MARK.strip())
     if at < 0:
         raise BadRequest(
-            "the model's chat template leaves out the last message, so it cannot be continued; set continue_final_message to false",
+            "the model's chat template leaves out the last message, so it cannot be continued; set "
+            "continue_final_message to false",
             "continue_final_message",
         )
     return text[:at] if text.startswith(CONTINUE_MARK, at) else text[:at].rstrip()

@@ -1,4 +1,5 @@
-"""The text of one choice while its tokens come: detokenised, without the text of a stop token, taken apart, and the answer cut at a stop string.
+"""The text of one choice while its tokens come: detokenised, without the text of a stop token, taken apart, and the
+answer cut at a stop string.
 
 Stop strings act on the text of the answer alone: not on thoughts, marks and the arguments of calls.
 
@@ -22,7 +23,8 @@ NOTHING = b'""'
 
 
 class Token(msgspec.Struct, frozen=True, gc=False):
-    """One token as replies report it. offset: characters of text before it; logprobs None where there is nothing before it to predict it."""
+    """One token as replies report it. offset: characters of text before it; logprobs None where there is nothing before
+    it to predict it."""
 
     id: int
     offset: int
@@ -32,8 +34,8 @@ class Token(msgspec.Struct, frozen=True, gc=False):
 class Piece(msgspec.Struct):
     """What one event of a choice adds to its reply. finish is set on the last one.
 
-    reasoning: what the model thought before its answer; calls: of tools; where a choice has a Speech, text is without them.
-    tokens: output only; listed: those of them and of earlier ones whose logprobs are told now, None for all of
+    reasoning: what the model thought before its answer; calls: of tools; where a choice has a Speech, text is without
+    them. tokens: output only; listed: those of them and of earlier ones whose logprobs are told now, None for all of
     `tokens` (a stop string may take text away, and its tokens with it); echo: the prompt's, where they are repeated
     with logprobs; prompt_token_ids, prompt_logprobs: on the first piece, when asked for.
     """
@@ -55,17 +57,24 @@ class Piece(msgspec.Struct):
 
 
 class ChoiceText:
-    """`stopped` is set when a stop string matched: the generation may end there, and later tokens are not part of the reply."""
+    """`stopped` is set when a stop string matched: the generation may end there, and later tokens are not part of the
+    reply."""
 
     __slots__ = (
-        "_detokenizer", "_offset", "_silent", "_speech", "_stops", "_unlisted", "is_plain", "num_calls", "num_tokens", "stopped",
+        "_detokenizer", "_offset", "_silent", "_speech", "_stops", "_unlisted", "is_plain", "num_calls", "num_tokens",
+        "stopped",
     )  # fmt: skip
 
     def __init__(
-        self, detokenizer: Detokenizer | ChainDetokenizer, stops: StopMatcher, silent: Set[int], offset: int = 0, speech: Speech | None = None
+        self,
+        detokenizer: Detokenizer | ChainDetokenizer,
+        stops: StopMatcher,
+        silent: Set[int],
+        offset: int = 0,
+        speech: Speech | None = None,
     ) -> None:
-        """silent: ids that end a generation, whose text is not part of the answer; offset: characters before the first token (an echo); speech: what
-        the text is taken apart by, None for nothing."""
+        """silent: ids that end a generation, whose text is not part of the answer; offset: characters before the first
+        token (an echo); speech: what the text is taken apart by, None for nothing."""
         self._detokenizer = detokenizer
         self._stops = stops
         self._silent = silent
@@ -103,17 +112,20 @@ class ChoiceText:
         piece.listed = [*(piece.listed or ()), *listed]
 
     def say(self, token_id: int) -> bytes:
-        """The same where nobody asks for tokens, nor for their offsets, and the text is plain: what became certain of it, as JSON."""
+        """The same where nobody asks for tokens, nor for their offsets, and the text is plain: what became certain of
+        it, as JSON."""
         self.num_tokens += 1
         return NOTHING if token_id in self._silent else self._detokenizer.say(token_id)
 
     def known(self, vocab_size: int) -> Detokenizer | ChainDetokenizer:
-        """Whose known texts are also those of the choice: tokens that end it, or that its model does not have, are not among them."""
+        """Whose known texts are also those of the choice: tokens that end it, or that its model does not have, are not
+        among them."""
         self._detokenizer.ask_for(self._silent, vocab_size)
         return self._detokenizer
 
     def finish(self, piece: Piece, *, is_cut: bool = False) -> None:
-        """The generation ended: releases what was held back. An incomplete character may still complete a stop string. is_cut: its tokens ran out."""
+        """The generation ended: releases what was held back. An incomplete character may still complete a stop string.
+        is_cut: its tokens ran out."""
         if self.is_plain:
             piece.text += self._detokenizer.flush()
             return

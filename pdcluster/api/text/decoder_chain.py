@@ -1,7 +1,9 @@
-"""Any decoder of `tokenizers` as a stream: tokens go in one by one, text comes out once nothing that follows can change it.
+"""Any decoder of `tokenizers` as a stream: tokens go in one by one, text comes out once nothing that follows can change
+it.
 
-A decoder is a list of stages, each of which makes tokens of tokens; what the last one gives is joined. Each stage is here a small machine with the
-library's semantics (`tokenizers/src/decoders`, 0.23). Stages that look at one token ask the library, and keep its answers:
+A decoder is a list of stages, each of which makes tokens of tokens; what the last one gives is joined. Each stage is
+here a small machine with the library's semantics (`tokenizers/src/decoders`, 0.23). Stages that look at one token ask
+the library, and keep its answers:
 
     Replace, Strip          each token alone
     WordPiece, Metaspace    each token alone, the first one of a text otherwise
@@ -10,8 +12,8 @@ library's semantics (`tokenizers/src/decoders`, 0.23). Stages that look at one t
     ByteFallback            a run of bytes is known when it ends
     Fuse, ByteLevel         all tokens become one, whose text comes in pieces
 
-Behind one of the last two a stage has a single token. Strip and Replace of a literal then hold back as many characters as they may still change. Any
-other stage there waits for the whole text.
+Behind one of the last two a stage has a single token. Strip and Replace of a literal then hold back as many characters
+as they may still change. Any other stage there waits for the whole text.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Stage(Protocol):
 
 
 def byte_alphabet() -> dict[int, str]:
-    """Byte-level BPE writes each byte as one printable character: itself where it prints, otherwise one from U+0100 on. Character → latin-1."""
+    """Byte-level BPE writes each byte as one printable character: itself where it prints, otherwise one from U+0100 on.
+    Character → latin-1."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in printable]
     alphabet = {byte: chr(byte) for byte in printable}
@@ -57,7 +60,8 @@ ALPHABET = byte_alphabet()
 
 
 def byte_level(token: str) -> bytes:
-    """The bytes that a token of byte-level BPE stands for; its own where it is an added token, written as plain text."""
+    """The bytes that a token of byte-level BPE stands for; its own where it is an added token, written as plain
+    text."""
     try:
         return token.translate(ALPHABET).encode("latin-1")
     except UnicodeEncodeError:
@@ -74,8 +78,8 @@ def steps_of(decoder: Step | None) -> list[Step]:
 
 
 class DecoderChain:
-    """What streams of one decoder have in common: their stages, and the library's answers. Used by one event loop, or by threads: what is kept is
-    only ever added."""
+    """What streams of one decoder have in common: their stages, and the library's answers. Used by one event loop, or
+    by threads: what is kept is only ever added."""
 
     def __init__(self, decoder: Step | None) -> None:
         self._joins_by_spaces = decoder is None
@@ -130,7 +134,8 @@ class TokenStream:
 
 
 def _render_of(step: Step) -> Render:
-    """What the library makes of a token, first or not; its answers are kept. Strip is done here: the library panics where both ends meet."""
+    """What the library makes of a token, first or not; its answers are kept. Strip is done here: the library panics
+    where both ends meet."""
     if step["type"] == "Strip":
         return lambda token, _: _stripped(token, step["content"], step["start"], step["stop"])
     decoder = Tokenizer.from_str(json.dumps(EMPTY_TOKENIZER | {"decoder": step})).decoder
@@ -149,7 +154,9 @@ def _render_of(step: Step) -> Render:
 
 
 def _stripped(token: str, content: str, start: int, stop: int) -> str:
-    first = next((index for index, character in enumerate(token[:start]) if character != content), min(start, len(token)))
+    first = next(
+        (index for index, character in enumerate(token[:start]) if character != content), min(start, len(token))
+    )
     last = len(token)
     while last > first and len(token) - last < stop and token[last - 1] == content:
         last -= 1

@@ -1,11 +1,13 @@
-"""Token ids to text, one token at a time: text never holds half a character, and the pieces joined are the text of all tokens.
+"""Token ids to text, one token at a time: text never holds half a character, and the pieces joined are the text of all
+tokens.
 
-Works on bytes, through a table of what every token id stands for, so a token costs a list lookup and every token's bytes are known exactly
-(logprobs report them). That is possible for decoders that map tokens one by one: byte-level BPE, and SentencePiece-like with byte fallback.
-Streams of any other decoder are `decoder_chain`'s (`ChainDetokenizer`); the table then holds what a token stands for inside of a text.
+Works on bytes, through a table of what every token id stands for, so a token costs a list lookup and every token's
+bytes are known exactly (logprobs report them). That is possible for decoders that map tokens one by one: byte-level
+BPE, and SentencePiece-like with byte fallback. Streams of any other decoder are `decoder_chain`'s (`ChainDetokenizer`);
+the table then holds what a token stands for inside of a text.
 
-Where the table's way differs from `tokenizers`: in a run of byte-fallback tokens that is not valid UTF-8, the valid characters are kept here, while
-`tokenizers` replaces the whole run, which a stream cannot know in advance.
+Where the table's way differs from `tokenizers`: in a run of byte-fallback tokens that is not valid UTF-8, the valid
+characters are kept here, while `tokenizers` replaces the whole run, which a stream cannot know in advance.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ SPACE_MARK = "\u2581"
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What each token id stands for. `special` ids vanish from text unless asked for; `strips_lead`: one leading space is not part of the text.
+    """What each token id stands for. `special` ids vanish from text unless asked for; `strips_lead`: one leading space
+    is not part of the text.
 
-    texts: the same as text, where a token's bytes are whole characters; most are, and need no decoder. said: those texts as JSON, of ids that were
-    said and are not special, each as the tuple in which a step's only token of a row comes; at most the vocabulary.
-    chain: the decoder, where the table does not say how tokens join; names: the vocabulary's text of each id then. texts are None there.
+    texts: the same as text, where a token's bytes are whole characters; most are, and need no decoder. said: those
+    texts as JSON, of ids that were said and are not special, each as the tuple in which a step's only token of a row
+    comes; at most the vocabulary. chain: the decoder, where the table does not say how tokens join; names: the
+    vocabulary's text of each id then. texts are None there.
     """
 
     table: Sequence[bytes]
@@ -41,7 +45,8 @@ class Pieces:
     names: Sequence[str | None] = ()
 
     def stream(self, *, skip_special_tokens: bool, at_start: bool) -> Detokenizer | ChainDetokenizer:
-        """at_start: the text starts here, so a leading space that only marks a word is dropped; a continuation keeps it."""
+        """at_start: the text starts here, so a leading space that only marks a word is dropped; a continuation keeps
+        it."""
         if self.chain is None:
             return Detokenizer(self, skip_special_tokens=skip_special_tokens, at_start=at_start)
         return ChainDetokenizer(self, self.chain, skip_special_tokens=skip_special_tokens, at_start=at_start)
@@ -109,7 +114,8 @@ NONE_KNOWN: Mapping[tuple[int, ...], bytes] = {}
 class Detokenizer:
     """One stream of tokens, by the table. at_start: see `Pieces.stream`.
 
-    known: what `say` would give for these tokens now, and be the same after it; where one is not in it, it has to be asked."""
+    known: what `say` would give for these tokens now, and be the same after it; where one is not in it, it has to be
+    asked."""
 
     __slots__ = ("_decoder", "_is_whole", "_knows", "_pieces", "_said", "_skip", "_strip", "_texts", "known")
 
@@ -126,8 +132,8 @@ class Detokenizer:
         self.known = self._said if self._is_whole else NONE_KNOWN
 
     def ask_for(self, token_ids: Set[int], vocab_size: int) -> None:
-        """These, and those beyond the vocabulary, are never among the known, since they are no text to who asks. Special ones are not anyway; with
-        others nothing is known."""
+        """These, and those beyond the vocabulary, are never among the known, since they are no text to who asks.
+        Special ones are not anyway; with others nothing is known."""
         if vocab_size < len(self._texts) or not self._pieces.special.issuperset(token_ids):
             self._knows, self.known = False, NONE_KNOWN
 
@@ -150,7 +156,11 @@ class Detokenizer:
         said = self._said.get((token_id,))
         if said is None:
             said = text_json(self.feed(token_id))
-            if 0 <= token_id < len(self._texts) and self._texts[token_id] is not None and token_id not in self._pieces.special:
+            if (
+                0 <= token_id < len(self._texts)
+                and self._texts[token_id] is not None
+                and token_id not in self._pieces.special
+            ):
                 self._said[token_id,] = said
         return said
 
@@ -171,7 +181,8 @@ class Detokenizer:
 
 
 class ChainDetokenizer:
-    """One stream of tokens, by the decoder's own stages. Nothing is known before it is asked: what a token adds may depend on others."""
+    """One stream of tokens, by the decoder's own stages. Nothing is known before it is asked: what a token adds may
+    depend on others."""
 
     __slots__ = ("_names", "_skip", "_stream", "known")
 

@@ -1,4 +1,5 @@
-"""Logprobs in OpenAI's two shapes, a list of objects for chat and parallel lists for plain completions; those of a prompt in vLLM's."""
+"""Logprobs in OpenAI's two shapes, a list of objects for chat and parallel lists for plain completions; those of a
+prompt in vLLM's."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class CompletionLogprobs(Struct):
 
 
 class PromptLogprob(Struct):
-    """rank: 1 for the most likely; null for the prompt's own token where it is not among the alternatives that were asked for."""
+    """rank: 1 for the most likely; null for the prompt's own token where it is not among the alternatives that were
+    asked for."""
 
     logprob: float
     rank: int | None
@@ -107,7 +109,8 @@ def _readable(raw: bytes) -> str:
 
 
 def _unambiguous(raw: bytes) -> str:
-    """The token's text; for a part of a character its bytes in hex, as OpenAI writes them, so that parallel lists and keys stay distinct."""
+    """The token's text; for a part of a character its bytes in hex, as OpenAI writes them, so that parallel lists and
+    keys stay distinct."""
     try:
         return raw.decode()
     except UnicodeDecodeError:

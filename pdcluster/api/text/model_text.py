@@ -1,4 +1,5 @@
-"""Everything between text and token ids for one model: its tokenizer, chat template, special tokens and sampling defaults.
+"""Everything between text and token ids for one model: its tokenizer, chat template, special tokens and sampling
+defaults.
 
 Built from the model's files (bytes, whoever brought them), never from the network, and without torch or transformers.
 """
@@ -50,17 +51,27 @@ class TextModel:
     info: the tokenizer's configuration as clients may read it, special tokens as text."""
 
     def __init__(self, files: Mapping[str, bytes], tool_format: str = "auto", reasoning: str = "auto") -> None:
-        """files: contents by name, of those in files.TEXT_FILES that the model has; only tokenizer.json must be there. tool_format, reasoning: how
-        the model marks calls of tools (a name of api.tools.formats) and thoughts (think), or none; auto: as its chat template shows.
+        """files: contents by name, of those in files.TEXT_FILES that the model has; only tokenizer.json must be there.
+        tool_format, reasoning: how the model marks calls of tools (a name of api.tools.formats) and thoughts (think),
+        or none; auto: as its chat template shows.
 
         Raises ModelError naming the file that is missing or wrong."""
         try:
             self._build(files)
             source = "" if self.template is None else self.template.source
-            self.tool_format = detect(source) if tool_format == "auto" else None if tool_format == "none" else tool_format
+            self.tool_format = (
+                detect(source) if tool_format == "auto" else None if tool_format == "none" else tool_format
+            )
             self.reasons = knows_reasoning(source) if reasoning == "auto" else reasoning == "think"
-        except (ValueError, TypeError, LookupError, AttributeError) as error:  # of files that are JSON, but of another shape
-            raise ModelError(f"the model's text files are not as expected: {type(error).__name__}: {error}; take its original files") from error
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+        ) as error:  # of files that are JSON, but of another shape
+            raise ModelError(
+                f"the model's text files are not as expected: {type(error).__name__}: {error}; take its original files"
+            ) from error
 
     def _build(self, files: Mapping[str, bytes]) -> None:
         config = {**_json_file(files, "special_tokens_map.json"), **_json_file(files, "tokenizer_config.json")}
@@ -78,7 +89,9 @@ class TextModel:
         source = _template_source(files, config)
         self.template = None if source is None else ChatTemplate(source, special)
         self.info = {"tokenizer_class": None, **config, **special, "chat_template": source}
-        self._marks = frozenset(index for index in self.pieces.special if self.pieces.table[index].decode(errors="replace") in MARKERS)
+        self._marks = frozenset(
+            index for index in self.pieces.special if self.pieces.table[index].decode(errors="replace") in MARKERS
+        )
         self.defaults = _sampling_defaults(generation)
         self.eos_token_ids = eos_token_ids(files)
 
@@ -92,13 +105,15 @@ class TextModel:
         return len(self.pieces.table)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
-        """add_special_tokens is for plain prompts; a chat template writes its own. Long text does not hold the interpreter lock."""
+        """add_special_tokens is for plain prompts; a chat template writes its own. Long text does not hold the
+        interpreter lock."""
         if len(text) <= SHORT_CHARACTERS:
             return array("i", self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         return array("i", self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def encode_chat(self, text: str) -> array[int]:
-        """What `render_chat` wrote, special tokens found in it and none added: segments that were encoded before cost nothing."""
+        """What `render_chat` wrote, special tokens found in it and none added: segments that were encoded before cost
+        nothing."""
         return self.segments.encode(text)
 
     def render_chat(
@@ -115,7 +130,11 @@ class TextModel:
             way_out = "use /v1/completions, or put a chat_template.jinja beside its tokenizer.json"
             raise BadRequest(f"this model has no chat template; {way_out}", "messages")
         return self.template.render(
-            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, kwargs=kwargs, tools=tools
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            kwargs=kwargs,
+            tools=tools,
         )
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True, at_start: bool = True) -> str:
@@ -180,24 +199,35 @@ def _add_missing_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], special
         got = tokenizer.token_to_id(entry["content"])
         if got != int(token_id):
             content = entry["content"]
-            raise ModelError(f"tokenizer_config.json gives {content!r} the id {token_id}, tokenizer.json makes it {got}; use files of one model")
+            raise ModelError(
+                f"tokenizer_config.json gives {content!r} the id {token_id}, tokenizer.json makes it {got}; use "
+                "files of one model"
+            )
     there = {name: token for name, token in special.items() if tokenizer.token_to_id(token) is not None}
     missing = [special[name] for name in ENDS if name in special and name not in there]
     if missing:
-        raise ModelError(f"tokenizer_config.json names the special tokens {missing}, which tokenizer.json does not hold; use files of one model")
+        raise ModelError(
+            f"tokenizer_config.json names the special tokens {missing}, which tokenizer.json does not hold; use "
+            "files of one model"
+        )
     tokenizer.add_special_tokens([token for token in there.values() if token not in known])
 
 
-def _bos_eos_processor(tokenizer: Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> TemplateProcessing:
+def _bos_eos_processor(
+    tokenizer: Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]
+) -> TemplateProcessing:
     """add_bos_token and add_eos_token, where a model says them, overrule tokenizer.json's own post-processor."""
     bos = special.get("bos_token") if config.get("add_bos_token") else None
     eos = special.get("eos_token") if config.get("add_eos_token") else None
     single = " ".join([*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])])
-    return TemplateProcessing(single=single, special_tokens=[(token, tokenizer.token_to_id(token)) for token in (bos, eos) if token])
+    return TemplateProcessing(
+        single=single, special_tokens=[(token, tokenizer.token_to_id(token)) for token in (bos, eos) if token]
+    )
 
 
 def _template_source(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja first, then tokenizer_config.json, then chat_template.json; of several named templates the default one."""
+    """chat_template.jinja first, then tokenizer_config.json, then chat_template.json; of several named templates the
+    default one."""
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"].decode()
     source = config.get("chat_template") or _json_file(files, "chat_template.json").get("chat_template")

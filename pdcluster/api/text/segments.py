@@ -1,12 +1,15 @@
-"""Tokenizing a long conversation anew costs its new text only: ids are kept for each stretch of text between two special tokens.
+"""Tokenizing a long conversation anew costs its new text only: ids are kept for each stretch of text between two
+special tokens.
 
-A tokenizer first looks for its added tokens in the raw text, and then treats each piece between them alone: normalizer, pre-tokenizer and model see
-one piece at a time. So text may be cut before any token that is always found, and the ids of the parts, one after the other, are those of the whole.
-What must hold for a cut, checked when the model is loaded:
- 1. The token is special and looked for in the raw text (not normalized), takes no blanks with it (lstrip, rstrip), may stand anywhere (not
-    single_word), and neither begins nor ends with a blank.
- 2. It is found where the tokenizer finds it: leftmost, then longest, among *all* tokens that are looked for in raw text.
- 3. A part begins with its token, so that its text does not stand at the very beginning, which some pre-tokenizers treat otherwise.
+A tokenizer first looks for its added tokens in the raw text, and then treats each piece between them alone: normalizer,
+pre-tokenizer and model see one piece at a time. So text may be cut before any token that is always found, and the ids
+of the parts, one after the other, are those of the whole. What must hold for a cut, checked when the model is loaded:
+ 1. The token is special and looked for in the raw text (not normalized), takes no blanks with it (lstrip, rstrip), may
+    stand anywhere (not single_word), and neither begins nor ends with a blank.
+ 2. It is found where the tokenizer finds it: leftmost, then longest, among *all* tokens that are looked for in raw
+    text.
+ 3. A part begins with its token, so that its text does not stand at the very beginning, which some pre-tokenizers treat
+    otherwise.
  4. Normalizer, pre-tokenizer and model are of kinds that look at one piece at a time, and nothing is random.
 Where one fails, text is encoded whole. Thread-safe: routers tokenize long prompts in threads.
 """
@@ -30,18 +33,21 @@ SHORT_CHARACTERS = 4096
 """Text up to here is tokenized at once; longer text in the way that lets other threads run meanwhile."""
 
 NORMALIZERS = {
-    "BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend", "Replace", "Sequence", "Strip",
+    "BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend",
+    "Replace", "Sequence", "Strip",
     "StripAccents",
 }  # fmt: skip
 PRE_TOKENIZERS = {
-    "BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "Metaspace", "Punctuation", "Sequence", "Split", "UnicodeScripts", "Whitespace",
+    "BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "Metaspace", "Punctuation", "Sequence", "Split",
+    "UnicodeScripts", "Whitespace",
     "WhitespaceSplit",
 }  # fmt: skip
 MODELS = {"BPE", "Unigram", "WordLevel", "WordPiece"}
 
 
 class SegmentedEncoder:
-    """Text with its special tokens written out → ids, none added. num_hits, num_misses: segments found and not; num_bytes: of what is kept."""
+    """Text with its special tokens written out → ids, none added. num_hits, num_misses: segments found and not;
+    num_bytes: of what is kept."""
 
     def __init__(self, tokenizer: Tokenizer, content: Mapping[str, Any], *, max_bytes: int = MAX_CACHE_BYTES) -> None:
         """content: of the tokenizer.json that the tokenizer was made from."""
@@ -82,7 +88,9 @@ class SegmentedEncoder:
     def _encode_all(self, texts: list[str]) -> list[array[int]]:
         if sum(map(len, texts)) <= SHORT_CHARACTERS:
             return [array("i", self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
-        return [array("i", encoding.ids) for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        return [
+            array("i", encoding.ids) for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ]
 
     # ------------------------------------------------------------ what is kept
 
@@ -145,8 +153,8 @@ def _raw_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
 
 
 def longest_of(contents: Iterable[str]) -> str:
-    """A pattern for the leftmost, then longest of them (requirement 2). A tree of their characters, so that a text which begins hundreds of tokens
-    and ends none costs no more than others: a search does not let other threads run."""
+    """A pattern for the leftmost, then longest of them (requirement 2). A tree of their characters, so that a text
+    which begins hundreds of tokens and ends none costs no more than others: a search does not let other threads run."""
     tree: dict[str, Any] = {}
     for content in contents:
         node = tree

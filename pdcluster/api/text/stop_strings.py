@@ -1,6 +1,8 @@
-"""Stop strings over a text that arrives in pieces: nothing after the match is released, and only what may become a match is held back.
+"""Stop strings over a text that arrives in pieces: nothing after the match is released, and only what may become a
+match is held back.
 
-The match is the one that is complete first; of several complete at the same character, the longest. So it does not depend on how the text was cut.
+The match is the one that is complete first; of several complete at the same character, the longest. So it does not
+depend on how the text was cut.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class StopMatcher:
         return not self._stops
 
     def feed(self, text: str) -> str:
-        """The text that is now certain; once `matched` is set, the text before the match, and nothing more is released."""
+        """The text that is now certain; once `matched` is set, the text before the match, and nothing more is
+        released."""
         if not self._stops:
             return text
         buffer = self._held + text

@@ -62,7 +62,8 @@ def _parts(text: str, size: int) -> Iterator[str]:
 
 
 def _longest(tokenizer: Tokenizer, content: Mapping[str, Any]) -> int:
-    """Byte-level BPE writes a byte as one character. Elsewhere a token is written in no fewer bytes than its text has."""
+    """Byte-level BPE writes a byte as one character. Elsewhere a token is written in no fewer bytes than its text
+    has."""
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     is_byte_level = "ByteLevel" in _kinds(content.get("pre_tokenizer")) | _kinds(content.get("normalizer"))
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)

@@ -1,7 +1,9 @@
-"""One call of a tool as models write it, `{"name": …, "arguments": {…}}`, read character by character: the name as soon as it is certain, then the
-arguments as they come, exactly as the model wrote them. What surrounds a call is the business of a format.
+"""One call of a tool as models write it, `{"name": …, "arguments": {…}}`, read character by character: the name as soon
+as it is certain, then the arguments as they come, exactly as the model wrote them. What surrounds a call is the
+business of a format.
 
-A call is said (its name given away) when its arguments begin: until then it may turn out to be no call, and its text is kept.
+A call is said (its name given away) when its arguments begin: until then it may turn out to be no call, and its text is
+kept.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ Part = str | CallDelta
 
 
 class Rules(NamedTuple):
-    """new_id: ids for calls, each used once; knows: whether a tool of that name was offered; names: of those that were."""
+    """new_id: ids for calls, each used once; knows: whether a tool of that name was offered; names: of those that
+    were."""
 
     new_id: Callable[[], str]
     knows: Callable[[str], bool]
@@ -67,7 +70,8 @@ class Balanced:
 
 
 class CallReader:
-    """Reads one call. is_done: it was complete; is_bad: it is no call. What may be long is kept in pieces, so that each is copied once."""
+    """Reads one call. is_done: it was complete; is_bad: it is no call. What may be long is kept in pieces, so that each
+    is copied once."""
 
     def __init__(self, index: int, rules: Rules) -> None:
         self._index = index

@@ -1,5 +1,5 @@
-"""The formats in which models call tools: which one a model uses, who parses it, and the grammars of an answer that must be
-calls, and of one that may have some."""
+"""The formats in which models call tools: which one a model uses, who parses it, and the grammars of an answer that
+must be calls, and of one that may have some."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def _short_id() -> str:
 
 
 class Format(NamedTuple):
-    """begin, end: around the arguments of one call, {name} being the function's; opening, closing: around all of them, separator between. trigger:
-    only where a call begins it is in a text; None where an answer is calls or text, as it begins. named: before a call whose name stands outside."""
+    """begin, end: around the arguments of one call, {name} being the function's; opening, closing: around all of them,
+    separator between. trigger: only where a call begins it is in a text; None where an answer is calls or text, as it
+    begins. named: before a call whose name stands outside."""
 
     parser: Callable[[Rules], Parser]
     new_id: Callable[[], str]
@@ -56,18 +57,31 @@ class Format(NamedTuple):
     def form(self, offer: Offer) -> Form:
         """Of an answer that is calls and nothing else."""
         calls = self._calls(offer, _checked)
-        return calls if not self.opening else {"type": "sequence", "elements": [_constant(self.opening), calls, _constant(self.closing)]}
+        return (
+            calls
+            if not self.opening
+            else {"type": "sequence", "elements": [_constant(self.opening), calls, _constant(self.closing)]}
+        )
 
     def free_form(self, offer: Offer, *, reasons: bool) -> Form:
-        """Of an answer that is text, calls or both: a call is of an offered tool, and of a strict one its arguments are what it says. reasons: the
-        model may think before it answers."""
+        """Of an answer that is text, calls or both: a call is of an offered tool, and of a strict one its arguments are
+        what it says. reasons: the model may think before it answers."""
         if self.trigger is None:
             around = [_regex(SOME_SPACE + f"({_escaped(PYTHON_TAG)})?"), self._calls(offer, _strict)]
-            return {"type": "or", "elements": [{"type": "sequence", "elements": around}, *_no_call(END_THINK if reasons else None)]}
+            return {
+                "type": "or",
+                "elements": [{"type": "sequence", "elements": around}, *_no_call(END_THINK if reasons else None)],
+            }
         tags = self._tags(offer, _strict)
         if self.opening:
             tags = [_tag(self.opening, self._calls(offer, _strict), self.closing), *self._named(offer)]
-        return {"type": "triggered_tags", "triggers": [self.trigger], "tags": tags, "at_least_one": False, "stop_after_first": not offer.parallel}
+        return {
+            "type": "triggered_tags",
+            "triggers": [self.trigger],
+            "tags": tags,
+            "at_least_one": False,
+            "stop_after_first": not offer.parallel,
+        }
 
     def _calls(self, offer: Offer, form_of: FormOf) -> Form:
         return {
@@ -85,7 +99,8 @@ class Format(NamedTuple):
         """Each call by itself, its arguments behind a mark."""
         marks = _regex(f"({_escaped(CALL_ID)}[a-zA-Z0-9]{{9}})?{_escaped(ARGS)}")
         return [
-            _tag(self.named.replace("{name}", tool.name), {"type": "sequence", "elements": [marks, _strict(tool)]}, "") for tool in offer.tools
+            _tag(self.named.replace("{name}", tool.name), {"type": "sequence", "elements": [marks, _strict(tool)]}, "")
+            for tool in offer.tools
         ]
 
 
@@ -95,11 +110,17 @@ FORMATS: Mapping[str, Format] = {
     ),
     "llama": Format(LlamaParser, _long_id, '{"name": "{name}", "parameters": ', "}", "; ", None),
     "mistral": Format(
-        MistralParser, _short_id, '{"name": "{name}", "arguments": ', "}", ", ", TOOL_CALLS, TOOL_CALLS + "[", "]", TOOL_CALLS + "{name}"
+        MistralParser, _short_id, '{"name": "{name}", "arguments": ', "}", ", ", TOOL_CALLS, TOOL_CALLS + "[", "]",
+        TOOL_CALLS + "{name}"
     ),
 }  # fmt: skip
 
-SIGNS: tuple[tuple[str, str], ...] = ((TOOL_CALL, "hermes"), (TOOL_CALLS, "mistral"), (PYTHON_TAG, "llama"), ('"parameters":', "llama"))
+SIGNS: tuple[tuple[str, str], ...] = (
+    (TOOL_CALL, "hermes"),
+    (TOOL_CALLS, "mistral"),
+    (PYTHON_TAG, "llama"),
+    ('"parameters":', "llama"),
+)
 """What a template has in it → the format that its model was taught."""
 
 
@@ -123,7 +144,9 @@ def _strict(tool: Function) -> Form:
 def _no_call(banned: str | None) -> list[Form]:
     """Texts that do not begin as calls do. banned: what they do not have in them."""
     mark = PYTHON_TAG
-    begins = "|".join([r"[^{<\s]", *(f"{_escaped(mark[:length])}[^{_escaped(mark[length])}]" for length in range(1, len(mark)))])
+    begins = "|".join(
+        [r"[^{<\s]", *(f"{_escaped(mark[:length])}[^{_escaped(mark[length])}]" for length in range(1, len(mark)))]
+    )
     text: Form = {"type": "any_text", "excludes": [] if banned is None else [banned]}
     short = "|".join(_escaped(mark[:length]) for length in range(1, len(mark)))
     return [{"type": "sequence", "elements": [_regex(f"{SPACES}({begins})"), text]}, _regex(f"{SPACES}({short})?")]

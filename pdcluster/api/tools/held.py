@@ -9,7 +9,8 @@ def begins(mark: str, text: str) -> bool:
 
 
 def keep_for(text: str, *marks: str) -> int:
-    """Characters at the end of text that are white space, or white space and the beginning of a mark: both may turn out not to be text."""
+    """Characters at the end of text that are white space, or white space and the beginning of a mark: both may turn out
+    not to be text."""
     for size in range(min(len(text), max(map(len, marks)) - 1), 0, -1):
         if any(mark.startswith(text[-size:]) for mark in marks):
             return len(text) - len(text[:-size].rstrip())

@@ -1,4 +1,5 @@
-"""The tools that a request offers and which of them the model must, may or must not call: shapes and checks of `tools` and `tool_choice`."""
+"""The tools that a request offers and which of them the model must, may or must not call: shapes and checks of `tools`
+and `tool_choice`."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """must: a call has to come; those it may be of are `tools`, all that are `shown` are in the prompt. parallel: there may be several."""
+    """must: a call has to come; those it may be of are `tools`, all that are `shown` are in the prompt. parallel: there
+    may be several."""
 
     tools: Sequence[Function]
     shown: Sequence[Tool]
@@ -65,7 +67,10 @@ def offer_of(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: 
     """None when nothing may be called. Raises BadRequest."""
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise BadRequest("tool_choice asks for a call, but there are no tools; send tools or leave tool_choice out", "tool_choice")
+            raise BadRequest(
+                "tool_choice asks for a call, but there are no tools; send tools or leave tool_choice out",
+                "tool_choice",
+            )
         return None
     _check(tools)
     if choice == "none":
@@ -74,7 +79,9 @@ def offer_of(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: 
     if isinstance(choice, NamedChoice):
         functions = [function for function in functions if function.name == choice.function.name]
         if not functions:
-            raise BadRequest(f"tool_choice names {shown(choice.function.name)}, which is not among the tools", "tool_choice")
+            raise BadRequest(
+                f"tool_choice names {shown(choice.function.name)}, which is not among the tools", "tool_choice"
+            )
         return Offer(functions, tools, True, False)
     return Offer(functions, tools, choice == "required", parallel is not False)
 
@@ -86,7 +93,10 @@ def _check(tools: Sequence[Tool]) -> None:
     for index, tool in enumerate(tools):
         name, at = tool.function.name, f"tools[{index}].function"
         if not NAME.fullmatch(name):
-            raise BadRequest(f"{at}.name is {shown(name)}; a name has 1 to 64 letters, digits, underscores, dots and dashes", f"{at}.name")
+            raise BadRequest(
+                f"{at}.name is {shown(name)}; a name has 1 to 64 letters, digits, underscores, dots and dashes",
+                f"{at}.name",
+            )
         if name in names:
             raise BadRequest(f"{at}.name is {shown(name)}, as that of another tool; names must differ", f"{at}.name")
         names.add(name)

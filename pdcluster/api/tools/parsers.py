@@ -1,11 +1,13 @@
-"""How families of models write their calls of tools, found in a text that comes in pieces: what is no call is released as soon as that is certain.
+"""How families of models write their calls of tools, found in a text that comes in pieces: what is no call is released
+as soon as that is certain.
 
-    hermes    text <tool_call>{…}</tool_call> <tool_call>{…}</tool_call>        Hermes, Qwen
-    llama     {…}; {…}   or   <|python_tag|>{…}                                 Llama 3: the whole answer is calls, or none of it
-    mistral   text [TOOL_CALLS][{…}, {…}]   or   [TOOL_CALLS]name[ARGS]{…}      Mistral, before and since tokenizer 11
+    hermes    text <tool_call>{…}</tool_call> <tool_call>{…}</tool_call>        Hermes, Qwen llama     {…}; {…}   or
+    <|python_tag|>{…}                                 Llama 3: the whole answer is calls, or none of it mistral   text
+    [TOOL_CALLS][{…}, {…}]   or   [TOOL_CALLS]name[ARGS]{…}      Mistral, before and since tokenizer 11
 
-White space around calls belongs to nothing. What is no call is text as it was written, white space included. So is a first call that breaks off
-before its arguments, unless the tokens ran out: then what begins like a call is neither text nor a call.
+White space around calls belongs to nothing. What is no call is text as it was written, white space included. So is a
+first call that breaks off before its arguments, unless the tokens ran out: then what begins like a call is neither text
+nor a call.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class Parser(Protocol):
 
 
 class _Machine:
-    """A buffer, and states that each take from its front what they understand. A state that takes nothing and stays waits for more."""
+    """A buffer, and states that each take from its front what they understand. A state that takes nothing and stays
+    waits for more."""
 
     marks: tuple[str, ...] = ()
     """With which calls begin."""
@@ -59,7 +62,8 @@ class _Machine:
         return parts
 
     def flush(self, *, is_cut: bool = False) -> list[Part]:
-        """Of a call that was said its arguments are what came of them. The beginning of another behind it is nothing: no text, and no call yet."""
+        """Of a call that was said its arguments are what came of them. The beginning of another behind it is nothing:
+        no text, and no call yet."""
         call, text = self._call, self._buffer
         if call is not None and call.is_said:
             pass  # what is behind it was not read yet
@@ -117,7 +121,8 @@ class _Machine:
         self._buffer = ""
 
     def _up_to(self, mark: str) -> bool:
-        """Release the text before a mark, and take the mark and the white space before it as the lead of a call; False while it is not there."""
+        """Release the text before a mark, and take the mark and the white space before it as the lead of a call; False
+        while it is not there."""
         before, found, after = self._buffer.partition(mark)
         text = before.rstrip() if found else before[: len(before) - keep_for(before, mark)]
         self._say(text)
@@ -185,7 +190,8 @@ class LlamaParser(_Machine):
         """An object without a mark may be an answer in JSON: it is a call as far as it begins like one."""
         bare = "".join(raw.split())
         return super()._is_marked(lead, raw) or any(
-            begun.startswith(bare) or bare.startswith(begun) for begun in (f'{{"name":"{name}"' for name in self._rules.names)
+            begun.startswith(bare) or bare.startswith(begun)
+            for begun in (f'{{"name":"{name}"' for name in self._rules.names)
         )
 
 
@@ -207,7 +213,9 @@ class MistralParser(_Machine):
         name, found, _ = self._buffer.partition("{")
         if found and len(name) <= MAX_NAME:
             self._buffer = self._buffer[len(name) :]
-            reader = NamedReader(self.num_calls, self._rules, name.partition(CALL_ID)[0].strip().removesuffix(ARGS).strip())
+            reader = NamedReader(
+                self.num_calls, self._rules, name.partition(CALL_ID)[0].strip().removesuffix(ARGS).strip()
+            )
             self._begin(self._lead + name, reader)
         elif len(name) > MAX_NAME:
             self._say(self._lead)

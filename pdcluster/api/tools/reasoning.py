@@ -1,7 +1,7 @@
 """Splits what a model thinks aloud from what it answers, as the text comes: `<think>…</think>` before the answer.
 
-Some templates open the mark in the prompt, then the output begins inside. White space around the marks belongs to neither side. How the text
-is cut into pieces changes nothing: what may become a mark is held back.
+Some templates open the mark in the prompt, then the output begins inside. White space around the marks belongs to
+neither side. How the text is cut into pieces changes nothing: what may become a mark is held back.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 # mypy: ignore-errors
 # As `kernels`: numba compiles these from the types of their arguments; the typed face is `native.PairKernels`.
-"""CPU kernels for the attention of a prompt's chunk in bfloat16: causal, behind any cached prefix, straight from the pages.
+"""CPU kernels for the attention of a prompt's chunk in bfloat16: causal, behind any cached prefix, straight from the
+pages.
 
-`pack_context` lays a row's keys and values out for products of pairs, once per layer; `attend_chunk` goes over them in blocks of 64 keys with an
-online softmax. Import it through `native`. Heads have a multiple of 32 dimensions.
+`pack_context` lays a row's keys and values out for products of pairs, once per layer; `attend_chunk` goes over them in
+blocks of 64 keys with an online softmax. Import it through `native`. Heads have a multiple of 32 dimensions.
 """
 
 from __future__ import annotations
@@ -14,14 +15,25 @@ from numba.extending import register_jitable
 
 from pdcluster.engine.kernels.elementwise import VERY_NEGATIVE, exponential, narrow, widen
 from pdcluster.engine.kernels.f32_tiles import wide_tile_of
-from pdcluster.engine.kernels.intrinsics import LANES, address, greatest_of, has_broad_product, has_pair_product, has_wide_product, tile_of
+from pdcluster.engine.kernels.intrinsics import (
+    LANES,
+    address,
+    greatest_of,
+    has_broad_product,
+    has_pair_product,
+    has_wide_product,
+    tile_of,
+)
 from pdcluster.engine.kernels.layer_arrays import BLOCK
 
 BROAD = has_broad_product()
 F32_TILE = 12 if BROAD else 6
 """Rows of one product: fewer than the turns of a loop that a sum takes would leave multipliers idle."""
 
-f32_score_tile, f32_add_tile = wide_tile_of(F32_TILE, adds=False), wide_tile_of(F32_TILE, adds=True, row_bytes=4 * BLOCK)
+f32_score_tile, f32_add_tile = (
+    wide_tile_of(F32_TILE, adds=False),
+    wide_tile_of(F32_TILE, adds=True, row_bytes=4 * BLOCK),
+)
 NATIVE, WIDE = has_pair_product() and not BROAD, has_wide_product() or BROAD
 has_chunks = NATIVE or WIDE
 """Elsewhere torch's own attention does as well."""
@@ -40,8 +52,8 @@ greatest = greatest_of(BLOCK)
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def pack_context(pool, layer, pages, length, keys, values, lo, hi):
-    """Blocks of 64 tokens: keys[head, block, pair of dimensions, token] and values[head, block, pair of tokens, dimension] hold two bfloat16 each,
-    zero behind the row's end. pool is uint32. Task = head * blocks + block."""
+    """Blocks of 64 tokens: keys[head, block, pair of dimensions, token] and values[head, block, pair of tokens,
+    dimension] hold two bfloat16 each, zero behind the row's end. pool is uint32. Task = head * blocks + block."""
     page_tokens, num_pairs, num_blocks = pool.shape[4], pool.shape[5], (length + BLOCK - 1) // BLOCK
     for task in range(lo, hi):
         head, block = task // num_blocks, task % num_blocks
@@ -120,7 +132,15 @@ def take_query(query, queries, r):
 def block_scores(queries, keys, rows, _, scores):
     width = 2 * queries.shape[1]
     for r in range(0, rows, TILE):
-        score_tile(address(queries) + r * width, width, address(keys), 4 * BLOCK, keys.shape[0], address(scores) + 4 * BLOCK * r, 4 * BLOCK)
+        score_tile(
+            address(queries) + r * width,
+            width,
+            address(keys),
+            4 * BLOCK,
+            keys.shape[0],
+            address(scores) + 4 * BLOCK * r,
+            4 * BLOCK,
+        )
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
@@ -166,13 +186,16 @@ def wide_sums(shares, values, rows, seen, sums):
             f32_add_tile(left, address(values) + 4 * d, width, (seen + 1) // 2, out + 4 * d, width)
 
 
-take, multiply_keys, multiply_values = (take_wide, wide_scores, wide_sums) if WIDE else (take_query, block_scores, block_sums)
+take, multiply_keys, multiply_values = (
+    (take_wide, wide_scores, wide_sums) if WIDE else (take_query, block_scores, block_sums)
+)
 """The fourth argument of the latter says how many of a block's keys any of the queries sees."""
 
 
 @numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True, inline="always")
 def fold_block(scores, r, visible, scale, top, total, sums, shares):
-    """Row r's scores of a block turned into shares under the new maximum; what was summed under the old one is corrected, where that is another.
+    """Row r's scores of a block turned into shares under the new maximum; what was summed under the old one is
+    corrected, where that is another.
 
     The arrays come whole: a view of one row costs as much as the row."""
     if visible <= 0:

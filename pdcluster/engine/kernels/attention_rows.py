@@ -2,8 +2,8 @@
 # numba compiles these from the types of their arguments; the typed face is `loader.PairKernels`.
 """Attention of rows that decode, over their pages, in bfloat16.
 
-For every CPU but those with AVX2 alone, which have `attention_rows_avx2`. A head has a multiple of 32 dimensions, a page a multiple of eight tokens.
-What is added up for one row never depends on which rows stand beside it.
+For every CPU but those with AVX2 alone, which have `attention_rows_avx2`. A head has a multiple of 32 dimensions, a
+page a multiple of eight tokens. What is added up for one row never depends on which rows stand beside it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ weigh_1x2, weigh_2x2, weigh_3x2, weigh_4x2 = (weigh_pairs_of(rows, 2, native=NAT
 
 @numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)
 def attend_rows(q, pool, layer, pages, first_page, lengths, scale, out, lo, hi):
-    """`kernels.attend_decode` for bfloat16, pages of a multiple of eight tokens and heads of a multiple of 32 dimensions.
+    """`kernels.attend_decode` for bfloat16, pages of a multiple of eight tokens and heads of a multiple of 32
+    dimensions.
 
-    A page's keys of all heads lie behind each other, and so do its values: they are read in that order. Scores of some pages become shares
-    together, since what that costs hardly depends on how many they are; shares are rounded to bfloat16, as the values are.
+    A page's keys of all heads lie behind each other, and so do its values: they are read in that order. Scores of some
+    pages become shares together, since what that costs hardly depends on how many they are; shares are rounded to
+    bfloat16, as the values are.
     """
     num_kv_heads, page_tokens, head_dim = pool.shape[3], pool.shape[4], pool.shape[5]
     group = q.shape[1] // num_kv_heads
@@ -61,14 +63,27 @@ def attend_rows(q, pool, layer, pages, first_page, lengths, scale, out, lo, hi):
                 count, place = min(page_tokens, lengths[row] - p * page_tokens), (p - p0) * page_tokens
                 for h in range(h0, h1):
                     coming = coming_head(keys, following, h, h0, h1, head_bytes)
-                    score_page(queries + h * group * 2 * head_dim, group, keys + h * head_bytes, coming, count, 2 * head_dim, scores[h], place)
+                    score_page(
+                        queries + h * group * 2 * head_dim,
+                        group,
+                        keys + h * head_bytes,
+                        coming,
+                        count,
+                        2 * head_dim,
+                        scores[h],
+                        place,
+                    )
             tokens = min((p1 - p0) * page_tokens, lengths[row] - p0 * page_tokens)
             for h in range(h0, h1):
                 for g in range(group):
                     share_scores(scores[h, g], shares[h, g], tokens, scale, top[h], total[h], g, sums[h, g])
             for p in range(p0, p1):
                 values = begin + pages[first_page[row] + p] * page_bytes + side_bytes
-                following = begin + pages[first_page[row] + min(p + 1, num_pages - 1)] * page_bytes + (side_bytes if p + 1 < p1 else 0)
+                following = (
+                    begin
+                    + pages[first_page[row] + min(p + 1, num_pages - 1)] * page_bytes
+                    + (side_bytes if p + 1 < p1 else 0)
+                )
                 count, place = min(page_tokens, lengths[row] - p * page_tokens), (p - p0) * page_tokens
                 for h in range(h0, h1):
                     coming = coming_head(values, following, h, h0, h1, head_bytes)
@@ -101,10 +116,28 @@ def score_page(queries, group, keys, coming, count, token_bytes, scores, place):
         rows, out = queries + g * token_bytes, begin + g * step
         if g + 1 < group:
             for t in range(0, count, 8):
-                dots_8x2(keys + t * token_bytes, token_bytes, coming + t * token_bytes, rows, token_bytes, token_bytes, out + 4 * t, step)
+                dots_8x2(
+                    keys + t * token_bytes,
+                    token_bytes,
+                    coming + t * token_bytes,
+                    rows,
+                    token_bytes,
+                    token_bytes,
+                    out + 4 * t,
+                    step,
+                )
         else:
             for t in range(0, count, 8):
-                dots_8x1(keys + t * token_bytes, token_bytes, coming + t * token_bytes, rows, token_bytes, token_bytes, out + 4 * t, step)
+                dots_8x1(
+                    keys + t * token_bytes,
+                    token_bytes,
+                    coming + t * token_bytes,
+                    rows,
+                    token_bytes,
+                    token_bytes,
+                    out + 4 * t,
+                    step,
+                )
 
 
 @numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)
@@ -132,8 +165,8 @@ def share_scores(scores, shares, count, scale, top, total, g, sums):
 
 @numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True, inline="always")
 def weigh_page(shares, place, group, values, coming, count, head_dim, sums):
-    """sums[g] += shares[g, place:] · values, in the order of `vectors.SUMS_ORDER`. A last odd value is paired with itself, its second share being 0:
-    behind it may be anything, and 0 times that need not be 0."""
+    """sums[g] += shares[g, place:] · values, in the order of `vectors.SUMS_ORDER`. A last odd value is paired with
+    itself, its second share being 0: behind it may be anything, and 0 times that need not be 0."""
     token_bytes, begin, share_step = 2 * head_dim, address(shares) + 2 * place, 2 * shares.shape[1]
     for g in range(0, group, 4):
         rows = min(4, group - g)
@@ -141,10 +174,24 @@ def weigh_page(shares, place, group, values, coming, count, head_dim, sums):
         whole = head_dim - head_dim % (4 * LANES)
         for d in range(0, head_dim, 4 * LANES):
             wide = d < whole
-            weigh(rows, wide, values + 2 * d, token_bytes, token_bytes, coming + 2 * d, count // 2, share, share_step, target + 4 * d, 4 * head_dim)
+            weigh(
+                rows,
+                wide,
+                values + 2 * d,
+                token_bytes,
+                token_bytes,
+                coming + 2 * d,
+                count // 2,
+                share,
+                share_step,
+                target + 4 * d,
+                4 * head_dim,
+            )
             if count % 2:
                 last = values + 2 * d + (count - 1) * token_bytes
-                weigh(rows, wide, last, 0, 0, last, 1, share + 2 * (count - 1), share_step, target + 4 * d, 4 * head_dim)
+                weigh(
+                    rows, wide, last, 0, 0, last, 1, share + 2 * (count - 1), share_step, target + 4 * d, 4 * head_dim
+                )
 
 
 @numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True, inline="always")

@@ -1,11 +1,13 @@
 # mypy: ignore-errors
 # As `kernels`: numba compiles these from the types of their arguments; the typed face is `native.PairKernels`.
-"""What the `attend_rows` of `pair_kernels` does, for CPUs with AVX2 and nothing wider: attention of rows that decode, over their pages.
+"""What the `attend_rows` of `pair_kernels` does, for CPUs with AVX2 and nothing wider: attention of rows that decode,
+over their pages.
 
-Queries are widened once, and queries of one kv head share each read of a page. Of each page and head keys are scored, scores become shares and
-values are weighed while both lie near, and meanwhile the next head's keys and values are asked for, side by side: one stream of loads does not fill
-the memory bus. (Eight rows behind 2,048 tokens: 18.0 GB/s; without asking 12.9, asking for one stream 11.3, with all keys of a page before its values
-15.2.) It holds no arithmetic of its own: `row_tiles` has it. Import it through `native`.
+Queries are widened once, and queries of one kv head share each read of a page. Of each page and head keys are scored,
+scores become shares and values are weighed while both lie near, and meanwhile the next head's keys and values are asked
+for, side by side: one stream of loads does not fill the memory bus. (Eight rows behind 2,048 tokens: 18.0 GB/s; without
+asking 12.9, asking for one stream 11.3, with all keys of a page before its values 15.2.) It holds no arithmetic of its
+own: `row_tiles` has it. Import it through `native`.
 """
 
 from __future__ import annotations
@@ -55,15 +57,16 @@ TOKENS = 4
 
 
 def ask(builder, turn, coming, apart):
-    """In each turn a line from `coming` on, and one of what lies `apart`: a turn reads 32 bytes of each of four tokens."""
+    """In each turn a line from `coming` on, and one of what lies `apart`: a turn reads 32 bytes of each of four
+    tokens."""
     line = builder.mul(turn, bytes_of(LINE_BYTES))
     prefetch(builder, coming, line)
     prefetch(builder, coming, builder.add(line, apart))
 
 
 def score_tile_of(num_rows):
-    """A block for tile(keys, key_step, rows, row_step, turns, out, out_step, coming, apart): out[i, j] = row i · key j of four keys, whose dimensions
-    are 16 times `turns`; rows and out are float32."""
+    """A block for tile(keys, key_step, rows, row_step, turns, out, out_step, coming, apart): out[i, j] = row i · key j
+    of four keys, whose dimensions are 16 times `turns`; rows and out are float32."""
 
     @intrinsic
     def tile(typing_context, keys, key_step, rows, row_step, turns, out, out_step, coming, apart):
@@ -76,14 +79,21 @@ def score_tile_of(num_rows):
                 offset, place = (builder.mul(loop.index, bytes_of(size)) for size in (VECTOR_BYTES, 2 * VECTOR_BYTES))
                 words, totals = [load(builder, at, offset, WORDS) for at in key_at], list(loop.values)
                 for half, halves in enumerate((low_halves, high_halves)):
-                    queries = [load(builder, at, builder.add(place, bytes_of(half * VECTOR_BYTES)), FLOATS) for at in row_at]
+                    queries = [
+                        load(builder, at, builder.add(place, bytes_of(half * VECTOR_BYTES)), FLOATS) for at in row_at
+                    ]
                     for j in range(TOKENS):
                         key = halves(builder, words[j])
                         for i, query in enumerate(queries):
                             totals[i * TOKENS + j] = fused(builder, query, key, totals[i * TOKENS + j])
                 loop.carry(totals)
             for i in range(num_rows):
-                store(builder, four_sums(builder, loop.values[i * TOKENS : (i + 1) * TOKENS]), out, builder.mul(out_step, bytes_of(i)))
+                store(
+                    builder,
+                    four_sums(builder, loop.values[i * TOKENS : (i + 1) * TOKENS]),
+                    out,
+                    builder.mul(out_step, bytes_of(i)),
+                )
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 9), build
@@ -92,20 +102,29 @@ def score_tile_of(num_rows):
 
 
 def four_sums(builder, totals):
-    """The sums over the lanes of four vectors: within the halves of a register first, where lanes change places at no cost."""
+    """The sums over the lanes of four vectors: within the halves of a register first, where lanes change places at no
+    cost."""
 
     def both(a, b, low, high):
-        return builder.fadd(*(builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(WORD, len(lanes)), lanes)) for lanes in (low, high)))
+        return builder.fadd(
+            *(
+                builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(WORD, len(lanes)), lanes))
+                for lanes in (low, high)
+            )
+        )
 
-    first, second = (both(a, b, [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]) for a, b in (totals[:2], totals[2:]))
+    first, second = (
+        both(a, b, [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]) for a, b in (totals[:2], totals[2:])
+    )
     sums = both(first, second, [0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15])
     return both(sums, sums, [0, 1, 2, 3], [4, 5, 6, 7])
 
 
 @intrinsic
 def share_scores(typing_context, scores, num_vectors, scale, top, total):
-    """share_scores(scores, num_vectors, scale, top, total): scores, eight times num_vectors, become shares under the new maximum. Returned are that
-    maximum, what is to be multiplied that was summed under the old one, and the new total of all shares."""
+    """share_scores(scores, num_vectors, scale, top, total): scores, eight times num_vectors, become shares under the
+    new maximum. Returned are that maximum, what is to be multiplied that was summed under the old one, and the new
+    total of all shares."""
 
     def build(context, builder, signature, args):
         scores, num_vectors, scale, top, total = args
@@ -125,7 +144,9 @@ def share_scores(typing_context, scores, num_vectors, scale, top, total):
         total = builder.fadd(builder.fmul(total, correction), added)
         return context.make_tuple(builder, signature.return_type, [best, correction, total])
 
-    return types.UniTuple(types.float32, 3)(types.int64, types.int64, types.float32, types.float32, types.float32), build
+    return types.UniTuple(types.float32, 3)(
+        types.int64, types.int64, types.float32, types.float32, types.float32
+    ), build
 
 
 def constant_float(value):
@@ -151,7 +172,9 @@ def exponentials(builder, values):
     scaled = builder.fmul(values, all_lanes(LOG2_E))
     scaled = greater(builder, scaled, all_lanes(-126.0))
     scaled = builder.select(builder.fcmp_ordered("<", scaled, all_lanes(126.0)), scaled, all_lanes(126.0))
-    whole = builder.call(declared(builder, "llvm.floor.v8f32", FLOATS, [FLOATS]), [builder.fadd(scaled, all_lanes(0.5))])
+    whole = builder.call(
+        declared(builder, "llvm.floor.v8f32", FLOATS, [FLOATS]), [builder.fadd(scaled, all_lanes(0.5))]
+    )
     rest = builder.fmul(builder.fsub(scaled, whole), all_lanes(np.float32(math.log(2))))
     series = all_lanes(np.float32(1 / 5040))
     for divisor in (720, 120, 24, 6, 2, 1, 1):
@@ -161,8 +184,9 @@ def exponentials(builder, values):
 
 
 def weigh_tile_of(num_rows, num_tokens):
-    """A block for tile(values, value_step, shares, share_step, turns, sums, sum_step, coming, apart): sums of row i += shares[i, t] * values[t] of
-    num_tokens values, whose dimensions are 16 times `turns`; shares and sums are float32."""
+    """A block for tile(values, value_step, shares, share_step, turns, sums, sum_step, coming, apart): sums of row i +=
+    shares[i, t] * values[t] of num_tokens values, whose dimensions are 16 times `turns`; shares and sums are
+    float32."""
 
     @intrinsic
     def tile(typing_context, values, value_step, shares, share_step, turns, sums, sum_step, coming, apart):
@@ -171,7 +195,10 @@ def weigh_tile_of(num_rows, num_tokens):
             value_at = [builder.add(values, builder.mul(value_step, bytes_of(t))) for t in range(num_tokens)]
             sum_at = [builder.add(sums, builder.mul(sum_step, bytes_of(i))) for i in range(num_rows)]
             share_at = [builder.add(shares, builder.mul(share_step, bytes_of(i))) for i in range(num_rows)]
-            given = [[spread(builder, load(builder, at, bytes_of(4 * t), ir.FloatType()), HALF) for t in range(num_tokens)] for at in share_at]
+            given = [
+                [spread(builder, load(builder, at, bytes_of(4 * t), ir.FloatType()), HALF) for t in range(num_tokens)]
+                for at in share_at
+            ]
             with Loop(builder, turns, 1, []) as loop:
                 ask(builder, loop.index, coming, apart)
                 offset, place = (builder.mul(loop.index, bytes_of(size)) for size in (VECTOR_BYTES, 2 * VECTOR_BYTES))
@@ -206,7 +233,10 @@ def attend_rows(q, pool, layer, pages, first_page, lengths, scale, out, lo, hi):
     side_bytes = num_kv_heads * head_bytes
     page_bytes = pool.shape[1] * 2 * side_bytes
     begin = address(pool) + layer * 2 * side_bytes
-    queries, sums = np.empty((num_kv_heads * group, head_dim), np.float32), np.empty((num_kv_heads * group, head_dim), np.float32)
+    queries, sums = (
+        np.empty((num_kv_heads * group, head_dim), np.float32),
+        np.empty((num_kv_heads * group, head_dim), np.float32),
+    )
     scores = np.empty((num_kv_heads * group, page_tokens), np.float32)
     top, total = np.empty(num_kv_heads * group, np.float32), np.empty(num_kv_heads * group, np.float32)
     for row in range(lo // num_kv_heads, (hi + num_kv_heads - 1) // num_kv_heads):
@@ -225,7 +255,9 @@ def attend_rows(q, pool, layer, pages, first_page, lengths, scale, out, lo, hi):
                 coming = keys + head_bytes if h + 1 < h1 else following + h0 * head_bytes
                 score_page(queries, h * group, group, keys, coming, side_bytes, count, scores)
                 share_page(scores, h * group, h * group + group, count, scale, top, total, sums)
-                weigh_page(scores, h * group, group, keys + side_bytes, coming + head_bytes // 2, side_bytes, count, sums)
+                weigh_page(
+                    scores, h * group, group, keys + side_bytes, coming + head_bytes // 2, side_bytes, count, sums
+                )
         for r in range(h0 * group, h1 * group):
             put_sums(sums[r], np.float32(1.0) / total[r], out[row, r])
 
@@ -265,12 +297,15 @@ def score_page(queries, first, group, keys, coming, apart, count, scores):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
 def share_page(scores, first, last, count, scale, top, total, sums):
-    """Turn scores of rows [first, last) into shares under the new maxima, and correct what was summed under the old ones."""
+    """Turn scores of rows [first, last) into shares under the new maxima, and correct what was summed under the old
+    ones."""
     vectors = (count + HALF - 1) // HALF
     for r in range(first, last):
         for t in range(count, vectors * HALF):
             scores[r, t] = VERY_NEGATIVE
-        best, correction, added = share_scores(address(scores) + 4 * r * scores.shape[1], vectors, scale, top[r], total[r])
+        best, correction, added = share_scores(
+            address(scores) + 4 * r * scores.shape[1], vectors, scale, top[r], total[r]
+        )
         if best > top[r]:
             for d in range(sums.shape[1]):
                 sums[r, d] *= correction
@@ -279,7 +314,8 @@ def share_page(scores, first, last, count, scale, top, total, sums):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
 def weigh_page(shares, first, group, values, coming, apart, count, sums):
-    """sums[g] += shares[g] · values, for g from `first` on. Values behind the last one may be no numbers, and are not read."""
+    """sums[g] += shares[g] · values, for g from `first` on. Values behind the last one may be no numbers, and are not
+    read."""
     head_dim, step = sums.shape[1], 4 * shares.shape[1]
     token_bytes, row_bytes, turns = 2 * head_dim, 4 * head_dim, head_dim // (2 * HALF)
     whole = count - count % TOKENS

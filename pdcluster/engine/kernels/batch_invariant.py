@@ -1,10 +1,11 @@
 # mypy: ignore-errors
 # As `kernels`: numba compiles these from the types of their arguments; the typed face is `native.InvariantKernels`.
-"""CPU kernels for bfloat16 whose result for one token is the same bits whatever is computed beside it: the batch-invariant mode.
+"""CPU kernels for bfloat16 whose result for one token is the same bits whatever is computed beside it: the
+batch-invariant mode.
 
-Compiled without fastmath, so the compiler keeps every sum in the order in which it is written here, and that order depends on a token's own
-position and on widths alone: not on how many rows or tasks there are, nor on pages and their size (multiples of eight tokens). Widths are
-multiples of 32. Import it through `native`.
+Compiled without fastmath, so the compiler keeps every sum in the order in which it is written here, and that order
+depends on a token's own position and on widths alone: not on how many rows or tasks there are, nor on pages and their
+size (multiples of eight tokens). Widths are multiples of 32. Import it through `native`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ TILE = 32
 ROWS = 32
 """Queries of one kv head that share a tile's keys and values, at least one token's."""
 
-dots_4x1, dots_4x2, dots_4x3, dots_4x4, dots_4x5, dots_4x6 = (dots_of(4, rows, native=NATIVE, exact=True) for rows in (1, 2, 3, 4, 5, 6))
+dots_4x1, dots_4x2, dots_4x3, dots_4x4, dots_4x5, dots_4x6 = (
+    dots_of(4, rows, native=NATIVE, exact=True) for rows in (1, 2, 3, 4, 5, 6)
+)
 dots_8x1, dots_8x2 = (dots_of(8, rows, native=NATIVE, exact=True) for rows in (1, 2))
 weigh_1x1, weigh_4x1 = (weigh_of(rows, 1) for rows in (1, 4))
 
@@ -110,8 +113,8 @@ def angles(positions, inverse, scale, cos, sin, lo, hi):
 def attend(q, pool, layer, pages, begins, counts, starts, first_pages, scale, out, lo, hi):
     """Attention of groups of tokens over their pages, causal, in place. Task = group of tokens * kv heads + kv head.
 
-    Group i is the tokens [begins[i], begins[i] + counts[i]) of q, at positions from starts[i] on; their row's pages are pages[first_pages[i]:].
-    A token goes over the tiles of keys from position 0 to its own, alone or in a group.
+    Group i is the tokens [begins[i], begins[i] + counts[i]) of q, at positions from starts[i] on; their row's pages are
+    pages[first_pages[i]:]. A token goes over the tiles of keys from position 0 to its own, alone or in a group.
     """
     num_kv_heads, page_tokens, head_dim = pool.shape[3], pool.shape[4], pool.shape[5]
     group = q.shape[1] // num_kv_heads
@@ -142,7 +145,9 @@ def attend(q, pool, layer, pages, begins, counts, starts, first_pages, scale, ou
                 page, offset = pages[first_pages[which] + t // page_tokens], t % page_tokens
                 run = min(end - t, page_tokens - offset)
                 keys = base + page * page_bytes + head * head_bytes + offset * token_bytes
-                score_run(address(queries), rows, keys, keys + side_bytes, run, token_bytes, address(scores) + 4 * (t - tile))
+                score_run(
+                    address(queries), rows, keys, keys + side_bytes, run, token_bytes, address(scores) + 4 * (t - tile)
+                )
                 t += run
             for r in range(rows):
                 fold_tile(scores[r], start + r // group + 1 - tile, scale, top, total, r, sums[r], scratch)
@@ -173,7 +178,8 @@ def score_run(queries, rows, keys, coming, run, token_bytes, out):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def fold_tile(scores, visible, scale, top, total, r, sums, scratch):
-    """One row's scores of a tile turned into shares under the new maximum, zero from `visible` on; what was summed under the old one is corrected.
+    """One row's scores of a tile turned into shares under the new maximum, zero from `visible` on; what was summed
+    under the old one is corrected.
 
     Maximum and sum go over the whole tile by halves."""
     if visible <= 0:
@@ -209,8 +215,8 @@ def fold_tile(scores, visible, scale, top, total, r, sums, scratch):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
 def weigh_run(share, rows, group, ahead, values, run, head_dim, sums):
-    """sums[r] += shares of r · values, in the order of tokens; row r sees the first ahead + r // group + 1 of them. Of each 32 dimensions the even
-    ones stand before the odd ones in sums. Four rows at once where all see all."""
+    """sums[r] += shares of r · values, in the order of tokens; row r sees the first ahead + r // group + 1 of them. Of
+    each 32 dimensions the even ones stand before the odd ones in sums. Four rows at once where all see all."""
     token_bytes, target = 2 * head_dim, address(sums)
     r = 0
     while r < rows:

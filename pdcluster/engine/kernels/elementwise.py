@@ -1,13 +1,15 @@
 # mypy: ignore-errors
-# numba compiles these from the types of their arguments and its decorators erase annotations; the typed face is `native.Kernels`.
-"""CPU kernels in numba. Import it through `native.load_kernels`, which sets the cache directory first and copes with a numba that does not work.
+# numba compiles these from the types of their arguments; the typed face is `loader.Kernels`.
+"""CPU kernels in numba. Import it through `native.load_kernels`, which sets the cache directory first and copes with a
+numba that does not work.
 
-All of them take raw arrays and a range [lo, hi) of independent tasks, so that `native.Parallel` can split one call over threads; none holds the
-GIL. bfloat16 arrives as uint16 (numpy has no such type) and is widened to float32 by a shift; every sum is kept in float32. Products arrive in
-float32 or bfloat16, the residual stream in float32 (`engine.decoder`). The arithmetic may
-be reordered (fastmath), which is why no kernel uses infinities. Not so where heads are normalised and rotated: of a kernel that others call there is
-a compiled copy in each of them, and which one runs depends on what a process loaded first; those copies added in different orders and fused other
-products. A kernel that says nothing of fastmath is compiled with it when its first caller has it, hence `fastmath=False`.
+All of them take raw arrays and a range [lo, hi) of independent tasks, so that `native.Parallel` can split one call over
+threads; none holds the GIL. bfloat16 arrives as uint16 (numpy has no such type) and is widened to float32 by a shift;
+every sum is kept in float32. Products arrive in float32 or bfloat16, the residual stream in float32 (`engine.decoder`).
+The arithmetic may be reordered (fastmath), which is why no kernel uses infinities. Not so where heads are normalised
+and rotated: of a kernel that others call there is a compiled copy in each of them, and which one runs depends on what a
+process loaded first; those copies added in different orders and fused other products. A kernel that says nothing of
+fastmath is compiled with it when its first caller has it, hence `fastmath=False`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ def widen(typing_context, value):
 
 @intrinsic
 def narrow(typing_context, value, like):
-    """What to store for a float32 in an array whose elements are typed as `like`; bfloat16 is rounded to nearest, ties to even."""
+    """What to store for a float32 in an array whose elements are typed as `like`; bfloat16 is rounded to nearest, ties
+    to even."""
     if like == types.float32:
         return types.float32(types.float32, like), lambda context, builder, signature, args: args[0]
 
@@ -53,7 +56,8 @@ def narrow(typing_context, value, like):
 
 @intrinsic
 def fused(typing_context, a, b, c):
-    """a * b + c, rounded once. Which of two products it fuses with their sum is a compiler's choice, and not the same in every copy of a kernel."""
+    """a * b + c, rounded once. Which of two products it fuses with their sum is a compiler's choice, and not the same
+    in every copy of a kernel."""
 
     def build(context, builder, signature, args):
         return builder.fma(*args)
@@ -75,7 +79,8 @@ def power_of_two(typing_context, exponent):
 
 @numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True, inline="always")
 def exponential(value):
-    """exp in float32, off by at most a few units in the last place, and clamped to finite numbers. Unlike math.exp it vectorises."""
+    """exp in float32, off by at most a few units in the last place, and clamped to finite numbers. Unlike math.exp it
+    vectorises."""
     scaled = min(max(value * LOG2_E, np.float32(-126.0)), np.float32(126.0))
     whole = np.floor(scaled + np.float32(0.5))
     rest = (scaled - whole) * np.float32(0.6931471805599453)
@@ -133,7 +138,8 @@ def sum_of_squares(values):
 
 @numba.njit(error_model="numpy", fastmath=False, nogil=True, cache=True)
 def rotate(source, norm, normed, eps, cos, sin, scratch, target):
-    """One head of one token: normalised over its dimensions if `normed`, rotated by halves, stored in `target`. scratch: float32 of its size."""
+    """One head of one token: normalised over its dimensions if `normed`, rotated by halves, stored in `target`.
+    scratch: float32 of its size."""
     size = source.shape[0]
     half = size // 2
     for i in range(size):
@@ -150,7 +156,8 @@ def rotate(source, norm, normed, eps, cos, sin, scratch, target):
 
 @numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)
 def store_kv(qkv, q_norm, k_norm, normed, eps, cos, sin, pages, offsets, pool, layer, q_out, lo, hi):
-    """Tokens [lo, hi): queries are normalised and rotated into q_out, keys likewise into their page slot, values copied there."""
+    """Tokens [lo, hi): queries are normalised and rotated into q_out, keys likewise into their page slot, values copied
+    there."""
     num_heads, head_dim = q_out.shape[1], q_out.shape[2]
     num_kv_heads = pool.shape[3]
     scratch = np.empty(head_dim, np.float32)
@@ -160,7 +167,16 @@ def store_kv(qkv, q_norm, k_norm, normed, eps, cos, sin, pages, offsets, pool, l
             rotate(qkv[n, h * head_dim : (h + 1) * head_dim], q_norm, normed, eps, cos[n], sin[n], scratch, q_out[n, h])
         for h in range(num_kv_heads):
             begin = (num_heads + h) * head_dim
-            rotate(qkv[n, begin : begin + head_dim], k_norm, normed, eps, cos[n], sin[n], scratch, pool[page, layer, 0, h, offset])
+            rotate(
+                qkv[n, begin : begin + head_dim],
+                k_norm,
+                normed,
+                eps,
+                cos[n],
+                sin[n],
+                scratch,
+                pool[page, layer, 0, h, offset],
+            )
             begin = (num_heads + num_kv_heads + h) * head_dim
             source, target = qkv[n, begin : begin + head_dim], pool[page, layer, 1, h, offset]
             for d in range(head_dim):
@@ -171,8 +187,8 @@ def store_kv(qkv, q_norm, k_norm, normed, eps, cos, sin, pages, offsets, pool, l
 def attend_decode(q, pool, layer, pages, first_page, lengths, scale, out, lo, hi):
     """Attention of one query token per row over its pages, in place. Task = row * kv heads + kv head.
 
-    The queries that share a kv head share each read of its keys and values. Softmax is online: a running maximum and sum per query, corrected
-    once per page. Row r reads pages[first_page[r]:], lengths[r] tokens.
+    The queries that share a kv head share each read of its keys and values. Softmax is online: a running maximum and
+    sum per query, corrected once per page. Row r reads pages[first_page[r]:], lengths[r] tokens.
     """
     num_kv_heads, page_tokens, head_dim = pool.shape[3], pool.shape[4], pool.shape[5]
     group = q.shape[1] // num_kv_heads

@@ -1,15 +1,17 @@
 # mypy: ignore-errors
 # As `vectors`: numba gives intrinsics their types at compile time.
-"""Building blocks of CPU kernels that widen: products of float32 rows by weights that stay pairs of bfloat16, on CPUs that multiply floats as fast.
+"""Building blocks of CPU kernels that widen: products of float32 rows by weights that stay pairs of bfloat16, on CPUs
+that multiply floats as fast.
 
-AVX2 has sixteen registers of eight floats, which hold the sums of six rows by sixteen outputs, two halves of a word's vector and one number of a
-row; blocks that are broad fill 32 of sixteen floats, those that are wide leave room there. Rows are widened once by their caller, since each of
-their numbers is read for every sixteen outputs; words are widened here, by a shift and a mask for as many rows as are multiplied. A sum is one chain
-in the order of inputs in every block, so it does not depend on how many rows or vectors one has.
+AVX2 has sixteen registers of eight floats, which hold the sums of six rows by sixteen outputs, two halves of a word's
+vector and one number of a row; blocks that are broad fill 32 of sixteen floats, those that are wide leave room there.
+Rows are widened once by their caller, since each of their numbers is read for every sixteen outputs; words are widened
+here, by a shift and a mask for as many rows as are multiplied. A sum is one chain in the order of inputs in every
+block, so it does not depend on how many rows or vectors one has.
 
-What is not a product counts: with AVX2 a core whose other thread is busy takes three instructions a cycle, of which two should multiply. So loops are
-unrolled, and only those blocks ask for what is read later that have to. (Six rows behind such a neighbour: 73 GFLOP/s when all asked, 79 when one of
-sixteen does, 83 unrolled.)
+What is not a product counts: with AVX2 a core whose other thread is busy takes three instructions a cycle, of which two
+should multiply. So loops are unrolled, and only those blocks ask for what is read later that have to. (Six rows behind
+such a neighbour: 73 GFLOP/s when all asked, 79 when one of sixteen does, 83 unrolled.)
 """
 
 from __future__ import annotations
@@ -39,15 +41,17 @@ from pdcluster.engine.kernels.intrinsics import (
 TURNS = 4
 """Pairs of one turn of a loop over one panel; even, as asking alternates."""
 AHEAD, BROAD_AHEAD = 1024, 2048
-"""Bytes by which weights of several panels are asked for before they are read; a pair of a panel is one line of them, or four of a broad one."""
+"""Bytes by which weights of several panels are asked for before they are read; a pair of a panel is one line of them,
+or four of a broad one."""
 
 
 def wide_panels_of(num_rows, num_panels):
-    """A block for tile(left, right, panel_step, num_pairs, bias, out, out_step, column_step): out[i, l] behind j column steps = left[:, i] ·
-    right[j][:, l] + bias[l], in float32.
+    """A block for tile(left, right, panel_step, num_pairs, bias, out, out_step, column_step): out[i, l] behind j column
+    steps = left[:, i] · right[j][:, l] + bias[l], in float32.
 
-    left is float32 [inputs, num_rows], right num_panels panels that are panel_step bytes apart, of num_pairs times 16 words of two bfloat16; bias is
-    float32 and has the column steps of out. Of each panel what is read AHEAD bytes later is asked for.
+    left is float32 [inputs, num_rows], right num_panels panels that are panel_step bytes apart, of num_pairs times 16
+    words of two bfloat16; bias is float32 and has the column steps of out. Of each panel what is read AHEAD bytes later
+    is asked for.
     """
 
     @intrinsic
@@ -61,10 +65,14 @@ def wide_panels_of(num_rows, num_panels):
                     prefetch(builder, panel, builder.add(builder.mul(pair, bytes_of(LINE_BYTES)), bytes_of(AHEAD)))
 
             begin = [zeros()] * (num_rows * num_panels)
-            totals = add_products(builder, left, (4 * num_rows, 4), panels, bytes_of(LINE_BYTES), num_pairs, begin, ask, turns=1)
+            totals = add_products(
+                builder, left, (4 * num_rows, 4), panels, bytes_of(LINE_BYTES), num_pairs, begin, ask, turns=1
+            )
             for j in range(num_panels):
                 column = builder.mul(column_step, bytes_of(j))
-                put_outputs(builder, totals[j::num_panels], builder.add(bias, column), builder.add(out, column), out_step)
+                put_outputs(
+                    builder, totals[j::num_panels], builder.add(bias, column), builder.add(out, column), out_step
+                )
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 8), build
@@ -73,13 +81,16 @@ def wide_panels_of(num_rows, num_panels):
 
 
 def wide_panel_of(num_rows):
-    """A block for tile(left, right, num_pairs, bias, out, out_step): `wide_panels_of` one panel, which asks for nothing."""
+    """A block for tile(left, right, num_pairs, bias, out, out_step): `wide_panels_of` one panel, which asks for
+    nothing."""
 
     @intrinsic
     def tile(typing_context, left, right, num_pairs, bias, out, out_step):
         def build(context, builder, signature, args):
             left, right, num_pairs, bias, out, out_step = args
-            totals = add_products(builder, left, (4 * num_rows, 4), [right], bytes_of(LINE_BYTES), num_pairs, [zeros()] * num_rows)
+            totals = add_products(
+                builder, left, (4 * num_rows, 4), [right], bytes_of(LINE_BYTES), num_pairs, [zeros()] * num_rows
+            )
             put_outputs(builder, totals, bias, out, out_step)
             return context.get_dummy_value()
 
@@ -89,8 +100,8 @@ def wide_panel_of(num_rows):
 
 
 def asking_panel_of(num_rows):
-    """A block for tile(left, right, num_pairs, bias, out, out_step, coming, apart): `wide_panel_of` that asks for others: for each two pairs for a
-    line from `coming` on and one of what lies `apart`, as far as whole turns go."""
+    """A block for tile(left, right, num_pairs, bias, out, out_step, coming, apart): `wide_panel_of` that asks for
+    others: for each two pairs for a line from `coming` on and one of what lies `apart`, as far as whole turns go."""
 
     @intrinsic
     def tile(typing_context, left, right, num_pairs, bias, out, out_step, coming, apart):
@@ -102,7 +113,9 @@ def asking_panel_of(num_rows):
                 line = builder.add(builder.mul(first, bytes_of(LINE_BYTES // 2)), bytes_of(turn // 2 * LINE_BYTES))
                 prefetch(builder, sides[turn % 2], line)
 
-            totals = add_products(builder, left, (4 * num_rows, 4), [right], bytes_of(LINE_BYTES), num_pairs, [zeros()] * num_rows, ask)
+            totals = add_products(
+                builder, left, (4 * num_rows, 4), [right], bytes_of(LINE_BYTES), num_pairs, [zeros()] * num_rows, ask
+            )
             put_outputs(builder, totals, bias, out, out_step)
             return context.get_dummy_value()
 
@@ -114,8 +127,8 @@ def asking_panel_of(num_rows):
 def broad_tile_of(num_rows, outputs, panel, *, asks):
     """A block for tile(left, right, num_pairs, sums, coming): sums[i, :outputs] = left[:, i] · right[:, :outputs].
 
-    left is float32 [2 * num_pairs, num_rows], right words of two bfloat16 and sums float32, both in rows of `panel`; asks: for as many words from
-    `coming` on as are multiplied, in as many streams as there are vectors.
+    left is float32 [2 * num_pairs, num_rows], right words of two bfloat16 and sums float32, both in rows of `panel`;
+    asks: for as many words from `coming` on as are multiplied, in as many streams as there are vectors.
     """
     vectors = range(outputs // LANES)
 
@@ -130,7 +143,9 @@ def broad_tile_of(num_rows, outputs, panel, *, asks):
                 for j in vectors if asks else ():
                     line = builder.add(builder.mul(num_pairs, bytes_of(j)), loop.index)
                     prefetch(builder, coming, builder.mul(line, bytes_of(LINE_BYTES)))
-                loop.carry(add_pair_by_rows(builder, left, num_rows, columns, bytes_of(4 * panel), loop.index, loop.values))
+                loop.carry(
+                    add_pair_by_rows(builder, left, num_rows, columns, bytes_of(4 * panel), loop.index, loop.values)
+                )
             places = [bytes_of(4 * panel * i + LINE_BYTES * j) for i in range(num_rows) for j in vectors]
             for place, total in zip(places, loop.values, strict=True):
                 store(builder, total, sums, place)
@@ -142,8 +157,8 @@ def broad_tile_of(num_rows, outputs, panel, *, asks):
 
 
 def broad_runs_of(num_rows, num_runs, panel):
-    """A block for tile(left, right, run_bytes, num_pairs, sums): sums[j, i] = left[:, i] · panel j, whose words are j times run_bytes behind right.
-    Of each panel what is read BROAD_AHEAD bytes later is asked for.
+    """A block for tile(left, right, run_bytes, num_pairs, sums): sums[j, i] = left[:, i] · panel j, whose words are j
+    times run_bytes behind right. Of each panel what is read BROAD_AHEAD bytes later is asked for.
 
     left is float32 [2 * num_pairs, num_rows], sums float32 [num_runs, num_rows, panel].
     """
@@ -183,8 +198,8 @@ def put_outputs(builder, totals, bias, out, out_step):
 def wide_tile_of(num_rows, *, adds, row_bytes=None):
     """A block for tile(left, right, right_step, num_pairs, out, out_step): out[i, :16] (+)= left[:, i] · right[:, :16].
 
-    left is float32 [2 * num_pairs, num_rows], or rows that are row_bytes apart; right holds words of two bfloat16 in rows that are right_step bytes
-    apart; out is float32, and adds: to what it holds.
+    left is float32 [2 * num_pairs, num_rows], or rows that are row_bytes apart; right holds words of two bfloat16 in
+    rows that are right_step bytes apart; out is float32, and adds: to what it holds.
     """
 
     @intrinsic
@@ -205,8 +220,9 @@ def wide_tile_of(num_rows, *, adds, row_bytes=None):
 
 
 def add_products(builder, left, left_steps, columns, right_step, num_pairs, begin, ask=None, turns=TURNS):
-    """Totals of each row by each of right's vectors. left_steps: bytes from a row's number to its next, and to the next row's; columns: where each of
-    right's vectors begins, whose next pair is right_step bytes on. ask(first, turn): in each of the turns that pairs from `first` on share."""
+    """Totals of each row by each of right's vectors. left_steps: bytes from a row's number to its next, and to the next
+    row's; columns: where each of right's vectors begins, whose next pair is right_step bytes on. ask(first, turn): in
+    each of the turns that pairs from `first` on share."""
     whole = builder.and_(num_pairs, bytes_of(-turns))
     with Loop(builder, whole, turns, begin) as loop:
         totals = loop.values
@@ -217,7 +233,9 @@ def add_products(builder, left, left_steps, columns, right_step, num_pairs, begi
             totals = add_pair(builder, left, left_steps, columns, right_step, pair, totals)
         loop.carry(totals)
     with Loop(builder, builder.sub(num_pairs, whole), 1, loop.values) as rest:
-        rest.carry(add_pair(builder, left, left_steps, columns, right_step, builder.add(whole, rest.index), rest.values))
+        rest.carry(
+            add_pair(builder, left, left_steps, columns, right_step, builder.add(whole, rest.index), rest.values)
+        )
     return rest.values
 
 
@@ -229,19 +247,27 @@ def add_pair(builder, left, left_steps, columns, right_step, pair, totals):
         for j, at in enumerate(columns):
             vector = halves(builder, load(builder, at, offset, WORDS))
             for i in range(num_rows):
-                one = spread(builder, load(builder, left, builder.add(place, bytes_of(half * number_bytes + i * row_bytes)), ir.FloatType()))
+                one = spread(
+                    builder,
+                    load(
+                        builder, left, builder.add(place, bytes_of(half * number_bytes + i * row_bytes)), ir.FloatType()
+                    ),
+                )
                 totals[i * num_columns + j] = fused(builder, one, vector, totals[i * num_columns + j])
             forget(builder)
     return totals
 
 
 def add_pair_by_rows(builder, left, num_rows, columns, right_step, pair, totals):
-    """`add_pair` where registers hold all of right's vectors beside the sums: each number of a row, which lie interleaved, is read once."""
+    """`add_pair` where registers hold all of right's vectors beside the sums: each number of a row, which lie
+    interleaved, is read once."""
     totals, offset, place = list(totals), builder.mul(pair, right_step), builder.mul(pair, bytes_of(8 * num_rows))
     for half, halves in enumerate((low_halves, high_halves)):
         vectors = [halves(builder, load(builder, at, offset, WORDS)) for at in columns]
         for i in range(num_rows):
-            one = spread(builder, load(builder, left, builder.add(place, bytes_of(4 * (half * num_rows + i))), ir.FloatType()))
+            one = spread(
+                builder, load(builder, left, builder.add(place, bytes_of(4 * (half * num_rows + i))), ir.FloatType())
+            )
             for j, vector in enumerate(vectors):
                 totals[i * len(columns) + j] = fused(builder, one, vector, totals[i * len(columns) + j])
         forget(builder)

@@ -1,10 +1,11 @@
 # mypy: ignore-errors
 # As `kernels`: numba compiles these from the types of their arguments; the typed face is `native.PairKernels`.
-"""A whole step as one call: what `kernels`, `pair_kernels` and `chunk_kernels` do one after the other, without Python or a new array between.
+"""A whole step as one call: what `kernels`, `pair_kernels` and `chunk_kernels` do one after the other, without Python
+or a new array between.
 
-Import it through `native`. Every step rounds where the separate calls round, so that both give the same but for the order of sums, which is the
-compiler's where it builds one kernel into another. `lo` goes along to every step, though it is 0: for a literal 0 numba would compile each of them
-again, as a kernel whose sums the compiler may order otherwise.
+Import it through `native`. Every step rounds where the separate calls round, so that both give the same but for the
+order of sums, which is the compiler's where it builds one kernel into another. `lo` goes along to every step, though it
+is 0: for a literal 0 numba would compile each of them again, as a kernel whose sums the compiler may order otherwise.
 """
 
 from __future__ import annotations
@@ -49,11 +50,12 @@ INFINITY, MAGNITUDE = np.int32(0x7F800000), np.int32(0x7FFFFFFF)
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def compute_layers(ends, weights, rows, pool, words, scratch, done, first, begin, end, lo, hi):
-    """scratch.hidden becomes the output of layers [begin, end) of weights, whose layer 0 is the pool's layer `first`; done[0] counts each. Before the
-    model's first layer it is filled, behind the last one logits are made of the tokens that are wanted.
+    """scratch.hidden becomes the output of layers [begin, end) of weights, whose layer 0 is the pool's layer `first`;
+    done[0] counts each. Before the model's first layer it is filled, behind the last one logits are made of the tokens
+    that are wanted.
 
-    ends, weights, rows and scratch: tuples in the order of `layer_arrays`, scratch for at least as many tokens; words: the pool in pairs. lo is 0, hi
-    all tokens or none."""
+    ends, weights, rows and scratch: tuples in the order of `layer_arrays`, scratch for at least as many tokens; words:
+    the pool in pairs. lo is 0, hi all tokens or none."""
     if hi == 0:
         return
     around, stack, named, memory = EndArrays(*ends), LayerArrays(*weights), RowArrays(*rows), Scratch(*scratch)
@@ -109,7 +111,8 @@ def make_logits(hidden, ends, wanted, scratch, lo):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def find_best(logits):
-    """Where the first of the greatest stands, of float32 as int32 bits; -1 where some are no numbers, or the greatest is infinite."""
+    """Where the first of the greatest stands, of float32 as int32 bits; -1 where some are no numbers, or the greatest
+    is infinite."""
     most, begin, largest = ordered(logits[0]), 0, np.int32(0)
     for run in range(0, logits.shape[0], RUN):
         part = logits[run : run + RUN]
@@ -169,7 +172,9 @@ def attend_block(hidden, weights, rows, pool, words, layer, scratch, lo, hi):
     project(x, weights.k_weight, weights.k_bias, qkv, keys, lo)
     project(x, weights.v_weight, weights.v_bias, qkv, values, lo)
     norms = weights.q_norm, weights.k_norm, weights.normed, weights.eps
-    store_kv(qkv, *norms, scratch.cos, scratch.sin, scratch.slot_pages, scratch.slot_offsets, pool, layer, queries, lo, hi)
+    store_kv(
+        qkv, *norms, scratch.cos, scratch.sin, scratch.slot_pages, scratch.slot_offsets, pool, layer, queries, lo, hi
+    )
     if rows.num_decodes > 0:
         tasks = rows.num_decodes * pool.shape[3]
         attend_rows(queries, pool, layer, rows.pages, rows.first_page, rows.lengths, rows.scale, attended, lo, tasks)
@@ -184,9 +189,20 @@ def attend_chunks(queries, words, layer, rows, scratch, attended, lo):
     for r in range(rows.num_decodes, rows.lengths.shape[0]):
         begin, count, length = rows.begins[r], rows.begins[r + 1] - rows.begins[r], rows.lengths[r]
         pages = rows.pages[rows.first_page[r] :]
-        pack_context(words, layer, pages, length, scratch.keys, scratch.values, lo, num_kv_heads * ((length + BLOCK - 1) // BLOCK))
+        pack_context(
+            words,
+            layer,
+            pages,
+            length,
+            scratch.keys,
+            scratch.values,
+            lo,
+            num_kv_heads * ((length + BLOCK - 1) // BLOCK),
+        )
         tasks = chunk_tasks(queries.shape[1], num_kv_heads, count)
-        attend_chunk(queries, scratch.keys, scratch.values, length - count, begin, count, rows.scale, attended, lo, tasks)
+        attend_chunk(
+            queries, scratch.keys, scratch.values, length - count, begin, count, rows.scale, attended, lo, tasks
+        )
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
@@ -203,12 +219,14 @@ def feed_forward_block(hidden, weights, scratch, lo, hi):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def project(x, weight, bias, out, column, lo):
-    """Into the columns of out from `column` on. By panels, which have three dimensions, or by weights as they are: of the two the compiler keeps the
-    one that applies."""
+    """Into the columns of out from `column` on. By panels, which have three dimensions, or by weights as they are: of
+    the two the compiler keeps the one that applies."""
     if weight.ndim == 3:
         multiply_panels(x, weight, bias, out, column, lo, weight.shape[0])
     else:
-        linear_rows(x, weight, bias, out[:, column : column + weight.shape[0]], lo, weight.shape[0] - 3 * (weight.shape[0] // 4))
+        linear_rows(
+            x, weight, bias, out[:, column : column + weight.shape[0]], lo, weight.shape[0] - 3 * (weight.shape[0] // 4)
+        )
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)

@@ -1,13 +1,14 @@
 # mypy: ignore-errors
 # As `kernels`: numba compiles these from the types of their arguments; the typed face is `native.PairKernels`.
-"""What `panel_kernels` does, for CPUs with AVX2 and nothing wider (`wide_tiles`): there a panel holds the weights of 16 outputs, and rows are widened
-to float32 before they are multiplied.
+"""What `panel_kernels` does, for CPUs with AVX2 and nothing wider (`wide_tiles`): there a panel holds the weights of 16
+outputs, and rows are widened to float32 before they are multiplied.
 
-Rows that are widened together stay in the second-level cache, or near it, while all panels go over them; a panel goes over all of their tiles while
-it is near. What is read next is asked for as two streams, since one does not fill the memory bus, and less so the longer products take; of several
-tiles the first one asks alone, as the others have enough to do. One or two rows, whose products are done before the weights are here, go over runs of
-panels side by side: streams of loads that do not jump. (Four rows, of 25 GB/s that this memory gives: 12.3 without asking, 16.4 with one stream, 20.4
-with two. One row: 23.5.) Import it through `native`.
+Rows that are widened together stay in the second-level cache, or near it, while all panels go over them; a panel goes
+over all of their tiles while it is near. What is read next is asked for as two streams, since one does not fill the
+memory bus, and less so the longer products take; of several tiles the first one asks alone, as the others have enough
+to do. One or two rows, whose products are done before the weights are here, go over runs of panels side by side:
+streams of loads that do not jump. (Four rows, of 25 GB/s that this memory gives: 12.3 without asking, 16.4 with one
+stream, 20.4 with two. One row: 23.5.) Import it through `native`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def pack_panels(weight, panels, lo, hi):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def multiply_panels(x, panels, bias, out, column, lo, hi):
-    """out[:, column + i] = x · weight i + bias i, for the outputs of panels [lo, hi). A row's sums do not depend on the rows beside it."""
+    """out[:, column + i] = x · weight i + bias i, for the outputs of panels [lo, hi). A row's sums do not depend on the
+    rows beside it."""
     if lo >= hi or x.shape[0] == 0:
         return
     num_rows, width, outputs = x.shape[0], x.shape[1], bias.shape[0]
@@ -88,7 +90,8 @@ def widen_rows(x, rows, most):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def multiply_wide(rows, count, panels, bias, last, spare, out, column, lo, hi):
-    """A function of its own, whose caller holds the arrays: numba frees one after its last use, which an address is not."""
+    """A function of its own, whose caller holds the arrays: numba frees one after its last use, which an address is
+    not."""
     num_pairs, out_bytes = panels.shape[1], 4 * out.shape[1]
     panel_bytes, whole = PAIR_BYTES * num_pairs, min(bias.shape[0] // PANEL, hi)
     inputs, target, weights, biases = address(rows), address(out) + 4 * column, address(panels), address(bias)
@@ -98,7 +101,9 @@ def multiply_wide(rows, count, panels, bias, last, spare, out, column, lo, hi):
         run = max(whole - lo, 0) // streams
         for n in range(lo, lo + run):
             at, added, results = weights + n * panel_bytes, biases + 4 * PANEL * n, target + 4 * PANEL * n
-            multiply_several(count, inputs, at, run * panel_bytes, num_pairs, added, results, out_bytes, 4 * PANEL * run)
+            multiply_several(
+                count, inputs, at, run * panel_bytes, num_pairs, added, results, out_bytes, 4 * PANEL * run
+            )
         panel += streams * run
     num_tiles = (count + TILE - 1) // TILE
     for n in range(panel, hi):
@@ -107,7 +112,12 @@ def multiply_wide(rows, count, panels, bias, last, spare, out, column, lo, hi):
         r = 0
         for tile in range(num_tiles):
             tile_rows = (count - r + num_tiles - tile - 1) // (num_tiles - tile)
-            left, added, results, step = inputs + 8 * r * num_pairs, biases + 4 * PANEL * n, target + r * out_bytes + 4 * PANEL * n, out_bytes
+            left, added, results, step = (
+                inputs + 8 * r * num_pairs,
+                biases + 4 * PANEL * n,
+                target + r * out_bytes + 4 * PANEL * n,
+                out_bytes,
+            )
             if n >= whole:
                 added, results, step = address(last), address(spare), 4 * PANEL
             if tile == 0:
@@ -123,8 +133,9 @@ def multiply_wide(rows, count, panels, bias, last, spare, out, column, lo, hi):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
 def coming_panels(index, at, panel_bytes, left, num_tiles):
-    """What is asked for beside the panel at `at`, of which `left` are left: by the first of several tiles the halves of the next one; by a tile alone
-    either the first or the second halves of the two panels that follow this one and its neighbour."""
+    """What is asked for beside the panel at `at`, of which `left` are left: by the first of several tiles the halves of
+    the next one; by a tile alone either the first or the second halves of the two panels that follow this one and its
+    neighbour."""
     if num_tiles > 1:
         return (at + panel_bytes if left > 1 else at), panel_bytes // 2
     second = index % 2

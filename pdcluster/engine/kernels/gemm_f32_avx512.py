@@ -1,11 +1,13 @@
 # mypy: ignore-errors
 # As `kernels`: numba compiles these from the types of their arguments; the typed face is `native.PairKernels`.
-"""What `panel_kernels` does, on CPUs that multiply sixteen floats at once and pairs of bfloat16 no faster; panels are the same.
+"""What `panel_kernels` does, on CPUs that multiply sixteen floats at once and pairs of bfloat16 no faster; panels are
+the same.
 
-Rows are widened once. The sums of twelve rows by half a panel, or of six by a whole one, fill 24 of the 32 registers; of 26 instructions that go to
-the multipliers two widen weights, of 28 four where six rows have a whole panel. Rows that are widened together stay in the second-level cache beside
-a panel, for whose next one the first tile asks, in several streams. One or two rows go over runs of panels side by side. (Emerald Rapids, 512 rows:
-149 GFLOP/s, in pairs 79. Of 17 GB/s that its memory gives, four rows read 12.8 and twelve 12.0, asking in one stream 11.8 and 10.2; of 15 in another
+Rows are widened once. The sums of twelve rows by half a panel, or of six by a whole one, fill 24 of the 32 registers;
+of 26 instructions that go to the multipliers two widen weights, of 28 four where six rows have a whole panel. Rows that
+are widened together stay in the second-level cache beside a panel, for whose next one the first tile asks, in several
+streams. One or two rows go over runs of panels side by side. (Emerald Rapids, 512 rows: 149 GFLOP/s, in pairs 79. Of 17
+GB/s that its memory gives, four rows read 12.8 and twelve 12.0, asking in one stream 11.8 and 10.2; of 15 in another
 hour one row 13.8 and two 14.0, in one stream 12.4 and 10.5.) Import it through `native`.
 """
 
@@ -30,7 +32,9 @@ one_by_4, two_by_3 = broad_runs_of(1, RUNS_1, PANEL), broad_runs_of(2, RUNS_2, P
 whole_6 = broad_tile_of(6, PANEL, PANEL, asks=False)
 asking_1, asking_2, asking_3 = (broad_tile_of(rows, PANEL, PANEL, asks=True) for rows in (1, 2, 3))
 asking_4, asking_5, asking_6 = (broad_tile_of(rows, PANEL, PANEL, asks=True) for rows in (4, 5, 6))
-half_7, half_8, half_9, half_10, half_11, half_12 = (broad_tile_of(rows, HALF, PANEL, asks=False) for rows in (7, 8, 9, 10, 11, 12))
+half_7, half_8, half_9, half_10, half_11, half_12 = (
+    broad_tile_of(rows, HALF, PANEL, asks=False) for rows in (7, 8, 9, 10, 11, 12)
+)
 half_asking_7, half_asking_8, half_asking_9 = (broad_tile_of(rows, HALF, PANEL, asks=True) for rows in (7, 8, 9))
 half_asking_10, half_asking_11, half_asking_12 = (broad_tile_of(rows, HALF, PANEL, asks=True) for rows in (10, 11, 12))
 
@@ -54,7 +58,8 @@ def multiply_widened(x, panels, bias, out, column, lo, hi):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def multiply_broad(rows, count, panels, bias, sums, out, column, lo, hi):
-    """A function of its own, whose caller holds the arrays: numba frees one after its last use, which an address is not."""
+    """A function of its own, whose caller holds the arrays: numba frees one after its last use, which an address is
+    not."""
     num_pairs, panel_bytes = panels.shape[1], 4 * PANEL * panels.shape[1]
     num_tiles = (count + TILE - 1) // TILE
     first = lo
@@ -62,7 +67,9 @@ def multiply_broad(rows, count, panels, bias, sums, out, column, lo, hi):
         runs = RUNS_1 if count == 1 else RUNS_2
         run = (hi - lo) // runs
         for n in range(lo, lo + run):
-            multiply_runs(count, address(rows), address(panels) + n * panel_bytes, run * panel_bytes, num_pairs, address(sums))
+            multiply_runs(
+                count, address(rows), address(panels) + n * panel_bytes, run * panel_bytes, num_pairs, address(sums)
+            )
             for j in range(runs):
                 put_outputs(sums[j * count : (j + 1) * count], bias, out, column, n + j * run)
         first += runs * run
@@ -72,7 +79,9 @@ def multiply_broad(rows, count, panels, bias, sums, out, column, lo, hi):
         r = 0
         for tile in range(num_tiles):
             tile_rows = (count - r + num_tiles - tile - 1) // (num_tiles - tile)
-            multiply_tile(tile == 0, tile_rows, address(rows) + 8 * r * num_pairs, weights, num_pairs, address(sums), following)
+            multiply_tile(
+                tile == 0, tile_rows, address(rows) + 8 * r * num_pairs, weights, num_pairs, address(sums), following
+            )
             put_outputs(sums[:tile_rows], bias, out[r:], column, n)
             r += tile_rows
 

@@ -1,9 +1,11 @@
 # mypy: ignore-errors
 # As `kernels`: numba compiles these from the types of their arguments; the typed face is `native.PairKernels`.
-"""CPU kernels for bfloat16 that multiply pairs: matrix products of few rows, and attention of decode rows over their pages.
+"""CPU kernels for bfloat16 that multiply pairs: matrix products of few rows, and attention of decode rows over their
+pages.
 
-Import it through `native`. Widths (a row of weights, a head's dimensions) are multiples of 32; for others there are the kernels of `kernels`.
-All arrays are C-contiguous except `out`. What is added up for one row never depends on which rows stand beside it.
+Import it through `native`. Widths (a row of weights, a head's dimensions) are multiples of 32; for others there are the
+kernels of `kernels`. All arrays are C-contiguous except `out`. What is added up for one row never depends on which rows
+stand beside it.
 """
 
 from __future__ import annotations
@@ -13,16 +15,27 @@ import numpy as np
 
 from pdcluster.engine.kernels.elementwise import narrow
 from pdcluster.engine.kernels.gemm_f32_avx512 import multiply_widened
-from pdcluster.engine.kernels.intrinsics import address, asking_tile_of, dots_of, has_broad_product, has_matrix_tiles, has_pair_product, tile_of
+from pdcluster.engine.kernels.intrinsics import (
+    address,
+    asking_tile_of,
+    dots_of,
+    has_broad_product,
+    has_matrix_tiles,
+    has_pair_product,
+    tile_of,
+)
 
 NATIVE, BROAD = has_pair_product(), has_broad_product()
 AHEAD, NEAR_AHEAD = 2048, 1024
-"""Bytes by which weights are asked for before they are read: less for one or two rows, with which the CPU itself looks far ahead, and what is asked
-for too early keeps it from doing so (a row alone: 25 GB/s at 2048, 30 at 1024; six rows: 26 and 18)."""
+"""Bytes by which weights are asked for before they are read: less for one or two rows, with which the CPU itself looks
+far ahead, and what is asked for too early keeps it from doing so (a row alone: 25 GB/s at 2048, 30 at 1024; six rows:
+26 and 18)."""
 NEAR_BYTES = 24 << 10
 """Of rows that are read again and again: three quarters of a usual first cache."""
 
-dots_4x1, dots_4x2, dots_4x3, dots_4x4, dots_4x5, dots_4x6 = (dots_of(4, rows, native=NATIVE) for rows in (1, 2, 3, 4, 5, 6))
+dots_4x1, dots_4x2, dots_4x3, dots_4x4, dots_4x5, dots_4x6 = (
+    dots_of(4, rows, native=NATIVE) for rows in (1, 2, 3, 4, 5, 6)
+)
 half_4x3, half_4x4, half_4x5, half_4x6 = (dots_of(4, rows, native=NATIVE, asked=2) for rows in (3, 4, 5, 6))
 dots_2x7, dots_2x8 = (dots_of(2, rows, native=NATIVE) for rows in (7, 8))
 
@@ -31,11 +44,12 @@ dots_2x7, dots_2x8 = (dots_of(2, rows, native=NATIVE) for rows in (7, 8))
 def linear_rows(x, weight, bias, out, lo, hi):
     """out = x · weightᵀ + bias for a few rows: every weight is read from memory once.
 
-    One stream of loads does not fill the memory bus, so the weights are cut in four runs that are read side by side: task i computes the i-th
-    weight of every run. Where the number of weights does not divide, runs overlap. At least four weights.
+    One stream of loads does not fill the memory bus, so the weights are cut in four runs that are read side by side:
+    task i computes the i-th weight of every run. Where the number of weights does not divide, runs overlap. At least
+    four weights.
 
-    What is multiplied at once fits the registers: four weights by up to six rows, or two by eight where these stay in the first cache; more rows
-    are cut in equal blocks, of which the first two share the asking for what comes next.
+    What is multiplied at once fits the registers: four weights by up to six rows, or two by eight where these stay in
+    the first cache; more rows are cut in equal blocks, of which the first two share the asking for what comes next.
     """
     num_rows, step = x.shape[0], weight.shape[0] // 4
     row_bytes = 2 * weight.shape[1]
@@ -58,7 +72,9 @@ def linear_rows(x, weight, bias, out, lo, hi):
             elif blocks == 1:
                 dots(count, begin, run, begin + ahead, rows, row_bytes, at)
             else:
-                dots_of_block(count, begin, run, begin + ahead + 2 * block * run if block < 2 else begin, rows, row_bytes, at)
+                dots_of_block(
+                    count, begin, run, begin + ahead + 2 * block * run if block < 2 else begin, rows, row_bytes, at
+                )
             for i in range(count):
                 for j in range(4):
                     place = n + j * step
@@ -104,13 +120,15 @@ def dots_by_two(count, weights, weight_step, coming, rows, row_bytes, out):
 
 # CPU kernels for matrix products in bfloat16, on a copy of the weights that is laid out for them.
 #
-# A panel holds the weights of 64 outputs, pair of inputs by pair of inputs: what is needed next lies next, which the CPU sees and asks for in time.
-# One panel stays in the second-level cache while all rows go over it, six at a time, whose sums fill the registers and leave them when they are done.
-# While several tiles of rows go over one panel they ask for the next, so that memory need not wait for the products (eight rows of 0.5 B parameters:
-# 18.5 GB/s without, 25 with it). One or two rows ask for what lies less than a page of memory ahead, across the end of a panel and of a whole weight,
-# where the CPU would begin to look ahead anew: a row alone goes over weights of 30 M parameters at 28 GB/s without, 35 with it, and 38 where the next
-# weight lies behind this one; two rows at 27 and 32. It is of no use to look farther ahead than a page (27), nor to three to six rows.
-# CPUs that multiply floats faster than pairs go over the same panels by `broad_panels`. Import it through `native`.
+# A panel holds the weights of 64 outputs, pair of inputs by pair of inputs: what is needed next lies next, which the
+# CPU sees and asks for in time. One panel stays in the second-level cache while all rows go over it, six at a time,
+# whose sums fill the registers and leave them when they are done. While several tiles of rows go over one panel they
+# ask for the next, so that memory need not wait for the products (eight rows of 0.5 B parameters: 18.5 GB/s without, 25
+# with it). One or two rows ask for what lies less than a page of memory ahead, across the end of a panel and of a whole
+# weight, where the CPU would begin to look ahead anew: a row alone goes over weights of 30 M parameters at 28 GB/s
+# without, 35 with it, and 38 where the next weight lies behind this one; two rows at 27 and 32. It is of no use to look
+# farther ahead than a page (27), nor to three to six rows. CPUs that multiply floats faster than pairs go over the same
+# panels by `broad_panels`. Import it through `native`.
 
 has_panels = BROAD or (NATIVE and not has_matrix_tiles())
 """Elsewhere, as where a CPU multiplies whole tiles, oneDNN is the faster one."""
@@ -142,7 +160,8 @@ def pack_panels(weight, panels, lo, hi):
 
 @numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)
 def multiply_panels(x, panels, bias, out, column, lo, hi):
-    """out[:, column + i] = x · weight i + bias i, for the outputs of panels [lo, hi). A row's sums do not depend on the rows beside it."""
+    """out[:, column + i] = x · weight i + bias i, for the outputs of panels [lo, hi). A row's sums do not depend on the
+    rows beside it."""
     if BROAD:
         multiply_widened(x, panels, bias, out, column, lo, hi)
         return
@@ -160,13 +179,18 @@ def multiply_panels(x, panels, bias, out, column, lo, hi):
             rows = (num_rows - r + num_tiles - tile - 1) // (num_tiles - tile)
             rows_at = inputs + r * row_bytes
             if 1 < num_tiles < 4 and tile < 2:
-                multiply_half(rows, rows_at, row_bytes, weights, num_pairs, address(sums), following + tile * (panel_bytes // 2))
+                multiply_half(
+                    rows, rows_at, row_bytes, weights, num_pairs, address(sums), following + tile * (panel_bytes // 2)
+                )
             elif num_tiles >= 4 and tile < 4:
-                multiply_quarter(rows, rows_at, row_bytes, weights, num_pairs, address(sums), following + tile * (panel_bytes // 4))
+                multiply_quarter(
+                    rows, rows_at, row_bytes, weights, num_pairs, address(sums), following + tile * (panel_bytes // 4)
+                )
             else:
                 multiply_tile(rows, rows_at, row_bytes, weights, num_pairs, address(sums))
             for i in range(rows):
-                # Views, whose loops become vectors: of an index made of sums the compiler does not know that it is positive.
+                # Views, whose loops become vectors: of an index made of sums the compiler does not know that it is
+                # positive.
                 source, target = sums[i], out[r + i, column + begin : column + begin + count]
                 for j in range(count):
                     target[j] = narrow(source[j] + added[j], target[j])

@@ -1,9 +1,11 @@
 # mypy: ignore-errors
 # numba gives intrinsics their types at compile time; their callers are the kernels beside this file.
-"""Building blocks of CPU kernels that the compiler's own vectoriser does not find: dot products of bfloat16 rows and sums over lanes.
+"""Building blocks of CPU kernels that the compiler's own vectoriser does not find: dot products of bfloat16 rows and
+sums over lanes.
 
-Written as LLVM vectors of 16 floats, which LLVM cuts down to what the CPU has, so all of them run anywhere. Only the product of bfloat16 pairs
-differs: CPUs with AVX512-BF16 have an instruction for it; elsewhere, and where that is slow, both halves are widened and multiplied in float32.
+Written as LLVM vectors of 16 floats, which LLVM cuts down to what the CPU has, so all of them run anywhere. Only the
+product of bfloat16 pairs differs: CPUs with AVX512-BF16 have an instruction for it; elsewhere, and where that is slow,
+both halves are widened and multiplied in float32.
 
 Addresses are plain integers (`address`): a block reads and writes what its caller vouches for.
 """
@@ -24,8 +26,9 @@ PAIR = 2 * LANES
 """bfloat16 elements of one vector: rows are this, or a multiple of it, long."""
 
 SLOW_PAIRS = ("sapphirerapids", "emeraldrapids", "graniterapids", "graniterapids-d")
-"""LLVM's names of CPUs whose product of pairs takes four times as long as one of floats, so that half as many numbers are multiplied in a second (86
-and 176 GFLOP/s of an Emerald Rapids). They multiply bfloat16 by tiles, which a virtual machine may hide."""
+"""LLVM's names of CPUs whose product of pairs takes four times as long as one of floats, so that half as many numbers
+are multiplied in a second (86 and 176 GFLOP/s of an Emerald Rapids). They multiply bfloat16 by tiles, which a virtual
+machine may hide."""
 
 WORD = ir.IntType(32)
 FLOATS = ir.VectorType(ir.FloatType(), LANES)
@@ -60,13 +63,19 @@ def _interleaving(begin):
 
 WORDS_OF_PAIR = ir.VectorType(WORD, PAIR)
 INTERLEAVED = _interleaving(0), _interleaving(_QUARTER // 2)
-SUMS_ORDER = tuple(quarter + begin + i for begin in (0, _QUARTER // 2) for quarter in range(0, PAIR, _QUARTER) for i in range(_QUARTER // 2))
+SUMS_ORDER = tuple(
+    quarter + begin + i
+    for begin in (0, _QUARTER // 2)
+    for quarter in range(0, PAIR, _QUARTER)
+    for i in range(_QUARTER // 2)
+)
 """The dimension of each of 32 sums that `weigh_pairs_of` keeps."""
 
 
 def has_pair_product() -> bool:
-    """Whether numba compiles for a CPU that multiplies pairs of bfloat16 in one instruction. That may be a lesser one than this (NUMBA_CPU_NAME,
-    NUMBA_CPU_FEATURES, NUMBA_ENABLE_AVX), for which LLVM ends the process when it meets the instruction."""
+    """Whether numba compiles for a CPU that multiplies pairs of bfloat16 in one instruction. That may be a lesser one
+    than this (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES, NUMBA_ENABLE_AVX), for which LLVM ends the process when it meets the
+    instruction."""
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
     return "+avx512bf16" in features.split(",")
 
@@ -78,15 +87,19 @@ def has_matrix_tiles() -> bool:
 
 
 def has_wide_product() -> bool:
-    """Whether that CPU multiplies and adds eight floats at once and no more: its sixteen registers hold half of what a block is written for."""
+    """Whether that CPU multiplies and adds eight floats at once and no more: its sixteen registers hold half of what a
+    block is written for."""
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
     return {"+avx2", "+fma"} <= set(features.split(",")) and "+avx512f" not in features.split(",")
 
 
 def has_broad_product() -> bool:
-    """Whether that CPU multiplies and adds sixteen floats at once and has nothing faster: no tiles, and no instruction for pairs but a slow one."""
+    """Whether that CPU multiplies and adds sixteen floats at once and has nothing faster: no tiles, and no instruction
+    for pairs but a slow one."""
     _, name, features = cpu_target.target_context.codegen().magic_tuple()
-    return "+avx512f" in features.split(",") and not has_matrix_tiles() and (not has_pair_product() or name in SLOW_PAIRS)
+    return (
+        "+avx512f" in features.split(",") and not has_matrix_tiles() and (not has_pair_product() or name in SLOW_PAIRS)
+    )
 
 
 # ------------------------------------------------------------ pieces of LLVM code
@@ -166,8 +179,9 @@ def pair_product(builder, total, a, b, *, native):
 
 
 def forget(builder):
-    """Let the compiler believe that memory changed here, so that it loads again what it would keep: that costs next to nothing, while what it keeps
-    takes registers from sums, whose way through memory is longer than their turn of a loop."""
+    """Let the compiler believe that memory changed here, so that it loads again what it would keep: that costs next to
+    nothing, while what it keeps takes registers from sums, whose way through memory is longer than their turn of a
+    loop."""
     builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
 
 
@@ -179,24 +193,30 @@ def prefetch(builder, address, offset_bytes):
 
 
 def lane_sums(builder, totals, *, exact=False):
-    """The sums over the lanes of up to 16 vectors, in the first lanes of one; exact: in the order in which it stands here, whatever is beside.
-    Vectors of whole numbers have one sum."""
+    """The sums over the lanes of up to 16 vectors, in the first lanes of one; exact: in the order in which it stands
+    here, whatever is beside. Vectors of whole numbers have one sum."""
     width, flags = LANES, () if exact else ("reassoc",)
     plus = builder.add if totals[0].type == WORDS else partial(builder.fadd, flags=flags)
     while width > 1:
         half = width // 2
         starts = range(0, LANES, width)
         low = [start + lane for start in starts for lane in range(half)]
-        both = [low + [LANES + lane for lane in low], [lane + half for lane in low] + [LANES + lane + half for lane in low]]
+        both = [
+            low + [LANES + lane for lane in low],
+            [lane + half for lane in low] + [LANES + lane + half for lane in low],
+        ]
         masks = [ir.Constant(WORDS, lanes) for lanes in both]
         pairs = [(totals[i], totals[min(i + 1, len(totals) - 1)]) for i in range(0, len(totals), 2)]
-        totals = [plus(builder.shuffle_vector(a, b, masks[0]), builder.shuffle_vector(a, b, masks[1])) for a, b in pairs]
+        totals = [
+            plus(builder.shuffle_vector(a, b, masks[0]), builder.shuffle_vector(a, b, masks[1])) for a, b in pairs
+        ]
         width = half
     return totals[0]
 
 
 class Loop:
-    """for index in range(begin, end, step), whose body carries vectors from turn to turn: `with Loop(…) as loop: …; loop.carry(new)`."""
+    """for index in range(begin, end, step), whose body carries vectors from turn to turn: `with Loop(…) as loop: …;
+    loop.carry(new)`."""
 
     def __init__(self, builder, end, step, carried):
         self._builder, self._end, self._step, self._first = builder, end, step, carried
@@ -243,7 +263,8 @@ def address(typing_context, array):
 
 @intrinsic
 def publish(typing_context, place, value):
-    """Store a whole number of 64 bits at an address, for another thread: whoever reads it there finds all that was stored before it, too."""
+    """Store a whole number of 64 bits at an address, for another thread: whoever reads it there finds all that was
+    stored before it, too."""
 
     def build(context, builder, signature, args):
         place, value = args
@@ -254,8 +275,8 @@ def publish(typing_context, place, value):
 
 
 def greatest_of(count):
-    """A block for greatest(place): the greatest of `count` floats, a multiple of 16, from an address on. Left to itself the compiler takes one after
-    the other, each of which waits for the one before."""
+    """A block for greatest(place): the greatest of `count` floats, a multiple of 16, from an address on. Left to itself
+    the compiler takes one after the other, each of which waits for the one before."""
 
     @intrinsic
     def greatest(typing_context, place):
@@ -275,18 +296,23 @@ def greatest_of(count):
 
 
 def dots_of(num_weights, num_rows, *, native, exact=False, asked=None):
-    """A block for dots(weights, weight_step, coming, rows, row_step, row_bytes, out, out_step): out[i, j] = row i · weight j, in float32.
+    """A block for dots(weights, weight_step, coming, rows, row_step, row_bytes, out, out_step): out[i, j] = row i ·
+    weight j, in float32.
 
-    Weights and rows are bfloat16, row_bytes (a multiple of 64) long and so many bytes apart as the steps say. coming: weights that are read next,
-    and are asked for now: with several rows the loop is too long for the CPU to look far enough ahead itself. asked: only so many of them are.
-    exact: in a caller without fastmath one product's order of sums is the same in blocks of any size.
+    Weights and rows are bfloat16, row_bytes (a multiple of 64) long and so many bytes apart as the steps say. coming:
+    weights that are read next, and are asked for now: with several rows the loop is too long for the CPU to look far
+    enough ahead itself. asked: only so many of them are. exact: in a caller without fastmath one product's order of
+    sums is the same in blocks of any size.
     """
 
     @intrinsic
     def dots(typing_context, weights, weight_step, coming, rows, row_step, row_bytes, out, out_step):
         def build(context, builder, signature, args):
             weights, weight_step, coming, rows, row_step, row_bytes, out, out_step = args
-            weight_at, coming_at = ([builder.add(at, builder.mul(weight_step, bytes_of(j))) for j in range(num_weights)] for at in (weights, coming))
+            weight_at, coming_at = (
+                [builder.add(at, builder.mul(weight_step, bytes_of(j))) for j in range(num_weights)]
+                for at in (weights, coming)
+            )
             row_at = [builder.add(rows, builder.mul(row_step, bytes_of(i))) for i in range(num_rows)]
             found = [None] * (num_weights * num_rows)
             for some_weights, some_rows in fitting(num_weights, num_rows, native=native):
@@ -295,14 +321,26 @@ def dots_of(num_weights, num_rows, *, native, exact=False, asked=None):
                     for j in some_weights if some_rows[0] == 0 else ():
                         if asked is None or j < asked:
                             prefetch(builder, coming_at[j], loop.index)
-                    loop.carry(add_dots(builder, loop, [weight_at[j] for j in some_weights], [row_at[i] for i in some_rows], native=native))
+                    loop.carry(
+                        add_dots(
+                            builder,
+                            loop,
+                            [weight_at[j] for j in some_weights],
+                            [row_at[i] for i in some_rows],
+                            native=native,
+                        )
+                    )
                 for place, total in enumerate(loop.values):
-                    found[some_rows[place // len(some_weights)] * num_weights + some_weights[place % len(some_weights)]] = total
+                    found[
+                        some_rows[place // len(some_weights)] * num_weights + some_weights[place % len(some_weights)]
+                    ] = total
             for first in range(0, num_rows, LANES // num_weights):
                 rows_here = range(first, min(first + LANES // num_weights, num_rows))
                 sums = lane_sums(builder, found[first * num_weights : (rows_here[-1] + 1) * num_weights], exact=exact)
                 for place, i in enumerate(rows_here):
-                    lanes = ir.Constant(ir.VectorType(WORD, num_weights), [place * num_weights + j for j in range(num_weights)])
+                    lanes = ir.Constant(
+                        ir.VectorType(WORD, num_weights), [place * num_weights + j for j in range(num_weights)]
+                    )
                     store(builder, builder.shuffle_vector(sums, sums, lanes), out, builder.mul(out_step, bytes_of(i)))
             return context.get_dummy_value()
 
@@ -312,7 +350,8 @@ def dots_of(num_weights, num_rows, *, native, exact=False, asked=None):
 
 
 def fitting(num_weights, num_rows, *, native):
-    """Weights and rows that are multiplied together so that their sums fit the registers: all of them, or where these are few, blocks of some."""
+    """Weights and rows that are multiplied together so that their sums fit the registers: all of them, or where these
+    are few, blocks of some."""
     if native or not has_wide_product():
         return [(range(num_weights), range(num_rows))]
     found = []
@@ -340,16 +379,19 @@ def add_dots(builder, loop, weight_at, row_at, *, native):
     for j, place in enumerate(weight_at):
         w = load(builder, place, loop.index, WORDS)
         for i, at in enumerate(row_at):
-            totals[i * count + j] = pair_product(builder, totals[i * count + j], w, load(builder, at, loop.index, WORDS), native=False)
+            totals[i * count + j] = pair_product(
+                builder, totals[i * count + j], w, load(builder, at, loop.index, WORDS), native=False
+            )
         forget(builder)
     return totals
 
 
 def weigh_of(num_rows, num_blocks):
-    """A block for weigh(values, value_step, coming, count, shares, share_step, sums, sum_step): sums of row i += shares[i, t] * values[t], t < count.
+    """A block for weigh(values, value_step, coming, count, shares, share_step, sums, sum_step): sums of row i +=
+    shares[i, t] * values[t], t < count.
 
-    Values are num_blocks * 32 bfloat16, shares float32; coming: values that are read next. Sums are float32, of each 32 dimensions the
-    even ones before the odd ones.
+    Values are num_blocks * 32 bfloat16, shares float32; coming: values that are read next. Sums are float32, of each 32
+    dimensions the even ones before the odd ones.
     """
 
     @intrinsic
@@ -371,7 +413,9 @@ def weigh_of(num_rows, num_blocks):
                     for i in some:
                         offset = builder.add(builder.mul(share_step, bytes_of(i)), builder.mul(loop.index, bytes_of(4)))
                         share = spread(builder, load(builder, shares, offset, ir.FloatType()))
-                        totals += [fused(builder, half, share, loop.values[len(totals) + k]) for k, half in enumerate(halves)]
+                        totals += [
+                            fused(builder, half, share, loop.values[len(totals) + k]) for k, half in enumerate(halves)
+                        ]
                     loop.carry(totals)
                 for (at, offset), total in zip(places, loop.values, strict=True):
                     store(builder, total, at, offset)
@@ -383,11 +427,12 @@ def weigh_of(num_rows, num_blocks):
 
 
 def weigh_pairs_of(num_rows, num_blocks, *, native):
-    """A block for weigh(values, value_step, second, coming, num_pairs, shares, share_step, sums, sum_step): sums of row i +=
-    shares[i, 2t] * values[2t] + shares[i, 2t + 1] * values[2t + 1], t < num_pairs.
+    """A block for weigh(values, value_step, second, coming, num_pairs, shares, share_step, sums, sum_step): sums of row
+    i += shares[i, 2t] * values[2t] + shares[i, 2t + 1] * values[2t + 1], t < num_pairs.
 
-    Values are num_blocks * 32 bfloat16 and value_step bytes apart, a pair's second one `second` bytes behind its first; shares are bfloat16.
-    coming: values that are read next. Sums are float32; of each 32 dimensions they stand as `SUMS_ORDER` says.
+    Values are num_blocks * 32 bfloat16 and value_step bytes apart, a pair's second one `second` bytes behind its first;
+    shares are bfloat16. coming: values that are read next. Sums are float32; of each 32 dimensions they stand as
+    `SUMS_ORDER` says.
     """
 
     @intrinsic
@@ -407,13 +452,20 @@ def weigh_pairs_of(num_rows, num_blocks, *, native):
                     offset = builder.add(at, bytes_of(2 * PAIR * block))
                     prefetch(builder, coming, offset)
                     prefetch(builder, coming, builder.add(offset, value_step))
-                    first, other = (load(builder, values, place, ELEMENTS) for place in (offset, builder.add(offset, second)))
-                    pairs += [builder.bitcast(builder.shuffle_vector(first, other, mask), WORDS) for mask in INTERLEAVED]
+                    first, other = (
+                        load(builder, values, place, ELEMENTS) for place in (offset, builder.add(offset, second))
+                    )
+                    pairs += [
+                        builder.bitcast(builder.shuffle_vector(first, other, mask), WORDS) for mask in INTERLEAVED
+                    ]
                 totals = []
                 for i in range(num_rows):
                     offset = builder.add(builder.mul(share_step, bytes_of(i)), builder.mul(loop.index, bytes_of(4)))
                     share = spread(builder, load(builder, shares, offset, WORD))
-                    totals += [pair_product(builder, loop.values[2 * num_blocks * i + k], share, pair, native=native) for k, pair in enumerate(pairs)]
+                    totals += [
+                        pair_product(builder, loop.values[2 * num_blocks * i + k], share, pair, native=native)
+                        for k, pair in enumerate(pairs)
+                    ]
                 loop.carry(totals)
             for (at, offset), total in zip(places, loop.values, strict=True):
                 store(builder, total, at, offset)
@@ -425,9 +477,11 @@ def weigh_pairs_of(num_rows, num_blocks, *, native):
 
 
 def tile_of(num_rows, num_vectors, *, native, adds):
-    """A block for tile(left, left_step, right, right_step, num_pairs, out, out_step): out[i, :] (+)= Σ_k left[i, k] · right[k, :].
+    """A block for tile(left, left_step, right, right_step, num_pairs, out, out_step): out[i, :] (+)= Σ_k left[i, k] ·
+    right[k, :].
 
-    left and right hold pairs of bfloat16: of left one at a time is multiplied by num_vectors * 16 of right. out is float32; adds: to what it holds.
+    left and right hold pairs of bfloat16: of left one at a time is multiplied by num_vectors * 16 of right. out is
+    float32; adds: to what it holds.
     """
 
     @intrinsic
@@ -442,15 +496,19 @@ def tile_of(num_rows, num_vectors, *, native, adds):
 
 
 def asking_tile_of(num_rows, num_vectors, lines, *, native):
-    """A block for tile(left, left_step, right, right_step, num_pairs, out, out_step, coming): `tile_of` that asks for what is read later, so
-    many cache lines from `coming` on for each pair."""
+    """A block for tile(left, left_step, right, right_step, num_pairs, out, out_step, coming): `tile_of` that asks for
+    what is read later, so many cache lines from `coming` on for each pair."""
 
     @intrinsic
     def tile(typing_context, left, left_step, right, right_step, num_pairs, out, out_step, coming):
         def build(context, builder, signature, args):
             def ask(pair):
                 for line in range(lines):
-                    prefetch(builder, args[7], builder.add(builder.mul(pair, bytes_of(LINE_BYTES * lines)), bytes_of(LINE_BYTES * line)))
+                    prefetch(
+                        builder,
+                        args[7],
+                        builder.add(builder.mul(pair, bytes_of(LINE_BYTES * lines)), bytes_of(LINE_BYTES * line)),
+                    )
 
             build_tile(builder, args[:7], num_rows, num_vectors, native=native, adds=False, ask=ask)
             return context.get_dummy_value()
@@ -475,7 +533,10 @@ def build_tile(builder, args, num_rows, num_vectors, *, native, adds, ask=None):
         totals = []
         for i, at in enumerate(left_at):
             one = spread(builder, load(builder, at, word, WORD))
-            totals += [pair_product(builder, loop.values[i * num_vectors + j], one, vectors[j], native=native) for j in range(num_vectors)]
+            totals += [
+                pair_product(builder, loop.values[i * num_vectors + j], one, vectors[j], native=native)
+                for j in range(num_vectors)
+            ]
         loop.carry(totals)
     for (at, offset), total in zip(places, loop.values, strict=True):
         store(builder, total, at, offset)

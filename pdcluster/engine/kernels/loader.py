@@ -1,7 +1,8 @@
-"""Getting the numba kernels ready, or doing without them; and splitting one kernel call over threads. It computes nothing itself.
+"""Getting the numba kernels ready, or doing without them; and splitting one kernel call over threads. It computes
+nothing itself.
 
-The kernels are optional. When numba is missing or cannot compile here, `load_kernels` says so once in the log and returns None, and the engine
-runs on plain torch: slower, with the same results.
+The kernels are optional. When numba is missing or cannot compile here, `load_kernels` says so once in the log and
+returns None, and the engine runs on plain torch: slower, with the same results.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Kernels(Protocol):
 class PairKernels(Protocol):
     """The functions that `fused_step` gathers for this CPU, for bfloat16.
 
-    has_chunks, has_panels: whether `attend_chunk` and `multiply_panels` are worth calling here. PANEL: outputs of one panel."""
+    has_chunks, has_panels: whether `attend_chunk` and `multiply_panels` are worth calling here. PANEL: outputs of one
+    panel."""
 
     linear_rows: Kernel
     attend_rows: Kernel
@@ -77,7 +79,8 @@ class Int8Kernels(Protocol):
 
 
 def load_kernels(cache_dir: Path, dtype: DType) -> Kernels | None:
-    """The kernels, compiled for `dtype` or loaded from cache_dir; None (and a warning) when numba does not work on this machine."""
+    """The kernels, compiled for `dtype` or loaded from cache_dir; None (and a warning) when numba does not work on this
+    machine."""
     try:
         import numba
         from numba.core.errors import NumbaError
@@ -95,7 +98,9 @@ def load_kernels(cache_dir: Path, dtype: DType) -> Kernels | None:
             _compile(kernels, dtype)
     except OSError as error:
         way_out = "plain torch, which is slower; let XDG_CACHE_HOME name a directory that can be written"
-        log.warning("compiled CPU kernels cannot be kept in %s (%s), so the engine runs on %s", cache_dir, error, way_out)
+        log.warning(
+            "compiled CPU kernels cannot be kept in %s (%s), so the engine runs on %s", cache_dir, error, way_out
+        )
         return None
     except (NumbaError, RuntimeError) as error:
         log.warning("numba cannot compile the CPU kernels (%s); the engine runs on plain torch, which is slower", error)
@@ -104,7 +109,8 @@ def load_kernels(cache_dir: Path, dtype: DType) -> Kernels | None:
 
 
 def load_pair_kernels() -> PairKernels | None:
-    """The kernels for bfloat16, once `load_kernels` found that numba works; None (and a warning) when these do not compile here."""
+    """The kernels for bfloat16, once `load_kernels` found that numba works; None (and a warning) when these do not
+    compile here."""
     import numba
     from numba.core.errors import NumbaError
 
@@ -115,15 +121,18 @@ def load_pair_kernels() -> PairKernels | None:
             kernels = cast(PairKernels, module)
             _compile_pairs(kernels)
     except (NumbaError, OSError, RuntimeError) as error:
-        log.warning("numba cannot compile the CPU kernels for bfloat16 (%s); the engine does without them, which is slower", error)
+        log.warning(
+            "numba cannot compile the CPU kernels for bfloat16 (%s); the engine does without them, which is slower",
+            error,
+        )
         return None
     log.info("CPU kernels for bfloat16 multiply by weights %s", "in panels" if kernels.has_panels else "as they are")
     return kernels
 
 
 def load_invariant_kernels() -> InvariantKernels:
-    """The kernels of the batch-invariant mode, once `load_kernels` found that numba works; nothing can stand in for them, so a ConfigError when
-    they do not compile here."""
+    """The kernels of the batch-invariant mode, once `load_kernels` found that numba works; nothing can stand in for
+    them, so a ConfigError when they do not compile here."""
     import numba
     from numba.core.errors import NumbaError
 
@@ -134,12 +143,15 @@ def load_invariant_kernels() -> InvariantKernels:
             kernels = cast(InvariantKernels, module)
             _compile_invariant(kernels)
     except (NumbaError, OSError, RuntimeError) as error:
-        raise ConfigError(f"deterministic: numba cannot compile the kernels that it needs ({error}); leave it out") from error
+        raise ConfigError(
+            f"deterministic: numba cannot compile the kernels that it needs ({error}); leave it out"
+        ) from error
     return kernels
 
 
 def load_int8_kernels() -> Int8Kernels | None:
-    """The kernels for weights of eight bits, once `load_kernels` found that numba works; None (and a warning) when these do not compile here."""
+    """The kernels for weights of eight bits, once `load_kernels` found that numba works; None (and a warning) when
+    these do not compile here."""
     import numba
     from numba.core.errors import NumbaError
 
@@ -150,7 +162,9 @@ def load_int8_kernels() -> Int8Kernels | None:
             kernels = cast(Int8Kernels, module)
             _compile_int8(kernels)
     except (NumbaError, OSError, RuntimeError) as error:
-        log.warning("numba cannot compile the CPU kernels for int8 (%s); the engine does without them, which is slower", error)
+        log.warning(
+            "numba cannot compile the CPU kernels for int8 (%s); the engine does without them, which is slower", error
+        )
         return None
     return kernels
 
@@ -161,14 +175,16 @@ def as_array(tensor: Tensor) -> Array:
 
 
 class Parallel:
-    """Runs one kernel call on `threads` threads, its range of tasks cut in equal parts. Used by one thread at a time; `close` when done."""
+    """Runs one kernel call on `threads` threads, its range of tasks cut in equal parts. Used by one thread at a time;
+    `close` when done."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._pool = ThreadPoolExecutor(threads - 1, thread_name_prefix="kernel") if threads > 1 else None
 
     def run(self, kernel: Kernel, tasks: int, *args: object, grain: int = 1) -> None:
-        """kernel(*args, lo, hi) over [0, tasks), at least `grain` tasks to a thread (handing work over costs some 50 µs)."""
+        """kernel(*args, lo, hi) over [0, tasks), at least `grain` tasks to a thread (handing work over costs some 50
+        µs)."""
         parts = min(self.threads, tasks // grain)
         if self._pool is None or parts <= 1:
             kernel(*args, 0, tasks)
@@ -225,7 +241,8 @@ def _compile_products(kernels: PairKernels, *, in_panels: bool) -> None:
         kernels.pack_panels(weight.view(np.uint32), panels, 0, 4)
         kernels.multiply_panels(one, panels, bias, np.zeros((1, 4), np.float32), 0, 0, 1)
     else:
-        # Outputs of several rows beside those of other weights are an array of another kind than outputs alone, and a kernel of its own.
+        # Outputs of several rows beside those of other weights are an array of another kind than outputs alone, and a
+        # kernel of its own.
         for out in (np.zeros((1, 4), np.float32), np.zeros((2, 5), np.float32)[:, :4]):
             kernels.linear_rows(one.repeat(len(out), axis=0), weight, bias, out, 0, 1)
     # Layers' panels lie apart from each other (`Panels.interleaved`), which is another kind of array, too.
@@ -234,7 +251,8 @@ def _compile_products(kernels: PairKernels, *, in_panels: bool) -> None:
 
 
 def _compile_layer(kernels: PairKernels, weights: Array, head: Array) -> None:
-    """One head of 32 dimensions in a model as wide, one row that decodes and one prompt of a token; weights: every product's, of all layers."""
+    """One head of 32 dimensions in a model as wide, one row that decodes and one prompt of a token; weights: every
+    product's, of all layers."""
     row, sums, scale = np.zeros((2, 32), np.uint16), np.zeros((2, 32), np.float32), np.float32(1.0)
     pool, zeros, ones = np.zeros((2, 1, 2, 1, 8, 32), np.uint16), np.zeros(2, np.int64), np.ones(2, np.int64)
     bias, norm, half = np.zeros((1, 32), np.float32), row[:1], np.zeros((2, 16), np.float32)
@@ -248,7 +266,9 @@ def _compile_layer(kernels: PairKernels, weights: Array, head: Array) -> None:
     products = sums.copy(), sums.repeat(3, axis=1)
     rest = heads.copy(), heads.copy(), sums.repeat(2, axis=1), row.copy(), *context, sums.copy(), zeros.copy()
     scratch = sums.copy(), *places, row.copy(), *products, *rest
-    kernels.compute_layers(ends, layers, rows, pool, pool.view(np.uint32), scratch, np.zeros(1, np.uint64), 0, 0, 1, 0, 2)
+    kernels.compute_layers(
+        ends, layers, rows, pool, pool.view(np.uint32), scratch, np.zeros(1, np.uint64), 0, 0, 1, 0, 2
+    )
 
 
 def _compile_invariant(kernels: InvariantKernels) -> None:

@@ -1,10 +1,11 @@
 # mypy: ignore-errors
 # As `kernels`: numba compiles these from the types of their arguments; the typed face is `native.Int8Kernels`.
-"""CPU kernels for weights of eight bits: rows are quantised, too, so that products are sums of integers, which are the same in any order.
+"""CPU kernels for weights of eight bits: rows are quantised, too, so that products are sums of integers, which are the
+same in any order.
 
-Import it through `native`. A quantised row is one plane of bytes (127 levels, as oneDNN's product takes it) or two (32,639 levels, as exact as
-bfloat16 is: the high bytes, then the low ones); bytes are shifted by 128, because the instruction takes unsigned ones, and the weights' sums take
-that back. Widths are padded to a multiple of 64.
+Import it through `native`. A quantised row is one plane of bytes (127 levels, as oneDNN's product takes it) or two
+(32,639 levels, as exact as bfloat16 is: the high bytes, then the low ones); bytes are shifted by 128, because the
+instruction takes unsigned ones, and the weights' sums take that back. Widths are padded to a multiple of 64.
 """
 
 from __future__ import annotations
@@ -71,13 +72,17 @@ def short_product(builder, total, a, b):
     """total + a · b per lane, of what `split_bytes` gives; AVX2 multiplies numbers of 16 bits and adds each two."""
     function = declared(builder, "llvm.x86.avx2.pmadd.wd", HALF_WORDS, [HALF_SHORTS] * 2)
     for left, right in zip(a, b, strict=True):
-        parts = [builder.call(function, [builder.shuffle_vector(each, each, half) for each in (left, right)]) for half in HALVES]
+        parts = [
+            builder.call(function, [builder.shuffle_vector(each, each, half) for each in (left, right)])
+            for half in HALVES
+        ]
         total = builder.add(total, builder.shuffle_vector(*parts, HALVES[0]))
     return total
 
 
 def wide_dots_of(num_rows):
-    """`dots_of` for CPUs with AVX2 and nothing wider: two rows by two weights, or one by four, whose sums fit the registers, at a time."""
+    """`dots_of` for CPUs with AVX2 and nothing wider: two rows by two weights, or one by four, whose sums fit the
+    registers, at a time."""
 
     @intrinsic
     def dots(typing_context, weights, weight_step, rows, row_bytes, out):
@@ -90,7 +95,10 @@ def wide_dots_of(num_rows):
                 some = range(first, min(first + 2, num_rows))
                 for begin, end in ((0, 4),) if len(some) == 1 else ((0, 2), (2, 4)):
                     with Loop(builder, row_bytes, 4 * LANES, [constant_words(0)] * (len(some) * (end - begin))) as loop:
-                        x = [split_bytes(builder, load(builder, row_at[i], loop.index, WORDS), signed=False) for i in some]
+                        x = [
+                            split_bytes(builder, load(builder, row_at[i], loop.index, WORDS), signed=False)
+                            for i in some
+                        ]
                         totals = list(loop.values)
                         for j, at in enumerate(weight_at[begin:end]):
                             if first == 0:
@@ -114,7 +122,8 @@ def wide_dots_of(num_rows):
 
 
 def dots_of(num_rows, *, native):
-    """A block for dots(weights, weight_step, rows, row_bytes, out): out[i, j] = row i · weight j of four weights, in int32; row_bytes of each."""
+    """A block for dots(weights, weight_step, rows, row_bytes, out): out[i, j] = row i · weight j of four weights, in
+    int32; row_bytes of each."""
 
     @intrinsic
     def dots(typing_context, weights, weight_step, rows, row_bytes, out):
@@ -146,8 +155,8 @@ dots_1, dots_2, dots_3, dots_4 = (wide_dots_of(rows) if WIDE else dots_of(rows, 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def quantize(x, planes, out, scales, lo, hi):
-    """Rows lo … hi of bfloat16 x as bytes of out, `planes` rows each; x ≈ scale × (out − 128). A row with something that is no number
-    has a scale that is none."""
+    """Rows lo … hi of bfloat16 x as bytes of out, `planes` rows each; x ≈ scale × (out − 128). A row with something
+    that is no number has a scale that is none."""
     width, levels = x.shape[1], ONE_PLANE if planes == 1 else TWO_PLANES
     for n in range(lo, hi):
         row, largest = x[n], np.uint16(0)
@@ -177,7 +186,8 @@ def quantize(x, planes, out, scales, lo, hi):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def multiply(x, planes, weight, scales, sums, bias, out, lo, hi):
-    """out = x · (scales × weight)ᵀ + bias for a few rows. Task i computes the i-th weight of four runs, as in `pair_kernels.linear_rows`."""
+    """out = x · (scales × weight)ᵀ + bias for a few rows. Task i computes the i-th weight of four runs, as in
+    `pair_kernels.linear_rows`."""
     if lo >= hi:
         return
     num_rows = x.shape[0]

@@ -18,24 +18,27 @@ from pdcluster.engine.model.batch import Batch
 
 
 class Progress:
-    """Counts the layers computed since start. One writer (the worker), any number of readers, also in other processes when `cell` is shared."""
+    """Counts the layers computed since start. One writer (the worker), any number of readers, also in other processes
+    when `cell` is shared."""
 
     __slots__ = ("_bells", "_cell", "_start", "bell_fd", "counter")
 
     def __init__(self, cell: ctypes.c_uint64 | None = None) -> None:
         self._cell = ctypes.c_uint64() if cell is None else cell
         self.counter: NDArray[np.uint64] = np.frombuffer(memoryview(self._cell), np.uint64)
-        """The cell, for kernels that count layers themselves; they compute `runs` of them, and whoever calls them rings."""
+        """The cell, for kernels that count layers themselves; they compute `runs` of them, and whoever calls them
+        rings."""
         self._start = self._cell.value
         self._bells: tuple[int, ...] = ()
         self.bell_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable when a layer was done after which the step was asked to ring."""
 
     def begin(self, bells: tuple[int, ...]) -> None:
-        """A step is about to start: no layer of it is done, and no ring of an earlier one is left. Ring after these numbers of its layers.
+        """A step is about to start: no layer of it is done, and no ring of an earlier one is left. Ring after these
+        numbers of its layers.
 
-        Called by the thread that launches, before the worker sees the step: a late look at an earlier step's bell must not find this one's KV
-        done."""
+        Called by the thread that launches, before the worker sees the step: a late look at an earlier step's bell must
+        not find this one's KV done."""
         with contextlib.suppress(BlockingIOError):  # it did not ring, or was heard
             os.eventfd_read(self.bell_fd)
         self._start = self._cell.value
@@ -55,7 +58,8 @@ class Progress:
         self.ring()
 
     def ring(self) -> None:
-        """To be called after the layers that the step was asked to ring after, and as often as one likes after others."""
+        """To be called after the layers that the step was asked to ring after, and as often as one likes after
+        others."""
         if self._bells and self.layers_done in self._bells:
             os.eventfd_write(self.bell_fd, 1)
 
@@ -72,10 +76,12 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a forward computed, to be looked at before the model's next one. On each rank `logits` is to be called or is not.
+    """What a forward computed, to be looked at before the model's next one. On each rank `logits` is to be called or is
+    not.
 
-    hidden: the last layer's states, float32 [num_tokens, hidden], before the final norm. logits: float32 [n, vocabulary] of the wanted tokens.
-    best: each one's most likely token, the first of equals, where the forward finds it in passing; -1: its logits are no numbers."""
+    hidden: the last layer's states, float32 [num_tokens, hidden], before the final norm. logits: float32 [n,
+    vocabulary] of the wanted tokens. best: each one's most likely token, the first of equals, where the forward finds
+    it in passing; -1: its logits are no numbers."""
 
     hidden: Callable[[], Tensor]
     logits: Callable[[], Tensor]

@@ -1,4 +1,5 @@
-"""Turns a StepPlan into the flat arrays a forward works on: tokens of all rows after each other, nothing padded. It computes no model.
+"""Turns a StepPlan into the flat arrays a forward works on: tokens of all rows after each other, nothing padded. It
+computes no model.
 
 Everything per token is made by numpy; Python loops run over rows only, never over a row's context.
 """
@@ -27,7 +28,8 @@ NOTHING_FED: Mapping[int, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One row's tokens [begin, end) in the flat batch; start of them had KV before this step. pages: exactly those that hold its context."""
+    """One row's tokens [begin, end) in the flat batch; start of them had KV before this step. pages: exactly those that
+    hold its context."""
 
     begin: int
     end: int
@@ -42,8 +44,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens of all rows after each other: row r's are [begins[r], begins[r + 1]), the last of its lengths[r] tokens of context, whose pages stand in
-    `pages` from first_page[r] on. The first num_decodes rows are one token each.
+    """Tokens of all rows after each other: row r's are [begins[r], begins[r + 1]), the last of its lengths[r] tokens of
+    context, whose pages stand in `pages` from first_page[r] on. The first num_decodes rows are one token each.
 
     What is computed from these is made when it is asked for: a step that is one kernel call does without.
     """
@@ -65,7 +67,10 @@ class Batch:
     def spans(self) -> tuple[Span, ...]:
         pages = np.split(self.pages, self.first_page[1:])
         begins, lengths = self.begins.tolist(), self.lengths.tolist()
-        return tuple(Span(begin, end, length + begin - end, own) for begin, end, length, own in zip(begins, begins[1:], lengths, pages, strict=False))
+        return tuple(
+            Span(begin, end, length + begin - end, own)
+            for begin, end, length, own in zip(begins, begins[1:], lengths, pages, strict=False)
+        )
 
     @property
     def decode_pages(self) -> Ids:
@@ -116,15 +121,17 @@ class Limits:
 
 
 def build_batch(plan: StepPlan, limits: Limits, device: str, fed: Mapping[int, int] = NOTHING_FED) -> Batch:
-    """fed: tokens of rows that follow the step before, by index. Raises IntegrityError when the plan names what is not there: a plan is made by our
-    own scheduler."""
+    """fed: tokens of rows that follow the step before, by index. Raises IntegrityError when the plan names what is not
+    there: a plan is made by our own scheduler."""
     if not plan.rows:
         raise IntegrityError("a step plan without rows has nothing to compute")
     pages = [_pages(row, limits) for row in plan.rows]
     counts = [len(row.tokens) for row in plan.rows]
     lengths = [row.start + count for row, count in zip(plan.rows, counts, strict=True)]
     first_page = accumulate(map(len, pages), initial=0)
-    table = np.array((list(accumulate(counts, initial=0)), list(first_page), [*lengths, 0]), np.int64)  # one call: each costs more than what it does
+    table = np.array(
+        (list(accumulate(counts, initial=0)), list(first_page), [*lengths, 0]), np.int64
+    )  # one call: each costs more than what it does
     tokens = np.concatenate([row.tokens for row in plan.rows], dtype=np.int64)
     if fed:
         tokens[table[0, list(fed)]] = list(fed.values())
@@ -134,7 +141,9 @@ def build_batch(plan: StepPlan, limits: Limits, device: str, fed: Mapping[int, i
         lengths=table[2, :-1],
         first_page=table[1, :-1],
         pages=np.concatenate(pages, dtype=np.int64),
-        num_decodes=len(counts) if len(tokens) == len(counts) else next(index for index, count in enumerate(counts) if count > 1),
+        num_decodes=len(counts)
+        if len(tokens) == len(counts)
+        else next(index for index, count in enumerate(counts) if count > 1),
         page_tokens=limits.page_tokens,
         device=device,
     )
@@ -150,7 +159,9 @@ def _pages(row: Row, limits: Limits) -> NDArray[np.int32]:
         raise IntegrityError(f"request {row.request}: tokens [{row.start}, {length}) do not fit 1…{limits.max_len}")
     needed = -(-length // limits.page_tokens)
     if len(row.pages) < needed:
-        raise IntegrityError(f"request {row.request}: {length} tokens need {needed} pages, the plan gives {len(row.pages)}")
+        raise IntegrityError(
+            f"request {row.request}: {length} tokens need {needed} pages, the plan gives {len(row.pages)}"
+        )
     return row.pages[:needed]
 
 

@@ -1,8 +1,9 @@
-"""What the ranks of a tensor-parallel engine say to each other while they compute: sums and joins of tensors, over torch.distributed.
+"""What the ranks of a tensor-parallel engine say to each other while they compute: sums and joins of tensors, over
+torch.distributed.
 
-A group is made of its own store and its own process group, not of torch's global one, so that a process may hold several. Every rank must make
-the same calls in the same order; a rank that fails, or falls silent for `timeout_s`, makes the others' calls raise. It knows no model, and starts
-no process.
+A group is made of its own store and its own process group, not of torch's global one, so that a process may hold
+several. Every rank must make the same calls in the same order; a rank that fails, or falls silent for `timeout_s`,
+makes the others' calls raise. It knows no model, and starts no process.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Alone:
 
 
 class InOrder:
-    """Sums in float32 in the order of ranks, so that an element's sum does not depend on where in x it stands, as it does in a ring."""
+    """Sums in float32 in the order of ranks, so that an element's sum does not depend on where in x it stands, as it
+    does in a ring."""
 
     def __init__(self, group: Collective) -> None:
         self._group = group
@@ -121,7 +123,9 @@ class _Group(Protocol):
 
 def host_store(timeout_s: float) -> Store:
     """Rank 0's store, on a free port of this machine (its `port`); the other ranks find each other there."""
-    return cast(Store, _dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)))
+    return cast(
+        Store, _dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    )
 
 
 def join_store(port: int, timeout_s: float) -> Store:

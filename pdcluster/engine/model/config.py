@@ -1,8 +1,10 @@
-"""Reads a checkpoint's config.json by what matters: keys that change a forward pass are honoured or refused by name, all others are passed over.
+"""Reads a checkpoint's config.json by what matters: keys that change a forward pass are honoured or refused by name,
+all others are passed over.
 
-What matters is what the class of transformers reads for an architecture (`models/*/configuration_*.py`, `modeling_*.py`, `modeling_rope_utils.py`,
-5.23), and what other engines read of configs that transformers would compute differently. A missing key means what it means there. This reader
-knows no weights and never imports transformers, which is slow.
+What matters is what the class of transformers reads for an architecture (`models/*/configuration_*.py`,
+`modeling_*.py`, `modeling_rope_utils.py`, 5.23), and what other engines read of configs that transformers would compute
+differently. A missing key means what it means there. This reader knows no weights and never imports transformers, which
+is slow.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ REQUIRED_VALUES: dict[str, tuple[object, str]] = {
     "use_mrope": (False, "positions have several dimensions"),
     "is_encoder_decoder": (False, "only decoders are served"),
     "add_cross_attention": (False, "only decoders are served"),
-    "dual_chunk_attention_config": (None, "positions are changed beyond a length; remove the key to serve plain attention"),
+    "dual_chunk_attention_config": (
+        None,
+        "positions are changed beyond a length; remove the key to serve plain attention",
+    ),
 }
 """Keys that change a forward pass unless they have this value, or none, and what they change."""
 
@@ -56,7 +61,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What a family's keys mean where they are missing. num_kv_heads None: as many as heads; head_dim None: hidden_size / heads."""
+    """What a family's keys mean where they are missing. num_kv_heads None: as many as heads; head_dim None: hidden_size
+    / heads."""
 
     num_kv_heads: int | None
     max_position_embeddings: int
@@ -73,7 +79,8 @@ DEFAULTS: dict[Family, Defaults] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A dense decoder, as the engine needs to know it. sliding_window: sequences up to this length are not affected by it; None without one."""
+    """A dense decoder, as the engine needs to know it. sliding_window: sequences up to this length are not affected by
+    it; None without one."""
 
     architecture: str
     family: Family
@@ -173,7 +180,8 @@ class _Keys:
         """What nobody took."""
 
     def take(self, name: str, kind: type[T], default: T | None = None) -> T:
-        """The value of a key that is there, else the default; None counts as absent. No default: the key is required."""
+        """The value of a key that is there, else the default; None counts as absent. No default: the key is
+        required."""
         value = self.optional(name, kind)
         if value is None:
             value = default
@@ -221,10 +229,14 @@ def _family(keys: _Keys) -> tuple[str, Family]:
         known = [name for name, family in FAMILIES.items() if family == kind]
     if len(known) != 1 or len(names) > 1:
         what = f"architectures {names!r}" if names else f"model_type {kind!r} without architectures"
-        raise ModelError(f"config.json: {what} is not supported; supported are {', '.join(FAMILIES)}{_hint(keys, names)}")
+        raise ModelError(
+            f"config.json: {what} is not supported; supported are {', '.join(FAMILIES)}{_hint(keys, names)}"
+        )
     family = FAMILIES[known[0]]
     if kind in FAMILIES.values() and kind != family:
-        raise ModelError(f"config.json: architectures {names!r} and model_type {kind!r} name two models; correct one of them")
+        raise ModelError(
+            f"config.json: architectures {names!r} and model_type {kind!r} name two models; correct one of them"
+        )
     return known[0], family
 
 
@@ -244,9 +256,18 @@ def _refuse_quantized(keys: _Keys) -> None:
     for name in QUANTIZED:
         found = keys.get(name)
         if found is not None:
-            method = found.get("quant_method") or found.get("quant_algo") or found.get("bits") if isinstance(found, dict) else found
-            way_out = "take the model's bfloat16 release, or a GGUF file; --quantization int8 quantises when it is loaded"
-            raise ModelError(f"config.json: {name} says that the weights are quantised ({_short(method)}), which is not supported; {way_out}")
+            method = (
+                found.get("quant_method") or found.get("quant_algo") or found.get("bits")
+                if isinstance(found, dict)
+                else found
+            )
+            way_out = (
+                "take the model's bfloat16 release, or a GGUF file; --quantization int8 quantises when it is loaded"
+            )
+            raise ModelError(
+                f"config.json: {name} says that the weights are quantised ({_short(method)}), which is not "
+                f"supported; {way_out}"
+            )
 
 
 def _biases(keys: _Keys, family: Family) -> tuple[bool, bool, bool]:
@@ -265,7 +286,10 @@ def _head_dim(keys: _Keys, default: int | None, hidden_size: int, num_heads: int
     if given is not None:
         return given
     if num_heads < 1 or hidden_size % num_heads:
-        raise ModelError(f"config.json: hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads} and head_dim is not given")
+        raise ModelError(
+            f"config.json: hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads} and head_dim "
+            "is not given"
+        )
     return hidden_size // num_heads
 
 
@@ -278,20 +302,25 @@ def _sliding_window(keys: _Keys, family: Family, num_layers: int) -> int | None:
         raise ModelError(f"config.json: layer_types names {len(types)} layers, num_hidden_layers is {num_layers}")
     if family == "llama":  # whose class knows no window
         if "sliding_attention" in types:
-            raise ModelError("config.json: layer_types has 'sliding_attention', which is not supported for LlamaForCausalLM")
+            raise ModelError(
+                "config.json: layer_types has 'sliding_attention', which is not supported for LlamaForCausalLM"
+            )
         return None
     if family == "mistral":
         return window if keys.has("sliding_window") else 4096
     used = keys.take("use_sliding_window", bool, False)
     first = keys.take("max_window_layers", int, 28)
     if "sliding_attention" in types and not used:
-        raise ModelError("config.json: layer_types has 'sliding_attention' while use_sliding_window is false; one of them is wrong")
+        raise ModelError(
+            "config.json: layer_types has 'sliding_attention' while use_sliding_window is false; one of them is wrong"
+        )
     slides = "sliding_attention" in types if types else first < num_layers
     return (window if keys.has("sliding_window") else 4096) if used and slides else None
 
 
 def _rope(keys: _Keys, max_len: int) -> RopeConfig:
-    """From rope_scaling (old) or rope_parameters (new); both may be there if they say the same, in whatever spelling."""
+    """From rope_scaling (old) or rope_parameters (new); both may be there if they say the same, in whatever
+    spelling."""
     theta = keys.optional("rope_theta", float)
     original = keys.optional("original_max_position_embeddings", int) or max_len
     old, new = keys.optional("rope_scaling", dict), keys.optional("rope_parameters", dict)
@@ -328,7 +357,10 @@ def _rope_of(raw: Json, name: str, theta: float | None, max_len: int) -> RopeCon
         case "yarn":
             config = _yarn(rope, theta, max_len)
         case "dynamic" | "longrope" | "su":
-            raise ModelError(f"config.json: rope type {kind!r} is not supported: its keys depend on the total length, so pages cannot hold them")
+            raise ModelError(
+                f"config.json: rope type {kind!r} is not supported: its keys depend on the total length, so pages "
+                "cannot hold them"
+            )
         case _:
             raise ModelError(f"config.json: rope type {kind!r} is not supported; default, linear, llama3 and yarn are")
     if config.type != "default" and config.factor <= 0:
@@ -367,7 +399,7 @@ def _yarn(rope: _Keys, theta: float, max_len: int) -> RopeConfig:
 
 
 def _stored_dtype(keys: _Keys) -> str | None:
-    """"auto" leaves it to the weights."""
+    """ "auto" leaves it to the weights."""
     old, new = keys.optional("torch_dtype", str), keys.optional("dtype", str)
     said = (new or old or "auto").removeprefix("torch.")
     return None if said == "auto" else said
@@ -396,7 +428,10 @@ def _check_shape(config: ModelConfig) -> None:
         if value < 1:
             raise ModelError(f"config.json: {name} is {value}; it must be at least 1")
     if config.num_heads % config.num_kv_heads:
-        raise ModelError(f"config.json: num_attention_heads {config.num_heads} is no multiple of num_key_value_heads {config.num_kv_heads}")
+        raise ModelError(
+            f"config.json: num_attention_heads {config.num_heads} is no multiple of num_key_value_heads "
+            f"{config.num_kv_heads}"
+        )
     if config.head_dim % 2:
         raise ModelError(f"config.json: head_dim {config.head_dim} is odd; rotary embedding needs pairs")
 

@@ -1,7 +1,8 @@
-"""Rotary position embedding: which frequencies a model rotates with. Angles are computed per step, in float32; nothing is tabulated by length.
+"""Rotary position embedding: which frequencies a model rotates with. Angles are computed per step, in float32; nothing
+is tabulated by length.
 
-Variants whose frequencies depend on the length of the sequence (`dynamic`, `longrope`) cannot be cached in pages and are refused where the
-config is read.
+Variants whose frequencies depend on the length of the sequence (`dynamic`, `longrope`) cannot be cached in pages and
+are refused where the config is read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ RopeType = Literal["default", "linear", "llama3", "yarn"]
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Fields beyond theta count only for the types that name them: factor (linear, llama3, yarn), low/high (llama3), the rest (yarn)."""
+    """Fields beyond theta count only for the types that name them: factor (linear, llama3, yarn), low/high (llama3),
+    the rest (yarn)."""
 
     theta: float
     type: RopeType = "default"
@@ -86,15 +88,21 @@ def _temperature(factor: float, mscale: float) -> float:
 def _llama3(base: Tensor, config: RopeConfig) -> Tensor:
     """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
     wavelength = 2 * math.pi / base
-    longest, shortest = config.original_max_len / config.low_freq_factor, config.original_max_len / config.high_freq_factor
-    blend = (config.original_max_len / wavelength - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    longest, shortest = (
+        config.original_max_len / config.low_freq_factor,
+        config.original_max_len / config.high_freq_factor,
+    )
+    blend = (config.original_max_len / wavelength - config.low_freq_factor) / (
+        config.high_freq_factor - config.low_freq_factor
+    )
     blended = (1 - blend) * base / config.factor + blend * base
     stretched = torch.where(wavelength > longest, base / config.factor, blended)
     return torch.where(wavelength < shortest, base, stretched)
 
 
 def _yarn(periods: Tensor, config: RopeConfig, head_dim: int) -> Tensor:
-    """Dimensions that turn often keep their frequency, those that turn rarely are stretched, with a linear ramp between."""
+    """Dimensions that turn often keep their frequency, those that turn rarely are stretched, with a linear ramp
+    between."""
     low = _dimension_of(config.beta_fast, config, head_dim)
     high = _dimension_of(config.beta_slow, config, head_dim)
     if config.truncate:

@@ -1,8 +1,9 @@
 """Cuts a model for tensor parallel: which heads, columns and rows a rank computes, and its share of the weights.
 
-Query heads, their kv heads, the feed-forward's inner columns and the vocabulary of the head are dealt out in order; norms and the embedding are
-everywhere. The products after them (attention output, down) give each rank a part of a sum. With more ranks than kv heads several ranks hold the
-same kv head. Row slices stay views of the mapped files; column slices are private copies.
+Query heads, their kv heads, the feed-forward's inner columns and the vocabulary of the head are dealt out in order;
+norms and the embedding are everywhere. The products after them (attention output, down) give each rank a part of a sum.
+With more ranks than kv heads several ranks hold the same kv head. Row slices stay views of the mapped files; column
+slices are private copies.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pdcluster.kv.layout import head_range
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank of `size` computes: slices of query heads, kv heads, inner columns and vocabulary (the last rank's may reach past its end)."""
+    """What one rank of `size` computes: slices of query heads, kv heads, inner columns and vocabulary (the last rank's
+    may reach past its end)."""
 
     rank: int
     size: int
@@ -38,7 +40,8 @@ def share_of(config: ModelConfig, rank: int, size: int) -> Share:
     if heads % size or (kv_heads % size and size % kv_heads):
         possible = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
         raise ConfigError(
-            f"tensor parallel over {size} ranks cannot deal out {heads} attention heads and {kv_heads} kv heads evenly; "
+            f"tensor parallel over {size} ranks cannot deal out {heads} attention heads and {kv_heads} kv heads "
+            "evenly; "
             f"use --tp {' or '.join(map(str, possible))}"
         )
     own_heads = heads // size

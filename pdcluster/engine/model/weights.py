@@ -1,8 +1,8 @@
 """Reads the tensors of a Hugging Face checkpoint, mapped from its safetensors files, and says which weights they are.
 
-Tensors that are served in the type they are stored in stay views of the files, so that the nodes of one machine share their memory; what products
-make of them (`panels`, `linear`) is a copy beside it. It knows the names a family must have and refuses what is missing or left over; what the
-tensors mean is the model's business.
+Tensors that are served in the type they are stored in stay views of the files, so that the nodes of one machine share
+their memory; what products make of them (`panels`, `linear`) is a copy beside it. It knows the names a family must have
+and refuses what is missing or left over; what the tensors mean is the model's business.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class Weights:
 
 
 def load_weights(model_dir: Path, config: ModelConfig, dtype: DTypeChoice = "auto", device: str = "cpu") -> Weights:
-    """Map and check every tensor of the checkpoint; raises ModelError naming the first one that is missing, left over or of the wrong shape."""
+    """Map and check every tensor of the checkpoint; raises ModelError naming the first one that is missing, left over
+    or of the wrong shape."""
     stored: dict[str, Tensor] = {} if is_gguf(model_dir) else _open_all(shard_paths(model_dir))
     chosen = _choose_dtype(dtype, config, stored)
     if is_gguf(model_dir):
@@ -91,7 +92,9 @@ def load_weights(model_dir: Path, config: ModelConfig, dtype: DTypeChoice = "aut
     embedding = take("model.embed_tokens.weight", config.vocab_size, width)
     layers = tuple(_layer(take, config, index) for index in range(config.num_layers))
     norm = take("model.norm.weight", width)
-    head = _tied_head(take, embedding) if config.tie_word_embeddings else take("lm_head.weight", config.vocab_size, width)
+    head = (
+        _tied_head(take, embedding) if config.tie_word_embeddings else take("lm_head.weight", config.vocab_size, width)
+    )
     take.finish()
     return Weights(embedding, layers, norm, head, chosen)
 
@@ -102,7 +105,10 @@ def shard_paths(model_dir: Path) -> tuple[Path, ...]:
     if not index.exists():
         single = model_dir / "model.safetensors"
         if not single.exists():
-            raise ModelError(f"{model_dir} holds neither model.safetensors nor model.safetensors.index.json; other formats are not supported")
+            raise ModelError(
+                f"{model_dir} holds neither model.safetensors nor model.safetensors.index.json; other formats are "
+                "not supported"
+            )
         return (single,)
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -117,8 +123,9 @@ def shard_paths(model_dir: Path) -> tuple[Path, ...]:
 def weights_digest(model_dir: Path, config: ModelConfig) -> str:
     """32 hex digits that tell checkpoints apart, read in milliseconds whatever their size.
 
-    Covers the parsed config, and of every file its size, its whole header (names, types, shapes, offsets) and 64 blocks of 4 KiB evenly spread
-    over the data. Weights that differ only between the sampled blocks are not told apart; training changes all of them.
+    Covers the parsed config, and of every file its size, its whole header (names, types, shapes, offsets) and 64 blocks
+    of 4 KiB evenly spread over the data. Weights that differ only between the sampled blocks are not told apart;
+    training changes all of them.
     """
     if is_gguf(model_dir):
         return gguf_digest(open_gguf(model_dir), repr(config))
@@ -154,9 +161,13 @@ def _choose_dtype(choice: DTypeChoice, config: ModelConfig, stored: dict[str, Te
         declared = str(next((tensor.dtype for tensor in stored.values()), torch.float32)).removeprefix("torch.")
     served = SERVED_AS.get(declared)
     if served is None:
-        raise ModelError(f"the checkpoint's type {declared!r} is not served; choose --dtype float32 or --dtype bfloat16")
+        raise ModelError(
+            f"the checkpoint's type {declared!r} is not served; choose --dtype float32 or --dtype bfloat16"
+        )
     if served != declared:
-        log.info("the checkpoint is %s and is served as %s; --dtype float32 serves it without rounding", declared, served)
+        log.info(
+            "the checkpoint is %s and is served as %s; --dtype float32 serves it without rounding", declared, served
+        )
     return served
 
 
@@ -184,13 +195,18 @@ class _Taker:
     def finish(self) -> None:
         extra = sorted(name for name in self._stored if not name.endswith(_OBSOLETE))
         if extra:
-            raise ModelError(f"tensor {extra[0]} is in the checkpoint but not in the architecture its config names ({len(extra)} such tensors)")
+            raise ModelError(
+                f"tensor {extra[0]} is in the checkpoint but not in the architecture its config names ({len(extra)} "
+                "such tensors)"
+            )
 
 
 def _tied_head(take: _Taker, embedding: Tensor) -> Tensor:
     """Some checkpoints store the tied head a second time; that is fine as long as it is the same."""
     if take.has("lm_head.weight") and not torch.equal(take("lm_head.weight", *embedding.shape), embedding):
-        raise ModelError("tensor lm_head.weight differs from model.embed_tokens.weight, but the config says tie_word_embeddings")
+        raise ModelError(
+            "tensor lm_head.weight differs from model.embed_tokens.weight, but the config says tie_word_embeddings"
+        )
     return embedding
 
 

@@ -1,4 +1,5 @@
-"""The seam between a decoder layer and the ways to attend over pages. Implementations: `engine.ops.reference` (any device), `engine.ops.attention_cpu`.
+"""The seam between a decoder layer and the ways to attend over pages. Implementations: `engine.ops.reference` (any
+device), `engine.ops.attention_cpu`.
 
 One contract test (tests/unit/engine/test_attention.py) runs over all of them.
 """
@@ -56,6 +57,7 @@ class Attention(Protocol):
 # Paged attention in plain torch: row by row, in float32, on any device. What the other implementations are compared
 # with.
 
+
 class ReferenceAttention:
     """pages: the pool's tensor, [page][layer][K, V][kv head][token][dim]."""
 
@@ -72,7 +74,9 @@ class ReferenceAttention:
         keys, values = self._pages[:, layer, 0], self._pages[:, layer, 1]
         keys[batch.slot_pages, :, batch.slot_offsets] = k.to(keys.dtype)
         values[batch.slot_pages, :, batch.slot_offsets] = v.to(values.dtype)
-        rows = [self._attend(q[span.begin : span.end].to(keys.dtype).float(), span, keys, values) for span in batch.spans]
+        rows = [
+            self._attend(q[span.begin : span.end].to(keys.dtype).float(), span, keys, values) for span in batch.spans
+        ]
         return torch.cat(rows).to(keys.dtype)
 
     def _attend(self, q: Tensor, span: Span, keys: Tensor, values: Tensor) -> Tensor:

@@ -21,9 +21,12 @@ PAGE_GRAIN = 16
 
 
 class CpuAttention:
-    """Used by the engine's worker thread only: scratch for gathered keys and values, and the causal mask, are reused and grow by doubling."""
+    """Used by the engine's worker thread only: scratch for gathered keys and values, and the causal mask, are reused
+    and grow by doubling."""
 
-    def __init__(self, shape: AttentionShape, pages: Tensor, kernels: Kernels, pairs: PairKernels | None, parallel: Parallel) -> None:
+    def __init__(
+        self, shape: AttentionShape, pages: Tensor, kernels: Kernels, pairs: PairKernels | None, parallel: Parallel
+    ) -> None:
         self._shape = shape
         self._pages, self._pool = pages, as_array(pages)
         self._page_tokens = pages.shape[4]
@@ -104,18 +107,31 @@ class CpuAttention:
             self._packed_keys = np.empty((shape.num_kv_heads, 2 * blocks, shape.head_dim // 2, BLOCK), np.uint32)
             self._packed_values = np.empty((shape.num_kv_heads, 2 * blocks, BLOCK // 2, shape.head_dim), np.uint32)
         packed, count = (self._packed_keys, self._packed_values), span.end - span.begin
-        self._parallel.run(pairs.pack_context, shape.num_kv_heads * blocks, self._pool.view(np.uint32), layer, span.pages, span.length, *packed)
+        self._parallel.run(
+            pairs.pack_context,
+            shape.num_kv_heads * blocks,
+            self._pool.view(np.uint32),
+            layer,
+            span.pages,
+            span.length,
+            *packed,
+        )
         tasks = pairs.chunk_tasks(shape.num_heads, shape.num_kv_heads, count)
         scale = np.float32(shape.scale)
-        self._parallel.run(pairs.attend_chunk, tasks, as_array(q), *packed, span.start, span.begin, count, scale, as_array(out))
+        self._parallel.run(
+            pairs.attend_chunk, tasks, as_array(q), *packed, span.start, span.begin, count, scale, as_array(out)
+        )
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, mask: Tensor | None) -> None:
-        """SDPA with kv heads as its batch and the queries that share one as its heads, so that no key or value is copied per query head."""
+        """SDPA with kv heads as its batch and the queries that share one as its heads, so that no key or value is
+        copied per query head."""
         shape, count = self._shape, q.shape[0]
         group = shape.num_heads // shape.num_kv_heads
         grouped = q.view(count, shape.num_kv_heads, group, shape.head_dim).permute(1, 2, 0, 3)
         k, v = (side[:, None].expand(-1, group, -1, -1) for side in (keys, values))
-        result = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, is_causal=mask is None, scale=shape.scale)
+        result = F.scaled_dot_product_attention(
+            grouped, k, v, attn_mask=mask, is_causal=mask is None, scale=shape.scale
+        )
         out.view(count, shape.num_kv_heads, group, shape.head_dim).copy_(result.permute(2, 0, 1, 3))
 
     def _gather(self, layer: int, span: Span) -> tuple[Tensor, Tensor]:
@@ -123,16 +139,29 @@ class CpuAttention:
         needed = len(span.pages) * self._page_tokens
         if needed > self._keys.shape[1]:
             capacity = 2 * needed
-            self._keys, self._values = (torch.zeros(self._keys.shape[0], capacity, self._keys.shape[2], dtype=self._keys.dtype) for _ in range(2))
+            self._keys, self._values = (
+                torch.zeros(self._keys.shape[0], capacity, self._keys.shape[2], dtype=self._keys.dtype)
+                for _ in range(2)
+            )
         self._parallel.run(
-            self._kernels.gather_pages, len(span.pages), self._pool, layer, span.pages, as_array(self._keys), as_array(self._values), grain=PAGE_GRAIN
+            self._kernels.gather_pages,
+            len(span.pages),
+            self._pool,
+            layer,
+            span.pages,
+            as_array(self._keys),
+            as_array(self._values),
+            grain=PAGE_GRAIN,
         )
         return self._keys[:, : span.length], self._values[:, : span.length]
 
     def _bottom_right_mask(self, count: int, visible: int) -> Tensor:
-        """[count, visible], 0 where query i may see key j: j ≤ visible - count + i. A window of one long mask that is built once."""
+        """[count, visible], 0 where query i may see key j: j ≤ visible - count + i. A window of one long mask that is
+        built once."""
         if visible > self._mask.shape[1] - QUERY_BLOCK:
             width = 2 * visible + QUERY_BLOCK
-            self._mask = torch.full((QUERY_BLOCK, width), float("-inf"), dtype=self._mask.dtype).triu_(width - QUERY_BLOCK + 1)
+            self._mask = torch.full((QUERY_BLOCK, width), float("-inf"), dtype=self._mask.dtype).triu_(
+                width - QUERY_BLOCK + 1
+            )
         begin = self._mask.shape[1] - QUERY_BLOCK - visible + count
         return self._mask[:count, begin : begin + visible]

@@ -1,11 +1,12 @@
-"""What runs a model in the batch-invariant mode: a token's keys, values and logits are the same bits whatever shares its step, however its prompt
-was cut, and whether it was computed as a prompt's token or as a new one.
+"""What runs a model in the batch-invariant mode: a token's keys, values and logits are the same bits whatever shares
+its step, however its prompt was cut, and whether it was computed as a prompt's token or as a new one.
 
-`InvariantOps` is what `ops` chooses otherwise: bfloat16 on CPUs where numba works; anything else is refused. Beside it, ranks sum in their order
-(`collective.InOrder`), and rows are drawn one by one (`sampler.sample_alone`).
+`InvariantOps` is what `ops` chooses otherwise: bfloat16 on CPUs where numba works; anything else is refused. Beside it,
+ranks sum in their order (`collective.InOrder`), and rows are drawn one by one (`sampler.sample_alone`).
 
-Matrix products, norms, activation and attention are `invariant_kernels`, whose sums are in one order on CPUs of one kind. What is stored is by
-`kernels`, which rotate one head at a time in a fixed order, too. A residual's sum is of two float32 numbers, which has one result.
+Matrix products, norms, activation and attention are `invariant_kernels`, whose sums are in one order on CPUs of one
+kind. What is stored is by `kernels`, which rotate one head at a time in a fixed order, too. A residual's sum is of two
+float32 numbers, which has one result.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdcluster.core.errors import ConfigError
-from pdcluster.engine.kernels.loader import InvariantKernels, Kernels, Parallel, as_array, load_invariant_kernels, load_kernels
+from pdcluster.engine.kernels.loader import (
+    InvariantKernels,
+    Kernels,
+    Parallel,
+    as_array,
+    load_invariant_kernels,
+    load_kernels,
+)
 from pdcluster.engine.model.batch import Batch, Span
 from pdcluster.engine.model.rope import RopeConfig, Rotation, attention_scale, inverse_frequencies
 from pdcluster.engine.model.weights import Weights
@@ -35,20 +43,33 @@ PAGE_GRAIN = 8
 
 
 def invariant_arithmetic(ranks: int) -> str:
-    """What two nodes must have in common, beside the model, for equal bits: their CPUs' product of pairs, and how many parts a sum has."""
+    """What two nodes must have in common, beside the model, for equal bits: their CPUs' product of pairs, and how many
+    parts a sum has."""
     from pdcluster.engine.kernels.intrinsics import has_pair_product
 
-    return f"invariant, float32 residual, {'bf16 pairs' if has_pair_product() else 'float32'}, {ranks} rank{'s' if ranks > 1 else ''}"
+    return (
+        f"invariant, float32 residual, {'bf16 pairs' if has_pair_product() else 'float32'}, {ranks} "
+        f"rank{'s' if ranks > 1 else ''}"
+    )
 
 
 def invariant_ops(device: str, dtype: DType, threads: int, cache_dir: Path) -> InvariantOps:
     if device != "cpu":
-        raise ConfigError(f"deterministic is not supported on {device}: the batch-invariant kernels are for CPUs; use --device cpu or leave it out")
+        raise ConfigError(
+            f"deterministic is not supported on {device}: the batch-invariant kernels are for CPUs; use --device cpu "
+            "or leave it out"
+        )
     if dtype != "bfloat16":
-        raise ConfigError(f"deterministic is not supported in {dtype}: the batch-invariant kernels are for bfloat16; add --dtype bfloat16")
+        raise ConfigError(
+            f"deterministic is not supported in {dtype}: the batch-invariant kernels are for bfloat16; add --dtype "
+            "bfloat16"
+        )
     kernels = load_kernels(cache_dir, dtype)
     if kernels is None:
-        raise ConfigError("deterministic needs numba, which does not work here (the log says why); install it or leave deterministic out")
+        raise ConfigError(
+            "deterministic needs numba, which does not work here (the log says why); install it or leave "
+            "deterministic out"
+        )
     return InvariantOps(kernels, load_invariant_kernels(), Parallel(threads))
 
 
@@ -66,7 +87,8 @@ class InvariantOps(CpuOps):
         if not takes_rows(weights):
             shapes = ", ".join(str(tuple(weight.shape)) for weight in weights)
             raise ConfigError(
-                f"deterministic is not supported for weights of shape {shapes}: the kernels need at least 4 outputs and a multiple of 32 inputs "
+                f"deterministic is not supported for weights of shape {shapes}: the kernels need at least 4 outputs "
+                "and a multiple of 32 inputs "
                 "on every rank; use fewer ranks or leave it out"
             )
         return InvariantLinear(weights, biases, self._invariant, self._parallel)
@@ -77,7 +99,8 @@ class InvariantOps(CpuOps):
     def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
         if shape.head_dim % 32 or pages.shape[4] % PAGE_GRAIN:
             raise ConfigError(
-                f"deterministic is not supported for heads of {shape.head_dim} dimensions and pages of {pages.shape[4]} tokens: multiples of 32 and "
+                f"deterministic is not supported for heads of {shape.head_dim} dimensions and pages of "
+                f"{pages.shape[4]} tokens: multiples of 32 and "
                 f"of {PAGE_GRAIN} are needed; set kv.page_tokens to one, or leave deterministic out"
             )
         return InvariantAttention(shape, pages, self._kernels, self._invariant, self._parallel)
@@ -92,12 +115,20 @@ class InvariantOps(CpuOps):
 class InvariantLinear:
     """Any number of rows by one kernel that reads the mapped weights."""
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], kernels: InvariantKernels, parallel: Parallel) -> None:
+    def __init__(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], kernels: InvariantKernels, parallel: Parallel
+    ) -> None:
         self._kernels, self._parallel = kernels, parallel
         ends = tuple(accumulate(weight.shape[0] for weight in weights))
         self._width = ends[-1]
         self._parts = tuple(
-            (as_array(weight), bias_array(bias, weight.shape[0]), end - weight.shape[0], end, weight.shape[0] - 3 * (weight.shape[0] // 4))
+            (
+                as_array(weight),
+                bias_array(bias, weight.shape[0]),
+                end - weight.shape[0],
+                end,
+                weight.shape[0] - 3 * (weight.shape[0] // 4),
+            )
             for weight, bias, end in zip(weights, biases, ends, strict=True)
         )
 
@@ -105,7 +136,9 @@ class InvariantLinear:
         out = torch.empty(x.shape[0], self._width)
         rows, target = as_array(x.contiguous()), as_array(out)
         for weight, bias, begin, end, tasks in self._parts:
-            self._parallel.run(self._kernels.multiply, tasks, rows, weight, bias, target[:, begin:end], grain=WEIGHT_GRAIN)
+            self._parallel.run(
+                self._kernels.multiply, tasks, rows, weight, bias, target[:, begin:end], grain=WEIGHT_GRAIN
+            )
         return out
 
 
@@ -117,14 +150,25 @@ class InvariantRope:
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = (torch.empty(positions.shape[0], len(self._inverse)) for _ in range(2))
-        self._parallel.run(self._kernels.angles, positions.shape[0], positions.numpy(), self._inverse, self._scale, cos.numpy(), sin.numpy())
+        self._parallel.run(
+            self._kernels.angles,
+            positions.shape[0],
+            positions.numpy(),
+            self._inverse,
+            self._scale,
+            cos.numpy(),
+            sin.numpy(),
+        )
         return cos, sin
 
 
 class InvariantAttention(CpuAttention):
-    """Every token by the same kernel; a prompt's tokens in groups, which only share what they read. Used by the engine's worker thread only."""
+    """Every token by the same kernel; a prompt's tokens in groups, which only share what they read. Used by the
+    engine's worker thread only."""
 
-    def __init__(self, shape: AttentionShape, pages: Tensor, kernels: Kernels, invariant: InvariantKernels, parallel: Parallel) -> None:
+    def __init__(
+        self, shape: AttentionShape, pages: Tensor, kernels: Kernels, invariant: InvariantKernels, parallel: Parallel
+    ) -> None:
         super().__init__(shape, pages, kernels, None, parallel)
         self._invariant = invariant
         self._tokens = invariant.group_tokens(shape.num_heads // shape.num_kv_heads)
@@ -146,7 +190,8 @@ _Groups = tuple[_Ids, _Ids, _Ids, _Ids, _Ids]
 
 
 def _groups(spans: Sequence[Span], most: int) -> _Groups:
-    """pages of all rows; and of each group of at most so many tokens: first token, their number, first position, where its row's pages begin."""
+    """pages of all rows; and of each group of at most so many tokens: first token, their number, first position, where
+    its row's pages begin."""
     sizes = np.array([span.end - span.begin for span in spans], np.int64)
     numbers = -(-sizes // most)
     rows = np.repeat(np.arange(len(spans)), numbers)
@@ -155,4 +200,10 @@ def _groups(spans: Sequence[Span], most: int) -> _Groups:
     begins = np.array([span.begin for span in spans], np.int64)[rows] + within
     starts = np.array([span.start for span in spans], np.int64)[rows] + within
     counts = np.minimum(sizes[rows] - within, most)
-    return np.concatenate([span.pages for span in spans]), begins, counts, starts, (num_pages.cumsum() - num_pages)[rows]
+    return (
+        np.concatenate([span.pages for span in spans]),
+        begins,
+        counts,
+        starts,
+        (num_pages.cumsum() - num_pages)[rows],
+    )

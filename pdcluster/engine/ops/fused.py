@@ -1,10 +1,11 @@
-"""A step in one kernel call (`layer_kernels`), from tokens to logits, on one thread of one rank in bfloat16 and on scratch that is kept.
+"""A step in one kernel call (`layer_kernels`), from tokens to logits, on one thread of one rank in bfloat16 and on
+scratch that is kept.
 
-Between two kernels the interpreter finds its own memory gone from the caches, and a small call that takes 2 µs alone takes 20 and more: of a prompt
-of 128 tokens and 0.5 B parameters 7 % of the time went there, of one decoded token 9 %.
+Between two kernels the interpreter finds its own memory gone from the caches, and a small call that takes 2 µs alone
+takes 20 and more: of a prompt of 128 tokens and 0.5 B parameters 7 % of the time went there, of one decoded token 9 %.
 
-What does not fit (tensor parallel, other types, layers of other shapes; prompts where weights are not in panels) takes the separate calls, which
-give the same but for the order of sums.
+What does not fit (tensor parallel, other types, layers of other shapes; prompts where weights are not in panels) takes
+the separate calls, which give the same but for the order of sums.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from pdcluster.engine.ops.linear import MOST_ROWS, bias_array, takes_rows
 from pdcluster.engine.ops.packed_weights import Panels
 
 MOST_TOKENS = 2048
-"""Of a step: scratch is kept, and grows with them (76 MiB at 0.5 B parameters), with prompts' contexts and with rows that draw (0.3 MiB each)."""
+"""Of a step: scratch is kept, and grows with them (76 MiB at 0.5 B parameters), with prompts' contexts and with rows
+that draw (0.3 MiB each)."""
 LEAST_TOKENS, LEAST_BLOCKS, LEAST_WANTED = 32, 8, 1
 
 
@@ -49,13 +51,20 @@ class FusedLayers:
         self._pool, self._shape, self._scale = as_array(pages), shape, np.float32(shape.scale)
         self._words = self._pool.view(np.uint32)
         self._ends = tuple(_ends(weights, shape, rope, panels))
-        self._stacks = tuple((first, len(stack.input_norm), tuple(stack)) for first, stack in _stacks(weights.layers, shape, pages.dtype, panels))
+        self._stacks = tuple(
+            (first, len(stack.input_norm), tuple(stack))
+            for first, stack in _stacks(weights.layers, shape, pages.dtype, panels)
+        )
         self._widths = len(weights.norm), len(weights.layers[0].gate), len(weights.head)
         self._scratch = self._scratch_of(LEAST_TOKENS, LEAST_BLOCKS, LEAST_WANTED)
 
     def takes(self, batch: Batch) -> bool:
         tokens = len(batch.tokens)
-        return tokens <= MOST_TOKENS if self._takes_prompts else batch.num_decodes == batch.num_rows and tokens <= MOST_ROWS
+        return (
+            tokens <= MOST_TOKENS
+            if self._takes_prompts
+            else batch.num_decodes == batch.num_rows and tokens <= MOST_ROWS
+        )
 
     def run(self, batch: Batch, progress: Progress, wanted: Sequence[int]) -> Computed:
         count, scratch = len(batch.tokens), self._room(batch, len(wanted))
@@ -82,7 +91,9 @@ class FusedLayers:
         tokens, blocks = len(batch.tokens), -(-int(chunks.max()) // BLOCK) if len(chunks) else 0
         have, have_blocks, have_wanted = len(self._scratch.x), self._scratch.keys.shape[1], len(self._scratch.logits)
         if tokens > have or blocks > have_blocks or wanted > have_wanted:
-            self._scratch = self._scratch_of(_grown(have, tokens), _grown(have_blocks, blocks), _grown(have_wanted, wanted))
+            self._scratch = self._scratch_of(
+                _grown(have, tokens), _grown(have_blocks, blocks), _grown(have_wanted, wanted)
+            )
         return self._scratch
 
     def _scratch_of(self, tokens: int, blocks: int, wanted: int) -> Scratch:
@@ -112,7 +123,9 @@ class FusedLayers:
 def fits_fused_layers(weights: Weights, shape: AttentionShape, pages: Tensor) -> bool:
     """Whether the kernel's shapes are those of the model, whose layers are all alike."""
     layers = weights.layers
-    products = [weight for layer in layers for weight in (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)]
+    products = [
+        weight for layer in layers for weight in (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)
+    ]
     alike = len({_form(layer) for layer in layers}) == 1
     whole = weights.embedding.is_contiguous() and takes_rows([*products, weights.head])
     return alike and whole and shape.head_dim % 32 == 0 and pages.shape[4] % 8 == 0
@@ -139,24 +152,42 @@ def _grown(have: int, needed: int) -> int:
     return have if needed <= have else max(2 * have, needed)
 
 
-def _stacks(layers: Sequence[LayerWeights], shape: AttentionShape, dtype: torch.dtype, panels: Panels | None) -> Iterator[tuple[int, LayerArrays]]:
-    """Runs of layers and the first of each: all of them in panels, or, mapped weights lying where they do, each alone."""
+def _stacks(
+    layers: Sequence[LayerWeights], shape: AttentionShape, dtype: torch.dtype, panels: Panels | None
+) -> Iterator[tuple[int, LayerArrays]]:
+    """Runs of layers and the first of each: all of them in panels, or, mapped weights lying where they do, each
+    alone."""
     no_norm = torch.ones(shape.head_dim, dtype=dtype)
     if panels is not None:
         yield 0, _arrays(layers, no_norm, np.float32(shape.eps), panels.interleaved)
         return
     for index, layer in enumerate(layers):
-        yield index, _arrays([layer], no_norm, np.float32(shape.eps), lambda kinds: [as_array(weights[0])[None] for weights in kinds])
+        yield (
+            index,
+            _arrays(
+                [layer], no_norm, np.float32(shape.eps), lambda kinds: [as_array(weights[0])[None] for weights in kinds]
+            ),
+        )
 
 
-def _arrays(layers: Sequence[LayerWeights], no_norm: Tensor, eps: np.float32, products: Callable[[list[list[Tensor]]], list[Array]]) -> LayerArrays:
+def _arrays(
+    layers: Sequence[LayerWeights],
+    no_norm: Tensor,
+    eps: np.float32,
+    products: Callable[[list[list[Tensor]]], list[Array]],
+) -> LayerArrays:
     def norms(norms: Sequence[Tensor | None]) -> Array:
         return np.stack([as_array(no_norm if norm is None else norm) for norm in norms])
 
     def biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Array:
         return np.stack([bias_array(bias, len(weight)) for weight, bias in zip(weights, biases, strict=True)])
 
-    q, k, v, o = [each.q for each in layers], [each.k for each in layers], [each.v for each in layers], [each.o for each in layers]
+    q, k, v, o = (
+        [each.q for each in layers],
+        [each.k for each in layers],
+        [each.v for each in layers],
+        [each.o for each in layers],
+    )
     gate, up, down = [each.gate for each in layers], [each.up for each in layers], [each.down for each in layers]
     q_weight, k_weight, v_weight, o_weight, gate_weight, up_weight, down_weight = products([q, k, v, o, gate, up, down])
     return LayerArrays(

@@ -1,12 +1,12 @@
 """Matrix products with weights: one call for projections that share their input, its outputs side by side.
 
-PlainLinear    F.linear, any device and type; the weights stay views of the mapped files
-PackedLinear   bfloat16 on CPU: oneDNN on a private, prepacked copy
-RowsLinear     bfloat16 on CPU: few rows by a kernel that reads the mapped weights at the speed of memory, more by one of the others
-PlainHead      the product that gives logits, any device and type
+PlainLinear    F.linear, any device and type; the weights stay views of the mapped files PackedLinear   bfloat16 on CPU:
+oneDNN on a private, prepacked copy RowsLinear     bfloat16 on CPU: few rows by a kernel that reads the mapped weights
+at the speed of memory, more by one of the others PlainHead      the product that gives logits, any device and type
 
-Our own kernels give their sums as they are, in float32. Libraries give bfloat16, since torch has no product on a CPU that keeps the sums. Logits are
-always float32: at 16 and above a bfloat16 is off by up to 0.06, which was the largest error of all.
+Our own kernels give their sums as they are, in float32. Libraries give bfloat16, since torch has no product on a CPU
+that keeps the sums. Logits are always float32: at 16 and above a bfloat16 is off by up to 0.06, which was the largest
+error of all.
 
 On CPUs with AVX512 or AVX2, but no tiles for bfloat16, there is a faster one, `panels.PanelLinear`.
 """
@@ -25,7 +25,8 @@ from torch import Tensor
 from pdcluster.engine.kernels.loader import Array, PairKernels, Parallel, as_array
 
 MOST_ROWS = 32
-"""Up to so many rows the kernel was at least as fast as oneDNN (Zen 4; at more, oneDNN's better use of registers wins)."""
+"""Up to so many rows the kernel was at least as fast as oneDNN (Zen 4; at more, oneDNN's better use of registers
+wins)."""
 
 WIDENED = 4096
 """Weights that a head widens at once."""
@@ -49,7 +50,8 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """The copy is made when it is first needed: nodes that never see many rows of a weight (the head) do not pay for it."""
+    """The copy is made when it is first needed: nodes that never see many rows of a weight (the head) do not pay for
+    it."""
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
         self._weights = tuple(weights)
@@ -83,13 +85,24 @@ class RowsLinear:
     """many: the same product for more than MOST_ROWS rows; None where the kernel does that, too."""
 
     def __init__(
-        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], kernels: PairKernels, parallel: Parallel, many: Linear | None
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        kernels: PairKernels,
+        parallel: Parallel,
+        many: Linear | None,
     ) -> None:
         self._kernels, self._parallel, self._many = kernels, parallel, many
         ends = tuple(accumulate(weight.shape[0] for weight in weights))
         self._width = ends[-1]
         self._parts = tuple(
-            (as_array(weight), bias_array(bias, weight.shape[0]), end - weight.shape[0], end, weight.shape[0] - 3 * (weight.shape[0] // 4))
+            (
+                as_array(weight),
+                bias_array(bias, weight.shape[0]),
+                end - weight.shape[0],
+                end,
+                weight.shape[0] - 3 * (weight.shape[0] // 4),
+            )
             for weight, bias, end in zip(weights, biases, ends, strict=True)
         )
 
@@ -99,7 +112,9 @@ class RowsLinear:
         out = torch.empty(x.shape[0], self._width)
         rows, target = as_array(x.contiguous()), as_array(out)
         for weight, bias, begin, end, tasks in self._parts:
-            self._parallel.run(self._kernels.linear_rows, tasks, rows, weight, bias, target[:, begin:end], grain=WEIGHT_GRAIN)
+            self._parallel.run(
+                self._kernels.linear_rows, tasks, rows, weight, bias, target[:, begin:end], grain=WEIGHT_GRAIN
+            )
         return out
 
 
@@ -127,4 +142,9 @@ def bias_array(bias: Tensor | None, size: int) -> Array:
 def _joined_bias(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
     if all(bias is None for bias in biases):
         return None
-    return torch.cat([torch.zeros(size, dtype=torch.bfloat16) if bias is None else bias for bias, size in zip(biases, sizes, strict=True)])
+    return torch.cat(
+        [
+            torch.zeros(size, dtype=torch.bfloat16) if bias is None else bias
+            for bias, size in zip(biases, sizes, strict=True)
+        ]
+    )

@@ -1,8 +1,8 @@
-"""Weights in panels (`panel_kernels`, `wide_panels`), each laid out once and kept for whoever multiplies by it, and the product on them for any
-number of rows.
+"""Weights in panels (`panel_kernels`, `wide_panels`), each laid out once and kept for whoever multiplies by it, and the
+product on them for any number of rows.
 
-Their memory is the process's own and comes in large pieces, which the system backs by huge pages: from mapped files, in pages of 4 KiB, one row went
-over the weights of 0.5 B parameters at 21 GB/s and four at 19; from here at 26 and 27.
+Their memory is the process's own and comes in large pieces, which the system backs by huge pages: from mapped files, in
+pages of 4 KiB, one row went over the weights of 0.5 B parameters at 21 GB/s and four at 19; from here at 26 and 27.
 """
 
 from __future__ import annotations
@@ -49,16 +49,20 @@ class Panels:
         return self._known[key][1]
 
     def interleaved(self, kinds: Sequence[Sequence[Tensor]]) -> list[Array]:
-        """Of each kind of weight, which every layer has one of and all in one shape: uint32 [layer, panel, pair of inputs, output of the panel].
+        """Of each kind of weight, which every layer has one of and all in one shape: uint32 [layer, panel, pair of
+        inputs, output of the panel].
 
-        A layer's weights lie behind each other in the order of kinds: whoever asks for what lies behind one asks for the next. `of` gives each one's
-        part. A lone layer is there twice, at the same place, since kernels are compiled for arrays whose layers lie apart."""
+        A layer's weights lie behind each other in the order of kinds: whoever asks for what lies behind one asks for
+        the next. `of` gives each one's part. A lone layer is there twice, at the same place, since kernels are compiled
+        for arrays whose layers lie apart."""
         shapes = [(-(-len(weights[0]) // self._outputs), weights[0].shape[1] // 2, self._outputs) for weights in kinds]
         sizes, num_layers = [math.prod(shape) for shape in shapes], len(kinds[0])
         layers, found = self._take(num_layers * sum(sizes)).reshape(num_layers, -1), []
         for weights, shape, begin in zip(kinds, shapes, accumulate(sizes, initial=0), strict=False):
             first = layers[0, begin : begin + math.prod(shape)].reshape(shape)
-            whole = as_strided(first, (max(num_layers, 2), *shape), (layers.strides[0] if num_layers > 1 else 0, *first.strides))
+            whole = as_strided(
+                first, (max(num_layers, 2), *shape), (layers.strides[0] if num_layers > 1 else 0, *first.strides)
+            )
             for weight, part in zip(weights, whole, strict=False):
                 self._put(weight, part)
             found.append(whole)
@@ -75,7 +79,9 @@ class Panels:
         self._lay_out(weight, panels)
         out = torch.empty(x.shape[0], outputs)
         grain = _panels_of_a_thread(panels[0].nbytes, x.shape[0])
-        self._parallel.run(self._kernels.multiply_panels, num_panels, as_array(x), panels, bias, as_array(out), 0, grain=grain)
+        self._parallel.run(
+            self._kernels.multiply_panels, num_panels, as_array(x), panels, bias, as_array(out), 0, grain=grain
+        )
         return out
 
     def _put(self, weight: Tensor, panels: Array) -> None:
@@ -114,12 +120,20 @@ def _pairs(weight: Tensor) -> Array:
 class PanelLinear:
     """Panels are made when they are first needed: nodes that never use a weight do not pay for it."""
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], panels: Panels, kernels: PairKernels, parallel: Parallel) -> None:
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        panels: Panels,
+        kernels: PairKernels,
+        parallel: Parallel,
+    ) -> None:
         self._panels, self._kernels, self._parallel = panels, kernels, parallel
         sizes = [weight.shape[0] for weight in weights]
         self._width = sum(sizes)
         self._parts = tuple(
-            (weight, bias_array(bias, len(weight)), begin) for weight, bias, begin in zip(weights, biases, [0, *accumulate(sizes[:-1])], strict=True)
+            (weight, bias_array(bias, len(weight)), begin)
+            for weight, bias, begin in zip(weights, biases, [0, *accumulate(sizes[:-1])], strict=True)
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -128,7 +142,9 @@ class PanelLinear:
         for weight, bias, begin in self._parts:
             panels = self._panels.of(weight)
             grain = _panels_of_a_thread(panels[0].nbytes, len(rows))
-            self._parallel.run(self._kernels.multiply_panels, len(panels), rows, panels, bias, target, begin, grain=grain)
+            self._parallel.run(
+                self._kernels.multiply_panels, len(panels), rows, panels, bias, target, begin, grain=grain
+            )
         return out
 
 

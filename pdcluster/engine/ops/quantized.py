@@ -1,10 +1,13 @@
-"""Weights of eight bits, symmetric, with one scale for each output channel: as small as half of bfloat16, which is what decoding is slow by.
+"""Weights of eight bits, symmetric, with one scale for each output channel: as small as half of bfloat16, which is what
+decoding is slow by.
 
-    int8        the weights alone: products with activations as exact as bfloat16 (few rows: in 16-bit integers; many: weights are widened again)
-    w8a8_int8   activations too, one scale for each token, found while it is computed: twice as fast for prompts, less exact
+    int8        the weights alone: products with activations as exact as bfloat16 (few rows: in 16-bit integers; many:
+    weights are widened again) w8a8_int8   activations too, one scale for each token, found while it is computed: twice
+    as fast for prompts, less exact
 
-All products but the head's, whose weights and the embedding's stay as they are. Quantised when the model is loaded (round to nearest, no data).
-With numba `Int8Linear`, through kernels and oneDNN; else `PlainInt8Linear`, which is also what the other is tested against.
+All products but the head's, whose weights and the embedding's stay as they are. Quantised when the model is loaded
+(round to nearest, no data). With numba `Int8Linear`, through kernels and oneDNN; else `PlainInt8Linear`, which is also
+what the other is tested against.
 """
 
 from __future__ import annotations
@@ -69,7 +72,9 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Activations as int8 and a scale for each row."""
     wide = x.float()
     most = wide.abs().amax(dim=1, keepdim=True)
-    factor = torch.where(most > 0, torch.full_like(most, LEVELS) / most, torch.zeros_like(most))  # a number ÷ a tensor is rounded twice
+    factor = torch.where(
+        most > 0, torch.full_like(most, LEVELS) / most, torch.zeros_like(most)
+    )  # a number ÷ a tensor is rounded twice
     return (wide * factor).round().to(torch.int8), most / LEVELS
 
 
@@ -97,7 +102,8 @@ def _dynamic(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
 
 
 class Int8Linear:
-    """The weights of a fused product side by side, in a private copy. scratch: widened weights, one for all products of a model."""
+    """The weights of a fused product side by side, in a private copy. scratch: widened weights, one for all products of
+    a model."""
 
     def __init__(
         self,
@@ -136,18 +142,25 @@ class Int8Linear:
             return self._dynamic_many(x)
         out = torch.empty(x.shape[0], self.width)
         tasks = self.width - 3 * (self.width // 4)
-        self._parallel.run(self._kernels.multiply, tasks, as_array(x), self.planes, *self.arrays, as_array(out), grain=WEIGHT_GRAIN)
+        self._parallel.run(
+            self._kernels.multiply, tasks, as_array(x), self.planes, *self.arrays, as_array(out), grain=WEIGHT_GRAIN
+        )
         return out
 
     def _dynamic_many(self, x: Tensor) -> Tensor:
-        """oneDNN multiplies bytes with a zero of 128, exactly where the CPU has VNNI; scales of rows it does not know."""
+        """oneDNN multiplies bytes with a zero of 128, exactly where the CPU has VNNI; scales of rows it does not
+        know."""
         if self._packed is None:
             packed = torch.ops.onednn.qlinear_prepack(self._values, None)
             self._packed = packed, torch.ones(self.width), torch.zeros(self.width, dtype=torch.int64)
         packed, ones, zeros = self._packed
         rows, scales = torch.empty(x.shape[0], self._values.shape[1], dtype=torch.uint8), torch.empty(x.shape[0])
-        self._parallel.run(self._kernels.quantize, x.shape[0], as_array(x), 1, rows.numpy(), scales.numpy(), grain=ROW_GRAIN)
-        sums = torch.ops.onednn.qlinear_pointwise(rows, 1.0, 128, packed, ones, zeros, None, 1.0, 0, torch.float32, "none", [], "")
+        self._parallel.run(
+            self._kernels.quantize, x.shape[0], as_array(x), 1, rows.numpy(), scales.numpy(), grain=ROW_GRAIN
+        )
+        sums = torch.ops.onednn.qlinear_pointwise(
+            rows, 1.0, 128, packed, ones, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
         out = torch.empty(x.shape[0], self.width)
         _, weight_scales, _, bias = self.arrays
         arrays = sums.numpy(), scales.numpy(), weight_scales, bias, as_array(out)
@@ -162,8 +175,8 @@ class Int8Linear:
 
 
 class Scratch:
-    """Memory for one widened weight, as large as the largest, and the product by it. Used by the engine's worker thread only. panels: where they are
-    faster than torch's."""
+    """Memory for one widened weight, as large as the largest, and the product by it. Used by the engine's worker thread
+    only. panels: where they are faster than torch's."""
 
     def __init__(self, panels: Panels | None) -> None:
         self._memory = torch.empty(0, dtype=torch.bfloat16)
@@ -186,7 +199,14 @@ class Int8Ops(CpuOps):
 
     name = "cpu, int8"
 
-    def __init__(self, kernels: Kernels, pairs: PairKernels | None, int8: Int8Kernels, parallel: Parallel, quantization: Quantization) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        pairs: PairKernels | None,
+        int8: Int8Kernels,
+        parallel: Parallel,
+        quantization: Quantization,
+    ) -> None:
         super().__init__(kernels, pairs, parallel, pack=can_pack())
         self._int8, self._quantization = int8, quantization
         from pdcluster.engine.kernels.intrinsics import has_broad_product  # needs numba, as whoever comes here has
@@ -199,7 +219,9 @@ class Int8Ops(CpuOps):
             return PlainInt8Linear(weights, biases, self._quantization)
         return Int8Linear(weights, biases, self._quantization, self._int8, self._parallel, self._widened)
 
-    def fused_layers(self, weights: Weights, shape: AttentionShape, pages: Tensor, rope: RopeConfig) -> FusedLayers | None:
+    def fused_layers(
+        self, weights: Weights, shape: AttentionShape, pages: Tensor, rope: RopeConfig
+    ) -> FusedLayers | None:
         return None  # its kernel reads bfloat16 weights
 
 
@@ -219,9 +241,15 @@ class TorchInt8Ops(TorchOps):
 
 def int8_ops(quantization: Quantization, device: str, dtype: DType, threads: int, cache_dir: Path) -> Ops:
     if device != "cpu":
-        raise ConfigError(f"quantization {quantization} is not supported on {device}: its kernels are for CPUs; use --device cpu or leave it out")
+        raise ConfigError(
+            f"quantization {quantization} is not supported on {device}: its kernels are for CPUs; use --device cpu "
+            "or leave it out"
+        )
     if dtype != "bfloat16":
-        raise ConfigError(f"quantization {quantization} is not supported in {dtype}: what is not quantised is bfloat16; add --dtype bfloat16")
+        raise ConfigError(
+            f"quantization {quantization} is not supported in {dtype}: what is not quantised is bfloat16; add "
+            "--dtype bfloat16"
+        )
     kernels = load_kernels(cache_dir, dtype)
     int8 = load_int8_kernels() if kernels is not None else None
     if kernels is None or int8 is None:
@@ -230,7 +258,8 @@ def int8_ops(quantization: Quantization, device: str, dtype: DType, threads: int
 
 
 def int8_arithmetic(quantization: Quantization, ranks: int) -> str:
-    """What two nodes must have in common, beside the model, to hold the same quantised weights: ranks have scales of their own."""
+    """What two nodes must have in common, beside the model, to hold the same quantised weights: ranks have scales of
+    their own."""
     return f"{quantization}, {ranks} rank{'s' if ranks > 1 else ''}"
 
 
@@ -246,4 +275,7 @@ def _has_byte_product() -> bool:
 def _check_inputs(weights: Sequence[Tensor]) -> None:
     inputs = weights[0].shape[1]
     if inputs > MOST_INPUTS:
-        raise ConfigError(f"quantization is not supported for weights of {inputs} inputs: sums of more than {MOST_INPUTS} products may overflow")
+        raise ConfigError(
+            f"quantization is not supported for weights of {inputs} inputs: sums of more than {MOST_INPUTS} products "
+            "may overflow"
+        )

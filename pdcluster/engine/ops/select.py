@@ -1,4 +1,5 @@
-"""The one place where an implementation is chosen: what runs the norms, the activation, the matrix products and the attention of a model.
+"""The one place where an implementation is chosen: what runs the norms, the activation, the matrix products and the
+attention of a model.
 
 TorchOps    plain torch: the reference, any device
 CpuOps      numba kernels; for many rows of bfloat16, where these have no product as fast, prepacked oneDNN ones
@@ -42,7 +43,9 @@ class Ops(Protocol):
     def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
         """Attention over the pool's tensor."""
 
-    def fused_layers(self, weights: Weights, shape: AttentionShape, pages: Tensor, rope: RopeConfig) -> FusedLayers | None:
+    def fused_layers(
+        self, weights: Weights, shape: AttentionShape, pages: Tensor, rope: RopeConfig
+    ) -> FusedLayers | None:
         """A step of an undivided model by one call, where there is a kernel for them."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -83,7 +86,9 @@ class TorchOps:
     def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
         return ReferenceAttention(shape, pages)
 
-    def fused_layers(self, weights: Weights, shape: AttentionShape, pages: Tensor, rope: RopeConfig) -> FusedLayers | None:
+    def fused_layers(
+        self, weights: Weights, shape: AttentionShape, pages: Tensor, rope: RopeConfig
+    ) -> FusedLayers | None:
         return None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -101,12 +106,14 @@ class TorchOps:
 
 
 class CpuOps:
-    """pairs: the kernels for bfloat16, where the model has that type and they compile; panels: whether weights are laid out for them, where that
-    is faster."""
+    """pairs: the kernels for bfloat16, where the model has that type and they compile; panels: whether weights are laid
+    out for them, where that is faster."""
 
     name = "cpu"
 
-    def __init__(self, kernels: Kernels, pairs: PairKernels | None, parallel: Parallel, *, pack: bool, panels: bool = True) -> None:
+    def __init__(
+        self, kernels: Kernels, pairs: PairKernels | None, parallel: Parallel, *, pack: bool, panels: bool = True
+    ) -> None:
         self._kernels = kernels
         self._rms_norm, self._silu_mul = kernels.rms_norm, kernels.silu_mul
         self._pairs = pairs
@@ -124,7 +131,8 @@ class CpuOps:
         return RowsLinear(weights, biases, self._pairs, self._parallel, many)
 
     def head(self, weight: Tensor) -> Linear:
-        """Where the other products of many rows are oneDNN's, too, the kernel takes all of this one's: its sums stay float32."""
+        """Where the other products of many rows are oneDNN's, too, the kernel takes all of this one's: its sums stay
+        float32."""
         if self._pairs is not None and self._panels is not None and weight.shape[1] % 2 == 0:
             return PanelLinear([weight], [None], self._panels, self._pairs, self._parallel)
         if self._pairs is not None and takes_rows([weight]):
@@ -134,14 +142,18 @@ class CpuOps:
     def attention(self, shape: AttentionShape, pages: Tensor) -> Attention:
         return CpuAttention(shape, pages, self._kernels, self._pairs, self._parallel)
 
-    def fused_layers(self, weights: Weights, shape: AttentionShape, pages: Tensor, rope: RopeConfig) -> FusedLayers | None:
+    def fused_layers(
+        self, weights: Weights, shape: AttentionShape, pages: Tensor, rope: RopeConfig
+    ) -> FusedLayers | None:
         if self._pairs is None or self._parallel.threads > 1 or not fits_fused_layers(weights, shape, pages):
             return None
         return FusedLayers(weights, shape, rope, pages, self._pairs, self._parallel, self._panels)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty(x.shape, dtype=weight.dtype)
-        self._parallel.run(self._rms_norm, x.shape[0], as_array(x), as_array(weight), np.float32(eps), as_array(out), grain=ROW_GRAIN)
+        self._parallel.run(
+            self._rms_norm, x.shape[0], as_array(x), as_array(weight), np.float32(eps), as_array(out), grain=ROW_GRAIN
+        )
         return out
 
     def silu_mul(self, gate_up: Tensor, dtype: torch.dtype) -> Tensor:

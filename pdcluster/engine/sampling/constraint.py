@@ -1,12 +1,12 @@
-"""Which tokens a row's grammar allows next. State is a function of the grammar and of the output so far, so any node makes it anew: after a
-hand-over, a preemption, a migration. It is kept between steps only because that is faster.
+"""Which tokens a row's grammar allows next. State is a function of the grammar and of the output so far, so any node
+makes it anew: after a hand-over, a preemption, a migration. It is kept between steps only because that is faster.
 
-How long a mask takes depends on the grammar: an ambiguous one takes longer with every token, without end. So masks are made `aside`. A row whose mask
-takes too long, or so long that the next one may, ends, and so do all others of its grammar, which is refused from then on; rows of other grammars
-go on.
+How long a mask takes depends on the grammar: an ambiguous one takes longer with every token, without end. So masks are
+made `aside`. A row whose mask takes too long, or so long that the next one may, ends, and so do all others of its
+grammar, which is refused from then on; rows of other grammars go on.
 
-A grammar ends in an end-of-sequence token, allowed where it is complete. While a row is shorter than its min_tokens that token is withheld as long
-as anything else may follow.
+A grammar ends in an end-of-sequence token, allowed where it is complete. While a row is shorter than its min_tokens
+that token is withheld as long as anything else may follow.
 """
 
 from __future__ import annotations
@@ -37,10 +37,14 @@ MASK_S = 1.0
 """Longest time for a row's mask, which all rows of the step wait for; most take less than a thousandth of it."""
 
 SLOW = 0.5
-"""Share of that time on a CPU from which a mask counts as too slow though it came: the next one would keep a thread that nobody can end."""
+"""Share of that time on a CPU from which a mask counts as too slow though it came: the next one would keep a thread
+that nobody can end."""
 
 
-STARVED = RowError("this node gets too little time on its CPUs to say what the request's grammar allows next; retry later", retryable=True)
+STARVED = RowError(
+    "this node gets too little time on its CPUs to say what the request's grammar allows next; retry later",
+    retryable=True,
+)
 """Nothing is known against the grammar then."""
 
 
@@ -77,9 +81,13 @@ class Constraints:
         masks: dict[int, Mask] = {}
         dead: dict[int, RowError] = {}
         asked = [
-            (place, row, row.sampling.grammar) for place, row in enumerate(rows) if row.sampling is not None and row.sampling.grammar is not None
+            (place, row, row.sampling.grammar)
+            for place, row in enumerate(rows)
+            if row.sampling is not None and row.sampling.grammar is not None
         ]
-        for (place, row, grammar), answer in zip(asked, self._answers([(row, grammar) for _, row, grammar in asked]), strict=True):
+        for (place, row, grammar), answer in zip(
+            asked, self._answers([(row, grammar) for _, row, grammar in asked]), strict=True
+        ):
             if isinstance(answer, Stand) and answer.cpu_s < self._slow_s:
                 masks[place] = answer.mask
                 self._rows[row.request] = answer.constraint, self._step
@@ -107,9 +115,15 @@ class Constraints:
 
     def _answers(self, asked: Sequence[tuple[Row, Grammar]]) -> list[Stand | Dead | Late | TurnedAway]:
         """Nothing is begun for a grammar that was refused while its rows ran."""
-        refused = {grammar: str(error) for _, grammar in asked if (error := self._grammars.refusal(grammar)) is not None}
+        refused = {
+            grammar: str(error) for _, grammar in asked if (error := self._grammars.refusal(grammar)) is not None
+        }
         begun = [(row, grammar) for row, grammar in asked if grammar not in refused]
-        found = iter(self._aside.run([self._job(row, grammar) for row, grammar in begun], [grammar for _, grammar in begun]) if begun else ())
+        found = iter(
+            self._aside.run([self._job(row, grammar) for row, grammar in begun], [grammar for _, grammar in begun])
+            if begun
+            else ()
+        )
         return [Dead(refused[grammar]) if grammar in refused else next(found) for _, grammar in asked]
 
     def _error(self, answer: Stand | Dead | Late | TurnedAway, row: Row, grammar: Grammar) -> RowError:
@@ -118,11 +132,16 @@ class Constraints:
         if isinstance(answer, Late | Stand):
             return self._too_slow(row, grammar)
         if isinstance(answer, TurnedAway):
-            return RowError(f"{self._aside.num_left} other grammars take too long on this node; retry later", retryable=True)
+            return RowError(
+                f"{self._aside.num_left} other grammars take too long on this node; retry later", retryable=True
+            )
         return RowError(answer.reason, retryable=answer.is_lost, param=PARAM)
 
     def _too_slow(self, row: Row, grammar: Grammar) -> RowError:
-        reason = f"after {row.output_index} tokens it takes too long to find what the grammar allows next; send a less ambiguous one"
+        reason = (
+            f"after {row.output_index} tokens it takes too long to find what the grammar allows next; send a less "
+            "ambiguous one"
+        )
         self._grammars.refuse(grammar, BadRequest(reason))
         return RowError(reason, retryable=False, param=PARAM)
 
@@ -139,13 +158,18 @@ def _advanced(row: Row, kept: Constraint | None, compiled: Any, eos_token_ids: S
         constraint = Constraint(compiled, row.sampling.grammar)
     for token in output[constraint.num_tokens :].tolist():
         if not constraint.accept(token):
-            return Dead(f"output token {token} at position {constraint.num_tokens - 1} does not fit the request's grammar")
+            return Dead(
+                f"output token {token} at position {constraint.num_tokens - 1} does not fit the request's grammar"
+            )
     began_s = time.thread_time()
     mask = constraint.mask()
     cpu_s = time.thread_time() - began_s
     mask = _long_enough(mask, row, row.sampling, eos_token_ids)
     if not mask.any():
-        return Dead(f"after {row.output_index} tokens the request's grammar allows none of the model's tokens; change the grammar")
+        return Dead(
+            f"after {row.output_index} tokens the request's grammar allows none of the model's tokens; change the "
+            "grammar"
+        )
     return Stand(constraint, mask, cpu_s)
 
 

@@ -1,6 +1,7 @@
-"""Jobs that must answer in time, done one after the other in a thread of their own. A job that takes too long is left behind, with its thread, which
-nobody can end from outside: it goes on at the lowest priority and answers nobody. It keeps no other from being done, but the more are left, the less
-patience there is with the next; only while as many as are allowed go on, jobs are turned away.
+"""Jobs that must answer in time, done one after the other in a thread of their own. A job that takes too long is left
+behind, with its thread, which nobody can end from outside: it goes on at the lowest priority and answers nobody. It
+keeps no other from being done, but the more are left, the less patience there is with the next; only while as many as
+are allowed go on, jobs are turned away.
 
 For calls of libraries that let go of the interpreter's lock and whose time depends on what a stranger sent.
 """
@@ -28,7 +29,8 @@ LOWEST = 19
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """What a job answers that was left behind. is_starved: it had less than half of its time on a CPU, so that it may be the machine that is slow."""
+    """What a job answers that was left behind. is_starved: it had less than half of its time on a CPU, so that it may
+    be the machine that is slow."""
 
     is_starved: bool = False
 
@@ -42,11 +44,13 @@ TURNED_AWAY = TurnedAway()
 MAX_LEFT = 16
 """Threads that may go on behind; each has a stack, and whatever its job has taken."""
 LEAST_PATIENCE = 0.25
-"""Share of its time that a job gets however many were left behind: all of them together hold up nobody for much more than MAX_LEFT / 3 times it."""
+"""Share of its time that a job gets however many were left behind: all of them together hold up nobody for much more
+than MAX_LEFT / 3 times it."""
 
 
 def yield_to_others(native_id: int = 0) -> None:
-    """The thread (0: this one) computes when nobody else wants to. Linux has a priority for each thread; elsewhere nothing is changed."""
+    """The thread (0: this one) computes when nobody else wants to. Linux has a priority for each thread; elsewhere
+    nothing is changed."""
     try:
         os.setpriority(os.PRIO_PROCESS, native_id, LOWEST)
     except OSError as error:
@@ -69,9 +73,11 @@ class Aside(Generic[Answer]):
         """Threads that were left behind and still compute."""
         return sum(helper.thread.is_alive() for helper in self._left)
 
-    def run(self, jobs: Sequence[Callable[[], Answer]], kinds: Sequence[Hashable] | None = None) -> list[Answer | Late | TurnedAway]:
-        """Their answers, in their order. What a job raises is a bug: its thread ends, and it is late. kinds: of a kind that was late no other job of
-        these is begun; None: each is its own."""
+    def run(
+        self, jobs: Sequence[Callable[[], Answer]], kinds: Sequence[Hashable] | None = None
+    ) -> list[Answer | Late | TurnedAway]:
+        """Their answers, in their order. What a job raises is a bug: its thread ends, and it is late. kinds: of a kind
+        that was late no other job of these is begun; None: each is its own."""
         kinds = range(len(jobs)) if kinds is None else kinds
         late: dict[Hashable, Late] = {}
         answers: list[Answer | Late | TurnedAway] = []
@@ -116,7 +122,8 @@ class _Helper(Generic[Answer]):
         self._is_left = False
         self._began_s = 0.0
         self._ended_s = math.inf
-        """What it had used of a CPU since its start when a job answered that was left: the system says nothing of a thread that ended."""
+        """What it had used of a CPU since its start when a job answered that was left: the system says nothing of a
+        thread that ended."""
         self.used_s = 0.0
         """On a CPU, of the job that was late."""
         self.thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -155,7 +162,8 @@ class _Helper(Generic[Answer]):
 
 
 def _cpu_s(thread: threading.Thread) -> float:
-    """What another thread used of a CPU since its start; endless where the system does not tell, or the thread has ended."""
+    """What another thread used of a CPU since its start; endless where the system does not tell, or the thread has
+    ended."""
     try:
         told = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text()
     except OSError:

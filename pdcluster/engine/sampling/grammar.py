@@ -1,8 +1,10 @@
-"""Grammars of requests, compiled for a model's vocabulary: off the step, each once, kept while it is in use or there is room. The only module that
-knows xgrammar, which is imported when the first grammar comes (with it comes transformers: seconds that most nodes never need).
+"""Grammars of requests, compiled for a model's vocabulary: off the step, each once, kept while it is in use or there is
+room. The only module that knows xgrammar, which is imported when the first grammar comes (with it comes transformers:
+seconds that most nodes never need).
 
-A grammar that xgrammar refuses, or does not finish in time, is refused by its own words, at once when it comes again. A compile cannot be ended from
-outside: one that takes too long keeps its thread until it is done, at the lowest priority, and while there are few such another takes its place.
+A grammar that xgrammar refuses, or does not finish in time, is refused by its own words, at once when it comes again. A
+compile cannot be ended from outside: one that takes too long keeps its thread until it is done, at the lowest priority,
+and while there are few such another takes its place.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ STACK_BYTES = 256 << 20
 
 TRIAL_TOKENS = 16
 TRIAL_S = 2.0
-"""Of the compiler's own time, for all tokens that are tried: each row of a step waits for the slowest one's mask. Most need a hundredth of it."""
+"""Of the compiler's own time, for all tokens that are tried: each row of a step waits for the slowest one's mask. Most
+need a hundredth of it."""
 
 MOST_BEFORE = 200
 """Characters before a guilty part that an error quotes."""
@@ -98,8 +101,8 @@ NEEDS_LIBRARY = "structured output needs xgrammar, which this node does not have
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """cache_bytes: of compiled grammars that are kept; while those in use take more, others wait; compile_s: longest wait for one; max_late:
-    compiles that may go on beyond it; refusals: how many are remembered."""
+    """cache_bytes: of compiled grammars that are kept; while those in use take more, others wait; compile_s: longest
+    wait for one; max_late: compiles that may go on beyond it; refusals: how many are remembered."""
 
     cache_bytes: int = 256 << 20
     compile_s: float = 20.0
@@ -121,7 +124,10 @@ class Vocabulary:
 def vocabulary_of(model_dir: Path, size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
     """Special tokens are no text, but for the markers that models write in their answers."""
     pieces = TextModel.from_dir(model_dir).pieces
-    tokens = [piece if index not in pieces.special or piece.decode(errors="replace") in MARKERS else b"" for index, piece in enumerate(pieces.table)]
+    tokens = [
+        piece if index not in pieces.special or piece.decode(errors="replace") in MARKERS else b""
+        for index, piece in enumerate(pieces.table)
+    ]
     return Vocabulary(tokens[:size] + [b""] * (size - len(tokens)), size, eos_token_ids)
 
 
@@ -153,7 +159,8 @@ class Constraint:
 
 
 class Grammars:
-    """want, trim and close from one thread, find from any; news_fd is readable when a compile is done. load: the vocabulary, asked for once."""
+    """want, trim and close from one thread, find from any; news_fd is readable when a compile is done. load: the
+    vocabulary, asked for once."""
 
     def __init__(
         self,
@@ -186,7 +193,8 @@ class Grammars:
         self.news_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def want(self, grammar: Grammar) -> bool:
-        """Whether it can be used now; else it will be compiled. Raises BadRequest when it cannot be, Overloaded when too many are on their way."""
+        """Whether it can be used now; else it will be compiled. Raises BadRequest when it cannot be, Overloaded when
+        too many are on their way."""
         with self._lock:
             if grammar in self._ready:
                 self._ready.move_to_end(grammar)
@@ -195,11 +203,17 @@ class Grammars:
                 raise refused
             self._replace_late()
             if self._is_crowded and grammar not in self._began:
-                raise Overloaded(f"grammars of running requests take {self._bytes >> 20} MiB here, as many as may be; retry later", 1.0, "grammars")
+                raise Overloaded(
+                    f"grammars of running requests take {self._bytes >> 20} MiB here, as many as may be; retry later",
+                    1.0,
+                    "grammars",
+                )
             if grammar in self._late:
                 raise BadRequest(f"the grammar did not compile within {self._limits.compile_s:g} s; send a simpler one")
             if len(self._late) >= self._limits.max_late and self._began.get(grammar) is None:
-                raise Overloaded(f"{len(self._late)} grammars take too long to compile here; retry later", 1.0, "grammars")
+                raise Overloaded(
+                    f"{len(self._late)} grammars take too long to compile here; retry later", 1.0, "grammars"
+                )
             if grammar not in self._began:
                 self._enqueue(grammar)
             return False
@@ -210,8 +224,8 @@ class Grammars:
         return self._is_crowded or self._bytes > self._limits.cache_bytes
 
     def trim(self, used: Set[Grammar]) -> None:
-        """Let go of grammars that nobody uses, those first that were not asked for longest. A row's state can be made anew from its grammar only, so
-        one in use stays, whatever it takes."""
+        """Let go of grammars that nobody uses, those first that were not asked for longest. A row's state can be made
+        anew from its grammar only, so one in use stays, whatever it takes."""
         with self._lock:
             for grammar in [each for each in self._ready if each not in used]:
                 if self._bytes <= self._limits.cache_bytes:
@@ -286,8 +300,11 @@ class Grammars:
         self._staff()
 
     def _staff(self) -> None:
-        """As many threads as there is work for. None in the place of the last compile that may be late: those that wait are told."""
-        wanted = min(self._limits.threads, len(self._began) - len(self._late), max(self._limits.max_late - len(self._late), 0))
+        """As many threads as there is work for. None in the place of the last compile that may be late: those that wait
+        are told."""
+        wanted = min(
+            self._limits.threads, len(self._began) - len(self._late), max(self._limits.max_late - len(self._late), 0)
+        )
         while self._num_threads < wanted:
             self._num_threads += 1
             size = threading.stack_size(STACK_BYTES)
@@ -333,7 +350,9 @@ class Grammars:
         except ImportError as error:
             log.error("xgrammar cannot be imported: %s", error)
             return BadRequest(NEEDS_LIBRARY)
-        except Exception as error:  # the library raises RuntimeError and ValueError of many kinds for what it does not take
+        except (
+            Exception
+        ) as error:  # the library raises RuntimeError and ValueError of many kinds for what it does not take
             return BadRequest(f"the grammar does not compile: {_words(error)}{_behind(self._compiler, grammar)}")
         log.debug("a grammar of %d characters compiled in %.3f s", len(grammar.source), time.perf_counter() - began)
         return compiled
@@ -352,7 +371,8 @@ class Grammars:
 
 
 def _check_ends(grammar: Grammar) -> None:
-    """Raises BadRequest for a client's own grammar that an output may enter and never leave. Those that the router wrote have no such part."""
+    """Raises BadRequest for a client's own grammar that an output may enter and never leave. Those that the router
+    wrote have no such part."""
     from xgrammar import Grammar as Parsed
 
     form = json.loads(grammar.source)
@@ -369,7 +389,8 @@ def _words(error: Exception) -> str:
 
 
 def _behind(compiler: Any, grammar: Grammar) -> str:
-    """Which of its parts does not compile, by what stands before it (of a call its tool's name); "" where there are none."""
+    """Which of its parts does not compile, by what stands before it (of a call its tool's name); "" where there are
+    none."""
     for begin, content in parts_of(grammar):
         try:
             compiler.compile_structural_tag(json.dumps({"type": "structural_tag", "format": content}))
@@ -389,7 +410,11 @@ def parts_of(grammar: Grammar) -> Iterator[tuple[str, object]]:
         if not isinstance(form, dict):
             continue
         content = form.get("content")
-        if form.get("type") == "tag" and isinstance(content, dict) and content.get("type") in ("json_schema", "grammar"):
+        if (
+            form.get("type") == "tag"
+            and isinstance(content, dict)
+            and content.get("type") in ("json_schema", "grammar")
+        ):
             yield str(form.get("begin", ""))[:MOST_BEFORE], content
         lists = [form.get(name) for name in ("elements", "tags")]
         found += reversed([content, *(part for parts in lists if isinstance(parts, list) for part in parts)])
@@ -401,14 +426,22 @@ def _make_compiler(vocabulary: Vocabulary) -> Any:
     if not vocabulary.eos_token_ids:
         raise BadRequest("structured output needs a model with an end-of-sequence token, and this one has none")
     info = xgrammar.TokenizerInfo(
-        list(vocabulary.tokens), xgrammar.VocabType.RAW, vocab_size=vocabulary.size, stop_token_ids=list(vocabulary.eos_token_ids)
+        list(vocabulary.tokens),
+        xgrammar.VocabType.RAW,
+        vocab_size=vocabulary.size,
+        stop_token_ids=list(vocabulary.eos_token_ids),
     )
     return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
 
 def _try(compiled: Any) -> None:
-    """Say something in it. Raises BadRequest for a grammar that allows nothing (an endless recursion), or that gets slower with every token."""
-    constraint, generator, stops = Constraint(compiled), np.random.default_rng(0), compiled.tokenizer_info.stop_token_ids
+    """Say something in it. Raises BadRequest for a grammar that allows nothing (an endless recursion), or that gets
+    slower with every token."""
+    constraint, generator, stops = (
+        Constraint(compiled),
+        np.random.default_rng(0),
+        compiled.tokenizer_info.stop_token_ids,
+    )
     until = time.thread_time() + TRIAL_S
     for number in range(TRIAL_TOKENS):
         allowed = np.flatnonzero(np.unpackbits(constraint.mask().view(np.uint8), bitorder="little"))
@@ -418,4 +451,7 @@ def _try(compiled: Any) -> None:
         if not len(longer) or not constraint.accept(int(generator.choice(longer))):
             return
         if time.thread_time() > until:
-            raise BadRequest(f"the grammar took more than {TRIAL_S:g} s for {number + 1} tokens that were tried; send a less ambiguous one")
+            raise BadRequest(
+                f"the grammar took more than {TRIAL_S:g} s for {number + 1} tokens that were tried; send a less "
+                "ambiguous one"
+            )

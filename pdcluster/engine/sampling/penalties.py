@@ -1,8 +1,10 @@
-"""What happens to a row's logits before anything is drawn from them: penalties, then biases, then bans. Rows that ask for none of it cost nothing.
+"""What happens to a row's logits before anything is drawn from them: penalties, then biases, then bans. Rows that ask
+for none of it cost nothing.
 
-Order and formulas: repetition, frequency and presence as vLLM applies them (repetition divides positive logits and multiplies negative ones, the
-other two are OpenAI's subtraction), then logit_bias on the result, as in SGLang (vLLM adds it before the penalties: only a token that has both a bias
-and a repetition penalty can tell), then tokens that are ruled out, whatever their bias: the last one of a bad word, and ends before min_tokens.
+Order and formulas: repetition, frequency and presence as vLLM applies them (repetition divides positive logits and
+multiplies negative ones, the other two are OpenAI's subtraction), then logit_bias on the result, as in SGLang (vLLM
+adds it before the penalties: only a token that has both a bias and a repetition penalty can tell), then tokens that are
+ruled out, whatever their bias: the last one of a bad word, and ends before min_tokens.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ RULED_OUT = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What one row asks for. position: of the token to be chosen, which keys the generator; output_index: how many tokens were output before;
-    history: None without shaping."""
+    """What one row asks for. position: of the token to be chosen, which keys the generator; output_index: how many
+    tokens were output before; history: None without shaping."""
 
     sampling: Sampling
     position: int
@@ -80,7 +82,9 @@ def _bans(choices: Sequence[Choice], eos_token_ids: Sequence[int], vocab_size: i
     """By row, the tokens that may not come next: ends of rows that are too short to end, and of bad words."""
     banned: list[tuple[int, Ids]] = []
     for row, choice in enumerate(choices):
-        if choice.output_index < choice.sampling.min_tokens and (ends := _ending(choice.sampling, eos_token_ids, vocab_size)):
+        if choice.output_index < choice.sampling.min_tokens and (
+            ends := _ending(choice.sampling, eos_token_ids, vocab_size)
+        ):
             banned.append((row, np.array(ends, np.int64)))
         if choice.history is not None and len(words := choice.history.banned()):
             banned.append((row, words))

@@ -1,10 +1,10 @@
-"""Turns logits into tokens and logprobs. It runs no model and keeps no state: a token depends on its row's logits, sampling, position and what it
-said before (`history`) alone.
+"""Turns logits into tokens and logprobs. It runs no model and keeps no state: a token depends on its row's logits,
+sampling, position and what it said before (`history`) alone.
 
-Order of what is applied: what `shaping` does (penalties, biases, bans), grammars (`constraint`), temperature, top_k, top_p (of what top_k left),
-min_p (of the most likely).
-Every filter is one threshold, so tokens that tie with the last one kept are kept too, and no order of sorting can change the result. One uniform
-number per token, inverse CDF over token ids in float64. Logprobs are of the raw logits, before all of these.
+Order of what is applied: what `shaping` does (penalties, biases, bans), grammars (`constraint`), temperature, top_k,
+top_p (of what top_k left), min_p (of the most likely). Every filter is one threshold, so tokens that tie with the last
+one kept are kept too, and no order of sorting can change the result. One uniform number per token, inverse CDF over
+token ids in float64. Logprobs are of the raw logits, before all of these.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 
 
-def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, Words, Words, Words]:
+def philox4x32(
+    counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]
+) -> tuple[Words, Words, Words, Words]:
     """Ten rounds over each element of the arrays."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -49,7 +51,9 @@ def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Wor
 
 def uniforms(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
     """One number in [0, 1) with 53 random bits for each (seed, choice, position); seeds count modulo 2^64."""
-    seed, choice, position = (np.array([value & 0xFFFFFFFFFFFFFFFF for value in values], np.uint64) for values in (seeds, choices, positions))
+    seed, choice, position = (
+        np.array([value & 0xFFFFFFFFFFFFFFFF for value in values], np.uint64) for values in (seeds, choices, positions)
+    )
     counter = (position & _LOW, position >> _SHIFT, choice & _LOW, choice >> _SHIFT)
     high, low, _, _ = philox4x32(counter, (seed & _LOW, seed >> _SHIFT))
     bits = ((high << _SHIFT) | low) >> np.uint64(11)
@@ -64,14 +68,18 @@ FIRST_CANDIDATES = 1024
 """Most rows' filters are settled by that many of the best tokens, which are found without sorting the vocabulary."""
 
 
-def sample(logits: Tensor, choices: Sequence[Choice], eos_token_ids: Sequence[int], masks: Mapping[int, Mask] = NO_MASKS) -> list[int | None]:
-    """One token per row of float32 [rows, vocabulary], None for a row that is not of numbers. logits stay as they are. masks: by row, what its
-    grammar allows; they hold whatever else is asked for."""
+def sample(
+    logits: Tensor, choices: Sequence[Choice], eos_token_ids: Sequence[int], masks: Mapping[int, Mask] = NO_MASKS
+) -> list[int | None]:
+    """One token per row of float32 [rows, vocabulary], None for a row that is not of numbers. logits stay as they are.
+    masks: by row, what its grammar allows; they hold whatever else is asked for."""
     changed = masked(shaped(logits, choices, eos_token_ids), masks)
     best = changed.argmax(dim=-1)  # what is no number is greater than all that are
     tokens: list[int | None] = best.tolist()
     for row, logit in enumerate(changed.gather(1, best[:, None])[:, 0].tolist()):
-        if not math.isfinite(logit) and not math.isfinite(logits[row].max().item()):  # else it may say nothing, for its grammar
+        if not math.isfinite(logit) and not math.isfinite(
+            logits[row].max().item()
+        ):  # else it may say nothing, for its grammar
             tokens[row] = None
     drawn = [row for row, choice in enumerate(choices) if choice.sampling.temperature > 0 and tokens[row] is not None]
     if drawn:
@@ -88,26 +96,36 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int])
     most = min(max(counts), logprobs.shape[1])
     values, ids = logprobs.topk(most, dim=-1)
     return [
-        TokenLogprobs(own[row], tuple(ids[row, :count].tolist()), tuple(values[row, :count].tolist())) if count else TokenLogprobs(own[row])
+        TokenLogprobs(own[row], tuple(ids[row, :count].tolist()), tuple(values[row, :count].tolist()))
+        if count
+        else TokenLogprobs(own[row])
         for row, count in enumerate(counts)
     ]
 
 
-def sample_alone(logits: Tensor, choices: Sequence[Choice], eos_token_ids: Sequence[int], masks: Mapping[int, Mask] = NO_MASKS) -> list[int | None]:
+def sample_alone(
+    logits: Tensor, choices: Sequence[Choice], eos_token_ids: Sequence[int], masks: Mapping[int, Mask] = NO_MASKS
+) -> list[int | None]:
     """`sample` of each row by itself: torch and numpy never see how many there are."""
     return [
-        sample(logits[row : row + 1], [choice], eos_token_ids, {0: masks[row]} if row in masks else NO_MASKS)[0] for row, choice in enumerate(choices)
+        sample(logits[row : row + 1], [choice], eos_token_ids, {0: masks[row]} if row in masks else NO_MASKS)[0]
+        for row, choice in enumerate(choices)
     ]
 
 
 def logprobs_alone(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
     """`token_logprobs` of each row by itself."""
-    return [token_logprobs(logits[row : row + 1], [token], [count])[0] for row, (token, count) in enumerate(zip(tokens, counts, strict=True))]
+    return [
+        token_logprobs(logits[row : row + 1], [token], [count])[0]
+        for row, (token, count) in enumerate(zip(tokens, counts, strict=True))
+    ]
 
 
 def _draw(logits: Scores, choices: Sequence[Choice]) -> list[int]:
     samplings = [choice.sampling for choice in choices]
-    scores = logits - logits.max(axis=1, keepdims=True)  # first: no temperature is so low that the best score is more than 0
+    scores = logits - logits.max(
+        axis=1, keepdims=True
+    )  # first: no temperature is so low that the best score is more than 0
     with np.errstate(over="ignore"):
         scores /= np.array([sampling.temperature for sampling in samplings])[:, None]
     weights = np.exp(scores)
@@ -115,7 +133,9 @@ def _draw(logits: Scores, choices: Sequence[Choice]) -> list[int]:
     if threshold is not None:
         weights[weights < threshold[:, None]] = 0.0
     cumulative = weights.cumsum(axis=1)
-    numbers = uniforms([s.seed for s in samplings], [s.choice for s in samplings], [choice.position for choice in choices])
+    numbers = uniforms(
+        [s.seed for s in samplings], [s.choice for s in samplings], [choice.position for choice in choices]
+    )
     target = numbers * cumulative[:, -1]
     found = (cumulative <= target[:, None]).sum(axis=1)
     last_kept = weights.shape[1] - 1 - (weights[:, ::-1] > 0).argmax(axis=1)

@@ -1,7 +1,9 @@
-"""What rank 0 of a tensor-parallel node and its other ranks say to each other: length-prefixed msgpack over a socket pair.
+"""What rank 0 of a tensor-parallel node and its other ranks say to each other: length-prefixed msgpack over a socket
+pair.
 
-Start and Plan go down; Here and Ready come up once each. A second channel of the same kind carries `rank_messages`. The end of a stream is the end
-of the node. No state but the socket; which process is started or declared dead is not decided here.
+Start and Plan go down; Here and Ready come up once each. A second channel of the same kind carries `rank_messages`. The
+end of a stream is the end of the node. No state but the socket; which process is started or declared dead is not
+decided here.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ MAX_PIECE = 1 << 20
 
 
 class Media(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank's transfer endpoint is: boot and media of its node (fields of config.TransferConfig), the id of its pool's region."""
+    """What a rank's transfer endpoint is: boot and media of its node (fields of config.TransferConfig), the id of its
+    pool's region."""
 
     node: str
     incarnation: str
@@ -40,8 +43,8 @@ class Media(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What a rank computes, and where it finds the others. config: the fields of engine.EngineConfig, paths as text; cores: empty for all;
-    pulse_s: how often it must show that it lives; media: None for a rank without transfers."""
+    """What a rank computes, and where it finds the others. config: the fields of engine.EngineConfig, paths as text;
+    cores: empty for all; pulse_s: how often it must show that it lives; media: None for a rank without transfers."""
 
     rank: int
     size: int
@@ -130,7 +133,9 @@ def unpack_plan(plan: Plan) -> StepPlan:
     """Raises ProtocolError for arrays that are none."""
     for row in plan.rows:
         if len(row.tokens) % 4 or len(row.pages) % 4:
-            raise ProtocolError(f"a row of {row.request} has {len(row.tokens)} bytes of tokens and {len(row.pages)} of pages, no int32s")
+            raise ProtocolError(
+                f"a row of {row.request} has {len(row.tokens)} bytes of tokens and {len(row.pages)} of pages, no int32s"
+            )
     return StepPlan(
         tuple(
             Row(
@@ -155,7 +160,8 @@ def frame(message: RankMessage) -> bytes:
 
 
 class RankChannel:
-    """One end. One thread may send while another receives; both block, with a deadline for every send and, when told so, for a receive."""
+    """One end. One thread may send while another receives; both block, with a deadline for every send and, when told
+    so, for a receive."""
 
     def __init__(self, sock: socket.socket, *, send_s: float) -> None:
         self.sock = sock
@@ -180,14 +186,18 @@ class RankChannel:
         return view
 
     def receive(self, timeout_s: float | None = None) -> RankMessage | None:
-        """The next message; None at the end of the stream, within a message too: the other end is gone. Raises TimeoutError."""
+        """The next message; None at the end of the stream, within a message too: the other end is gone. Raises
+        TimeoutError."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         head = self._take(LENGTH.size, deadline)
         if len(head) < LENGTH.size:
             return None
         length = LENGTH.unpack(head)[0]
         if length > MAX_BYTES:
-            raise ProtocolError(f"a message of {length} bytes between ranks exceeds {MAX_BYTES} bytes; the processes run different versions")
+            raise ProtocolError(
+                f"a message of {length} bytes between ranks exceeds {MAX_BYTES} bytes; the processes run different "
+                "versions"
+            )
         data = self._take(length, deadline)
         if len(data) < length:
             return None

@@ -1,7 +1,8 @@
-"""The transfer endpoint of a rank above 0: its own backends over its own pool, on a thread of its own beside the one that computes.
+"""The transfer endpoint of a rank above 0: its own backends over its own pool, on a thread of its own beside the one
+that computes.
 
-Rank 0 holds the protocol (`transfer.protocol.session`) and says by `rank_messages` what to permit, write and digest; this does it and tells what happened. It
-decides nothing, and keeps no more than the writes under way.
+Rank 0 holds the protocol (`transfer.protocol.session`) and says by `rank_messages` what to permit, write and digest;
+this does it and tells what happened. It decides nothing, and keeps no more than the writes under way.
 """
 
 from __future__ import annotations
@@ -95,7 +96,12 @@ class RankEndpoint:
             self._news.append(Known(message.question, 0))
 
     def _write(self, message: Write) -> None:
-        backend, peer, runs, stamp = self._backends[message.medium], Peer(*message.peer), unpack_runs(message.runs), Stamp(*message.stamp)
+        backend, peer, runs, stamp = (
+            self._backends[message.medium],
+            Peer(*message.peer),
+            unpack_runs(message.runs),
+            Stamp(*message.stamp),
+        )
         try:
             backend.connect(peer, message.advert)  # session, R10
             handle = backend.write(peer, message.source_region, message.target_region, stamp, runs, message.digests)

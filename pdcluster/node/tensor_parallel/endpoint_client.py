@@ -1,8 +1,10 @@
-"""Rank 0's end of another rank's transfer endpoint (`rank_endpoint`): its backends and its pool as if they were here, but that answers come later.
+"""Rank 0's end of another rank's transfer endpoint (`rank_endpoint`): its backends and its pool as if they were here,
+but that answers come later.
 
-What the loop's thread asks is sent at once, or, while the rank is busy, by a thread of the link, which also takes in what the rank says: the loop
-waits for no rank. A fence is told only once the rank has proved it: until then the answer is that there is none yet, which whoever wants it asks for
-again. A rank that does nothing any more, although it is asked, ends its node.
+What the loop's thread asks is sent at once, or, while the rank is busy, by a thread of the link, which also takes in
+what the rank says: the loop waits for no rank. A fence is told only once the rank has proved it: until then the answer
+is that there is none yet, which whoever wants it asks for again. A rank that does nothing any more, although it is
+asked, ends its node.
 """
 
 from __future__ import annotations
@@ -44,14 +46,15 @@ MAX_PROOFS = 4096
 """Fences that are remembered until somebody asks for them; one that was forgotten is asked for anew."""
 JOIN_S = 5.0
 PATIENCE_S = 30.0
-"""A rank whose process hangs is noticed by its pulse, long before. This is for an endpoint that hangs in one that lives: the fence of a connection
-may take it seconds, and so may a digest on a busy machine."""
+"""A rank whose process hangs is noticed by its pulse, long before. This is for an endpoint that hangs in one that
+lives: the fence of a connection may take it seconds, and so may a digest on a busy machine."""
 LOOK_S = 1.0
 MAX_UNSENT_BYTES = 256 << 20
 
 
 class Silence:
-    """How long a rank has said nothing, counted at every look. A pause of this very process (it was stopped) says nothing about the rank."""
+    """How long a rank has said nothing, counted at every look. A pause of this very process (it was stopped) says
+    nothing about the rank."""
 
     def __init__(self, look_s: float) -> None:
         self.look_s = look_s
@@ -65,8 +68,8 @@ class Silence:
 
 
 class RankLink:
-    """Used by the loop's thread, and by its own. adverts: the rank's, by medium; on_lost: told once, from any thread, why it is over; patience_s: how
-    long the rank may say nothing."""
+    """Used by the loop's thread, and by its own. adverts: the rank's, by medium; on_lost: told once, from any thread,
+    why it is over; patience_s: how long the rank may say nothing."""
 
     def __init__(
         self,
@@ -153,7 +156,8 @@ class RankLink:
             self._lose(f"says nothing about transfers any more: {error!r}")
 
     def _serve(self) -> None:
-        """Until the channel ends, or the rank is silent for too long. One that lives answers a Mark, so silence is looked into by one."""
+        """Until the channel ends, or the rank is silent for too long. One that lives answers a Mark, so silence is
+        looked into by one."""
         silence = Silence(min(LOOK_S, self._patience_s / 4))
         while silence.seconds < self._patience_s:
             events = self._wait(silence.look_s)
@@ -226,7 +230,8 @@ class RankEnd:
         self._questions: dict[int, int | Peer] = {}
         """Of which nonce or boot the rank is asked to prove that nothing more can land."""
         self._asked: dict[int | Peer, int] = {}
-        """The open question about it, if nothing of it was permitted or written since. Never two: a fence is asked for again and again."""
+        """The open question about it, if nothing of it was permitted or written since. Never two: a fence is asked for
+        again and again."""
         self._proved: OrderedDict[int | Peer, None] = OrderedDict()
 
     def register(self, region: Region) -> None:
@@ -250,14 +255,20 @@ class RankEnd:
         self._adverts.pop(peer, None)
         return self._fence(peer, lambda question: Close(self.name, name_of(peer), question))
 
-    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False) -> Handle:
+    def write(
+        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False
+    ) -> Handle:
         advert = self._adverts.get(peer)
         if advert is None:
             raise PeerUnreachable(f"{peer.node} is not connected; call connect first")
         with self._lock:
             self._asked.pop(peer, None)  # the next close ends this write too
         handle, table = self._writes.new(), pack_runs(run_table(runs))
-        self._link.send(Write(self.name, handle, name_of(peer), advert, source_region, target_region, words_of(stamp), table, digests))
+        self._link.send(
+            Write(
+                self.name, handle, name_of(peer), advert, source_region, target_region, words_of(stamp), table, digests
+            )
+        )
         return handle
 
     def poll(self, handle: Handle) -> WriteStatus:
@@ -279,7 +290,9 @@ class RankEnd:
     def take(self, message: Settled | Arrived | Fenced) -> None:
         """What the rank says."""
         if isinstance(message, Settled):
-            self._writes.settle(Handle(message.handle), WriteStatus(message.status), message.digest, seconds=message.seconds)
+            self._writes.settle(
+                Handle(message.handle), WriteStatus(message.status), message.digest, seconds=message.seconds
+            )
         elif isinstance(message, Arrived):
             self._arrivals.add(Stamp(*message.stamp), message.digest, SpanTable.unpack(message.spans), message.region)
         else:
@@ -289,7 +302,8 @@ class RankEnd:
     # ------------------------------------------------------------ proofs
 
     def _fence(self, key: int | Peer, ask: Callable[[int], ToRank]) -> Fence:
-        """What is proved of it by now; the rank does it (again), unless it was told to and has not answered, and says what it can prove then."""
+        """What is proved of it by now; the rank does it (again), unless it was told to and has not answered, and says
+        what it can prove then."""
         with self._lock:
             fence = Fence.FENCED if key in self._proved else Fence.CANNOT_FENCE
             if key in self._asked:

@@ -1,8 +1,10 @@
-"""A tensor-parallel engine as the node's loop sees it: rank 0 computes in this process, every other rank in a child process of its own.
+"""A tensor-parallel engine as the node's loop sees it: rank 0 computes in this process, every other rank in a child
+process of its own.
 
-Rank 0 plans; `launch` sends the plan to all, and what rank 0 computed is the result, since its sums hold every rank's share. The ranks are one
-engine: when one dies, falls silent, or a step fails, they are out of step for good, and `on_lost` is told, which must end this process (whoever
-watches the node starts it anew). Children die with this process.
+Rank 0 plans; `launch` sends the plan to all, and what rank 0 computed is the result, since its sums hold every rank's
+share. The ranks are one engine: when one dies, falls silent, or a step fails, they are out of step for good, and
+`on_lost` is told, which must end this process (whoever watches the node starts it anew). Children die with this
+process.
 
 Each rank owns its pool and moves its own KV: rank 0 reaches its transfer endpoint by a `RankLink`.
 """
@@ -45,9 +47,10 @@ M = TypeVar("M", Here, Ready)
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """size: ranks, this one included; cores: what each is pinned to, empty for anywhere; start_s: longest time until all are ready; step_s: longest
-    wait for the other ranks within a step; pulse_s, silence_s: how often a rank shows that it lives, and after how long it counts as lost; media: of
-    rank 0, the others' regions have the next ids; None: no transfers."""
+    """size: ranks, this one included; cores: what each is pinned to, empty for anywhere; start_s: longest time until
+    all are ready; step_s: longest wait for the other ranks within a step; pulse_s, silence_s: how often a rank shows
+    that it lives, and after how long it counts as lost; media: of rank 0, the others' regions have the next ids; None:
+    no transfers."""
 
     size: int
     cores: tuple[tuple[int, ...], ...] = ()
@@ -72,10 +75,12 @@ class Child:
 
 
 class RankedEngine:
-    """Implements loop.StepEngine. launch, collect, step, warmup and close from one thread. local: rank 0's engine; layout: that of every rank's
-    pool."""
+    """Implements loop.StepEngine. launch, collect, step, warmup and close from one thread. local: rank 0's engine;
+    layout: that of every rank's pool."""
 
-    def __init__(self, config: EngineConfig, settings: RankSettings, on_lost: OnLost, progress: Progress | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, settings: RankSettings, on_lost: OnLost, progress: Progress | None = None
+    ) -> None:
         share_of(read_config(config.model_dir), 0, settings.size)  # a mistake is told before anything starts
         self._on_lost = on_lost
         self._settings = settings
@@ -126,9 +131,13 @@ class RankedEngine:
         return self.local.layers_done
 
     def launch(self, plan: StepPlan) -> None:
-        """Raises IntegrityError, before any rank computes it, for a plan that goes on with tokens that only rank 0 draws."""
+        """Raises IntegrityError, before any rank computes it, for a plan that goes on with tokens that only rank 0
+        draws."""
         if any(row.follows for row in plan.rows):
-            raise IntegrityError("a step was planned before the tokens of the one before it were known, which the ranks above 0 never learn")
+            raise IntegrityError(
+                "a step was planned before the tokens of the one before it were known, which the ranks above 0 never "
+                "learn"
+            )
         data = frame(pack_plan(plan))
         for child in self._children:
             try:
@@ -176,14 +185,19 @@ class RankedEngine:
             raise PdclusterError(f"rank {child.rank} was not ready within {self._settings.start_s:g} s") from error
         if not isinstance(received, kind):
             child.process.wait(STOP_S)
-            raise PdclusterError(f"rank {child.rank} ended before it was ready (status {child.process.returncode}); its log says why")
+            raise PdclusterError(
+                f"rank {child.rank} ended before it was ready (status {child.process.returncode}); its log says why"
+            )
         return received
 
     def _take_ready(self, child: Child, ready: Ready) -> None:
         if ready.adverts:
             child.link = RankLink(child.transfers, child.rank, dict(ready.adverts), self._lose)
         if (ready.num_pages, ready.weights_digest) != (self.local.num_pages, self.local.weights_digest):
-            raise ModelError(f"rank {child.rank} loaded other weights or another pool than rank 0; the model directory changed meanwhile")
+            raise ModelError(
+                f"rank {child.rank} loaded other weights or another pool than rank 0; the model directory changed "
+                "meanwhile"
+            )
 
     def _end_children(self, patience_s: float) -> None:
         for child in self._children:
@@ -246,7 +260,9 @@ def _spawn(rank: int, config: EngineConfig, settings: RankSettings, store_port: 
     its_fds = (its_plans.fileno(), its_transfers.fileno(), pulse_writer)
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pdcluster.node.tensor_parallel.rank", *map(str, its_fds), str(os.getpid())], pass_fds=its_fds, stdin=subprocess.DEVNULL
+            [sys.executable, "-m", "pdcluster.node.tensor_parallel.rank", *map(str, its_fds), str(os.getpid())],
+            pass_fds=its_fds,
+            stdin=subprocess.DEVNULL,
         )
     except OSError:
         plans.close()
@@ -257,7 +273,9 @@ def _spawn(rank: int, config: EngineConfig, settings: RankSettings, store_port: 
         its_plans.close()
         its_transfers.close()
         os.close(pulse_writer)
-    child = Child(rank, process, RankChannel(plans, send_s=settings.silence_s), pulse_fd, os.pidfd_open(process.pid), transfers)
+    child = Child(
+        rank, process, RankChannel(plans, send_s=settings.silence_s), pulse_fd, os.pidfd_open(process.pid), transfers
+    )
     child.channel.send(frame(_start_message(rank, config, settings, store_port)))
     return child
 
@@ -282,7 +300,9 @@ def _start_message(rank: int, config: EngineConfig, settings: RankSettings, stor
         log_level=settings.log.level,
         log_format=settings.log.format,
         cores=settings.cores[rank] if settings.cores else (),
-        media=msgspec.structs.replace(settings.media, region=settings.media.region + rank) if settings.media is not None else None,
+        media=msgspec.structs.replace(settings.media, region=settings.media.region + rank)
+        if settings.media is not None
+        else None,
         deterministic=own.deterministic,
         quantization=own.quantization,
     )

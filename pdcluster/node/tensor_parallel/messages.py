@@ -1,8 +1,9 @@
-"""What rank 0 and another rank of its node say about transfers, on a channel of its own beside that of the plans: the verbs of `transfer.backends.base` and
-their answers. Plain values; `rank_link` is rank 0's end, `rank_endpoint` the other.
+"""What rank 0 and another rank of its node say about transfers, on a channel of its own beside that of the plans: the
+verbs of `transfer.backends.base` and their answers. Plain values; `rank_link` is rank 0's end, `rank_endpoint` the
+other.
 
-medium: a backend's name. Tables of runs and spans travel packed, as little-endian 64-bit words. question: comes back in the answer. Everything is
-done in the order in which it was said.
+medium: a backend's name. Tables of runs and spans travel packed, as little-endian 64-bit words. question: comes back in
+the answer. Everything is done in the order in which it was said.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Revoke(Message, frozen=True):
 
 
 class Write(Message, frozen=True):
-    """handle: by which rank 0 knows it. advert: of its ticket, to connect with before. stamp: nonce, chunk, trial, nbytes."""
+    """handle: by which rank 0 knows it. advert: of its ticket, to connect with before. stamp: nonce, chunk, trial,
+    nbytes."""
 
     medium: str
     handle: int
@@ -116,11 +118,15 @@ FromRank = Settled | Arrived | Fenced | Known
 
 
 def allow(medium: str, permit: Permit) -> Allow:
-    return Allow(medium, permit.nonce, name_of(permit.writer), permit.region, span_table(permit.ranges).pack(), permit.digests)
+    return Allow(
+        medium, permit.nonce, name_of(permit.writer), permit.region, span_table(permit.ranges).pack(), permit.digests
+    )
 
 
 def permit_of(message: Allow) -> Permit:
-    return Permit(message.nonce, Peer(*message.writer), message.region, SpanTable.unpack(message.ranges), message.digests)
+    return Permit(
+        message.nonce, Peer(*message.writer), message.region, SpanTable.unpack(message.ranges), message.digests
+    )
 
 
 def arrived(medium: str, arrival: Arrival) -> Arrived:

@@ -1,8 +1,9 @@
-"""The process of one rank above 0 of a tensor-parallel node: its share of the weights, its pool, its transfer endpoint, and the plans that rank 0
-sends.
+"""The process of one rank above 0 of a tensor-parallel node: its share of the weights, its pool, its transfer endpoint,
+and the plans that rank 0 sends.
 
-Started by `node.tensor_parallel.engine`, never by hand: `python -m pdcluster.node.tensor_parallel.rank PLANS TRANSFERS PULSE PARENT` with three inherited descriptors and the parent's
-pid. It ends when a channel ends, and with its parent however that dies. Signals of a terminal are rank 0's business.
+Started by `node.tensor_parallel.engine`, never by hand: `python -m pdcluster.node.tensor_parallel.rank PLANS TRANSFERS
+PULSE PARENT` with three inherited descriptors and the parent's pid. It ends when a channel ends, and with its parent
+however that dies. Signals of a terminal are rank 0's business.
 """
 
 from __future__ import annotations
@@ -71,14 +72,16 @@ def main() -> int:
 
 
 def serve(channel: RankChannel, engine: Engine) -> None:
-    """Compute what is sent until the stream ends. A step that fails leaves the ranks out of step, so it ends this one, and with it the node."""
+    """Compute what is sent until the stream ends. A step that fails leaves the ranks out of step, so it ends this one,
+    and with it the node."""
     while (message := channel.receive()) is not None:
         assert isinstance(message, Plan)
         engine.step(unpack_plan(message))
 
 
 def move(endpoint: RankEndpoint) -> None:
-    """The thread of the transfer endpoint. Without it the rank is of no use: an error there ends the process, and with it the node."""
+    """The thread of the transfer endpoint. Without it the rank is of no use: an error there ends the process, and with
+    it the node."""
     try:
         endpoint.run()
     except Exception:
@@ -89,7 +92,8 @@ def move(endpoint: RankEndpoint) -> None:
 def open_backends(media: Media, engine: Engine) -> dict[str, Backend]:
     fabric = Fabric(media.devices, media.gid_index, media.rails)
     backends = create_backends(
-        media.backend, Peer(media.node, media.incarnation), host=media.host, staging_bytes=media.staging_bytes, fabric=fabric
+        media.backend, Peer(media.node, media.incarnation), host=media.host, staging_bytes=media.staging_bytes,
+        fabric=fabric
     )  # fmt: skip
     for backend in backends.values():
         backend.register(Region(media.region, engine.pool.address, engine.pool.nbytes, engine.pool.fd))
@@ -119,7 +123,8 @@ def log_config(start: Start) -> LogConfig:
 
 
 def pulse(fd: int, interval_s: float) -> None:
-    """Show that this process runs: a byte now and then. Nobody reads them while rank 0 is stopped, which is no error."""
+    """Show that this process runs: a byte now and then. Nobody reads them while rank 0 is stopped, which is no
+    error."""
     os.set_blocking(fd, False)
     while True:
         try:

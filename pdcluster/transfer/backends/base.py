@@ -1,19 +1,24 @@
 """The byte-level seam under a KV transfer: what a backend must do, and the plain values it deals in.
 
-A backend moves byte ranges between registered regions of two processes and tells when they landed. It knows nothing of requests, pages,
-attempts, retries or digests; the protocol lives once, in `transfer.protocol.session`. Nothing here blocks: work runs in the backend's own threads or
-library, and `wakeup_fd` becomes readable when `poll` or `arrivals` has something new.
+A backend moves byte ranges between registered regions of two processes and tells when they landed. It knows nothing of
+requests, pages, attempts, retries or digests; the protocol lives once, in `transfer.protocol.session`. Nothing here
+blocks: work runs in the backend's own threads or library, and `wakeup_fd` becomes readable when `poll` or `arrivals`
+has something new.
 
 Requirements every backend meets (tests/contract runs them over all of them):
- 1. A write lands only in ranges that the reader `permit`ted for its nonce, or the reader's own copy step discards it. Media where the writer
-    reaches memory directly (shm, RDMA) cannot check at the receiver: for these `close` must say CANNOT_FENCE until proof exists.
+ 1. A write lands only in ranges that the reader `permit`ted for its nonce, or the reader's own copy step discards it.
+    Media where the writer reaches memory directly (shm, RDMA) cannot check at the receiver: for these `close` must say
+    CANNOT_FENCE until proof exists.
  2. `arrivals` names a stamp only after all its payload is readable in the destination region.
- 3. FAILED means that the write neither reads the source nor can land any more. REFUSED is FAILED by the reader's own word: it permits no such
-    write, so the ticket, not the path, is at fault. LOST means that it no longer reads the source but may have
-    landed, or may still land. UNKNOWN means that it may still read the source and may still land; it is no final answer: the handle
-    stays and turns DONE, FAILED, REFUSED or LOST when there is proof, which `close` may bring about.
- 4. `close` and `revoke` answer FENCED only with the medium's own proof: that no byte of that peer, or of that nonce, can land from now on.
- 5. Sizes and ranges that come from a peer are checked before anything is allocated or written; a bad one is dropped and counted.
+ 3. FAILED means that the write neither reads the source nor can land any more. REFUSED is FAILED by the reader's own
+    word: it permits no such write, so the ticket, not the path, is at fault. LOST means that it no longer reads the
+    source but may have landed, or may still land. UNKNOWN means that it may still read the source and may still land;
+    it is no final answer: the handle stays and turns DONE, FAILED, REFUSED or LOST when there is proof, which `close`
+    may bring about.
+ 4. `close` and `revoke` answer FENCED only with the medium's own proof: that no byte of that peer, or of that nonce,
+    can land from now on.
+ 5. Sizes and ranges that come from a peer are checked before anything is allocated or written; a bad one is dropped and
+    counted.
 """
 
 from __future__ import annotations
@@ -48,7 +53,8 @@ class Fence(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Memory of this process that takes part in transfers. fd: a file descriptor others can map (memfd), None when there is none."""
+    """Memory of this process that takes part in transfers. fd: a file descriptor others can map (memfd), None when
+    there is none."""
 
     id: int
     address: int
@@ -64,7 +70,8 @@ class Peer(NamedTuple):
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """Travels with every write and is verified at the reader: whose permit, which chunk of it (and which try), how many bytes."""
+    """Travels with every write and is verified at the reader: whose permit, which chunk of it (and which try), how many
+    bytes."""
 
     nonce: int
     chunk: int
@@ -73,8 +80,9 @@ class Stamp(msgspec.Struct, frozen=True):
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A stamp that landed. digest, spans: what the medium says of the payload in memory, xxh3-64 over the spans (offset, nbytes) in wire order,
-    taken when all of it had landed; None where it does not, or where a write may land again after its stamp did."""
+    """A stamp that landed. digest, spans: what the medium says of the payload in memory, xxh3-64 over the spans
+    (offset, nbytes) in wire order, taken when all of it had landed; None where it does not, or where a write may land
+    again after its stamp did."""
 
     stamp: Stamp
     digest: int | None = None
@@ -83,7 +91,8 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Permit(msgspec.Struct, frozen=True):
-    """What the holder of `nonce` may write into `region`: byte ranges (offset, nbytes), sorted and disjoint. digests: wanted on arrival."""
+    """What the holder of `nonce` may write into `region`: byte ranges (offset, nbytes), sorted and disjoint. digests:
+    wanted on arrival."""
 
     nonce: int
     writer: Peer
@@ -95,7 +104,8 @@ class Permit(msgspec.Struct, frozen=True):
 class Backend(Protocol):
     name: str
     wakeup_fd: int
-    """Readable (an eventfd) when poll or arrivals has news. `arrivals` clears it, so whoever uses both calls `arrivals` first, then `poll`."""
+    """Readable (an eventfd) when poll or arrivals has news. `arrivals` clears it, so whoever uses both calls `arrivals`
+    first, then `poll`."""
     counters: Mapping[str, int]
     """What was dropped or refused, by reason."""
 
@@ -103,29 +113,36 @@ class Backend(Protocol):
         """Make a region of this process usable as source and target."""
 
     def advert(self) -> bytes:
-        """What a writer's `connect` needs to reach this process. No raw addresses of memory that a peer could use unchecked."""
+        """What a writer's `connect` needs to reach this process. No raw addresses of memory that a peer could use
+        unchecked."""
 
     def connect(self, peer: Peer, advert: bytes) -> None:
-        """Prepare writing to `peer`. Idempotent: called before every write, with the advert of its ticket. Connecting goes on in the background, and
-        writes queued behind it fail (FAILED) when it fails; raises PeerUnreachable at once for an advert that cannot work or is older than the
-        connection, or when the last try failed a moment ago."""
+        """Prepare writing to `peer`. Idempotent: called before every write, with the advert of its ticket. Connecting
+        goes on in the background, and writes queued behind it fail (FAILED) when it fails; raises PeerUnreachable at
+        once for an advert that cannot work or is older than the connection, or when the last try failed a moment
+        ago."""
 
     def permit(self, permit: Permit) -> None:
         """Reader: allow the writes of a ticket."""
 
     def revoke(self, nonce: int) -> Fence:
-        """Reader: forget a permit. On media that check at the receiver, later writes under it are dropped, and the answer is FENCED: no byte
-        under this nonce lands after the call (it waits for a receiving thread to pass its check, microseconds). May be called again."""
+        """Reader: forget a permit. On media that check at the receiver, later writes under it are dropped, and the
+        answer is FENCED: no byte under this nonce lands after the call (it waits for a receiving thread to pass its
+        check, microseconds). May be called again."""
 
-    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False) -> Handle:
-        """Start copying `runs`; raises PeerUnreachable when the peer is not connected. digests: digest the payload on the way, if the medium's
-        mover can."""
+    def write(
+        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False
+    ) -> Handle:
+        """Start copying `runs`; raises PeerUnreachable when the peer is not connected. digests: digest the payload on
+        the way, if the medium's mover can."""
 
     def poll(self, handle: Handle) -> WriteStatus:
-        """State of a write; a final answer (DONE, FAILED, REFUSED, LOST) is given once, then the handle is forgotten."""
+        """State of a write; a final answer (DONE, FAILED, REFUSED, LOST) is given once, then the handle is
+        forgotten."""
 
     def take_digest(self, handle: Handle) -> int | None:
-        """xxh3-64 of the payload of a write that `poll` just said is DONE; once. None when the mover did not digest it."""
+        """xxh3-64 of the payload of a write that `poll` just said is DONE; once. None when the mover did not digest
+        it."""
 
     def take_duration(self, handle: Handle) -> float | None:
         """Seconds from `write` to the answer of a write that `poll` just said is DONE; once."""
@@ -134,8 +151,8 @@ class Backend(Protocol):
         """Reader: what landed since the last call."""
 
     def close(self, peer: Peer) -> Fence:
-        """Stop talking to a peer, as its reader and as its writer: its connections end, our unfinished writes to it end as FAILED, LOST or UNKNOWN.
-        May be called again later to ask for the proof again."""
+        """Stop talking to a peer, as its reader and as its writer: its connections end, our unfinished writes to it end
+        as FAILED, LOST or UNKNOWN. May be called again later to ask for the proof again."""
 
     def shutdown(self) -> None:
         """Release threads, sockets and mappings. Idempotent."""

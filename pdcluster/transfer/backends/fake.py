@@ -1,7 +1,9 @@
-"""An in-process backend whose faults are scripted: delays, drops, duplicates, reordering, torn, late and lost writes, bit flips, unknown results.
+"""An in-process backend whose faults are scripted: delays, drops, duplicates, reordering, torn, late and lost writes,
+bit flips, unknown results.
 
-`FakeNetwork` holds the schedule and an injected clock; a `FakeBackend` is one boot's end of it. Nothing happens by itself: what is due happens
-inside the next call of any verb, in the order of the due times. For tests; a node never chooses it.
+`FakeNetwork` holds the schedule and an injected clock; a `FakeBackend` is one boot's end of it. Nothing happens by
+itself: what is due happens inside the next call of any verb, in the order of the due times. For tests; a node never
+chooses it.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from pdcluster.transfer.layout.spans import Run, Runs
 class Fault:
     """What happens to one write; the default is nothing bad.
 
-    delay_s: write → last byte lands (the first half lands at half of it). answer_s: that → final status, DONE or FAILED (then it never lands).
-    lost_s: write → LOST; it still lands, from a copy of the source made then. unknown_s: write → UNKNOWN, until the final status; it still reads
-    the source. torn_bytes: only so many bytes land. flip_byte: the byte at this offset lands wrong. arrivals: how many stamps arrive.
-    arrival_s: landing → stamp.
+    delay_s: write → last byte lands (the first half lands at half of it). answer_s: that → final status, DONE or FAILED
+    (then it never lands). lost_s: write → LOST; it still lands, from a copy of the source made then. unknown_s: write →
+    UNKNOWN, until the final status; it still reads the source. torn_bytes: only so many bytes land. flip_byte: the byte
+    at this offset lands wrong. arrivals: how many stamps arrive. arrival_s: landing → stamp.
     """
 
     delay_s: float = 0.0
@@ -56,8 +58,9 @@ class _Write:
 
 
 class FakeNetwork:
-    """plan: the fault of each write. on_land: told (backend it lands at, stamp, spans) just before bytes change. checks_permits: like tcp, landing
-    needs a permit and a nonce can be fenced; without, like shm, only the writer's death (`kill`) is a fence."""
+    """plan: the fault of each write. on_land: told (backend it lands at, stamp, spans) just before bytes change.
+    checks_permits: like tcp, landing needs a permit and a nonce can be fenced; without, like shm, only the writer's
+    death (`kill`) is a fence."""
 
     def __init__(
         self,
@@ -151,7 +154,9 @@ class FakeBackend:
         self._permits.revoke(nonce)
         return Fence.FENCED if self.network.checks_permits else Fence.CANNOT_FENCE
 
-    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False) -> Handle:
+    def write(
+        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False
+    ) -> Handle:
         if peer not in self._connected:
             raise PeerUnreachable(f"{peer.node} is not connected; call connect first")
         network, fault, handle = self.network, self.network.plan(stamp), self._writes.new()
@@ -273,7 +278,9 @@ class FakeBackend:
         region, flip, snapshot = self._regions[write.region], write.fault.flip_byte, write.snapshot
         if self.network.on_land is not None:
             self.network.on_land(self, write.stamp, [(run.target + low, high - low)])
-        source = write.source.address + run.source + low if snapshot is None else snapshot[position + low : position + high]
+        source = (
+            write.source.address + run.source + low if snapshot is None else snapshot[position + low : position + high]
+        )
         ctypes.memmove(region.address + run.target + low, source, high - low)
         if flip is not None and position + low <= flip < position + high:
             ctypes.c_ubyte.from_address(region.address + run.target + flip - position).value ^= 0x10

@@ -1,4 +1,5 @@
-"""What a backend's mover threads share with the thread that owns the backend: a doorbell, write handles, arrivals, permits, counters.
+"""What a backend's mover threads share with the thread that owns the backend: a doorbell, write handles, arrivals,
+permits, counters.
 
 Every class here may be used from any thread. No sockets, no policy.
 """
@@ -23,24 +24,28 @@ FINAL = frozenset({WriteStatus.DONE, WriteStatus.FAILED, WriteStatus.REFUSED, Wr
 
 
 def level_of_end(error: Exception, *work: object) -> int:
-    """How the end of a connection is logged. work: what it still had to do, falsy when nothing: then nobody loses anything by the peer's ending it,
-    as when a whole cluster is stopped. One that never came about had no time to get work, and the writes that come too late for it say no reason."""
+    """How the end of a connection is logged. work: what it still had to do, falsy when nothing: then nobody loses
+    anything by the peer's ending it, as when a whole cluster is stopped. One that never came about had no time to get
+    work, and the writes that come too late for it say no reason."""
     return logging.INFO if isinstance(error, ConnectionResetError) and not any(work) else logging.WARNING
 
 
 def start_or_release(thread: threading.Thread, peer: Peer, release: Callable[[], object]) -> None:
-    """Start a thread that writes to this peer. PeerUnreachable when the process gets none now; what the thread was to end with is released then."""
+    """Start a thread that writes to this peer. PeerUnreachable when the process gets none now; what the thread was to
+    end with is released then."""
     try:
         thread.start()
     except RuntimeError as error:
         release()
-        raise PeerUnreachable(f"no thread for writes to {peer.node}: {error}; is this process at its limit of threads?") from error
+        raise PeerUnreachable(
+            f"no thread for writes to {peer.node}: {error}; is this process at its limit of threads?"
+        ) from error
 
 
 class Doorbell:
-    """An eventfd: `ring` from anywhere, poll `fd` in a loop. Only `clear` reads it: what rings already is not rung again, and what does not ring is
-    not read, as every system call at the end of a transfer delays its Commit. Nor is it written under the lock: that wakes the one who clears, and
-    he would wait for the one who rings to go on."""
+    """An eventfd: `ring` from anywhere, poll `fd` in a loop. Only `clear` reads it: what rings already is not rung
+    again, and what does not ring is not read, as every system call at the end of a transfer delays its Commit. Nor is
+    it written under the lock: that wakes the one who clears, and he would wait for the one who rings to go on."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -108,9 +113,18 @@ class Writes:
             self._times[handle] = self._clock()
         return handle
 
-    def settle(self, handle: Handle, status: WriteStatus, digest: int | None = None, *, quietly: bool = False, seconds: float | None = None) -> None:
-        """Record an answer; the first final one stays. digest: of the payload of a write that is DONE. quietly: without ringing, because more
-        answers follow soon. seconds: how long it took, where that is known better than from `new` till now."""
+    def settle(
+        self,
+        handle: Handle,
+        status: WriteStatus,
+        digest: int | None = None,
+        *,
+        quietly: bool = False,
+        seconds: float | None = None,
+    ) -> None:
+        """Record an answer; the first final one stays. digest: of the payload of a write that is DONE. quietly: without
+        ringing, because more answers follow soon. seconds: how long it took, where that is known better than from `new`
+        till now."""
         with self._lock:
             if self._states.get(handle) in FINAL or handle not in self._states:
                 return
@@ -203,7 +217,8 @@ class Permits:
         return self._permits.get(permit.nonce, {}).get(permit.region) is permit
 
     def find(self, writer: Peer, nonce: int, region: int, spans: Spans) -> Permit | None:
-        """The permit that allows `writer` to write all the spans of `region`; None, and counted by reason, when there is none."""
+        """The permit that allows `writer` to write all the spans of `region`; None, and counted by reason, when there
+        is none."""
         regions = self._permits.get(nonce, {})
         permit = regions.get(region)
         if not regions:
@@ -233,8 +248,9 @@ W = TypeVar("W")
 
 
 class Inbox(Generic[W]):
-    """`add` and `end` are for any thread, the rest for the one whose inbox it is. It polls `fd`, and works on the first write before it takes it
-    out, so that whatever ends the thread, `fail` hands back each write that it had not done with."""
+    """`add` and `end` are for any thread, the rest for the one whose inbox it is. It polls `fd`, and works on the first
+    write before it takes it out, so that whatever ends the thread, `fail` hands back each write that it had not done
+    with."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

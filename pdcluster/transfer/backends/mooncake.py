@@ -1,18 +1,21 @@
-"""Mooncake's transfer engine under a staged backend: its environment and its calls. Everything we ask of the library is here.
+"""Mooncake's transfer engine under a staged backend: its environment and its calls. Everything we ask of the library is
+here.
 
 What it does to its users, and what answers that:
- - its `protocol` argument does not choose the transport, and its environment is read once: `environment` forces TCP before the first engine,
-   unless RDMA devices are named (which was not run on hardware).
+ - its `protocol` argument does not choose the transport, and its environment is read once: `environment` forces TCP
+   before the first engine, unless RDMA devices are named (which was not run on hardware).
  - it picks its rpc port itself, whatever it is asked for: sessions are named by `get_rpc_port`.
- - a negative state does not mean that the write failed: what was sent may still land, so the reader's block is never used again. -1 says that it
-   ended at this end: over TCP the library says so only when the operation that sends from the source has ended and its socket is closed
-   (`ClientSession` of its sources; tests/faults/test_paused.py shows it of the release that is installed). At any other state but 1 the library may
-   still read the source, which stays pinned until it says 1 or -1: no timer frees it.
- - who is registered may be written by whoever knows the address: the KV pool never is. Over TCP it need not be in order to be sent from; over RDMA
-   it would, so there everything is gathered in staging.
- - its queues overflow at 1024 entries per peer and then fail for seconds: their limit is raised, and it has a few pieces at a time (`flying`), of at
-   most an entry per MiB.
- - its progress deadline must end before its transfer deadline, or a dead peer's write is read from after it was given up.
+ - a negative state does not mean that the write failed: what was sent may still land, so the reader's block is never
+   used again. -1 says that it ended at this end: over TCP the library says so only when the operation that sends from
+   the source has ended and its socket is closed (`ClientSession` of its sources; tests/faults/test_paused.py shows it
+   of the release that is installed). At any other state but 1 the library may still read the source, which stays pinned
+   until it says 1 or -1: no timer frees it.
+ - who is registered may be written by whoever knows the address: the KV pool never is. Over TCP it need not be in order
+   to be sent from; over RDMA it would, so there everything is gathered in staging.
+ - its queues overflow at 1024 entries per peer and then fail for seconds: their limit is raised, and it has a few
+   pieces at a time (`flying`), of at most an entry per MiB.
+ - its progress deadline must end before its transfer deadline, or a dead peer's write is read from after it was given
+   up.
  - variables of its environment make another engine of it, or its answers mean less: they are refused.
  - before release 0.3.13 it made a connection per write: older ones are refused.
  - `transfer_submit_write` and `transfer_check_status` are the only calls that neither block nor spin.
@@ -39,8 +42,8 @@ QUEUE_LIMIT = 65535
 STATES = {1: WriteStatus.DONE, 0: WriteStatus.PENDING, -1: WriteStatus.LOST}
 """Of `transfer_check_status`. With 1 and -1 the library forgets the write; at any other state it may be asked again."""
 ALTERING = ("MC_USE_TENT", "MC_USE_TEV1", "MC_TCP_PROTO")
-"""Variables under which its answers mean something else: another engine, which tries other media when one failed, and writes that are done once they
-left this end."""
+"""Variables under which its answers mean something else: another engine, which tries other media when one failed, and
+writes that are done once they left this end."""
 LEAST_TRANSFER_TIMEOUT_S = 5
 """The library takes no less."""
 
@@ -77,7 +80,8 @@ def check_release(release: str) -> None:
     numbers = tuple(map(int, re.findall(r"\d+", release)[:3]))
     if numbers and numbers < OLDEST_RELEASE:
         raise ConfigError(
-            f"transfer backend mooncake needs release {'.'.join(map(str, OLDEST_RELEASE))} or newer of {PACKAGES[0]}, {release} is installed; older "
+            f"transfer backend mooncake needs release {'.'.join(map(str, OLDEST_RELEASE))} or newer of "
+            f"{PACKAGES[0]}, {release} is installed; older "
             "ones open a connection per write"
         )
 
@@ -92,18 +96,25 @@ class MooncakeEngine:
             library = importlib.import_module("mooncake.engine")
         except ImportError as error:
             raise ConfigError(
-                f"transfer backend mooncake needs the package mooncake-transfer-engine-non-cuda and libibverbs1 ({error}); "
+                "transfer backend mooncake needs the package mooncake-transfer-engine-non-cuda and libibverbs1 "
+                f"({error}); "
                 "install pdcluster[mooncake] or use --transfer tcp"
             ) from error
         check_release(installed_release())
         if altering := set_for_library(ALTERING):
-            raise ConfigError(f"transfer backend mooncake can not rely on the library's answers when {', '.join(altering)} is set; unset it")
+            raise ConfigError(
+                f"transfer backend mooncake can not rely on the library's answers when {', '.join(altering)} is set; "
+                "unset it"
+            )
         self._engine: Any = library.TransferEngine()
         devices = ",".join(settings.fabric.devices)
         code = self._engine.initialize(settings.host, "P2PHANDSHAKE", "rdma" if devices else "tcp", devices)
         if code:
             over = f" over {devices}" if devices else ""
-            raise ConfigError(f"Mooncake's transfer engine does not start on {settings.host}{over} (code {code}); is the address one of this host?")
+            raise ConfigError(
+                f"Mooncake's transfer engine does not start on {settings.host}{over} (code {code}); is the address "
+                "one of this host?"
+            )
         self.reads_anywhere = not devices
         self.session = f"{settings.host}:{self._engine.get_rpc_port()}"
 

@@ -1,8 +1,10 @@
-"""NIXL (UCX) under a staged backend: its environment and its calls. Everything we ask of the library is here. RDMA was not run on hardware.
+"""NIXL (UCX) under a staged backend: its environment and its calls. Everything we ask of the library is here. RDMA was
+not run on hardware.
 
-The library's own progress thread would keep a core busy for ever, so it is off: a writer makes progress by asking for the states of its writes,
-and this engine's thread makes progress for the writes that come in, as long as their writers say that there are some. UCX knows no
-authentication; it only ever sees staging blocks, and a host of loopback keeps it off the network.
+The library's own progress thread would keep a core busy for ever, so it is off: a writer makes progress by asking for
+the states of its writes, and this engine's thread makes progress for the writes that come in, as long as their writers
+say that there are some. UCX knows no authentication; it only ever sees staging blocks, and a host of loopback keeps it
+off the network.
 """
 
 from __future__ import annotations
@@ -30,7 +32,12 @@ CALL_EVERY_S = 0.0001
 
 def environment(settings: StagedSettings) -> dict[str, str]:
     """What the library reads from its environment, to be set before it is loaded. Its crash handler would hide ours."""
-    values = {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error", "UCX_HANDLE_ERRORS": "none", "UCX_WARN_UNUSED_ENV_VARS": "n"}
+    values = {
+        "NIXL_LOG_LEVEL": "WARN",
+        "UCX_LOG_LEVEL": "error",
+        "UCX_HANDLE_ERRORS": "none",
+        "UCX_WARN_UNUSED_ENV_VARS": "n",
+    }
     fabric = settings.fabric
     if fabric.devices:
         values["UCX_NET_DEVICES"] = ",".join(device if ":" in device else f"{device}:1" for device in fabric.devices)
@@ -55,7 +62,10 @@ def load_library() -> Any:
                 reasons.append(str(error))
     finally:
         logging.raiseExceptions = keeps
-    raise ConfigError(f"transfer backend nixl needs the package nixl-cu12 ({'; '.join(reasons)}); install pdcluster[nixl] or use --transfer tcp")
+    raise ConfigError(
+        f"transfer backend nixl needs the package nixl-cu12 ({'; '.join(reasons)}); install pdcluster[nixl] or use "
+        "--transfer tcp"
+    )
 
 
 class NixlEngine:
@@ -69,7 +79,9 @@ class NixlEngine:
         bindings = library.nixlBind
         found = [each for each in vars(bindings).values() if isinstance(each, type) and issubclass(each, Exception)]
         self._errors: tuple[type[Exception], ...] = (RuntimeError, *found)
-        settings = library.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], sync_mode=library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
+        settings = library.nixl_agent_config(
+            enable_prog_thread=False, backends=["UCX"], sync_mode=library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        )
         self._dram = bindings.DRAM_SEG
         self._descriptors: Any = bindings.nixlXferDList
         try:
@@ -122,7 +134,9 @@ class NixlEngine:
 
     def grant(self, address: int, nbytes: int) -> bytes:
         with self._lock:
-            return bytes(self._agent.get_partial_agent_metadata(self._registered[address], inc_conn_info=True, backends=["UCX"]))
+            return bytes(
+                self._agent.get_partial_agent_metadata(self._registered[address], inc_conn_info=True, backends=["UCX"])
+            )
 
     # ------------------------------------------------------------ peers
 
@@ -153,7 +167,10 @@ class NixlEngine:
     # ------------------------------------------------------------ writes
 
     def submit(self, far: str, source: int, target: int, nbytes: int) -> int | None:
-        near, there = self._descriptors(self._dram, [(source, nbytes, 0)]), self._descriptors(self._dram, [(target, nbytes, 0)])
+        near, there = (
+            self._descriptors(self._dram, [(source, nbytes, 0)]),
+            self._descriptors(self._dram, [(target, nbytes, 0)]),
+        )
         with self._lock:
             try:
                 handle = self._agent.initialize_xfer("WRITE", near, there, far, backends=["UCX"])
@@ -165,7 +182,9 @@ class NixlEngine:
             try:
                 self._agent.transfer(handle)
             except self._errors as error:
-                LOG.debug("nixl failed a write to %s: %s", far, error)  # part of it may have left: its state is asked for
+                LOG.debug(
+                    "nixl failed a write to %s: %s", far, error
+                )  # part of it may have left: its state is asked for
             return batch
 
     def check(self, batch: int) -> WriteStatus:

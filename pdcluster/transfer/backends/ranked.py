@@ -1,8 +1,9 @@
-"""One medium of a whole node: each of its ranks has an endpoint of its own for it, and every verb goes to the ranks that it is about.
+"""One medium of a whole node: each of its ranks has an endpoint of its own for it, and every verb goes to the ranks
+that it is about.
 
-Rank r holds region first_region + r. A node's advert is that of its one endpoint, or a list of those of its ranks. All ranks of a writer say hello
-as their node's boot, so a permit is the node's; a writer tells the ranks of a reader apart by names that it alone uses. Which rank writes what to
-which is the session's business.
+Rank r holds region first_region + r. A node's advert is that of its one endpoint, or a list of those of its ranks. All
+ranks of a writer say hello as their node's boot, so a permit is the node's; a writer tells the ranks of a reader apart
+by names that it alone uses. Which rank writes what to which is the session's business.
 """
 
 from __future__ import annotations
@@ -13,7 +14,18 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from pdcluster.core.errors import PeerUnreachable
-from pdcluster.transfer.backends.base import DECODE_ERRORS, Arrival, Backend, Fence, Handle, Peer, Permit, Region, Stamp, WriteStatus
+from pdcluster.transfer.backends.base import (
+    DECODE_ERRORS,
+    Arrival,
+    Backend,
+    Fence,
+    Handle,
+    Peer,
+    Permit,
+    Region,
+    Stamp,
+    WriteStatus,
+)
 from pdcluster.transfer.layout.spans import Runs
 
 MAGIC = b"pdcl\0ranks\n"
@@ -68,8 +80,8 @@ class RankedBackend:
         return pack_adverts([end.advert() for end in self._ends])
 
     def connect(self, peer: Peer, advert: bytes) -> None:
-        """Rank 0 connects to rank 0, which always has something for it and says whether the medium reaches that node at all; other pairs when they
-        write, and with the adverts that were given last, those of the write's own ticket."""
+        """Rank 0 connects to rank 0, which always has something for it and says whether the medium reaches that node at
+        all; other pairs when they write, and with the adverts that were given last, those of the write's own ticket."""
         self._adverts[peer] = unpack_adverts(advert)
         self._connect(peer, 0, 0)
 
@@ -79,14 +91,20 @@ class RankedBackend:
     def revoke(self, nonce: int) -> Fence:
         return _of_all([end.revoke(nonce) for end in self._ends])
 
-    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False) -> Handle:
+    def write(
+        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False
+    ) -> Handle:
         rank, target = source_region - self._first_region, target_region - self._first_region
         adverts = self._adverts.get(peer, ())
         if not 0 <= target < len(adverts):
-            raise PeerUnreachable(f"{peer.node} is not connected, or has no rank {target}; it has adverts of {len(adverts)}")
+            raise PeerUnreachable(
+                f"{peer.node} is not connected, or has no rank {target}; it has adverts of {len(adverts)}"
+            )
         if rank or target:
             self._connect(peer, rank, target)
-        handle = self._ends[rank].write(_name_of(peer, target, len(adverts)), source_region, target_region, stamp, runs, digests)
+        handle = self._ends[rank].write(
+            _name_of(peer, target, len(adverts)), source_region, target_region, stamp, runs, digests
+        )
         return Handle(handle * len(self._ends) + rank)
 
     def poll(self, handle: Handle) -> WriteStatus:

@@ -1,8 +1,10 @@
-"""Backend `shm`: both processes on one host. The reader's pool is shared memory (a memfd); the writer maps it and copies straight into the pages.
+"""Backend `shm`: both processes on one host. The reader's pool is shared memory (a memfd); the writer maps it and
+copies straight into the pages.
 
-The memfd travels by SCM_RIGHTS over an abstract unix socket, so nothing is left behind when a process is killed; on the same socket the writer tells
-what it has copied (`shm_notices`). The reader can not check a copy, so there is no fence but the writer process's end, which its pidfd proves. Only
-processes of the same user on the same host get in; those could read each other's memory anyway.
+The memfd travels by SCM_RIGHTS over an abstract unix socket, so nothing is left behind when a process is killed; on the
+same socket the writer tells what it has copied (`shm_notices`). The reader can not check a copy, so there is no fence
+but the writer process's end, which its pidfd proves. Only processes of the same user on the same host get in; those
+could read each other's memory anyway.
 """
 
 from __future__ import annotations
@@ -23,7 +25,16 @@ from typing import NamedTuple
 
 from pdcluster.core.errors import ConfigError, IntegrityError, PeerUnreachable, ProtocolError
 from pdcluster.transfer.backends.base import Arrival, Fence, Handle, Peer, Permit, Region, Stamp, WriteStatus
-from pdcluster.transfer.backends.ledger import Arrivals, Counts, Doorbell, Inbox, Permits, Writes, level_of_end, start_or_release
+from pdcluster.transfer.backends.ledger import (
+    Arrivals,
+    Counts,
+    Doorbell,
+    Inbox,
+    Permits,
+    Writes,
+    level_of_end,
+    start_or_release,
+)
 from pdcluster.transfer.backends.shm_frames import (
     MAX_HELLO_BYTES,
     MAX_NOTICE_BYTES,
@@ -54,13 +65,15 @@ MAX_BARRED = 1024
 UCRED = struct.Struct("3i")
 F_ADD_SEALS, F_SEAL_SHRINK = 1033, 2
 BURST_BYTES, TOLD_BYTES = 16 << 20, 2 << 20
-"""Copied in one go; and when the reader is told, so that it digests at the same time. What is left to digest at the end is one such piece. Of a copy
-that is longer, and not digested, it hears before and after: it looks at where the copy goes while the bytes go there."""
+"""Copied in one go; and when the reader is told, so that it digests at the same time. What is left to digest at the end
+is one such piece. Of a copy that is longer, and not digested, it hears before and after: it looks at where the copy
+goes while the bytes go there."""
 ANYWHERE = (0, MOST_BYTES)
-"""Where a write goes, as long as only its sources are looked at: the reader's memory is not mapped before its connection is there."""
+"""Where a write goes, as long as only its sources are looked at: the reader's memory is not mapped before its
+connection is there."""
 QUIET_WRITES = 3
-"""With more writes than these in the queue (the one that just ended among them), nobody is woken: it would take the GIL from the next copy, and
-nobody waits for room yet."""
+"""With more writes than these in the queue (the one that just ended among them), nobody is woken: it would take the GIL
+from the next copy, and nobody waits for room yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +109,24 @@ class _Write(NamedTuple):
 class _Mover:
     """The thread that copies to one peer; `sock` is connected and its own."""
 
-    def __init__(self, sock: socket.socket, me: Peer, peer: Peer, advert: Advert, settings: ShmSettings, writes: Writes, waits: GilWaits) -> None:
-        self._sock, self._me, self._peer, self.advert, self._settings, self._writes = sock, me, peer, advert, settings, writes
+    def __init__(
+        self,
+        sock: socket.socket,
+        me: Peer,
+        peer: Peer,
+        advert: Advert,
+        settings: ShmSettings,
+        writes: Writes,
+        waits: GilWaits,
+    ) -> None:
+        self._sock, self._me, self._peer, self.advert, self._settings, self._writes = (
+            sock,
+            me,
+            peer,
+            advert,
+            settings,
+            writes,
+        )
         self._waits = waits
         self.inbox: Inbox[_Write] = Inbox()
         """A write stays in it until it was copied."""
@@ -107,9 +136,14 @@ class _Mover:
         start_or_release(self.thread, peer, self._end)
 
     def table_of(self, runs: RunTable, source: Region, region: int, nbytes: int) -> Table | None:
-        """Where the runs read and write; None when one of them is not inside, or the reader's memory is not mapped (yet)."""
+        """Where the runs read and write; None when one of them is not inside, or the reader's memory is not mapped
+        (yet)."""
         mapping = self._maps.get(region)
-        return None if mapping is None else copies_inside(runs, (source.address, source.nbytes), (mapping.address, mapping.nbytes), nbytes)
+        return (
+            None
+            if mapping is None
+            else copies_inside(runs, (source.address, source.nbytes), (mapping.address, mapping.nbytes), nbytes)
+        )
 
     def _run(self) -> None:
         try:
@@ -149,7 +183,9 @@ class _Mover:
             raise ProtocolError(f"{len(shared.regions)} regions came with {len(fds)} descriptors")
         for (region, nbytes), fd in zip(shared.regions, fds, strict=True):
             if not 0 < nbytes <= os.fstat(fd).st_size:
-                raise ProtocolError(f"region {region} is said to have {nbytes} bytes, its memory has {os.fstat(fd).st_size}")
+                raise ProtocolError(
+                    f"region {region} is said to have {nbytes} bytes, its memory has {os.fstat(fd).st_size}"
+                )
             self._maps[region] = MappedMemory(fd, nbytes)
 
     def _serve(self, sock: socket.socket) -> None:
@@ -192,7 +228,12 @@ class _Mover:
                 self._notify(sock, pack_progress(min(begin + burst, nbytes)))
         if not is_told:
             self._notify(sock, pack_notice(Notice(write.stamp, write.region, spans)))
-        self._writes.settle(write.handle, WriteStatus.DONE, payload.digest() if write.digests else None, quietly=len(self.inbox) > QUIET_WRITES)
+        self._writes.settle(
+            write.handle,
+            WriteStatus.DONE,
+            payload.digest() if write.digests else None,
+            quietly=len(self.inbox) > QUIET_WRITES,
+        )
 
     def _notify(self, sock: socket.socket, notice: bytes) -> None:
         deadline = time.monotonic() + self._settings.progress_s
@@ -245,7 +286,8 @@ class ShmBackend:
         """Writers that have our memory; used under the lock."""
         self._epoch = 0
         self._least_epoch: dict[Peer, float] = {}
-        """Boots that were fenced: the oldest advert they may still come with; infinity for a process that has exited. At most MAX_BARRED."""
+        """Boots that were fenced: the oldest advert they may still come with; infinity for a process that has exited.
+        At most MAX_BARRED."""
         self._floor = 0
         """The oldest advert with which anybody else may come."""
         self._closed = False
@@ -259,13 +301,19 @@ class ShmBackend:
 
     def register(self, region: Region) -> None:
         if region.fd is None:
-            raise ConfigError(f"transfer backend shm needs region {region.id} in shared memory (a memfd); use --transfer tcp instead")
+            raise ConfigError(
+                f"transfer backend shm needs region {region.id} in shared memory (a memfd); use --transfer tcp instead"
+            )
         if os.fstat(region.fd).st_size < region.nbytes:
-            raise IntegrityError(f"region {region.id} has {region.nbytes} bytes, its memfd only {os.fstat(region.fd).st_size}")
+            raise IntegrityError(
+                f"region {region.id} has {region.nbytes} bytes, its memfd only {os.fstat(region.fd).st_size}"
+            )
         try:
             fcntl.fcntl(region.fd, F_ADD_SEALS, F_SEAL_SHRINK)
         except PermissionError:
-            LOG.debug("region %d is not sealed against shrinking: its memfd was made without MFD_ALLOW_SEALING", region.id)
+            LOG.debug(
+                "region %d is not sealed against shrinking: its memfd was made without MFD_ALLOW_SEALING", region.id
+            )
         self._regions[region.id] = region
 
     def advert(self) -> bytes:
@@ -296,9 +344,17 @@ class ShmBackend:
         mover = self._movers.get(peer)
         if mover is not None and decoded.epoch < mover.advert.epoch:
             raise PeerUnreachable(f"the ticket of {peer.node} is older than its connection by shared memory")
-        if mover is not None and mover.inbox.failed_at is None and (mover.advert.socket, mover.advert.token) == (decoded.socket, decoded.token):
+        if (
+            mover is not None
+            and mover.inbox.failed_at is None
+            and (mover.advert.socket, mover.advert.token) == (decoded.socket, decoded.token)
+        ):
             return
-        if mover is not None and mover.inbox.failed_at is not None and time.monotonic() - mover.inbox.failed_at < self._settings.retry_s:
+        if (
+            mover is not None
+            and mover.inbox.failed_at is not None
+            and time.monotonic() - mover.inbox.failed_at < self._settings.retry_s
+        ):
             raise PeerUnreachable(f"{peer.node} could not be reached by shared memory a moment ago")
         self._movers[peer] = self._start(peer, decoded)
 
@@ -312,13 +368,17 @@ class ShmBackend:
             raise PeerUnreachable(f"{peer.node} does not accept connections on this host: {error}") from error
         return _Mover(sock, self._me, peer, advert, self._settings, self._writes, self.gil_waits)
 
-    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False) -> Handle:
+    def write(
+        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False
+    ) -> Handle:
         mover, region, rows = self._movers.get(peer), self._regions[source_region], run_table(runs)
         if mover is None:
             raise PeerUnreachable(f"{peer.node} is not connected; call connect first")
         table = mover.table_of(rows, region, target_region, stamp.nbytes)
         if table is None and copies_inside(rows, (region.address, region.nbytes), ANYWHERE, stamp.nbytes) is None:
-            raise IntegrityError(f"a write of {stamp.nbytes} bytes does not add up or reads outside of region {source_region}")
+            raise IntegrityError(
+                f"a write of {stamp.nbytes} bytes does not add up or reads outside of region {source_region}"
+            )
         if mover.inbox.failed_at is not None and time.monotonic() - mover.inbox.failed_at >= self._settings.retry_s:
             mover = self._movers[peer] = self._start(peer, mover.advert)
             table = None  # of the other mover's mapping
@@ -345,9 +405,10 @@ class ShmBackend:
         return Fence.FENCED
 
     def _bar(self, peer: Peer) -> None:
-        """A boot that connects later must not break the proof given here. One that never came may be alive: it is let in with an advert that is
-        newer than every ticket it can hold now. Past MAX_BARRED that holds for every boot that is not connected yet: those barred can be forgotten,
-        as no ticket of theirs is written by a connection with a newer advert than its own (session, R10)."""
+        """A boot that connects later must not break the proof given here. One that never came may be alive: it is let
+        in with an advert that is newer than every ticket it can hold now. Past MAX_BARRED that holds for every boot
+        that is not connected yet: those barred can be forgotten, as no ticket of theirs is written by a connection with
+        a newer advert than its own (session, R10)."""
         was_met = self._met.forget(peer)
         if len(self._least_epoch) >= MAX_BARRED:
             self._epoch += 1

@@ -1,8 +1,8 @@
-"""What backend `shm` says over its unix sockets: the advert, the hello and its answer, and the notices of copies. Formats only; whatever is
-wrong in what a peer sent raises our own errors and nothing else.
+"""What backend `shm` says over its unix sockets: the advert, the hello and its answer, and the notices of copies.
+Formats only; whatever is wrong in what a peer sent raises our own errors and nothing else.
 
-A short copy has one notice, when it is finished. A long one has a notice when it begins and then tells its progress, so that the reader digests
-what is in place while the rest is copied; it is finished when all its bytes are in place.
+A short copy has one notice, when it is finished. A long one has a notice when it begins and then tells its progress, so
+that the reader digests what is in place while the rest is copied; it is finished when all its bytes are in place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from pdcluster.transfer.copying.copy import Payload, reads
 from pdcluster.transfer.layout.runs import SpanTable
 
 NOTICE = struct.Struct("<4sQIIIQ")
-"""magic, nonce, chunk, trial, region, bytes; then the spans written, SPAN_BYTES each, or none where they are too many for one notice."""
+"""magic, nonce, chunk, trial, region, bytes; then the spans written, SPAN_BYTES each, or none where they are too many
+for one notice."""
 SPAN_BYTES = 16
 PROGRESS = struct.Struct("<4sQ")
 """magic, bytes in place of the copy that began last, in the order of its spans."""
@@ -36,7 +37,8 @@ MAX_SOCKET_NAME_BYTES = 107
 
 
 class Advert(msgspec.Struct, frozen=True, array_like=True):
-    """epoch: counts the times when a boot that never came was fenced by refusing what it may still hold, which are adverts of older epochs."""
+    """epoch: counts the times when a boot that never came was fenced by refusing what it may still hold, which are
+    adverts of older epochs."""
 
     socket: bytes
     token: bytes
@@ -70,7 +72,9 @@ def decode_advert(data: bytes) -> Advert:
     except DECODE_ERRORS as error:
         raise PeerUnreachable(f"the peer's advert for shm is not readable: {error}") from error
     if not 0 < len(advert.socket) < MAX_SOCKET_NAME_BYTES or len(advert.token) != TOKEN_BYTES:
-        raise PeerUnreachable(f"the peer's advert for shm names a socket of {len(advert.socket)} and a token of {len(advert.token)} bytes")
+        raise PeerUnreachable(
+            f"the peer's advert for shm names a socket of {len(advert.socket)} and a token of {len(advert.token)} bytes"
+        )
     return advert
 
 
@@ -92,7 +96,8 @@ def _decode(name: str, data: bytes, kind: type[Frame]) -> Frame:
 
 
 class Notice(NamedTuple):
-    """Of a copy that is finished, or has begun. spans: none where they are too many for a notice; never of one that has begun."""
+    """Of a copy that is finished, or has begun. spans: none where they are too many for a notice; never of one that has
+    begun."""
 
     stamp: Stamp
     region: int
@@ -103,7 +108,10 @@ class Notice(NamedTuple):
 def pack_notice(notice: Notice) -> bytes:
     stamp, region, spans, has_begun = notice
     where = spans.pack() if len(spans) <= MAX_NOTICE_SPANS else b""
-    return NOTICE.pack(BEGUN_MAGIC if has_begun else MAGIC, stamp.nonce, stamp.chunk, stamp.trial, region, stamp.nbytes) + where
+    return (
+        NOTICE.pack(BEGUN_MAGIC if has_begun else MAGIC, stamp.nonce, stamp.chunk, stamp.trial, region, stamp.nbytes)
+        + where
+    )
 
 
 def pack_progress(nbytes: int) -> bytes:
@@ -115,7 +123,11 @@ def decode_notice(data: bytes) -> Notice | int:
     if len(data) == PROGRESS.size and data.startswith(PROGRESS_MAGIC):
         return int(PROGRESS.unpack(data)[1])
     spans_bytes = len(data) - NOTICE.size
-    if not 0 <= spans_bytes <= MAX_NOTICE_SPANS * SPAN_BYTES or spans_bytes % SPAN_BYTES or not data.startswith((MAGIC, BEGUN_MAGIC)):
+    if (
+        not 0 <= spans_bytes <= MAX_NOTICE_SPANS * SPAN_BYTES
+        or spans_bytes % SPAN_BYTES
+        or not data.startswith((MAGIC, BEGUN_MAGIC))
+    ):
         raise ProtocolError(f"a notice of {len(data)} bytes")
     _, nonce, chunk, trial, region, nbytes = NOTICE.unpack_from(data)
     spans, has_begun = SpanTable.unpack(memoryview(data)[NOTICE.size :]), data.startswith(BEGUN_MAGIC)
@@ -131,10 +143,11 @@ def decode_notice(data: bytes) -> Notice | int:
 # digested here can not be copied again
 # by this write. It moves nothing and fences nothing.
 
+
 @dataclass(slots=True)
 class _Copy:
-    """One that is under way. permit, payload: None when it is not permitted (any more), and when nobody wants its digest. spans: what it says of
-    where it goes when it arrived."""
+    """One that is under way. permit, payload: None when it is not permitted (any more), and when nobody wants its
+    digest. spans: what it says of where it goes when it arrived."""
 
     notice: Notice
     spans: SpanTable
@@ -158,8 +171,12 @@ class Notices:
             return
         permit = self._permits.find(peer, notice.stamp.nonce, notice.region, notice.spans)
         is_digested = permit is not None and permit.digests and len(notice.spans) > 0
-        payload = Payload(reads(notice.spans, self._regions[notice.region].address), digests=True) if is_digested else None
-        spans = notice.spans.joined() if is_digested and notice.has_begun else notice.spans  # for whoever compares them, while bytes travel
+        payload = (
+            Payload(reads(notice.spans, self._regions[notice.region].address), digests=True) if is_digested else None
+        )
+        spans = (
+            notice.spans.joined() if is_digested and notice.has_begun else notice.spans
+        )  # for whoever compares them, while bytes travel
         self._copy = _Copy(notice, spans, permit, payload)
         if not notice.has_begun:
             self._go_on(notice.stamp.nbytes)

@@ -17,8 +17,8 @@ MADV_POPULATE_WRITE = 23
 
 
 class MappedMemory:
-    """A reader's region, mapped here. Its memory exists already; `populate` enters it into our page table many pages at a time, which the copy
-    would otherwise do one fault per page."""
+    """A reader's region, mapped here. Its memory exists already; `populate` enters it into our page table many pages at
+    a time, which the copy would otherwise do one fault per page."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self._memory = mmap.mmap(fd, nbytes)
@@ -82,8 +82,8 @@ class Processes:
         self._pidfds: dict[Peer, dict[int, int]] = {}
 
     def meet(self, peer: Peer, pid: int, sock: socket.socket) -> None:
-        """`peer` connected by `sock` from process `pid`. Processes of any boot that have exited are let go here: a node that outlives many
-        boots of its neighbours must not collect their descriptors."""
+        """`peer` connected by `sock` from process `pid`. Processes of any boot that have exited are let go here: a node
+        that outlives many boots of its neighbours must not collect their descriptors."""
         self._let_go()
         pidfds = self._pidfds.setdefault(peer, {})
         if pid not in pidfds:

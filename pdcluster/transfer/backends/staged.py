@@ -1,12 +1,13 @@
-"""A backend over a transfer library that cannot cancel a write (Mooncake, NIXL): through staging blocks, at least at the reader.
+"""A backend over a transfer library that cannot cancel a write (Mooncake, NIXL): through staging blocks, at least at
+the reader.
 
-A write whose outcome such a library does not know may still land later. So it never writes the KV pool: per connection the reader owns a ring of
-large blocks. A piece of a write goes
-    pages → (engine) ring block i → (notice on our own link; permit checked) → (copy) pages,
-or, where it has many short runs or the library wants its sources registered, first through a staging block of the writer (`staged_pieces`).
-A piece whose engine write failed or has no known outcome gets no notice, so it can not reach the pages, and block i is not used again on this
-connection. For the session that is FAILED, as soon as the library has said that it reads none of the write's pages any more (`staged_reads`).
-What the session digests at the reader is the copy in the pages.
+A write whose outcome such a library does not know may still land later. So it never writes the KV pool: per connection
+the reader owns a ring of large blocks. A piece of a write goes pages → (engine) ring block i → (notice on our own link;
+permit checked) → (copy) pages, or, where it has many short runs or the library wants its sources registered, first
+through a staging block of the writer (`staged_pieces`). A piece whose engine write failed or has no known outcome gets
+no notice, so it can not reach the pages, and block i is not used again on this connection. For the session that is
+FAILED, as soon as the library has said that it reads none of the write's pages any more (`staged_reads`). What the
+session digests at the reader is the copy in the pages.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class _Landing:
 class StagedBackend:
     """See module. Public methods belong to one thread; pumps, listener and receivers have threads of their own."""
 
-    def __init__(self, me: Peer, name: str, engine: Engine, settings: StagedSettings, *, owns_engine: bool = True) -> None:
+    def __init__(
+        self, me: Peer, name: str, engine: Engine, settings: StagedSettings, *, owns_engine: bool = True
+    ) -> None:
         """owns_engine: close it at `shutdown`; False when the caller shares it."""
         self.name = name
         self._me = me
@@ -136,13 +139,22 @@ class StagedBackend:
         self._pumps[peer] = self._start(peer, pump.advert)
         return self._pumps[peer]
 
-    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False) -> Handle:
+    def write(
+        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False
+    ) -> Handle:
         pump, region = self._pumps.get(peer), self._regions[source_region]
         if pump is None:
             raise PeerUnreachable(f"{peer.node} is not connected; call connect first")
         table = run_table(runs)
-        if len(table) > MAX_RUNS or not 0 < stamp.nbytes <= MAX_WRITE_BYTES or not table.sources.add_up_to(stamp.nbytes):
-            raise IntegrityError(f"a write has {len(table)} runs and {stamp.nbytes} bytes; at most {MAX_RUNS} and {MAX_WRITE_BYTES}, adding up")
+        if (
+            len(table) > MAX_RUNS
+            or not 0 < stamp.nbytes <= MAX_WRITE_BYTES
+            or not table.sources.add_up_to(stamp.nbytes)
+        ):
+            raise IntegrityError(
+                f"a write has {len(table)} runs and {stamp.nbytes} bytes; at most {MAX_RUNS} and {MAX_WRITE_BYTES}, "
+                "adding up"
+            )
         if not table.sources.are_inside(region.nbytes):
             raise IntegrityError(f"a write reads outside of region {source_region} ({region.nbytes} bytes)")
         pump = self._living(peer, pump)
@@ -167,17 +179,26 @@ class StagedBackend:
         finally:
             ring.retire()
 
-    def _receive(self, link: Link, ring: Blocks, landed: OrderedDict[tuple[int, int, int], _Landing]) -> tuple[int, bool]:
+    def _receive(
+        self, link: Link, ring: Blocks, landed: OrderedDict[tuple[int, int, int], _Landing]
+    ) -> tuple[int, bool]:
         """One notice: check it, copy its piece to the pages. landed: unfinished writes so far."""
         head = self._next_notice(link)
         magic, block, num_runs, nonce, chunk, trial, region_id, nbytes, total = NOTICE.unpack(head)
-        if magic != NOTICE_MAGIC or block >= self._settings.blocks or not 0 < num_runs <= MAX_RUNS or not 0 < total <= MAX_WRITE_BYTES:
+        if (
+            magic != NOTICE_MAGIC
+            or block >= self._settings.blocks
+            or not 0 < num_runs <= MAX_RUNS
+            or not 0 < total <= MAX_WRITE_BYTES
+        ):
             raise ProtocolError(f"a notice for block {block} with {num_runs} runs of {total} bytes")
         table = link.receive(num_runs * RUN_BYTES)
         link.receive_seal(head, table)
         spans = SpanTable.unpack(table)
         if not 0 < nbytes <= min(ring.block_bytes, total) or not spans.add_up_to(nbytes):
-            raise ProtocolError(f"a notice of {nbytes} bytes in blocks of {ring.block_bytes}, or its runs do not add up")
+            raise ProtocolError(
+                f"a notice of {nbytes} bytes in blocks of {ring.block_bytes}, or its runs do not add up"
+            )
         region = self._regions.get(region_id)
         if region is None or not spans.are_inside(region.nbytes):
             self._counts.add("outside_region")
@@ -186,7 +207,9 @@ class StagedBackend:
         if permit is None:
             return block, False
         stamp = Stamp(nonce, chunk, trial, total)
-        landing = landed.setdefault((nonce, chunk, trial), _Landing(Payload(table_of(()), digests=permit.digests, of_copy=True)))
+        landing = landed.setdefault(
+            (nonce, chunk, trial), _Landing(Payload(table_of(()), digests=permit.digests, of_copy=True))
+        )
         if not self._copy(link, permit, landing, region, ring.at(block), spans):
             return block, False
         self._count(stamp, landing, permit, landed)
@@ -200,7 +223,9 @@ class StagedBackend:
             link.receive_seal(head)
             self._engine.expect()
 
-    def _copy(self, link: Link, permit: Permit, landing: _Landing, region: Region, source: int, spans: SpanTable) -> bool:
+    def _copy(
+        self, link: Link, permit: Permit, landing: _Landing, region: Region, source: int, spans: SpanTable
+    ) -> bool:
         nbytes = int(spans.rows[:, 1].sum())
         landing.payload.extend(packed(spans, region.address, source))
         with link.lock:
@@ -212,10 +237,14 @@ class StagedBackend:
         landing.spans.append(spans)
         return True
 
-    def _count(self, stamp: Stamp, landing: _Landing, permit: Permit, landed: OrderedDict[tuple[int, int, int], _Landing]) -> None:
+    def _count(
+        self, stamp: Stamp, landing: _Landing, permit: Permit, landed: OrderedDict[tuple[int, int, int], _Landing]
+    ) -> None:
         if landing.nbytes >= stamp.nbytes:
             del landed[stamp.nonce, stamp.chunk, stamp.trial]
-            self._arrivals.add(stamp, landing.payload.digest() if permit.digests else None, chained(landing.spans), permit.region)
+            self._arrivals.add(
+                stamp, landing.payload.digest() if permit.digests else None, chained(landing.spans), permit.region
+            )
         elif len(landed) > MAX_UNFINISHED:
             landed.popitem(last=False)  # of a writer that gave up; if not, its chunk is asked for again
 

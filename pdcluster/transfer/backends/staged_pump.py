@@ -1,4 +1,5 @@
-"""The writing half of a staged backend (`staged`): the thread that moves writes to one peer, piece by piece, through the library and our own link."""
+"""The writing half of a staged backend (`staged`): the thread that moves writes to one peer, piece by piece, through
+the library and our own link."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ ENDED = frozenset({WriteStatus.DONE, WriteStatus.LOST})
 
 @dataclass(slots=True)
 class _Held:
-    """answer: what the write comes to when nothing reads its source any more; None: its pump still has some of it. has_failed: the library raised an
-    error when it was asked."""
+    """answer: what the write comes to when nothing reads its source any more; None: its pump still has some of it.
+    has_failed: the library raised an error when it was asked."""
 
     since: float
     batches: list[int] = field(default_factory=list)
@@ -63,9 +64,12 @@ class _Held:
 
 
 class SourceReads:
-    """Any thread. A batch given to `keep` is asked for here and nowhere else: the library forgets it with its last word."""
+    """Any thread. A batch given to `keep` is asked for here and nowhere else: the library forgets it with its last
+    word."""
 
-    def __init__(self, engine: Engine, writes: Writes, unknown_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, engine: Engine, writes: Writes, unknown_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._engine, self._writes, self._unknown_s, self._clock = engine, writes, unknown_s, clock
         self._lock = threading.Lock()
         self._held: dict[Handle, _Held] = {}
@@ -109,7 +113,11 @@ class SourceReads:
             return self._engine.check(batch) in ENDED
         except Exception as error:
             if not held.has_failed:
-                LOG.warning("the transfer library does not say what became of a write, whose source pages stay as they are until it does: %s", error)
+                LOG.warning(
+                    "the transfer library does not say what became of a write, whose source pages stay as they are "
+                    "until it does: %s",
+                    error,
+                )
             held.has_failed = True
             return False
 
@@ -124,7 +132,8 @@ class SourceReads:
             self._writes.settle(handle, WriteStatus.UNKNOWN)
 
     def end(self) -> None:
-        """The library was closed: its threads have ended, and nothing reads any source any more. Nobody gives it work now."""
+        """The library was closed: its threads have ended, and nothing reads any source any more. Nobody gives it work
+        now."""
         with self._lock:
             for handle, held in list(self._held.items()):
                 held.batches.clear()
@@ -168,7 +177,8 @@ class Waiter:
         self._time = _Time()
 
     def wait(self, timeout_s: float | None, wanted: tuple[bool, ...] | None = None) -> tuple[bool, ...]:
-        """Which of them are ready; None: without a deadline. wanted: those whose news is not to end the wait are False."""
+        """Which of them are ready; None: without a deadline. wanted: those whose news is not to end the wait are
+        False."""
         until = None
         if timeout_s is not None:
             self._time.seconds, self._time.nanoseconds = divmod(int(timeout_s * 1e9), 1_000_000_000)
@@ -226,8 +236,8 @@ class Write:
 
 @dataclass(slots=True)
 class Flying:
-    """A piece in a block of the ring. staging: where it was gathered; None: it is read from its pages. batches: those of its entries that the library
-    has; is_whole: none of them failed so far."""
+    """A piece in a block of the ring. staging: where it was gathered; None: it is read from its pages. batches: those
+    of its entries that the library has; is_whole: none of them failed so far."""
 
     write: Write
     piece: Piece
@@ -242,13 +252,23 @@ class Flying:
 class Pump:
     """The thread that writes to one peer, over one link and one pair of rings."""
 
-    def __init__(self, name: str, me: Peer, peer: Peer, advert: Advert, settings: StagedSettings, engine: Engine, reads: SourceReads) -> None:
+    def __init__(
+        self,
+        name: str,
+        me: Peer,
+        peer: Peer,
+        advert: Advert,
+        settings: StagedSettings,
+        engine: Engine,
+        reads: SourceReads,
+    ) -> None:
         self._name, self._me, self._peer, self.advert = name, me, peer, advert
         self._settings, self._engine, self._reads = settings, engine, reads
         self.inbox: Inbox[Write] = Inbox()
         """A write stays in it until its last piece was begun."""
         self._free: list[int] = []
-        """Blocks of the ring; `_free_staging`: blocks of ours. What was used last goes first, as it is in the caches."""
+        """Blocks of the ring; `_free_staging`: blocks of ours. What was used last goes first, as it is in the
+        caches."""
         self._free_staging: list[int] = []
         self._engine_has: dict[int, Flying] = {}
         self._reader_has: dict[int, Flying] = {}
@@ -263,7 +283,13 @@ class Pump:
         staging: Blocks | None = None
         far: str | None = None
         try:
-            link = connect(self._me, self._peer, self.advert, connect_s=self._settings.connect_s, progress_s=self._settings.progress_s)
+            link = connect(
+                self._me,
+                self._peer,
+                self.advert,
+                connect_s=self._settings.connect_s,
+                progress_s=self._settings.progress_s,
+            )
             grant = read_grant(link)
             far = self._engine.meet(grant.engine)
             staging = Blocks(self._engine, grant.blocks, grant.block_bytes)
@@ -271,14 +297,21 @@ class Pump:
             self._serve(link, grant, far, staging)
         except (OSError, ProtocolError) as error:
             is_at_work = self.inbox, self._engine_has, self._reader_has
-            LOG.log(level_of_end(error, *is_at_work), "the transfer to %s by %s is over: %s", self._peer.node, self._name, error)
+            LOG.log(
+                level_of_end(error, *is_at_work),
+                "the transfer to %s by %s is over: %s",
+                self._peer.node,
+                self._name,
+                error,
+            )
         except Exception:
             LOG.exception("the transfer thread to %s by %s failed", self._peer.node, self._name)
         finally:
             self._end(link, staging, far)
 
     def _end(self, link: Link | None, staging: Blocks | None, far: str | None) -> None:
-        """All of it, last given first, whatever of it fails: an error of the library in giving its things back leaves no write without an answer."""
+        """All of it, last given first, whatever of it fails: an error of the library in giving its things back leaves
+        no write without an answer."""
         try:
             with ExitStack() as steps:
                 if far is not None:
@@ -313,15 +346,17 @@ class Pump:
             self._check_engine(link)
             self._take_answers(answers)
             if not (self._free or self._engine_has or self._reader_has):
-                raise ConnectionAbortedError("every staging block has a write of unknown outcome; a new connection gets new ones")
+                raise ConnectionAbortedError(
+                    "every staging block has a write of unknown outcome; a new connection gets new ones"
+                )
             if self._reader_has and time.monotonic() - self._progress > self._settings.progress_s:
                 raise TimeoutError(f"no answer for {self._settings.progress_s} s")
             if not self._can_start():
                 self._wait(waiter)
 
     def _wait(self, waiter: Waiter) -> None:
-        """While the library has work, an answer of the reader is worth waking up for only if its block is needed, and the doorbell only if there is
-        nothing to do after that work."""
+        """While the library has work, an answer of the reader is worth waking up for only if its block is needed, and
+        the doorbell only if there is nothing to do after that work."""
         is_idle = not self._engine_has
         _, was_rung = waiter.wait(self._timeout_s(), (is_idle or not self._free, is_idle or not self.inbox))
         if was_rung:
@@ -336,8 +371,8 @@ class Pump:
         return self._pace.next_look_s(time.monotonic() - oldest.submitted, oldest.with_engine)
 
     def _can_start(self) -> bool:
-        """Not more with the engine than keep it busy: it moves all that it has at the same time, so that none would be there for the reader to copy
-        before all are."""
+        """Not more with the engine than keep it busy: it moves all that it has at the same time, so that none would be
+        there for the reader to copy before all are."""
         return bool(self._free and self.inbox) and len(self._engine_has) < self._settings.flying
 
     def _start_piece(self, grant: Grant, far: str, staging: Blocks) -> None:
@@ -346,7 +381,9 @@ class Pump:
             return
         write = self.inbox.first()
         if write.pieces is None:
-            write.pieces = cut(write.runs, write.source.address, grant.block_bytes, may_be_straight=self._engine.reads_anywhere)
+            write.pieces = cut(
+                write.runs, write.source.address, grant.block_bytes, may_be_straight=self._engine.reads_anywhere
+            )
         piece = write.pieces.popleft()
         if not write.pieces:
             self.inbox.take()
@@ -356,7 +393,10 @@ class Pump:
         block, own = self._free.pop(), None if piece.is_straight else self._free_staging.pop()
         with_engine = piece.nbytes + sum(each.piece.nbytes for each in self._engine_has.values())
         flying = Flying(write, piece, own, [], with_engine=with_engine)
-        self._engine_has[block] = flying  # from now on, so that no error in between leaves a write without an answer or the library with its pages
+        self._engine_has[block] = (
+            # from now on, so that no error in between leaves a write without an answer or the library with its pages
+            flying
+        )
         write.unanswered += 1
         entries = self._read(write, piece) if own is None else self._gather(write, piece, staging.at(own))
         self._submit(flying, far, grant.address + block * grant.block_bytes, entries)
@@ -414,7 +454,8 @@ class Pump:
                 self._failed(flying)
 
     def _look(self, flying: Flying) -> WriteStatus:
-        """DONE: all of it landed. UNKNOWN: it did not, or nobody knows, and what the library did not end is left in `batches`."""
+        """DONE: all of it landed. UNKNOWN: it did not, or nobody knows, and what the library did not end is left in
+        `batches`."""
         while flying.batches:
             status = self._engine.check(flying.batches[0])
             if status is WriteStatus.PENDING and time.monotonic() - flying.submitted < self._settings.unknown_s:
@@ -433,14 +474,29 @@ class Pump:
 
     def _failed(self, flying: Flying) -> None:
         """Its block does not become free: the engine may still write it. Nor does its staging block."""
-        LOG.warning("%s does not know what became of %d bytes to %s; a block is retired", self._name, flying.piece.nbytes, self._peer.node)
+        LOG.warning(
+            "%s does not know what became of %d bytes to %s; a block is retired",
+            self._name,
+            flying.piece.nbytes,
+            self._peer.node,
+        )
         self._let_go(flying)
         self._answered(flying, copied=False)
 
     def _notify(self, link: Link, block: int, flying: Flying) -> None:
         write, piece = flying.write, flying.piece
         stamp = write.stamp
-        header = NOTICE.pack(NOTICE_MAGIC, block, piece.num_targets, stamp.nonce, stamp.chunk, stamp.trial, write.region, piece.nbytes, stamp.nbytes)
+        header = NOTICE.pack(
+            NOTICE_MAGIC,
+            block,
+            piece.num_targets,
+            stamp.nonce,
+            stamp.chunk,
+            stamp.trial,
+            write.region,
+            piece.nbytes,
+            stamp.nbytes,
+        )
         write.noticed += 1
         if not self._reader_has:
             self._progress = time.monotonic()

@@ -1,4 +1,5 @@
-"""What a staged backend (`staged`) asks of a transfer library, and the memory that such a library may write: never the KV pool, only these blocks."""
+"""What a staged backend (`staged`) asks of a transfer library, and the memory that such a library may write: never the
+KV pool, only these blocks."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from pdcluster.transfer.layout.runs import RunTable
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """RDMA hardware that the user named, passed through to the library. devices: such as mlx5_0 or mlx5_0:1; none: no RDMA. rails: over how many
-    of them one write may be spread. Not run on hardware."""
+    """RDMA hardware that the user named, passed through to the library. devices: such as mlx5_0 or mlx5_0:1; none: no
+    RDMA. rails: over how many of them one write may be spread. Not run on hardware."""
 
     devices: tuple[str, ...] = ()
     gid_index: int | None = None
@@ -32,8 +33,9 @@ class Fabric:
 
 @dataclass(frozen=True, slots=True)
 class StagedSettings:
-    """block_bytes, blocks: shape of each ring. flying: of its blocks, most that the library has under way for a peer. unknown_s: engine writes
-    without an answer for so long count as unknown. awake_s: how often a reader is told that a write to it is under way, if its engine needs that."""
+    """block_bytes, blocks: shape of each ring. flying: of its blocks, most that the library has under way for a peer.
+    unknown_s: engine writes without an answer for so long count as unknown. awake_s: how often a reader is told that a
+    write to it is under way, if its engine needs that."""
 
     host: str = "127.0.0.1"
     block_bytes: int = 4 << 20
@@ -48,13 +50,15 @@ class StagedSettings:
 
 
 class Engine(Protocol):
-    """One instance of the library, shared by all connections of a backend; every method may be called from any thread. Errors are OSErrors."""
+    """One instance of the library, shared by all connections of a backend; every method may be called from any thread.
+    Errors are OSErrors."""
 
     needs_calls: bool
     """Writes to this process go on only while it calls the library, so that the other end must say when (`expect`)."""
     reads_anywhere: bool
-    """It sends from memory that nobody registered, as sockets can, so that a write need not be gathered in staging, and it is to be asked for a write
-    until it says that it ended. Memory is not registered for that: whoever is registered may be written, too."""
+    """It sends from memory that nobody registered, as sockets can, so that a write need not be gathered in staging, and
+    it is to be asked for a write until it says that it ended. Memory is not registered for that: whoever is registered
+    may be written, too."""
 
     def register(self, address: int, nbytes: int) -> None:
         """Make memory known to the library. It stays mapped for the life of the process."""
@@ -75,8 +79,8 @@ class Engine(Protocol):
         """Start a write; its id, or None when it was refused and nothing was sent."""
 
     def check(self, batch: int) -> WriteStatus:
-        """PENDING, DONE, LOST (it ended and reads its source no more, but may still land) or UNKNOWN. An id is not used again after DONE and LOST;
-        after UNKNOWN only if the engine `reads_anywhere`."""
+        """PENDING, DONE, LOST (it ended and reads its source no more, but may still land) or UNKNOWN. An id is not used
+        again after DONE and LOST; after UNKNOWN only if the engine `reads_anywhere`."""
 
     def expect(self) -> None:
         """A peer says that a write of its to this process is under way."""
@@ -86,8 +90,8 @@ class Engine(Protocol):
 
 
 class Blocks:
-    """Registered staging memory of one connection. Retired blocks stay mapped, because the library may touch them after it gave up; their memory
-    is given back to the system."""
+    """Registered staging memory of one connection. Retired blocks stay mapped, because the library may touch them after
+    it gave up; their memory is given back to the system."""
 
     _retired: list[mmap.mmap] = []  # noqa: RUF012  mapped for the life of the process
 
@@ -112,8 +116,8 @@ class Blocks:
 # to them. Formats only.
 
 NOTICE = struct.Struct("<4sIIQIIIQQ")
-"""magic, block, num_runs, nonce, chunk, trial, region, bytes of this piece, bytes of the whole write; then num_runs × (offset, bytes) and the seal of
-all."""
+"""magic, block, num_runs, nonce, chunk, trial, region, bytes of this piece, bytes of the whole write; then num_runs ×
+(offset, bytes) and the seal of all."""
 RUN_BYTES = 16
 ANSWER = struct.Struct("<4sIB")
 """magic, block, whether the piece was copied to its pages."""
@@ -129,8 +133,8 @@ MAX_WRITE_BYTES = 1 << 30
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
-    """The reader's ring for one connection. The engine wants an address; it checks it against the registered ring, and nothing else is registered.
-    engine: what its engine wants of ours to be met."""
+    """The reader's ring for one connection. The engine wants an address; it checks it against the registered ring, and
+    nothing else is registered. engine: what its engine wants of ours to be met."""
 
     engine: bytes
     address: int
@@ -149,7 +153,11 @@ def read_grant(link: Link) -> Grant:
         grant = msgspec.msgpack.decode(body, type=Grant)
     except DECODE_ERRORS as error:
         raise ProtocolError(f"the grant is not readable: {error}") from error
-    if not (0 < grant.blocks <= MAX_BLOCKS and 4096 <= grant.block_bytes <= 64 << 20 and grant.blocks * grant.block_bytes <= MAX_RING_BYTES):
+    if not (
+        0 < grant.blocks <= MAX_BLOCKS
+        and 4096 <= grant.block_bytes <= 64 << 20
+        and grant.blocks * grant.block_bytes <= MAX_RING_BYTES
+    ):
         raise ProtocolError(f"a ring of {grant.blocks} blocks of {grant.block_bytes} bytes")
     return grant
 
@@ -163,17 +171,18 @@ def read_grant(link: Link) -> Grant:
 # the library time of its own.
 
 ENTRY_BYTES = 1 << 20
-"""Least that an entry of a piece holds on average if the piece has several. Mooncake over TCP took for 64 MiB, on a busy machine, least of 6 rounds,
-40 ms of the writer's core by entries of 4 MiB, 46 by 1 MiB, 58 by 512 KiB, 78 by 256 KiB and 101 by 128 KiB: some 0.1 ms for each entry. Gathering
-takes 4 to 9 for all of them, and sending is cheaper after it, as the block is in the caches. So short runs are worth gathering up to 1 MiB."""
+"""Least that an entry of a piece holds on average if the piece has several. Mooncake over TCP took for 64 MiB, on a
+busy machine, least of 6 rounds, 40 ms of the writer's core by entries of 4 MiB, 46 by 1 MiB, 58 by 512 KiB, 78 by 256
+KiB and 101 by 128 KiB: some 0.1 ms for each entry. Gathering takes 4 to 9 for all of them, and sending is cheaper after
+it, as the block is in the caches. So short runs are worth gathering up to 1 MiB."""
 
 Words = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """rows: of its runs, where in the block they begin (gathered) or 0, where in memory they lie, and bytes. targets: its spans at the reader, as a
-    notice says them. is_straight: each row is an entry of its own for the library."""
+    """rows: of its runs, where in the block they begin (gathered) or 0, where in memory they lie, and bytes. targets:
+    its spans at the reader, as a notice says them. is_straight: each row is an entry of its own for the library."""
 
     nbytes: int
     num_targets: int
@@ -199,15 +208,22 @@ class Piece:
 
 
 def cut(runs: RunTable, address: int, block_bytes: int, *, may_be_straight: bool) -> deque[Piece]:
-    """The pieces of these runs, whose sources lie in the memory at this address, in order; all but the last fill a block."""
+    """The pieces of these runs, whose sources lie in the memory at this address, in order; all but the last fill a
+    block."""
     rows, firsts = runs.cut(block_bytes)
     ends = np.append(firsts[1:], len(rows))
     lengths, sources = rows[:, 2], rows[:, 0] + address
     begins = np.ones(len(rows), dtype=np.bool_)
     np.not_equal(sources[1:], sources[:-1] + lengths[:-1], out=begins[1:])
     begins[firsts] = True
-    targets, table = rows[:, 1:].astype("<i8").tobytes(), np.column_stack([_in_blocks(lengths, block_bytes), sources, lengths])
-    sizes, entries = np.add.reduceat(lengths, firsts).tolist(), np.add.reduceat(begins.astype(np.int64), firsts).tolist()
+    targets, table = (
+        rows[:, 1:].astype("<i8").tobytes(),
+        np.column_stack([_in_blocks(lengths, block_bytes), sources, lengths]),
+    )
+    sizes, entries = (
+        np.add.reduceat(lengths, firsts).tolist(),
+        np.add.reduceat(begins.astype(np.int64), firsts).tolist(),
+    )
     pieces: deque[Piece] = deque()
     for first, end, nbytes, count in zip(firsts.tolist(), ends.tolist(), sizes, entries, strict=True):
         is_straight = may_be_straight and count <= max(1, nbytes // ENTRY_BYTES)

@@ -1,9 +1,11 @@
-"""Backend `tcp`: scatter/gather sockets straight from the writer's pages into the reader's, over a few lanes per peer. Also the reference.
+"""Backend `tcp`: scatter/gather sockets straight from the writer's pages into the reader's, over a few lanes per peer.
+Also the reference.
 
-Frame of a write, little endian: FRAME header, num_runs × (offset, bytes), seal of these, payload in run order. It is answered by ACK when its
-payload is in memory (landed) or was discarded (no permit). The reader checks a frame against its permits before a byte of payload goes into memory,
-and again before every burst, so a revoke takes effect in the middle of a frame. Small runs go through a block that stays in the cache (`packing`).
-A write is LOST when its connection ends before its answer.
+Frame of a write, little endian: FRAME header, num_runs × (offset, bytes), seal of these, payload in run order. It is
+answered by ACK when its payload is in memory (landed) or was discarded (no permit). The reader checks a frame against
+its permits before a byte of payload goes into memory, and again before every burst, so a revoke takes effect in the
+middle of a frame. Small runs go through a block that stays in the cache (`packing`). A write is LOST when its
+connection ends before its answer.
 """
 
 from __future__ import annotations
@@ -22,8 +24,28 @@ import numpy as np
 
 from pdcluster.core.errors import IntegrityError, PeerUnreachable, ProtocolError
 from pdcluster.transfer.backends.base import Arrival, Fence, Handle, Peer, Permit, Region, Stamp, WriteStatus
-from pdcluster.transfer.backends.ledger import Arrivals, Counts, Doorbell, Permits, Writes, level_of_end, memory_of, start_or_release
-from pdcluster.transfer.backends.tcp_links import BURST_BYTES, SEND_BYTES, Advert, Answers, Cursor, Link, Listener, connect, decode_advert, sealed
+from pdcluster.transfer.backends.ledger import (
+    Arrivals,
+    Counts,
+    Doorbell,
+    Permits,
+    Writes,
+    level_of_end,
+    memory_of,
+    start_or_release,
+)
+from pdcluster.transfer.backends.tcp_links import (
+    BURST_BYTES,
+    SEND_BYTES,
+    Advert,
+    Answers,
+    Cursor,
+    Link,
+    Listener,
+    connect,
+    decode_advert,
+    sealed,
+)
 from pdcluster.transfer.copying.copy import GilWaits, Payload, native, packed, packing, reads, table_of
 from pdcluster.transfer.layout.runs import RunTable, SpanTable, run_table
 from pdcluster.transfer.layout.spans import Runs
@@ -41,7 +63,8 @@ SCATTERED_BYTES = 32 << 10
 
 
 def straight(spans: SpanTable) -> SpanTable | None:
-    """The spans joined, to be handed to the kernel as they lie; None where even joined they are so short that a block of them costs less."""
+    """The spans joined, to be handed to the kernel as they lie; None where even joined they are so short that a block
+    of them costs less."""
     joined = spans.joined()
     return None if joined.nbytes < len(joined) * SCATTERED_BYTES else joined
 
@@ -56,8 +79,8 @@ class Block:
 
 
 class Packer:
-    """The payload of a write to be sent, with the surface of `links.Cursor`: block after block of its runs. `block` is used by one write at a time.
-    The payload digests what it packs."""
+    """The payload of a write to be sent, with the surface of `links.Cursor`: block after block of its runs. `block` is
+    used by one write at a time. The payload digests what it packs."""
 
     def __init__(self, runs: RunTable, source: int, payload: Payload, block: Block) -> None:
         self._source, self._payload, self._block = source, payload, block
@@ -84,7 +107,8 @@ class Packer:
 
 
 class Unpacker:
-    """A write that is received: `next_view` is to be filled with what comes next, `put` copies it to its places and digests it."""
+    """A write that is received: `next_view` is to be filled with what comes next, `put` copies it to its places and
+    digests it."""
 
     def __init__(self, spans: SpanTable, address: int, block: Block, *, digests: bool) -> None:
         self._address, self._block = address, block
@@ -116,14 +140,16 @@ WRITE_MAGIC, ACK_MAGIC = b"KVw1", b"KVa1"
 MAX_RUNS = 65536
 MAX_WRITE_BYTES = 1 << 30
 DIGEST_BYTES = 512 << 10
-"""Sent or received, then digested: still in the cache, which the kernel's copy filled. A sender that digested first would wait for memory, and the
-receiver for the sender. A write's source is pinned until its answer, which the same thread takes after its digest; would it change all the same,
-in between, the digests of both ends would differ, as they would in the other order."""
+"""Sent or received, then digested: still in the cache, which the kernel's copy filled. A sender that digested first
+would wait for memory, and the receiver for the sender. A write's source is pinned until its answer, which the same
+thread takes after its digest; would it change all the same, in between, the digests of both ends would differ, as they
+would in the other order."""
 
 
 @dataclass(frozen=True, slots=True)
 class TcpSettings:
-    """progress_s: a connection on which nothing moves for so long while something should is ended. retry_s: pause after a failed connect."""
+    """progress_s: a connection on which nothing moves for so long while something should is ended. retry_s: pause after
+    a failed connect."""
 
     host: str = "127.0.0.1"
     lanes: int = 2
@@ -134,7 +160,8 @@ class TcpSettings:
 
 @dataclass(slots=True)
 class _Body:
-    """Of a write. payload: digested as far as it was sent, in bursts that are still in the cache; None: a Packer does it by itself."""
+    """Of a write. payload: digested as far as it was sent, in bursts that are still in the cache; None: a Packer does
+    it by itself."""
 
     cursor: Cursor | Packer
     payload: Payload | None
@@ -227,7 +254,13 @@ class _Lane:
     def _run(self) -> None:
         link: Link | None = None
         try:
-            link = connect(self._me, self._peer, self._advert, connect_s=self._settings.connect_s, progress_s=self._settings.progress_s)
+            link = connect(
+                self._me,
+                self._peer,
+                self._advert,
+                connect_s=self._settings.connect_s,
+                progress_s=self._settings.progress_s,
+            )
             self._serve(link)
         except (OSError, ProtocolError) as error:
             level = level_of_end(error, self._waiting, self._sending, self._unanswered)
@@ -375,7 +408,9 @@ class TcpBackend:
         failures = [lane.failed_at for lane in remote.lanes if lane.failed_at is not None]
         living = [lane for lane in remote.lanes if lane.failed_at is None]
         if not living and failures and time.monotonic() - max(failures) < self._settings.retry_s:
-            raise PeerUnreachable(f"{peer.node} could not be reached at {remote.advert.host}:{remote.advert.port} a moment ago")
+            raise PeerUnreachable(
+                f"{peer.node} could not be reached at {remote.advert.host}:{remote.advert.port} a moment ago"
+            )
         remote.lanes = living
         best = min(living, key=lambda lane: lane.queued_bytes, default=None)
         if best is None or (best.queued_bytes and len(living) < self._settings.lanes):
@@ -383,20 +418,31 @@ class TcpBackend:
             remote.lanes.append(best)
         return best
 
-    def write(self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False) -> Handle:
+    def write(
+        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False
+    ) -> Handle:
         remote = self._remotes.get(peer)
         if remote is None:
             raise PeerUnreachable(f"{peer.node} is not connected; call connect first")
         region, table = self._regions[source_region], run_table(runs)
-        if len(table) > MAX_RUNS or not 0 < stamp.nbytes <= MAX_WRITE_BYTES or not table.sources.add_up_to(stamp.nbytes):
-            raise IntegrityError(f"a write has {len(table)} runs and {stamp.nbytes} bytes; at most {MAX_RUNS} and {MAX_WRITE_BYTES}, adding up")
+        if (
+            len(table) > MAX_RUNS
+            or not 0 < stamp.nbytes <= MAX_WRITE_BYTES
+            or not table.sources.add_up_to(stamp.nbytes)
+        ):
+            raise IntegrityError(
+                f"a write has {len(table)} runs and {stamp.nbytes} bytes; at most {MAX_RUNS} and {MAX_WRITE_BYTES}, "
+                "adding up"
+            )
         if not table.sources.are_inside(region.nbytes):
             raise IntegrityError(f"a write reads outside of region {source_region} ({region.nbytes} bytes)")
         header = FRAME.pack(WRITE_MAGIC, len(table), stamp.nonce, stamp.chunk, stamp.trial, target_region, stamp.nbytes)
         lane = self._lane(peer, remote)
         handle = self._writes.new()
         frame = Cursor(memoryview(sealed(header + table.targets.pack())))
-        if not lane.add(_Write(handle, stamp, frame, partial(self._prepare, table, region, lane.block, digests=digests))):
+        if not lane.add(
+            _Write(handle, stamp, frame, partial(self._prepare, table, region, lane.block, digests=digests))
+        ):
             self._writes.settle(handle, WriteStatus.FAILED)
         return handle
 
@@ -406,7 +452,11 @@ class TcpBackend:
         if sources is None:
             packing = Payload(table_of(()), digests=digests, cached=True, waits=self.gil_waits)
             return _Body(Packer(runs, region.address, packing, block), None), packing if digests else None
-        payload = Payload(reads(sources, region.address), digests=True, cached=True, waits=self.gil_waits) if digests else None
+        payload = (
+            Payload(reads(sources, region.address), digests=True, cached=True, waits=self.gil_waits)
+            if digests
+            else None
+        )
         return _Body(Cursor(self._memory[region.id], sources), payload), payload
 
     # ------------------------------------------------------------ receiving, on the listener's threads
@@ -426,8 +476,8 @@ class TcpBackend:
             self._receive(link, Stamp(nonce, chunk, trial, nbytes), region, spans, block)
 
     def _receive(self, link: Link, stamp: Stamp, region_id: int, spans: SpanTable, block: Block) -> None:
-        """Payload of a frame: into memory under its permit, or away. The answer goes out before the arrival is told: the writer is longer on its
-        way to a Commit than this end to the rest of the digest."""
+        """Payload of a frame: into memory under its permit, or away. The answer goes out before the arrival is told:
+        the writer is longer on its way to a Commit than this end to the rest of the digest."""
         region, permit = self._allowed(link, stamp, region_id, spans)
         if permit is None or region is None:
             _discard(link, stamp.nbytes)
@@ -445,14 +495,18 @@ class TcpBackend:
             else:
                 self._counts.add("revoked_while_landing")
 
-    def _allowed(self, link: Link, stamp: Stamp, region_id: int, spans: SpanTable) -> tuple[Region | None, Permit | None]:
+    def _allowed(
+        self, link: Link, stamp: Stamp, region_id: int, spans: SpanTable
+    ) -> tuple[Region | None, Permit | None]:
         region = self._regions.get(region_id)
         if region is None or not spans.are_inside(region.nbytes):
             self._counts.add("outside_region")
             return region, None
         return region, self._permits.find(link.peer, stamp.nonce, region_id, spans)
 
-    def _land(self, link: Link, permit: Permit, stamp: Stamp, region: Region, spans: SpanTable, block: Block) -> tuple[int, Callable[[], int | None]]:
+    def _land(
+        self, link: Link, permit: Permit, stamp: Stamp, region: Region, spans: SpanTable, block: Block
+    ) -> tuple[int, Callable[[], int | None]]:
         """Returns how many bytes are still to come when the permit was revoked, and what gives the digest."""
         joined = straight(spans)
         if joined is None:
@@ -474,9 +528,10 @@ class TcpBackend:
         return 0
 
     def _fill(self, link: Link, permit: Permit, cursor: Cursor, payload: Payload | None, left: int) -> int:
-        """Receive into memory while the permit stands, and digest what came but for the last piece; returns how many bytes are still to come when it
-        was revoked. A frame is received once, by one thread, and its writer sends no other for these bytes before this one was answered or its lane
-        ended; after its answer only with a later trial, which the Commit names."""
+        """Receive into memory while the permit stands, and digest what came but for the last piece; returns how many
+        bytes are still to come when it was revoked. A frame is received once, by one thread, and its writer sends no
+        other for these bytes before this one was answered or its lane ended; after its answer only with a later trial,
+        which the Commit names."""
         fresh = 0
         while left:
             link.gather(left, self._settings.progress_s)

@@ -1,7 +1,9 @@
-"""Authenticated TCP connections between two boots, for backends that need them: listening, the hello, sends and receives with progress deadlines.
+"""Authenticated TCP connections between two boots, for backends that need them: listening, the hello, sends and
+receives with progress deadlines.
 
-A hello names the writer's boot and carries the token of the reader's advert, so that only who was given a ticket gets in. All sockets are
-non-blocking; a connection is ended from another thread by shutting its socket down. Payload formats belong to the backends.
+A hello names the writer's boot and carries the token of the reader's advert, so that only who was given a ticket gets
+in. All sockets are non-blocking; a connection is ended from another thread by shutting its socket down. Payload formats
+belong to the backends.
 """
 
 from __future__ import annotations
@@ -50,8 +52,9 @@ SEAL_BYTES = 8
 
 
 def sealed(frame: bytes) -> bytes:
-    """A frame that says where bytes go, followed by its xxh3-64. A payload has its chunk's digest, but one that landed in another chunk's place has
-    spoiled that chunk, whose own digest was right when it was taken; so a damaged frame is found before it acts. `Link.receive_seal` checks it."""
+    """A frame that says where bytes go, followed by its xxh3-64. A payload has its chunk's digest, but one that landed
+    in another chunk's place has spoiled that chunk, whose own digest was right when it was taken; so a damaged frame is
+    found before it acts. `Link.receive_seal` checks it."""
     return frame + xxhash.xxh3_64_digest(frame)
 
 
@@ -73,8 +76,8 @@ def decode_advert(data: bytes) -> Advert:
 
 
 class Cursor:
-    """A position in spans of a memory that are sent or filled piece by piece. Views are made of what one system call takes and not kept: each costs a
-    dozen instructions of Python then, in one expression, and not a hundred."""
+    """A position in spans of a memory that are sent or filled piece by piece. Views are made of what one system call
+    takes and not kept: each costs a dozen instructions of Python then, in one expression, and not a hundred."""
 
     def __init__(self, memory: memoryview, spans: SpanTable | None = None) -> None:
         """spans: inside of the memory, none empty; default: all of it."""
@@ -99,7 +102,9 @@ class Cursor:
         """The next bytes, at most so many in at most MAX_VECTOR pieces."""
         first, until, memory = self._row, self._done + most_bytes, self._memory
         end = min(bisect_left(self._totals, until, first) + 1, first + MAX_VECTOR, len(self._totals))
-        pieces = [memory[start:stop] for start, stop in zip(self._starts[first:end], self._ends[first:end], strict=True)]
+        pieces = [
+            memory[start:stop] for start, stop in zip(self._starts[first:end], self._ends[first:end], strict=True)
+        ]
         if (beyond := self._totals[end - 1] - until) > 0:
             pieces[-1] = pieces[-1][:-beyond]
         return pieces
@@ -135,7 +140,8 @@ class Link:
             return  # it ended by itself
 
     def barrier(self) -> None:
-        """Return when the thread that receives has passed its current check: what was revoked before the call is not written after it."""
+        """Return when the thread that receives has passed its current check: what was revoked before the call is not
+        written after it."""
         with self.lock:
             return
 
@@ -154,15 +160,16 @@ class Link:
             self._wakes_at = nbytes
 
     def gather(self, nbytes: int, timeout_s: float) -> None:
-        """Until so many bytes can be read at once, or GATHER_BYTES, or a few, when the others take their time; TimeoutError when none come for so
-        long. Fewer and larger reads wake both ends less often, and each costs some Python. Until `wait` or the next `receive` a poll of the socket
-        waits for as many."""
+        """Until so many bytes can be read at once, or GATHER_BYTES, or a few, when the others take their time;
+        TimeoutError when none come for so long. Fewer and larger reads wake both ends less often, and each costs some
+        Python. Until `wait` or the next `receive` a poll of the socket waits for as many."""
         self._wake_at(min(nbytes, GATHER_BYTES))
         if not self._arriving.poll(GATHER_S * 1000):
             self.wait(select.POLLIN, timeout_s)
 
     def receive_into(self, view: memoryview, *, idle: bool = False) -> None:
-        """Fill `view`. idle: waiting for its first byte has no deadline. Whoever polls the socket by himself after it hears of the next byte."""
+        """Fill `view`. idle: waiting for its first byte has no deadline. Whoever polls the socket by himself after it
+        hears of the next byte."""
         position = 0
         while position < len(view):
             if len(view) - position >= GATHER_BYTES:
@@ -223,7 +230,8 @@ class Answers:
 
 
 class Listener:
-    """Accepts links and runs `serve(link)` for each in a thread of its own; `serve` returns or raises when the link is over."""
+    """Accepts links and runs `serve(link)` for each in a thread of its own; `serve` returns or raises when the link is
+    over."""
 
     def __init__(self, host: str, serve: Callable[[Link], None], counts: Counts, *, progress_s: float) -> None:
         self._serve = serve
@@ -366,9 +374,13 @@ def is_same_host(own: str, peer: str) -> bool:
 
 
 def send_unpaced(sock: socket.socket) -> None:
-    """Inside of a host there is no queue of a network to be kept short, and a congestion control that paces (BBR) only makes both ends wait: for
-    timers, and for its idea of the bandwidth, which it gets from pauses of ours."""
+    """Inside of a host there is no queue of a network to be kept short, and a congestion control that paces (BBR) only
+    makes both ends wait: for timers, and for its idea of the bandwidth, which it gets from pauses of ours."""
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, UNPACED)
     except OSError as error:  # not allowed, or a kernel without it: that is only slower
-        LOG.info("connections inside of this host keep the system's congestion control and not %s: %s", UNPACED.decode(), error)
+        LOG.info(
+            "connections inside of this host keep the system's congestion control and not %s: %s",
+            UNPACED.decode(),
+            error,
+        )

@@ -1,7 +1,8 @@
 """Copying and digesting a write's payload without the GIL. For backends' mover threads.
 
-The loop over a payload's runs is compiled by numba and has an XXH3 of its own (`moving_kernel`), so that a thread asks for the GIL
-once per `advance`, not once per run. Where numba can not be had, the same is done run by run from Python. It decides nothing.
+The loop over a payload's runs is compiled by numba and has an XXH3 of its own (`moving_kernel`), so that a thread asks
+for the GIL once per `advance`, not once per run. Where numba can not be had, the same is done run by run from Python.
+It decides nothing.
 """
 
 from __future__ import annotations
@@ -46,14 +47,19 @@ Memory = tuple[int, int]
 
 
 def copies_inside(runs: RunTable, source: Memory, target: Memory, nbytes: int) -> Table | None:
-    """As `copies`; None when the runs do not hold so many bytes together, or one of them is empty or not inside of both memories."""
+    """As `copies`; None when the runs do not hold so many bytes together, or one of them is empty or not inside of both
+    memories."""
     compiled = native()
     if compiled is None:
         is_inside = runs.read_inside(nbytes, source[1]) and runs.targets.are_inside(target[1])
         return copies(runs, target[0], source[0]) if is_inside else None
     table = np.empty((len(runs), 3), dtype=np.uint64)
     rows = runs.rows if runs.rows.flags.carray else np.require(runs.rows, np.int64, ("C", "W"))
-    return table if nbytes > 0 and compiled.tabulate(rows, np.array((*source, *target), dtype=np.uint64), table) == nbytes else None
+    return (
+        table
+        if nbytes > 0 and compiled.tabulate(rows, np.array((*source, *target), dtype=np.uint64), table) == nbytes
+        else None
+    )
 
 
 def reads(spans: SpanTable, address: int) -> Table:
@@ -98,7 +104,8 @@ class _Native:
 
 @functools.cache
 def native() -> _Native | None:
-    """Loaded once per process (a moment of compiling on the very first run); None, and a line in the log, when it does not work here."""
+    """Loaded once per process (a moment of compiling on the very first run); None, and a line in the log, when it does
+    not work here."""
     try:
         return _Native()
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
@@ -107,18 +114,23 @@ def native() -> _Native | None:
 
 
 class GilWaits:
-    """Seconds that mover threads waited for the GIL, from the end of a compiled loop to the next line of Python; the last REMEMBERED ones."""
+    """Seconds that mover threads waited for the GIL, from the end of a compiled loop to the next line of Python; the
+    last REMEMBERED ones."""
 
     def __init__(self) -> None:
         self.seconds: deque[float] = deque(maxlen=REMEMBERED)
 
 
 class Payload:
-    """The bytes of one write in wire order, moved on by `advance`. Used by one thread; what its addresses name must stay mapped."""
+    """The bytes of one write in wire order, moved on by `advance`. Used by one thread; what its addresses name must
+    stay mapped."""
 
-    def __init__(self, table: Table, *, digests: bool, of_copy: bool = False, cached: bool = False, waits: GilWaits | None = None) -> None:
-        """of_copy: digest what was stored, because another may write to the source meanwhile. The compiled loop always does: it loads each byte once.
-        cached: the target, or what is only digested, is read again at once and stays in the cache."""
+    def __init__(
+        self, table: Table, *, digests: bool, of_copy: bool = False, cached: bool = False, waits: GilWaits | None = None
+    ) -> None:
+        """of_copy: digest what was stored, because another may write to the source meanwhile. The compiled loop always
+        does: it loads each byte once. cached: the target, or what is only digested, is read again at once and stays in
+        the cache."""
         self._table = table
         self._of_copy = of_copy
         self._past_caches = not cached
@@ -140,7 +152,9 @@ class Payload:
         if self._native is None:
             self._advance_slowly(nbytes)
             return
-        self._native.move(self._table, self._cursor, nbytes, self._native.calls, self._state, self._past_caches)  # holds no GIL
+        self._native.move(
+            self._table, self._cursor, nbytes, self._native.calls, self._state, self._past_caches
+        )  # holds no GIL
         if self._waits is not None:
             _, _, seconds, nanoseconds = self._cursor.tolist()
             self._waits.seconds.append(time.monotonic() - seconds - nanoseconds * 1e-9)

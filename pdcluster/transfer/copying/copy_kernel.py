@@ -1,9 +1,10 @@
-"""The inner loop of `moving`, compiled by numba so that it holds no GIL. Imported only there; it calls C functions by their addresses.
+"""The inner loop of `moving`, compiled by numba so that it holds no GIL. Imported only there; it calls C functions by
+their addresses.
 
-Its digest is XXH3 (64 bits, no seed, the library's own secret): the figure that the xxhash package gives for the same bytes in a row, which tests
-compare. The package can not copy on the way and so reads from memory what the copy then reads again; here a cache line is loaded once, digested
-and stored. Vectors of eight words become whatever the processor has. Functions without a signature are compiled as parts of
-those that have one, so that a warm start loads little.
+Its digest is XXH3 (64 bits, no seed, the library's own secret): the figure that the xxhash package gives for the same
+bytes in a row, which tests compare. The package can not copy on the way and so reads from memory what the copy then
+reads again; here a cache line is loaded once, digested and stored. Vectors of eight words become whatever the processor
+has. Functions without a signature are compiled as parts of those that have one, so that a warm start loads little.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ STREAM_LINES = 4
 STREAM_BYTES = 4096
 """Shorter copies are memmove's."""
 AHEAD_BYTES, FAR_AHEAD_BYTES = 1024, 4096
-"""Bytes are asked for when those so far before them are moved: the processor by itself foresees neither the next page nor where another run
-begins. FAR: in runs of at most SHORT_RUN_BYTES after which the source jumps, of which it has hardly seen that they go on when they end. Where all of
-one is moved before the next one's bytes can be there, those of the run after the next are asked for."""
+"""Bytes are asked for when those so far before them are moved: the processor by itself foresees neither the next page
+nor where another run begins. FAR: in runs of at most SHORT_RUN_BYTES after which the source jumps, of which it has
+hardly seen that they go on when they end. Where all of one is moved before the next one's bytes can be there, those of
+the run after the next are asked for."""
 SHORT_RUN_BYTES = 32 << 10
 
 # ---------------------------------------------------------------- one instruction each
@@ -51,7 +53,8 @@ def _load(builder: Any, address: Any, offset: int) -> Any:
 
 
 def _store(builder: Any, line: Any, address: Any, offset: int, *, past_caches: bool) -> None:
-    """past_caches: a copied page is not read here again, and its old bytes need not be fetched first; the address is a multiple of LINE_BYTES."""
+    """past_caches: a copied page is not read here again, and its old bytes need not be fetched first; the address is a
+    multiple of LINE_BYTES."""
     store = builder.store(line, builder.inttoptr(builder.add(address, WORD(offset)), LINE.as_pointer()))
     store.align = LINE_BYTES if past_caches else 1
     if past_caches:
@@ -83,12 +86,16 @@ def _type_fence(typing_context: Any) -> Any:
 
 
 def _prefetch(builder: Any, address: Any, offset: int, *, is_kept: bool) -> None:
-    """Ask for a cache line; a hint, which does nothing for an address that is not there. is_kept: it is read again soon, by others; otherwise it
-    comes as far as the second cache, which can wait for more lines at a time than the first."""
+    """Ask for a cache line; a hint, which does nothing for an address that is not there. is_kept: it is read again
+    soon, by others; otherwise it comes as far as the second cache, which can wait for more lines at a time than the
+    first."""
     byte = ir.IntType(8).as_pointer()
-    prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, NUMBER, NUMBER, NUMBER]))
+    prefetch = builder.module.declare_intrinsic(
+        "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, NUMBER, NUMBER, NUMBER])
+    )
     builder.call(
-        prefetch, [builder.inttoptr(builder.add(address, WORD(offset)), byte), NUMBER(0), NUMBER(3 if is_kept else 2), NUMBER(1)]
+        prefetch,
+        [builder.inttoptr(builder.add(address, WORD(offset)), byte), NUMBER(0), NUMBER(3 if is_kept else 2), NUMBER(1)],
     )  # to read, how often, data
 
 
@@ -132,8 +139,9 @@ PRIMES_64 = (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBC
 START = (PRIMES_32[2], *PRIMES_64[:4], PRIMES_32[1], PRIMES_64[4], PRIMES_32[0])
 
 STRIPE, PENDING, TOTAL, LAST, HEAD, STATE_WORDS = 8, 9, 10, 16, 32, 64
-"""Words of a state after its eight sums: stripes digested of this block; bytes that are pending; bytes in all; the last stripe digested, and after
-it the bytes that are pending, 1 to 64 of them once there were any, because the very last stripe is treated otherwise; the first SHORT_BYTES."""
+"""Words of a state after its eight sums: stripes digested of this block; bytes that are pending; bytes in all; the last
+stripe digested, and after it the bytes that are pending, 1 to 64 of them once there were any, because the very last
+stripe is treated otherwise; the first SHORT_BYTES."""
 
 
 FRESH = np.array([*START, *[0] * (STATE_WORDS - len(START))], dtype=np.uint64)
@@ -168,10 +176,12 @@ def _scrambled(builder: Any, sums: Any, secret: Any) -> Any:
 
 
 def _stripes(count: int, *, store: bool = False, past_caches: bool = False, scramble: bool = False) -> Any:
-    """`function(sums, secret, first, target, source, ahead)`: digest, and store, so many stripes of a block, its first being number `first`; ask
-    for as many from `ahead` on."""
+    """`function(sums, secret, first, target, source, ahead)`: digest, and store, so many stripes of a block, its first
+    being number `first`; ask for as many from `ahead` on."""
 
-    def type_stripes(typing_context: Any, sums: Any, secret: Any, first: Any, target: Any, source: Any, ahead: Any) -> Any:
+    def type_stripes(
+        typing_context: Any, sums: Any, secret: Any, first: Any, target: Any, source: Any, ahead: Any
+    ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             address, secret, first, target, source, ahead = arguments
             sums, keys = _load(builder, address, 0), builder.add(secret, builder.mul(first, WORD(8)))
@@ -235,7 +245,8 @@ def _ahead(source: Any, at: Any, nbytes: Any, following: Any, distance: Any) -> 
 
 
 class Stretch(NamedTuple):
-    """Bytes in a row, by addresses. target 0: they are only digested. following: what is read after them; distance: how far ahead to ask for it."""
+    """Bytes in a row, by addresses. target 0: they are only digested. following: what is read after them; distance: how
+    far ahead to ask for it."""
 
     target: Any
     source: Any
@@ -246,11 +257,17 @@ class Stretch(NamedTuple):
 
 @numba.njit(nogil=True)
 def _digest(calls: NDArray[np.uint64], state: NDArray[np.uint64], stretch: Stretch, more: bool, past: bool) -> None:
-    """Digest bytes, and copy them where target is not 0: each is loaded once, so what is digested is what is stored even if another writes to the
-    source at the same time. calls: see `move`. more: others follow at once, so that no stripe here is the very last. past: past the caches, which a
-    source that is only digested does not fill either."""
+    """Digest bytes, and copy them where target is not 0: each is loaded once, so what is digested is what is stored
+    even if another writes to the source at the same time. calls: see `move`. more: others follow at once, so that no
+    stripe here is the very last. past: past the caches, which a source that is only digested does not fill either."""
     memmove, secret = calls[0], calls[2]
-    target, source, nbytes, following, distance = stretch.target, stretch.source, stretch.nbytes, stretch.following, stretch.distance
+    target, source, nbytes, following, distance = (
+        stretch.target,
+        stretch.source,
+        stretch.nbytes,
+        stretch.following,
+        stretch.distance,
+    )
     zero, one, line, block = np.uint64(0), np.uint64(1), np.uint64(STRIPE_BYTES), np.uint64(BLOCK_BYTES)
     sums = np.uint64(state.ctypes.data)
     last = sums + np.uint64(8 * LAST)
@@ -297,7 +314,12 @@ def _digest(calls: NDArray[np.uint64], state: NDArray[np.uint64], stretch: Stret
         if target:
             _call(memmove, target + at, last + line, pending)
     if total < np.uint64(SHORT_BYTES):
-        _call(memmove, sums + np.uint64(8 * HEAD) + total, target if target else source, min(nbytes, np.uint64(SHORT_BYTES) - total))
+        _call(
+            memmove,
+            sums + np.uint64(8 * HEAD) + total,
+            target if target else source,
+            min(nbytes, np.uint64(SHORT_BYTES) - total),
+        )
     state[STRIPE], state[PENDING] = stripe, pending
 
 
@@ -320,8 +342,9 @@ def _finished(state: NDArray[np.uint64], secret: Any) -> Any:
 
 @numba.njit("int64(int64[:,::1],uint64[::1],uint64[:,::1])", nogil=True, cache=True)
 def tabulate(rows: NDArray[np.int64], memories: NDArray[np.uint64], table: NDArray[np.uint64]) -> Any:
-    """See `moving.copies_inside`. rows: (source, target, nbytes), offsets. memories: address and bytes of the source, then of the target. table:
-    filled as `move` wants it. Returns the bytes of all runs, -1 when one is empty or not inside."""
+    """See `moving.copies_inside`. rows: (source, target, nbytes), offsets. memories: address and bytes of the source,
+    then of the target. table: filled as `move` wants it. Returns the bytes of all runs, -1 when one is empty or not
+    inside."""
     total, zero = 0, 0
     source_bytes, target_bytes = np.int64(memories[1]), np.int64(memories[3])
     for row in range(rows.shape[0]):
@@ -339,7 +362,13 @@ def tabulate(rows: NDArray[np.int64], memories: NDArray[np.uint64], table: NDArr
 
 @numba.njit(nogil=True)
 def _copy_past_caches(memmove: Any, stretch: Stretch) -> None:
-    target, source, nbytes, following, distance = stretch.target, stretch.source, stretch.nbytes, stretch.following, stretch.distance
+    target, source, nbytes, following, distance = (
+        stretch.target,
+        stretch.source,
+        stretch.nbytes,
+        stretch.following,
+        stretch.distance,
+    )
     line, several = np.uint64(LINE_BYTES), np.uint64(STREAM_LINES * LINE_BYTES)
     if nbytes < np.uint64(STREAM_BYTES):
         _call(memmove, target, source, nbytes)
@@ -353,10 +382,17 @@ def _copy_past_caches(memmove: Any, stretch: Stretch) -> None:
 
 
 @numba.njit("void(uint64[:,::1],uint64[::1],uint64,uint64[::1],uint64[::1],boolean)", nogil=True, cache=True)
-def move(table: NDArray[np.uint64], cursor: NDArray[np.uint64], left: int, calls: NDArray[np.uint64], state: NDArray[np.uint64], past: bool) -> None:
-    """See `moving.Payload`. table: (target, source, nbytes) addresses, target 0: only digest (the source). cursor: row, offset in it, seconds and
-    nanoseconds when this ended. calls: addresses of memmove, clock_gettime and SECRET. state: empty: no digest. past: as in
-    `_digest`."""
+def move(
+    table: NDArray[np.uint64],
+    cursor: NDArray[np.uint64],
+    left: int,
+    calls: NDArray[np.uint64],
+    state: NDArray[np.uint64],
+    past: bool,
+) -> None:
+    """See `moving.Payload`. table: (target, source, nbytes) addresses, target 0: only digest (the source). cursor: row,
+    offset in it, seconds and nanoseconds when this ended. calls: addresses of memmove, clock_gettime and SECRET. state:
+    empty: no digest. past: as in `_digest`."""
     row, offset = cursor[0], cursor[1]
     zero = np.uint64(0)
     digests = len(state) > 0

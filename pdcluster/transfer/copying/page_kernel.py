@@ -1,7 +1,8 @@
-"""Loops over the pages of a ticket, compiled by numba. Imported only by `moving`; what they are for is told in `pairing`.
+"""Loops over the pages of a ticket, compiled by numba. Imported only by `moving`; what they are for is told in
+`pairing`.
 
-A dozen numpy functions would do the same, but each is code of its own that has left the caches since the last transfer, and all of it would run
-before the first byte.
+A dozen numpy functions would do the same, but each is code of its own that has left the caches since the last transfer,
+and all of it would run before the first byte.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 TICKET_PAGES = types.Array(types.int32, 1, "C", readonly=True)
 """As they lie in a ticket's bytes."""
 MOST_PAGES = 1 << 22
-"""Page ids from here on are left to the general way: a ticket's ids are its reader's word, and so would be the size of the table."""
+"""Page ids from here on are left to the general way: a ticket's ids are its reader's word, and so would be the size of
+the table."""
 
 
 @numba.njit(types.int64(TICKET_PAGES, types.int64, types.int64), cache=True)
@@ -47,7 +49,9 @@ def are_below(pages: NDArray[np.int64], count: int, limit: int) -> Any:
     return smallest >= 0 and largest < limit
 
 
-@numba.njit(types.int64(types.int64[::1], TICKET_PAGES, *[types.int64] * 5, types.int64[:, ::1], types.int64[::1]), cache=True)
+@numba.njit(
+    types.int64(types.int64[::1], TICKET_PAGES, *[types.int64] * 5, types.int64[:, ::1], types.int64[::1]), cache=True
+)
 def pair(
     ours: NDArray[np.int64],
     theirs: NDArray[np.int32],
@@ -59,8 +63,8 @@ def pair(
     rows: NDArray[np.int64],
     ends: NDArray[np.int64],
 ) -> Any:
-    """See `pairing.paired`. rows: filled with (source, target, nbytes); ends: of the parts, in pages, and when this returns in rows. Returns the
-    number of rows. All pages must be there."""
+    """See `pairing.paired`. rows: filled with (source, target, nbytes); ends: of the parts, in pages, and when this
+    returns in rows. Returns the number of rows. All pages must be there."""
     count, row, part = ends[-1], -1, 0
     begins = True
     for at in range(count):

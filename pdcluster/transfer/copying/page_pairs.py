@@ -1,5 +1,6 @@
-"""Checks of a ticket's pages and runs between whole pages that look the same at both ends, as most transfers need them: in compiled loops, since
-this stands before the first byte. Where these can not be had the same comes from `geometry` and numpy; other layouts always do. Pure.
+"""Checks of a ticket's pages and runs between whole pages that look the same at both ends, as most transfers need them:
+in compiled loops, since this stands before the first byte. Where these can not be had the same comes from `geometry`
+and numpy; other layouts always do. Pure.
 """
 
 from __future__ import annotations
@@ -55,14 +56,23 @@ class Row(NamedTuple):
 
 
 def paired(row: Row, page_bytes: int, start: int, nbytes: int, ends: Sequence[int]) -> list[RunTable]:
-    """Copies of `nbytes` of each of our pages, from byte `start` of it on, to the same place of the page that stands for it in the ticket. As
-    `join_runs_in_parts`: neighbours joined, in parts that end before the pages of these numbers."""
+    """Copies of `nbytes` of each of our pages, from byte `start` of it on, to the same place of the page that stands
+    for it in the ticket. As `join_runs_in_parts`: neighbours joined, in parts that end before the pages of these
+    numbers."""
     compiled, count = native(), ends[-1]
-    missing = min(row.first, row.their_first, len(row.ours) - row.first - count, len(row.theirs) - row.their_first - count) < 0
+    missing = (
+        min(row.first, row.their_first, len(row.ours) - row.first - count, len(row.theirs) - row.their_first - count)
+        < 0
+    )
     if missing:
-        raise IntegrityError(f"{count} pages are to be paired, there are {len(row.ours)} here and {len(row.theirs)} in the ticket")
+        raise IntegrityError(
+            f"{count} pages are to be paired, there are {len(row.ours)} here and {len(row.theirs)} in the ticket"
+        )
     if compiled is None:
-        pages = (row.ours[row.first : row.first + count], row.theirs[row.their_first : row.their_first + count].astype(np.int64))
+        pages = (
+            row.ours[row.first : row.first + count],
+            row.theirs[row.their_first : row.their_first + count].astype(np.int64),
+        )
         starts, targets = (each * page_bytes + start for each in pages)
         return join_runs_in_parts(starts, targets, nbytes, ends)
     rows, borders = np.empty((count, 3), dtype=np.int64), np.empty(len(ends), dtype=np.int64)

@@ -1,9 +1,10 @@
-"""Where KV lies in the pages of a node, and which runs carry it from one node's pages to another's when their page sizes or ranks differ. Pure.
+"""Where KV lies in the pages of a node, and which runs carry it from one node's pages to another's when their page
+sizes or ranks differ. Pure.
 
-A page is [layer][plane][head][token][cell]; planes are K and V (one for a latent that both share). Positions are tokens. A *block* is the largest
-number of tokens that divides both ends' pages, and the order on the wire is (block, layer, plane, head, token, cell), which both ends can walk in
-their own memory. With equal pages and all heads that is a page as it lies in memory. The smallest piece is one head's tokens of a block: there is
-never a run per token.
+A page is [layer][plane][head][token][cell]; planes are K and V (one for a latent that both share). Positions are
+tokens. A *block* is the largest number of tokens that divides both ends' pages, and the order on the wire is (block,
+layer, plane, head, token, cell), which both ends can walk in their own memory. With equal pages and all heads that is a
+page as it lies in memory. The smallest piece is one head's tokens of a block: there is never a run per token.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Piece(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PageShape:
-    """The pages of a node, all of whose `ranks` have the same number of them. heads: kv heads of the model, of which a page of a rank holds a part;
-    cell_bytes: one token of one head of one plane."""
+    """The pages of a node, all of whose `ranks` have the same number of them. heads: kv heads of the model, of which a
+    page of a rank holds a part; cell_bytes: one token of one head of one plane."""
 
     page_tokens: int
     num_layers: int
@@ -48,7 +49,14 @@ class PageShape:
     @classmethod
     def of(cls, layout: KVLayout, ranks: int) -> PageShape:
         """layout: with the heads of all ranks."""
-        return cls(layout.page_tokens, layout.num_layers, 2, layout.num_kv_heads, layout.head_dim * ITEM_BYTES[layout.dtype], ranks)
+        return cls(
+            layout.page_tokens,
+            layout.num_layers,
+            2,
+            layout.num_kv_heads,
+            layout.head_dim * ITEM_BYTES[layout.dtype],
+            ranks,
+        )
 
     @classmethod
     def plain(cls, page_tokens: int, page_bytes: int, num_layers: int = 1) -> PageShape:
@@ -93,7 +101,8 @@ class Course:
 
 
 class Part(NamedTuple):
-    """Some of a ticket's KV: blocks [first_block, end_block), layers [first_layer, end_layer), heads [first_head, end_head)."""
+    """Some of a ticket's KV: blocks [first_block, end_block), layers [first_layer, end_layer), heads [first_head,
+    end_head)."""
 
     block_tokens: int
     first_block: int
@@ -106,7 +115,8 @@ class Part(NamedTuple):
 
 @lru_cache(maxsize=64)
 def plan_courses(heads: int, writer_ranks: int, reader_ranks: int) -> tuple[Course, ...]:
-    """Every head of every reader's rank from exactly one writer's rank. Where several writers hold the same heads, they share the readers."""
+    """Every head of every reader's rank from exactly one writer's rank. Where several writers hold the same heads, they
+    share the readers."""
     holders: list[list[int]] = [[] for _ in range(heads)]
     for rank in range(writer_ranks):
         for head in range(*head_range(heads, rank, writer_ranks)):
@@ -128,7 +138,9 @@ def common_block(one: PageShape, other_page_tokens: int) -> int:
 
 
 def part_bytes(shape: PageShape, part: Part) -> int:
-    cells = (part.end_block - part.first_block) * (part.end_layer - part.first_layer) * (part.end_head - part.first_head)
+    cells = (
+        (part.end_block - part.first_block) * (part.end_layer - part.first_layer) * (part.end_head - part.first_head)
+    )
     return cells * shape.planes * part.block_tokens * shape.cell_bytes
 
 
@@ -146,10 +158,14 @@ def pieces_per_block(shape: PageShape, part: Part, piece: Piece) -> int:
     return planes if piece is Piece.HEADS else planes * (part.end_head - part.first_head)
 
 
-def offsets(shape: PageShape, rank: int, pages: Sequence[int] | Offsets, first_page: int, part: Part, piece: Piece) -> tuple[Offsets, int]:
-    """Where the pieces of a part begin in a rank's region, in the order of the wire, and the bytes of each. pages: ids, the first of them holding
-    tokens from first_page * page_tokens on."""
-    starts = _block_starts(shape, np.asarray(pages, dtype=np.int64), first_page, part) + part.first_layer * shape.layer_bytes
+def offsets(
+    shape: PageShape, rank: int, pages: Sequence[int] | Offsets, first_page: int, part: Part, piece: Piece
+) -> tuple[Offsets, int]:
+    """Where the pieces of a part begin in a rank's region, in the order of the wire, and the bytes of each. pages: ids,
+    the first of them holding tokens from first_page * page_tokens on."""
+    starts = (
+        _block_starts(shape, np.asarray(pages, dtype=np.int64), first_page, part) + part.first_layer * shape.layer_bytes
+    )
     if piece is Piece.LAYERS:
         return starts, (part.end_layer - part.first_layer) * shape.layer_bytes
     planes = np.arange((part.end_layer - part.first_layer) * shape.planes, dtype=np.int64) * shape.plane_bytes
@@ -166,7 +182,10 @@ def _block_starts(shape: PageShape, pages: Offsets, first_page: int, part: Part)
     if part.block_tokens == shape.page_tokens:
         return pages[part.first_block - first_page : part.end_block - first_page] * shape.page_bytes
     tokens = np.arange(part.first_block, part.end_block, dtype=np.int64) * part.block_tokens
-    return pages[tokens // shape.page_tokens - first_page] * shape.page_bytes + tokens % shape.page_tokens * shape.cell_bytes
+    return (
+        pages[tokens // shape.page_tokens - first_page] * shape.page_bytes
+        + tokens % shape.page_tokens * shape.cell_bytes
+    )
 
 
 def join_runs(sources: Offsets, targets: Offsets, nbytes: int) -> RunTable:
@@ -175,7 +194,8 @@ def join_runs(sources: Offsets, targets: Offsets, nbytes: int) -> RunTable:
 
 
 def join_runs_in_parts(sources: Offsets, targets: Offsets, nbytes: int, ends: Sequence[int]) -> list[RunTable]:
-    """As `join_runs` for each part, which end before the pieces of these numbers; a run never goes on into the next part."""
+    """As `join_runs` for each part, which end before the pieces of these numbers; a run never goes on into the next
+    part."""
     breaks = (sources[1:] - sources[:-1] != nbytes) | (targets[1:] - targets[:-1] != nbytes)
     for end in ends[:-1]:
         breaks[end - 1] = True
@@ -200,7 +220,8 @@ def join_spans(starts: Offsets, nbytes: int) -> SpanTable:
 
 
 def are_pieces(spans: SpanTable, starts: Offsets, nbytes: int) -> bool:
-    """Are the spans, in their order, exactly the pieces of so many bytes that begin there, whichever neighbours they join?"""
+    """Are the spans, in their order, exactly the pieces of so many bytes that begin there, whichever neighbours they
+    join?"""
     lengths = spans.rows[:, 1]
     if not len(lengths) or lengths.min() <= 0:
         return False

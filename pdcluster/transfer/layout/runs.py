@@ -1,8 +1,8 @@
 """The runs and spans of a chunk as arrays, so that thousands of them cost as little Python as one. Pure.
 
-Mismatched layouts make thousands of small runs out of a chunk. Everything that looks at all of them (checks, joins, cuts, wire tables) is here or in
-`geometry`, and works on whole arrays. Numbers from peers are unsigned on the wire and may be negative here: the checks below refuse them before
-anything is added to them.
+Mismatched layouts make thousands of small runs out of a chunk. Everything that looks at all of them (checks, joins,
+cuts, wire tables) is here or in `geometry`, and works on whole arrays. Numbers from peers are unsigned on the wire and
+may be negative here: the checks below refuse them before anything is added to them.
 """
 
 from __future__ import annotations
@@ -188,7 +188,9 @@ def run_table(runs: Runs) -> RunTable:
 
 def are_inside(offsets: Words, lengths: Words, limit: int) -> bool:
     """Is every [offset, offset + length) within [0, limit), and none empty?"""
-    return bool(((lengths > 0) & (lengths <= limit) & (offsets >= 0) & (offsets <= limit - np.minimum(lengths, limit))).all())
+    return bool(
+        ((lengths > 0) & (lengths <= limit) & (offsets >= 0) & (offsets <= limit - np.minimum(lengths, limit))).all()
+    )
 
 
 def cover(ranges: Spans, spans: SpanTable) -> bool:

@@ -31,7 +31,8 @@ def page_slice(first_token: int, num_tokens: int, page_tokens: int) -> slice:
 
 
 def digest(memory: memoryview, spans: Iterable[Span]) -> int:
-    """xxh3-64 over the spans' bytes in order; both ends of a chunk get the same number for the same bytes, whatever their page ids."""
+    """xxh3-64 over the spans' bytes in order; both ends of a chunk get the same number for the same bytes, whatever
+    their page ids."""
     state = xxhash.xxh3_64()
     for offset, nbytes in spans:
         state.update(memory[offset : offset + nbytes])

@@ -1,11 +1,15 @@
-"""When to leave a path (one backend to one peer) alone, and when to try it again. Pure: times are given, nothing is done.
+"""When to leave a path (one backend to one peer) alone, and when to try it again. Pure: times are given, nothing is
+done.
 
 B1  Closed, a path is used. So many failures within a window open it.
-B2  Open, it is left alone for a pause. Each opening soon after the last one doubles the pause, up to a longest one: never for ever.
-B3  After the pause it is half-open: one write may go, the probe. It ends well → closed; it fails → open again. A probe of which nothing is
-    heard for a while is forgotten, so that the next one may go.
-B4  Only writes that began after the last opening say something about an open path; older ones were part of why it opened.
-B5  `Breakers.usable` is never empty: when every path to a peer is shut, it names the one whose pause ends first. Trying is better than nothing.
+B2  Open, it is left alone for a pause. Each opening soon after the last one doubles the pause, up to a longest one:
+    never for ever.
+B3  After the pause it is half-open: one write may go, the probe. It ends well → closed; it fails → open again. A probe
+    of which nothing is heard for a while is forgotten, so that the next one may go.
+B4  Only writes that began after the last opening say something about an open path; older ones were part of why it
+    opened.
+B5  `Breakers.usable` is never empty: when every path to a peer is shut, it names the one whose pause ends first. Trying
+    is better than nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ class BreakerState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BreakerSettings:
-    """failures within window_s open a path for pause_s, at most for longest_s. probe_s: how long a probe may be silent."""
+    """failures within window_s open a path for pause_s, at most for longest_s. probe_s: how long a probe may be
+    silent."""
 
     failures: int = 3
     window_s: float = 10.0
@@ -81,7 +86,11 @@ class Breaker:
         if self._opened is not None:
             return began >= self._opened and self._open(now)  # B4
         self._failures.append(now)
-        return len(self._failures) == self._settings.failures and now - self._failures[0] <= self._settings.window_s and self._open(now)
+        return (
+            len(self._failures) == self._settings.failures
+            and now - self._failures[0] <= self._settings.window_s
+            and self._open(now)
+        )
 
     def _open(self, now: float) -> bool:
         settings = self._settings

@@ -15,8 +15,8 @@ LOG = logging.getLogger(__name__)
 
 NAMES = ("shm", "tcp", "mooncake", "nixl")
 AUTO = ("shm", "tcp")
-"""Best first as long as a pair was not measured; see `auto_names` for nixl. mooncake runs over TCP without RDMA devices and is slower than tcp,
-so it is only taken when it is asked for."""
+"""Best first as long as a pair was not measured; see `auto_names` for nixl. mooncake runs over TCP without RDMA devices
+and is slower than tcp, so it is only taken when it is asked for."""
 NOT_YET = {
     "cuda_ipc": "CUDA IPC between GPUs of one host",
     "nvlink": "NVLink between GPUs, which needs KV in device memory",
@@ -24,15 +24,18 @@ NOT_YET = {
 }
 INFINIBAND = Path("/sys/class/infiniband")
 MOST_BLOCKS = 5
-"""Of staging, 4 MiB each: they stay in the last-level cache, and a link needs no more under way. Of half that size a transfer costs a tenth more of
-the writer's core, because whatever Python does for a piece it does with cold caches."""
+"""Of staging, 4 MiB each: they stay in the last-level cache, and a link needs no more under way. Of half that size a
+transfer costs a tenth more of the writer's core, because whatever Python does for a piece it does with cold caches."""
 
 
-def create_backends(name: str, me: Peer, *, host: str, staging_bytes: int, fabric: Fabric | None = None) -> dict[str, Backend]:
-    """The backends behind --transfer NAME by name, best first, started; raises ConfigError by name for what can not be had.
+def create_backends(
+    name: str, me: Peer, *, host: str, staging_bytes: int, fabric: Fabric | None = None
+) -> dict[str, Backend]:
+    """The backends behind --transfer NAME by name, best first, started; raises ConfigError by name for what can not be
+    had.
 
-    host: address that sockets listen on and that peers are told. staging_bytes: memory for staging blocks per connection, where a medium needs them.
-    fabric: RDMA devices for those that use them.
+    host: address that sockets listen on and that peers are told. staging_bytes: memory for staging blocks per
+    connection, where a medium needs them. fabric: RDMA devices for those that use them.
     """
     fabric = fabric if fabric is not None else Fabric()
     names = auto_names(host, fabric, has_nixl=_has_nixl()) if name == "auto" else (name,)
@@ -52,25 +55,34 @@ def create_backends(name: str, me: Peer, *, host: str, staging_bytes: int, fabri
 
 
 def auto_names(host: str, fabric: Fabric, *, has_nixl: bool) -> tuple[str, ...]:
-    """nixl joins where it is installed and may find another way than the sockets of tcp; measuring decides. On loopback there is none: it would
-    cost every node its start and its memory, and every pair its turn at being measured."""
+    """nixl joins where it is installed and may find another way than the sockets of tcp; measuring decides. On loopback
+    there is none: it would cost every node its start and its memory, and every pair its turn at being measured."""
     return (*AUTO, "nixl") if fabric.devices or (has_nixl and not host.startswith("127.")) else AUTO
 
 
 def check_fabric(fabric: Fabric, name: str, names: tuple[str, ...], found_in: Path = INFINIBAND) -> None:
-    """Refuse RDMA settings that nothing would use, and devices that this host does not have: a library would quietly go on without."""
+    """Refuse RDMA settings that nothing would use, and devices that this host does not have: a library would quietly go
+    on without."""
     if fabric == Fabric():
         return
     if not {"mooncake", "nixl"} & set(names):
-        raise ConfigError(f"node.transfer.devices, gid_index and rails are for mooncake and nixl, not for {name}; leave them out")
+        raise ConfigError(
+            f"node.transfer.devices, gid_index and rails are for mooncake and nixl, not for {name}; leave them out"
+        )
     if not fabric.devices:
         raise ConfigError("node.transfer.gid_index and rails need node.transfer.devices, such as mlx5_0,mlx5_1")
     if fabric.rails is not None and "mooncake" in names:
-        raise ConfigError("node.transfer.rails is for nixl: Mooncake uses all of node.transfer.devices; name as many as there shall be rails")
+        raise ConfigError(
+            "node.transfer.rails is for nixl: Mooncake uses all of node.transfer.devices; name as many as there "
+            "shall be rails"
+        )
     found = sorted(entry.name for entry in found_in.iterdir()) if found_in.is_dir() else []
     missing = [device for device in fabric.devices if device.split(":")[0] not in found]
     if missing:
-        raise ConfigError(f"node.transfer.devices names {', '.join(missing)}, but this host has {', '.join(found) or 'no RDMA devices'}")
+        raise ConfigError(
+            f"node.transfer.devices names {', '.join(missing)}, but this host has "
+            f"{', '.join(found) or 'no RDMA devices'}"
+        )
 
 
 def _has_nixl() -> bool:
@@ -108,7 +120,9 @@ def _create(name: str, me: Peer, settings: StagedSettings) -> Backend:
 
 def _staged_settings(host: str, staging_bytes: int, fabric: Fabric) -> StagedSettings:
     block_bytes = min(4 << 20, max(1 << 16, staging_bytes // 8 // 4096 * 4096))
-    return StagedSettings(host=host, block_bytes=block_bytes, blocks=max(2, min(MOST_BLOCKS, staging_bytes // block_bytes)), fabric=fabric)
+    return StagedSettings(
+        host=host, block_bytes=block_bytes, blocks=max(2, min(MOST_BLOCKS, staging_bytes // block_bytes)), fabric=fabric
+    )
 
 
 def _create_mooncake(me: Peer, settings: StagedSettings) -> Backend:

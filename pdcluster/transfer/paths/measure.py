@@ -1,16 +1,19 @@
-"""Which backend carries the next write to a peer: the fastest as measured on the first writes to that boot, but none that keeps failing.
+"""Which backend carries the next write to a peer: the fastest as measured on the first writes to that boot, but none
+that keeps failing.
 
-A pair is measured once, on its own first writes: each backend in turn carries a few of them, one at a time, into the ticket's still private
-pages. Nothing is sent for the sake of measuring, and no live page is touched. A backend's first write pays for its connection and does not
-count, nor do writes so small that they say more about fixed costs. Durations come from the backends (`base.Backend.take_duration`), so that a
-busy node loop does not blur them.
+A pair is measured once, on its own first writes: each backend in turn carries a few of them, one at a time, into the
+ticket's still private pages. Nothing is sent for the sake of measuring, and no live page is touched. A backend's first
+write pays for its connection and does not count, nor do writes so small that they say more about fixed costs. Durations
+come from the backends (`base.Backend.take_duration`), so that a busy node loop does not blur them.
 
-The bandwidth that is reported follows the writes since. The choice stays as measured until a look at another path says otherwise: a path that was
-measured and is not chosen carries one write after a pause, which doubles from look to look, up to a longest one. On a path that is half-open that
-write is the probe. Was it faster than the chosen path is now, then all paths of the pair are measured again, side by side; one write alone moves
-nothing, as it may have met a bad moment.
+The bandwidth that is reported follows the writes since. The choice stays as measured until a look at another path says
+otherwise: a path that was measured and is not chosen carries one write after a pause, which doubles from look to look,
+up to a longest one. On a path that is half-open that write is the probe. Was it faster than the chosen path is now,
+then all paths of the pair are measured again, side by side; one write alone moves nothing, as it may have met a bad
+moment.
 
-Plain bookkeeping over an injected clock; the rules of failing paths are in `breaker`, what becomes of a failed chunk in `ladder`.
+Plain bookkeeping over an injected clock; the rules of failing paths are in `breaker`, what becomes of a failed chunk in
+`ladder`.
 """
 
 from __future__ import annotations
@@ -27,12 +30,13 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MeasureSettings:
-    """warm_writes of a backend do not count; it is measured after sample_writes more, or sample_bytes. A backend is preferred to those before it
-    in the node's order when it is `margin` times as fast: the order is by what else speaks for them (copies, checks, CPU). smallest_bytes: of a
-    write that measures. patience_s: a write that takes longer does not hold up the others. again_s: pause before a backend that failed, or was
-    too slow, while it was measured is measured again, and before one that is not chosen is looked at; it doubles each time, up to longest_s.
-    live_bytes, weight: how many bytes make a sample of the reported bandwidth, and how much of it counts. max_peers: boots that are remembered,
-    those met last."""
+    """warm_writes of a backend do not count; it is measured after sample_writes more, or sample_bytes. A backend is
+    preferred to those before it in the node's order when it is `margin` times as fast: the order is by what else speaks
+    for them (copies, checks, CPU). smallest_bytes: of a write that measures. patience_s: a write that takes longer does
+    not hold up the others. again_s: pause before a backend that failed, or was too slow, while it was measured is
+    measured again, and before one that is not chosen is looked at; it doubles each time, up to longest_s. live_bytes,
+    weight: how many bytes make a sample of the reported bandwidth, and how much of it counts. max_peers: boots that are
+    remembered, those met last."""
 
     warm_writes: int = 1
     sample_writes: int = 3
@@ -49,7 +53,8 @@ class MeasureSettings:
 
 @dataclass(frozen=True, slots=True)
 class PathReport:
-    """One path as it stands. bytes_s: KV bytes per second of the writes to that peer together; 0 as long as it was not measured."""
+    """One path as it stands. bytes_s: KV bytes per second of the writes to that peer together; 0 as long as it was not
+    measured."""
 
     peer: Peer
     backend: str
@@ -60,8 +65,9 @@ class PathReport:
 
 @dataclass(slots=True)
 class _Rate:
-    """Writes of one path that ended well, without the warm-up ones in nbytes and seconds. not_before: it is not worth measuring till then, pause:
-    how long that was the last time. in_flight, since, live_*: its writes under way, and what ended while some were."""
+    """Writes of one path that ended well, without the warm-up ones in nbytes and seconds. not_before: it is not worth
+    measuring till then, pause: how long that was the last time. in_flight, since, live_*: its writes under way, and
+    what ended while some were."""
 
     writes: int = 0
     nbytes: int = 0
@@ -115,7 +121,8 @@ class Paths:
             self.forget(next(iter(self._rates)))
 
     def best(self, peer: Peer, backends: Sequence[str], nbytes: int | None = None) -> str:
-        """The one that the next write takes; changes nothing. nbytes: its size; None asks for the choice as it stands, without measuring."""
+        """The one that the next write takes; changes nothing. nbytes: its size; None asks for the choice as it stands,
+        without measuring."""
         if len(backends) == 1:
             return backends[0]
         usable = self._breakers.usable(peer, sorted(backends, key=self._order.index), self._clock())
@@ -137,7 +144,11 @@ class Paths:
     def is_measuring(self, peer: Peer, backends: Sequence[str], nbytes: int) -> bool:
         """Should a write of that size to the peer wait until it is the only one?"""
         large = nbytes >= self._settings.smallest_bytes
-        return large and len(backends) > 1 and any(self._can_measure(peer, name) and not self._is_known(peer, name) for name in backends)
+        return (
+            large
+            and len(backends) > 1
+            and any(self._can_measure(peer, name) and not self._is_known(peer, name) for name in backends)
+        )
 
     def begin(self, peer: Peer, backend: str) -> float:
         """A write begins; returns when, for `succeeded` and `failed`."""
@@ -201,7 +212,13 @@ class Paths:
         peers = list(latest.values())[-max_peers:] if max_peers is not None else list(latest.values())
         chosen = {peer: self.best(peer, list(self._rates[peer])) for peer in peers}
         return [
-            PathReport(peer, name, rate.live_bytes_s or rate.bytes_s, self._breakers.state(peer, name, now), name == chosen[peer])
+            PathReport(
+                peer,
+                name,
+                rate.live_bytes_s or rate.bytes_s,
+                self._breakers.state(peer, name, now),
+                name == chosen[peer],
+            )
             for peer in peers
             for name, rate in self._rates[peer].items()
         ]
@@ -226,7 +243,8 @@ class Paths:
             self._tell(peer)
 
     def _observe(self, rate: _Rate, nbytes: int, seconds: float | None) -> None:
-        """What was moved while writes were under way: of one write by its own duration, of several by this node's clock."""
+        """What was moved while writes were under way: of one write by its own duration, of several by this node's
+        clock."""
         now = self._clock()
         rate.live_writes += 1
         rate.live_nbytes += nbytes
@@ -256,10 +274,15 @@ class Paths:
     def _is_known(self, peer: Peer, backend: str) -> bool:
         """Is there nothing to be measured now?"""
         rate, now = self._rate(peer, backend), self._clock()
-        return self._is_measured(rate) or now < rate.not_before or (rate.in_flight > 0 and now > rate.since + self._settings.patience_s)
+        return (
+            self._is_measured(rate)
+            or now < rate.not_before
+            or (rate.in_flight > 0 and now > rate.since + self._settings.patience_s)
+        )
 
     def _can_measure(self, peer: Peer, name: str) -> bool:
-        """Is it being measured, or could it be now? One that its breaker shuts would make all others wait until it opens."""
+        """Is it being measured, or could it be now? One that its breaker shuts would make all others wait until it
+        opens."""
         return self._rate(peer, name).in_flight > 0 or self.has_room(peer, name)
 
     def _is_due(self, rate: _Rate) -> bool:

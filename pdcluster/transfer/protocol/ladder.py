@@ -1,13 +1,14 @@
-"""By which path a chunk is written, and what becomes of it when that failed. Plain bookkeeping above `measure` and `breaker`.
+"""By which path a chunk is written, and what becomes of it when that failed. Plain bookkeeping above `measure` and
+`breaker`.
 
 The rungs of a chunk, from the first to the last:
  L1  The path that `measure.Paths` names for the pair.
- L2  Failed definitely: the same medium again, a bounded number of times, as long as its breaker lets it. (Its lanes are its own: one that let a
-     write down is not used again.)
+ L2  Failed definitely: the same medium again, a bounded number of times, as long as its breaker lets it. (Its lanes are
+     its own: one that let a write down is not used again.)
  L3  Failed so often, or the peer is out of reach that way: any other medium that both ends have, best first.
- L4  None is left, or the outcome of one write is not definite: the ticket ends, and the router makes a new attempt. UNKNOWN and LOST are never
-     written again under the same ticket.
-A refusal by the reader is no failure of a path: the ticket is dead there. What did not verify at the reader goes by another medium if there is one.
+ L4  None is left, or the outcome of one write is not definite: the ticket ends, and the router makes a new attempt.
+     UNKNOWN and LOST are never written again under the same ticket. A refusal by the reader is no failure of a path:
+     the ticket is dead there. What did not verify at the reader goes by another medium if there is one.
 """
 
 from __future__ import annotations
@@ -18,11 +19,17 @@ from pdcluster.transfer.backends.base import Peer, WriteStatus
 from pdcluster.transfer.paths.measure import Paths
 from pdcluster.transfer.protocol.writer_state import Chunk, Outgoing
 
-REASONS = {WriteStatus.FAILED: "failed", WriteStatus.REFUSED: "refused", WriteStatus.LOST: "lost", WriteStatus.UNKNOWN: "unknown"}
+REASONS = {
+    WriteStatus.FAILED: "failed",
+    WriteStatus.REFUSED: "refused",
+    WriteStatus.LOST: "lost",
+    WriteStatus.UNKNOWN: "unknown",
+}
 
 
 class Ladder:
-    """The rungs of all chunks of a writer. failures: writes that ended badly, by reason; resends: chunks written again, by reason."""
+    """The rungs of all chunks of a writer. failures: writes that ended badly, by reason; resends: chunks written again,
+    by reason."""
 
     def __init__(self, paths: Paths, trials: int) -> None:
         """trials: of one chunk on one medium."""
@@ -42,7 +49,13 @@ class Ladder:
     def begin(self, outgoing: Outgoing, chunk: Chunk, name: str) -> None:
         """A write of the chunk begins by that backend."""
         if chunk.retries:
-            self.resends[chunk.retries if chunk.retries == "not_verified" else "same_path" if name == chunk.path else "other_path"] += 1
+            self.resends[
+                chunk.retries
+                if chunk.retries == "not_verified"
+                else "same_path"
+                if name == chunk.path
+                else "other_path"
+            ] += 1
         chunk.path = name
         chunk.tries[name] = chunk.tries.get(name, 0) + 1
         chunk.trial += 1

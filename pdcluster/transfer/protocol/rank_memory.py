@@ -1,4 +1,5 @@
-"""What a reader asks about the memory of its node's ranks, which may be other processes: digests, and whether they have done what they were told.
+"""What a reader asks about the memory of its node's ranks, which may be other processes: digests, and whether they have
+done what they were told.
 
 Answers come when they come; where all pools are in this process they are there at once.
 """
@@ -32,7 +33,8 @@ class RankMemories(Protocol):
         """xxh3-64 of these bytes of a rank's pool, after everything that its backends were told before."""
 
     def mark(self) -> Answers:
-        """All here once every rank has done what its backends were told before, and everything that arrived until then was handed over."""
+        """All here once every rank has done what its backends were told before, and everything that arrived until then
+        was handed over."""
 
 
 class OwnMemories:

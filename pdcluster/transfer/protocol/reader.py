@@ -1,4 +1,5 @@
-"""Reader: the decode node's half of the transfer protocol (rules R1…R10 in `session`). It owns the pages of open and of dead tickets."""
+"""Reader: the decode node's half of the transfer protocol (rules R1…R10 in `session`). It owns the pages of open and of
+dead tickets."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ __all__ = ["Failed", "Landed", "Reader", "ReaderEvent", "Reclaimed", "Send", "Tr
 
 
 class Reader:
-    """All tickets this node issued. Owned by one thread, which also is the only one that calls `arrivals` of the backends."""
+    """All tickets this node issued. Owned by one thread, which also is the only one that calls `arrivals` of the
+    backends."""
 
     def __init__(
         self,
@@ -64,8 +66,9 @@ class Reader:
         ranks: RankMemories | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """me: this boot's endpoint (its adverts are ignored); region: id of rank 0's region, those of other ranks follow; memories: the bytes of
-        those that are in this process, in the order of ranks; order: best first; ranks: who digests; default: memories has them all."""
+        """me: this boot's endpoint (its adverts are ignored); region: id of rank 0's region, those of other ranks
+        follow; memories: the bytes of those that are in this process, in the order of ranks; order: best first; ranks:
+        who digests; default: memories has them all."""
         self._me = me
         self._backends = backends
         self._order = tuple(order)
@@ -94,9 +97,17 @@ class Reader:
     # ------------------------------------------------------------ what the node asks for
 
     def open(
-        self, request: str, attempt: int, writer: Endpoint, pages: Sequence[int], num_tokens: int, cached_tokens: int, deadline_s: float
+        self,
+        request: str,
+        attempt: int,
+        writer: Endpoint,
+        pages: Sequence[int],
+        num_tokens: int,
+        cached_tokens: int,
+        deadline_s: float,
     ) -> Ticket:
-        """Issue a ticket: `writer` may write the KV of tokens [cached_tokens, num_tokens) into `pages` (in token order from token 0 on)."""
+        """Issue a ticket: `writer` may write the KV of tokens [cached_tokens, num_tokens) into `pages` (in token order
+        from token 0 on)."""
         self._forget_old()
         writable = writable_pages(self._shape, self._is_owned, pages, num_tokens, cached_tokens)
         nonce = self._random.getrandbits(64)
@@ -116,7 +127,9 @@ class Reader:
             ranks=self._shape.ranks,
         )
         now = self._clock()
-        incoming = Incoming(ticket, peer_of(writer), writable, in_token_order(self._shape, writable), now, now + deadline_s)
+        incoming = Incoming(
+            ticket, peer_of(writer), writable, in_token_order(self._shape, writable), now, now + deadline_s
+        )
         self._gone.discard(incoming.writer)  # declared dead too early: it is spoken to again
         self._tickets[nonce] = incoming
         self._is_owned[writable] = True
@@ -125,18 +138,21 @@ class Reader:
         return ticket
 
     def is_permitted(self, nonce: int) -> bool:
-        """Does every rank take what is written under the ticket by now? Nobody must be told of it before. True when it ended."""
+        """Does every rank take what is written under the ticket by now? Nobody must be told of it before. True when it
+        ended."""
         incoming = self._tickets.get(nonce)
         return incoming is None or are_here(incoming.permitted)
 
     def abort(self, nonce: int, reason: str) -> None:
-        """Give up a ticket; the events are Failed, and Reclaimed when its pages are safe. Nothing happens when it ended already."""
+        """Give up a ticket; the events are Failed, and Reclaimed when its pages are safe. Nothing happens when it ended
+        already."""
         incoming = self._tickets.get(nonce)
         if incoming is not None:
             self._fail(incoming, reason)
 
     def handle(self, sender: Peer, message: Commit | AbortAck) -> None:
-        """A message of a writer. Repetitions, and messages that are too late, are answered as before and change nothing."""
+        """A message of a writer. Repetitions, and messages that are too late, are answered as before and change
+        nothing."""
         self._poll_now = True
         incoming = self._tickets.get(message.nonce)
         if isinstance(message, AbortAck):
@@ -149,8 +165,8 @@ class Reader:
             self._on_commit(incoming, message)
 
     def peer_gone(self, peer: Peer) -> None:
-        """A writer's boot was declared dead (lease ended, link lost for good): fail its tickets and ask the media for their fences, again in
-        later polls until there is proof."""
+        """A writer's boot was declared dead (lease ended, link lost for good): fail its tickets and ask the media for
+        their fences, again in later polls until there is proof."""
         self._gone.add(peer)
         for incoming in [each for each in self._tickets.values() if each.writer == peer]:
             self._fail(incoming, f"node {peer.node} is gone")
@@ -235,11 +251,15 @@ class Reader:
             self._events.append(Send(reply_to(sender), remembered[1]))
             return
         self.counters["late_commit"] += 1
-        self._events.append(Send(reply_to(sender), CommitAck(message.nonce, refused="unknown ticket", round=message.round)))
+        self._events.append(
+            Send(reply_to(sender), CommitAck(message.nonce, refused="unknown ticket", round=message.round))
+        )
 
     def _on_abort_ack(self, sender: Peer, message: AbortAck, incoming: Incoming | None) -> None:
         if not set(message.lost).issubset(self._order):
-            self.counters["bad_abort_ack"] += 1  # by a medium that no advert of ours offers: this writer's word is no proof
+            self.counters["bad_abort_ack"] += (
+                1  # by a medium that no advert of ours offers: this writer's word is no proof
+            )
             return
         notice = self._notices.get(message.nonce)
         if notice is not None and peer_of(notice.writer) == sender:
@@ -276,7 +296,9 @@ class Reader:
         if tell:
             until = max(incoming.deadline, now + self._settings.commit_s)
             self._notices[ticket.nonce] = Notice(ticket.writer, reason, until, now)
-        incoming.unfenced = {name for name in self._order if self._backends[name].revoke(ticket.nonce) is not Fence.FENCED}
+        incoming.unfenced = {
+            name for name in self._order if self._backends[name].revoke(ticket.nonce) is not Fence.FENCED
+        }
         if not incoming.unfenced:
             self._reclaim(incoming)
         elif self._proof_at is None:
@@ -350,23 +372,38 @@ class Reader:
         return earliest(incoming.deadline, promised)
 
     def _verify(self) -> None:
-        """Check Commits whose stamps are all here (or are overdue): a bounded number of bytes per poll, and no more than these at once with ranks
-        that answer later. They do everything in its order, so that other tickets wait behind what they are to digest."""
+        """Check Commits whose stamps are all here (or are overdue): a bounded number of bytes per poll, and no more
+        than these at once with ranks that answer later. They do everything in its order, so that other tickets wait
+        behind what they are to digest."""
         budget = self._settings.verify_bytes - self._num_digesting_bytes
         for incoming in list(self._tickets.values()):
-            if incoming.commit is not None and incoming.unchecked is None and not self._land_as_seen(incoming, incoming.commit):
+            if (
+                incoming.commit is not None
+                and incoming.unchecked is None
+                and not self._land_as_seen(incoming, incoming.commit)
+            ):
                 self._begin_check(incoming, incoming.commit)
             while incoming.unchecked and budget > 0:
                 budget -= self._check_digest(incoming, incoming.unchecked.popleft())
-            if incoming.unchecked is not None and not incoming.unchecked and all(answer.value is not None for _, answer in incoming.asked):
+            if (
+                incoming.unchecked is not None
+                and not incoming.unchecked
+                and all(answer.value is not None for _, answer in incoming.asked)
+            ):
                 self._end_check(incoming)
 
     @property
     def _num_digesting_bytes(self) -> int:
-        return sum(entry.nbytes for incoming in self._tickets.values() for entry, answer in incoming.asked if answer.value is None)
+        return sum(
+            entry.nbytes
+            for incoming in self._tickets.values()
+            for entry, answer in incoming.asked
+            if answer.value is None
+        )
 
     def _land_as_seen(self, incoming: Incoming, commit: Commit) -> bool:
-        """A Commit that says just what was seen, as most do, needs no other look, unless something arrived before the permit was revoked."""
+        """A Commit that says just what was seen, as most do, needs no other look, unless something arrived before the
+        permit was revoked."""
         if not is_as_seen(self._shape, incoming, commit) or not self._is_revoked(incoming):
             return False
         self._collect()
@@ -388,14 +425,20 @@ class Reader:
         if incoming.missing is None and not self._accept(incoming, commit):
             return
         incoming.missing = [entry for entry in incoming.missing or () if not self._has_arrived(incoming, entry)]
-        if incoming.missing and incoming.revoked is None and self._clock() < incoming.commit_time + self._settings.arrival_s:
+        if (
+            incoming.missing
+            and incoming.revoked is None
+            and self._clock() < incoming.commit_time + self._settings.arrival_s
+        ):
             return
         if not self._is_revoked(incoming):
             return
         self._collect()
         incoming.promised = len(incoming.landings)
         incoming.unchecked = deque(each for each in incoming.landings if self._has_arrived(incoming, each.entry))
-        incoming.is_in_place = self._settings.digests and are_in_place(self._shape, incoming, incoming.unchecked, self._region)
+        incoming.is_in_place = self._settings.digests and are_in_place(
+            self._shape, incoming, incoming.unchecked, self._region
+        )
         incoming.bad = [each.entry.index for each in incoming.landings if not self._has_arrived(incoming, each.entry)]
 
     def _accept(self, incoming: Incoming, commit: Commit) -> bool:
@@ -404,7 +447,9 @@ class Reader:
             self.counters["bad_commit"] += 1
             self._refuse(incoming, commit, "the Commit's chunks do not cover the ticket's tokens")
             return False
-        incoming.landings = [Landing(entry, leg.reader_rank, part_of(commit, leg, entry)) for leg in commit.legs for entry in leg.chunks]
+        incoming.landings = [
+            Landing(entry, leg.reader_rank, part_of(commit, leg, entry)) for leg in commit.legs for entry in leg.chunks
+        ]
         incoming.missing = [landing.entry for landing in incoming.landings]
         return True
 
@@ -413,14 +458,17 @@ class Reader:
         return arrival is not None and arrival.stamp.nbytes == entry.nbytes
 
     def _check_digest(self, incoming: Incoming, landing: Landing) -> int:
-        """Ask for the digest of a chunk, unless it is known or there are none; returns the bytes that are digested for it."""
+        """Ask for the digest of a chunk, unless it is known or there are none; returns the bytes that are digested for
+        it."""
         on_arrival = self._digest_on_arrival(incoming, landing)
         if not self._settings.digests:
             return 0
         if on_arrival is not None:
             incoming.asked.append((landing.entry, Answer(on_arrival)))
             return 0
-        incoming.asked.append((landing.entry, self._ranks.begin_digest(landing.rank, spans_of(self._shape, incoming, landing))))
+        incoming.asked.append(
+            (landing.entry, self._ranks.begin_digest(landing.rank, spans_of(self._shape, incoming, landing)))
+        )
         return landing.entry.nbytes
 
     def _is_intact(self, entry: ChunkEntry, answer: Answer) -> bool:
@@ -430,9 +478,10 @@ class Reader:
         return False
 
     def _digest_on_arrival(self, incoming: Incoming, landing: Landing) -> int | None:
-        """What the medium digested when the chunk landed, if it still holds (R2): no later write may have changed the bytes. The Commit names the
-        chunk's last try, and every earlier one had failed before it began, which means that it can not land any more (base, 3); so this holds
-        for the one arrival of that try, while every chunk landed at just the places that the Commit says: no other has spoiled this one."""
+        """What the medium digested when the chunk landed, if it still holds (R2): no later write may have changed the
+        bytes. The Commit names the chunk's last try, and every earlier one had failed before it began, which means that
+        it can not land any more (base, 3); so this holds for the one arrival of that try, while every chunk landed at
+        just the places that the Commit says: no other has spoiled this one."""
         arrival = incoming.arrived[landing.entry.index]
         is_last = arrival.stamp.trial == landing.entry.trial and len(incoming.arrived) == incoming.promised
         return arrival.digest if is_last and incoming.is_in_place and not incoming.repeated else None
@@ -506,7 +555,9 @@ class Reader:
                 self._events.append(Send(notice.writer, Abort(nonce, notice.reason, max(0.0, notice.until - now))))
 
     def _forget_gone(self) -> None:
-        """That a boot is dead is asked for its tickets and for Aborts to it only. `peer_gone` failed all its tickets, and a later one speaks to it
-        again: once none is left, nothing will ask."""
+        """That a boot is dead is asked for its tickets and for Aborts to it only. `peer_gone` failed all its tickets,
+        and a later one speaks to it again: once none is left, nothing will ask."""
         if self._gone:
-            self._gone &= {each.writer for each in self._tickets.values()} | {peer_of(notice.writer) for notice in self._notices.values()}
+            self._gone &= {each.writer for each in self._tickets.values()} | {
+                peer_of(notice.writer) for notice in self._notices.values()
+            }

@@ -1,5 +1,5 @@
-"""What a Reader keeps of a ticket it issued and of an Abort it repeats, and whether a Commit says all of a ticket's KV came. Plain; rules in
-`session`."""
+"""What a Reader keeps of a ticket it issued and of an Abort it repeats, and whether a Commit says all of a ticket's KV
+came. Plain; rules in `session`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from pdcluster.core.errors import IntegrityError
 from pdcluster.core.lifecycle import Reading
 from pdcluster.core.messages import ChunkEntry, Commit, CommitAck, Endpoint, Leg, Ticket
 from pdcluster.transfer.backends.base import Arrival, Peer
-from pdcluster.transfer.layout.geometry import Offsets, PageShape, Part, are_pieces, join_spans, offsets, part_bytes, piece_of
+from pdcluster.transfer.layout.geometry import (
+    Offsets,
+    PageShape,
+    Part,
+    are_pieces,
+    join_spans,
+    offsets,
+    part_bytes,
+    piece_of,
+)
 from pdcluster.transfer.layout.runs import SpanTable, chained, span_table
 from pdcluster.transfer.layout.spans import page_slice
 from pdcluster.transfer.protocol.rank_memory import Answer, Answers
@@ -32,9 +41,9 @@ class Landing:
 
 @dataclass(slots=True)
 class Incoming:
-    """One ticket. `writable`: the pages the writer may write, in token order; `whole`: see `in_token_order`; `missing`: chunks of the Commit, found
-    to cover the ticket, of which no stamp was seen yet; `unchecked`: those not digested yet; `repeated`: chunks of which more than one write
-    arrived."""
+    """One ticket. `writable`: the pages the writer may write, in token order; `whole`: see `in_token_order`; `missing`:
+    chunks of the Commit, found to cover the ticket, of which no stamp was seen yet; `unchecked`: those not digested
+    yet; `repeated`: chunks of which more than one write arrived."""
 
     ticket: Ticket
     writer: Peer
@@ -83,11 +92,20 @@ class Notice:
     send_at: float
 
 
-def writable_pages(shape: PageShape, is_owned: NDArray[np.bool_], pages: Sequence[int], num_tokens: int, cached_tokens: int) -> Offsets:
+def writable_pages(
+    shape: PageShape, is_owned: NDArray[np.bool_], pages: Sequence[int], num_tokens: int, cached_tokens: int
+) -> Offsets:
     """The pages that a writer may write. All mistakes here are our own node's."""
     tokens = shape.page_tokens
-    if not 0 <= cached_tokens <= num_tokens or num_tokens < 1 or cached_tokens % tokens or len(pages) < -(-num_tokens // tokens):
-        raise IntegrityError(f"cannot issue a ticket for tokens {cached_tokens}…{num_tokens} in {len(pages)} pages of {tokens} tokens")
+    if (
+        not 0 <= cached_tokens <= num_tokens
+        or num_tokens < 1
+        or cached_tokens % tokens
+        or len(pages) < -(-num_tokens // tokens)
+    ):
+        raise IntegrityError(
+            f"cannot issue a ticket for tokens {cached_tokens}…{num_tokens} in {len(pages)} pages of {tokens} tokens"
+        )
     wanted = np.array(pages[page_slice(cached_tokens, num_tokens - cached_tokens, tokens)], dtype=np.int64)
     ascending = np.sort(wanted)
     if len(wanted) and not 0 <= ascending[0] <= ascending[-1] < len(is_owned):
@@ -103,12 +121,26 @@ def stats_of(incoming: Incoming, commit: Commit) -> TransferStats:
     """Of one that was verified."""
     started = incoming.last_arrival if incoming.first_arrival is None else incoming.first_arrival
     nbytes, seconds = sum(entry.nbytes for leg in commit.legs for entry in leg.chunks), incoming.last_arrival - started
-    return TransferStats(backend="", nbytes=nbytes, chunks=len(incoming.arrived), resent=incoming.resent, transfer_s=seconds, exposed_s=0.0)
+    return TransferStats(
+        backend="",
+        nbytes=nbytes,
+        chunks=len(incoming.arrived),
+        resent=incoming.resent,
+        transfer_s=seconds,
+        exposed_s=0.0,
+    )
 
 
 def pieces(shape: PageShape, incoming: Incoming, rank: int, part: Part) -> tuple[Offsets, int]:
     """Where a part's bytes begin in a rank's memory, piece by piece in the order of the wire, and the bytes of each."""
-    return offsets(shape, rank, incoming.writable, incoming.ticket.cached_tokens // shape.page_tokens, part, piece_of(shape, rank, part))
+    return offsets(
+        shape,
+        rank,
+        incoming.writable,
+        incoming.ticket.cached_tokens // shape.page_tokens,
+        part,
+        piece_of(shape, rank, part),
+    )
 
 
 def spans_of(shape: PageShape, incoming: Incoming, landing: Landing) -> SpanTable:
@@ -116,14 +148,15 @@ def spans_of(shape: PageShape, incoming: Incoming, landing: Landing) -> SpanTabl
 
 
 def in_token_order(shape: PageShape, writable: Offsets) -> SpanTable:
-    """Where whole pages of a ticket lie in a rank's memory, neighbours joined. Taken when the ticket is issued, so that the last arrival only has to
-    be compared with it."""
+    """Where whole pages of a ticket lie in a rank's memory, neighbours joined. Taken when the ticket is issued, so that
+    the last arrival only has to be compared with it."""
     return join_spans(writable * shape.page_bytes, shape.page_bytes)
 
 
 def legs_seen(shape: PageShape, incoming: Incoming, region: int, *, digests: bool) -> tuple[Leg, ...]:
-    """What arrived as its Commit would say it, when chunk after chunk is the whole ticket, each came once and, with digests, lies where the ticket's
-    tokens are; otherwise nothing. Taken while the Commit is on its way: one that says the same fulfils R2 but for the revoked permit."""
+    """What arrived as its Commit would say it, when chunk after chunk is the whole ticket, each came once and, with
+    digests, lies where the ticket's tokens are; otherwise nothing. Taken while the Commit is on its way: one that says
+    the same fulfils R2 but for the revoked permit."""
     ticket, tokens = incoming.ticket, shape.page_tokens
     at, end = ticket.cached_tokens // tokens, -(-ticket.num_tokens // tokens)
     if shape.ranks > 1 or incoming.arrived_bytes != (end - at) * shape.page_bytes or incoming.repeated:
@@ -138,18 +171,23 @@ def legs_seen(shape: PageShape, incoming: Incoming, region: int, *, digests: boo
         if rest or not count or digest is None:
             return ()
         num_tokens = min((at + count) * tokens, ticket.num_tokens) - at * tokens
-        entries.append(ChunkEntry(stamp.chunk, at * tokens, num_tokens, 0, shape.num_layers, stamp.nbytes, digest, stamp.trial))
+        entries.append(
+            ChunkEntry(stamp.chunk, at * tokens, num_tokens, 0, shape.num_layers, stamp.nbytes, digest, stamp.trial)
+        )
         at += count
     return () if at != end else (Leg(0, 0, 0, shape.heads, tuple(entries)),)
 
 
 def _lie_in_order(row: Sequence[Arrival], whole: SpanTable) -> bool:
-    """Do these hold, one after the other, the bytes of `whole`, each as many as its stamp says? Of one alone, the caller looks at the stamp."""
+    """Do these hold, one after the other, the bytes of `whole`, each as many as its stamp says? Of one alone, the
+    caller looks at the stamp."""
     if len(row) == 1:
         spans = span_table(row[0].spans)
         return spans == whole or spans.joined() == whole
     tables = [span_table(each.spans) for each in row]
-    return [table.nbytes for table in tables] == [each.stamp.nbytes for each in row] and chained(tables).joined() == whole
+    return [table.nbytes for table in tables] == [each.stamp.nbytes for each in row] and chained(
+        tables
+    ).joined() == whole
 
 
 def is_as_seen(shape: PageShape, incoming: Incoming, commit: Commit) -> bool:
@@ -158,11 +196,14 @@ def is_as_seen(shape: PageShape, incoming: Incoming, commit: Commit) -> bool:
 
 
 def are_in_place(shape: PageShape, incoming: Incoming, landings: Sequence[Landing], region: int) -> bool:
-    """Did these chunks land at just the places that the Commit says? region: of rank 0. Neighbours in a row are looked at together."""
+    """Did these chunks land at just the places that the Commit says? region: of rank 0. Neighbours in a row are looked
+    at together."""
     for rank, part, row in _rows(landings):
         arrivals = [incoming.arrived[each.entry.index] for each in row]
         tables = [span_table(arrival.spans) for arrival in arrivals]
-        if any(arrival.region != region + rank for arrival in arrivals) or [table.nbytes for table in tables] != [each.entry.nbytes for each in row]:
+        if any(arrival.region != region + rank for arrival in arrivals) or [table.nbytes for table in tables] != [
+            each.entry.nbytes for each in row
+        ]:
             return False
         if not are_pieces(chained(tables), *pieces(shape, incoming, rank, part)):
             return False
@@ -211,7 +252,8 @@ def part_of(commit: Commit, leg: Leg, entry: ChunkEntry) -> Part:
 
 
 def is_in_order(shape: PageShape, ticket: Ticket, commit: Commit) -> bool:
-    """Does it have all of the ticket in whole pages of one rank, chunk after chunk? As most have, which needs no arrays to be seen."""
+    """Does it have all of the ticket in whole pages of one rank, chunk after chunk? As most have, which needs no arrays
+    to be seen."""
     if shape.ranks > 1 or len(commit.legs) != 1 or commit.block_tokens != shape.page_tokens:
         return False
     leg, at = commit.legs[0], ticket.cached_tokens
@@ -220,8 +262,17 @@ def is_in_order(shape: PageShape, ticket: Ticket, commit: Commit) -> bool:
     for entry in leg.chunks:
         end = entry.first_token + entry.num_tokens
         num_pages = -(-entry.num_tokens // shape.page_tokens)
-        is_whole = (entry.first_layer, entry.num_layers, entry.nbytes) == (0, shape.num_layers, num_pages * shape.page_bytes)
-        if entry.first_token != at or entry.num_tokens < 1 or not is_whole or (end % shape.page_tokens and end != ticket.num_tokens):
+        is_whole = (entry.first_layer, entry.num_layers, entry.nbytes) == (
+            0,
+            shape.num_layers,
+            num_pages * shape.page_bytes,
+        )
+        if (
+            entry.first_token != at
+            or entry.num_tokens < 1
+            or not is_whole
+            or (end % shape.page_tokens and end != ticket.num_tokens)
+        ):
             return False
         at = end
     return at == ticket.num_tokens and len({entry.index for entry in leg.chunks}) == len(leg.chunks)
@@ -241,20 +292,32 @@ def covers_each_cell(shape: PageShape, ticket: Ticket, commit: Commit) -> bool:
     cells = (-(-ticket.num_tokens // block) - first, shape.num_layers, shape.rank_heads)
     seen = [np.zeros(cells, dtype=np.bool_) for _ in range(shape.ranks)]
     for leg in commit.legs:
-        if not 0 <= leg.reader_rank < shape.ranks or not all(_take(shape, ticket, commit, leg, entry, seen[leg.reader_rank]) for entry in leg.chunks):
+        if not 0 <= leg.reader_rank < shape.ranks or not all(
+            _take(shape, ticket, commit, leg, entry, seen[leg.reader_rank]) for entry in leg.chunks
+        ):
             return False
     indexes = [entry.index for leg in commit.legs for entry in leg.chunks]
     return all(bool(each.all()) for each in seen) and len(set(indexes)) == len(indexes)
 
 
-def _take(shape: PageShape, ticket: Ticket, commit: Commit, leg: Leg, entry: ChunkEntry, seen: NDArray[np.bool_]) -> bool:
+def _take(
+    shape: PageShape, ticket: Ticket, commit: Commit, leg: Leg, entry: ChunkEntry, seen: NDArray[np.bool_]
+) -> bool:
     """Mark what a chunk holds; False when it is outside of the ticket, was marked before, or has another size."""
     part, block, end = part_of(commit, leg, entry), commit.block_tokens, entry.first_token + entry.num_tokens
     first_head, end_head = shape.heads_of(leg.reader_rank)
-    in_blocks = entry.first_token % block == 0 and (end == ticket.num_tokens or (end % block == 0 and end < ticket.num_tokens))
+    in_blocks = entry.first_token % block == 0 and (
+        end == ticket.num_tokens or (end % block == 0 and end < ticket.num_tokens)
+    )
     in_layers = 0 <= part.first_layer < part.end_layer <= shape.num_layers
     in_heads = first_head <= part.first_head < part.end_head <= end_head
-    if not in_blocks or not in_layers or not in_heads or entry.num_tokens < 1 or entry.first_token < ticket.cached_tokens:
+    if (
+        not in_blocks
+        or not in_layers
+        or not in_heads
+        or entry.num_tokens < 1
+        or entry.first_token < ticket.cached_tokens
+    ):
         return False
     first = ticket.cached_tokens // block
     cells = seen[

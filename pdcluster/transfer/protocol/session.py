@@ -1,30 +1,37 @@
-"""The KV transfer protocol above the backends: its settings, its events and its rules. The two halves are `writer.Writer` and `reader.Reader`.
+"""The KV transfer protocol above the backends: its settings, its events and its rules. The two halves are
+`writer.Writer` and `reader.Reader`.
 
-A decode node (reader) issues a ticket: a permit for one prefill node's boot (writer) to write some pages. The writer pushes chunks through a
-backend, then sends Commit with every chunk's digest; the reader verifies its own memory and answers CommitAck. Either side may give up; the
-reader then sends Abort, the writer answers AbortAck. Rules, cited by number in the code:
+A decode node (reader) issues a ticket: a permit for one prefill node's boot (writer) to write some pages. The writer
+pushes chunks through a backend, then sends Commit with every chunk's digest; the reader verifies its own memory and
+answers CommitAck. Either side may give up; the reader then sends Abort, the writer answers AbortAck. Rules, cited by
+number in the code:
 
- R1  Commit goes out only when no write under the ticket is unfinished. One write whose outcome is not known ends the ticket.
- R2  The reader takes pages only when chunks cover exactly the tokens asked for, every chunk's stamp arrived with the right length, and the
-     digests are those of the bytes in its pages when no write can change them any more: taken after the permit was revoked, or on arrival of
-     the chunk's last try, when nothing else arrived (Reader._digest_on_arrival says why that holds).
- R3  The reader reuses a dead ticket's pages only when nothing can land by any backend any more: by AbortAck, or by the backend's own fence. Time
-     is never proof: until then the pages are in quarantine.
+ R1  Commit goes out only when no write under the ticket is unfinished. One write whose outcome is not known ends the
+     ticket.
+ R2  The reader takes pages only when chunks cover exactly the tokens asked for, every chunk's stamp arrived with the
+     right length, and the digests are those of the bytes in its pages when no write can change them any more: taken
+     after the permit was revoked, or on arrival of the chunk's last try, when nothing else arrived
+     (Reader._digest_on_arrival says why that holds).
+ R3  The reader reuses a dead ticket's pages only when nothing can land by any backend any more: by AbortAck, or by the
+     backend's own fence. Time is never proof: until then the pages are in quarantine.
  R4  The writer reuses source pages only when no write of the ticket can read them any more.
- R5  AbortAck is sent only when no write under the ticket is unfinished. It names the media by which writes were LOST: those may still land, and
-     the reader needs the fence of each of these media; for all others AbortAck is the proof. A writer never forgets such a ticket, since its
-     reader may ask for ever; past a bound it says of every ticket it does not know what it must say of those it forgot.
- R6  Abort for an unknown ticket leaves a tombstone: that ticket can not be opened any more, until its deadline made it void anyway.
- R7  Commit and its answer carry a round. An answer to an older round decides nothing, and a Commit of an older round gets its old answer
-     again: otherwise a late duplicate could reopen pages that are live.
- R8  Commit and Abort are repeated until they are answered or the ticket's deadline; both ends answer a repetition the same way again.
+ R5  AbortAck is sent only when no write under the ticket is unfinished. It names the media by which writes were LOST:
+     those may still land, and the reader needs the fence of each of these media; for all others AbortAck is the proof.
+     A writer never forgets such a ticket, since its reader may ask for ever; past a bound it says of every ticket it
+     does not know what it must say of those it forgot.
+ R6  Abort for an unknown ticket leaves a tombstone: that ticket can not be opened any more, until its deadline made it
+     void anyway.
+ R7  Commit and its answer carry a round. An answer to an older round decides nothing, and a Commit of an older round
+     gets its old answer again: otherwise a late duplicate could reopen pages that are live.
+ R8  Commit and Abort are repeated until they are answered or the ticket's deadline; both ends answer a repetition the
+     same way again.
  R9  Messages from any boot but the one in the ticket are dropped and counted.
- R10 A chunk goes only by a connection that its own ticket's advert may use. A medium may fence what a boot holds by refusing it (shm); a later
-     ticket that lets the boot in again must not carry the older one's chunks.
+ R10 A chunk goes only by a connection that its own ticket's advert may use. A medium may fence what a boot holds by
+     refusing it (shm); a later ticket that lets the boot in again must not carry the older one's chunks.
 
-Both halves are pure: no threads, no sockets, an injected clock. All I/O is the backends'; messages leave as events of `poll`, which must be
-called when a backend's wakeup_fd is readable, after every `handle`, and at `next_deadline`. Reader.poll before Writer.poll (see
-base.Backend.wakeup_fd).
+Both halves are pure: no threads, no sockets, an injected clock. All I/O is the backends'; messages leave as events of
+`poll`, which must be called when a backend's wakeup_fd is readable, after every `handle`, and at `next_deadline`.
+Reader.poll before Writer.poll (see base.Backend.wakeup_fd).
 """
 
 from __future__ import annotations
@@ -42,12 +49,13 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """digests: both ends must agree. chunk_bytes, chunk_runs bound one write; window_bytes, window_runs bound the writes in flight per peer.
+    """digests: both ends must agree. chunk_bytes, chunk_runs bound one write; window_bytes, window_runs bound the
+    writes in flight per peer.
 
-    trials: tries of a chunk on one backend. rounds: how often the reader asks for chunks again. repeat_s: pause before an unanswered message
-    is sent again. commit_s: how long the writer waits for the answer to Commit. arrival_s: how long the reader waits for stamps that the
-    Commit promises. verify_bytes: digested per poll, so that a long prompt does not hold up the loop. proof_s: pause before a fence is asked
-    for again.
+    trials: tries of a chunk on one backend. rounds: how often the reader asks for chunks again. repeat_s: pause before
+    an unanswered message is sent again. commit_s: how long the writer waits for the answer to Commit. arrival_s: how
+    long the reader waits for stamps that the Commit promises. verify_bytes: digested per poll, so that a long prompt
+    does not hold up the loop. proof_s: pause before a fence is asked for again.
     """
 
     digests: bool = True
@@ -67,8 +75,8 @@ class Settings:
 
 
 class TransferStats(msgspec.Struct, frozen=True):
-    """transfer_s: first write submitted → last write done; busy_s: the part of it in which a write was under way; exposed_s: `finish` → Commit
-    answered (0 at the reader). Bytes without resends."""
+    """transfer_s: first write submitted → last write done; busy_s: the part of it in which a write was under way;
+    exposed_s: `finish` → Commit answered (0 at the reader). Bytes without resends."""
 
     backend: str
     nbytes: int

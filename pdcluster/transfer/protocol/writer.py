@@ -1,4 +1,5 @@
-"""Writer: the prefill node's half of the transfer protocol (rules R1…R10 in `session`). It decides what to write when; backends move the bytes."""
+"""Writer: the prefill node's half of the transfer protocol (rules R1…R10 in `session`). It decides what to write when;
+backends move the bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,18 @@ from pdcluster.transfer.layout.geometry import PageShape, part_bytes
 from pdcluster.transfer.layout.spans import digest
 from pdcluster.transfer.paths.measure import Paths
 from pdcluster.transfer.protocol.ladder import Ladder
-from pdcluster.transfer.protocol.session import Acked, Clock, Drained, GaveUp, Send, Settings, TransferStats, WriterEvent, peer_of, reply_to
+from pdcluster.transfer.protocol.session import (
+    Acked,
+    Clock,
+    Drained,
+    GaveUp,
+    Send,
+    Settings,
+    TransferStats,
+    WriterEvent,
+    peer_of,
+    reply_to,
+)
 from pdcluster.transfer.protocol.writer_state import Chunk, Fit, Flight, Outgoing, Push, checked_pages, cut, fit_of
 
 __all__ = ["Acked", "Drained", "GaveUp", "Send", "TransferStats", "Writer", "WriterEvent"]
@@ -30,7 +42,8 @@ NO_WAKEUP_S = 0.05
 
 
 class Writer:
-    """All tickets this node writes under. Owned by one thread, which also is the only one that calls `poll` of the backends' handles."""
+    """All tickets this node writes under. Owned by one thread, which also is the only one that calls `poll` of the
+    backends' handles."""
 
     def __init__(
         self,
@@ -46,9 +59,9 @@ class Writer:
         block_tokens: int = 1,
         paths: Paths | None = None,
     ) -> None:
-        """region: id of rank 0's region, those of other ranks follow; memories: their bytes (for digests), in the order of ranks; order: backend
-        names, best first; block_tokens: what pages of readers must be multiples of; paths: which of them carries what; default: as measured, with
-        the usual settings."""
+        """region: id of rank 0's region, those of other ranks follow; memories: their bytes (for digests), in the order
+        of ranks; order: backend names, best first; block_tokens: what pages of readers must be multiples of; paths:
+        which of them carries what; default: as measured, with the usual settings."""
         native()  # loaded now and not during the first transfer
         self._me = me
         self._backends = backends
@@ -66,7 +79,8 @@ class Writer:
         self._flights: dict[tuple[str, Handle], Flight] = {}
         self._tombstones: dict[int, float] = {}
         self._answers: dict[int, tuple[Peer, tuple[str, ...], float]] = {}
-        """Tickets that ended: reader, by which media writes were lost (R5), until when we remember; for ever where any was."""
+        """Tickets that ended: reader, by which media writes were lost (R5), until when we remember; for ever where any
+        was."""
         self._lost_before: set[str] = set()
         """Media of the lost writes of tickets that had to be forgotten all the same."""
         self._fits: dict[tuple[int, int, int], Fit] = {}
@@ -81,10 +95,13 @@ class Writer:
     # ------------------------------------------------------------ what the node asks for
 
     def open(self, ticket: Ticket) -> str:
-        """Accept a ticket; returns the name of the backend that would carry most of it now; raises TransferError, and then nothing is held."""
+        """Accept a ticket; returns the name of the backend that would carry most of it now; raises TransferError, and
+        then nothing is held."""
         self._forget_old()
         if self._tombstones.get(ticket.nonce, 0.0) > self._clock():
-            raise TransferError(f"ticket {ticket.nonce:x} was aborted by its reader before it came; a new attempt needs a new ticket")
+            raise TransferError(
+                f"ticket {ticket.nonce:x} was aborted by its reader before it came; a new attempt needs a new ticket"
+            )
         if ticket.nonce in self._open or ticket.nonce in self._answers:
             raise TransferError(f"ticket {ticket.nonce:x} was opened before; a ticket is used once")
         fit, pages = self._fit(ticket), checked_pages(ticket, self._me)
@@ -96,12 +113,20 @@ class Writer:
         self.paths.meet(peer, backends)
         return self.paths.best(peer, backends)
 
-    def push(self, nonce: int, source_pages: Sequence[int], first_token: int, num_tokens: int, layers: tuple[int, int] | None = None) -> None:
-        """The KV of tokens [first_token, first_token + num_tokens) is ready in these local pages, the first of which holds first_token. In token
-        order, whole blocks (only the prompt's last may be partial); what the reader has cached is skipped. Nothing happens for a ticket that was
-        given up.
+    def push(
+        self,
+        nonce: int,
+        source_pages: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        layers: tuple[int, int] | None = None,
+    ) -> None:
+        """The KV of tokens [first_token, first_token + num_tokens) is ready in these local pages, the first of which
+        holds first_token. In token order, whole blocks (only the prompt's last may be partial); what the reader has
+        cached is skipped. Nothing happens for a ticket that was given up.
 
-        layers: (first, end) when only these are ready; the same tokens are then pushed again with the next ones until all were."""
+        layers: (first, end) when only these are ready; the same tokens are then pushed again with the next ones until
+        all were."""
         outgoing = self._open.get(nonce)
         if outgoing is None or outgoing.state is not Writing.OPEN:
             return
@@ -120,13 +145,16 @@ class Writer:
         self._poll_now = True
 
     def finish(self, nonce: int, first_token: int | None, first_logprobs: TokenLogprobs | None) -> None:
-        """Everything was pushed (first_token: None when it answers a Fetch). Commit goes out when every write is done. Nothing happens for a
-        ticket that was given up."""
+        """Everything was pushed (first_token: None when it answers a Fetch). Commit goes out when every write is done.
+        Nothing happens for a ticket that was given up."""
         outgoing = self._open.get(nonce)
         if outgoing is None or outgoing.state is not Writing.OPEN or outgoing.finished is not None:
             return
         if outgoing.next_token != outgoing.ticket.num_tokens:
-            raise IntegrityError(f"ticket {nonce:x} finished after {outgoing.next_token} of {outgoing.ticket.num_tokens} tokens were pushed")
+            raise IntegrityError(
+                f"ticket {nonce:x} finished after {outgoing.next_token} of {outgoing.ticket.num_tokens} tokens were "
+                "pushed"
+            )
         outgoing.finished = (first_token, first_logprobs)
         outgoing.finish_time = self._clock()
         self._poll_now = True
@@ -189,7 +217,9 @@ class Writer:
         for nonce, outgoing in self._open.items():
             flying = sum(flight.nonce == nonce for flight in self._flights.values())
             if flying != outgoing.in_flight:
-                raise IntegrityError(f"ticket {nonce:x} counts {outgoing.in_flight} writes in flight, the books hold {flying}")
+                raise IntegrityError(
+                    f"ticket {nonce:x} counts {outgoing.in_flight} writes in flight, the books hold {flying}"
+                )
             if outgoing.state is Writing.COMMITTED and (flying or not all(chunk.done for chunk in outgoing.chunks)):
                 raise IntegrityError(f"ticket {nonce:x} is committed with unfinished writes")
         if any(flight.nonce not in self._open for flight in self._flights.values()):
@@ -211,7 +241,9 @@ class Writer:
     def _connect(self, peer: Peer, adverts: Mapping[str, bytes]) -> list[str]:
         """Backends that both ends have, in our order, from the first that can be connected on."""
         common = [name for name in self._order if name in adverts and name in self._backends]
-        problems = [] if common else [f"{peer.node} offers {sorted(adverts) or 'none'}, this node has {list(self._order)}"]
+        problems = (
+            [] if common else [f"{peer.node} offers {sorted(adverts) or 'none'}, this node has {list(self._order)}"]
+        )
         usable = []
         for name in common:
             try:
@@ -228,11 +260,23 @@ class Writer:
     def _check_push(self, outgoing: Outgoing, pages: NDArray[np.int64], first: int, end: int) -> None:
         ticket, tokens, block = outgoing.ticket, self._shape.page_tokens, outgoing.fit.block_tokens
         ragged = end % block and end != ticket.num_tokens
-        if first % block or ragged or first > outgoing.next_token or end > ticket.num_tokens or outgoing.finished is not None:
-            raise IntegrityError(f"push of tokens {first}…{end} of {ticket.num_tokens} to ticket {ticket.nonce:x}, {outgoing.next_token} is next")
+        if (
+            first % block
+            or ragged
+            or first > outgoing.next_token
+            or end > ticket.num_tokens
+            or outgoing.finished is not None
+        ):
+            raise IntegrityError(
+                f"push of tokens {first}…{end} of {ticket.num_tokens} to ticket {ticket.nonce:x}, "
+                f"{outgoing.next_token} is next"
+            )
         needed, num_pages = -(-end // tokens) - first // tokens, self._num_pages
         if not are_below(pages, needed, num_pages):
-            raise IntegrityError(f"push to ticket {ticket.nonce:x}: {needed} pages below {num_pages} are needed, got {pages[:8].tolist()}…")
+            raise IntegrityError(
+                f"push to ticket {ticket.nonce:x}: {needed} pages below {num_pages} are needed, got "
+                f"{pages[:8].tolist()}…"
+            )
 
     def _check_layers(self, outgoing: Outgoing, end: int, layers: tuple[int, int] | None) -> tuple[int, int]:
         """The layers of this push: those after the ones that were pushed of the same tokens."""
@@ -240,7 +284,8 @@ class Writer:
         same_tokens = outgoing.next_layer == 0 or end == outgoing.layered_end
         if not same_tokens or first != outgoing.next_layer or not first < last <= self._shape.num_layers:
             raise IntegrityError(
-                f"push of layers {first}…{last} up to token {end} to ticket {outgoing.ticket.nonce:x}: layer {outgoing.next_layer} of "
+                f"push of layers {first}…{last} up to token {end} to ticket {outgoing.ticket.nonce:x}: layer "
+                f"{outgoing.next_layer} of "
                 f"{self._shape.num_layers} up to token {outgoing.layered_end} is next"
             )
         return first, last
@@ -252,7 +297,16 @@ class Writer:
             first = part.first_block * part.block_tokens
             num_tokens = min(part.end_block * part.block_tokens, push.end) - first
             nbytes = part_bytes(self._shape, part)
-            chunk = Chunk(len(outgoing.chunks), course, first, num_tokens, part.first_layer, part.end_layer - part.first_layer, runs, nbytes)
+            chunk = Chunk(
+                len(outgoing.chunks),
+                course,
+                first,
+                num_tokens,
+                part.first_layer,
+                part.end_layer - part.first_layer,
+                runs,
+                nbytes,
+            )
             outgoing.chunks.append(chunk)
             outgoing.waiting.append(chunk.index)
 
@@ -276,15 +330,21 @@ class Writer:
         if len(self._tombstones) >= self._settings.max_tombstones or not 0 <= message.remaining_s < float("inf"):
             self.counters["tombstone_refused"] += 1
             return
-        self._tombstones[message.nonce] = max(self._clock() + message.remaining_s, self._tombstones.get(message.nonce, 0.0))
-        self._events.append(Send(reply_to(sender), AbortAck(message.nonce, "never started", tuple(sorted(self._lost_before)))))
+        self._tombstones[message.nonce] = max(
+            self._clock() + message.remaining_s, self._tombstones.get(message.nonce, 0.0)
+        )
+        self._events.append(
+            Send(reply_to(sender), AbortAck(message.nonce, "never started", tuple(sorted(self._lost_before))))
+        )
 
     def _on_commit_ack(self, outgoing: Outgoing, message: CommitAck) -> None:
         if message.refused:
             self._give_up(outgoing, f"refused by the reader: {message.refused}")
         elif not message.resend:
             self._acked(outgoing)
-        elif outgoing.round >= self._settings.rounds or not all(0 <= index < len(outgoing.chunks) for index in message.resend):
+        elif outgoing.round >= self._settings.rounds or not all(
+            0 <= index < len(outgoing.chunks) for index in message.resend
+        ):
             self._give_up(outgoing, f"the reader asks for chunks {message.resend[:8]} again in round {outgoing.round}")
         else:
             self._resend(outgoing, message.resend)
@@ -333,7 +393,11 @@ class Writer:
         turns.remove(nonce)
         if not turns:
             del self._turns[outgoing.peer]
-        self._answers[nonce] = (outgoing.peer, tuple(sorted(outgoing.lost)), max(outgoing.deadline, self._clock()) + self._settings.commit_s)
+        self._answers[nonce] = (
+            outgoing.peer,
+            tuple(sorted(outgoing.lost)),
+            max(outgoing.deadline, self._clock()) + self._settings.commit_s,
+        )
 
     def _forget_old(self) -> None:
         now = self._clock()
@@ -344,7 +408,9 @@ class Writer:
         self._answers = {nonce: answer for nonce, answer in self._answers.items() if answer[1] or answer[2] > now}
         lost = [nonce for nonce, answer in self._answers.items() if answer[1]]
         for nonce in lost[: -self._settings.max_lost_tickets]:
-            self._lost_before.update(self._answers.pop(nonce)[1])  # from now on an Abort of any ticket that is unknown may mean this one
+            self._lost_before.update(
+                self._answers.pop(nonce)[1]
+            )  # from now on an Abort of any ticket that is unknown may mean this one
 
     # ------------------------------------------------------------ what poll does
 
@@ -386,7 +452,8 @@ class Writer:
         self.ladder.done(outgoing.peer, chunk, seconds)
 
     def _digest(self, chunk: Chunk, taken: int | None) -> int:
-        """taken: by the mover, on the way. The source is pinned and does not change, so that it can still be taken now."""
+        """taken: by the mover, on the way. The source is pinned and does not change, so that it can still be taken
+        now."""
         return taken if taken is not None else digest(self._memories[chunk.course.writer_rank], chunk.runs.sources)
 
     def _ended_badly(self, outgoing: Outgoing, chunk: Chunk, status: WriteStatus, flight: Flight) -> None:
@@ -430,7 +497,10 @@ class Writer:
                     idle += 1
                     continue
                 chunk = outgoing.chunks[outgoing.waiting[0]]
-                full = nbytes + chunk.nbytes > self._settings.window_bytes or runs + len(chunk.runs) > self._settings.window_runs
+                full = (
+                    nbytes + chunk.nbytes > self._settings.window_bytes
+                    or runs + len(chunk.runs) > self._settings.window_runs
+                )
                 if nbytes and (full or self.paths.is_measuring(peer, outgoing.backends, chunk.nbytes)):
                     turns.rotate(1)
                     break
@@ -462,7 +532,12 @@ class Writer:
     def _commit(self) -> None:
         now = self._clock()
         for outgoing in self._open.values():
-            if outgoing.state is Writing.OPEN and outgoing.finished and not outgoing.in_flight and all(chunk.done for chunk in outgoing.chunks):
+            if (
+                outgoing.state is Writing.OPEN
+                and outgoing.finished
+                and not outgoing.in_flight
+                and all(chunk.done for chunk in outgoing.chunks)
+            ):
                 outgoing.state = advance(WRITING, outgoing.state, "commit")  # R1
                 outgoing.commit_at, outgoing.give_up_at = now, now + self._settings.commit_s
             if outgoing.state is Writing.COMMITTED and outgoing.commit_at is not None and now >= outgoing.commit_at:
@@ -471,7 +546,9 @@ class Writer:
 
     def _commit_message(self, outgoing: Outgoing) -> Commit:
         assert outgoing.finished is not None
-        return Commit(outgoing.ticket.nonce, outgoing.fit.block_tokens, outgoing.legs(), *outgoing.finished, round=outgoing.round)
+        return Commit(
+            outgoing.ticket.nonce, outgoing.fit.block_tokens, outgoing.legs(), *outgoing.finished, round=outgoing.round
+        )
 
     def _drain(self) -> None:
         """End given-up tickets whose writes are all settled (R4), and tell the reader (R5)."""
@@ -480,11 +557,14 @@ class Writer:
                 continue
             outgoing.state = advance(WRITING, outgoing.state, "drained")
             self._events.append(Drained(nonce))
-            self._events.append(Send(outgoing.ticket.reader, AbortAck(nonce, outgoing.reason, tuple(sorted(outgoing.lost)))))
+            self._events.append(
+                Send(outgoing.ticket.reader, AbortAck(nonce, outgoing.reason, tuple(sorted(outgoing.lost))))
+            )
             self._end(outgoing)
 
     def _seek_proof(self) -> None:
-        """A write of unknown outcome past its ticket's deadline: end its connections, which may settle it. Not earlier: it hurts others."""
+        """A write of unknown outcome past its ticket's deadline: end its connections, which may settle it. Not earlier:
+        it hurts others."""
         now, late = self._clock(), set()
         for flight in self._flights.values():
             if flight.is_unknown and now >= self._open[flight.nonce].deadline:

@@ -1,4 +1,5 @@
-"""What a Writer keeps of a ticket and its chunks, and what must be right about a ticket before it is opened. Plain state; rules in `session`."""
+"""What a Writer keeps of a ticket and its chunks, and what must be right about a ticket before it is opened. Plain
+state; rules in `session`."""
 
 from __future__ import annotations
 
@@ -56,11 +57,21 @@ class Chunk:
 
     def entry(self) -> ChunkEntry:
         """What the Commit says of it."""
-        return ChunkEntry(self.index, self.first_token, self.num_tokens, self.first_layer, self.num_layers, self.nbytes, self.digest, self.trial)
+        return ChunkEntry(
+            self.index,
+            self.first_token,
+            self.num_tokens,
+            self.first_layer,
+            self.num_layers,
+            self.nbytes,
+            self.digest,
+            self.trial,
+        )
 
 
 class Push(NamedTuple):
-    """Layers [first_layer, end_layer) of tokens [start, end) are ready. pages: ours, from the request's page number first_page on."""
+    """Layers [first_layer, end_layer) of tokens [start, end) are ready. pages: ours, from the request's page number
+    first_page on."""
 
     pages: NDArray[np.int64]
     first_page: int
@@ -81,8 +92,8 @@ class Flight:
 
 
 class Fit(NamedTuple):
-    """What readers with pages of one kind have in common: `theirs`, their pages; `block_tokens`: see geometry; `pieces`: of each course, the largest
-    that is contiguous at both ends."""
+    """What readers with pages of one kind have in common: `theirs`, their pages; `block_tokens`: see geometry;
+    `pieces`: of each course, the largest that is contiguous at both ends."""
 
     theirs: PageShape
     page_bytes: int
@@ -93,8 +104,8 @@ class Fit(NamedTuple):
 
 @dataclass(slots=True)
 class Outgoing:
-    """One ticket. `adverts`: of the media that both ends have, best first, as the reader gave them with this ticket; a chunk may go by any of
-    them."""
+    """One ticket. `adverts`: of the media that both ends have, best first, as the reader gave them with this ticket; a
+    chunk may go by any of them."""
 
     ticket: Ticket
     peer: Peer
@@ -143,7 +154,8 @@ class Outgoing:
         for chunk in self.chunks:
             chunks[chunk.course].append(chunk.entry())
         return tuple([
-            Leg(each.writer_rank, each.reader_rank, each.first_head, each.end_head - each.first_head, tuple(chunks[each])) for each in courses
+            Leg(each.writer_rank, each.reader_rank, each.first_head, each.end_head - each.first_head,
+            tuple(chunks[each])) for each in courses
         ])  # fmt: skip
 
 
@@ -157,7 +169,13 @@ def cut(ours: PageShape, outgoing: Outgoing, leg: int, push: Push, settings: Set
         layer_bytes = fit.page_bytes // ours.num_layers
         nbytes = (push.end_layer - push.first_layer) * layer_bytes
         ends = _ends(end - first, nbytes, 1, settings)
-        runs = paired(Row(push.pages, first - push.first_page, outgoing.pages, first), fit.page_bytes, push.first_layer * layer_bytes, nbytes, ends)
+        runs = paired(
+            Row(push.pages, first - push.first_page, outgoing.pages, first),
+            fit.page_bytes,
+            push.first_layer * layer_bytes,
+            nbytes,
+            ends,
+        )
     else:
         ends, runs = _cut_inside(ours, outgoing, course, push, whole, piece, settings)
     if len(ends) == 1:
@@ -178,8 +196,8 @@ def _cut_inside(
 
 
 def _ends(blocks: int, block_bytes: int, block_runs: int, settings: Settings) -> list[int]:
-    """Where the chunks of a push end, in blocks: even ones, and as few as the bounds allow, since each costs time of its own. The media let a reader
-    digest what came of a chunk while the rest comes."""
+    """Where the chunks of a push end, in blocks: even ones, and as few as the bounds allow, since each costs time of
+    its own. The media let a reader digest what came of a chunk while the rest comes."""
     most = max(1, min(settings.chunk_bytes // block_bytes, settings.chunk_runs // block_runs))
     parts = -(-blocks // most)
     return [blocks * part // parts for part in range(1, parts + 1)]
@@ -191,16 +209,24 @@ def _reshaped(shape: PageShape, page_tokens: int, ranks: int) -> PageShape:
 
 
 def checked_shape(ticket: Ticket, shape: PageShape, block_tokens: int) -> PageShape:
-    """The reader's pages, or TransferError when its KV is not of our kind. Page sizes and ranks may differ; but pages that have only a few tokens
-    in common with ours would cost a run per layer and head of each, in the node's one loop, so they are whole blocks."""
+    """The reader's pages, or TransferError when its KV is not of our kind. Page sizes and ranks may differ; but pages
+    that have only a few tokens in common with ours would cost a run per layer and head of each, in the node's one loop,
+    so they are whole blocks."""
     if ticket.ranks < 1 or (shape.heads % ticket.ranks and ticket.ranks % shape.heads):
-        raise TransferError(f"ticket {ticket.nonce:x} is of {ticket.ranks} ranks, over which {shape.heads} kv heads cannot be dealt out evenly")
+        raise TransferError(
+            f"ticket {ticket.nonce:x} is of {ticket.ranks} ranks, over which {shape.heads} kv heads cannot be dealt "
+            "out evenly"
+        )
     theirs = _reshaped(shape, ticket.page_tokens, ticket.ranks)
     if ticket.page_tokens % block_tokens:
-        raise TransferError(f"ticket {ticket.nonce:x} has pages of {ticket.page_tokens} tokens, no multiple of this cluster's {block_tokens}")
+        raise TransferError(
+            f"ticket {ticket.nonce:x} has pages of {ticket.page_tokens} tokens, no multiple of this cluster's "
+            f"{block_tokens}"
+        )
     if ticket.page_tokens < 1 or ticket.page_bytes != theirs.page_bytes:
         raise TransferError(
-            f"ticket {ticket.nonce:x} has pages of {ticket.page_tokens} tokens and {ticket.page_bytes} bytes, with this node's model and dtype they "
+            f"ticket {ticket.nonce:x} has pages of {ticket.page_tokens} tokens and {ticket.page_bytes} bytes, with "
+            "this node's model and dtype they "
             f"would have {theirs.page_bytes}; both nodes need the same"
         )
     return theirs
@@ -210,7 +236,9 @@ def fit_of(ticket: Ticket, shape: PageShape, block_tokens: int) -> Fit:
     """block_tokens: what pages of readers must be multiples of. TransferError as by `checked_shape`."""
     theirs = checked_shape(ticket, shape, block_tokens)
     block, courses = common_block(shape, theirs.page_tokens), plan_courses(theirs.heads, shape.ranks, theirs.ranks)
-    return Fit(theirs, theirs.page_bytes, block, courses, tuple(_piece(shape, theirs, block, course) for course in courses))
+    return Fit(
+        theirs, theirs.page_bytes, block, courses, tuple(_piece(shape, theirs, block, course) for course in courses)
+    )
 
 
 def _piece(ours: PageShape, theirs: PageShape, block_tokens: int, course: Course) -> Piece:
@@ -222,13 +250,22 @@ def checked_pages(ticket: Ticket, me: Peer) -> TicketPages:
     """The ticket's page ids, or TransferError when anything about it is wrong."""
     nonce, tokens = ticket.nonce, ticket.page_tokens
     if (ticket.writer.node, ticket.writer.incarnation) != me:
-        raise TransferError(f"ticket {nonce:x} is for boot {ticket.writer.incarnation} of {ticket.writer.node}, this is {me.incarnation}")
-    if not (ticket.num_tokens > 0 and 0 <= ticket.cached_tokens <= ticket.num_tokens and ticket.cached_tokens % tokens == 0):
-        raise TransferError(f"ticket {nonce:x} asks for tokens {ticket.cached_tokens}…{ticket.num_tokens}; the first must start a page")
+        raise TransferError(
+            f"ticket {nonce:x} is for boot {ticket.writer.incarnation} of {ticket.writer.node}, this is "
+            f"{me.incarnation}"
+        )
+    if not (
+        ticket.num_tokens > 0 and 0 <= ticket.cached_tokens <= ticket.num_tokens and ticket.cached_tokens % tokens == 0
+    ):
+        raise TransferError(
+            f"ticket {nonce:x} asks for tokens {ticket.cached_tokens}…{ticket.num_tokens}; the first must start a page"
+        )
     if not 0 < ticket.deadline_s < float("inf"):
         raise TransferError(f"ticket {nonce:x} has {ticket.deadline_s} s left")
     if len(ticket.pages) % 4 or len(ticket.pages) // 4 < -(-ticket.num_tokens // tokens):
-        raise TransferError(f"ticket {nonce:x} has {len(ticket.pages) / 4:g} pages, too few for {ticket.num_tokens} tokens")
+        raise TransferError(
+            f"ticket {nonce:x} has {len(ticket.pages) / 4:g} pages, too few for {ticket.num_tokens} tokens"
+        )
     pages = unpack_pages(ticket.pages)
     if not are_distinct(pages, ticket.cached_tokens // tokens, -(-ticket.num_tokens // tokens)):
         raise TransferError(f"ticket {nonce:x} names a page twice or a negative page")

@@ -1,4 +1,5 @@
-"""Emptying a node, for one router and for several workers alike: cordon it, then tell what is left whenever that changed, until nothing is."""
+"""Emptying a node, for one router and for several workers alike: cordon it, then tell what is left whenever that
+changed, until nothing is."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ class Cordoning(Protocol):
         ...
 
 
-async def drain(nodes: Cordoning, name: str, deadline_s: float, log: EventLog, clock: Callable[[], float]) -> AsyncIterator[Progress]:
+async def drain(
+    nodes: Cordoning, name: str, deadline_s: float, log: EventLog, clock: Callable[[], float]
+) -> AsyncIterator[Progress]:
     """Raises DeadlineExceeded when something runs after deadline_s; the node stays cordoned."""
     if not 0.0 <= deadline_s < math.inf:
         raise BadRequest(f"deadline_s is {deadline_s:g}; it must be a number of seconds, 0 or more", "deadline_s")

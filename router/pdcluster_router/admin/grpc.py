@@ -1,4 +1,5 @@
-"""The Admin service over gRPC, on a port of its own and behind a token where one is set: translates calls to Operations, and answers to protobuf."""
+"""The Admin service over gRPC, on a port of its own and behind a token where one is set: translates calls to
+Operations, and answers to protobuf."""
 
 from __future__ import annotations
 
@@ -41,14 +42,24 @@ class AdminService(stubs.AdminServicer):
     async def ListNodes(self, request: pb.ListNodesRequest, context: grpc.aio.ServicerContext) -> pb.ListNodesReply:
         return pb.ListNodesReply(nodes=map(_node, await self._operations.nodes()))
 
-    async def DescribeNode(self, request: pb.DescribeNodeRequest, context: grpc.aio.ServicerContext) -> pb.NodeDescription:
+    async def DescribeNode(
+        self, request: pb.DescribeNodeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.NodeDescription:
         found = await self._operations.node(request.node)
         here = await self._operations.requests(found.name)
-        events = [event async for event in self._operations.events(0, follow=False) if event.subject == found.name][-NODE_EVENTS:]
+        events = [event async for event in self._operations.events(0, follow=False) if event.subject == found.name][
+            -NODE_EVENTS:
+        ]
         return pb.NodeDescription(
             node=_node(found),
             paths=[
-                pb.Path(peer=path.peer, backend=path.backend, bytes_per_s=path.bytes_s, breaker=path.state, is_chosen=path.is_chosen)
+                pb.Path(
+                    peer=path.peer,
+                    backend=path.backend,
+                    bytes_per_s=path.bytes_s,
+                    breaker=path.state,
+                    is_chosen=path.is_chosen,
+                )
                 for path in (found.load.paths if found.load is not None else ())
             ],
             requests=map(_request, here.requests),
@@ -60,26 +71,37 @@ class AdminService(stubs.AdminServicer):
     async def Cordon(self, request: pb.CordonRequest, context: grpc.aio.ServicerContext) -> pb.Node:
         return _node(await self._operations.cordon(request.node, cordoned=request.cordoned))
 
-    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.DrainProgress]:
+    async def Drain(
+        self, request: pb.DrainRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.DrainProgress]:
         deadline_s = request.deadline_s if request.HasField("deadline_s") else DRAIN_S
         async for progress in self._operations.drain(request.node, deadline_s):
             yield pb.DrainProgress(
-                waiting=progress.waiting, running=progress.running, pages_parked=progress.pages_parked, safe_to_stop=progress.is_done
+                waiting=progress.waiting,
+                running=progress.running,
+                pages_parked=progress.pages_parked,
+                safe_to_stop=progress.is_done,
             )
 
     async def SetRole(self, request: pb.SetRoleRequest, context: grpc.aio.ServicerContext) -> pb.Node:
         return _node(await self._operations.set_role(request.node, role_from_proto(request.role)))
 
-    async def ListRequests(self, request: pb.ListRequestsRequest, context: grpc.aio.ServicerContext) -> pb.ListRequestsReply:
+    async def ListRequests(
+        self, request: pb.ListRequestsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ListRequestsReply:
         found = await self._operations.requests(request.node)
         return pb.ListRequestsReply(requests=map(_request, found.requests), silent_workers=found.silent)
 
-    async def CancelRequest(self, request: pb.CancelRequestRequest, context: grpc.aio.ServicerContext) -> pb.CancelRequestReply:
+    async def CancelRequest(
+        self, request: pb.CancelRequestRequest, context: grpc.aio.ServicerContext
+    ) -> pb.CancelRequestReply:
         return pb.CancelRequestReply(cancelled=await self._operations.cancel(request.id, request.reason))
 
     async def Explain(self, request: pb.ExplainRequest, context: grpc.aio.ServicerContext) -> pb.ExplainReply:
         found = await self._operations.explain(request.id)
-        return pb.ExplainReply(json=[msgspec.json.encode(each).decode() for each in found], text="\n\n".join(map(text_of, found)))
+        return pb.ExplainReply(
+            json=[msgspec.json.encode(each).decode() for each in found], text="\n\n".join(map(text_of, found))
+        )
 
     async def GetPolicy(self, request: pb.GetPolicyRequest, context: grpc.aio.ServicerContext) -> pb.Policy:
         return _policy(await self._operations.policy())
@@ -91,8 +113,17 @@ class AdminService(stubs.AdminServicer):
 
     async def GetCache(self, request: pb.GetCacheRequest, context: grpc.aio.ServicerContext) -> pb.CacheReply:
         found = await self._operations.cache(digests=request.digests)
-        views = [pb.CacheView(worker=view.worker, entries=view.entries, bytes=view.bytes, nodes=map(_cached, view.nodes)) for view in found.views]
-        return pb.CacheReply(entries=found.entries, bytes=found.bytes, nodes=map(_cached, found.nodes), views=views, silent_workers=found.silent)
+        views = [
+            pb.CacheView(worker=view.worker, entries=view.entries, bytes=view.bytes, nodes=map(_cached, view.nodes))
+            for view in found.views
+        ]
+        return pb.CacheReply(
+            entries=found.entries,
+            bytes=found.bytes,
+            nodes=map(_cached, found.nodes),
+            views=views,
+            silent_workers=found.silent,
+        )
 
     async def Events(self, request: pb.EventsRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Event]:
         async for event in self._operations.events(request.since, follow=request.follow):
@@ -108,12 +139,19 @@ def _request(found: RequestStatus) -> pb.Request:
 
 
 def _cached(found: CachedNode) -> pb.CachedNode:
-    return pb.CachedNode(node=found.node, incarnation=found.incarnation, blocks=found.blocks, is_exact=found.is_exact, digest=found.digest)
+    return pb.CachedNode(
+        node=found.node,
+        incarnation=found.incarnation,
+        blocks=found.blocks,
+        is_exact=found.is_exact,
+        digest=found.digest,
+    )
 
 
 def _node(found: NodeStatus) -> pb.Node:
     node = pb.Node(
-        name=found.name, incarnation=found.incarnation, role=role_to_proto(found.role), state=found.state, address=found.address, model=found.model,
+        name=found.name, incarnation=found.incarnation, role=role_to_proto(found.role), state=found.state,
+        address=found.address, model=found.model,
         device=found.device, backends=found.backends, max_len=found.max_len, in_flight=found.in_flight,
     )  # fmt: skip
     if (load := found.load) is not None:
@@ -134,13 +172,16 @@ def _event(event: Event) -> pb.Event:
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls without the token, where there is one, and answers our errors with their status. Health and reflection need the token too."""
+    """Refuses calls without the token, where there is one, and answers our errors with their status. Health and
+    reflection need the token too."""
 
     def __init__(self, token: str | None) -> None:
         self._expected = None if token is None else f"Bearer {token}".encode()
 
     async def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]], details: grpc.HandlerCallDetails
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         handler = await continuation(details)
         if handler is None:
@@ -154,7 +195,10 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 def _refusing(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
     async def refuse(request: object, context: grpc.aio.ServicerContext) -> None:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the admin token is missing or wrong; send metadata authorization: Bearer TOKEN")
+        await context.abort(
+            grpc.StatusCode.UNAUTHENTICATED,
+            "the admin token is missing or wrong; send metadata authorization: Bearer TOKEN",
+        )
 
     return _same_kind(handler, refuse, refuse)
 
@@ -177,8 +221,13 @@ def _translating(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
     return _same_kind(handler, call, stream)
 
 
-def _same_kind(handler: grpc.RpcMethodHandler, call: Callable[..., Any], stream: Callable[..., Any]) -> grpc.RpcMethodHandler:
-    serializers = {"request_deserializer": handler.request_deserializer, "response_serializer": handler.response_serializer}
+def _same_kind(
+    handler: grpc.RpcMethodHandler, call: Callable[..., Any], stream: Callable[..., Any]
+) -> grpc.RpcMethodHandler:
+    serializers = {
+        "request_deserializer": handler.request_deserializer,
+        "response_serializer": handler.response_serializer,
+    }
     if handler.request_streaming:  # reflection only
         return handler if call.__name__ != "refuse" else grpc.stream_stream_rpc_method_handler(stream, **serializers)
     if handler.response_streaming:
@@ -189,7 +238,9 @@ def _same_kind(handler: grpc.RpcMethodHandler, call: Callable[..., Any], stream:
 @asynccontextmanager
 async def listening(operations: Operations, address: str, token: str | None) -> AsyncIterator[str]:
     """Serves while the block runs and gives HOST:PORT."""
-    server = grpc.aio.server(interceptors=(Guard(token),), options=(("grpc.so_reuseport", 0),), maximum_concurrent_rpcs=MAX_CALLS)
+    server = grpc.aio.server(
+        interceptors=(Guard(token),), options=(("grpc.so_reuseport", 0),), maximum_concurrent_rpcs=MAX_CALLS
+    )
     stubs.add_AdminServicer_to_server(AdminService(operations), server)
     states = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(states, server)

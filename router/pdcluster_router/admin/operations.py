@@ -1,7 +1,8 @@
-"""What operators ask and are told, in plain values: the seam between the Admin service (`admin_api`) and whoever answers.
+"""What operators ask and are told, in plain values: the seam between the Admin service (`admin_api`) and whoever
+answers.
 
-That is one router (`admin`), or the supervisor of several workers on its workers' behalf (`workers.fleet`). The values can be sent from one process
-to another; nothing here does that, or decides anything.
+That is one router (`admin`), or the supervisor of several workers on its workers' behalf (`workers.fleet`). The values
+can be sent from one process to another; nothing here does that, or decides anything.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class PolicyStatus(msgspec.Struct, frozen=True):
 
 
 class CachedNode(msgspec.Struct, frozen=True):
-    """digest: of the blocks, equal for equal sets, "" when it was not asked for; is_exact: all that the node last said is known."""
+    """digest: of the blocks, equal for equal sets, "" when it was not asked for; is_exact: all that the node last said
+    is known."""
 
     node: str
     incarnation: str
@@ -75,7 +77,8 @@ class CachedNode(msgspec.Struct, frozen=True):
 
 
 class CacheStatus(msgspec.Struct, frozen=True):
-    """entries: (block, node) pairs of one view; bytes: of all views; views: each worker's own, none for a router alone."""
+    """entries: (block, node) pairs of one view; bytes: of all views; views: each worker's own, none for a router
+    alone."""
 
     entries: int
     bytes: int
@@ -95,7 +98,8 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class Operations(Protocol):
-    """Raises UnknownName for what is not known (any more), BadRequest, NodeLost, DeadlineExceeded, and Unavailable when nobody can answer."""
+    """Raises UnknownName for what is not known (any more), BadRequest, NodeLost, DeadlineExceeded, and Unavailable when
+    nobody can answer."""
 
     async def nodes(self) -> list[NodeStatus]: ...
 

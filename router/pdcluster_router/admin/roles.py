@@ -1,11 +1,15 @@
-"""When a node should change its role: a controller over the predicted backlog of both pools. Pure: told the time, it answers with at most one flip.
+"""When a node should change its role: a controller over the predicted backlog of both pools. Pure: told the time, it
+answers with at most one flip.
 
 Rules, in this order:
   1. Nothing flips within dwell_s of the last flip, nor a node that is cordoned.
-  2. A pool is *short* when it was over its high mark at every look for sustain_s: prompts, when the seconds of prompt work that wait per prefill
-     node exceed backlog_high_s; decoding, when the share of rows or KV pages in use exceeds use_high.
-  3. A pool can *spare* a node when, with one node less, it would be under its low mark; so that a flip is not undone by its own effect.
-  4. When one pool is short and the other can spare a node, the spare one with the least to do flips. When both are short, or none, nothing does.
+  2. A pool is *short* when it was over its high mark at every look for sustain_s: prompts, when the seconds of prompt
+     work that wait per prefill node exceed backlog_high_s; decoding, when the share of rows or KV pages in use exceeds
+     use_high.
+  3. A pool can *spare* a node when, with one node less, it would be under its low mark; so that a flip is not undone by
+     its own effect.
+  4. When one pool is short and the other can spare a node, the spare one with the least to do flips. When both are
+     short, or none, nothing does.
   5. Each pool keeps a node, unless a mixed node stands in for it. Mixed nodes count for both pools and never flip.
 """
 
@@ -44,7 +48,8 @@ class Flip:
 
 
 class RoleController:
-    """Owned by one caller, who looks every second or so and carries the flips out. One controller per cluster: several would undo each other."""
+    """Owned by one caller, who looks every second or so and carries the flips out. One controller per cluster: several
+    would undo each other."""
 
     def __init__(self, settings: RoleSettings, headroom: Headroom) -> None:
         self._settings = settings
@@ -113,11 +118,14 @@ def _pool(nodes: Sequence[NodeView], pool: Pool) -> list[NodeView]:
 
 
 def _use(decodes: Sequence[NodeView], extra: NodeView | None = None) -> float:
-    """The larger share of what is taken: rows, or pages that are neither free nor evictable. extra: its load as well, without its room."""
+    """The larger share of what is taken: rows, or pages that are neither free nor evictable. extra: its load as well,
+    without its room."""
     loads = [node.load for node in decodes if node.load is not None]
     if not loads:
         return 1.0
     more = [extra.load] if extra is not None and extra.load is not None else []
     rows = sum(node.rows for node in (*decodes, *([extra] if extra is not None else [])))
     pages = sum(load.pages_total - load.pages_free - load.pages_cached for load in (*loads, *more))
-    return max(rows / max(sum(load.slots for load in loads), 1), pages / max(sum(load.pages_total for load in loads), 1))
+    return max(
+        rows / max(sum(load.slots for load in loads), 1), pages / max(sum(load.pages_total for load in loads), 1)
+    )

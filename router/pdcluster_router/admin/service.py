@@ -1,4 +1,5 @@
-"""What an operator may ask of one router and change through it: implements Operations. Served over gRPC by `admin_api`; decides nothing by itself."""
+"""What an operator may ask of one router and change through it: implements Operations. Served over gRPC by `admin_api`;
+decides nothing by itself."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ from pdcluster.bootstrap.card import NodeCard
 from pdcluster.core.errors import BadRequest, ConfigError, DeadlineExceeded, UnknownName
 from pdcluster.core.messages import Managed, Role
 from pdcluster_router.admin import drains
-from pdcluster_router.admin.operations import CachedNode, CacheStatus, NodeStatus, PolicyStatus, Progress, RequestList, RequestStatus
+from pdcluster_router.admin.operations import (
+    CachedNode,
+    CacheStatus,
+    NodeStatus,
+    PolicyStatus,
+    Progress,
+    RequestList,
+    RequestStatus,
+)
 from pdcluster_router.cluster.events import Event, EventLog
 from pdcluster_router.cluster.node_table import Cluster
 from pdcluster_router.cluster.view import NodeView
@@ -79,7 +88,11 @@ class Admin:
 
     async def cordon(self, name: str, *, cordoned: bool) -> NodeStatus:
         found = await self._manage(name, cordoned=cordoned)
-        self.log.add("cordon" if cordoned else "uncordon", found.card.node, "takes no new work" if cordoned else "takes work again")
+        self.log.add(
+            "cordon" if cordoned else "uncordon",
+            found.card.node,
+            "takes no new work" if cordoned else "takes work again",
+        )
         return _status(found)
 
     async def set_role(self, name: str, role: Role, why: str = "asked by an operator") -> NodeStatus:
@@ -105,7 +118,9 @@ class Admin:
         try:
             answer = await self.cluster.manage(found.card.incarnation, role=role, cordoned=cordoned, timeout_s=MANAGE_S)
         except TimeoutError:
-            raise DeadlineExceeded(f"node {found.card.node} did not answer within {MANAGE_S:g} s; see its log", "handshake") from None
+            raise DeadlineExceeded(
+                f"node {found.card.node} did not answer within {MANAGE_S:g} s; see its log", "handshake"
+            ) from None
         return _after(found, answer)
 
     # ------------------------------------------------------------ requests
@@ -113,7 +128,11 @@ class Admin:
     async def requests(self, node: str = "") -> RequestList:
         """Those on one node, or all. Raises UnknownName for a node that nobody knows."""
         now, node = self._clock(), self._find(node).card.node if node else ""
-        return RequestList(tuple(_request(found, now) for found in self._open.all() if not node or node in (found.prefill, found.decode)))
+        return RequestList(
+            tuple(
+                _request(found, now) for found in self._open.all() if not node or node in (found.prefill, found.decode)
+            )
+        )
 
     async def cancel(self, request: str, reason: str) -> int:
         """By its id, else by what its client calls it. Raises UnknownName when no open request is called that."""
@@ -122,17 +141,22 @@ class Admin:
             alike = frozenset(self._explainer.called(request))
             called = [entry.request for entry in self._open.all() if entry.request in alike]
         if not called:
-            raise UnknownName(f"no open request is called {request[:200]!r}; it has ended, or another router has it", "id")
+            raise UnknownName(
+                f"no open request is called {request[:200]!r}; it has ended, or another router has it", "id"
+            )
         num_cancelled = sum(self._open.cancel(name, reason or "no reason given") for name in called)
         if num_cancelled:
             self.log.add("cancel", request, reason or "no reason given")
         return num_cancelled
 
     async def explain(self, request: str) -> list[Explanation]:
-        """Why a request, or each of its choices, went where it went. Raises UnknownName when that is not known (any more)."""
+        """Why a request, or each of its choices, went where it went. Raises UnknownName when that is not known (any
+        more)."""
         found = self._explainer.explain_all(request, own_id(request))
         if not found:
-            raise UnknownName(f"nothing is known of request {request[:200]!r}; it is too long ago, or another router has it", "id")
+            raise UnknownName(
+                f"nothing is known of request {request[:200]!r}; it is too long ago, or another router has it", "id"
+            )
         return found
 
     # ------------------------------------------------------------ policy
@@ -142,7 +166,8 @@ class Admin:
         return PolicyStatus(live.name, shadow.name if shadow is not None else "", POLICIES)
 
     async def set_policy(self, *, live: str | None, shadow: str | None, dry_run: bool) -> PolicyStatus:
-        """From the next decision on; shadow "" removes it. Raises BadRequest for one that does not exist, and then changes nothing."""
+        """From the next decision on; shadow "" removes it. Raises BadRequest for one that does not exist, and then
+        changes nothing."""
         try:
             made = make_policy(live) if live is not None else self._policies.live
             watching = self._policies.shadow if shadow is None else make_policy(shadow) if shadow else None

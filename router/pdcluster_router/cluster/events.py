@@ -1,4 +1,5 @@
-"""What happened in the cluster, as one router saw it: a bounded log that can be read from any point and waited on. Not a log file, not metrics."""
+"""What happened in the cluster, as one router saw it: a bounded log that can be read from any point and waited on. Not
+a log file, not metrics."""
 
 from __future__ import annotations
 
@@ -12,12 +13,25 @@ from typing import Literal
 
 MAX_EVENTS = 10_000
 
-Kind = Literal["node-up", "node-lost", "node-left", "role", "cordon", "uncordon", "drain", "drained", "policy", "cancel", "auto-role"]
+Kind = Literal[
+    "node-up",
+    "node-lost",
+    "node-left",
+    "role",
+    "cordon",
+    "uncordon",
+    "drain",
+    "drained",
+    "policy",
+    "cancel",
+    "auto-role",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """sequence counts the events of this router from 1; at: Unix seconds; subject: the node or request it is about, "" for the router."""
+    """sequence counts the events of this router from 1; at: Unix seconds; subject: the node or request it is about, ""
+    for the router."""
 
     sequence: int
     at: float
@@ -51,7 +65,8 @@ class EventLog:
             yield event
 
     async def follow(self, sequence: int) -> AsyncIterator[Event]:
-        """Those after `sequence`, and then each new one. A reader who falls behind by more than the log holds misses events: their numbers tell."""
+        """Those after `sequence`, and then each new one. A reader who falls behind by more than the log holds misses
+        events: their numbers tell."""
         while True:
             added = self._added
             for event in self.since(sequence):

@@ -1,8 +1,8 @@
 """Work on its way: what this router sent to each node and the node's last load report does not count yet.
 
-Every report echoes the number of the last frame that the node had taken in from this router. Frames go in order, so work of later frames is exactly
-what the report misses. Each piece is added once and taken away once: by the report that counts it, or when its leg ends; so no sum can sink below
-zero. Owned by the router's event loop.
+Every report echoes the number of the last frame that the node had taken in from this router. Frames go in order, so
+work of later frames is exactly what the report misses. Each piece is added once and taken away once: by the report that
+counts it, or when its leg ends; so no sum can sink below zero. Owned by the router's event loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ TOKEN_BYTES = 4
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """One leg's work. sequence: of the frame that carried it; hashes: blocks that the node will hold when it is done."""
+    """One leg's work. sequence: of the frame that carried it; hashes: blocks that the node will hold when it is
+    done."""
 
     attempt: int
     sequence: int
@@ -29,8 +30,8 @@ class Sent(msgspec.Struct, frozen=True):
 
 
 class Account(msgspec.Struct, eq=False):
-    """Of one node, by request. sent: every leg that is open; uncounted: those that no report counts, in the order of their frames; total: their
-    sum."""
+    """Of one node, by request. sent: every leg that is open; uncounted: those that no report counts, in the order of
+    their frames; total: their sum."""
 
     sent: dict[str, Sent] = {}
     uncounted: dict[str, Sent] = {}
@@ -74,7 +75,9 @@ class PendingWork:
     def has_alike(self, incarnation: str, sent: Sent) -> bool:
         """Whether the node will hold these blocks for another leg, too."""
         account, block = self._accounts.get(incarnation), sent.hashes[-HASH_BYTES:]
-        return account is not None and any(other is not sent and other.hashes[-HASH_BYTES:] == block for other in account.sent.values())
+        return account is not None and any(
+            other is not sent and other.hashes[-HASH_BYTES:] == block for other in account.sent.values()
+        )
 
     def leave(self, incarnation: str, request: str) -> None:
         """The leg is over. Idempotent."""
@@ -109,7 +112,8 @@ class PendingWork:
 
 
 def work_of(message: Prefill | Reserve, cached_tokens: int) -> Pending:
-    """What the message will make of its node's load, when it holds so much of the prompt already. Only what decodes there takes a row for long."""
+    """What the message will make of its node's load, when it holds so much of the prompt already. Only what decodes
+    there takes a row for long."""
     num_tokens = len(message.work.token_ids) // TOKEN_BYTES
     if isinstance(message, Reserve):
         return Pending(1, 0, 0, 1, num_tokens)

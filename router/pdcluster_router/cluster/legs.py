@@ -1,7 +1,8 @@
 """Where requests run right now: the router's own ledger of legs, and who reads what nodes answer to a request.
 
-One Leg is one attempt of one request on one boot of one node. The ledger gives a node's in-flight count to the view, tells a reconnecting
-link what is still open there, and tells every request behind a lost node that it was lost. Owned by the router's event loop.
+One Leg is one attempt of one request on one boot of one node. The ledger gives a node's in-flight count to the view,
+tells a reconnecting link what is still open there, and tells every request behind a lost node that it was lost. Owned
+by the router's event loop.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ from typing import Protocol
 import msgspec
 
 from pdcluster.core import errors
-from pdcluster.core.messages import AnyMessage, Delivered, Endpoint, Failed, Finished, Refused, Reserved, Scheduled, TokenRow
+from pdcluster.core.messages import (
+    AnyMessage,
+    Delivered,
+    Endpoint,
+    Failed,
+    Finished,
+    Refused,
+    Reserved,
+    Scheduled,
+    TokenRow,
+)
 from pdcluster_router.cluster.in_flight import PendingWork
 from pdcluster_router.cluster.view import ClusterView, Pending
 from pdcluster_router.core.generation import Take
@@ -28,8 +39,8 @@ class Way(msgspec.Struct, frozen=True, eq=False):
 
 
 class Leg(msgspec.Struct, eq=False):
-    """emitted: the request's output tokens so far, its own list; way: None while every row has to be read; heard_at: when one last went that way,
-    monotonic seconds."""
+    """emitted: the request's output tokens so far, its own list; way: None while every row has to be read; heard_at:
+    when one last went that way, monotonic seconds."""
 
     request: str
     attempt: int
@@ -64,7 +75,8 @@ Body = TokenRow | Scheduled | Reserved | Delivered | Finished | Refused | Failed
 
 
 Read = Callable[[str, Body], None]
-"""Takes what a node, named by its incarnation, says of a request. It may be called while the reader itself sends something."""
+"""Takes what a node, named by its incarnation, says of a request. It may be called while the reader itself sends
+something."""
 
 
 NO_LEGS: Mapping[str, Leg] = {}
@@ -131,18 +143,26 @@ class Ledger:
         return True
 
     def deliver_rows(self, incarnation: str, rows: Sequence[TokenRow], now: float) -> int:
-        """Nearly all that nodes say: rows that just go on take their short way, the others are read. How many nobody waits for."""
+        """Nearly all that nodes say: rows that just go on take their short way, the others are read. How many nobody
+        waits for."""
         leg_of, reader_of, num_unread = self._legs.get(incarnation, NO_LEGS).get, self.reader_of, 0
         for row in rows:
             leg = leg_of(row.request)
-            if leg is not None and (way := leg.way) is not None and row.position == len(leg.emitted) and row.attempt == leg.attempt:
+            if (
+                leg is not None
+                and (way := leg.way) is not None
+                and row.position == len(leg.emitted)
+                and row.attempt == leg.attempt
+            ):
                 try:
                     take = way.take  # which is no method: to call it as one takes longer
                     if take(row.position, row.tokens):
                         leg.emitted.extend(row.tokens)  # to set a field of a struct takes longer
                         leg.heard_at = now
                         continue
-                except Exception as error:  # the top of what happens to a request: the rows of others come behind its own
+                except (
+                    Exception
+                ) as error:  # the top of what happens to a request: the rows of others come behind its own
                     way.fail(error)
                     continue
             read = reader_of(row.request)
@@ -181,7 +201,8 @@ def refusal(message: Refused) -> errors.PdclusterError:
 
 
 def error_of(message: Failed) -> errors.PdclusterError:
-    """The node's error as ours: retryable ones keep their cause as text, others become an internal error or the caller's."""
+    """The node's error as ours: retryable ones keep their cause as text, others become an internal error or the
+    caller's."""
     if message.retryable and message.code == errors.Overloaded.code:
         return errors.Overloaded(message.message, 0.0)
     if message.retryable:

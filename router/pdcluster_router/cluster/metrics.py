@@ -1,4 +1,5 @@
-"""What nodes report, as metrics of the router: one family per field of messages.Load, labelled by node. Read at scrape time, nothing is kept."""
+"""What nodes report, as metrics of the router: one family per field of messages.Load, labelled by node. Read at scrape
+time, nothing is kept."""
 
 from __future__ import annotations
 
@@ -27,20 +28,55 @@ class NodeCollector(Collector):
         nodes = self._cluster.view().nodes
         yield _family("up", "1 for each node with a link and a report.", nodes, lambda node: 1.0)
         yield _family("in_flight", "Requests of this router on the node.", nodes, lambda node: node.in_flight)
-        yield _family("waiting", "Requests in the node's queue.", nodes, lambda node: node.load.waiting if node.load else 0)
-        yield _family("running", "Rows in the node's running batch.", nodes, lambda node: node.load.running if node.load else 0)
-        yield _family("slots_used", "Rows and reservations taken.", nodes, lambda node: node.load.slots_used if node.load else 0)
+        yield _family(
+            "waiting", "Requests in the node's queue.", nodes, lambda node: node.load.waiting if node.load else 0
+        )
+        yield _family(
+            "running", "Rows in the node's running batch.", nodes, lambda node: node.load.running if node.load else 0
+        )
+        yield _family(
+            "slots_used", "Rows and reservations taken.", nodes, lambda node: node.load.slots_used if node.load else 0
+        )
         yield _pages(nodes)
-        yield _costs(nodes, "cost_samples", "Steps that the node's cost model was fitted to.", lambda half: half.samples)
-        yield _costs(nodes, "cost_spread_ratio", "Share of its prediction within which 9 of 10 steps last.", lambda half: half.error.spread)
-        yield _costs(nodes, "cost_doubt_ratio", "Share of a prediction by which the model itself may be wrong.", lambda half: half.error.doubt)
+        yield _costs(
+            nodes, "cost_samples", "Steps that the node's cost model was fitted to.", lambda half: half.samples
+        )
+        yield _costs(
+            nodes,
+            "cost_spread_ratio",
+            "Share of its prediction within which 9 of 10 steps last.",
+            lambda half: half.error.spread,
+        )
+        yield _costs(
+            nodes,
+            "cost_doubt_ratio",
+            "Share of a prediction by which the model itself may be wrong.",
+            lambda half: half.error.doubt,
+        )
         yield _predicted(nodes)
-        yield _paths(nodes, "bandwidth_bytes_per_second", "KV bytes per second to the peer, 0 until measured.", lambda path: path.bytes_s)
+        yield _paths(
+            nodes,
+            "bandwidth_bytes_per_second",
+            "KV bytes per second to the peer, 0 until measured.",
+            lambda path: path.bytes_s,
+        )
         yield _paths(nodes, "breaker_state", "0 closed, 1 half open, 2 open.", lambda path: BREAKER_STATES[path.state])
-        yield _paths(nodes, "path_chosen", "1 for the backend that the next writes to the peer go by.", lambda path: path.is_chosen)
-        yield _reasons(nodes, "failed_writes", "KV writes that ended badly, by reason.", lambda load: load.failed_writes)
+        yield _paths(
+            nodes,
+            "path_chosen",
+            "1 for the backend that the next writes to the peer go by.",
+            lambda path: path.is_chosen,
+        )
+        yield _reasons(
+            nodes, "failed_writes", "KV writes that ended badly, by reason.", lambda load: load.failed_writes
+        )
         yield _reasons(nodes, "resent_chunks", "KV chunks written again, by reason.", lambda load: load.resent_chunks)
-        yield _reasons(nodes, "pulls", "Prompts for which another node was named as holder of their KV, by result.", lambda load: load.pulls)
+        yield _reasons(
+            nodes,
+            "pulls",
+            "Prompts for which another node was named as holder of their KV, by result.",
+            lambda load: load.pulls,
+        )
 
 
 def _family(name: str, help_text: str, nodes: tuple[NodeView, ...], value: Callable[[NodeView], float]) -> Metric:
@@ -59,7 +95,9 @@ def _paths(nodes: tuple[NodeView, ...], name: str, help_text: str, value: Callab
     return family
 
 
-def _costs(nodes: tuple[NodeView, ...], name: str, help_text: str, value: Callable[[PrefillCost | DecodeCost], float]) -> Metric:
+def _costs(
+    nodes: tuple[NodeView, ...], name: str, help_text: str, value: Callable[[PrefillCost | DecodeCost], float]
+) -> Metric:
     family = GaugeMetricFamily(f"pdcluster_node_{name}", help_text, labels=(*LABELS, "half"))
     for node in nodes:
         if node.cost is not None:
@@ -70,7 +108,10 @@ def _costs(nodes: tuple[NodeView, ...], name: str, help_text: str, value: Callab
 
 def _predicted(nodes: tuple[NodeView, ...]) -> Metric:
     """Of examples that are the same everywhere, so that nodes can be compared and a change is seen."""
-    help_text = f"By the node's model: a prompt of {EXAMPLE_TOKENS} tokens, a step of one row of as many; and their error bars (9 of 10)."
+    help_text = (
+        f"By the node's model: a prompt of {EXAMPLE_TOKENS} tokens, a step of one row of as many; and their error "
+        "bars (9 of 10)."
+    )
     family = GaugeMetricFamily("pdcluster_node_predicted_seconds", help_text, labels=(*LABELS, "half", "figure"))
     for node in nodes:
         if (cost := node.cost) is None:
@@ -86,7 +127,9 @@ def _predicted(nodes: tuple[NodeView, ...]) -> Metric:
     return family
 
 
-def _reasons(nodes: tuple[NodeView, ...], name: str, help_text: str, counts: Callable[[Load], tuple[tuple[str, int], ...]]) -> Metric:
+def _reasons(
+    nodes: tuple[NodeView, ...], name: str, help_text: str, counts: Callable[[Load], tuple[tuple[str, int], ...]]
+) -> Metric:
     family = CounterMetricFamily(f"pdcluster_node_transfer_{name}", help_text, labels=(*LABELS, "reason"))
     for node in nodes:
         for reason, count in counts(node.load) if node.load else ():
@@ -116,6 +159,7 @@ def _pages(nodes: tuple[NodeView, ...]) -> Metric:
 
 # The router's view of all caches, as metrics. Read at scrape time, nothing is kept.
 
+
 class IndexCollector(Collector):
     def __init__(self, caches: Caches) -> None:
         self._caches = caches
@@ -123,15 +167,27 @@ class IndexCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         caches, index = self._caches, self._caches.index
         expected = index.expected
-        yield GaugeMetricFamily("pdcluster_index_entries", "(block, node) pairs that the router knows.", value=index.num_entries)
-        yield GaugeMetricFamily("pdcluster_index_holder_sets", "Distinct sets of nodes that hold a block.", value=index.num_sets)
+        yield GaugeMetricFamily(
+            "pdcluster_index_entries", "(block, node) pairs that the router knows.", value=index.num_entries
+        )
+        yield GaugeMetricFamily(
+            "pdcluster_index_holder_sets", "Distinct sets of nodes that hold a block.", value=index.num_sets
+        )
         yield GaugeMetricFamily("pdcluster_index_bytes", "Memory of the prefix index.", value=index.num_bytes)
-        yield CounterMetricFamily("pdcluster_index_dropped", "Entries that found no room in the index.", value=index.num_dropped)
+        yield CounterMetricFamily(
+            "pdcluster_index_dropped", "Entries that found no room in the index.", value=index.num_dropped
+        )
         yield CounterMetricFamily("pdcluster_cache_deltas", "Cache deltas taken in.", value=caches.num_deltas)
         yield CounterMetricFamily("pdcluster_cache_snapshots", "Cache snapshots taken in.", value=caches.num_snapshots)
-        yield CounterMetricFamily("pdcluster_cache_gaps", "Times when deltas of a node were missing.", value=caches.num_gaps)
-        yield GaugeMetricFamily("pdcluster_cache_expected", "Requests whose blocks are expected on a node.", value=len(expected))
-        ended = CounterMetricFamily("pdcluster_cache_expectations", "Expectations that ended, by how.", labels=("outcome",))
+        yield CounterMetricFamily(
+            "pdcluster_cache_gaps", "Times when deltas of a node were missing.", value=caches.num_gaps
+        )
+        yield GaugeMetricFamily(
+            "pdcluster_cache_expected", "Requests whose blocks are expected on a node.", value=len(expected)
+        )
+        ended = CounterMetricFamily(
+            "pdcluster_cache_expectations", "Expectations that ended, by how.", labels=("outcome",)
+        )
         ended.add_metric(("hit",), expected.num_hits)
         ended.add_metric(("missed",), expected.num_missed)
         ended.add_metric(("crowded_out",), expected.num_crowded_out)

@@ -1,4 +1,5 @@
-"""The models behind the router: what their nodes' cards say, and the tokenizer and template of each, read from a directory or fetched from a node.
+"""The models behind the router: what their nodes' cards say, and the tokenizer and template of each, read from a
+directory or fetched from a node.
 
 A model is served once its text files are here. Fetched files must have the digest that the node's card names.
 """
@@ -53,7 +54,9 @@ class Loaded:
 class Models:
     """Implements dispatch.Models. Owned by the router's event loop."""
 
-    def __init__(self, nodes: Nodes, tokenizer: Path | None, tool_format: str = "auto", reasoning: str = "auto") -> None:
+    def __init__(
+        self, nodes: Nodes, tokenizer: Path | None, tool_format: str = "auto", reasoning: str = "auto"
+    ) -> None:
         """tool_format, reasoning: see TextModel."""
         self._nodes = nodes
         self._tokenizer = tokenizer
@@ -107,12 +110,16 @@ class Models:
     # ------------------------------------------------------------ loading
 
     async def keep_loaded(self) -> None:
-        """Load the text of every model that appears, until cancelled. A node that goes away meanwhile is no error: another one is asked."""
+        """Load the text of every model that appears, until cancelled. A node that goes away meanwhile is no error:
+        another one is asked."""
         while True:
             seen = self._nodes.version
             is_settled = True
             for card in list(self._nodes.cards()):
-                if not self._loaded.keys() >= set(card.models) and (card.model, card.tokenizer_hash) not in self._refused:
+                if (
+                    not self._loaded.keys() >= set(card.models)
+                    and (card.model, card.tokenizer_hash) not in self._refused
+                ):
                     is_settled &= await self._try_load(card)
             if is_settled:
                 await self._nodes.wait_for_change(seen)
@@ -122,7 +129,10 @@ class Models:
         try:
             files = {} if self._tokenizer is not None else await self._files(card)
             if files and files_digest(files) != card.tokenizer_hash:
-                raise ModelError(f"the files of node {card.node} have digest {files_digest(files)}, its card says {card.tokenizer_hash}")
+                raise ModelError(
+                    f"the files of node {card.node} have digest {files_digest(files)}, its card says "
+                    f"{card.tokenizer_hash}"
+                )
         except (NodeLost, TimeoutError, ModelError, OSError) as error:
             logger.warning("the tokenizer of %s cannot be loaded from %s: %s", card.model, card.node, error)
             await asyncio.sleep(RETRY_S)
@@ -134,7 +144,9 @@ class Models:
             logger.error(self._refused[card.model, card.tokenizer_hash])
             return True
         for name in card.models:
-            self._loaded[name] = Loaded(ModelInfo(name, int(time.time()), card.max_len, card.vocab_size, card.eos_ids), text)
+            self._loaded[name] = Loaded(
+                ModelInfo(name, int(time.time()), card.max_len, card.vocab_size, card.eos_ids), text
+            )
         self._infos = tuple(loaded.info for loaded in self._loaded.values())
         logger.info("serving model %s", ", ".join(card.models))
         return True
@@ -152,15 +164,23 @@ class Models:
         data = bytearray()
         while True:
             chunk = await self._nodes.fetch_file(incarnation, name, len(data), FETCH_TIMEOUT_S)
-            if chunk.total_bytes > MAX_FILE_BYTES or chunk.offset != len(data) or len(data) + len(chunk.data) > chunk.total_bytes:
+            if (
+                chunk.total_bytes > MAX_FILE_BYTES
+                or chunk.offset != len(data)
+                or len(data) + len(chunk.data) > chunk.total_bytes
+            ):
                 raise ModelError(
-                    f"{name}: the node sent {len(chunk.data)} bytes at {chunk.offset} of {chunk.total_bytes}; pass --tokenizer DIR instead"
+                    f"{name}: the node sent {len(chunk.data)} bytes at {chunk.offset} of {chunk.total_bytes}; pass "
+                    "--tokenizer DIR instead"
                 )
             data += chunk.data
             if len(data) == chunk.total_bytes:
                 return bytes(data)
             if not chunk.data:
-                raise ModelError(f"{name}: the node stopped at {len(data)} of {chunk.total_bytes} bytes; pass --tokenizer DIR instead")
+                raise ModelError(
+                    f"{name}: the node stopped at {len(data)} of {chunk.total_bytes} bytes; pass --tokenizer DIR "
+                    "instead"
+                )
 
 
 @lru_cache(maxsize=1024)

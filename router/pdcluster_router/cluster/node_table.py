@@ -1,7 +1,8 @@
-"""The router's side of every node: links that follow the bootstrap's snapshots, what nodes report, and the view that policies see.
+"""The router's side of every node: links that follow the bootstrap's snapshots, what nodes report, and the view that
+policies see.
 
-Owned by the router's event loop. Which node gets a request is not decided here (`policy`), nor what an answer means (`attempt`); answers are put into
-the request's inbox.
+Owned by the router's event loop. Which node gets a request is not decided here (`policy`), nor what an answer means
+(`attempt`); answers are put into the request's inbox.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class NodeState:
     link: NodeLink | None = None
     load: Load | None = None
     is_cordoned: bool = False
-    """By its last word, a report or an answer. `load` stays as reported: who waits for a node to run empty needs a report made after its cordon."""
+    """By its last word, a report or an answer. `load` stays as reported: who waits for a node to run empty needs a
+    report made after its cordon."""
     cost: NodeCost | None = None
     """What the last report says of it."""
     redial_at: float = 0.0
@@ -155,8 +157,8 @@ class Cluster:
             await asyncio.gather(redial, return_exceptions=True)
 
     def apply(self, snapshot: ClusterSnapshot) -> None:
-        """Open links to new boots and drop those that left. A boot that only lost its bootstrap lease but still answers is kept until its link
-        breaks: absence from a list is no proof."""
+        """Open links to new boots and drop those that left. A boot that only lost its bootstrap lease but still answers
+        is kept until its link breaks: absence from a list is no proof."""
         self._is_view_whole = False
         listed = {card.incarnation: card for card in snapshot.nodes}
         replaced = {card.node: card.incarnation for card in snapshot.nodes}
@@ -226,7 +228,9 @@ class Cluster:
             if not state.is_listed:
                 del self._nodes[incarnation]  # nobody says that it is alive: it is not called again
         elif link_state is LinkState.UP:
-            self.events.add("node-up", state.card.node, f"{state.card.role} at {state.card.address}, boot {incarnation}")
+            self.events.add(
+                "node-up", state.card.node, f"{state.card.role} at {state.card.address}, boot {incarnation}"
+            )
         self._notify()
 
     def _drop(self, incarnation: str, reason: str) -> None:
@@ -295,7 +299,8 @@ class Cluster:
             asyncio.get_running_loop().call_soon(self._take_piece)
 
     def _on_managed(self, state: NodeState, message: Managed) -> None:
-        """Before its next report, with which it would get work that it shall not. One that had no time to report a cordon says nothing of its end."""
+        """Before its next report, with which it would get work that it shall not. One that had no time to report a
+        cordon says nothing of its end."""
         load = state.load
         if load is not None:
             state.is_cordoned = message.cordoned
@@ -322,7 +327,9 @@ class Cluster:
         try:
             state.link.send(AskCache())
         except NodeLost:
-            logger.debug("node %s cannot be asked for its cache now", state.card.node)  # a new link begins with a snapshot
+            logger.debug(
+                "node %s cannot be asked for its cache now", state.card.node
+            )  # a new link begins with a snapshot
 
     def _now(self) -> float:
         if self._clock is None:
@@ -342,14 +349,17 @@ class Cluster:
         return self._view
 
     def glance(self) -> ClusterView:
-        """As `view`, for who keeps nothing of it: what was sent since is written into the last one, unless somebody may still have that."""
+        """As `view`, for who keeps nothing of it: what was sent since is written into the last one, unless somebody may
+        still have that."""
         self._bring_up()
         return self._view
 
     def _bring_up(self) -> None:
         changed, before = self.ledger.take_changed(), self._view
         if not self._is_view_whole:
-            self._view = ClusterView([self._view_of(state) for state in self._nodes.values() if state.is_up and state.load is not None])
+            self._view = ClusterView(
+                [self._view_of(state) for state in self._nodes.values() if state.is_up and state.load is not None]
+            )
             self._is_view_whole, self._typical_until = True, 0.0
         else:
             if self._reported:
@@ -367,7 +377,8 @@ class Cluster:
             self._is_lent = False
 
     def _look_at_costs(self) -> None:
-        """What a step typically costs stands in for what single nodes do not know, and these have to be looked at anew with it: so now and then."""
+        """What a step typically costs stands in for what single nodes do not know, and these have to be looked at anew
+        with it: so now and then."""
         self._typical_until = time.monotonic() + TYPICAL_S
         found = self._view.typical_now()
         if found != self._view.typical:
@@ -376,7 +387,11 @@ class Cluster:
     def _replacements(self) -> dict[str, NodeView]:
         """Of nodes whose link stands, those that reported."""
         row_of = self._view.roster.row_of
-        return {incarnation: self._view_of(self._nodes[incarnation]) for incarnation in self._reported if incarnation in row_of}
+        return {
+            incarnation: self._view_of(self._nodes[incarnation])
+            for incarnation in self._reported
+            if incarnation in row_of
+        }
 
     def _view_of(self, state: NodeState) -> NodeView:
         card, load = state.card, state.load
@@ -392,12 +407,15 @@ class Cluster:
             backends=card.backends,
             is_cordoned=state.is_cordoned,
             cost=state.cost,
-            bandwidth={path.peer: path.bytes_s for path in load.paths if path.is_chosen and path.bytes_s >= LEAST_BYTES_S},
+            bandwidth={
+                path.peer: path.bytes_s for path in load.paths if path.is_chosen and path.bytes_s >= LEAST_BYTES_S
+            },
             kv_bytes_per_token=card.fingerprint.layout.token_bytes,
         )
 
     def cached(self, hashes: bytes) -> dict[str, int]:
-        """Leading blocks of a prompt that each node holds, or will soon, by incarnation; nodes with none are left out."""
+        """Leading blocks of a prompt that each node holds, or will soon, by incarnation; nodes with none are left
+        out."""
         return self.caches.index.depths(hashes, self._now())
 
     def held(self, hashes: bytes) -> dict[str, int]:
@@ -413,8 +431,11 @@ class Cluster:
         return [state.card for state in self._nodes.values()]
 
     def cards(self) -> Iterator[NodeCard]:
-        """Cards of the nodes that can be reached, in the order they came. Not while nodes may come or go: who waits makes a list first."""
-        return (state.card for state in self._nodes.values() if state.link is not None and state.link.state is LinkState.UP)
+        """Cards of the nodes that can be reached, in the order they came. Not while nodes may come or go: who waits
+        makes a list first."""
+        return (
+            state.card for state in self._nodes.values() if state.link is not None and state.link.state is LinkState.UP
+        )
 
     def send(self, to: Endpoint, message: AnyMessage) -> None:
         state = self._nodes.get(to.incarnation)
@@ -435,7 +456,9 @@ class Cluster:
         self.ledger.pending.enter(incarnation, work.request, sent)
         if sent.hashes:
             total = self.ledger.pending.of(incarnation)
-            wait_s = state.cost.prefill.work_s(total.prefill_tokens, total.prefill_pairs) if state.cost is not None else 0.0
+            wait_s = (
+                state.cost.prefill.work_s(total.prefill_tokens, total.prefill_pairs) if state.cost is not None else 0.0
+            )
             self.caches.index.expect(incarnation, sent.hashes, now + EXPECTED_S + wait_s)
 
     def _expect_no_more(self, incarnation: str, message: Refused | Failed | Cancel) -> None:
@@ -446,7 +469,9 @@ class Cluster:
         if not self.ledger.pending.has_alike(incarnation, sent):
             self.caches.index.expected.withdraw(incarnation, sent.hashes)
 
-    async def manage(self, incarnation: str, *, role: Role | None = None, cordoned: bool | None = None, timeout_s: float) -> Managed:
+    async def manage(
+        self, incarnation: str, *, role: Role | None = None, cordoned: bool | None = None, timeout_s: float
+    ) -> Managed:
         """Change what a node is for, or whether it takes new work; raises NodeLost or TimeoutError."""
         state = self._nodes.get(incarnation)
         if state is None:

@@ -1,4 +1,5 @@
-"""What a node's cost model and its load together say about the next seconds there. Values and arithmetic; `view` says where they come from."""
+"""What a node's cost model and its load together say about the next seconds there. Values and arithmetic; `view` says
+where they come from."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ Vector = NDArray[np.float64]
 
 DIFFER = 0.5
 KEPT = 1024
-"""Blends that are kept: they change with a node's report or with what is typical, and are asked for with every request."""
+"""Blends that are kept: they change with a node's report or with what is typical, and are asked for with every
+request."""
 TINY = 1e-6
 
 
@@ -36,7 +38,10 @@ def blended_prefill(own: PrefillCost, typical: PrefillCost) -> PrefillCost:
     if own == typical:
         return own
     fixed_s, token_s, pair_s = _blended(
-        (own.fixed_s, own.token_s, own.pair_s), own.error, (typical.fixed_s, typical.token_s, typical.pair_s), typical.error
+        (own.fixed_s, own.token_s, own.pair_s),
+        own.error,
+        (typical.fixed_s, typical.token_s, typical.pair_s),
+        typical.error,
     )
     return replace(own, fixed_s=fixed_s, token_s=token_s, pair_s=pair_s)
 
@@ -46,7 +51,10 @@ def blended_decode(own: DecodeCost, typical: DecodeCost) -> DecodeCost:
     if own == typical:
         return own
     fixed_s, row_s, context_s = _blended(
-        (own.fixed_s, own.row_s, own.context_s), own.error, (typical.fixed_s, typical.row_s, typical.context_s), typical.error
+        (own.fixed_s, own.row_s, own.context_s),
+        own.error,
+        (typical.fixed_s, typical.row_s, typical.context_s),
+        typical.error,
     )
     return replace(own, fixed_s=fixed_s, row_s=row_s, context_s=context_s)
 
@@ -54,7 +62,8 @@ def blended_decode(own: DecodeCost, typical: DecodeCost) -> DecodeCost:
 def _blended(
     own: tuple[float, float, float], own_error: CostError, typical: tuple[float, float, float], typical_error: CostError
 ) -> tuple[float, float, float]:
-    """`typical` where a node's report has numbers that cannot be weighed: each is allowed, but not beside the others."""
+    """`typical` where a node's report has numbers that cannot be weighed: each is allowed, but not beside the
+    others."""
     mine, theirs = np.array(own), np.array(typical)
     try:
         with np.errstate(all="ignore"):
@@ -69,7 +78,9 @@ def _blended(
 
 def _weighed(mine: Vector, own_root: Vector, theirs: Vector, typical_root: Vector) -> Vector:
     largest = np.maximum(mine, theirs)
-    errors = np.maximum(np.linalg.norm(own_root, axis=0), np.linalg.norm(typical_root, axis=0))  # the size of what both found to be 0
+    errors = np.maximum(
+        np.linalg.norm(own_root, axis=0), np.linalg.norm(typical_root, axis=0)
+    )  # the size of what both found to be 0
     unit = np.maximum(np.where(largest > 0, largest, errors), np.finfo(float).tiny)
     differ = np.diag((DIFFER * theirs / unit) ** 2 + TINY) + _covariance(typical_root / unit)
     gain = np.linalg.solve(differ + _covariance(own_root / unit), differ).T
@@ -100,8 +111,8 @@ Half = TypeVar("Half", PrefillCost, DecodeCost)
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):
-    """What is on a node: prompt work still to be computed, rows that decode or will, the KV that these attend to, the gap between their tokens
-    lately (0: not known)."""
+    """What is on a node: prompt work still to be computed, rows that decode or will, the KV that these attend to, the
+    gap between their tokens lately (0: not known)."""
 
     prefill_tokens: int
     prefill_pairs: int
@@ -111,10 +122,11 @@ class Work(msgspec.Struct, frozen=True, gc=False):
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """backlog_s: seconds of prompt work, were it alone; stretch: how much longer prompts take because decode rows share their steps; tpot_s: between
-    two tokens of a row while no prompt is computed; itl_s: between two tokens as it was lately, prompts and all, or tpot_s where that is longer;
-    prompt_step_s: while prompts are computed beside the rows, a full chunk in each step, as far behind their beginnings as those that wait now, or,
-    while none does, as prompts are that are as long as what rows attend to."""
+    """backlog_s: seconds of prompt work, were it alone; stretch: how much longer prompts take because decode rows share
+    their steps; tpot_s: between two tokens of a row while no prompt is computed; itl_s: between two tokens as it was
+    lately, prompts and all, or tpot_s where that is longer; prompt_step_s: while prompts are computed beside the rows,
+    a full chunk in each step, as far behind their beginnings as those that wait now, or, while none does, as prompts
+    are that are as long as what rows attend to."""
 
     prefill: PrefillCost
     decode: DecodeCost
@@ -180,7 +192,8 @@ def is_known(cost: NodeCost) -> bool:
 
 
 def completed(cost: NodeCost | None, typical: NodeCost | None) -> NodeCost | None:
-    """`cost`, with what the node knows too little of itself taken from `typical`, by how sure both are; None when that is missing too."""
+    """`cost`, with what the node knows too little of itself taken from `typical`, by how sure both are; None when that
+    is missing too."""
     if cost is None:
         return typical
     if is_known(cost) or typical is None:
@@ -210,9 +223,9 @@ def typical_cost(costs: list[NodeCost]) -> NodeCost | None:
 
 
 def _middle(halves: Sequence[Half], usual_s: Callable[[Half], float]) -> Half | None:
-    """Of those that ran most steps, the one in the middle by what a usual step takes. How many a node ran is its own claim, which nobody can check:
-    beyond what makes a fit sure more of them count for nothing, so that no single node says what is typical where three are sure. Of two it is the
-    slower one."""
+    """Of those that ran most steps, the one in the middle by what a usual step takes. How many a node ran is its own
+    claim, which nobody can check: beyond what makes a fit sure more of them count for nothing, so that no single node
+    says what is typical where three are sure. Of two it is the slower one."""
     most = min(max((half.samples for half in halves), default=0), SURE_SAMPLES)
     if most < MIN_SAMPLES:
         return None

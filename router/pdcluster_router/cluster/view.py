@@ -1,8 +1,9 @@
 """What the router believes about the cluster at one moment, as immutable values for the policy. No sockets, no clocks.
 
-A view is mostly the view before it: `replaced` keeps all that did not change, so that a report costs its own node's row, and what was sent to a node
-(`sent`) some numbers of that row. Of a node that was only sent something no NodeView is made before somebody asks for it. Nodes have row numbers, by
-name, so that the order in which they came changes nothing.
+A view is mostly the view before it: `replaced` keeps all that did not change, so that a report costs its own node's
+row, and what was sent to a node (`sent`) some numbers of that row. Of a node that was only sent something no NodeView
+is made before somebody asks for it. Nodes have row numbers, by name, so that the order in which they came changes
+nothing.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ class once(Generic[T]):
 
 
 class Pending(NamedTuple):
-    """What this router sent that the node's last report does not count yet; added to the report. prefill_tokens and prefill_pairs: prompt work that
-    is not cached there; context_tokens: KV of the rows, when they decode; prompts: requests whose prompt is to be computed there."""
+    """What this router sent that the node's last report does not count yet; added to the report. prefill_tokens and
+    prefill_pairs: prompt work that is not cached there; context_tokens: KV of the rows, when they decode; prompts:
+    requests whose prompt is to be computed there."""
 
     requests: int = 0
     prefill_tokens: int = 0
@@ -66,12 +68,13 @@ NOTHING_PENDING = Pending()
 
 
 class NodeView(msgspec.Struct, frozen=True, dict=True):
-    """One node that can be reached. What follows from the fields is computed once, so a view is best kept while nothing on the node changed.
+    """One node that can be reached. What follows from the fields is computed once, so a view is best kept while nothing
+    on the node changed.
 
-    in_flight: requests this router has on the node; load: the node's last report, None before the first one.
-    backends: transfer media it has; a node without any serves in mode local only.
-    cost: fitted by the node to its own steps, None before its first report of it. bandwidth: bytes/s to other nodes, by name, as far as it was
-    measured. kv_bytes_per_token: 0 where unknown.
+    in_flight: requests this router has on the node; load: the node's last report, None before the first one. backends:
+    transfer media it has; a node without any serves in mode local only. cost: fitted by the node to its own steps, None
+    before its first report of it. bandwidth: bytes/s to other nodes, by name, as far as it was measured.
+    kv_bytes_per_token: 0 where unknown.
     """
 
     endpoint: Endpoint
@@ -109,13 +112,19 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def has_slack(self) -> bool:
-        """Whether a reservation may sit on the node while the prompt is still computed: fewer rows than slots, a quarter of the pages left."""
+        """Whether a reservation may sit on the node while the prompt is still computed: fewer rows than slots, a
+        quarter of the pages left."""
         load = self.load
-        return load is not None and load.running < load.slots and 4 * (load.pages_free + load.pages_cached) >= load.pages_total
+        return (
+            load is not None
+            and load.running < load.slots
+            and 4 * (load.pages_free + load.pages_cached) >= load.pages_total
+        )
 
     @once
     def num_requests(self) -> int:
-        """Requests on the node: what it reported and what is on its way, or this router's own count where that is more."""
+        """Requests on the node: what it reported and what is on its way, or this router's own count where that is
+        more."""
         reported = self.load.waiting + self.load.running if self.load is not None else 0
         return max(self.in_flight, reported + self.pending.requests)
 
@@ -176,7 +185,8 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
         return Station(*numbers[:NUM_STATION])
 
     def numbers(self, cost: NodeCost) -> list[float]:
-        """A row of a table, as far as it does not follow from other numbers of the row (`policy.predicted.node_state`)."""
+        """A row of a table, as far as it does not follow from other numbers of the row
+        (`policy.predicted.node_state`)."""
         load, prefill, decode, pending = self.load, cost.prefill, cost.decode, self.pending
         told = (0.0,) * 13
         tight = 0.0
@@ -185,7 +195,18 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
             if left < total // 4:
                 tight = 1.0 / max(total - left, 1)
             prompts = load.waiting, load.waiting + load.running, load.waiting_tokens, load.waiting_pairs
-            told = (1.0, *prompts, load.rows, load.context_tokens, load.itl_s, load.slots, load.slots_used, left, load.pages_parked, total)
+            told = (
+                1.0,
+                *prompts,
+                load.rows,
+                load.context_tokens,
+                load.itl_s,
+                load.slots,
+                load.slots_used,
+                left,
+                load.pages_parked,
+                total,
+            )
         follows = 0.0
         columns = (
             self.role != "decode",
@@ -202,19 +223,24 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
 
 
 class Groups:
-    """Nodes that have the same transfer media. of: each node's group; exchange: 1 where two groups have a medium in common."""
+    """Nodes that have the same transfer media. of: each node's group; exchange: 1 where two groups have a medium in
+    common."""
 
     def __init__(self, media: Sequence[frozenset[str]]) -> None:
         kinds = {each: number for number, each in enumerate(dict.fromkeys(media))}
         self.of = np.array([kinds[each] for each in media], np.int64)
-        self.exchange = np.array([[float(not one.isdisjoint(other)) for other in kinds] for one in kinds]).reshape(len(kinds), len(kinds))
+        self.exchange = np.array([[float(not one.isdisjoint(other)) for other in kinds] for one in kinds]).reshape(
+            len(kinds), len(kinds)
+        )
 
 
 class Roster:
-    """Who is in a view, and which legs each node may take: all that stays as it is when nodes only report loads. Kept from view to view.
+    """Who is in a view, and which legs each node may take: all that stays as it is when nodes only report loads. Kept
+    from view to view.
 
-    row_of: by incarnation. prefill, decode: nodes that may take such a leg; decode_only: those that compute no prompts for others. is_split: whether
-    both legs have nodes, and some node is there for one of them alone. plans: what `policy.scales` made of all this."""
+    row_of: by incarnation. prefill, decode: nodes that may take such a leg; decode_only: those that compute no prompts
+    for others. is_split: whether both legs have nodes, and some node is there for one of them alone. plans: what
+    `policy.scales` made of all this."""
 
     def __init__(self, nodes: Sequence[NodeView]) -> None:
         size = len(nodes)
@@ -252,8 +278,8 @@ class Roster:
         return np.zeros(len(self.names))
 
     def paths(self, row: int, bandwidth: Mapping[str, float]) -> Column:
-        """Bytes a second to each node from the one of that row (-1: it left), which reports that bandwidth; 0 where it is not known. Not to be
-        written to."""
+        """Bytes a second to each node from the one of that row (-1: it left), which reports that bandwidth; 0 where it
+        is not known. Not to be written to."""
         kept = self._paths.get(row)
         if kept is not None and kept[0] is bandwidth:
             return kept[1]
@@ -287,8 +313,8 @@ OF_NODES = ("nodes", "accepting", "rows")
 class ClusterView:
     """All nodes that can be reached and have reported; never changed once made, as far as anybody can tell.
 
-    nodes: by name, so that the order of reports changes nothing; a node's place is its row. typical: what a step costs where a node has not run
-    enough of its kind; None: told from the nodes, or, where is_told, known by nobody."""
+    nodes: by name, so that the order of reports changes nothing; a node's place is its row. typical: what a step costs
+    where a node has not run enough of its kind; None: told from the nodes, or, where is_told, known by nobody."""
 
     def __init__(self, nodes: Iterable[NodeView], typical: NodeCost | None = None, *, is_told: bool = False) -> None:
         self._reported: list[NodeView] = sorted(nodes, key=_by_name)
@@ -298,7 +324,9 @@ class ClusterView:
         self.typical = typical
         self._is_told = is_told
 
-    def replaced(self, changed: Mapping[str, NodeView], typical: NodeCost | None = None, *, is_told: bool = False) -> ClusterView:
+    def replaced(
+        self, changed: Mapping[str, NodeView], typical: NodeCost | None = None, *, is_told: bool = False
+    ) -> ClusterView:
         """The same nodes, some of which changed, by incarnation. What was worked out for the others is kept."""
         keeps_table = self._table is not None and typical is not None and typical is self.typical
         nodes: Sequence[NodeView | OnNode] = self._nodes if keeps_table else self.nodes
@@ -322,8 +350,17 @@ class ClusterView:
         """The same nodes and reports, after this router sent some of the nodes something, or heard of the end of it."""
         if self._table is None:
             known = {name: row for name in changed if (row := self.roster.row_of.get(name)) is not None}
-            return self.replaced({name: self.node(row).sent(*counts(name)) for name, row in known.items()}, self.typical, is_told=self._is_told)
-        view, table, nodes, roster = ClusterView.__new__(ClusterView), self._table.copy(), self._nodes.copy(), self.roster
+            return self.replaced(
+                {name: self.node(row).sent(*counts(name)) for name, row in known.items()},
+                self.typical,
+                is_told=self._is_told,
+            )
+        view, table, nodes, roster = (
+            ClusterView.__new__(ClusterView),
+            self._table.copy(),
+            self._nodes.copy(),
+            self.roster,
+        )
         view.__dict__.update(
             _nodes=nodes,
             _reported=self._reported,
@@ -392,8 +429,8 @@ class ClusterView:
 
     @property
     def table(self) -> Table:
-        """A row a node, in the columns of `policy.predicted.cost_model` and `policy.predicted.node_state`; not to be written to. For a view that has a typical cost: every
-        node has a pace then."""
+        """A row a node, in the columns of `policy.predicted.cost_model` and `policy.predicted.node_state`; not to be
+        written to. For a view that has a typical cost: every node has a pace then."""
         if self._table is None:
             rows = [self._numbers(node) for node in self.nodes]
             self._table = np.array(rows, np.float64).reshape(len(rows), NUM_COLUMNS)

@@ -1,12 +1,15 @@
-"""The seam between what speaks to clients (HTTP, gRPC) and `dispatch`: one Generation in, a stream of Chunks and one Done out.
+"""The seam between what speaks to clients (HTTP, gRPC) and `dispatch`: one Generation in, a stream of Chunks and one
+Done out.
 
 Plain values. Nothing here knows HTTP, JSON, sockets or how a pair of nodes is chosen.
 
 The contract of `Dispatcher.start`, whose Sink hears of the generation as it goes, without a task or a queue between:
   1. First `on_chunk`, with the route that was known when the first token came; last `on_done`.
   2. Chunks come strictly by position, each output token once, whatever attempts ran behind them.
-  3. Failure is `on_error`, with an error of `errors` unless there is a bug, before or after the first Chunk; nothing comes after it.
-  4. The sink may be called before `start` returns. `Running.cancel` cancels the request on both legs; the sink hears nothing more.
+  3. Failure is `on_error`, with an error of `errors` unless there is a bug, before or after the first Chunk; nothing
+     comes after it.
+  4. The sink may be called before `start` returns. `Running.cancel` cancels the request on both legs; the sink hears
+     nothing more.
 
 `streaming.events_of` makes the same a stream of events, for who prefers to wait for them.
 """
@@ -29,7 +32,8 @@ Mode = Literal["remote", "local"]
 Force = Literal["auto", "remote", "local"]
 HangUp = Callable[[], None]
 Take = Callable[[int, tuple[int, ...]], bool]
-"""Takes what is nothing but more of a stream, its position and tokens, without a Chunk. False: it was not taken, and comes as one."""
+"""Takes what is nothing but more of a stream, its position and tokens, without a Chunk. False: it was not taken, and
+comes as one."""
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -46,10 +50,11 @@ ANYBODY = Standing()
 class Generation(msgspec.Struct, frozen=True):
     """One choice of one API request, ready to run.
 
-    request: id, unique per choice; token_ids: the prompt, array('i'); deadline_s: seconds the caller gives it;
-    salt: what names the prefix cache it shares, from its tenant and the request's own cache_salt, b"" for none. mode: that it must have, None for the
-    router's own; session: key of its conversation, "" for none. client_id: what its client calls it, "" for none. hang_up: ends a wait for a client
-    that does not read; None where there is no such wait. leads: other choices of the same prompt follow; leader: the one that it follows itself.
+    request: id, unique per choice; token_ids: the prompt, array('i'); deadline_s: seconds the caller gives it; salt:
+    what names the prefix cache it shares, from its tenant and the request's own cache_salt, b"" for none. mode: that it
+    must have, None for the router's own; session: key of its conversation, "" for none. client_id: what its client
+    calls it, "" for none. hang_up: ends a wait for a client that does not read; None where there is no such wait.
+    leads: other choices of the same prompt follow; leader: the one that it follows itself.
     """
 
     request: str
@@ -68,8 +73,9 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class Route(msgspec.Struct, frozen=True):
-    """Where a request runs: mode local has no prefill leg of its own, so `prefill` is None there; backend names the transfer ("" for none).
-    cached_tokens: of the prompt, None until a node has said so; attempts: the one that runs included."""
+    """Where a request runs: mode local has no prefill leg of its own, so `prefill` is None there; backend names the
+    transfer ("" for none). cached_tokens: of the prompt, None until a node has said so; attempts: the one that runs
+    included."""
 
     mode: Mode
     prefill: str | None
@@ -80,7 +86,8 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """New output tokens, the first of them at `position`. prompt_logprobs come with the first chunk, one per prompt token but the first."""
+    """New output tokens, the first of them at `position`. prompt_logprobs come with the first chunk, one per prompt
+    token but the first."""
 
     position: int
     token_ids: tuple[int, ...]
@@ -90,7 +97,8 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The end of a generation that went well. stop_token: the id that ended it, if one did (it is among the emitted tokens)."""
+    """The end of a generation that went well. stop_token: the id that ended it, if one did (it is among the emitted
+    tokens)."""
 
     reason: FinishReason
     stop_token: int | None
@@ -101,7 +109,8 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What the router knows of a model that some node serves. created: Unix seconds; max_len: prompt and output tokens together."""
+    """What the router knows of a model that some node serves. created: Unix seconds; max_len: prompt and output tokens
+    together."""
 
     id: str
     created: int
@@ -116,7 +125,8 @@ class Sink(Protocol):
     def on_chunk(self, chunk: Chunk) -> None: ...
 
     def way(self) -> Take | None:
-        """A short way for what comes after a stream's first two tokens, as long as nothing else happens to it; None: there is none, or not now."""
+        """A short way for what comes after a stream's first two tokens, as long as nothing else happens to it; None:
+        there is none, or not now."""
         ...
 
     def on_done(self, done: Done) -> None: ...

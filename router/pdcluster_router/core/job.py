@@ -1,5 +1,5 @@
-"""One request over all its attempts: what was asked, what was emitted, which nodes to leave alone, and how an attempt says that another one has to
-follow. Plain state; no waiting, no frames."""
+"""One request over all its attempts: what was asked, what was emitted, which nodes to leave alone, and how an attempt
+says that another one has to follow. Plain state; no waiting, no frames."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class HashChain:
 
 
 class Named:
-    """A prompt as nodes get it, packed and with the hashes of its blocks. Kept of the prompt that was asked about last: the choices of a request come
-    one after the other and have theirs in common, which may take ten milliseconds to make. Owned by the router's event loop."""
+    """A prompt as nodes get it, packed and with the hashes of its blocks. Kept of the prompt that was asked about last:
+    the choices of a request come one after the other and have theirs in common, which may take ten milliseconds to
+    make. Owned by the router's event loop."""
 
     def __init__(self) -> None:
         self._prompt: Sequence[int] = ()
@@ -50,11 +51,11 @@ class RetryAttempt(Exception):
 
 
 class Job(msgspec.Struct, eq=False):
-    """force: the mode it must have, None for the router's own; session: key of its conversation.
-    excluded: incarnations that failed the request; busy: until when a node asked to be left alone, by incarnation. cached_tokens: of the prompt,
-    found in a cache by the first attempt that got so far. attempts: legs that were sent; tries: attempts as clients count them. hashes, packed: made
-    when they are needed, unless they are given. has_prompt_logprobs: none are still to come. fork_of: another choice
-    whose KV it shares, on the boot fork_on; None for neither."""
+    """force: the mode it must have, None for the router's own; session: key of its conversation. excluded: incarnations
+    that failed the request; busy: until when a node asked to be left alone, by incarnation. cached_tokens: of the
+    prompt, found in a cache by the first attempt that got so far. attempts: legs that were sent; tries: attempts as
+    clients count them. hashes, packed: made when they are needed, unless they are given. has_prompt_logprobs: none are
+    still to come. fork_of: another choice whose KV it shares, on the boot fork_on; None for neither."""
 
     request: str
     prompt: Sequence[int]
@@ -76,7 +77,8 @@ class Job(msgspec.Struct, eq=False):
     num_hashed: int = -1
     """Of those emitted, that `packed` and `hashes` know; -1: not even the prompt."""
     packed: bytes = b""
-    """All tokens so far, as nodes get them; made anew only when there are more of them, and not for every node that is asked."""
+    """All tokens so far, as nodes get them; made anew only when there are more of them, and not for every node that is
+    asked."""
 
     def work(self, attempt: int, now: float, num_emitted: int) -> Work:
         """For nodes: the prompt and the first num_emitted tokens after it."""
@@ -100,7 +102,8 @@ class Job(msgspec.Struct, eq=False):
 
     @property
     def awaits_prompt_logprobs(self) -> bool:
-        """They come with the row of the node that computed the prompt, which may be so large that the decode node's rows are here sooner."""
+        """They come with the row of the node that computed the prompt, which may be so large that the decode node's
+        rows are here sooner."""
         return self.sampling.prompt_logprobs is not None and not self.has_prompt_logprobs and len(self.prompt) > 1
 
     def busy_s(self, incarnation: str, now: float) -> float:
@@ -108,15 +111,16 @@ class Job(msgspec.Struct, eq=False):
         return max(self.busy.get(incarnation, now) - now, 0.0)
 
     def note_cached(self, num_tokens: int) -> bool:
-        """A node found that many tokens in its cache: whether that is news. What a later attempt finds was computed for this request, so it does not
-        count."""
+        """A node found that many tokens in its cache: whether that is news. What a later attempt finds was computed for
+        this request, so it does not count."""
         if self.cached_tokens is not None:
             return False
         self.cached_tokens = min(num_tokens, len(self.prompt))
         return True
 
     def ending(self, eos_token_ids: Collection[int], max_len: int | None) -> tuple[FinishReason, int | None] | None:
-        """Why nothing more may be asked for, by the scheduler's own rule, when its last word was lost: reason and stop token. None: go on."""
+        """Why nothing more may be asked for, by the scheduler's own rule, when its last word was lost: reason and stop
+        token. None: go on."""
         num_output, sampling = len(self.emitted), self.sampling
         if num_output > sampling.min_tokens or (num_output and sampling.grammar is not None):
             last = self.emitted[-1]
@@ -129,7 +133,8 @@ class Job(msgspec.Struct, eq=False):
         return None
 
     def _hashed_tokens(self) -> bytes:
-        """All tokens so far, packed; `hashes` covers them afterwards. Blocks that were hashed before are not hashed again."""
+        """All tokens so far, packed; `hashes` covers them afterwards. Blocks that were hashed before are not hashed
+        again."""
         if self.num_hashed == len(self.emitted):
             return self.packed
         self.num_hashed = len(self.emitted)

@@ -1,5 +1,5 @@
-"""Random bytes of the operating system, drawn for many requests at a time: a system call for each id and each seed costs more than the rest of making
-them. Safe in threads; not after a fork, which no process of the router does.
+"""Random bytes of the operating system, drawn for many requests at a time: a system call for each id and each seed
+costs more than the rest of making them. Safe in threads; not after a fork, which no process of the router does.
 """
 
 from __future__ import annotations

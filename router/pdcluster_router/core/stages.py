@@ -8,9 +8,9 @@ from enum import IntEnum, auto
 
 @dataclass(frozen=True, slots=True)
 class StageDeadlines:
-    """Seconds a stage may take. queue: Prefill → Scheduled or a token; liveness: from one row of a decoding request to the next; handshake:
-    Reserve → answer; transfer: first token and reservation → the decode node's first frame; hold: the least pause before a node that refused is
-    asked again."""
+    """Seconds a stage may take. queue: Prefill → Scheduled or a token; liveness: from one row of a decoding request to
+    the next; handshake: Reserve → answer; transfer: first token and reservation → the decode node's first frame; hold:
+    the least pause before a node that refused is asked again."""
 
     queue_s: float = 120.0
     liveness_s: float = 30.0

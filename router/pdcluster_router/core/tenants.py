@@ -1,15 +1,14 @@
-"""Who may use the cluster: tenants by API key, and what each is granted. Read once at start from a TOML or JSON file (`router.tenants`):
+"""Who may use the cluster: tenants by API key, and what each is granted. Read once at start from a TOML or JSON file
+(`router.tenants`):
 
-    [acme]                         # the name, in logs and metrics
-    keys = ["sk-acme-…"]           # as text, or better:
-    key_hashes = ["sha256:9f86…"]  # printf %s KEY | sha256sum
-    weight = 2.0                   # share of the cluster beside other tenants
-    priority = 0                   # the most urgent that its requests may ask for; lower goes first
-    max_requests = 64              # worked on at a time
-    cache_salt = "team-a"          # tenants with the same text share cached prefixes; "": those of everybody; left out: its own alone
+    [acme]                         # the name, in logs and metrics keys = ["sk-acme-…"]           # as text, or better:
+    key_hashes = ["sha256:9f86…"]  # printf %s KEY | sha256sum weight = 2.0                   # share of the cluster
+    beside other tenants priority = 0                   # the most urgent that its requests may ask for; lower goes
+    first max_requests = 64              # worked on at a time cache_salt = "team-a"          # tenants with the same
+    text share cached prefixes; "": those of everybody; left out: its own alone
 
-Without a file everyone is one tenant and no key is needed. Keys are never logged, and found by a digest under a random secret of this process, so
-that the time of a look-up tells nothing about them.
+Without a file everyone is one tenant and no key is needed. Keys are never logged, and found by a digest under a random
+secret of this process, so that the time of a look-up tells nothing about them.
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ class Entry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """priority: the most urgent that it may ask for; max_requests: None for no bound of its own; salt: of its cached prefixes, b"": shared by all."""
+    """priority: the most urgent that it may ask for; max_requests: None for no bound of its own; salt: of its cached
+    prefixes, b"": shared by all."""
 
     name: str = ""
     weight: float = 1.0
@@ -61,7 +61,10 @@ class Tenant:
         """For a request that asks for this priority, None for the usual one."""
         usual = max(self.priority, 0)
         if priority is not None and priority < self.priority:
-            raise BadRequest(f"priority {priority} is more urgent than {self.priority}, which is the most that this key may ask for", "priority")
+            raise BadRequest(
+                f"priority {priority} is more urgent than {self.priority}, which is the most that this key may ask for",
+                "priority",
+            )
         return Standing(self.name, self.weight, usual if priority is None else priority)
 
     def cache_salt(self, asked: str | None) -> bytes:
@@ -84,13 +87,18 @@ class Tenants:
             self._add(_tenant(name, entry), entry)
 
     def _add(self, tenant: Tenant, entry: Entry) -> None:
-        hashes = [hashlib.sha256(key.encode()).digest() for key in entry.keys] + [_parse_hash(tenant.name, text) for text in entry.key_hashes]
+        hashes = [hashlib.sha256(key.encode()).digest() for key in entry.keys] + [
+            _parse_hash(tenant.name, text) for text in entry.key_hashes
+        ]
         if not hashes:
             raise ConfigError(f"tenant {tenant.name} has no keys and no key_hashes; give it at least one")
         for found in hashes:
             digest = self._digest(found)
             if digest in self._by_digest:
-                raise ConfigError(f"tenants {self._by_digest[digest].name} and {tenant.name} have a key in common; a key names one tenant")
+                raise ConfigError(
+                    f"tenants {self._by_digest[digest].name} and {tenant.name} have a key in common; a key names one "
+                    "tenant"
+                )
             self._by_digest[digest] = tenant
 
     def identify(self, authorization: str | None) -> Tenant:
@@ -113,7 +121,9 @@ class Tenants:
 
 def _tenant(name: str, entry: Entry) -> Tenant:
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
-        raise ConfigError(f"tenant {name[:100]!r} is no name; use up to 64 letters, digits, dots, dashes and underscores")
+        raise ConfigError(
+            f"tenant {name[:100]!r} is no name; use up to 64 letters, digits, dots, dashes and underscores"
+        )
     return Tenant(name, entry.weight, entry.priority, entry.max_requests, _salt(name, entry.cache_salt))
 
 
@@ -127,25 +137,32 @@ def _salt(name: str, cache_salt: str | None) -> bytes:
 def _parse_hash(name: str, text: str) -> bytes:
     match = re.fullmatch(r"sha256:([0-9a-fA-F]{64})", text)
     if match is None:
-        raise ConfigError(f"tenant {name} has a key hash that is not sha256: and 64 hex digits; printf %s KEY | sha256sum makes one")
+        raise ConfigError(
+            f"tenant {name} has a key hash that is not sha256: and 64 hex digits; printf %s KEY | sha256sum makes one"
+        )
     return bytes.fromhex(match[1])
 
 
 def read_tenants(file: Path | None, num_workers: int = 1) -> Tenants:
-    """None: everyone is one tenant. num_workers: of this router, which share the tenants' bounds. Raises ConfigError naming the file, never a key."""
+    """None: everyone is one tenant. num_workers: of this router, which share the tenants' bounds. Raises ConfigError
+    naming the file, never a key."""
     if file is None:
         return Tenants()
     try:
         body = file.read_bytes()
     except OSError as error:
-        raise ConfigError(f"tenants file {file} cannot be read: {error.strerror}; check the path and its mode") from error
+        raise ConfigError(
+            f"tenants file {file} cannot be read: {error.strerror}; check the path and its mode"
+        ) from error
     decoder = msgspec.json.decode if file.suffix == ".json" else msgspec.toml.decode
     try:
         entries = decoder(body, type=dict[str, Entry])
     except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"tenants file {file} is not a table of tenants: {error}") from error
     if not entries:
-        raise ConfigError(f"tenants file {file} names no tenant; add one, or leave router.tenants out to serve everyone")
+        raise ConfigError(
+            f"tenants file {file} names no tenant; add one, or leave router.tenants out to serve everyone"
+        )
     for entry in entries.values():
         if entry.max_requests is not None:
             entry.max_requests = max(entry.max_requests // num_workers, 1)

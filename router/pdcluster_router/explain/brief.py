@@ -1,5 +1,5 @@
-"""A decision by which a request went at once, kept in the numbers of its choice (`policy.predicted.placing`) until somebody reads it. What is told of it is
-what `explain` would have noted."""
+"""A decision by which a request went at once, kept in the numbers of its choice (`policy.predicted.placing`) until
+somebody reads it. What is told of it is what `explain` would have noted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import struct
 import msgspec
 
 from pdcluster_router.explain.records import Decided, Hit, Judged, Weighed, worth_keeping
-from pdcluster_router.policy.predicted.placing import CALM, ESTIMATE_S, FIRST_TOLD, NUM_TOLD, TOLD_DOUBT, TOLD_ENTRY, TOLD_ESTIMATE, TOLD_SPREAD
+from pdcluster_router.policy.predicted.placing import (
+    CALM,
+    ESTIMATE_S,
+    FIRST_TOLD,
+    NUM_TOLD,
+    TOLD_DOUBT,
+    TOLD_ENTRY,
+    TOLD_ESTIMATE,
+    TOLD_SPREAD,
+)
 from pdcluster_router.policy.predicted.scoring import (
     DECODE,
     DECODE_LEG,
@@ -27,7 +36,8 @@ from pdcluster_router.policy.scales import LEGS, REJECTED
 
 
 class Brief(msgspec.Struct, frozen=True, gc=False):
-    """at_s, held_s, num_tokens: see DecisionRecord; told: as doubles; names: of the nodes, by row; best: see Hindsight, with its estimate."""
+    """at_s, held_s, num_tokens: see DecisionRecord; told: as doubles; names: of the nodes, by row; best: see Hindsight,
+    with its estimate."""
 
     at_s: float
     held_s: float
@@ -76,7 +86,11 @@ class Brief(msgspec.Struct, frozen=True, gc=False):
 
     def _weighed(self, leg: int, entry: tuple[float, ...], *, is_calm: bool) -> Weighed:
         name, terms, _, _ = LEGS[leg]
-        node, cached, values = self.names[int(entry[ENTRY_ROW])], int(entry[ENTRY_CACHED]), entry[ENTRY_VALUES : ENTRY_VALUES + len(terms)]
+        node, cached, values = (
+            self.names[int(entry[ENTRY_ROW])],
+            int(entry[ENTRY_CACHED]),
+            entry[ENTRY_VALUES : ENTRY_VALUES + len(terms)],
+        )
         is_left_out = leg == LOCAL_LEG and not is_calm
         if is_left_out or leg == DECODE_LEG:
             return Weighed(node, name, cached, entry[ENTRY_COST], values, None, REJECTED if is_left_out else "")

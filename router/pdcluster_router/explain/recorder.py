@@ -1,15 +1,15 @@
-"""Why a request went where it went, and whether that was right: the last decisions with their candidates, what each was expected to cost, and what
-became of it. Judges decisions, makes none.
+"""Why a request went where it went, and whether that was right: the last decisions with their candidates, what each was
+expected to cost, and what became of it. Judges decisions, makes none.
 
-For every decision: the candidates with the policy's own terms, the rule that removed each of the others, and for all of them one estimate in seconds
-by the nodes' cost models (wait on the node + own prompt), so that policies without a model in seconds can be judged too. With the first token come:
-  error      actual minus predicted time to first token, from the decision on (time in the hold queue is known, not predicted);
-  regret     actual minus the least that any other candidate was estimated to take, never below 0;
-  hit        prompt tokens found in the cache, beside those that the best candidate held (reachable), and those that a cache which never forgets
-             would have held (ideal, `seen_blocks`).
+For every decision: the candidates with the policy's own terms, the rule that removed each of the others, and for all of
+them one estimate in seconds by the nodes' cost models (wait on the node + own prompt), so that policies without a model
+in seconds can be judged too. With the first token come: error      actual minus predicted time to first token, from the
+decision on (time in the hold queue is known, not predicted); regret     actual minus the least that any other candidate
+was estimated to take, never below 0; hit        prompt tokens found in the cache, beside those that the best candidate
+held (reachable), and those that a cache which never forgets would have held (ideal, `seen_blocks`).
 
-Memory is bounded by count and by bytes; the oldest go first. Requests and decisions are noted in bare numbers, since few are ever read: records for
-people are made of them for whoever asks.
+Memory is bounded by count and by bytes; the oldest go first. Requests and decisions are noted in bare numbers, since
+few are ever read: records for people are made of them for whoever asks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,17 @@ import msgspec
 from pdcluster.telemetry.metrics import ExplainMetrics
 from pdcluster_router.core.generation import Standing
 from pdcluster_router.explain.brief import Brief
-from pdcluster_router.explain.records import NO_HIT, Decided, Explanation, Hit, Judged, Noted, ShadowRecord, Weighed, worth_keeping
+from pdcluster_router.explain.records import (
+    NO_HIT,
+    Decided,
+    Explanation,
+    Hit,
+    Judged,
+    Noted,
+    ShadowRecord,
+    Weighed,
+    worth_keeping,
+)
 from pdcluster_router.policy.base import Choice
 from pdcluster_router.policy.placed import Placed
 from pdcluster_router.policy.predicted.placing import BEST, BEST_S
@@ -50,7 +60,8 @@ class Keeper(Protocol):
 
 
 class KeptViews:
-    """Those that were scored last keep theirs: they are likely to be scored again before anybody asks, and to let go costs as much as to be told."""
+    """Those that were scored last keep theirs: they are likely to be scored again before anybody asks, and to let go
+    costs as much as to be told."""
 
     def __init__(self) -> None:
         self._sizes: dict[Keeper, int] = {}
@@ -78,7 +89,8 @@ BRIEF_BYTES = 1200
 """Of a request that is kept as it is, beside its strings and numbers: its structs, their numbers, its places."""
 
 MAX_DECISIONS = 16
-"""Kept of one request: the first ones and the last. A request that is refused for a minute is decided a thousand times."""
+"""Kept of one request: the first ones and the last. A request that is refused for a minute is decided a thousand
+times."""
 
 MAX_WHY = 500
 """Characters of an error's message."""
@@ -96,8 +108,8 @@ class Kept:
 
 
 class Record:
-    """One request that runs, or ended as most do: with one decision, by which it went at once. attempts and cached_tokens (of the prompt, as the
-    nodes found them; None: not known) are the dispatcher's to set."""
+    """One request that runs, or ended as most do: with one decision, by which it went at once. attempts and
+    cached_tokens (of the prompt, as the nodes found them; None: not known) are the dispatcher's to set."""
 
     # What is set as it goes on; until then nothing of it is made.
     attempts = 0
@@ -115,7 +127,9 @@ class Record:
     _reachable = 0
     _ideal: int | None = None
 
-    def __init__(self, explainer: Explainer, request: str, standing: Standing, arrived: float, started: float, client_id: str) -> None:
+    def __init__(
+        self, explainer: Explainer, request: str, standing: Standing, arrived: float, started: float, client_id: str
+    ) -> None:
         """arrived: Unix seconds."""
         self._explainer = explainer
         self.request, self._standing, self._client_id = request, standing, client_id
@@ -124,11 +138,17 @@ class Record:
     @property
     def size_bytes(self) -> int:
         """Of one whose decision is `brief`."""
-        return BRIEF_BYTES + len(self.brief.told if self.brief is not None else b"") + len(self._client_id) + len(self._why)
+        return (
+            BRIEF_BYTES
+            + len(self.brief.told if self.brief is not None else b"")
+            + len(self._client_id)
+            + len(self._why)
+        )
 
     @property
     def prefix(self) -> tuple[int, int]:
-        """Leading tokens of its prompt that an earlier prompt had, and that some node had or was about to have, when it went."""
+        """Leading tokens of its prompt that an earlier prompt had, and that some node had or was about to have, when it
+        went."""
         return self._ideal or 0, self._reachable
 
     def consider(self, decision: Decision, now: float) -> None:
@@ -156,9 +176,14 @@ class Record:
         """Its first decision, by which it goes at once. hashes: of the prompt; asked: see `decided`."""
         head = placed.head
         self.brief = Brief(
-            now - self._started, now - asked, placed.policy, placed.num_tokens, placed.told, placed.names, head[TTFT_S], int(head[BEST]), head[BEST_S]
+            now - self._started, now - asked, placed.policy, placed.num_tokens, placed.told, placed.names,
+            head[TTFT_S], int(head[BEST]), head[BEST_S]
         )  # fmt: skip
-        self._ideal, self._reachable, self._last_at = self._explainer.seen(hashes, placed.decode.block_tokens), placed.most_cached, now
+        self._ideal, self._reachable, self._last_at = (
+            self._explainer.seen(hashes, placed.decode.block_tokens),
+            placed.most_cached,
+            now,
+        )
 
     def _write_out(self) -> None:
         """What was brief so far, for what does not happen to most."""
@@ -246,7 +271,9 @@ class Record:
 class Explainer:
     """Owned by the router's event loop. wall: Unix seconds, for people."""
 
-    def __init__(self, headroom: Headroom, metrics: ExplainMetrics, wall: Callable[[], float], kept: Kept | None = None) -> None:
+    def __init__(
+        self, headroom: Headroom, metrics: ExplainMetrics, wall: Callable[[], float], kept: Kept | None = None
+    ) -> None:
         self._headroom = headroom
         self._metrics = metrics
         self._wall = wall
@@ -301,11 +328,15 @@ class Explainer:
         return None if ended is None else self._told(ended)
 
     def explain_all(self, request: str, own_id: str = "") -> list[Explanation]:
-        """By a request's id with or without the number of a choice: all of its choices that are known. own_id: the id, should `request` be another
-        name that we gave it. Or else by what its client calls it: clients may call several requests alike, and of these the last MAX_ALIKE are told,
-        the latest first."""
+        """By a request's id with or without the number of a choice: all of its choices that are known. own_id: the id,
+        should `request` be another name that we gave it. Or else by what its client calls it: clients may call several
+        requests alike, and of these the last MAX_ALIKE are told, the latest first."""
         alike = islice(self.called(request), MAX_ALIKE)
-        return self._choices(request) or self._choices(own_id) or [told for name in alike if (told := self.explain(name)) is not None]
+        return (
+            self._choices(request)
+            or self._choices(own_id)
+            or [told for name in alike if (told := self.explain(name)) is not None]
+        )
 
     def _choices(self, request: str) -> list[Explanation]:
         exact = self.explain(request)
@@ -317,7 +348,8 @@ class Explainer:
         return found
 
     def called(self, client_id: str) -> Iterator[str]:
-        """The requests, open or kept, that their clients call so, the latest first; not while others may open or end."""
+        """The requests, open or kept, that their clients call so, the latest first; not while others may open or
+        end."""
         return reversed(self._by_client.get(client_id, {}))
 
     def recent(self, limit: int) -> Iterator[Explanation]:
@@ -336,7 +368,13 @@ class Explainer:
 
     def record(self, decision: Decision, at_s: float, held_s: float) -> Decided:
         choice, query = decision.choice, decision.query
-        prefill, decode, pull, predicted, candidates = choice.prefill, choice.decode, choice.pull, choice.predicted, choice.record()
+        prefill, decode, pull, predicted, candidates = (
+            choice.prefill,
+            choice.decode,
+            choice.pull,
+            choice.predicted,
+            choice.record(),
+        )
         first, ttft_s_of = decode if prefill is None else prefill, self._headroom.ttft_s
         estimate_s = ttft_s_of(first, query)
         found: list[Weighed] = []
@@ -345,12 +383,26 @@ class Explainer:
             node, leg, rejected_by, ttft_s, spread, doubt = each.node, each.leg, each.rejected_by, None, None, 0.0
             if each.names:
                 names[leg] = each.names
-            if leg != "decode" and not rejected_by:  # a node has one estimate, whatever the leg, and none for decoding alone
+            if (
+                leg != "decode" and not rejected_by
+            ):  # a node has one estimate, whatever the leg, and none for decoding alone
                 ttft_s, cost = estimate_s if node is first else ttft_s_of(node, query), node.cost
                 if cost is not None:
                     error = cost.prefill.error
                     spread, doubt = error.spread or None, error.doubt
-            found.append(Weighed(node.endpoint.node, leg, each.cached_tokens, each.cost, each.values, ttft_s, rejected_by, spread, doubt))
+            found.append(
+                Weighed(
+                    node.endpoint.node,
+                    leg,
+                    each.cached_tokens,
+                    each.cost,
+                    each.values,
+                    ttft_s,
+                    rejected_by,
+                    spread,
+                    doubt,
+                )
+            )
         return Decided(
             at_s,
             held_s,
@@ -412,5 +464,9 @@ def hindsight(decided: Decided, ttft_s: float, hit: Hit | None) -> Judged:
 
 def _shadow(live: Choice, shadow: Choice) -> ShadowRecord:
     prefill = shadow.prefill.name if shadow.prefill is not None else None
-    same = (shadow.mode, prefill, shadow.decode.name) == (live.mode, live.prefill.name if live.prefill is not None else None, live.decode.name)
+    same = (shadow.mode, prefill, shadow.decode.name) == (
+        live.mode,
+        live.prefill.name if live.prefill is not None else None,
+        live.decode.name,
+    )
     return ShadowRecord(shadow.policy, shadow.mode, prefill, shadow.decode.name, same)

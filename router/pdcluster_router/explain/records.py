@@ -1,4 +1,5 @@
-"""What `explain` keeps of requests, in bare numbers, and what it tells of them: records for people, and for JSON. Values only."""
+"""What `explain` keeps of requests, in bare numbers, and what it tells of them: records for people, and for JSON.
+Values only."""
 
 from __future__ import annotations
 
@@ -10,12 +11,14 @@ import msgspec
 from pdcluster.cost.cost import CostError
 
 MAX_CANDIDATES = 16
-"""Kept per leg, the best first; and so many of the rejected ones. In a cluster of hundreds the others say nothing new."""
+"""Kept per leg, the best first; and so many of the rejected ones. In a cluster of hundreds the others say nothing
+new."""
 
 
 class CandidateRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """terms add up to cost, in the policy's own measure; ttft_s is the estimate in seconds, None for a decode leg. rejected_by: the rule that
-    removed it. ttft_error_s: error bar of ttft_s by the node's own model, on usual work (9 of 10 are within); None: not known."""
+    """terms add up to cost, in the policy's own measure; ttft_s is the estimate in seconds, None for a decode leg.
+    rejected_by: the rule that removed it. ttft_error_s: error bar of ttft_s by the node's own model, on usual work (9
+    of 10 are within); None: not known."""
 
     node: str
     leg: str
@@ -36,8 +39,9 @@ class ShadowRecord(msgspec.Struct, frozen=True):
 
 
 class DecisionRecord(msgspec.Struct, frozen=True):
-    """One attempt's choice. at_s: since the request came; held_s: of these, in the hold queue for this attempt; num_candidates: compared and
-    rejected, kept here or not. pull: the node that the prompt's first pull_tokens are fetched from; failed: why another attempt had to follow."""
+    """One attempt's choice. at_s: since the request came; held_s: of these, in the hold queue for this attempt;
+    num_candidates: compared and rejected, kept here or not. pull: the node that the prompt's first pull_tokens are
+    fetched from; failed: why another attempt had to follow."""
 
     at_s: float
     held_s: float
@@ -72,12 +76,19 @@ class Weighed(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     def told(self, names: tuple[str, ...]) -> CandidateRecord:
         terms = dict(zip(names, self.values, strict=False))  # none of one that was rejected
-        error_s = None if self.ttft_s is None or self.spread is None else self.ttft_s * CostError(self.spread, self.doubt).share
-        return CandidateRecord(self.node, self.leg, self.cached_tokens, self.cost, terms, self.ttft_s, self.rejected_by, error_s)
+        error_s = (
+            None
+            if self.ttft_s is None or self.spread is None
+            else self.ttft_s * CostError(self.spread, self.doubt).share
+        )
+        return CandidateRecord(
+            self.node, self.leg, self.cached_tokens, self.cost, terms, self.ttft_s, self.rejected_by, error_s
+        )
 
 
 class Decided(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A decision as it is noted: the fields of its record, whose candidates are still these. names: of the terms of each leg."""
+    """A decision as it is noted: the fields of its record, whose candidates are still these. names: of the terms of
+    each leg."""
 
     at_s: float
     held_s: float
@@ -115,8 +126,8 @@ NO_HIT: Hit = 0, 0, 0
 
 
 class Hindsight(msgspec.Struct, frozen=True):
-    """What is known once the first token came. ttft_s: since the decision; best: the candidate that was estimated to be fastest of all others, None
-    when there was none; error_s: ttft_s minus what was predicted."""
+    """What is known once the first token came. ttft_s: since the decision; best: the candidate that was estimated to be
+    fastest of all others, None when there was none; error_s: ttft_s minus what was predicted."""
 
     ttft_s: float
     error_s: float
@@ -131,9 +142,9 @@ Judged = tuple[float, float, float, str | None, float | None, Hit | None]
 
 
 class Explanation(msgspec.Struct, omit_defaults=True):
-    """One request. client_id: what its client calls it; arrived: Unix seconds; error: code of the error that it ended with, why: its message.
-    considered: what would have been done with one that waits for a node or never got one, when it was last scored. hindsight: of the decision that
-    brought the first token."""
+    """One request. client_id: what its client calls it; arrived: Unix seconds; error: code of the error that it ended
+    with, why: its message. considered: what would have been done with one that waits for a node or never got one, when
+    it was last scored. hindsight: of the decision that brought the first token."""
 
     request: str
     arrived: float
@@ -171,7 +182,9 @@ class Noted(msgspec.Struct, frozen=True, array_like=True, gc=False):
         fields["considered"] = None if self.considered is None else self.considered.told()
         if self.hindsight is not None:
             ttft_s, error_s, regret_s, best, best_ttft_s, hit = self.hindsight
-            fields["hindsight"] = Hindsight(ttft_s, error_s, regret_s, best, best_ttft_s, None if hit is None else HitTokens(*hit))
+            fields["hindsight"] = Hindsight(
+                ttft_s, error_s, regret_s, best, best_ttft_s, None if hit is None else HitTokens(*hit)
+            )
         return Explanation(**fields)
 
 
@@ -190,7 +203,8 @@ T = TypeVar("T", bound=Compared)
 
 
 def worth_keeping(candidates: Sequence[T], num_nodes: int) -> Sequence[T]:
-    """Of a cluster of that size the best of each leg and some of those that were rejected; all, in the policy's order, while there are few."""
+    """Of a cluster of that size the best of each leg and some of those that were rejected; all, in the policy's order,
+    while there are few."""
     if num_nodes <= MAX_CANDIDATES or len(candidates) <= MAX_CANDIDATES:
         return candidates
     counts: dict[tuple[str, bool], int] = {}

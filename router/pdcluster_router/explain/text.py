@@ -13,16 +13,24 @@ from pdcluster_router.explain.records import CandidateRecord, DecisionRecord, Ex
 
 def text_of(explanation: Explanation, *, width: int = 140, colour: bool = False) -> str:
     out = io.StringIO()
-    console = Console(file=out, width=width, force_terminal=colour, no_color=not colour, highlight=False, emoji=False, markup=False)
+    console = Console(
+        file=out, width=width, force_terminal=colour, no_color=not colour, highlight=False, emoji=False, markup=False
+    )
     console.print(_head(explanation))
     for number, decision in enumerate(explanation.decisions):
-        console.print(_decision_line(f"attempt {number} at {_seconds(decision.at_s)}: {decision.policy} chose", decision))
+        console.print(
+            _decision_line(f"attempt {number} at {_seconds(decision.at_s)}: {decision.policy} chose", decision)
+        )
         console.print(_table(decision))
         if decision.failed:
             console.print(f"  it failed: {decision.failed}")
     if (considered := explanation.considered) is not None:
         waits = "held" if explanation.error is None else "never placed"
-        console.print(_decision_line(f"{waits}; scored last at {_seconds(considered.at_s)}: {considered.policy} would choose", considered))
+        console.print(
+            _decision_line(
+                f"{waits}; scored last at {_seconds(considered.at_s)}: {considered.policy} would choose", considered
+            )
+        )
         console.print(_table(considered))
     if explanation.hindsight is not None:
         console.print(_hindsight_line(explanation.hindsight))
@@ -50,7 +58,11 @@ def _decision_line(beginning: str, decision: DecisionRecord) -> str:
         line += f", held {_seconds(decision.held_s)}"
     if decision.shadow is not None:
         shadow = decision.shadow
-        other = "the same" if shadow.agrees else f"{shadow.mode} {f'{shadow.prefill} → ' if shadow.prefill else ''}{shadow.decode}"
+        other = (
+            "the same"
+            if shadow.agrees
+            else f"{shadow.mode} {f'{shadow.prefill} → ' if shadow.prefill else ''}{shadow.decode}"
+        )
         line += f"; shadow {shadow.policy}: {other}"
     return line
 
@@ -69,29 +81,49 @@ def _table(decision: DecisionRecord) -> Table:
 
 def _cells(candidate: CandidateRecord, decision: DecisionRecord) -> tuple[str, ...]:
     chosen = {"prefill": decision.prefill, "decode": decision.decode if decision.mode == "remote" else None}
-    is_chosen = chosen.get(candidate.leg, decision.decode if decision.mode == "local" else None) == candidate.node and not candidate.rejected_by
+    is_chosen = (
+        chosen.get(candidate.leg, decision.decode if decision.mode == "local" else None) == candidate.node
+        and not candidate.rejected_by
+    )
     terms = "  ".join(f"{name} {value:.4g}" for name, value in candidate.terms.items())
     cost = "" if candidate.rejected_by else f"{candidate.cost:.4g}"
     why = f"✗ {candidate.rejected_by}" if candidate.rejected_by else terms
-    return "▶" if is_chosen else "", candidate.node, candidate.leg, str(candidate.cached_tokens), _estimate(candidate), cost, why
+    return (
+        "▶" if is_chosen else "",
+        candidate.node,
+        candidate.leg,
+        str(candidate.cached_tokens),
+        _estimate(candidate),
+        cost,
+        why,
+    )
 
 
 def _error_bar(decision: DecisionRecord) -> str:
     """Of the node that was chosen to compute the prompt."""
     chosen = decision.prefill or decision.decode
-    errors = [each.ttft_error_s for each in decision.candidates if each.node == chosen and each.ttft_error_s is not None]
+    errors = [
+        each.ttft_error_s for each in decision.candidates if each.node == chosen and each.ttft_error_s is not None
+    ]
     return f" ± {_seconds(errors[0])}" if errors else ""
 
 
 def _estimate(candidate: CandidateRecord) -> str:
-    return _seconds(candidate.ttft_s) + (f" ± {_seconds(candidate.ttft_error_s)}" if candidate.ttft_error_s is not None else "")
+    return _seconds(candidate.ttft_s) + (
+        f" ± {_seconds(candidate.ttft_error_s)}" if candidate.ttft_error_s is not None else ""
+    )
 
 
 def _hindsight_line(hindsight: Hindsight) -> str:
     late = "later" if hindsight.error_s >= 0 else "sooner"
-    line = f"hindsight: {_seconds(hindsight.ttft_s)} after the decision, {_seconds(abs(hindsight.error_s))} {late} than predicted"
+    line = (
+        f"hindsight: {_seconds(hindsight.ttft_s)} after the decision, {_seconds(abs(hindsight.error_s))} {late} than "
+        "predicted"
+    )
     if hindsight.best is not None:
-        line += f"; best other {hindsight.best} {_seconds(hindsight.best_ttft_s)}, regret {_seconds(hindsight.regret_s)}"
+        line += (
+            f"; best other {hindsight.best} {_seconds(hindsight.best_ttft_s)}, regret {_seconds(hindsight.regret_s)}"
+        )
     hit = hindsight.hit
     if hit is None:
         return line

@@ -1,7 +1,8 @@
-"""The OpenAI-compatible HTTP application: which path does what, how many requests at a time, and what becomes of errors.
+"""The OpenAI-compatible HTTP application: which path does what, how many requests at a time, and what becomes of
+errors.
 
-It hears of requests from connections (`http_connection.Application`) and answers through their exchanges, without a framework. Preparing and
-answering generations is in `prepare` and `answer`, listening in `server`.
+It hears of requests from connections (`http_connection.Application`) and answers through their exchanges, without a
+framework. Preparing and answering generations is in `prepare` and `answer`, listening in `server`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,16 @@ from pdcluster_router.frontend.prepare import (
 from pdcluster_router.frontend.response import answer
 from pdcluster_router.http.connection import DISCARD_FACTOR
 from pdcluster_router.http.cors import ORIGIN, Cors
-from pdcluster_router.http.errors import ClientLeft, MethodNotAllowed, SlowRequest, UnsupportedMediaType, allow, answer_error, fail, too_large
+from pdcluster_router.http.errors import (
+    ClientLeft,
+    MethodNotAllowed,
+    SlowRequest,
+    UnsupportedMediaType,
+    allow,
+    answer_error,
+    fail,
+    too_large,
+)
 from pdcluster_router.http.exchange import Exchange
 from pdcluster_router.request.plain.plain import Plain
 
@@ -85,8 +95,8 @@ def create_app(
     exposition: Exposition | None = None,
     plain: Plain | None = None,
 ) -> App:
-    """places: shared with other front doors; None for its own. exposition: what a scrape gets, None for this process's metrics. plain: the short way
-    past the dispatcher; None: all requests go to it."""
+    """places: shared with other front doors; None for its own. exposition: what a scrape gets, None for this process's
+    metrics. plain: the short way past the dispatcher; None: all requests go to it."""
     return App(dispatcher, settings, metrics, places or Places(settings.max_requests), exposition, plain)
 
 
@@ -127,7 +137,8 @@ class App:
     # ------------------------------------------------ what connections tell
 
     def begin(self, exchange: Exchange) -> None:
-        """What can be told from the head alone: who asks, whether there is a place, and whether the body is worth waiting for."""
+        """What can be told from the head alone: who asks, whether there is a place, and whether the body is worth
+        waiting for."""
         self._metrics.http_requests_open.value += 1
         try:
             asked = exchange.asked
@@ -143,7 +154,9 @@ class App:
                 return
             if is_work:
                 headers = exchange.headers
-                exchange.tenant = self._places.take(exchange.header(AUTHORIZATION) if AUTHORIZATION in headers else None)
+                exchange.tenant = self._places.take(
+                    exchange.header(AUTHORIZATION) if AUTHORIZATION in headers else None
+                )
                 if headers.get(b"content-type") != b"application/json" or b"content-encoding" in headers:
                     _check_media_type(exchange)
                 if b"content-length" in headers:
@@ -174,7 +187,11 @@ class App:
         if exchange.is_too_large:
             self.complete(exchange)
         else:
-            fail(exchange, SlowRequest(f"the body did not arrive within {self.settings.body_s:g} s; send it faster"), self._metrics)
+            fail(
+                exchange,
+                SlowRequest(f"the body did not arrive within {self.settings.body_s:g} s; send it faster"),
+                self._metrics,
+            )
 
     def stalled(self, exchange: Exchange) -> None:
         self._end(exchange, ClientLeft(f"the client read nothing for {self.settings.stall_s:g} s"))
@@ -183,7 +200,9 @@ class App:
         self._end(exchange, ClientLeft("the client closed the connection"))
 
     def stopping(self, exchange: Exchange) -> None:
-        self._end(exchange, Unavailable("the router stops, and this request took longer than it waits for; send it again"))
+        self._end(
+            exchange, Unavailable("the router stops, and this request took longer than it waits for; send it again")
+        )
 
     def _end(self, exchange: Exchange, error: PdclusterError) -> None:
         if exchange.on_gone is not None:
@@ -197,7 +216,9 @@ class App:
             self._places.give_back(exchange.tenant)
             exchange.tenant = None
         metrics.http_requests_open.value -= 1
-        metrics.answered(path if path in self._post else self._endpoint(path), exchange.status, monotonic() - exchange.arrived)
+        metrics.answered(
+            path if path in self._post else self._endpoint(path), exchange.status, monotonic() - exchange.arrived
+        )
 
     def _check_declared_length(self, exchange: Exchange) -> None:
         """A client that waits for 100-continue, or declares far too much, is answered before it sends the body."""
@@ -264,22 +285,32 @@ class App:
         if self._plain is None or not self._plain.take_prepared(exchange, prepared):
             answer(exchange, prepared, self._dispatcher, self._metrics)
 
-    def _later(self, exchange: Exchange, work: Callable[[], Awaitable[T]], then: Callable[[T], None], within_s: float | None = None) -> None:
-        """What takes long has a task, and mostly a thread, so that one of them does not hold up everybody's streams. within_s: the wait for a free
-        thread included; None: as long as a request may take."""
+    def _later(
+        self,
+        exchange: Exchange,
+        work: Callable[[], Awaitable[T]],
+        then: Callable[[T], None],
+        within_s: float | None = None,
+    ) -> None:
+        """What takes long has a task, and mostly a thread, so that one of them does not hold up everybody's streams.
+        within_s: the wait for a free thread included; None: as long as a request may take."""
         limit_s = self.settings.deadline_s if within_s is None else within_s
         task = asyncio.create_task(self._run(exchange, work, then, limit_s), name=f"prepare {exchange.id}")
         self._preparing.add(task)
         task.add_done_callback(self._preparing.discard)
         exchange.on_gone = task.cancel
 
-    async def _run(self, exchange: Exchange, work: Callable[[], Awaitable[T]], then: Callable[[T], None], limit_s: float) -> None:
+    async def _run(
+        self, exchange: Exchange, work: Callable[[], Awaitable[T]], then: Callable[[T], None], limit_s: float
+    ) -> None:
         try:
             try:
                 async with asyncio.timeout(limit_s):
                     found = await work()
             except TimeoutError:
-                raise DeadlineExceeded("the request was not prepared by its deadline; allow it more time, or retry when less is going on") from None
+                raise DeadlineExceeded(
+                    "the request was not prepared by its deadline; allow it more time, or retry when less is going on"
+                ) from None
             exchange.on_gone = None
             then(found)
         except Exception as error:  # the top of a task
@@ -292,7 +323,9 @@ class App:
         if DEADLINE in headers:
             deadline_s = deadline_of(exchange.header(DEADLINE), deadline_s)
         mode = mode_of(exchange.header(MODE)) if MODE in headers else None
-        return Terms(exchange.id, exchange.arrived, self.settings.max_choices, deadline_s, tenant, mode, exchange.client_id)
+        return Terms(
+            exchange.id, exchange.arrived, self.settings.max_choices, deadline_s, tenant, mode, exchange.client_id
+        )
 
     # ------------------------------------------------ tokens
 
@@ -343,7 +376,10 @@ class App:
         elif (refusal := self._dispatcher.refusal()) is not None:
             answer_error(exchange, Unservable(f"not ready: {refusal}"))
         else:  # answered here: a probe that waits is no failed request
-            answer_error(exchange, Unavailable("not ready: no route exists yet; it needs a prefill and a decode node, or a mixed one"))
+            answer_error(
+                exchange,
+                Unavailable("not ready: no route exists yet; it needs a prefill and a decode node, or a mixed one"),
+            )
 
     def _exposition(self, exchange: Exchange) -> None:
         if self._exposed is None:

@@ -1,4 +1,5 @@
-"""From a dispatcher's events to what a reply is made of: one stream of pieces per choice, several choices merged as they come.
+"""From a dispatcher's events to what a reply is made of: one stream of pieces per choice, several choices merged as
+they come.
 
 A stop string ends its generation here, which cancels it on the nodes. Knows neither HTTP nor OpenAI's JSON.
 """
@@ -27,7 +28,8 @@ FINISH_REASONS = {"stop": "stop", "eos": "stop", "length": "length"}
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The prompt, to be repeated before the first text. logprobs: alternatives beside its tokens, None when they are not reported."""
+    """The prompt, to be repeated before the first text. logprobs: alternatives beside its tokens, None when they are
+    not reported."""
 
     text: str
     token_ids: array[int]
@@ -61,7 +63,8 @@ class Clock(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """One choice of a reply, and what becomes known of it. prompt_logprobs: alternatives beside the prompt's tokens, None when not asked for."""
+    """One choice of a reply, and what becomes known of it. prompt_logprobs: alternatives beside the prompt's tokens,
+    None when not asked for."""
 
     generation: Generation
     text: ChoiceText
@@ -89,7 +92,8 @@ def told_to_client(choice: Choice, error: Exception) -> Exception:
 
 
 class _Pieces:
-    """Implements generation.Sink for one choice: events become pieces as they come, so that a stop string ends its generation though nobody reads."""
+    """Implements generation.Sink for one choice: events become pieces as they come, so that a stop string ends its
+    generation though nobody reads."""
 
     def __init__(self, choice: Choice) -> None:
         self.unread = Unread[Piece](choice.generation.hang_up)
@@ -146,8 +150,8 @@ async def pieces_of(choice: Choice, dispatcher: Dispatcher) -> AsyncGenerator[Pi
 
 
 def advance(choice: Choice, event: Chunk | Done) -> Piece:
-    """What an event of its generation adds to the choice. `choice.finish` is set with its last piece; a stop string may set it before the generation
-    ended: it is cancelled then."""
+    """What an event of its generation adds to the choice. `choice.finish` is set with its last piece; a stop string may
+    set it before the generation ended: it is cancelled then."""
     if choice.finish is not None:
         raise IntegrityError(f"the generation of {choice.generation.request} went on after its end")
     if isinstance(event, Done):
@@ -180,7 +184,9 @@ def _advance(choice: Choice, chunk: Chunk) -> Piece:
         return piece
     text = choice.text
     if text.num_tokens != chunk.position:
-        raise IntegrityError(f"{choice.generation.request}: tokens at position {chunk.position} came after {text.num_tokens} tokens")
+        raise IntegrityError(
+            f"{choice.generation.request}: tokens at position {chunk.position} came after {text.num_tokens} tokens"
+        )
     if choice.generation.sampling.logprobs is None:
         for token_id in token_ids:
             text.push(token_id, None, piece)
@@ -198,7 +204,10 @@ def _advance(choice: Choice, chunk: Chunk) -> Piece:
 def _check_ids(choice: Choice, token_ids: Sequence[int]) -> None:
     """Nodes are asked for the ids of one model: any other one is no token, and would be told as an empty text."""
     if token_ids and (highest := max(token_ids)) >= choice.vocab_size:
-        raise ProtocolError(f"{choice.generation.request}: a node said token {highest}, this model has ids below {choice.vocab_size}; see its log")
+        raise ProtocolError(
+            f"{choice.generation.request}: a node said token {highest}, this model has ids below "
+            f"{choice.vocab_size}; see its log"
+        )
 
 
 def _open(choice: Choice, chunk: Chunk, piece: Piece) -> None:
@@ -211,7 +220,9 @@ def _open(choice: Choice, chunk: Chunk, piece: Piece) -> None:
             piece.echo = _echoed_tokens(choice.echo, choice.echo.logprobs, chunk.prompt_logprobs)
     if choice.prompt_logprobs is not None:
         entries = _of_prompt(choice.generation.token_ids, choice.prompt_logprobs, chunk.prompt_logprobs)
-        piece.prompt_logprobs = [Token(token_id, 0, entry) for token_id, entry in zip(choice.generation.token_ids, entries, strict=True)]
+        piece.prompt_logprobs = [
+            Token(token_id, 0, entry) for token_id, entry in zip(choice.generation.token_ids, entries, strict=True)
+        ]
 
 
 def _echoed_tokens(echo: Echo, most: int, logprobs: Sequence[TokenLogprobs]) -> list[Token]:
@@ -226,7 +237,10 @@ def _of_prompt(token_ids: Sequence[int], most: int, logprobs: Sequence[TokenLogp
     """With at most so many alternatives each. Nothing predicts a prompt's first token, so it has no logprob."""
     if len(logprobs) != len(token_ids) - 1:
         raise IntegrityError(f"a prompt of {len(token_ids)} tokens came back with {len(logprobs)} prompt logprobs")
-    return [None, *(TokenLogprobs(entry.logprob, entry.top_ids[:most], entry.top_logprobs[:most]) for entry in logprobs)]
+    return [
+        None,
+        *(TokenLogprobs(entry.logprob, entry.top_ids[:most], entry.top_logprobs[:most]) for entry in logprobs),
+    ]
 
 
 def _finished(choice: Choice, done: Done) -> Piece:
@@ -276,7 +290,9 @@ async def merge(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerato
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-async def _pump(index: int, stream: AsyncGenerator[Piece, None], arrived: asyncio.Queue[tuple[int, Piece | Exception | None]]) -> None:
+async def _pump(
+    index: int, stream: AsyncGenerator[Piece, None], arrived: asyncio.Queue[tuple[int, Piece | Exception | None]]
+) -> None:
     try:
         async with aclosing(stream):
             async for piece in stream:
@@ -287,7 +303,9 @@ async def _pump(index: int, stream: AsyncGenerator[Piece, None], arrived: asynci
         await arrived.put((index, None))
 
 
-async def _until_all_ended(arrived: asyncio.Queue[tuple[int, Piece | Exception | None]], num_open: int) -> AsyncIterator[tuple[int, Piece]]:
+async def _until_all_ended(
+    arrived: asyncio.Queue[tuple[int, Piece | Exception | None]], num_open: int
+) -> AsyncIterator[tuple[int, Piece]]:
     while num_open:
         index, item = await arrived.get()
         if isinstance(item, Exception):

@@ -1,8 +1,9 @@
-"""The short way of a stream's next tokens to its client: text in an event whose rest was written once, posted to the connection.
+"""The short way of a stream's next tokens to its client: text in an event whose rest was written once, posted to the
+connection.
 
-For a choice whose events carry nothing but text, and whose text goes on as it comes; what else an event may need (logprobs, stop strings, calls of
-tools, a client that has to read first) takes the general way, `answer`. Both say the same bytes and leave the choice the same, but for offsets of
-tokens in the text, which only logprobs tell.
+For a choice whose events carry nothing but text, and whose text goes on as it comes; what else an event may need
+(logprobs, stop strings, calls of tools, a client that has to read first) takes the general way, `answer`. Both say the
+same bytes and leave the choice the same, but for offsets of tokens in the text, which only logprobs tell.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from pdcluster_router.http.exchange import Line
 
 
 def through(choice: Choice, line: Line, before: Mapping[int, bytes], after: bytes) -> Take:
-    """before, after: what stands around an event's text, as JSON, the former by the text's size; line: where it goes. Two tokens came before."""
+    """before, after: what stands around an event's text, as JSON, the former by the text's size; line: where it goes.
+    Two tokens came before."""
     text, clock, posting, parts = choice.text, choice.clock, line.posting, line.posting.parts
     texts = text.known(choice.vocab_size)
 
     def take(position: int, token_ids: tuple[int, ...]) -> bool:
-        """Implements generation.Take: False where the client has to read first, or a token is wrong. Nearly all that a router says is said
-        here, so it calls nothing that it need not."""
+        """Implements generation.Take: False where the client has to read first, or a token is wrong. Nearly all that a
+        router says is said here, so it calls nothing that it need not."""
         said = texts.known.get(token_ids)
         if said is None or line.is_paused or text.num_tokens != position:
             return take_unknown(position, token_ids)
@@ -38,7 +40,12 @@ def through(choice: Choice, line: Line, before: Mapping[int, bytes], after: byte
         return True
 
     def take_unknown(position: int, token_ids: tuple[int, ...]) -> bool:
-        if line.is_paused or text.num_tokens != position or len(token_ids) != 1 or not 0 <= token_ids[0] < choice.vocab_size:
+        if (
+            line.is_paused
+            or text.num_tokens != position
+            or len(token_ids) != 1
+            or not 0 <= token_ids[0] < choice.vocab_size
+        ):
             return False
         said = text.say(token_ids[0])
         clock.last = monotonic()

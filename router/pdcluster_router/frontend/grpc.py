@@ -1,7 +1,7 @@
 """The gRPC front door: the same preparation, dispatch and answers as HTTP, as typed messages over HTTP/2.
 
-A call's deadline is the request's, its cancellation cancels both legs, and a client that does not read holds one message. Serving other
-services on the same server, and what an operator may do, are elsewhere.
+A call's deadline is the request's, its cancellation cancels both legs, and a client that does not read holds one
+message. Serving other services on the same server, and what an operator may do, are elsewhere.
 """
 
 from __future__ import annotations
@@ -32,7 +32,16 @@ from pdcluster_router.core.generation import Dispatcher
 from pdcluster_router.core.random_pool import draw
 from pdcluster_router.frontend.choices import Choice, merge, pieces_of
 from pdcluster_router.frontend.places import Places
-from pdcluster_router.frontend.prepare import MANY_MESSAGES, Prepared, Terms, find_model, is_long, mode_of, prepare_chat, prepare_completion
+from pdcluster_router.frontend.prepare import (
+    MANY_MESSAGES,
+    Prepared,
+    Terms,
+    find_model,
+    is_long,
+    mode_of,
+    prepare_chat,
+    prepare_completion,
+)
 from pdcluster_router.frontend.response import record, route_report, usage_of
 
 log = logging.getLogger(__name__)
@@ -41,17 +50,19 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 LONG_BYTES = 256 << 10
 """Beyond it a request, which may have schemas or a hundred thousand token ids in it, is unpacked in a thread."""
 ROUNDED_S, ROUNDED_SHARE = 0.02, 0.01
-"""A client that gives up at its deadline may come before it: on its way here gRPC rounds the time that is left up, to two or three digits."""
+"""A client that gives up at its deadline may come before it: on its way here gRPC rounds the time that is left up, to
+two or three digits."""
 HEALTH_S = 0.2
 """How often it is looked whether some route could take a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrpcSettings:
-    """deadline_s: for calls without a deadline, and the most that one may ask for; stall_s: longest time for a client to read a message;
-    last_word_s: for one that reads nothing, to take the error that ended its call; connection_age_s: after it a connection takes no more calls
-    (clients make another by themselves), so that one with a call that nobody reads ends when all calls of its time are past their deadlines: gRPC for
-    Python cannot reset a call. id_prefix: begins the ids of requests; is_port_shared: other workers of this router listen there, too."""
+    """deadline_s: for calls without a deadline, and the most that one may ask for; stall_s: longest time for a client
+    to read a message; last_word_s: for one that reads nothing, to take the error that ended its call; connection_age_s:
+    after it a connection takes no more calls (clients make another by themselves), so that one with a call that nobody
+    reads ends when all calls of its time are past their deadlines: gRPC for Python cannot reset a call. id_prefix:
+    begins the ids of requests; is_port_shared: other workers of this router listen there, too."""
 
     max_message_bytes: int = 8 * 2**20
     max_calls: int = 2048
@@ -65,7 +76,8 @@ class GrpcSettings:
 
 
 class Inference(stubs.InferenceServicer):
-    """Lives in the router's event loop, each call in a task of its own that gRPC cancels when the client leaves or its deadline passes."""
+    """Lives in the router's event loop, each call in a task of its own that gRPC cancels when the client leaves or its
+    deadline passes."""
 
     def __init__(self, dispatcher: Dispatcher, settings: GrpcSettings, metrics: RouterMetrics, places: Places) -> None:
         self._dispatcher = dispatcher
@@ -80,7 +92,9 @@ class Inference(stubs.InferenceServicer):
         code = grpc.StatusCode.CANCELLED
         try:
             if request is None:
-                raise BadRequest("the call's bytes are no GenerateRequest; make the client from this server's inference.proto")
+                raise BadRequest(
+                    "the call's bytes are no GenerateRequest; make the client from this server's inference.proto"
+                )
             await self._generate(request, context, arrived)
             code = grpc.StatusCode.OK
         except PdclusterError as error:
@@ -95,7 +109,9 @@ class Inference(stubs.InferenceServicer):
         except Exception as error:  # the top of a call: a bug of ours, which must not take the others with it
             code = grpc.StatusCode.INTERNAL
             log.exception("a call of Generate failed")
-            await self._fail(context, PdclusterError(f"internal error: {type(error).__name__}; the server's log has it"))
+            await self._fail(
+                context, PdclusterError(f"internal error: {type(error).__name__}; the server's log has it")
+            )
         finally:
             self._metrics.grpc_requests.labels("Generate", code.name).inc()
             self._metrics.request_seconds.labels("Generate").observe(monotonic() - arrived)
@@ -107,7 +123,9 @@ class Inference(stubs.InferenceServicer):
             self._metrics.grpc_requests.labels("ListModels", status_of(error).name).inc()
             await self._fail(context, error)
         self._metrics.grpc_requests.labels("ListModels", grpc.StatusCode.OK.name).inc()
-        return convert.models_to_proto([(model.id, model.created, model.max_len, model.vocab_size) for model in self._dispatcher.models()])
+        return convert.models_to_proto(
+            [(model.id, model.created, model.max_len, model.vocab_size) for model in self._dispatcher.models()]
+        )
 
     async def _generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, arrived: float) -> None:
         with self._places.taken(_metadata(context, "authorization")) as tenant:
@@ -116,7 +134,9 @@ class Inference(stubs.InferenceServicer):
             mode = mode_of(_metadata(context, "x-pdcluster-mode"))
             reader = _Reader(self._settings.stall_s)
             own_id, deadline_s = _trace_id(context) or "", self._deadline_s(context)
-            terms = Terms(request_id, arrived, self._settings.max_choices, deadline_s, tenant, mode, own_id, reader.hang_up)
+            terms = Terms(
+                request_id, arrived, self._settings.max_choices, deadline_s, tenant, mode, own_id, reader.hang_up
+            )
             prepared = await self._prepare(request, terms)
             pieces = merge([pieces_of(choice, self._dispatcher) for choice in prepared.choices])
             try:
@@ -126,7 +146,9 @@ class Inference(stubs.InferenceServicer):
                 record(prepared.choices, self._metrics)
 
     async def _prepare(self, request: pb.GenerateRequest, terms: Terms) -> Prepared:
-        convert_it = partial(convert.request_from_proto, request, find_model(self._dispatcher, request.model or None).info.id)
+        convert_it = partial(
+            convert.request_from_proto, request, find_model(self._dispatcher, request.model or None).info.id
+        )
         takes_long = len(request.chat.messages) > MANY_MESSAGES or request.ByteSize() > LONG_BYTES
         asked = await asyncio.to_thread(convert_it) if takes_long else convert_it()
         if isinstance(asked, ChatRequest):
@@ -136,7 +158,11 @@ class Inference(stubs.InferenceServicer):
         return await asyncio.to_thread(prepare) if is_long(asked) else prepare()
 
     async def _stream(
-        self, prepared: Prepared, pieces: AsyncGenerator[tuple[int, Piece], None], context: grpc.aio.ServicerContext, reader: _Reader
+        self,
+        prepared: Prepared,
+        pieces: AsyncGenerator[tuple[int, Piece], None],
+        context: grpc.aio.ServicerContext,
+        reader: _Reader,
     ) -> None:
         num_open = len(prepared.choices)
         positions: dict[int, int] = {}
@@ -156,7 +182,8 @@ class Inference(stubs.InferenceServicer):
         return self._settings.deadline_s if left is None else min(left, self._settings.deadline_s)
 
     async def _fail(self, context: grpc.aio.ServicerContext, error: PdclusterError) -> None:
-        """The status waits behind what the client has not read; the call does not, since it would keep its place. Who reads on later gets both."""
+        """The status waits behind what the client has not read; the call does not, since it would keep its place. Who
+        reads on later gets both."""
         self._metrics.errors.labels(error.code).inc()
         try:
             async with asyncio.timeout(self._settings.last_word_s):
@@ -189,7 +216,9 @@ class _Reader:
 
 def _reply(choice: Choice, index: int, piece: Piece, position: int | None) -> pb.GenerateReply:
     """position: of the piece's first token; None for the choice's first piece."""
-    reply = convert.piece_to_proto(index, piece, position or 0, logprobs=choice.generation.sampling.logprobs is not None)
+    reply = convert.piece_to_proto(
+        index, piece, position or 0, logprobs=choice.generation.sampling.logprobs is not None
+    )
     if piece.finish:
         convert.add_report(reply, route_report(choice))
     elif position is None and (route := choice.route) is not None:
@@ -210,11 +239,17 @@ def _trace_id(context: grpc.aio.ServicerContext) -> str | None:
 
 
 @asynccontextmanager
-async def listening(servicer: Inference, dispatcher: Dispatcher, address: str, settings: GrpcSettings, *, drain_s: float) -> AsyncIterator[str]:
-    """Serves while the block runs and gives HOST:PORT. Leaving it takes no new calls and lets open ones finish for at most drain_s."""
+async def listening(
+    servicer: Inference, dispatcher: Dispatcher, address: str, settings: GrpcSettings, *, drain_s: float
+) -> AsyncIterator[str]:
+    """Serves while the block runs and gives HOST:PORT. Leaving it takes no new calls and lets open ones finish for at
+    most drain_s."""
     server = grpc.aio.server(
         options=(
-            ("grpc.so_reuseport", int(settings.is_port_shared)),  # a second router on the same port must fail, not take half of the calls
+            (
+                "grpc.so_reuseport",
+                int(settings.is_port_shared),
+            ),  # a second router on the same port must fail, not take half of the calls
             ("grpc.max_receive_message_length", settings.max_message_bytes),
             ("grpc.keepalive_time_ms", 10_000),
             ("grpc.keepalive_timeout_ms", 5_000),
@@ -242,13 +277,16 @@ async def listening(servicer: Inference, dispatcher: Dispatcher, address: str, s
 
 
 def _handlers(servicer: Inference) -> grpc.GenericRpcHandler:
-    """The generated registration, but for bytes that are no message: those are the caller's error, not a traceback in our log."""
+    """The generated registration, but for bytes that are no message: those are the caller's error, not a traceback in
+    our log."""
     methods = {
         "Generate": grpc.unary_stream_rpc_method_handler(
             servicer.Generate, request_deserializer=_parse, response_serializer=pb.GenerateReply.SerializeToString
         ),
         "ListModels": grpc.unary_unary_rpc_method_handler(
-            servicer.ListModels, request_deserializer=lambda _: pb.ListModelsRequest(), response_serializer=pb.ListModelsReply.SerializeToString
+            servicer.ListModels,
+            request_deserializer=lambda _: pb.ListModelsRequest(),
+            response_serializer=pb.ListModelsReply.SerializeToString,
         ),
     }
     return grpc.method_handlers_generic_handler(SERVICE, methods)
@@ -282,5 +320,7 @@ def bind(server: grpc.aio.Server, address: str, *, flag: str) -> str:
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:
-        raise ConfigError(f"cannot listen on {address} for gRPC: {error}; choose another address with {flag}") from error
+        raise ConfigError(
+            f"cannot listen on {address} for gRPC: {error}; choose another address with {flag}"
+        ) from error
     return f"{address.rpartition(':')[0]}:{port}"

@@ -1,4 +1,5 @@
-"""How many requests a router process works on at a time, whichever front door they came through, and in whose name. Before a body is looked at."""
+"""How many requests a router process works on at a time, whichever front door they came through, and in whose name.
+Before a body is looked at."""
 
 from __future__ import annotations
 
@@ -28,16 +29,23 @@ class Places:
         return self._tenants.identify(authorization)
 
     def take(self, authorization: str | None = None) -> Tenant:
-        """One place for the tenant with that key, until `give_back`; raises Unauthorized, and Overloaded when there is none."""
+        """One place for the tenant with that key, until `give_back`; raises Unauthorized, and Overloaded when there is
+        none."""
         return self.take_for(self._tenants.identify(authorization))
 
     def take_for(self, tenant: Tenant) -> Tenant:
         """One place for that tenant, until `give_back`; raises Overloaded when there is none."""
         shares = self._shares
         if tenant.max_requests is not None and (own := shares.taken_by(tenant.name)) >= tenant.max_requests:
-            raise self._refused(tenant, "tenant_requests", f"{own} requests of tenant {tenant.name} are being worked on, as many as it may have")
+            raise self._refused(
+                tenant,
+                "tenant_requests",
+                f"{own} requests of tenant {tenant.name} are being worked on, as many as it may have",
+            )
         if not shares.take_if_room(tenant.name):
-            raise self._refused(tenant, "requests", f"{self.num_taken} requests are being worked on, as many as --max-requests allows")
+            raise self._refused(
+                tenant, "requests", f"{self.num_taken} requests are being worked on, as many as --max-requests allows"
+            )
         return tenant
 
     def give_back(self, tenant: Tenant) -> None:

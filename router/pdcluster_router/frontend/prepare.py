@@ -1,6 +1,7 @@
 """From a checked request to its choices, ready to run: template, tokens, lengths, seeds, one Generation per choice.
 
-Long prompts (`is_long`) take long: whoever prepares them does so in a thread, so that one of them does not hold up everybody's streams.
+Long prompts (`is_long`) take long: whoever prepares them does so in a thread, so that one of them does not hold up
+everybody's streams.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ MANY_MESSAGES = 256
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """Who a request is and what the server grants it; arrived is a monotonic time, from which deadline_s counts. mode: asked for in a header, None
-    without one; client_id and hang_up: see Generation."""
+    """Who a request is and what the server grants it; arrived is a monotonic time, from which deadline_s counts. mode:
+    asked for in a header, None without one; client_id and hang_up: see Generation."""
 
     request_id: str
     arrived: float
@@ -91,7 +92,8 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 def deadline_of(given: str | None, most_s: float) -> float:
-    """From the header x-request-deadline-s: seconds from now after which the answer is of no use; at most what the server allows."""
+    """From the header x-request-deadline-s: seconds from now after which the answer is of no use; at most what the
+    server allows."""
     if given is None:
         return most_s
     try:
@@ -99,7 +101,10 @@ def deadline_of(given: str | None, most_s: float) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < math.inf:
-        raise BadRequest(f"x-request-deadline-s is {given[:100]!r}; it must be a number of seconds above 0, such as 2.5", "x-request-deadline-s")
+        raise BadRequest(
+            f"x-request-deadline-s is {given[:100]!r}; it must be a number of seconds above 0, such as 2.5",
+            "x-request-deadline-s",
+        )
     return min(seconds, most_s)
 
 
@@ -121,11 +126,16 @@ def find_model(dispatcher: Dispatcher, name: str | None) -> Model:
         if name is None or info.id == name:
             return Model(info, dispatcher.text(info.id))
     known = [model.id for model in models]
-    raise UnknownModel(f"model {name[:200] if name else name!r} is not served here{closest(name or '', known)}; served: {', '.join(known)}", "model")
+    raise UnknownModel(
+        f"model {name[:200] if name else name!r} is not served here{closest(name or '', known)}; served: "
+        f"{', '.join(known)}",
+        "model",
+    )
 
 
 def is_long(request: requests.ChatRequest | requests.CompletionRequest | requests.TokenizeRequest) -> bool:
-    """Whether it takes so long to render and tokenize that a thread is worth its price. Token ids are nothing to tokenize."""
+    """Whether it takes so long to render and tokenize that a thread is worth its price. Token ids are nothing to
+    tokenize."""
     if _has_long_forms(request):
         return True
     prompt = None if isinstance(request, requests.ChatRequest) else request.prompt
@@ -138,15 +148,25 @@ def is_long(request: requests.ChatRequest | requests.CompletionRequest | request
     if isinstance(request, requests.CompletionRequest) or request.messages is None:
         return False
     messages = request.messages
-    return len(messages) > MANY_MESSAGES or sum(map(_num_characters, messages)) > SHORT_CHARACTERS or _has_long_arguments(request)
+    return (
+        len(messages) > MANY_MESSAGES
+        or sum(map(_num_characters, messages)) > SHORT_CHARACTERS
+        or _has_long_arguments(request)
+    )
 
 
 def _has_long_forms(request: requests.ChatRequest | requests.CompletionRequest | requests.TokenizeRequest) -> bool:
     """Tools for the template, schemas to be checked."""
-    if isinstance(request, requests.CompletionRequest) and request.response_format is None and request.structured_outputs is None:
+    if (
+        isinstance(request, requests.CompletionRequest)
+        and request.response_format is None
+        and request.structured_outputs is None
+    ):
         return False  # as mostly
     tools = None if isinstance(request, requests.CompletionRequest) else request.tools
-    forms = None if isinstance(request, requests.TokenizeRequest) else (request.response_format, request.structured_outputs)
+    forms = (
+        None if isinstance(request, requests.TokenizeRequest) else (request.response_format, request.structured_outputs)
+    )
     if tools is None and forms in (None, (None, None)):
         return False
     return len(msgspec.json.encode((tools, forms))) > SHORT_CHARACTERS
@@ -155,7 +175,9 @@ def _has_long_forms(request: requests.ChatRequest | requests.CompletionRequest |
 def _num_characters(message: requests.ChatMessage) -> int:
     """Of all that a template may show."""
     content = message.content or ""
-    shown = sum(len(part.text or "") + PART_CHARACTERS for part in content) if isinstance(content, list) else len(content)
+    shown = (
+        sum(len(part.text or "") + PART_CHARACTERS for part in content) if isinstance(content, list) else len(content)
+    )
     shown += len(requests.reasoning_of(message) or "") + len(message.name or "") + len(message.tool_call_id or "")
     for call in message.tool_calls or ():
         shown += len(call.id or "") + len(call.function.name) + PART_CHARACTERS
@@ -203,7 +225,9 @@ def prepare_completion(request: requests.CompletionRequest, dispatcher: Dispatch
         param = "prompt" if len(given) == 1 else f"prompt[{index}]"
         prompts.append(_encode_prompt(prompt, request, model, param))
         num_prompt = len(prompts[-1].token_ids)
-        max_tokens = limits.output_tokens(request.max_tokens, limits.DEFAULT_COMPLETION_TOKENS, num_prompt, model.info, "max_tokens")
+        max_tokens = limits.output_tokens(
+            request.max_tokens, limits.DEFAULT_COMPLETION_TOKENS, num_prompt, model.info, "max_tokens"
+        )
         samplings.append(build.sampling(max_tokens, request.logprobs, grammar))
     num_prompt = sum(len(prompt.token_ids) for prompt in prompts)
     head = _head(request, "cmpl-" + terms.request_id, model, num_prompt, logprobs=request.logprobs is not None)
@@ -234,13 +258,20 @@ def render_chat(
     messages: Sequence[Message] = requests.messages_of(request.messages or [])
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
-        raise BadRequest("add_generation_prompt and continue_final_message contradict each other; set one of them", "continue_final_message")
+        raise BadRequest(
+            "add_generation_prompt and continue_final_message contradict each other; set one of them",
+            "continue_final_message",
+        )
     generation_prompt = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     tools = None if offer is None else offer.for_template()
-    return text.render_chat(messages, add_generation_prompt=generation_prompt, continue_final_message=continues, kwargs=kwargs, tools=tools)
+    return text.render_chat(
+        messages, add_generation_prompt=generation_prompt, continue_final_message=continues, kwargs=kwargs, tools=tools
+    )
 
 
-def _encode_prompt(prompt: str | Sequence[int], request: requests.CompletionRequest, model: Model, param: str) -> Prompt:
+def _encode_prompt(
+    prompt: str | Sequence[int], request: requests.CompletionRequest, model: Model, param: str
+) -> Prompt:
     if isinstance(prompt, str):
         if not prompt:
             raise BadRequest(f"{param} is empty; send at least one character", param)
@@ -250,13 +281,17 @@ def _encode_prompt(prompt: str | Sequence[int], request: requests.CompletionRequ
         return Prompt(token_ids, prompt if request.echo else None)
     limits.check_prompt(len(prompt), model.info, param)  # before looking at what may be millions of ids
     token_ids = limits.check_token_ids(prompt, model.info.vocab_size, param)
-    echo = model.text.decode(token_ids, skip_special_tokens=request.skip_special_tokens is not False) if request.echo else None
+    echo = (
+        model.text.decode(token_ids, skip_special_tokens=request.skip_special_tokens is not False)
+        if request.echo
+        else None
+    )
     return Prompt(token_ids, echo)
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What requests with the same options to the same model have in common. sampling: but for length, seed, logprobs and grammar; silent: ids that
-    end a generation; stops: strings that do."""
+    """What requests with the same options to the same model have in common. sampling: but for length, seed, logprobs
+    and grammar; silent: ids that end a generation; stops: strings that do."""
 
     sampling: Sampling
     silent: frozenset[int]
@@ -264,7 +299,8 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 OPTIONS = (
-    "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
+    "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logit_bias", "bad_words",
     "stop", "stop_token_ids", "ignore_eos",
 )  # fmt: skip
 """All that a Plan is made of, besides the model."""
@@ -273,8 +309,8 @@ _options = attrgetter(*OPTIONS)
 
 
 class Plans:
-    """Those that were made, since a client mostly asks with the same options again. What is no value (lists, objects) is planned anew each time.
-    Threads may share it."""
+    """Those that were made, since a client mostly asks with the same options again. What is no value (lists, objects)
+    is planned anew each time. Threads may share it."""
 
     def __init__(self) -> None:
         self._made: dict[object, Plan] = {}
@@ -296,7 +332,9 @@ def _plan(request: requests.Common, model: Model) -> Plan:
     text, info = model.text, model.info
     shaping = shaping_of(request, text.defaults, text, info.vocab_size)
     longest = max(request.min_tokens or 0, 1)  # how long it may be is another matter
-    sampling = limits.build_sampling(request, text.defaults, info, max_tokens=longest, seed=0, logprobs=None, shaping=shaping)
+    sampling = limits.build_sampling(
+        request, text.defaults, info, max_tokens=longest, seed=0, logprobs=None, shaping=shaping
+    )
     eos = () if request.ignore_eos else info.eos_token_ids
     return Plan(sampling, frozenset((*eos, *sampling.stop_token_ids)), requests.stops_of(request))
 
@@ -324,7 +362,9 @@ def _wants_usage(request: requests.Common) -> bool:
 class _Builder:
     """Makes the choices of one request: n per prompt."""
 
-    def __init__(self, request: requests.Common, model: Model, terms: Terms, *, at_start: bool, dialogue: Dialogue | None = None) -> None:
+    def __init__(
+        self, request: requests.Common, model: Model, terms: Terms, *, at_start: bool, dialogue: Dialogue | None = None
+    ) -> None:
         self._request = request
         self._model = model
         self._terms = terms
@@ -356,7 +396,11 @@ class _Builder:
             choices = [self._choice(prompts[0], samplings[0], 0)]
         else:
             choices = [
-                self._choice(prompt, msgspec.structs.replace(sampling, choice=number) if number else sampling, index * self._num + number)
+                self._choice(
+                    prompt,
+                    msgspec.structs.replace(sampling, choice=number) if number else sampling,
+                    index * self._num + number,
+                )
                 for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
                 for number in range(self._num)
             ]
@@ -364,7 +408,9 @@ class _Builder:
 
     def _choice(self, prompt: Prompt, sampling: Sampling, index: int) -> Choice:
         reports_prompt = prompt.echo is not None and sampling.logprobs is not None
-        num_prompt_logprobs = self._request.prompt_logprobs if sampling.choice == 0 else None  # the prompt's other choices share them
+        num_prompt_logprobs = (
+            self._request.prompt_logprobs if sampling.choice == 0 else None
+        )  # the prompt's other choices share them
         if reports_prompt or num_prompt_logprobs is not None:
             echoed = sampling.logprobs if reports_prompt else None
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=max(echoed or 0, num_prompt_logprobs or 0))
@@ -387,13 +433,19 @@ class _Builder:
         skip = request.skip_special_tokens is not False
         echo = None if prompt.echo is None else self._echo(prompt, skip, sampling.logprobs)
         speech = None if self._dialogue is None else self._dialogue.speech()
-        detokenizer = model.text.detokenizer(skip_special_tokens=skip, at_start=self._at_start, shows_marks=speech is not None)
+        detokenizer = model.text.detokenizer(
+            skip_special_tokens=skip, at_start=self._at_start, shows_marks=speech is not None
+        )
         text = ChoiceText(detokenizer, StopMatcher(self._plan.stops), self._plan.silent, len(prompt.echo or ""), speech)
         wants_ids = bool(request.return_token_ids)
-        choice = Choice(generation, text, Clock(terms.arrived), model.info.vocab_size, echo, wants_ids, num_prompt_logprobs)
+        choice = Choice(
+            generation, text, Clock(terms.arrived), model.info.vocab_size, echo, wants_ids, num_prompt_logprobs
+        )
         choice.generates = self._generates
         if sampling.grammar is not None:
-            choice.grammar_param = constraints.param_of(request.structured_outputs) if self._dialogue is None else self._dialogue.param
+            choice.grammar_param = (
+                constraints.param_of(request.structured_outputs) if self._dialogue is None else self._dialogue.param
+            )
         return choice
 
     def _echo(self, prompt: Prompt, skip: bool, num_logprobs: int | None) -> Echo | None:

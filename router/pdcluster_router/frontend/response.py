@@ -1,8 +1,9 @@
 """Answers one generation request over HTTP, whole or as an event stream, with its route, usage and metrics.
 
-The response starts when the first token, or an error, is there: an error before the first byte is a proper HTTP status, one after it an
-`error` event. Choices run concurrently; if one fails all are cancelled and the one error answers. An answer has no task: nodes' tokens move it, and
-what they add waits here while its client does not read, MAX_UNREAD pieces at most.
+The response starts when the first token, or an error, is there: an error before the first byte is a proper HTTP status,
+one after it an `error` event. Choices run concurrently; if one fails all are cancelled and the one error answers. An
+answer has no task: nodes' tokens move it, and what they add waits here while its client does not read, MAX_UNREAD
+pieces at most.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def answer(exchange: Exchange, prepared: Prepared, dispatcher: Dispatcher, metri
 
 
 def open_answer(exchange: Exchange, choice: Choice, writer: Writer, metrics: RouterMetrics) -> tuple[Answer, Sink]:
-    """Of a request with one choice, whose generation runs already: what it is to be told, and the answer that is to adopt it."""
+    """Of a request with one choice, whose generation runs already: what it is to be told, and the answer that is to
+    adopt it."""
     opened = Answer(exchange, (choice,), writer, metrics)
     return opened, _ChoiceSink(opened, choice, 0)
 
@@ -82,7 +84,9 @@ class Answer:
         self._exchange.on_resume = self._read_on
         try:
             self._start_all(dispatcher)
-        except Exception as error:  # the top of what happens to an answer: generations that run must not write into one that failed
+        except (
+            Exception
+        ) as error:  # the top of what happens to an answer: generations that run must not write into one that failed
             self._end(error)
 
     def adopt(self, running: Running) -> None:
@@ -102,8 +106,9 @@ class Answer:
                 running.finish(choice.text.num_tokens)
 
     def take(self, index: int, choice: Choice, event: Event) -> None:
-        """An event of a choice's generation. Whatever goes wrong with it answers the client. It is looked at as it comes, so that a stop string ends
-        its generation though nobody reads; what it adds to the answer waits until the client does."""
+        """An event of a choice's generation. Whatever goes wrong with it answers the client. It is looked at as it
+        comes, so that a stop string ends its generation though nobody reads; what it adds to the answer waits until the
+        client does."""
         text = choice.text
         if self._is_over or text.stopped:
             return  # said before its node knew that it may stop
@@ -235,11 +240,17 @@ class _Whole:
 
     def finish(self) -> None:
         prepared, collected = self._prepared, self._collected
-        pieces = [collected[0].whole()] if len(prepared.choices) == 1 else [collected[index].whole() for index in range(len(prepared.choices))]
+        pieces = (
+            [collected[0].whole()]
+            if len(prepared.choices) == 1
+            else [collected[index].whole() for index in range(len(prepared.choices))]
+        )
         num_each = len(pieces) // prepared.num_prompts
         if num_each > 1:
             for index, whole in enumerate(pieces):
-                whole.prompt_logprobs = pieces[index - index % num_each].prompt_logprobs  # told once for all choices of a prompt
+                whole.prompt_logprobs = pieces[
+                    index - index % num_each
+                ].prompt_logprobs  # told once for all choices of a prompt
         body = prepared.format.whole(pieces, usage_of(prepared))
         self._exchange.reply(200, body, _headers(JSON, prepared.choices[0].route))
 
@@ -317,7 +328,9 @@ def _headers(kind: bytes, route: Route | None) -> bytes:
 def named_headers(kind: bytes, mode: str, prefill: str | None, decode: str | None, backend: str) -> bytes:
     """Asked for with every request, and there are few pairs of nodes."""
     named = (("mode", mode), ("prefill", prefill), ("decode", decode), ("transfer", backend))
-    return kind + b"".join(b"x-pdcluster-%b: %b\r\n" % (name.encode(), _header_value(value)) for name, value in named if value)
+    return kind + b"".join(
+        b"x-pdcluster-%b: %b\r\n" % (name.encode(), _header_value(value)) for name, value in named if value
+    )
 
 
 def _header_value(text: str) -> bytes:
@@ -367,7 +380,12 @@ def route_report(choice: Choice) -> RouteReport:
 def record(choices: Sequence[Choice], metrics: RouterMetrics) -> None:
     """Times to tokens as the client saw them, so measured here."""
     for choice in choices:
-        route, timeline, clock, num_output = choice.route, choice.timeline or NO_TIMELINE, choice.clock, choice.text.num_tokens
+        route, timeline, clock, num_output = (
+            choice.route,
+            choice.timeline or NO_TIMELINE,
+            choice.clock,
+            choice.text.num_tokens,
+        )
         started, first, second, last = clock.started, clock.first, clock.second, clock.last
         noted = (
             len(choice.generation.token_ids),

@@ -1,4 +1,5 @@
-"""Listens for HTTP in the caller's event loop, looks after the deadlines of connections, and drains them. Signals and flags are the caller's."""
+"""Listens for HTTP in the caller's event loop, looks after the deadlines of connections, and drains them. Signals and
+flags are the caller's."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ BACKLOG = 2048
 SWEEP_S = 0.1
 """How late a connection's deadline may be seen."""
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
-"""A client whose machine is gone says nothing more: it is asked after 20 s of silence, and given up 15 s later, so that its generation ends."""
+"""A client whose machine is gone says nothing more: it is asked after 20 s of silence, and given up 15 s later, so that
+its generation ends."""
 LAST_WORD_S = 1.0
 """For clients to read that the router stops."""
 
@@ -44,14 +46,16 @@ def router_metrics() -> RouterMetrics:
 
 @asynccontextmanager
 async def listening(app: App, address: str, *, drain_s: float, is_port_shared: bool = False) -> AsyncIterator[str]:
-    """Serves while the block runs and gives HOST:PORT (the real port, when 0 was asked for). Leaving it takes no new connections, lets open
-    requests finish for at most drain_s, then cancels them, and tells their clients. is_port_shared: other workers of this router listen there,
-    too."""
+    """Serves while the block runs and gives HOST:PORT (the real port, when 0 was asked for). Leaving it takes no new
+    connections, lets open requests finish for at most drain_s, then cancels them, and tells their clients.
+    is_port_shared: other workers of this router listen there, too."""
     bound = bind(address, is_port_shared=is_port_shared)
     own = app.settings
     limits = LineLimits(own.max_body_bytes, own.body_s, own.stall_s, id_prefix=own.id_prefix)
     connections = Connections()
-    server = await asyncio.get_running_loop().create_server(lambda: Connection(app, limits, connections), sock=bound, backlog=BACKLOG)
+    server = await asyncio.get_running_loop().create_server(
+        lambda: Connection(app, limits, connections), sock=bound, backlog=BACKLOG
+    )
     sweeper = asyncio.create_task(_sweep(connections), name="http deadlines")
     try:
         host, port = bound.getsockname()[:2]
@@ -99,7 +103,8 @@ def bind(address: str, *, is_port_shared: bool) -> socket.socket:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio switches Nagle's algorithm off only where the socket says TCP; with it, events of one answer may be 40 ms apart.
+    # asyncio switches Nagle's algorithm off only where the socket says TCP; with it, events of one answer may be 40 ms
+    # apart.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -112,6 +117,8 @@ def bind(address: str, *, is_port_shared: bool) -> socket.socket:
         bound.listen(BACKLOG)
     except OSError as error:
         bound.close()
-        raise ConfigError(f"cannot listen on {address}: {error.strerror}; choose another address with --http") from error
+        raise ConfigError(
+            f"cannot listen on {address}: {error.strerror}; choose another address with --http"
+        ) from error
     bound.setblocking(False)
     return bound

@@ -1,15 +1,19 @@
-"""HTTP/1.1 over one TCP connection: bytes into exchanges, one answered at a time, in their order. `httptools` parses what no head was like before
-(`http_heads`); what is asked is not decided here.
+"""HTTP/1.1 over one TCP connection: bytes into exchanges, one answered at a time, in their order. `httptools` parses
+what no head was like before (`http_heads`); what is asked is not decided here.
 
-1. A request is begun when its head is there and the one before it has its answer; the application may answer at once, before the body came.
-2. A body is kept up to the application's limit, and beyond that read and dropped up to DISCARD_FACTOR times of it, so that the client sees its
-   answer instead of a broken connection; a client that says what it would send, and waits for 100-continue, is answered before it does.
-3. What comes while an answer is not complete waits here, a read's worth parsed and MAX_AHEAD_BYTES as it came; up to that it is read, because
-   only who reads sees that a client has left.
-4. One sweep of the server looks at the deadlines of all connections (`deadline`): for a request to arrive, for the client to read, for the next one.
-5. Nobody gets another protocol who asks for one (Java's client does, on every new connection): such a head is read again without that wish, because
-   the parser takes what follows it for the other protocol.
-6. When the server drains, a connection ends with its answer, or at once when it has none. Whoever takes longer than the server waits is told so.
+1. A request is begun when its head is there and the one before it has its answer; the application may answer at once,
+   before the body came.
+2. A body is kept up to the application's limit, and beyond that read and dropped up to DISCARD_FACTOR times of it, so
+   that the client sees its answer instead of a broken connection; a client that says what it would send, and waits for
+   100-continue, is answered before it does.
+3. What comes while an answer is not complete waits here, a read's worth parsed and MAX_AHEAD_BYTES as it came; up to
+   that it is read, because only who reads sees that a client has left.
+4. One sweep of the server looks at the deadlines of all connections (`deadline`): for a request to arrive, for the
+   client to read, for the next one.
+5. Nobody gets another protocol who asks for one (Java's client does, on every new connection): such a head is read
+   again without that wish, because the parser takes what follows it for the other protocol.
+6. When the server drains, a connection ends with its answer, or at once when it has none. Whoever takes longer than the
+   server waits is told so.
 """
 
 from __future__ import annotations
@@ -41,8 +45,8 @@ MOST_POSTED_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class LineLimits:
-    """request_s: for a request to arrive, once it began; stall_s: for a client to read what it was sent; idle_s: between two requests; id_prefix:
-    begins the ids of requests."""
+    """request_s: for a request to arrive, once it began; stall_s: for a client to read what it was sent; idle_s:
+    between two requests; id_prefix: begins the ids of requests."""
 
     max_body_bytes: int
     request_s: float = 30.0
@@ -121,7 +125,8 @@ class Connection(Protocol):
         self._is_between = True
         """Nothing of the next request was parsed."""
         self._bare_bytes = 0
-        """That came since the last of a body, or of a request: of a head, or of what follows a chunked body. The parser keeps them."""
+        """That came since the last of a body, or of a request: of a head, or of what follows a chunked body. The parser
+        keeps them."""
         self._parsing: Exchange | None = None
         self._current: Exchange | None = None
         self._early: deque[Exchange] = deque()
@@ -238,7 +243,10 @@ class Connection(Protocol):
         while data:
             data = self._feed(data)
         if self._bare_bytes > MAX_HEAD_BYTES:
-            self._refuse(b"431 Request Header Fields Too Large", f"the request's head, or its trailer, has more than {MAX_HEAD_BYTES} bytes")
+            self._refuse(
+                b"431 Request Header Fields Too Large",
+                f"the request's head, or its trailer, has more than {MAX_HEAD_BYTES} bytes",
+            )
 
     def _feed(self, data: bytes) -> bytes:
         """What is to be read next instead of the rest of it."""
@@ -332,7 +340,12 @@ class Connection(Protocol):
         self._current = exchange
         self._application.begin(exchange)
         expects = exchange.headers.get(b"expect")
-        if expects is not None and expects.lower() == b"100-continue" and not exchange.finished and not exchange.is_complete:
+        if (
+            expects is not None
+            and expects.lower() == b"100-continue"
+            and not exchange.finished
+            and not exchange.is_complete
+        ):
             self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def end(self, exchange: Exchange) -> None:
@@ -349,8 +362,8 @@ class Connection(Protocol):
             exchange.parts.clear()  # and the rest of its body is dropped as it comes, in the time that a body has
 
     def _settle(self) -> None:
-        """The current request is over: the next ones, as far as they are here already. Those that are answered at once come back here, so that
-        this is a loop and not as deep as the line of requests is long."""
+        """The current request is over: the next ones, as far as they are here already. Those that are answered at once
+        come back here, so that this is a loop and not as deep as the line of requests is long."""
         self._current = None
         if self._is_settling:
             return
@@ -458,8 +471,8 @@ class Connection(Protocol):
             self._transport.abort()
 
     def _refuse(self, status: bytes, words: str) -> None:
-        """The bytes are no request. Those before them get their answers first, and the connection ends with the last; when there are none, this is
-        said."""
+        """The bytes are no request. Those before them get their answers first, and the connection ends with the last;
+        when there are none, this is said."""
         broken, self._parsing = self._parsing, None
         self._is_deaf = True
         if broken is not None and broken is not self._current:
@@ -470,7 +483,10 @@ class Connection(Protocol):
             return
         if before is None or not before.started:
             body = error_body(BadRequest(words))
-            head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % (status, len(body))
+            head = (
+                b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+                % (status, len(body))
+            )
             self.send(head + body)
         self.close()
 

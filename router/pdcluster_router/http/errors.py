@@ -1,5 +1,5 @@
-"""What can be wrong with an HTTP request before anybody looks at its body, beside what `errors` has for every protocol; and how any error becomes an
-answer."""
+"""What can be wrong with an HTTP request before anybody looks at its body, beside what `errors` has for every protocol;
+and how any error becomes an answer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class ClientLeft(Cancelled):
 
 
 def fail(exchange: Exchange, error: Exception, metrics: RouterMetrics) -> None:
-    """The error as the request's one answer, counted; what is no error of ours is a bug, which the client is not told about."""
+    """The error as the request's one answer, counted; what is no error of ours is a bug, which the client is not told
+    about."""
     if isinstance(error, ClientLeft):
         exchange.status = error.http_status
         metrics.disconnects.inc()
@@ -71,7 +72,9 @@ def answer_error(exchange: Exchange, error: PdclusterError) -> None:
 
 
 def too_large(size: int, limit: int) -> RequestTooLarge:
-    return RequestTooLarge(f"the body has {size} bytes or more, at most {limit} are taken; send a shorter prompt or raise --max-body-bytes")
+    return RequestTooLarge(
+        f"the body has {size} bytes or more, at most {limit} are taken; send a shorter prompt or raise --max-body-bytes"
+    )
 
 
 def allow(methods: Sequence[str]) -> bytes:

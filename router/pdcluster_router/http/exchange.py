@@ -1,7 +1,9 @@
-"""One HTTP request and its answer, as the application sees them: what the client asked, and bytes on their way back. Knows no endpoint and no parser.
+"""One HTTP request and its answer, as the application sees them: what the client asked, and bytes on their way back.
+Knows no endpoint and no parser.
 
-Nothing here waits. What the client does not read stays in the transport's buffer; whoever writes more than once looks at `is_paused` first. A part of
-an answer goes out with the others of the same turn of the loop: a write is what costs most of a token.
+Nothing here waits. What the client does not read stays in the transport's buffer; whoever writes more than once looks
+at `is_paused` first. A part of an answer goes out with the others of the same turn of the loop: a write is what costs
+most of a token.
 """
 
 from __future__ import annotations
@@ -22,12 +24,15 @@ from pdcluster_router.http.write_coalescing import Posting
 
 JSON = b"content-type: application/json\r\n"
 NO_BUFFERING = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
-"""Lines of a head, as all that are given here. For event streams: nothing between us and the client may collect them."""
+"""Lines of a head, as all that are given here. For event streams: nothing between us and the client may collect
+them."""
 
 MAX_PARTS = 256
 """Of a body, as they came."""
 
-STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus} | {499: b"HTTP/1.1 499 \r\n"}
+STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus} | {
+    499: b"HTTP/1.1 499 \r\n"
+}
 
 
 class Line(Protocol):
@@ -58,8 +63,9 @@ class Line(Protocol):
 
 
 class Asked(msgspec.Struct, eq=False):
-    """A request's head, or one that many requests have in common. headers: names in lower case, the last of equal ones. tenant: in whose name such
-    requests run, once the application knows it and finds nothing wrong with the head; None: it is looked at."""
+    """A request's head, or one that many requests have in common. headers: names in lower case, the last of equal ones.
+    tenant: in whose name such requests run, once the application knows it and finds nothing wrong with the head; None:
+    it is looked at."""
 
     method: str
     path: str
@@ -70,8 +76,8 @@ class Asked(msgspec.Struct, eq=False):
 
 
 class Befores(dict[int, bytes]):
-    """What is posted before a middle of so many bytes, made when it is first asked for: the texts of tokens have few sizes. around: bytes of a chunk
-    beside its middle."""
+    """What is posted before a middle of so many bytes, made when it is first asked for: the texts of tokens have few
+    sizes. around: bytes of a chunk beside its middle."""
 
     __slots__ = ("_around", "_before")
 
@@ -84,9 +90,9 @@ class Befores(dict[int, bytes]):
 
 
 class Exchange:
-    """Owned by its connection, in the server's loop. tenant: in whose name it holds a place, None while it holds none; on_gone, on_resume: called
-    when it is over before its time (with what it ends by), and when the client reads again. extra: lines of the head of
-    its answer, whatever that is."""
+    """Owned by its connection, in the server's loop. tenant: in whose name it holds a place, None while it holds none;
+    on_gone, on_resume: called when it is over before its time (with what it ends by), and when the client reads again.
+    extra: lines of the head of its answer, whatever that is."""
 
     # What most requests never change stands here, so that nothing of it is made for each of them.
     tenant: Tenant | None = None
@@ -120,7 +126,8 @@ class Exchange:
         return self.trace.decode("ascii") if self._is_named else ""
 
     def _trace_of(self, given: bytes) -> bytes:
-        """x-request-id: the client's own when it is short and plain, else ours. Echoed, and explained by; inside, `id` names the request."""
+        """x-request-id: the client's own when it is short and plain, else ours. Echoed, and explained by; inside, `id`
+        names the request."""
         own = self.id.encode()
         if given and len(given) <= 128 and given.isascii() and given.decode("ascii").isprintable():
             self._is_named = given != own
@@ -128,7 +135,8 @@ class Exchange:
         return own
 
     def keep(self, data: bytes) -> None:
-        """A part of its body, unless it has its answer. Many parts become one: a client may send each byte in a chunk of its own."""
+        """A part of its body, unless it has its answer. Many parts become one: a client may send each byte in a chunk
+        of its own."""
         if self.finished:
             return
         if len(self.parts) <= MAX_PARTS:
@@ -149,7 +157,8 @@ class Exchange:
     # ------------------------------------------------ answering
 
     def reply(self, status: int, body: bytes, headers: bytes = JSON, then: Callable[[], object] | None = None) -> None:
-        """The whole answer in one write. then: what is done behind it, but before the next request of the line begins."""
+        """The whole answer in one write. then: what is done behind it, but before the next request of the line
+        begins."""
         line, asked = self.line, self.asked
         self.status, self.started, self.finished = status, True, True
         end = b"\r\n" if self.keeps_alive and not asked.is_http_1_0 else self._ending()
@@ -161,7 +170,8 @@ class Exchange:
         line.end(self)
 
     def start(self, status: int, headers: bytes) -> None:
-        """The head of an answer whose length is not known yet. To a client of HTTP/1.0 the connection's end is the answer's."""
+        """The head of an answer whose length is not known yet. To a client of HTTP/1.0 the connection's end is the
+        answer's."""
         if self.asked.is_http_1_0:
             self.keeps_alive = False
         else:
@@ -182,7 +192,8 @@ class Exchange:
         self.line.end(self)
 
     def framing(self, before: bytes, after: bytes) -> tuple[Mapping[int, bytes], bytes]:
-        """For texts of tokens that stand between these: what is posted before a middle of that many bytes, and after it. The answer has started."""
+        """For texts of tokens that stand between these: what is posted before a middle of that many bytes, and after
+        it. The answer has started."""
         if not self._is_chunked:
             return defaultdict(lambda: before), after
         return Befores(before, len(before) + len(after)), after + b"\r\n"

@@ -1,8 +1,9 @@
-"""Heads of requests that were parsed before. A client says the same with each of its requests, but for the length of the body: what its first ones
-came to holds for all that are equal byte by byte, digits of that length aside. The one that a connection said last is looked for first (`Known`).
-Also here: what a request target names.
+"""Heads of requests that were parsed before. A client says the same with each of its requests, but for the length of
+the body: what its first ones came to holds for all that are equal byte by byte, digits of that length aside. The one
+that a connection said last is looked for first (`Known`). Also here: what a request target names.
 
-Only plain ones are kept, whose body has a length and came in the same read; everything else is parsed (`http_connection`). Knows no connection.
+Only plain ones are kept, whose body has a length and came in the same read; everything else is parsed
+(`http_connection`). Knows no connection.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def taken_apart(data: bytes) -> tuple[Form, bytes] | None:
 
 
 class Known:
-    """One form, and what it came to: headers are without the length, which belongs to one request. is_kept: False once it is forgotten."""
+    """One form, and what it came to: headers are without the length, which belongs to one request. is_kept: False once
+    it is forgotten."""
 
     __slots__ = ("_before", "_rest", "_rest_bytes", "_start", "asked", "is_kept")
 
@@ -55,7 +57,8 @@ class Known:
         self._start, self._rest_bytes = len(self._before), len(self._rest)
 
     def body_of(self, data: bytes) -> bytes | None:
-        """The body, where this is exactly one request of this form: what `taken_apart` says, told from what is known of the form."""
+        """The body, where this is exactly one request of this form: what `taken_apart` says, told from what is known of
+        the form."""
         if not data.startswith(self._before):
             return None
         start = self._start
@@ -88,7 +91,12 @@ class Heads(dict[Form, Known]):
         """What was parsed, of a request with such a body."""
         if asked.headers.get(b"content-length", b"").lstrip(b"0") != b"%d" % body_bytes:
             return  # there is no body, or the parser found its length somewhere else
-        if asked.method != "POST" or asked.is_http_1_0 or not asked.keeps_alive or any(name in asked.headers for name in NOT_PLAIN):
+        if (
+            asked.method != "POST"
+            or asked.is_http_1_0
+            or not asked.keeps_alive
+            or any(name in asked.headers for name in NOT_PLAIN)
+        ):
             return
         if len(self) >= MAX_HEADS:
             self._forget_all()  # so many clients at a time are parsed

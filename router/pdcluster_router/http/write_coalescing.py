@@ -1,4 +1,5 @@
-"""What lines send together when a turn of the loop ends: a write is what costs most of a token, so all that comes to a line in a turn shares it."""
+"""What lines send together when a turn of the loop ends: a write is what costs most of a token, so all that comes to a
+line in a turn shares it."""
 
 from __future__ import annotations
 

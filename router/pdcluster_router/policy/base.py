@@ -1,7 +1,8 @@
 """What a routing policy is asked and what it answers: frozen values and one Protocol.
 
-A policy is a pure function of a Query and a ClusterView: no clock, no I/O, no state, no randomness but Query.counter. So the live router, a dry run,
-a shadow and the replay all call the same object, and two routers with equal views choose alike.
+A policy is a pure function of a Query and a ClusterView: no clock, no I/O, no state, no randomness but Query.counter.
+So the live router, a dry run, a shadow and the replay all call the same object, and two routers with equal views choose
+alike.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ LegName = Literal["prefill", "decode", "local"]
 class Query(msgspec.Struct, frozen=True):
     """What a choice depends on besides the view.
 
-    num_tokens: the prompt and what was emitted; hashes: its block hashes. cached: tokens of the longest prefix that each node holds or will by the
-    time it gets to this request, by incarnation (none: 0); held: those that it holds already, so that they can be copied; None: the same.
-    excluded: incarnations that failed this request already; busy: those that said to come back later, which is a reason to prefer another of the
-    same pool, but none to leave the pool. expected_output: tokens that are still to come, as far as one can tell.
-    session: key of a conversation, "" for none; without it, policies that need one use the prompt's first blocks.
-    force: the mode that the request must have. fallback: when a request may run on one node though both pools exist. counter: number of this decision
-    on this router, the only source of chance. previous: the mode of the router's last choice that no request asked for, for hysteresis. itl_s: the
-    longest gap between the tokens of running requests that a choice may cause; 0: judged by the batch's own pace. num_held: requests that wait in the
-    router for a node. usual_tokens: of most prompts lately; 0: none has ended. busy_serving, busy_decoding: how many nodes the prompts kept busy that
-    this router sent lately to those that compute for others, and to decode nodes. lost: of what prompts of late could have had cached, the share that
-    no node had kept.
+    num_tokens: the prompt and what was emitted; hashes: its block hashes. cached: tokens of the longest prefix that
+    each node holds or will by the time it gets to this request, by incarnation (none: 0); held: those that it holds
+    already, so that they can be copied; None: the same. excluded: incarnations that failed this request already; busy:
+    those that said to come back later, which is a reason to prefer another of the same pool, but none to leave the
+    pool. expected_output: tokens that are still to come, as far as one can tell. session: key of a conversation, "" for
+    none; without it, policies that need one use the prompt's first blocks. force: the mode that the request must have.
+    fallback: when a request may run on one node though both pools exist. counter: number of this decision on this
+    router, the only source of chance. previous: the mode of the router's last choice that no request asked for, for
+    hysteresis. itl_s: the longest gap between the tokens of running requests that a choice may cause; 0: judged by the
+    batch's own pace. num_held: requests that wait in the router for a node. usual_tokens: of most prompts lately; 0:
+    none has ended. busy_serving, busy_decoding: how many nodes the prompts kept busy that this router sent lately to
+    those that compute for others, and to decode nodes. lost: of what prompts of late could have had cached, the share
+    that no node had kept.
     """
 
     num_tokens: int
@@ -59,7 +62,11 @@ class Query(msgspec.Struct, frozen=True):
         return cached if cached < self.num_tokens else self.num_tokens
 
     def held_on(self, node: NodeView) -> int:
-        return self.cached_on(node) if self.held is None else min(self.held.get(node.endpoint.incarnation, 0), self.num_tokens)
+        return (
+            self.cached_on(node)
+            if self.held is None
+            else min(self.held.get(node.endpoint.incarnation, 0), self.num_tokens)
+        )
 
     def uncached_on(self, node: NodeView) -> int:
         """At least one token is always computed: the first output token is drawn from its logits."""
@@ -70,8 +77,9 @@ Terms = tuple[tuple[str, float], ...]
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One node for one leg. names and values of the terms that its cost is made of, in seconds, or in the policy's own points; they add up to cost
-    unless the policy's docstring says otherwise. rejected_by: the rule that removed it, "" when it was compared."""
+    """One node for one leg. names and values of the terms that its cost is made of, in seconds, or in the policy's own
+    points; they add up to cost unless the policy's docstring says otherwise. rejected_by: the rule that removed it, ""
+    when it was compared."""
 
     node: NodeView
     leg: LegName
@@ -94,13 +102,13 @@ class Predicted(msgspec.Struct, frozen=True, gc=False):
 
 
 Record = Callable[[], tuple[Candidate, ...]]
-"""Tells what was compared and why others were not. Asked when somebody reads it, if ever, so it holds only what never changes; the whole view may be
-behind it until then."""
+"""Tells what was compared and why others were not. Asked when somebody reads it, if ever, so it holds only what never
+changes; the whole view may be behind it until then."""
 
 
 Suits = Callable[[NodeView], bool]
-"""Whether the policy would let that node compute the prompt, too, in the mode that it chose. The gate asks when the chosen node is not open, and then
-lets go of it, since the whole view may be behind it."""
+"""Whether the policy would let that node compute the prompt, too, in the mode that it chose. The gate asks when the
+chosen node is not open, and then lets go of it, since the whole view may be behind it."""
 
 
 def suits_all(node: NodeView) -> bool:
@@ -108,8 +116,9 @@ def suits_all(node: NodeView) -> bool:
 
 
 class Choice(msgspec.Struct, frozen=True, eq=False):
-    """decode is the node that runs the request to its end; prefill is None in mode local. pull: the node from which the computing node first copies
-    the prefix that it holds itself no longer, None for none; pull_tokens: how much that node holds, filled in by `pull`."""
+    """decode is the node that runs the request to its end; prefill is None in mode local. pull: the node from which the
+    computing node first copies the prefix that it holds itself no longer, None for none; pull_tokens: how much that
+    node holds, filled in by `pull`."""
 
     mode: Mode
     prefill: NodeView | None

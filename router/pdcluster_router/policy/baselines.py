@@ -1,4 +1,5 @@
-"""Policies that look at no cache: round-robin, random, power-of-two, least-load. Textbook rules, and what every router has to beat."""
+"""Policies that look at no cache: round-robin, random, power-of-two, least-load. Textbook rules, and what every router
+has to beat."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class Random:
 
 
 class PowerOfTwo:
-    """Two nodes at random, the one with fewer requests (Mitzenmacher, 2001; Ray Serve's default). The others come after both, whatever they have."""
+    """Two nodes at random, the one with fewer requests (Mitzenmacher, 2001; Ray Serve's default). The others come after
+    both, whatever they have."""
 
     name = "power-of-two"
 
@@ -81,8 +83,9 @@ class PowerOfTwo:
 
 
 class LeastLoad:
-    """Work by time, as SMG's `least_load`: tokens that wait ÷ the node's rate + 0.15 × k ÷ (1 − k), k the share of KV pages in use. On decode legs
-    the tokens are those of the contexts. Without a fitted rate 2,000 tokens a second stand in, as there."""
+    """Work by time, as SMG's `least_load`: tokens that wait ÷ the node's rate + 0.15 × k ÷ (1 − k), k the share of KV
+    pages in use. On decode legs the tokens are those of the contexts. Without a fitted rate 2,000 tokens a second stand
+    in, as there."""
 
     name = "least-load"
 
@@ -104,7 +107,9 @@ class LeastLoad:
 
 def _share_used(node: NodeView) -> float:
     load = node.load
-    return 1.0 - (load.pages_free + load.pages_cached) / load.pages_total if load is not None and load.pages_total else 0.0
+    return (
+        1.0 - (load.pages_free + load.pages_cached) / load.pages_total if load is not None and load.pages_total else 0.0
+    )
 
 
 # Sticky conversations by consistent hashing with bounded load (Mirrokni, Thorup, Zadimoghaddam, 2016; SMG's
@@ -141,7 +146,11 @@ def session_key(query: Query, block_tokens: int) -> int:
     if query.session:
         return number_of(query.session)
     blocks = min(max(KEY_TOKENS // block_tokens, 1), len(query.hashes) // HASH_BYTES)
-    return int.from_bytes(query.hashes[(blocks - 1) * HASH_BYTES : blocks * HASH_BYTES][:8], "little") if blocks else query.num_tokens
+    return (
+        int.from_bytes(query.hashes[(blocks - 1) * HASH_BYTES : blocks * HASH_BYTES][:8], "little")
+        if blocks
+        else query.num_tokens
+    )
 
 
 # SGLang's cache-aware rule (sgl-router, later SMG `cache_aware`): match prefixes while the load is even, balance it
@@ -151,6 +160,7 @@ def session_key(query: Query, block_tokens: int) -> int:
 # the longest match wins, if it
 # covers more than `match` of the prompt; if not, the node that caches least. Its trees are approximate; here the
 # index is exact, which can only help.
+
 
 class Prefix:
     name = "prefix"
@@ -184,6 +194,7 @@ def _cache_size(node: NodeView) -> float:
 # decode legs of a remote request only
 # decoding blocks count.
 
+
 class KvCost:
     name = "kv-cost"
 
@@ -203,7 +214,9 @@ class KvCost:
             return decoding, (("decode_blocks", decoding),)
         excess = (work.prefill_tokens - least) / max(query.num_tokens, 1)
         credit = self._credit / (1.0 + self._decay * excess)
-        prefill = self._weight * max(work.prefill_tokens + query.num_tokens - credit * query.cached_on(node), 0.0) / block
+        prefill = (
+            self._weight * max(work.prefill_tokens + query.num_tokens - credit * query.cached_on(node), 0.0) / block
+        )
         return prefill + decoding, (("prefill_blocks", prefill), ("decode_blocks", decoding))
 
 
@@ -215,6 +228,7 @@ class KvCost:
 # behind that prefix, and the choice says from which node to pull it (only over a measured bandwidth). Its early
 # rejection is our admission, not here.
 # While no node knows what steps cost: the product score.
+
 
 class Conductor:
     """Implements Policy."""

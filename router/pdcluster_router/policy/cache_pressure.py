@@ -1,7 +1,9 @@
-"""Whether room in the caches of nodes is scarce: of what prompts of late had in common with earlier ones, how much no node kept. Pure.
+"""Whether room in the caches of nodes is scarce: of what prompts of late had in common with earlier ones, how much no
+node kept. Pure.
 
-Full caches are not scarce ones: most of what lies in a cache that has run for a while is never asked for again, and a copy in its place costs nobody
-anything. What earlier prompts had is told by `seen_blocks`, and so only of prompts that came through this router.
+Full caches are not scarce ones: most of what lies in a cache that has run for a while is never asked for again, and a
+copy in its place costs nobody anything. What earlier prompts had is told by `seen_blocks`, and so only of prompts that
+came through this router.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ NEWEST = 1 / 128
 """Weight of the prompt that came last."""
 
 PRIOR = 16 * NEWEST
-"""Usual prompts that count as kept beside those that were, so that a prefix that was lost says little while few are asked for again."""
+"""Usual prompts that count as kept beside those that were, so that a prefix that was lost says little while few are
+asked for again."""
 
 
 class LostPrefixes:
@@ -28,6 +31,7 @@ class LostPrefixes:
         self._kept += NEWEST * (kept_tokens - self._kept)
 
     def share(self, usual_tokens: float) -> float:
-        """Of all that could have been kept, what was not; from 0 to 1. usual_tokens: of a prompt; 0: not known yet, and so is the share."""
+        """Of all that could have been kept, what was not; from 0 to 1. usual_tokens: of a prompt; 0: not known yet, and
+        so is the share."""
         lost = self._lost
         return lost / (lost + self._kept + PRIOR * usual_tokens) if lost > 0.0 and usual_tokens > 0.0 else 0.0

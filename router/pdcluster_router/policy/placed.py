@@ -1,4 +1,5 @@
-"""A choice whose request goes at once, as `placing` tells it: what its request needs is named here, the rest stays bare numbers. Values only."""
+"""A choice whose request goes at once, as `placing` tells it: what its request needs is named here, the rest stays bare
+numbers. Values only."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ HEAD = struct.Struct(f"={FIRST_TOLD}d")
 
 
 class Asked(msgspec.Struct, frozen=True, eq=False):
-    """Of a request that may go to every node that takes work. numbers: as `scales.asked_of` begins; held, expected: leading blocks of so many tokens
-    that nodes hold, and are expected to, by incarnation; usual_tokens: of a prompt; room_s: backlog of a node that is open; the others: see Query."""
+    """Of a request that may go to every node that takes work. numbers: as `scales.asked_of` begins; held, expected:
+    leading blocks of so many tokens that nodes hold, and are expected to, by incarnation; usual_tokens: of a prompt;
+    room_s: backlog of a node that is open; the others: see Query."""
 
     num_tokens: int
     numbers: tuple[float, ...]
@@ -32,9 +34,10 @@ class Asked(msgspec.Struct, frozen=True, eq=False):
 
 
 class Placed(msgspec.Struct, frozen=True, eq=False):
-    """prefill, decode: see Choice, first: the one that computes the prompt; as they last reported, since only what a report changes is asked of them.
-    Tokens of the prompt: cached_tokens: on that node; most_held, most_cached: that some node holds, and that some node of the view holds or will.
-    sent_s: seconds of work for that node; told: the numbers of `placing`, head: the first of them; names: of the nodes of the view, by row."""
+    """prefill, decode: see Choice, first: the one that computes the prompt; as they last reported, since only what a
+    report changes is asked of them. Tokens of the prompt: cached_tokens: on that node; most_held, most_cached: that
+    some node holds, and that some node of the view holds or will. sent_s: seconds of work for that node; told: the
+    numbers of `placing`, head: the first of them; names: of the nodes of the view, by row."""
 
     mode: Mode
     prefill: NodeView | None
@@ -53,4 +56,6 @@ class Placed(msgspec.Struct, frozen=True, eq=False):
     def choice(self) -> Choice:
         """But for its record: what was compared stands in `told`."""
         head = self.head
-        return Choice(self.mode, self.prefill, self.decode, tuple, Predicted(head[TTFT_S], head[FOUND_TPOT_S]), self.policy)
+        return Choice(
+            self.mode, self.prefill, self.decode, tuple, Predicted(head[TTFT_S], head[FOUND_TPOT_S]), self.policy
+        )

@@ -1,4 +1,5 @@
-"""Which nodes may take which leg of a request, before any policy compares them, as rows of the view. Every policy filters through here.
+"""Which nodes may take which leg of a request, before any policy compares them, as rows of the view. Every policy
+filters through here.
 
 Most requests may go to any node that takes work: then the view's own pools are the answer, and nothing is looked at.
 """
@@ -28,16 +29,25 @@ def pools(query: Query, view: ClusterView) -> Pools:
     """Raises Unavailable when no node takes work, or the wanted mode has no nodes."""
     usable = _usable(query, view)
     if not usable.rows:
-        raise Unavailable(f"none of {len(view.nodes)} known nodes takes work now; see that nodes are up, not cordoned and not draining")
+        raise Unavailable(
+            f"none of {len(view.nodes)} known nodes takes work now; see that nodes are up, not cordoned and not "
+            "draining"
+        )
     if query.force != "remote" and query.fallback != "deny":
-        usable = fresh(usable, query, view)  # a pool may turn empty: better one node that works than a pair with one that failed
+        usable = fresh(
+            usable, query, view
+        )  # a pool may turn empty: better one node that works than a pair with one that failed
     found = _by_leg(usable, query, view)
     if query.force == "remote" and not (found.prefill and found.decode):
         counts = f"{len(found.prefill)} and {len(found.decode)}"
-        raise Unavailable(f"mode remote needs a prefill and a decode node, there are {counts}; start one or use mode auto")
+        raise Unavailable(
+            f"mode remote needs a prefill and a decode node, there are {counts}; start one or use mode auto"
+        )
     if query.force == "auto" and query.fallback == "deny" and not (found.prefill and found.decode):
         gone = "decode" if found.prefill else "prefill"
-        raise Unavailable(f"no {gone} node takes work, and router.fallback is deny; start one, or allow one node with on-failure")
+        raise Unavailable(
+            f"no {gone} node takes work, and router.fallback is deny; start one, or allow one node with on-failure"
+        )
     return found
 
 
@@ -45,13 +55,16 @@ def _by_leg(usable: Pool, query: Query, view: ClusterView) -> Pools:
     roster = view.roster
     if usable is roster.accepting and not query.excluded:
         return Pools(roster.prefill, roster.decode, usable, roster.is_split)
-    prefill, decode, local = (fresh(pool, query, view) for pool in (usable & roster.prefill, usable & roster.decode, usable))
+    prefill, decode, local = (
+        fresh(pool, query, view) for pool in (usable & roster.prefill, usable & roster.decode, usable)
+    )
     is_split = bool(prefill and decode) and any(view.nodes[row].role != "mixed" for row in local.rows)
     return Pools(prefill, decode, local, is_split)
 
 
 def may_be_local(query: Query, found: Pools) -> bool:
-    """Whether one node may take the request although a pair could: nobody asked for a pair, and if nodes have roles, their operator allows it."""
+    """Whether one node may take the request although a pair could: nobody asked for a pair, and if nodes have roles,
+    their operator allows it."""
     return query.force == "auto" and (query.fallback != "deny" or not found.is_split)
 
 
@@ -93,7 +106,9 @@ def partners_of_parked(query: Query, view: ClusterView, prefill: NodeView) -> Po
 
 
 def no_partner(prefill: NodeView) -> Unavailable:
-    return Unavailable(f"mode remote needs a second node that can exchange KV with {prefill.name}; start one or use mode auto")
+    return Unavailable(
+        f"mode remote needs a second node that can exchange KV with {prefill.name}; start one or use mode auto"
+    )
 
 
 def rejected(query: Query, view: ClusterView) -> tuple[Candidate, ...]:
@@ -102,7 +117,9 @@ def rejected(query: Query, view: ClusterView) -> tuple[Candidate, ...]:
     if len(usable.rows) == view.size:
         return ()
     nodes = (node for row, node in enumerate(view.nodes) if row not in usable.members)
-    return tuple(Candidate(node, "local", query.cached_on(node), rejected_by=why_not(node, query.num_tokens)) for node in nodes)
+    return tuple(
+        Candidate(node, "local", query.cached_on(node), rejected_by=why_not(node, query.num_tokens)) for node in nodes
+    )
 
 
 def why_not(node: NodeView, num_tokens: int) -> str:

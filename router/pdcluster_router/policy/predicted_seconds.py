@@ -1,29 +1,35 @@
 """The default: least predicted seconds, by the nodes' own cost models, with the mode chosen per request (DESIGN §7).
 
-Sources: predicted TTFT from Mooncake's Conductor (FAST'25, algorithm 1); the price of uncached work is our own (reference/routers.md b, h).
+Sources: predicted TTFT from Mooncake's Conductor (FAST'25, algorithm 1); the price of uncached work is our own
+(reference/routers.md b, h).
 
- 1. Prefill leg: wait + compute + price × compute + what rows lose that run there + copy. The price is what a second of work costs those who come
-    later: alpha × the queue of the least loaded node, counted in average prompts. While any node is idle it is 0 and the least wait + compute wins;
-    when all have a queue, saving work (going where the prefix is cached) is worth more than a shorter queue. A prefix that another node holds is
-    fetched from there where that is sooner than computing it. Either way the KV is held twice then, and what makes room for it perhaps was held once:
-    a copy costs COPY_WEIGHT of the time that computing it takes, also while nodes are idle, as far as caches lose what is asked for (Query.lost).
- 2. Decode leg: exposed transfer + output × TPOT + what the rows beside it lose + the wait for room + copy, as in rule 1: of all that the computing
-    node keeps, on a node that computes prompts for others, too.
- 3. Local: both on one node, without a transfer. Work that is done on a decode node delays no prompt of the others, so it has no price; it is paid by
-    the rows there. A second that these lose weighs as many times more as they have less to lose over an answer until they are slow (COMFORT) than a
-    prompt has until it is late (PATIENCE), as long as none is. And between modes the price counts only as far as first tokens are nearer to being
-    late than these rows are to being slow: rows shall not be slowed for waits that harm nobody, and both limits are reached together.
- 4. TPOT counts the prompts that will be computed beside the row while it lives: as many as wait, as the rows that run came with, and, where
-    nodes have roles, as were sent lately: on a prefill node to whatever node, as the next one may come here. What waits on a decode node slows a row
-    once, and no longer than it takes. Where it is beyond COMFORT times a lone row's, a second weighs more, so that decode nodes take prompts
-    while their rows stay well served, and prefill nodes take rows while they are idle enough.
- 5. Remote or local, whichever is less; the mode of the last choice (not one that a request asked for) keeps a margin, so that a tie does not flip
-    with every report: as a share of the time to first token, and what the nodes' models may be wrong by (their error bars), so that it does not flip
-    with what is not known. A prompt that would hold up running rows longer than the inter-token limit, or make them slow on average over an answer,
-    goes elsewhere while there is a pair that can take it: many would lose what one wins. Where the prefill node has rows that it would hold up, too,
-    it goes where these are fewer: a single row on a prefill node is no reason to slow all those of a decode node. Prompts that wait on a decode node
-    will be rows there. Nodes that are passed over for their rows are no places for the request either: while those that are left have much to do, it
-    waits in the router (`gate`).
+ 1. Prefill leg: wait + compute + price × compute + what rows lose that run there + copy. The price is what a second of
+    work costs those who come later: alpha × the queue of the least loaded node, counted in average prompts. While any
+    node is idle it is 0 and the least wait + compute wins; when all have a queue, saving work (going where the prefix
+    is cached) is worth more than a shorter queue. A prefix that another node holds is fetched from there where that is
+    sooner than computing it. Either way the KV is held twice then, and what makes room for it perhaps was held once: a
+    copy costs COPY_WEIGHT of the time that computing it takes, also while nodes are idle, as far as caches lose what is
+    asked for (Query.lost).
+ 2. Decode leg: exposed transfer + output × TPOT + what the rows beside it lose + the wait for room + copy, as in rule
+    1: of all that the computing node keeps, on a node that computes prompts for others, too.
+ 3. Local: both on one node, without a transfer. Work that is done on a decode node delays no prompt of the others, so
+    it has no price; it is paid by the rows there. A second that these lose weighs as many times more as they have less
+    to lose over an answer until they are slow (COMFORT) than a prompt has until it is late (PATIENCE), as long as none
+    is. And between modes the price counts only as far as first tokens are nearer to being late than these rows are to
+    being slow: rows shall not be slowed for waits that harm nobody, and both limits are reached together.
+ 4. TPOT counts the prompts that will be computed beside the row while it lives: as many as wait, as the rows that run
+    came with, and, where nodes have roles, as were sent lately: on a prefill node to whatever node, as the next one may
+    come here. What waits on a decode node slows a row once, and no longer than it takes. Where it is beyond COMFORT
+    times a lone row's, a second weighs more, so that decode nodes take prompts while their rows stay well served, and
+    prefill nodes take rows while they are idle enough.
+ 5. Remote or local, whichever is less; the mode of the last choice (not one that a request asked for) keeps a margin,
+    so that a tie does not flip with every report: as a share of the time to first token, and what the nodes' models may
+    be wrong by (their error bars), so that it does not flip with what is not known. A prompt that would hold up running
+    rows longer than the inter-token limit, or make them slow on average over an answer, goes elsewhere while there is a
+    pair that can take it: many would lose what one wins. Where the prefill node has rows that it would hold up, too, it
+    goes where these are fewer: a single row on a prefill node is no reason to slow all those of a decode node. Prompts
+    that wait on a decode node will be rows there. Nodes that are passed over for their rows are no places for the
+    request either: while those that are left have much to do, it waits in the router (`gate`).
  6. While no node has run enough steps to know what they cost: the product score.
 """
 
@@ -50,9 +56,10 @@ EITHER = (*APART, numbers.LOCAL_LEG)
 
 
 class Seconds:
-    """Implements Policy. alpha: see rule 1; harm: weight of a running row's pause against the new request's own seconds, on a decode node times
-    that of rule 3; margin: of the last mode, as a share of the time to first token; gap: times a batch's own pace that its rows may be held up at
-    once, when no limit is given in seconds: by default only as long as a chunk of the node takes, and what the average over an answer bears."""
+    """Implements Policy. alpha: see rule 1; harm: weight of a running row's pause against the new request's own
+    seconds, on a decode node times that of rule 3; margin: of the last mode, as a share of the time to first token;
+    gap: times a batch's own pace that its rows may be held up at once, when no limit is given in seconds: by default
+    only as long as a chunk of the node takes, and what the average over an answer bears."""
 
     name = "seconds"
 
@@ -71,7 +78,9 @@ class Seconds:
             cached,
             held,
             source,
-            weighing.paths(roster, source, view.reported(source).bandwidth) if source >= 0 else weighing.nothing(roster),
+            weighing.paths(roster, source, view.reported(source).bandwidth)
+            if source >= 0
+            else weighing.nothing(roster),
             plan.serving,
             plan.decoding,
             plan.prefill,
@@ -85,34 +94,62 @@ class Seconds:
         )
         if first < 0:
             if not plan.may_be_local:
-                raise filters.no_partner(view.node(filters.ready(filters.pools(query, view).prefill, query, view).rows[0]))
+                raise filters.no_partner(
+                    view.node(filters.ready(filters.pools(query, view).prefill, query, view).rows[0])
+                )
             return self._choice(Compared(weighing, found, ALONE, query, view, plan.is_whole), view, source)
         prefill, decode = view.reported(first), plan.decode
         if query.busy:
-            decode = weighing.rows(filters.ready(filters.partners(filters.pools(query, view).decode, prefill, view), query, view))
-        weighing.pair(table, cached, weighing.paths(roster, first, prefill.bandwidth), decode, plan.groups, plan.exchange, asked, found)
-        choice = self._choice(Compared(weighing, found, EITHER if plan.wants_local else APART, query, view, plan.is_whole), view, source)
+            decode = weighing.rows(
+                filters.ready(filters.partners(filters.pools(query, view).decode, prefill, view), query, view)
+            )
+        weighing.pair(
+            table,
+            cached,
+            weighing.paths(roster, first, prefill.bandwidth),
+            decode,
+            plan.groups,
+            plan.exchange,
+            asked,
+            found,
+        )
+        choice = self._choice(
+            Compared(weighing, found, EITHER if plan.wants_local else APART, query, view, plan.is_whole), view, source
+        )
         if choice.mode == "remote":
             return choice
         return replace(choice, suits=Suiting(query, view, weighing.bears, table, asked, float(found[numbers.BEARABLE])))
 
     def place(self, asked: Asked, view: ClusterView) -> Placed | None:
-        """The same for a request that may go to every node that takes work, if it goes at once by `gate` and nothing is fetched for it; None: that is
-        to be asked of each. Raises as `choose`."""
+        """The same for a request that may go to every node that takes work, if it goes at once by `gate` and nothing is
+        fetched for it; None: that is to be asked of each. Raises as `choose`."""
         if view.typical_cost is None:
             return None
-        weighing, roster, num_tokens, numbers_asked = compiled.in_use(), view.roster, asked.num_tokens, asked.numbers + self._own
+        weighing, roster, num_tokens, numbers_asked = (
+            compiled.in_use(),
+            view.roster,
+            asked.num_tokens,
+            asked.numbers + self._own,
+        )
         if num_tokens > roster.shortest_max_len or roster.has_namesakes:
             return None
         force, fallback = asked.force, asked.fallback
-        plan = roster.plans.get((force, fallback, weighing)) or planned(Query(num_tokens, force=force, fallback=fallback), view, weighing)
+        plan = roster.plans.get((force, fallback, weighing)) or planned(
+            Query(num_tokens, force=force, fallback=fallback), view, weighing
+        )
         if not plan.is_whole:
             return None
         table, (found, told) = weighing.table(view), weighing.scratch
-        cached, source, held, most_held, most_cached = known_blocks(asked.held, asked.expected, asked.block_tokens, roster, weighing)
-        paths = weighing.paths(roster, source, view.reported(source).bandwidth) if source >= 0 else weighing.nothing(roster)
+        cached, source, held, most_held, most_cached = known_blocks(
+            asked.held, asked.expected, asked.block_tokens, roster, weighing
+        )
+        paths = (
+            weighing.paths(roster, source, view.reported(source).bandwidth) if source >= 0 else weighing.nothing(roster)
+        )
         usual, room_s = asked.usual_tokens, asked.room_s
-        first = weighing.place(table, cached, held, source, paths, *plan.pools, numbers_asked, usual, room_s, found, told)
+        first = weighing.place(
+            table, cached, held, source, paths, *plan.pools, numbers_asked, usual, room_s, found, told
+        )
         if first < 0:
             if not plan.may_be_local:
                 return None
@@ -120,7 +157,9 @@ class Seconds:
         else:
             paths = weighing.paths(roster, first, view.reported(first).bandwidth)
             pools = plan.decode, plan.groups, plan.exchange, plan.wants_local
-            packed = weighing.packed(told, weighing.place_pair(table, cached, paths, *pools, numbers_asked, usual, room_s, found, told))
+            packed = weighing.packed(
+                told, weighing.place_pair(table, cached, paths, *pools, numbers_asked, usual, room_s, found, told)
+            )
         head = HEAD.unpack_from(packed)
         if head[GOES] == 0.0 or head[numbers.IS_FETCHED] != 0.0:
             return None
@@ -128,7 +167,8 @@ class Seconds:
         decode = view.reported(row)
         prefill, own = (None, int(cached[row])) if is_local else (view.reported(first), int(cached[first]))
         return Placed(
-            "local" if is_local else "remote", prefill, decode, prefill or decode, head[SENT_S], self.name, num_tokens, own, most_held, most_cached,
+            "local" if is_local else "remote", prefill, decode, prefill or decode, head[SENT_S], self.name, num_tokens,
+            own, most_held, most_cached,
             packed, head, roster.names,
         )  # fmt: skip
 
@@ -155,7 +195,11 @@ class Seconds:
 
     def _choice(self, record: Compared, view: ClusterView, source: int) -> Choice:
         mode, first, row, ttft_s, tpot_s, is_fetched = record.weighing.part(record.found, 0, numbers.SKIPPED)
-        pull, predicted, decode = view.node(source) if is_fetched else None, Predicted(ttft_s, tpot_s), view.node(int(row))
+        pull, predicted, decode = (
+            view.node(source) if is_fetched else None,
+            Predicted(ttft_s, tpot_s),
+            view.node(int(row)),
+        )
         if mode == numbers.LOCAL:
             return Choice("local", None, decode, record, predicted, self.name, pull)
         return Choice("remote", view.node(int(first)), decode, record, predicted, self.name, pull)

@@ -1,8 +1,10 @@
-"""From which node the one that computes a prompt fetches KV first: a rule over a choice that is made already. Pure; policies may say it themselves.
+"""From which node the one that computes a prompt fetches KV first: a rule over a choice that is made already. Pure;
+policies may say it themselves.
 
-The rule is about tokens, not seconds: the node that holds most of the prompt, if that is enough more than the computing node holds. Whether such a
-pull pays is a matter of link and model; a policy that predicts seconds sets Choice.pull, and its silence counts once the pair's bandwidth is known.
-Until then the rule pulls, which is how that bandwidth is measured.
+The rule is about tokens, not seconds: the node that holds most of the prompt, if that is enough more than the computing
+node holds. Whether such a pull pays is a matter of link and model; a policy that predicts seconds sets Choice.pull, and
+its silence counts once the pair's bandwidth is known. Until then the rule pulls, which is how that bandwidth is
+measured.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ PullMode = Literal["always", "chosen", "never"]
 
 @dataclass(frozen=True, slots=True)
 class PullRule:
-    """mode: always when at least min_tokens (and a hash block) need not be computed; chosen: only what the policy itself chose; never."""
+    """mode: always when at least min_tokens (and a hash block) need not be computed; chosen: only what the policy
+    itself chose; never."""
 
     mode: PullMode = "always"
     min_tokens: int = 1
@@ -30,7 +33,11 @@ class PullRule:
         own, always = choice.pull, self.mode == "always"
         if own is None:
             held = query.cached if query.held is None else query.held
-            if not always or not held or (len(held) == 1 and (choice.prefill or choice.decode).endpoint.incarnation in held):
+            if (
+                not always
+                or not held
+                or (len(held) == 1 and (choice.prefill or choice.decode).endpoint.incarnation in held)
+            ):
                 return choice  # as mostly: nobody has anything, or the computing node alone
         holder = own or (self.holder(choice.first, query, view) if always else None)
         if self.mode == "never" or holder is None or (own is None and _was_weighed(choice, holder)):
@@ -38,8 +45,8 @@ class PullRule:
         return replace(choice, pull=holder, pull_tokens=query.held_on(holder))
 
     def leaves(self, most_held: int, own: int, node: NodeView) -> bool:
-        """Whether it is plain that `apply` leaves a choice as it is that pulls nothing: nobody has enough beyond the `own` tokens of the node that
-        computes the prompt. most_held: tokens of it that any node holds."""
+        """Whether it is plain that `apply` leaves a choice as it is that pulls nothing: nobody has enough beyond the
+        `own` tokens of the node that computes the prompt. most_held: tokens of it that any node holds."""
         return self.mode != "always" or not most_held or most_held - own < max(self.min_tokens, node.block_tokens)
 
     def holder(self, node: NodeView, query: Query, view: ClusterView) -> NodeView | None:

@@ -1,4 +1,5 @@
-"""Policies by name, with their parameters from text: `seconds`, `kv-cost:weight=2,decay=1`. The one place that knows them all."""
+"""Policies by name, with their parameters from text: `seconds`, `kv-cost:weight=2,decay=1`. The one place that knows
+them all."""
 
 from __future__ import annotations
 
@@ -7,7 +8,16 @@ from inspect import signature
 
 from pdcluster.core.errors import ConfigError
 from pdcluster_router.policy.base import Policy
-from pdcluster_router.policy.baselines import Conductor, KvCost, LeastLoad, PowerOfTwo, Prefix, Random, RoundRobin, Session
+from pdcluster_router.policy.baselines import (
+    Conductor,
+    KvCost,
+    LeastLoad,
+    PowerOfTwo,
+    Prefix,
+    Random,
+    RoundRobin,
+    Session,
+)
 from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scored import Rule, Scored

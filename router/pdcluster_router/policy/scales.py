@@ -1,4 +1,5 @@
-"""Puts a query and a view into the numbers that `weighing` takes, and makes of what it found what people read. Nothing is decided here."""
+"""Puts a query and a view into the numbers that `weighing` takes, and makes of what it found what people read. Nothing
+is decided here."""
 
 from __future__ import annotations
 
@@ -43,9 +44,10 @@ REJECTED = "holds up running rows"
 
 
 class Plan(msgspec.Struct, frozen=True, gc=False):
-    """What the calls take of the nodes that a request may go to. serving: those that compute prompts for others; decoding: those that only decode;
-    then those of each leg, and who can exchange KV. wants_local: mode local is weighed though a pair is possible; may_be_local: one node may take the
-    request where no pair is; is_whole: every node takes the request."""
+    """What the calls take of the nodes that a request may go to. serving: those that compute prompts for others;
+    decoding: those that only decode; then those of each leg, and who can exchange KV. wants_local: mode local is
+    weighed though a pair is possible; may_be_local: one node may take the request where no pair is; is_whole: every
+    node takes the request."""
 
     serving: Rows
     decoding: Rows
@@ -62,7 +64,8 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
 
 
 def planned(query: Query, view: ClusterView, weighing: Weighing) -> Plan:
-    """Kept with the roster for requests that may go to any node that takes work, as nearly all may. Raises as `pools` does."""
+    """Kept with the roster for requests that may go to any node that takes work, as nearly all may. Raises as `pools`
+    does."""
     roster = view.roster
     if query.excluded or query.busy or query.num_tokens > roster.shortest_max_len:
         return _plan(query, view, weighing)
@@ -85,14 +88,16 @@ def _plan(query: Query, view: ClusterView, weighing: Weighing) -> Plan:
         *weighing.groups(roster),
         query.force == "auto" and (query.fallback == "conditional" or not pools.is_split),
     )
-    return Plan(*taken, query.force == "local" or filters.may_be_local(query, pools), not filters.rejected(query, view), taken)
+    return Plan(
+        *taken, query.force == "local" or filters.may_be_local(query, pools), not filters.rejected(query, view), taken
+    )
 
 
 def known(
     cached: Mapping[str, int], held: Mapping[str, int] | None, num_tokens: int, roster: Roster, weighing: Weighing
 ) -> tuple[Numbers, int, float]:
-    """Tokens of the prompt that each node has cached, by row; which of those that take work holds most of it, NOWHERE for none, the first one where
-    several have as much; and how much that is. cached, held: see Query."""
+    """Tokens of the prompt that each node has cached, by row; which of those that take work holds most of it, NOWHERE
+    for none, the first one where several have as much; and how much that is. cached, held: see Query."""
     if not cached and not held:
         return weighing.nothing(roster), NOWHERE, 0.0
     row_of, members, limit = roster.row_of, roster.accepting.members, num_tokens
@@ -118,8 +123,8 @@ def known(
 def known_blocks(
     held: Mapping[str, int], expected: Mapping[str, int], block_tokens: int, roster: Roster, weighing: Weighing
 ) -> tuple[Numbers, int, float, int, int]:
-    """The same, of leading blocks that nodes hold and are expected to; then the most tokens that any node holds, in the roster or not, and that one
-    of the roster has cached."""
+    """The same, of leading blocks that nodes hold and are expected to; then the most tokens that any node holds, in the
+    roster or not, and that one of the roster has cached."""
     if not held and not expected:
         return weighing.nothing(roster), NOWHERE, 0.0, 0, 0
     row_of, members, found = roster.row_of, roster.accepting.members, weighing.zeros(len(roster.names))
@@ -144,8 +149,8 @@ def known_blocks(
 
 
 class Compared(msgspec.Struct, eq=False):
-    """The record of a choice, in bare numbers until somebody reads it, which lets go of them and of the view: a choice is kept as long as its request
-    runs. is_whole: every node of the view could take the request."""
+    """The record of a choice, in bare numbers until somebody reads it, which lets go of them and of the view: a choice
+    is kept as long as its request runs. is_whole: every node of the view could take the request."""
 
     weighing: Weighing
     found: Numbers
@@ -167,7 +172,9 @@ class Compared(msgspec.Struct, eq=False):
             first = int(head[SKIPPED]) if leg == PREFILL_LEG else 0
             for place in range(at + first * ENTRY, at + int(head[NUM_LEG + leg]) * ENTRY, ENTRY):
                 row, cost, _, cached, *values = part(found, place, place + size)
-                candidates.append(Candidate(view.node(int(row)), name, int(cached), terms, tuple(values), cost, rejected_by))
+                candidates.append(
+                    Candidate(view.node(int(row)), name, int(cached), terms, tuple(values), cost, rejected_by)
+                )
         if not self.is_whole:
             candidates += filters.rejected(self.query, view)
         self.told, self.view, self.found = tuple(candidates), None, ()
@@ -175,8 +182,8 @@ class Compared(msgspec.Struct, eq=False):
 
 
 class Suiting(msgspec.Struct, frozen=True):
-    """Implements base.Suits for mode local: nodes that hold up no running rows for long by the prompt; where the prefill node would, too, those that
-    hold up no more rows than that."""
+    """Implements base.Suits for mode local: nodes that hold up no running rows for long by the prompt; where the
+    prefill node would, too, those that hold up no more rows than that."""
 
     query: Query
     view: ClusterView

@@ -1,7 +1,8 @@
-"""The frame of every policy that compares nodes by one number: pools, modes and ties are decided here, the number by a Rule.
+"""The frame of every policy that compares nodes by one number: pools, modes and ties are decided here, the number by a
+Rule.
 
-Which mode: remote when both pools have a node and the two differ; local when a pool is empty, when all nodes are mixed, or when one mixed node is
-best at both.
+Which mode: remote when both pools have a node and the two differ; local when a pool is empty, when all nodes are mixed,
+or when one mixed node is best at both.
 """
 
 from __future__ import annotations
@@ -43,9 +44,13 @@ class Scored:
         prefill = prefills[0].node
         others = filters.partners(found.decode, prefill, view)
         may_be_local = filters.may_be_local(query, found)
-        decodes = self._rank(filters.ready(found.decode if may_be_local else others, query, view), "decode", query, view)
+        decodes = self._rank(
+            filters.ready(found.decode if may_be_local else others, query, view), "decode", query, view
+        )
         if may_be_local and (not others or decodes[0].node is prefill):
-            alone = Candidate(prefill, "local", prefills[0].cached_tokens, prefills[0].names, prefills[0].values, prefills[0].cost)
+            alone = Candidate(
+                prefill, "local", prefills[0].cached_tokens, prefills[0].names, prefills[0].values, prefills[0].cost
+            )
             return self._choice("local", None, prefill, (alone, *prefills, *decodes), query, view)
         if not others:
             raise filters.no_partner(prefill)
@@ -61,7 +66,13 @@ class Scored:
         return self._choice("local", None, ranked[0].node, ranked, query, view)
 
     def _choice(
-        self, mode: Mode, prefill: NodeView | None, decode: NodeView, compared: tuple[Candidate, ...], query: Query, view: ClusterView
+        self,
+        mode: Mode,
+        prefill: NodeView | None,
+        decode: NodeView,
+        compared: tuple[Candidate, ...],
+        query: Query,
+        view: ClusterView,
     ) -> Choice:
         candidates = compared + filters.rejected(query, view)
         return Choice(mode, prefill, decode, lambda: candidates, policy=self.name)
@@ -71,7 +82,9 @@ class Scored:
             return ()
         nodes = [view.nodes[row] for row in pool.rows]
         scores = self._rule.score(nodes, leg, query)
-        candidates = [_candidate(node, leg, query, cost, terms) for node, (cost, terms) in zip(nodes, scores, strict=True)]
+        candidates = [
+            _candidate(node, leg, query, cost, terms) for node, (cost, terms) in zip(nodes, scores, strict=True)
+        ]
         return tuple(sorted(candidates, key=_order))
 
 

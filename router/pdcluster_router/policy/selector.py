@@ -1,4 +1,5 @@
-"""Asks the routing policy on behalf of a request: makes the Query, and holds the policy objects, which may be replaced while requests run.
+"""Asks the routing policy on behalf of a request: makes the Query, and holds the policy objects, which may be replaced
+while requests run.
 
 Not here: waiting for room (`dispatch`), what policies do (`policy`).
 """
@@ -69,7 +70,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class PolicyHolder:
-    """The policy in force and, if there is one, a shadow whose choices are only looked at. Replaced whole: a decision uses one object throughout."""
+    """The policy in force and, if there is one, a shadow whose choices are only looked at. Replaced whole: a decision
+    uses one object throughout."""
 
     live: Policy
     shadow: Policy | None = None
@@ -102,9 +104,10 @@ FEW = 1 / NEWEST
 
 
 class Chooser:
-    """held: leading blocks of a chain of hashes that each node holds; expected: that it will soon, None: none; glance: a view of which nothing is
-    kept. pulls: for policies that choose no pull. num_held: how many requests wait for a node; whoever owns the hold queue sets it. force and
-    fallback are the router's own settings; a request may have others. Owned by the router's event loop."""
+    """held: leading blocks of a chain of hashes that each node holds; expected: that it will soon, None: none; glance:
+    a view of which nothing is kept. pulls: for policies that choose no pull. num_held: how many requests wait for a
+    node; whoever owns the hold queue sets it. force and fallback are the router's own settings; a request may have
+    others. Owned by the router's event loop."""
 
     def __init__(
         self,
@@ -148,8 +151,8 @@ class Chooser:
         return Decision(query, view, choice, _looked_at(shadow, query, view) if shadow is not None else None)
 
     def place(self, job: Job, room_s: float, now: float) -> Placed | None:
-        """The choice of `choose`, where it is plain that its request goes at once (room_s: see Gate) and nobody else is to be asked, in a fraction of
-        the time; None: `choose` and the gate have to be asked."""
+        """The choice of `choose`, where it is plain that its request goes at once (room_s: see Gate) and nobody else is
+        to be asked, in a fraction of the time; None: `choose` and the gate have to be asked."""
         live = self.holder.live
         if self.holder.shadow is not None or room_s < 0.0 or job.excluded or job.busy or not isinstance(live, Seconds):
             return None
@@ -173,7 +176,8 @@ class Chooser:
             self._previous = mode
 
     def follow(self, job: Job, now: float) -> Decision | None:
-        """To the node that decodes another choice of its prompt; None when it shall not share, or that node takes no work any more."""
+        """To the node that decodes another choice of its prompt; None when it shall not share, or that node takes no
+        work any more."""
         if job.fork_on is None:
             return None
         view = self._view()
@@ -183,7 +187,8 @@ class Chooser:
         return Decision(self.query(job, now, view), view, Choice("local", None, node, policy=FORK))
 
     def choose_decode(self, job: Job, now: float, prefill: NodeView, avoid: Set[str]) -> NodeView | None:
-        """For KV that waits on `prefill`. avoid: nodes that just refused or failed it; those that failed earlier attempts come last."""
+        """For KV that waits on `prefill`. avoid: nodes that just refused or failed it; those that failed earlier
+        attempts come last."""
         view = self._view()
         query = self.query(job, now, view)
         live = self.holder.live
@@ -191,8 +196,8 @@ class Chooser:
         return fresh or live.choose_decode(replace(query, excluded=frozenset(avoid)), view, prefill)
 
     def note_sent(self, choice: Choice, num_tokens: int, cached_tokens: int, now: float) -> None:
-        """The prompt goes as chosen; choices are also made that are not acted upon. What is fetched, or shared with another choice of the prompt, is
-        not computed there. At least one token is."""
+        """The prompt goes as chosen; choices are also made that are not acted upon. What is fetched, or shared with
+        another choice of the prompt, is not computed there. At least one token is."""
         node = choice.prefill or choice.decode
         known = num_tokens if choice.policy == FORK else max(cached_tokens, choice.pull_tokens)
         if known >= num_tokens:

@@ -1,10 +1,12 @@
-"""An open-addressing table from block hashes to the ids of holder sets, in two flat arrays: 20 bytes a slot, no object per row.
+"""An open-addressing table from block hashes to the ids of holder sets, in two flat arrays: 20 bytes a slot, no object
+per row.
 
-Fixed in size; `index` moves rows into a larger one piece by piece, and this one gives its memory back as they go. Linear probing from the hash
-itself, which is uniform (SHA-256). Many rows are probed at once with numpy; the few that are left after a few rounds, and single lookups, go row by
-row through memoryviews.
+Fixed in size; `index` moves rows into a larger one piece by piece, and this one gives its memory back as they go.
+Linear probing from the hash itself, which is uniform (SHA-256). Many rows are probed at once with numpy; the few that
+are left after a few rounds, and single lookups, go row by row through memoryviews.
 
-What the set ids mean is not known here, but for two of them: FREE was never used and ends a probe, GONE (a row that was removed) does not.
+What the set ids mean is not known here, but for two of them: FREE was never used and ends a probe, GONE (a row that was
+removed) does not.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from pdcluster.core.messages import HASH_BYTES
 #
 # Where the system knows no advice about memory, all works the same, only more comes and goes at once.
 
+
 class ZeroedMemory:
     def __init__(self, num_bytes: int) -> None:
         self._pages = _anonymous(num_bytes)
@@ -50,7 +53,9 @@ def _anonymous(num_bytes: int) -> mmap.mmap:
     if sys.platform != "linux":
         return mmap.mmap(-1, num_bytes)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel that was built without huge pages knows nothing of them, and gives none
+    with contextlib.suppress(
+        OSError
+    ):  # a kernel that was built without huge pages knows nothing of them, and gives none
         pages.madvise(mmap.MADV_NOHUGEPAGE)
     return pages
 
@@ -115,7 +120,8 @@ class BlockTable:
         return self.num_slots * SLOT_BYTES
 
     def _homes(self, low: Words) -> Slots:
-        """Where a probe begins. A larger hash begins later in a table of any size, so that rows move from one to the other in order."""
+        """Where a probe begins. A larger hash begins later in a table of any size, so that rows move from one to the
+        other in order."""
         return ((low >> np.uint64(32)) * np.uint64(self.num_slots) >> np.uint64(32)).astype(np.int64)
 
     def set_of(self, low: int, high: int) -> int:
@@ -138,7 +144,9 @@ class BlockTable:
             at = slots[left]
             held = self.sets[at]
             is_here = (self._low[at] == keys.low[left]) & (held != GONE)
-            alike = np.flatnonzero(is_here)  # the other word is looked at where one is equal: memory is what a probe waits for
+            alike = np.flatnonzero(
+                is_here
+            )  # the other word is looked at where one is equal: memory is what a probe waits for
             is_here[alike] = self._high[at[alike]] == keys.high[left[alike]]
             result[left[is_here]] = at[is_here]
             left = left[~is_here & (held != FREE)]
@@ -167,7 +175,8 @@ class BlockTable:
             held = self.sets[at]
             is_open = held <= GONE
             claimed, into = left[is_open], at[is_open]
-            # Of several keys that claim one slot the last one written wins; the others see so when they look, and go on.
+            # Of several keys that claim one slot the last one written wins; the others see so when they look, and go
+            # on.
             self._low[into], self._high[into], self.sets[into] = keys.low[claimed], keys.high[claimed], sets[claimed]
             is_made = is_open & (self._low[at] == keys.low[left]) & (self._high[at] == keys.high[left])
             made += int(np.count_nonzero(is_made))
@@ -188,8 +197,8 @@ class BlockTable:
         lows[slot], highs[slot], sets[slot] = low, high, set_id
 
     def clear(self, stop: int) -> None:
-        """Give back the memory of slots before `stop`, when no row is left in them. They are FREE then, which ends a probe: so only up to the last
-        slot that was never used, which ends the probes of all rows behind it anyway."""
+        """Give back the memory of slots before `stop`, when no row is left in them. They are FREE then, which ends a
+        probe: so only up to the last slot that was never used, which ends the probes of all rows behind it anyway."""
         free = np.flatnonzero(self.sets[self._num_cleared : stop] == FREE)
         if len(free):
             start, end = self._num_cleared, self._num_cleared + int(free[-1])

@@ -1,13 +1,16 @@
-"""Blocks that requests on their way will create: optimistic, short-lived, and kept apart from what nodes said they hold.
+"""Blocks that requests on their way will create: optimistic, short-lived, and kept apart from what nodes said they
+hold.
 
-A request's chain of hashes is kept once, as it is, and found by marks at some of its positions: each of the first 32 blocks, then 16 in each
-doubling of the depth. A chain that holds a block holds all before it, so a prompt's deepest marks are found by bisection over its own positions, and
-the chains there are then compared exactly. What is said of a node is never more than it is expected to hold, and short by at most a sixteenth;
-marking costs 150 entries for 100,000 tokens.
+A request's chain of hashes is kept once, as it is, and found by marks at some of its positions: each of the first 32
+blocks, then 16 in each doubling of the depth. A chain that holds a block holds all before it, so a prompt's deepest
+marks are found by bisection over its own positions, and the chains there are then compared exactly. What is said of a
+node is never more than it is expected to hold, and short by at most a sixteenth; marking costs 150 entries for 100,000
+tokens.
 
-An expectation ends when its node reports the last block (hit), when its time is over (missed), when its node leaves, or when newer ones need room. A
-mark names the newest chain of a node only: when that one ends first, the node has the blocks that both share, unless it was withdrawn. A chain that
-is expected again, and that all its marks still name, as when many ask for the same, is only expected for longer.
+An expectation ends when its node reports the last block (hit), when its time is over (missed), when its node leaves, or
+when newer ones need room. A mark names the newest chain of a node only: when that one ends first, the node has the
+blocks that both share, unless it was withdrawn. A chain that is expected again, and that all its marks still name, as
+when many ask for the same, is only expected for longer.
 """
 
 from __future__ import annotations
@@ -62,7 +65,8 @@ class Chain:
 
 
 class ExpectedBlocks:
-    """Owned by one thread. num_hits, num_missed: expectations that came true, and that did not in time; num_crowded_out: ended for want of room."""
+    """Owned by one thread. num_hits, num_missed: expectations that came true, and that did not in time;
+    num_crowded_out: ended for want of room."""
 
     def __init__(self, *, max_marks: int = MAX_MARKS) -> None:
         self.num_hits = self.num_missed = self.num_crowded_out = 0
@@ -73,7 +77,8 @@ class ExpectedBlocks:
         self._of_node: dict[str, set[bytes]] = {}
         """The last blocks of each node's chains."""
         self._ends: list[tuple[float, int, Chain]] = []
-        """A heap of when chains were to end when it was last looked at; those that ended earlier stay in it until then."""
+        """A heap of when chains were to end when it was last looked at; those that ended earlier stay in it until
+        then."""
         self._order = count()
 
     def __len__(self) -> int:
@@ -129,10 +134,16 @@ class ExpectedBlocks:
         """The node will not compute them after all; what its other chains share with them is expected as before."""
         if not self._end((node, hashes[_LAST])):
             return
-        others = [chain for block in self._of_node.get(node, ()) if (chain := self._chains[node, block]).hashes[_FIRST] == hashes[_FIRST]]
+        others = [
+            chain
+            for block in self._of_node.get(node, ())
+            if (chain := self._chains[node, block]).hashes[_FIRST] == hashes[_FIRST]
+        ]
         marks, known = self._marks, 0
         for chain in sorted(others, key=attrgetter("until", "hashes"), reverse=True):
-            for cut in _cuts(chain.num_common(hashes, 1))[known:]:  # that named the one withdrawn; those before are named by a later one
+            for cut in _cuts(chain.num_common(hashes, 1))[
+                known:
+            ]:  # that named the one withdrawn; those before are named by a later one
                 held = marks.setdefault(hashes[cut], {})
                 if node not in held:
                     held[node] = chain
@@ -178,8 +189,8 @@ class ExpectedBlocks:
         return found
 
     def _levels(self, hashes: bytes) -> list[tuple[dict[str, Chain], int]]:
-        """(chains there, position) of the deepest mark of each group of nodes, shallow first. Deeper marks have fewer nodes, so where two have
-        equally many, so have all between."""
+        """(chains there, position) of the deepest mark of each group of nodes, shallow first. Deeper marks have fewer
+        nodes, so where two have equally many, so have all between."""
         left, last = 1, _rank(len(hashes) // HASH_BYTES)
         held = self._at(hashes, 1) if last else {}
         levels: list[tuple[dict[str, Chain], int]] = []
@@ -230,9 +241,15 @@ class ExpectedBlocks:
         _require(named == set(self._chains), "a node's chains are not those that are there")
         _require(all(self._marks.values()), "a mark without a chain is left")
         for mark, node, chain in marks:
-            _require(self._chains.get((node, chain.hashes[-HASH_BYTES:])) is chain, f"mark {mark.hex()} names a chain that ended")
+            _require(
+                self._chains.get((node, chain.hashes[-HASH_BYTES:])) is chain,
+                f"mark {mark.hex()} names a chain that ended",
+            )
         times_named = Counter(chain for _, _, chain in marks)
-        _require(all(chain.num_named == times_named[chain] for chain in self._chains.values()), "marks that name a chain are miscounted")
+        _require(
+            all(chain.num_named == times_named[chain] for chain in self._chains.values()),
+            "marks that name a chain are miscounted",
+        )
         ends = Counter(chain for _, _, chain in self._ends)
         _require(all(ends[chain] == 1 for chain in self._chains.values()), "a chain has no end, or several")
 
@@ -243,7 +260,8 @@ def _block(hashes: bytes, position: int) -> bytes:
 
 
 def _has_block(hashes: bytes, block: bytes) -> bool:
-    """By searching bytes, which is far quicker than cutting them: a node has few chains, a report may have thousands of blocks."""
+    """By searching bytes, which is far quicker than cutting them: a node has few chains, a report may have thousands of
+    blocks."""
     at = hashes.find(block)
     while at >= 0 and at % HASH_BYTES:
         at = hashes.find(block, at + 1)

@@ -1,9 +1,12 @@
-"""Which sets of nodes hold a block, each kept once: blocks of one conversation share theirs, so that a row of the index needs only an id.
+"""Which sets of nodes hold a block, each kept once: blocks of one conversation share theirs, so that a row of the index
+needs only an id.
 
-A set is its members' numbers, two bytes each, sorted. Rows that carry an id are counted; an id whose count reaches zero is used again.
+A set is its members' numbers, two bytes each, sorted. Rows that carry an id are counted; an id whose count reaches zero
+is used again.
 
-A node that leaves costs O(1) at once: its number is dead, and `members` leaves it out. A sweep, a few sets at a time, then replaces every set that
-holds a dead number by the set without it: the old id *forwards* to the new one, because rows still carry it. Requirements:
+A node that leaves costs O(1) at once: its number is dead, and `members` leaves it out. A sweep, a few sets at a time,
+then replaces every set that holds a dead number by the set without it: the old id *forwards* to the new one, because
+rows still carry it. Requirements:
  1. No set that is made after a number died holds it, so that one pass over the ids is enough.
  2. A number is given out again only after a whole pass that began after it died.
  3. A forwarding id counts as one row of its target, so that the target lives as long.
@@ -25,7 +28,8 @@ EMPTY = GONE
 
 MAX_NODES = 1 << 16
 SET_BYTES = 200
-"""What an id costs beside its members: its place in the lists, and two objects in a dict. Measured by bench.index, rounded up."""
+"""What an id costs beside its members: its place in the lists, and two objects in a dict. Measured by bench.index,
+rounded up."""
 
 
 class HolderSets:
@@ -214,11 +218,23 @@ class HolderSets:
         unused = set(self._unused)
         for set_id in range(EMPTY + 1, len(self._members)):
             held = self._members[set_id]
-            _require(self._rows[set_id] == expected[set_id], f"set {set_id} counts {self._rows[set_id]} rows, {expected[set_id]} carry it")
-            _require((set_id in unused) == (not self._rows[set_id]), f"set {set_id} has {self._rows[set_id]} rows and is in the wrong list")
+            _require(
+                self._rows[set_id] == expected[set_id],
+                f"set {set_id} counts {self._rows[set_id]} rows, {expected[set_id]} carry it",
+            )
+            _require(
+                (set_id in unused) == (not self._rows[set_id]),
+                f"set {set_id} has {self._rows[set_id]} rows and is in the wrong list",
+            )
             _require(held is None or self._ids.get(held) == set_id, f"set {set_id} is not found by its members")
-            _require((held is None) == (set_id in unused or set_id in self.forwarding), f"set {set_id} has members, or none, wrongly")
-        _require(len(self._ids) - 1 == len(self._members) - 2 - len(unused) - len(self.forwarding), "a set is found that is not there")
+            _require(
+                (held is None) == (set_id in unused or set_id in self.forwarding),
+                f"set {set_id} has members, or none, wrongly",
+            )
+        _require(
+            len(self._ids) - 1 == len(self._members) - 2 - len(unused) - len(self.forwarding),
+            "a set is found that is not there",
+        )
         _require(self._member_bytes == sum(map(len, self._ids)), "the bytes of the sets are miscounted")
         _require(self._rows[FREE] == 0, "rows carry the id of free slots")
 

@@ -1,8 +1,9 @@
-"""What a cache that never forgets would have held: the block hashes that passed through this router, as far as a table of fixed size remembers.
+"""What a cache that never forgets would have held: the block hashes that passed through this router, as far as a table
+of fixed size remembers.
 
-It judges decisions (`explain`), and tells how much of it nodes lose (`lost_prefixes`): the length of the prefix that some earlier request had in
-common. Each hash has one place in the table, a later one takes it over, so that old prefixes fade and the answer may be short, never long but by
-chance (2⁻⁶⁴ a block).
+It judges decisions (`explain`), and tells how much of it nodes lose (`lost_prefixes`): the length of the prefix that
+some earlier request had in common. Each hash has one place in the table, a later one takes it over, so that old
+prefixes fade and the answer may be short, never long but by chance (2⁻⁶⁴ a block).
 """
 
 from __future__ import annotations

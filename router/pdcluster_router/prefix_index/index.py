@@ -1,12 +1,14 @@
 """The prefix index: which node holds which blocks, asked for a whole prompt and all nodes at once.
 
-A row per block (`block_table`) carries the id of the set of nodes that hold it (`holder_sets`). Nodes evict leaves first, so what a node holds of a
-prompt is a prefix of it, and sets only shrink along the prompt: where both ends of a stretch have the same set, so has all between. `depths` halves
-stretches whose ends differ: O(log blocks × distinct depths) rows are looked at.
+A row per block (`block_table`) carries the id of the set of nodes that hold it (`holder_sets`). Nodes evict leaves
+first, so what a node holds of a prompt is a prefix of it, and sets only shrink along the prompt: where both ends of a
+stretch have the same set, so has all between. `depths` halves stretches whose ends differ: O(log blocks × distinct
+depths) rows are looked at.
 
-A full table grows by moving its rows into a larger one, some with each change, so that no single change takes long; until then both are asked. At
-`max_blocks` the newest lose: blocks that would need a new row are dropped and counted, and their node is marked partial until its next snapshot,
-because its holdings here are no longer prefix-closed; it may look shorter, never crash. What nodes that left had held is overwritten as rows move.
+A full table grows by moving its rows into a larger one, some with each change, so that no single change takes long;
+until then both are asked. At `max_blocks` the newest lose: blocks that would need a new row are dropped and counted,
+and their node is marked partial until its next snapshot, because its holdings here are no longer prefix-closed; it may
+look shorter, never crash. What nodes that left had held is overwritten as rows move.
 
 Owned by one thread. Not here: what a request will create soon (`expected`), and who tells of changes (`cluster`).
 """
@@ -49,7 +51,8 @@ MAX_BLOCKS = 16 << 20
 """Distinct blocks; their rows need at most ENTRY_BYTES each."""
 
 ENTRY_BYTES = SLOT_BYTES * (1 + GROWTH) / MAX_LOAD
-"""Of one row at the worst moment: while all rows move, both tables are there. A row holds at least one (block, node) entry."""
+"""Of one row at the worst moment: while all rows move, both tables are there. A row holds at least one (block, node)
+entry."""
 
 KEPT_NAMES = 512
 
@@ -84,7 +87,8 @@ class PrefixIndex:
         self._members: dict[int, tuple[str, ...]] = {}
         self._asked = b""
         self._answer: dict[str, int] = {}
-        """The last question and its answer, as long as nothing changed: a request asks again for each node that it is sent to."""
+        """The last question and its answer, as long as nothing changed: a request asks again for each node that it is
+        sent to."""
 
     # ------------------------------------------------------------ what nodes tell
 
@@ -132,7 +136,8 @@ class PrefixIndex:
     # ------------------------------------------------------------ what is asked
 
     def depths(self, hashes: bytes, now: float | None = None) -> dict[str, int]:
-        """For each node that holds the first block, the number of leading blocks it holds. With `now`, what is expected counts too."""
+        """For each node that holds the first block, the number of leading blocks it holds. With `now`, what is expected
+        counts too."""
         if not hashes:
             return {}
         if hashes is not self._asked:
@@ -149,7 +154,9 @@ class PrefixIndex:
         words, table_set_of = memoryview(hashes).cast("Q"), self._table.set_of
         last = len(words) // 2 - 1
         first = table_set_of(words[0], words[1])
-        if first != GONE and first not in self._sets.forwarding and table_set_of(words[-2], words[-1]) == first:  # as it mostly is
+        if (
+            first != GONE and first not in self._sets.forwarding and table_set_of(words[-2], words[-1]) == first
+        ):  # as it mostly is
             return dict.fromkeys(self._names_of(first), last + 1)
         first = self._set_of(words, 0)
         if first == EMPTY:
@@ -176,7 +183,8 @@ class PrefixIndex:
         return low
 
     def _levels(self, words: memoryview[int], set_id: int, last: int) -> list[tuple[int, int]]:
-        """(set, number of leading blocks that it holds) wherever the set changes along the prompt. set_id: of its first block; last: block."""
+        """(set, number of leading blocks that it holds) wherever the set changes along the prompt. set_id: of its first
+        block; last: block."""
         set_of, left = self._set_of, 0
         levels: list[tuple[int, int]] = []
         further = [(set_of(words, last), last)]
@@ -254,7 +262,11 @@ class PrefixIndex:
         for table in self._tables():
             slots, keys = table.rows(0, table.num_slots)
             sets = self._sets.resolve_many(table.sets[slots])
-            holding = [set_id for set_id in np.unique(sets).tolist() if number is not None and self._sets.has_node(set_id, number)]
+            holding = [
+                set_id
+                for set_id in np.unique(sets).tolist()
+                if number is not None and self._sets.has_node(set_id, number)
+            ]
             yield keys.take(np.isin(sets, np.array(holding, np.uint32)))
 
     # ------------------------------------------------------------ rows
@@ -379,7 +391,9 @@ class PrefixIndex:
 
     def _make_room(self, num_blocks: int) -> int:
         """How many new rows there may be, of so many wanted."""
-        if num_blocks > self._room() and (self._table.num_slots < self._most_slots or self._num_freed > FREED_SHARE * self.max_blocks):
+        if num_blocks > self._room() and (
+            self._table.num_slots < self._most_slots or self._num_freed > FREED_SHARE * self.max_blocks
+        ):
             self._rebuild(num_blocks)
         return max(min(num_blocks, self._room()), 0)
 
@@ -387,8 +401,8 @@ class PrefixIndex:
         return int(MAX_LOAD * self._table.num_slots) - self._table.num_rows - self._num_to_move
 
     def _rebuild(self, num_new: int) -> None:
-        """Begin to move what is alive into a table that has room for it and for so many more, or as large as may be. Room, too, for what comes while
-        rows move, so that all have moved before it is full."""
+        """Begin to move what is alive into a table that has room for it and for so many more, or as large as may be.
+        Room, too, for what comes while rows move, so that all have moved before it is full."""
         if self._former is not None:
             self._move(self._former.num_slots)
         live = self._num_alive()
@@ -397,7 +411,8 @@ class PrefixIndex:
         self._num_to_move, self._moved, self._num_freed, self._num_owed = live, 0, 0, 0
 
     def _num_alive(self) -> int:
-        """Rows that some node still holds. Of a large table COUNTED slots are looked at, which are as good as any, and some more are taken to be."""
+        """Rows that some node still holds. Of a large table COUNTED slots are looked at, which are as good as any, and
+        some more are taken to be."""
         size = self._table.num_slots
         sets = self._table.sets[:COUNTED]
         found = int(np.count_nonzero(self._sets.resolve_many(sets) > EMPTY))

@@ -1,10 +1,12 @@
-"""What nodes say of their caches, put in order: numbered deltas into the prefix index, gaps noticed, snapshots asked for.
+"""What nodes say of their caches, put in order: numbered deltas into the prefix index, gaps noticed, snapshots asked
+for.
 
-A node's first word is a snapshot; deltas follow, numbered. A number that is missing means that something was lost: what is known of the node stays,
-as the best guess there is, until the snapshot comes that is asked for at once, and again while none comes.
+A node's first word is a snapshot; deltas follow, numbered. A number that is missing means that something was lost: what
+is known of the node stays, as the best guess there is, until the snapshot comes that is asked for at once, and again
+while none comes.
 
-What is large is taken in by slices, so that the event loop does other things between them: what a node says later waits behind its slices, and the
-node looks shorter until then. Owned by the router's event loop; it sends nothing itself.
+What is large is taken in by slices, so that the event loop does other things between them: what a node says later waits
+behind its slices, and the node looks shorter until then. Owned by the router's event loop; it sends nothing itself.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ Piece = tuple[Literal["snapshot", "remove", "add"], bytes]
 
 @dataclass(slots=True)
 class _Feed:
-    """sequence: of the last delta that was taken, None while a snapshot is awaited; asked_at: when for one was asked last; pieces: what of it is not
-    in the index yet."""
+    """sequence: of the last delta that was taken, None while a snapshot is awaited; asked_at: when for one was asked
+    last; pieces: what of it is not in the index yet."""
 
     sequence: int | None = None
     asked_at: float | None = None
@@ -38,7 +40,8 @@ class _Feed:
 
 
 class Caches:
-    """num_deltas, num_snapshots: taken in; num_gaps: times when deltas were missing; num_stale: deltas that an awaited snapshot will contain."""
+    """num_deltas, num_snapshots: taken in; num_gaps: times when deltas were missing; num_stale: deltas that an awaited
+    snapshot will contain."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self.index = index
@@ -115,14 +118,20 @@ class Caches:
         return True
 
     def is_overdue(self, incarnation: str, now: float) -> bool:
-        """Whether the node must be asked (again), because its snapshot does not come. Asked whenever the node says anything."""
+        """Whether the node must be asked (again), because its snapshot does not come. Asked whenever the node says
+        anything."""
         feed = self._feeds.get(incarnation)
         return feed is not None and feed.sequence is None and self._ask(feed, now)
 
     def is_exact(self, incarnation: str) -> bool:
         """Whether the index holds what the node last said, all of it."""
         feed = self._feeds.get(incarnation)
-        return feed is not None and feed.sequence is not None and not feed.pieces and not self.index.is_partial(incarnation)
+        return (
+            feed is not None
+            and feed.sequence is not None
+            and not feed.pieces
+            and not self.index.is_partial(incarnation)
+        )
 
     def lose(self, incarnation: str) -> None:
         """The link is gone: what the node holds it will say anew, if it comes back."""

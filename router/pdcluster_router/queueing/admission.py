@@ -1,11 +1,13 @@
-"""Whether a request may come in: refused at once when it can never fit (400), when no node exists (503), when it would be too late (429), or when the
-hold queue is full (429). Pure; a refusal carries the wait that is predicted.
+"""Whether a request may come in: refused at once when it can never fit (400), when no node exists (503), when it would
+be too late (429), or when the hold queue is full (429). Pure; a refusal carries the wait that is predicted.
 
-Without a service level (`Slo.ttft_s` None) only the bounds refuse. With one, a request is refused when its predicted time to first token, and the
-margin, is more than it may be. Long prompts have a floor; short ones, which fit in a little longer, would keep them out for ever in an overload:
-  1. a prompt is taken to need at least EVEN_SHARE of the level, so that up to there all are refused at the same length of the queue; but not of a
-     tenant that has nothing waiting while others have: it keeps nobody out;
-  2. one so long that it could hardly meet the level alone is measured by LONG_FACTOR times its own time on an empty cluster.
+Without a service level (`Slo.ttft_s` None) only the bounds refuse. With one, a request is refused when its predicted
+time to first token, and the margin, is more than it may be. Long prompts have a floor; short ones, which fit in a
+little longer, would keep them out for ever in an overload:
+  1. a prompt is taken to need at least EVEN_SHARE of the level, so that up to there all are refused at the same length
+     of the queue; but not of a tenant that has nothing waiting while others have: it keeps nobody out;
+  2. one so long that it could hardly meet the level alone is measured by LONG_FACTOR times its own time on an empty
+     cluster.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ LEAST_RATE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """ttft_s: longest time to first token that is wanted, None for none; margin: share by which predictions are taken to be too short."""
+    """ttft_s: longest time to first token that is wanted, None for none; margin: share by which predictions are taken
+    to be too short."""
 
     ttft_s: float | None = None
     margin: float = 0.1
@@ -33,8 +36,8 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a request has to expect, in seconds: in the hold queue, then on a node before its turn, then its own prompt. is_modest: others wait, and
-    nobody of its tenant."""
+    """What a request has to expect, in seconds: in the hold queue, then on a node before its turn, then its own prompt.
+    is_modest: others wait, and nobody of its tenant."""
 
     wait_s: float
     backlog_s: float
@@ -54,7 +57,10 @@ def check_service(outlook: Outlook, slo: Slo) -> None:
     least_s = 0.0 if outlook.is_modest else EVEN_SHARE * slo.ttft_s
     judged_s = outlook.wait_s + outlook.backlog_s + max(outlook.prefill_s, least_s)
     if judged_s * (1.0 + slo.margin) > limit_s:
-        message = f"the first token is predicted after {outlook.ttft_s:.2f} s, too near to the {limit_s:.2f} s that are promised"
+        message = (
+            f"the first token is predicted after {outlook.ttft_s:.2f} s, too near to the {limit_s:.2f} s that are "
+            "promised"
+        )
         raise refusal("slo", message, outlook.wait_s)
 
 
@@ -66,17 +72,20 @@ def refusal(reason: str, message: str, wait_s: float) -> errors.Overloaded:
 def check_fits(num_tokens: int, view: ClusterView) -> None:
     """Raises Unavailable when no node is known, and BadRequest when none that is could ever take so many tokens."""
     if not view.nodes:
-        raise errors.Unavailable("none of 0 known nodes takes work now; see that nodes are up, not cordoned and not draining")
+        raise errors.Unavailable(
+            "none of 0 known nodes takes work now; see that nodes are up, not cordoned and not draining"
+        )
     longest = max(node.max_len for node in view.nodes)
     if num_tokens > longest:
         raise errors.ContextTooLong(longest, f"the request has {num_tokens} tokens; shorten it or start a larger node")
 
 
 class DrainRate:
-    """Work that leaves the hold queue per second while requests wait there, an average that forgets with `memory_s`. Owned by the queue's owner.
+    """Work that leaves the hold queue per second while requests wait there, an average that forgets with `memory_s`.
+    Owned by the queue's owner.
 
-    It begins as if the default had been seen for `prior_s`, which is forgotten like the rest: that nothing left for a second says little, when one
-    prompt may take that long."""
+    It begins as if the default had been seen for `prior_s`, which is forgotten like the rest: that nothing left for a
+    second says little, when one prompt may take that long."""
 
     def __init__(self, memory_s: float = 10.0, prior_s: float = 3.0) -> None:
         self._memory_s = memory_s

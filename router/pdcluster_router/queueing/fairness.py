@@ -1,15 +1,17 @@
-"""Whose turn it is among requests that wait: strict tiers of priority with a floor, deficit round robin over the tenants of a tier, earliest due
-time inside a tenant. Pure: no clock, no waiting; the same calls in the same order give the same turns.
+"""Whose turn it is among requests that wait: strict tiers of priority with a floor, deficit round robin over the
+tenants of a tier, earliest due time inside a tenant. Pure: no clock, no waiting; the same calls in the same order give
+the same turns.
 
-1. Tiers. The most urgent tier goes first. The others that wait share `floor` of the work that goes before them, and each goes as soon as its part
-   pays for its next request: urgent work delays the rest, it cannot starve it.
-2. Tenants. Deficit round robin (Shreedhar and Varghese 1995): each visit credits a tenant quantum × weight, and what it releases is charged. While
-   two tenants wait, their work ÷ weight differs by at most one quantum, the largest request of each ÷ its weight, and `burst`: so much a tenant has
-   in hand that took less than its share before. Without it one that asks now and then would wait behind as much of a flood's work as it brings.
+1. Tiers. The most urgent tier goes first. The others that wait share `floor` of the work that goes before them, and
+   each goes as soon as its part pays for its next request: urgent work delays the rest, it cannot starve it.
+2. Tenants. Deficit round robin (Shreedhar and Varghese 1995): each visit credits a tenant quantum × weight, and what it
+   releases is charged. While two tenants wait, their work ÷ weight differs by at most one quantum, the largest request
+   of each ÷ its weight, and `burst`: so much a tenant has in hand that took less than its share before. Without it one
+   that asks now and then would wait behind as much of a flood's work as it brings.
 3. Requests of one tenant go by due time, then in the order they came.
 
-`peek` changes nothing, so that a request may be looked at as often as its nodes report; only `take` credits and charges. What `peek` is told to
-pass over is left out of the round as if it did not wait, and keeps its deficit.
+`peek` changes nothing, so that a request may be looked at as often as its nodes report; only `take` credits and
+charges. What `peek` is told to pass over is left out of the round as if it did not wait, and keeps its deficit.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from pdcluster.core.errors import IntegrityError
 
 
 class Held(msgspec.Struct, frozen=True, gc=False):
-    """One request in the hold queue. priority: lower goes first; work: what it is expected to cost a node (one unit for all, such as seconds);
-    arrived and deadline: moments of one clock. is_paid: it was released before and came back, so that its tenant is not charged again."""
+    """One request in the hold queue. priority: lower goes first; work: what it is expected to cost a node (one unit for
+    all, such as seconds); arrived and deadline: moments of one clock. is_paid: it was released before and came back, so
+    that its tenant is not charged again."""
 
     request: str
     tenant: str
@@ -55,7 +58,8 @@ class Place:
 
 @dataclass(slots=True)
 class Flow:
-    """The waiting requests of one tenant in one tier, most urgent first. The weight is that of the tenant's latest request."""
+    """The waiting requests of one tenant in one tier, most urgent first. The weight is that of the tenant's latest
+    request."""
 
     tenant: str
     weight: float
@@ -76,8 +80,8 @@ class Flow:
 
 
 class Savings:
-    """Work ÷ weight that tenants have in hand who begin to wait behind others: at most `burst`, less what they used of it before. Who has nothing
-    waiting earns it back while others are served, as if it had waited with them."""
+    """Work ÷ weight that tenants have in hand who begin to wait behind others: at most `burst`, less what they used of
+    it before. Who has nothing waiting earns it back while others are served, as if it had waited with them."""
 
     def __init__(self, burst: float) -> None:
         self._burst = burst
@@ -101,7 +105,8 @@ class Savings:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What goes next. visits: how many visits of the round it takes to get there, with the tenants that are in it, in their order."""
+    """What goes next. visits: how many visits of the round it takes to get there, with the tenants that are in it, in
+    their order."""
 
     held: Held
     tier: int
@@ -111,7 +116,8 @@ class Turn:
 
 
 class Tier:
-    """Deficit round robin over the tenants of one priority. owed: work that more urgent tiers released past it and did not pay for yet."""
+    """Deficit round robin over the tenants of one priority. owed: work that more urgent tiers released past it and did
+    not pay for yet."""
 
     def __init__(self, priority: int, quantum: float, savings: Savings) -> None:
         self.priority = priority
@@ -131,7 +137,11 @@ class Tier:
         flow = self._flows.get(held.tenant)
         if flow is None:
             in_hand = self._savings.withdraw(held.tenant)
-            flow = Flow(held.tenant, held.weight, deficit=in_hand * held.weight) if self._flows else Flow(held.tenant, held.weight, unused=in_hand)
+            flow = (
+                Flow(held.tenant, held.weight, deficit=in_hand * held.weight)
+                if self._flows
+                else Flow(held.tenant, held.weight, unused=in_hand)
+            )
             self._flows[held.tenant] = flow
             self._ring.insert(len(self._ring) - (self._serving is not None), held.tenant)
         flow.weight = held.weight
@@ -157,7 +167,9 @@ class Tier:
         ring = tuple(heads)
         if self._serving in heads and self._fits(heads[self._serving]):
             return Turn(heads[self._serving], self.priority, 0, ring)
-        visits, tenant = min((self._visits_until(head, index, len(ring)), tenant) for index, (tenant, head) in enumerate(heads.items()))
+        visits, tenant = min(
+            (self._visits_until(head, index, len(ring)), tenant) for index, (tenant, head) in enumerate(heads.items())
+        )
         return Turn(heads[tenant], self.priority, visits, ring)
 
     def _fits(self, head: Held) -> bool:
@@ -190,15 +202,20 @@ class Tier:
 
     def check_integrity(self) -> None:
         if sorted(self._ring) != sorted(self._flows) or (self._serving is not None and self._ring[-1] != self._serving):
-            raise IntegrityError(f"tier {self.priority}: the round {self._ring} (serving {self._serving}) is not over {sorted(self._flows)}")
+            raise IntegrityError(
+                f"tier {self.priority}: the round {self._ring} (serving {self._serving}) is not over "
+                f"{sorted(self._flows)}"
+            )
         for flow in self._flows.values():
             if not flow.places or flow.places != sorted(flow.places) or flow.deficit < 0:
-                raise IntegrityError(f"tier {self.priority}: the queue of {flow.tenant} is empty, out of order or in debt: {flow}")
+                raise IntegrityError(
+                    f"tier {self.priority}: the queue of {flow.tenant} is empty, out of order or in debt: {flow}"
+                )
 
 
 class FairQueue:
-    """quantum: work that a visit credits a tenant of weight 1; floor: share of the work that goes past other tiers which they are owed; burst: see
-    Savings."""
+    """quantum: work that a visit credits a tenant of weight 1; floor: share of the work that goes past other tiers
+    which they are owed; burst: see Savings."""
 
     def __init__(self, quantum: float, floor: float, burst: float = 0.0) -> None:
         self._quantum = quantum
@@ -267,9 +284,12 @@ class FairQueue:
         return self.remove(turn.held.request)
 
     def work_before(self, new: Held, due: float) -> float:
-        """Work that is expected to go before the last of a new request's: all of more urgent tiers, what its tenant has that is due before it, and of
-        the others of its tier what their weights let them have meanwhile. The floors of less urgent tiers are not counted, nor is what will come."""
-        total = sum(flow.work for tier in self._tiers.values() if tier.priority < new.priority for flow in tier.flows.values())
+        """Work that is expected to go before the last of a new request's: all of more urgent tiers, what its tenant has
+        that is due before it, and of the others of its tier what their weights let them have meanwhile. The floors of
+        less urgent tiers are not counted, nor is what will come."""
+        total = sum(
+            flow.work for tier in self._tiers.values() if tier.priority < new.priority for flow in tier.flows.values()
+        )
         tier = self._tiers.get(new.priority)
         if tier is None:
             return total
@@ -277,11 +297,19 @@ class FairQueue:
         own = flows[new.tenant].work_until(due) if new.tenant in flows else 0.0
         in_hand = flows[new.tenant].deficit / new.weight if new.tenant in flows else self._savings.of(new.tenant)
         per_weight = max((own + new.work) / new.weight - in_hand, 0.0)
-        return total + own + sum(min(flow.work, per_weight * flow.weight) for name, flow in flows.items() if name != new.tenant)
+        return (
+            total
+            + own
+            + sum(min(flow.work, per_weight * flow.weight) for name, flow in flows.items() if name != new.tenant)
+        )
 
     def check_integrity(self) -> None:
-        found = [place.held.request for tier in self._tiers.values() for flow in tier.flows.values() for place in flow.places]
+        found = [
+            place.held.request for tier in self._tiers.values() for flow in tier.flows.values() for place in flow.places
+        ]
         if sorted(found) != sorted(self._where):
-            raise IntegrityError(f"waiting requests are lost or doubled: {sorted(found)} in tiers, {sorted(self._where)} known")
+            raise IntegrityError(
+                f"waiting requests are lost or doubled: {sorted(found)} in tiers, {sorted(self._where)} known"
+            )
         for tier in self._tiers.values():
             tier.check_integrity()

@@ -1,11 +1,12 @@
-"""Who goes to a node, who waits and who is refused: hold queue, headroom and admission as one. Pure, so that the replay drives the same object in
-simulated time: decisions of the policy come in as a function, moments as numbers.
+"""Who goes to a node, who waits and who is refused: hold queue, headroom and admission as one. Pure, so that the replay
+drives the same object in simulated time: decisions of the policy come in as a function, moments as numbers.
 
-A request *knocks*: it goes at once when nobody waits and some node is open for it; otherwise it is refused, or held. Whenever something may have
-freed (a report, an end, a node that came), `release` scores those that wait again, in their order.
+A request *knocks*: it goes at once when nobody waits and some node is open for it; otherwise it is refused, or held.
+Whenever something may have freed (a report, an end, a node that came), `release` scores those that wait again, in their
+order.
 
-It is also held for the sake of the rows that it would slow down (`Headroom.keeps_pace`), except where a service level is promised for first tokens:
-what is predicted there are waits for prompts.
+It is also held for the sake of the rows that it would slow down (`Headroom.keeps_pace`), except where a service level
+is promised for first tokens: what is predicted there are waits for prompts.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ Reason = Mode | Literal["pace"]
 PACE: Literal["pace"] = "pace"
 
 RESCORE_S = 0.25
-"""How long it is believed what a request would do that is not the first in turn, while what kept it waiting keeps those before it. So one that may go
-elsewhere is not kept by those before it, and a report of a full pool costs one decision, not one for each that waits for the pool."""
+"""How long it is believed what a request would do that is not the first in turn, while what kept it waiting keeps those
+before it. So one that may go elsewhere is not kept by those before it, and a report of a full pool costs one decision,
+not one for each that waits for the pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """Why a request did not go when it was scored at `moment`. nodes: the incarnations that could have computed its prompt."""
+    """Why a request did not go when it was scored at `moment`. nodes: the incarnations that could have computed its
+    prompt."""
 
     reason: Reason
     nodes: frozenset[str]
@@ -57,8 +60,8 @@ class Released:
 
 
 class Gate:
-    """Owned by one thread; in simulated time by one simulation. Where a service level is promised, requests of a tenant go first come, first served:
-    what was let in by the wait that was predicted may not be passed by others."""
+    """Owned by one thread; in simulated time by one simulation. Where a service level is promised, requests of a tenant
+    go first come, first served: what was let in by the wait that was predicted may not be passed by others."""
 
     def __init__(self, limits: HoldLimits, headroom: Headroom, slo: Slo) -> None:
         self.queue = HoldQueue(limits if slo.ttft_s is None else dataclasses.replace(limits, urgency=None))
@@ -70,8 +73,9 @@ class Gate:
         """Of those that were passed over lately."""
 
     def knock(self, held: Held, decide: Decide, now: float) -> Decision | None:
-        """Where the request goes at once; None: it is held (`release` may find it a place right away). held.work is filled in here. Raises
-        Overloaded when it may not come in, and what `decide` raises; one that was let in before (is_paid) always may."""
+        """Where the request goes at once; None: it is held (`release` may find it a place right away). held.work is
+        filled in here. Raises Overloaded when it may not come in, and what `decide` raises; one that was let in before
+        (is_paid) always may."""
         decision = decide(held)
         going = self.at_once(decision, now - held.arrived, is_paid=held.is_paid)
         if going is None:
@@ -79,7 +83,8 @@ class Gate:
         return going
 
     def at_once(self, decision: Decision, waited_s: float, *, is_paid: bool) -> Decision | None:
-        """Where a request goes that does not wait, as nearly all do; None: it is to be held. Raises Overloaded as `knock` does."""
+        """Where a request goes that does not wait, as nearly all do; None: it is to be held. Raises Overloaded as
+        `knock` does."""
         if len(self.queue) or self._why_held(decision, waited_s, is_paid=is_paid) is not None:
             return None
         if self._slo.ttft_s is not None and not is_paid:
@@ -89,7 +94,8 @@ class Gate:
 
     @property
     def room_s(self) -> float:
-        """Backlog below which a node takes a request that comes now; -1 while others wait or a service level is promised, when it has to knock."""
+        """Backlog below which a node takes a request that comes now; -1 while others wait or a service level is
+        promised, when it has to knock."""
         return -1.0 if len(self.queue) or self._slo.ttft_s is not None else self._headroom.backlog_s
 
     def hold(self, held: Held, decision: Decision, now: float) -> None:
@@ -101,7 +107,8 @@ class Gate:
         self._drain.is_held(True, now)
 
     def release(self, decide: Decide, now: float, most: int = 1) -> list[Released]:
-        """At most so many of those that wait. One at a time when a decision only counts in the next view once it was acted upon."""
+        """At most so many of those that wait. One at a time when a decision only counts in the next view once it was
+        acted upon."""
         released: list[Released] = []
         wanted: dict[str, frozenset[str]] = {}
         full: frozenset[Reason] = frozenset()
@@ -133,7 +140,11 @@ class Gate:
         for held in self.queue.release(offer, now):
             self._drain.released(held.charge, now)
         self._drain.is_held(bool(len(self.queue)), now)
-        self._wishes = {request: wish for request, wish in self._wishes.items() if now < wish.moment + RESCORE_S and request in self.queue}
+        self._wishes = {
+            request: wish
+            for request, wish in self._wishes.items()
+            if now < wish.moment + RESCORE_S and request in self.queue
+        }
         return released
 
     def _why_held(self, decision: Decision, waited_s: float, *, is_paid: bool) -> Reason | None:
@@ -167,12 +178,20 @@ class Gate:
     # ------------------------------------------------------------ refusals
 
     def _admit(self, held: Held, decision: Decision) -> None:
-        pool = [node for node in decision.view.nodes if node.accepts_work and (decision.choice.mode == "local" or node.role != "decode")]
+        pool = [
+            node
+            for node in decision.view.nodes
+            if node.accepts_work and (decision.choice.mode == "local" or node.role != "decode")
+        ]
         least_s = min((self._headroom.waiting_s(node) for node in pool), default=0.0)
         wait_s = self.wait_s(held, len(pool)) + max(least_s - self._headroom.backlog_s, 0.0)
         bound = self.queue.lacks_room(held)
         if bound is not None:
-            raise refusal(f"hold_{bound}", f"{len(self.queue)} requests of {self.queue.num_bytes} bytes wait for a node, no more may", wait_s)
+            raise refusal(
+                f"hold_{bound}",
+                f"{len(self.queue)} requests of {self.queue.num_bytes} bytes wait for a node, no more may",
+                wait_s,
+            )
         is_modest = len(self.queue) > 0 and not self.queue.has_any_of(held.tenant)
         check_service(Outlook(wait_s, min(least_s, self._headroom.backlog_s), held.work, is_modest), self._slo)
 
@@ -185,6 +204,7 @@ class Gate:
 
 
 def _going(decision: Decision) -> Decision:
-    """What a gate asks of a choice it asks no more: a choice is kept as long as the request runs, and shall not keep the whole view."""
+    """What a gate asks of a choice it asks no more: a choice is kept as long as the request runs, and shall not keep
+    the whole view."""
     choice = decision.choice
     return decision if choice.suits is suits_all else replace(decision, choice=replace(choice, suits=suits_all))

@@ -1,11 +1,13 @@
 """Whether there is a place for a request: on nodes whose backlog is small, told from a ClusterView. Pure.
 
-A node is *open* for prompts while the work that waits there is below `backlog_s`: enough that it never idles, so little that what comes next is still
-the router's to decide. Which open node gets a request is the policy's choice; a policy may also choose one that is not open, for what it has cached,
-as long as some node of that leg is to which it would send the request, too.
+A node is *open* for prompts while the work that waits there is below `backlog_s`: enough that it never idles, so little
+that what comes next is still the router's to decide. Which open node gets a request is the policy's choice; a policy
+may also choose one that is not open, for what it has cached, as long as some node of that leg is to which it would send
+the request, too.
 
-Rows share their node's steps, so one row too many makes all of them slow, while a first token mostly has time: a request waits while the rows where
-it would decode are as slow as they may be, but for no more than HALF of the time that its first token has.
+Rows share their node's steps, so one row too many makes all of them slow, while a first token mostly has time: a
+request waits while the rows where it would decode are as slow as they may be, but for no more than HALF of the time
+that its first token has.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ MODES: tuple[Mode, ...] = ("remote", "local")
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """backlog_s: seconds of prompt work that may wait on a node; cold_token_s: what a token is taken to cost where a node has not measured it yet."""
+    """backlog_s: seconds of prompt work that may wait on a node; cold_token_s: what a token is taken to cost where a
+    node has not measured it yet."""
 
     backlog_s: float = 0.25
     cold_token_s: float = 50e-6
@@ -65,9 +68,10 @@ class Headroom:
         return node.load is None or node.rows < node.load.slots
 
     def is_open(self, node: NodeView, mode: str, *, has_row: bool) -> bool:
-        """For the leg that computes the prompt. has_row: some decode node could take it; if none can, prompts are computed ahead as long as what
-        waits for a decode node is a small part of the pool. Mode local needs a row of the node's own. A node that does nothing is open whatever
-        else is believed of it, so that a wrong belief cannot hold requests for ever."""
+        """For the leg that computes the prompt. has_row: some decode node could take it; if none can, prompts are
+        computed ahead as long as what waits for a decode node is a small part of the pool. Mode local needs a row of
+        the node's own. A node that does nothing is open whatever else is believed of it, so that a wrong belief cannot
+        hold requests for ever."""
         if _is_idle(node):
             return True
         if self.waiting_s(node) >= self.backlog_s:
@@ -77,8 +81,8 @@ class Headroom:
         return has_row or node.load is None or node.load.pages_parked * AHEAD < node.load.pages_total
 
     def goes(self, choice: Choice, query: Query, view: ClusterView, waited_s: float, *, may_slow: bool) -> bool:
-        """Whether it is plain from the numbers of the chosen nodes that `has_open` and, unless it may_slow rows, `keeps_pace`, as mostly. False:
-        they have to be asked."""
+        """Whether it is plain from the numbers of the chosen nodes that `has_open` and, unless it may_slow rows,
+        `keeps_pace`, as mostly. False: they have to be asked."""
         if query.busy or not view.has_table:
             return False
         functions, row_of, is_local = compiled.in_use(), view.roster.row_of, choice.prefill is None
@@ -99,18 +103,24 @@ class Headroom:
         )
 
     def has_open(self, choice: Choice, query: Query, view: ClusterView) -> bool:
-        """Whether some node is open that could compute this request's prompt in the mode that was chosen; if not, it must wait. The chosen nodes are
-        looked at first, since mostly they are."""
+        """Whether some node is open that could compute this request's prompt in the mode that was chosen; if not, it
+        must wait. The chosen nodes are looked at first, since mostly they are."""
         first, mode = choice.first, choice.mode
-        has_row = mode != "local" and _decodes(choice.decode) and self.takes_row(choice.decode)  # where all is local its own rows are looked at
+        has_row = (
+            mode != "local" and _decodes(choice.decode) and self.takes_row(choice.decode)
+        )  # where all is local its own rows are looked at
         if self.is_open(first, mode, has_row=has_row) and not _is_ruled_out(first, query):
             return True
         has_row = has_row or self._has_row(view.nodes)
         nodes = chain((first,), self._pool(mode, view))
-        return any(self.is_open(node, mode, has_row=has_row) and not _is_ruled_out(node, query) and choice.suits(node) for node in nodes)
+        return any(
+            self.is_open(node, mode, has_row=has_row) and not _is_ruled_out(node, query) and choice.suits(node)
+            for node in nodes
+        )
 
     def keeps_pace(self, choice: Choice, query: Query, waited_s: float) -> bool:
-        """Whether one more row leaves those of the decoding node as fast as they may be, or this request has no time left to wait for that."""
+        """Whether one more row leaves those of the decoding node as fast as they may be, or this request has no time
+        left to wait for that."""
         station = choice.decode.own_station  # mostly worked out already, for the choice
         if station is None or not station.rows:
             return True
@@ -122,12 +132,20 @@ class Headroom:
 
     def usable(self, choice: Choice, query: Query, view: ClusterView) -> frozenset[str]:
         """Incarnations that could compute this request's prompt in the mode that was chosen, open or not."""
-        return frozenset(node.endpoint.incarnation for node in self._pool(choice.mode, view) if not _is_ruled_out(node, query) and choice.suits(node))
+        return frozenset(
+            node.endpoint.incarnation
+            for node in self._pool(choice.mode, view)
+            if not _is_ruled_out(node, query) and choice.suits(node)
+        )
 
     def full_modes(self, view: ClusterView) -> frozenset[Mode]:
         """Those in which nobody's request has a place."""
         has_row = self._has_row(view.nodes)
-        return frozenset(mode for mode in MODES if not any(self.is_open(node, mode, has_row=has_row) for node in self._pool(mode, view)))
+        return frozenset(
+            mode
+            for mode in MODES
+            if not any(self.is_open(node, mode, has_row=has_row) for node in self._pool(mode, view))
+        )
 
     def _pool(self, mode: str, view: ClusterView) -> Iterator[NodeView]:
         return (node for node in view.nodes if node.accepts_work and (mode == "local" or node.role != "decode"))
@@ -141,9 +159,12 @@ def _decodes(node: NodeView) -> bool:
 
 
 def _is_idle(node: NodeView) -> bool:
-    return node.load is not None and not (node.load.waiting or node.load.running or node.load.pages_parked or node.in_flight)
+    return node.load is not None and not (
+        node.load.waiting or node.load.running or node.load.pages_parked or node.in_flight
+    )
 
 
 def _is_ruled_out(node: NodeView, query: Query) -> bool:
-    """A node that failed the request counts again only when it is the last one, which the policy decides; here it just is no reason to go."""
+    """A node that failed the request counts again only when it is the last one, which the policy decides; here it just
+    is no reason to go."""
     return bool(why_not(node, query.num_tokens)) or node.endpoint.incarnation in query.busy

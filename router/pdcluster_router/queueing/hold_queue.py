@@ -1,14 +1,17 @@
-"""The hold queue: requests that wait in the router because every node they may use is past a small backlog. Pure; the moment is passed in.
+"""The hold queue: requests that wait in the router because every node they may use is past a small backlog. Pure; the
+moment is passed in.
 
-Requests wait here, and not on a node, so that each is scored again, against what the nodes hold by then, when a place frees. The queue is bounded by
-count, bytes and age, and fair (`fairness`). It does not know nodes: `release` offers requests in their order to whoever does.
+Requests wait here, and not on a node, so that each is scored again, against what the nodes hold by then, when a place
+frees. The queue is bounded by count, bytes and age, and fair (`fairness`). It does not know nodes: `release` offers
+requests in their order to whoever does.
 
 No request is starved by others:
   1. who may go next is fair over tenants and tiers;
-  2. inside a tenant the order is by when requests are due: after `urgency` times what their prompts take, so that short ones do not wait for long
-     ones that have time, but after `patience_s` at the latest, and by their deadlines. What came after that moment cannot pass them;
-  3. a request that could not use the place that freed (its nodes are full, another's are not) is passed over; once it is due, those behind it are
-     offered places with a claim: they must leave alone the nodes that it could use.
+  2. inside a tenant the order is by when requests are due: after `urgency` times what their prompts take, so that short
+     ones do not wait for long ones that have time, but after `patience_s` at the latest, and by their deadlines. What
+     came after that moment cannot pass them;
+  3. a request that could not use the place that freed (its nodes are full, another's are not) is passed over; once it
+     is due, those behind it are offered places with a claim: they must leave alone the nodes that it could use.
 """
 
 from __future__ import annotations
@@ -30,9 +33,9 @@ Reason = Literal["deadline", "age"]
 
 @dataclass(frozen=True, slots=True)
 class HoldLimits:
-    """age_s: longest wait; urgency: times its own work until a request is due, None: first come, first served; patience_s: until it is due at the
-    latest; look_ahead: how many that cannot use a place may be passed over for one that can. quantum, floor, burst: see `fairness`. is_shared:
-    several tenants may come, so none may fill the queue."""
+    """age_s: longest wait; urgency: times its own work until a request is due, None: first come, first served;
+    patience_s: until it is due at the latest; look_ahead: how many that cannot use a place may be passed over for one
+    that can. quantum, floor, burst: see `fairness`. is_shared: several tenants may come, so none may fill the queue."""
 
     count: int = 1024
     size_bytes: int = 256 * 2**20
@@ -47,7 +50,8 @@ class HoldLimits:
 
 
 class Answer(Enum):
-    """What became of an offered request. PLACED: it has gone; ELSEWHERE: what is free is not for this one; FULL: nothing is free for anybody."""
+    """What became of an offered request. PLACED: it has gone; ELSEWHERE: what is free is not for this one; FULL:
+    nothing is free for anybody."""
 
     PLACED = auto()
     ELSEWHERE = auto()
@@ -96,7 +100,9 @@ class HoldQueue:
 
     def lacks_room(self, held: Held) -> Bound | None:
         """The bound that keeps the request out, None when it may come in."""
-        return next((bound for bound, shares, amount in self._amounts(held) if not shares.has_room(held.tenant, amount)), None)
+        return next(
+            (bound for bound, shares, amount in self._amounts(held) if not shares.has_room(held.tenant, amount)), None
+        )
 
     def push(self, held: Held) -> None:
         """The caller has asked `lacks_room`. One that comes back is due at once."""
@@ -155,8 +161,8 @@ class HoldQueue:
     # ------------------------------------------------------------ books
 
     def _amounts(self, held: Held) -> tuple[tuple[Bound, Shares, int], ...]:
-        """What a request takes. One that comes back was let in before and may not be lost now: it takes nothing, and the number of requests that a
-        router works on bounds how many there are."""
+        """What a request takes. One that comes back was let in before and may not be lost now: it takes nothing, and
+        the number of requests that a router works on bounds how many there are."""
         if held.is_paid:
             return ()
         return ("count", self._places, 1), ("bytes", self._bytes, held.size_bytes)
@@ -165,7 +171,9 @@ class HoldQueue:
         if held.is_paid:
             return min(held.deadline, held.arrived)
         urgency, patience_s = self._limits.urgency, self._limits.patience_s
-        return min(held.deadline, held.arrived + (patience_s if urgency is None else min(urgency * held.work, patience_s)))
+        return min(
+            held.deadline, held.arrived + (patience_s if urgency is None else min(urgency * held.work, patience_s))
+        )
 
     def _expiry(self, held: Held) -> float:
         return min(held.deadline, held.arrived + self._limits.age_s)
@@ -188,6 +196,9 @@ class HoldQueue:
         held = self.waiting()
         taken = [one for one in held if not one.is_paid]
         if self._places.used != len(taken) or self._bytes.used != sum(one.size_bytes for one in taken):
-            raise IntegrityError(f"{len(taken)} new requests wait, {self._places.used} places and {self._bytes.used} bytes are taken for them")
+            raise IntegrityError(
+                f"{len(taken)} new requests wait, {self._places.used} places and {self._bytes.used} bytes are taken "
+                "for them"
+            )
         if not {(self._expiry(one), one.request) for one in held} <= set(self._expiries):
             raise IntegrityError("a waiting request has no expiry")

@@ -1,7 +1,8 @@
 """A bounded amount that tenants share, so that one of them cannot take it all before the others come.
 
-A tenant may take at most `greed` times what is still free (dynamic thresholds, Choudhury and Hahne 1998): alone it gets greed / (greed + 1) of the
-whole, and however many come, each finds room. Nothing that was given is taken back. Pure bookkeeping; no waiting.
+A tenant may take at most `greed` times what is still free (dynamic thresholds, Choudhury and Hahne 1998): alone it gets
+greed / (greed + 1) of the whole, and however many come, each finds room. Nothing that was given is taken back. Pure
+bookkeeping; no waiting.
 """
 
 from __future__ import annotations
@@ -64,5 +65,9 @@ class Shares:
             self._taken.pop(tenant, None)  # so that tenants that left cost nothing
 
     def check_integrity(self) -> None:
-        if self._used != sum(self._taken.values()) or not 0 <= self._used <= self._limit or min(self._taken.values(), default=1) <= 0:
+        if (
+            self._used != sum(self._taken.values())
+            or not 0 <= self._used <= self._limit
+            or min(self._taken.values(), default=1) <= 0
+        ):
             raise IntegrityError(f"shares do not add up: {self._used} of {self._limit} used, {dict(self._taken)}")

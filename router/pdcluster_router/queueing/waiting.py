@@ -1,8 +1,10 @@
-"""Requests that wait at the gate, each with the function that hears when it may go: a thin asyncio adapter over `gate`, which decides who goes when.
+"""Requests that wait at the gate, each with the function that hears when it may go: a thin asyncio adapter over `gate`,
+which decides who goes when.
 
-One task, alive only while requests wait, offers places whenever it is poked (a node reported, a request ended) and when a wait is over; and now and
-then besides, because a node that asked to be left alone for a while does not say when the while is over. It releases one request at a time and lets
-it start, so that the next one is scored against a view that counts it.
+One task, alive only while requests wait, offers places whenever it is poked (a node reported, a request ended) and when
+a wait is over; and now and then besides, because a node that asked to be left alone for a while does not say when the
+while is over. It releases one request at a time and lets it start, so that the next one is scored against a view that
+counts it.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ class Waiting:
             raise
 
     def hold(self, held: Held, decision: Decision, decide: Decide, answer: Answer) -> None:
-        """It waits, and `answer` hears of it when it is its turn, unless it leaves before. decision: what `decide` said just now."""
+        """It waits, and `answer` hears of it when it is its turn, unless it leaves before. decision: what `decide` said
+        just now."""
         try:
             self._gate.hold(held, decision, held.arrived)
         except errors.Overloaded as error:
@@ -101,7 +104,8 @@ class Waiting:
             self.poke()
 
     def _tell(self, request: str, outcome: str, answer: Decision | errors.PdclusterError) -> None:
-        """Unless it has left: one that hears bad news takes its siblings (other choices of its request) along, who may be the next to be told."""
+        """Unless it has left: one that hears bad news takes its siblings (other choices of its request) along, who may
+        be the next to be told."""
         if request in self._waiters:
             self._gone(request, outcome).answer(answer)
 

@@ -1,7 +1,9 @@
-"""A simulated node's KV pool: blocks kept for reuse in LRU order, leaves first, beside blocks that running requests need.
+"""A simulated node's KV pool: blocks kept for reuse in LRU order, leaves first, beside blocks that running requests
+need.
 
-A prompt's blocks are touched from the last to the first, so a block is never older than one behind it: what is evicted is always a leaf, and what is
-held is closed under prefixes, as on a real node. Counts blocks only; `check_integrity` says when the counts are wrong.
+A prompt's blocks are touched from the last to the first, so a block is never older than one behind it: what is evicted
+is always a leaf, and what is held is closed under prefixes, as on a real node. Counts blocks only; `check_integrity`
+says when the counts are wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from pdcluster_router.replay.trace import Blocks
 
 @dataclass(slots=True)
 class Hold:
-    """What one request keeps from eviction: its first num_shared blocks that are in the cache, and num_private others."""
+    """What one request keeps from eviction: its first num_shared blocks that are in the cache, and num_private
+    others."""
 
     blocks: Blocks
     num_shared: int
@@ -25,7 +28,8 @@ class Hold:
 
 @dataclass(slots=True)
 class PrefixCache:
-    """changes: blocks that came (True) or went (False) since the owner last took them, in order, the last word on each."""
+    """changes: blocks that came (True) or went (False) since the owner last took them, in order, the last word on
+    each."""
 
     capacity: int
     changes: dict[bytes, bool] = field(default_factory=dict)
@@ -130,12 +134,16 @@ class PrefixCache:
     def check_integrity(self) -> None:
         pinned = sum(1 for pins in self._kept.values() if pins)
         if pinned != self._num_pinned or self._num_private < 0 or len(self._kept) + self._num_private > self.capacity:
-            raise IntegrityError(f"{pinned} blocks are pinned, {self._num_pinned} counted, {self._num_private} private, {len(self._kept)} kept")
+            raise IntegrityError(
+                f"{pinned} blocks are pinned, {self._num_pinned} counted, {self._num_private} private, "
+                f"{len(self._kept)} kept"
+            )
 
 
 def pooled_depths(requests: Iterable[tuple[Blocks, Blocks]], capacity: int) -> list[int]:
-    """Leading blocks that each request finds in one LRU cache that serves all in order: the oracle of a cluster's caches. A request is what it asks
-    for and what it leaves behind; of what exceeds `capacity`, the beginning is left."""
+    """Leading blocks that each request finds in one LRU cache that serves all in order: the oracle of a cluster's
+    caches. A request is what it asks for and what it leaves behind; of what exceeds `capacity`, the beginning is
+    left."""
     cache = PrefixCache(capacity)
     depths = []
     for asked, left in requests:

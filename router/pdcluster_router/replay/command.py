@@ -20,7 +20,19 @@ from pdcluster_router.replay.workloads import generate
 
 GENERATE = "generate:"
 NUM_GENERATED = 5000
-COLUMNS = ("policy", "ttft_mean_s", "ttft_p90_s", "ttft_p99_s", "tpot_mean_s", "goodput", "hit", "hit_oracle", "imbalance", "attainment", "remote")
+COLUMNS = (
+    "policy",
+    "ttft_mean_s",
+    "ttft_p90_s",
+    "ttft_p99_s",
+    "tpot_mean_s",
+    "goodput",
+    "hit",
+    "hit_oracle",
+    "imbalance",
+    "attainment",
+    "remote",
+)
 """Of the table; JSON has all figures."""
 
 
@@ -88,7 +100,9 @@ def _conditions(asked: Routing, seed: int) -> Conditions:
         raise ConfigError(f"a feed cannot be {asked.feed_delay_ms:g} ms late; give 0 or more")
     if not 0 <= asked.feed_loss < 1:
         raise ConfigError(f"a share of {asked.feed_loss:g} of messages cannot be lost; give 0 to below 1")
-    return Conditions(FeedSpec(asked.feed_delay_ms / 1000, asked.feed_loss), asked.mode.value, seed, asked.in_this_router)
+    return Conditions(
+        FeedSpec(asked.feed_delay_ms / 1000, asked.feed_loss), asked.mode.value, seed, asked.in_this_router
+    )
 
 
 def _cell(value: object) -> str:

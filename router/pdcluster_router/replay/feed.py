@@ -1,7 +1,9 @@
-"""What a simulated node tells the router, late and with losses: changes of its cache, numbered, and reports of its load.
+"""What a simulated node tells the router, late and with losses: changes of its cache, numbered, and reports of its
+load.
 
-A message that is lost leaves a gap in the numbers; the router notices with the next message, ignores what follows, asks for a snapshot and goes on
-from that, as the live view does. Load reports replace each other, so a lost one is only older news.
+A message that is lost leaves a gap in the numbers; the router notices with the next message, ignores what follows, asks
+for a snapshot and goes on from that, as the live view does. Load reports replace each other, so a lost one is only
+older news.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class FeedSpec:
 
 IMMEDIATE = FeedSpec()
 REPORT_S = 0.05
-"""Least time between two load reports, as nodes have it (`node.report_s`). What the router sent since is in its own ledger."""
+"""Least time between two load reports, as nodes have it (`node.report_s`). What the router sent since is in its own
+ledger."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
-"""The cost of a real node for the replay: read from what its router says of it (Admin, DescribeNode, as JSON), and other nodes like it.
+"""The cost of a real node for the replay: read from what its router says of it (Admin, DescribeNode, as JSON), and
+other nodes like it.
 
-The file holds the fields of messages.CostReport, alone or under "cost", in either spelling of JSON for protobuf (prefill_fixed_s or prefillFixedS).
+The file holds the fields of messages.CostReport, alone or under "cost", in either spelling of JSON for protobuf
+(prefill_fixed_s or prefillFixedS).
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ MAX_FILE_BYTES = 1 << 20
 SIGMAS = 1.645
 """Of a normal distribution, that 9 of 10 are within."""
 TWICE = 2.0
-"""Nothing that is drawn is more than so many times, or less than that part of, what it was: a model that is not known better cannot be simulated."""
+"""Nothing that is drawn is more than so many times, or less than that part of, what it was: a model that is not known
+better cannot be simulated."""
 
 
 def read_cost(path: Path) -> NodeCost:
@@ -32,14 +35,19 @@ def read_cost(path: Path) -> NodeCost:
     except OSError as error:
         raise ConfigError(f"cannot read the cost of a node from {path}: {error.strerror}") from error
     if len(text) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path} has more than {MAX_FILE_BYTES} bytes, a node's cost has some hundreds; give what DescribeNode says of one node")
+        raise ConfigError(
+            f"{path} has more than {MAX_FILE_BYTES} bytes, a node's cost has some hundreds; give what DescribeNode "
+            "says of one node"
+        )
     try:
         found = msgspec.json.decode(text, type=dict[str, object])
         fields = found.get("cost", found)
         report = msgspec.convert(_snake_case(fields), _AsFile)
         cost = NodeCost.of(report.report())
     except (msgspec.DecodeError, ProtocolError) as error:
-        raise ConfigError(f"{path} holds no cost of a node: {error}; give the JSON of DescribeNode, or its cost") from error
+        raise ConfigError(
+            f"{path} holds no cost of a node: {error}; give the JSON of DescribeNode, or its cost"
+        ) from error
     if not (cost.prefill.seconds(1) > 0 and cost.decode.seconds(1, 1) > 0):
         raise ConfigError(f"by {path} a step takes no time at all; let the node compute prompts and decode first")
     return cost
@@ -61,7 +69,9 @@ def _shifted(values: tuple[float, float, float], error: CostError, chance: rando
     a, b, c, d, e, f = error.root
     x, y, z = (chance.gauss(0.0, 1.0 / SIGMAS) for _ in range(3))
     shifts = (a * x, b * x + c * y, d * x + e * y + f * z)
-    return tuple(min(max(value + shift, value / TWICE), value * TWICE) for value, shift in zip(values, shifts, strict=True))
+    return tuple(
+        min(max(value + shift, value / TWICE), value * TWICE) for value, shift in zip(values, shifts, strict=True)
+    )
 
 
 class _AsFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -91,7 +101,9 @@ class _AsFile(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _integer(name: str, value: int | str) -> int:
-    if isinstance(value, str) and not (value.isascii() and value.isdigit() and len(value) < 20 and int(value) <= UINT63):
+    if isinstance(value, str) and not (
+        value.isascii() and value.isdigit() and len(value) < 20 and int(value) <= UINT63
+    ):
         raise ProtocolError(f"{name} is {value[:40]!r}, which is no number")
     return int(value)
 
@@ -99,4 +111,7 @@ def _integer(name: str, value: int | str) -> int:
 def _snake_case(fields: object) -> object:
     if not isinstance(fields, dict):
         return fields
-    return {re.sub(r"(?<=[a-z])([A-Z])", lambda found: f"_{found[1].lower()}", str(name)): value for name, value in fields.items()}
+    return {
+        re.sub(r"(?<=[a-z])([A-Z])", lambda found: f"_{found[1].lower()}", str(name)): value
+        for name, value in fields.items()
+    }

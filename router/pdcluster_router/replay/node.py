@@ -1,8 +1,9 @@
-"""One simulated node: a queue of prompts computed in chunks, a batch of decode rows, one KV pool. Pure; simulated time is passed in.
+"""One simulated node: a queue of prompts computed in chunks, a batch of decode rows, one KV pool. Pure; simulated time
+is passed in.
 
-It schedules as `pdcluster.scheduler` does: prompts first come first served, rows in every step, a prompt's next chunk beside them; a prompt starts
-when its KV fits. What happens is left in `outcomes` for the simulation, which moves KV and time. Left out: preemption (answers reserve their whole
-length), several prompts in one step, and speculation.
+It schedules as `pdcluster.scheduler` does: prompts first come first served, rows in every step, a prompt's next chunk
+beside them; a prompt starts when its KV fits. What happens is left in `outcomes` for the simulation, which moves KV and
+time. Left out: preemption (answers reserve their whole length), several prompts in one step, and speculation.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pdcluster_router.replay.trace import Blocks, TraceRequest
 # because weights are read once for both (chunked prefill's gain), while attention adds up (its price). From step to
 # step the context grows by the
 # number of rows and the chunk's pairs by chunk², so the times of n steps sum to a polynomial of second degree.
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -66,8 +68,11 @@ class Segment:
         return steps
 
 
-def segment(cost: NodeCost, start_s: float, count: int, rows: int, context: int, chunk: int = 0, done: int = 0) -> Segment:
-    """count steps of `rows` rows with `context` tokens in all; each computes `chunk` more tokens of a prompt, `done` of which are there already."""
+def segment(
+    cost: NodeCost, start_s: float, count: int, rows: int, context: int, chunk: int = 0, done: int = 0
+) -> Segment:
+    """count steps of `rows` rows with `context` tokens in all; each computes `chunk` more tokens of a prompt, `done` of
+    which are there already."""
     decode, prefill = cost.decode, cost.prefill
     first_s = decode.fixed_s if rows else 0.0
     growth_s = 0.0
@@ -100,8 +105,8 @@ class NodeSpec:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One request on its way. decodes_here: whether the node that computes the prompt goes on (mode local). ready_s: when the blocks that are copied
-    from another node are here; pulled: how many blocks are known then."""
+    """One request on its way. decodes_here: whether the node that computes the prompt goes on (mode local). ready_s:
+    when the blocks that are copied from another node are here; pulled: how many blocks are known then."""
 
     number: int
     request: TraceRequest
@@ -172,7 +177,15 @@ class SimNode:
 
     @property
     def is_idle(self) -> bool:
-        return not (self._queue or self._line or self._job or self._rows or self._joining or self._num_reserved or self.cache.num_busy)
+        return not (
+            self._queue
+            or self._line
+            or self._job
+            or self._rows
+            or self._joining
+            or self._num_reserved
+            or self.cache.num_busy
+        )
 
     def enqueue(self, task: Task, now: float) -> None:
         """Compute the prompt; ready_s of the task: not before."""
@@ -369,7 +382,9 @@ class SimNode:
             most = max(self.spec.chunk_tokens - len(rows), LEAST_CHUNK)
             self._chunk = min(most, job.left)
             count, done = min(count, job.left // self._chunk), job.done
-        self._segment = segment(self.real_cost or self.spec.cost, self._free_s, count, len(rows), self._context, self._chunk, done)
+        self._segment = segment(
+            self.real_cost or self.spec.cost, self._free_s, count, len(rows), self._context, self._chunk, done
+        )
 
     def _start_next(self) -> None:
         now = self._free_s

@@ -1,4 +1,5 @@
-"""What `pdctl replay` is asked, in groups: each field is a flag, with what its help says of it. It checks nothing; `command` does."""
+"""What `pdctl replay` is asked, in groups: each field is a flag, with what its help says of it. It checks nothing;
+`command` does."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    trace: Annotated[str, Argument(help="a file (Mooncake JSON lines or Azure CSV), or generate:KIND[:REQUESTS], such as generate:chat:5000")]
+    trace: Annotated[
+        str,
+        Argument(
+            help="a file (Mooncake JSON lines or Azure CSV), or generate:KIND[:REQUESTS], such as generate:chat:5000"
+        ),
+    ]
     speedup: Annotated[float, Option(metavar="X", help="how many times as fast as recorded requests come")] = 1.0
     seed: Annotated[int, Option(metavar="S", help="of generated traces, random choices and lost messages")] = 0
     requests: Annotated[int, Option(metavar="N", help="only the first N requests; 0: all")] = 0
@@ -41,7 +47,8 @@ class Nodes:
         Path | None,
         Option(
             metavar="FILE",
-            help="nodes as a real one was measured: JSON of Admin's DescribeNode, or its cost; each node is drawn within the error bars "
+            help="nodes as a real one was measured: JSON of Admin's DescribeNode, or its cost; each node is drawn "
+            "within the error bars "
             "(default: a model of 8 GPUs)",
         ),
     ] = None
@@ -49,7 +56,10 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    policy: Annotated[str, Option(help="one or several, separated by commas; parameters follow a colon: product,kv-cost:weight=2,decay=1")] = ""
+    policy: Annotated[
+        str,
+        Option(help="one or several, separated by commas; parameters follow a colon: product,kv-cost:weight=2,decay=1"),
+    ] = ""
     mode: Annotated[Mode, Option(help="take every request through this mode")] = Mode.AUTO
     feed_delay_ms: Annotated[float, Option(metavar="MS", help="how late the router hears of nodes")] = 0.0
     feed_loss: Annotated[float, Option(metavar="SHARE", help="share of nodes' messages that are lost")] = 0.0
@@ -57,7 +67,8 @@ class Routing:
         bool,
         Option(
             "--in-this-router",
-            help="with this router's hold queue and pulls around every policy, as router.policy has them; without, all but seconds run as published: "
+            help="with this router's hold queue and pulls around every policy, as router.policy has them; without, "
+            "all but seconds run as published: "
             "requests are sent at once, and KV is pulled only where the rule says so",
         ),
     ] = False

@@ -1,8 +1,9 @@
 """Figures of one replay, by the definitions of DESIGN §11. Arithmetic only.
 
-TTFT counts from the scheduled arrival, TPOT is (end − first token) / (tokens − 1). A request is good when both are within their limits: TTFT within
-TTFT_FACTOR times what the prompt takes on an idle node without cache, where short prompts are given the time of the trace's mean prompt; TPOT within
-TPOT_FACTOR times an idle node's. Goodput counts good requests per second of the trace; refused ones are offered and not good.
+TTFT counts from the scheduled arrival, TPOT is (end − first token) / (tokens − 1). A request is good when both are
+within their limits: TTFT within TTFT_FACTOR times what the prompt takes on an idle node without cache, where short
+prompts are given the time of the trace's mean prompt; TPOT within TPOT_FACTOR times an idle node's. Goodput counts good
+requests per second of the trace; refused ones are offered and not good.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ LONG_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """hit: share of the served prompts' tokens that were cached where they were computed; hit_oracle: of one pooled LRU. imbalance: largest ÷ mean
-    busy time of the nodes that compute prompts. attainment: share of the offered requests that were good; long_attainment: of the longest tenth.
-    remote: share that was decoded elsewhere."""
+    """hit: share of the served prompts' tokens that were cached where they were computed; hit_oracle: of one pooled
+    LRU. imbalance: largest ÷ mean busy time of the nodes that compute prompts. attainment: share of the offered
+    requests that were good; long_attainment: of the longest tenth. remote: share that was decoded elsewhere."""
 
     policy: str
     ttft_mean_s: float
@@ -60,7 +61,9 @@ class Slo:
 
     def is_good(self, flight: Flight) -> bool:
         tokens = flight.task.request.num_tokens
-        return flight.end == "finished" and flight.ttft_s <= self.ttft_s(tokens) and flight.tpot_s <= self.tpot_s(tokens)
+        return (
+            flight.end == "finished" and flight.ttft_s <= self.ttft_s(tokens) and flight.tpot_s <= self.tpot_s(tokens)
+        )
 
 
 def figures(policy: str, outcome: Outcome, slo: Slo, hit_oracle: float) -> Figures:

@@ -1,4 +1,5 @@
-"""The router of a replay: the production chooser, policy, prefix index, gate and hold queue over what simulated nodes report. No time passes here.
+"""The router of a replay: the production chooser, policy, prefix index, gate and hold queue over what simulated nodes
+report. No time passes here.
 
 What the live router keeps in its ledger is kept here, too: requests that a node's last report does not know yet.
 """
@@ -46,8 +47,8 @@ EXPECTED_S = 5.0
 
 @dataclass(slots=True)
 class _Account:
-    """What one node was sent, and the report that the view counts, with what its paths were like then (rates). Entries move out of the sums once a
-    report from after their moment came."""
+    """What one node was sent, and the report that the view counts, with what its paths were like then (rates). Entries
+    move out of the sums once a report from after their moment came."""
 
     in_flight: int = 0
     requests: int = 0
@@ -90,8 +91,8 @@ class _Account:
 
 
 class Paths:
-    """Bytes a second between nodes as they last were, waits for the link included: what nodes report of their paths. A path is as fast as the slower
-    of what its source sends and its target receives."""
+    """Bytes a second between nodes as they last were, waits for the link included: what nodes report of their paths. A
+    path is as fast as the slower of what its source sends and its target receives."""
 
     NEWEST = 0.2
 
@@ -117,8 +118,8 @@ class Paths:
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """What a router's configuration says. hold: nobody is refused for waiting long unless it says so; is_gated: False: no gate at all, every request
-    is sent at once."""
+    """What a router's configuration says. hold: nobody is refused for waiting long unless it says so; is_gated: False:
+    no gate at all, every request is sent at once."""
 
     policy: Policy
     feed: FeedSpec = IMMEDIATE
@@ -159,7 +160,14 @@ class ReplayRouter:
         self._headroom = spec.headroom
         self._is_gated = spec.is_gated
         self._now = 0.0
-        self._chooser = Chooser(PolicyHolder(spec.policy), self._view, self.index.depths, force=spec.force, pulls=spec.pulls, expected=self._expected)
+        self._chooser = Chooser(
+            PolicyHolder(spec.policy),
+            self._view,
+            self.index.depths,
+            force=spec.force,
+            pulls=spec.pulls,
+            expected=self._expected,
+        )
         self._known = SeenBlocks()
         self._chooser.num_held = lambda: len(self.gate.queue)
         self._endpoints = {node.name: Endpoint(node.name, node.name, f"sim://{node.name}") for node in nodes}
@@ -192,7 +200,8 @@ class ReplayRouter:
         return len(self._held)
 
     def release(self, now: float) -> Iterator[Placed]:
-        """Those whose time is over, then those that have a place, each scored against a view that counts the one before."""
+        """Those whose time is over, then those that have a place, each scored against a view that counts the one
+        before."""
         self._hear(now)
         for late in self.gate.expire(now):
             yield self._placed(late)
@@ -203,7 +212,9 @@ class ReplayRouter:
             yield self._placed(found[0])
 
     def _placed(self, one: Released) -> Placed:
-        return Placed(self._held.pop(one.held.request)[0], one.decision.choice if one.decision is not None else None, one.error)
+        return Placed(
+            self._held.pop(one.held.request)[0], one.decision.choice if one.decision is not None else None, one.error
+        )
 
     def next_look(self, now: float) -> float:
         """When a node may have worked off enough of its backlog for those that wait, or somebody waited too long."""
@@ -256,9 +267,13 @@ class ReplayRouter:
         first, request = choice.first, task.request
         hashes = b"".join(request.blocks)
         cached = min(self.index.depth(first.name, hashes) * first.block_tokens, request.num_tokens - 1)
-        self._accounts[first.name].send_prompt(now, request.num_tokens - cached, num_pairs(request.num_tokens - cached, cached))
+        self._accounts[first.name].send_prompt(
+            now, request.num_tokens - cached, num_pairs(request.num_tokens - cached, cached)
+        )
         self._chooser.note_sent(choice, request.num_tokens, cached, now)
-        self._chooser.note_prefix(self._known.note(hashes) * first.block_tokens, self._kept_blocks(hashes) * first.block_tokens)
+        self._chooser.note_prefix(
+            self._known.note(hashes) * first.block_tokens, self._kept_blocks(hashes) * first.block_tokens
+        )
         if choice.prefill is not None:
             self._accounts[choice.decode.name].send_row(request.num_tokens)
         wait_s = first.pace.wait_s if first.pace is not None else 0.0

@@ -1,7 +1,9 @@
-"""One replay from plain values: which nodes, which hardware, which policy; and how fast a trace must come to load them. No printing.
+"""One replay from plain values: which nodes, which hardware, which policy; and how fast a trace must come to load them.
+No printing.
 
-The hardware is a model of a node of 8 GPUs of 2021 that serves a dense 70B model in 16 bits: 10,000 prompt tokens a second without attention,
-attention equal to the rest at 105,000 tokens, 20 ms for a step of one row, 320 KiB of KV a token, 80 GB/s between nodes (4 × 200 Gb/s).
+The hardware is a model of a node of 8 GPUs of 2021 that serves a dense 70B model in 16 bits: 10,000 prompt tokens a
+second without attention, attention equal to the rest at 105,000 tokens, 20 ms for a step of one row, 320 KiB of KV a
+token, 80 GB/s between nodes (4 × 200 Gb/s).
 """
 
 from __future__ import annotations
@@ -33,9 +35,10 @@ LINK = LinkSpec(bandwidth=8e10)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many nodes of each role, and what each is. cache_tokens: KV of one node. chunk_tokens: of a step of decode and mixed nodes, whose rows must
-    not wait long; prefill nodes take what the cost model names. Where the cost has error bars, each node is
-    another one within them, drawn by `seed`, and reports the cost as it is given: what is known of a real node is no more exact."""
+    """How many nodes of each role, and what each is. cache_tokens: KV of one node. chunk_tokens: of a step of decode
+    and mixed nodes, whose rows must not wait long; prefill nodes take what the cost model names. Where the cost has
+    error bars, each node is another one within them, drawn by `seed`, and reports the cost as it is given: what is
+    known of a real node is no more exact."""
 
     prefill: int = 0
     decode: int = 0
@@ -60,10 +63,18 @@ class Layout:
             counts = f"{self.prefill} prefill, {self.decode} decode and {self.mixed} mixed nodes"
             raise ConfigError(f"a cluster of {counts} cannot serve; give at least one node")
         if self.cache_tokens < block_tokens:
-            raise ConfigError(f"a cache of {self.cache_tokens} tokens holds no block of {block_tokens}; give more tokens")
-        spec = NodeSpec(self.cost, self.cache_tokens, block_tokens, self.chunk_tokens, kv_bytes_per_token=KV_BYTES_PER_TOKEN)
+            raise ConfigError(
+                f"a cache of {self.cache_tokens} tokens holds no block of {block_tokens}; give more tokens"
+            )
+        spec = NodeSpec(
+            self.cost, self.cache_tokens, block_tokens, self.chunk_tokens, kv_bytes_per_token=KV_BYTES_PER_TOKEN
+        )
         whole = replace(spec, chunk_tokens=self.cost.prefill.chunk_tokens)
-        by_role: tuple[tuple[Role, int], ...] = (("prefill", self.prefill), ("decode", self.decode), ("mixed", self.mixed))
+        by_role: tuple[tuple[Role, int], ...] = (
+            ("prefill", self.prefill),
+            ("decode", self.decode),
+            ("mixed", self.mixed),
+        )
         chance = random.Random(self.seed)
         return [
             SimNode(f"{role}-{number}", role, whole if role == "prefill" else spec, drawn(self.cost, chance))
@@ -74,8 +85,9 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What else a run depends on. in_this_router: any policy has this router's gate and pulls, as it would as `router.policy`. Otherwise our own has,
-    and a rival runs as published: its rule decides at once, and KV is fetched from another node only where the rule says so."""
+    """What else a run depends on. in_this_router: any policy has this router's gate and pulls, as it would as
+    `router.policy`. Otherwise our own has, and a rival runs as published: its rule decides at once, and KV is fetched
+    from another node only where the rule says so."""
 
     feed: FeedSpec = IMMEDIATE
     force: Force = "auto"
@@ -110,7 +122,8 @@ def replay(trace: Trace, layout: Layout, policy: str, conditions: Conditions = C
 
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """One LRU cache as large as all computing nodes' together: how many tokens of each request it holds, their share, and the work left."""
+    """One LRU cache as large as all computing nodes' together: how many tokens of each request it holds, their share,
+    and the work left."""
 
     cached: tuple[int, ...]
     hit: float
@@ -122,7 +135,9 @@ def oracle(trace: Trace, layout: Layout) -> Oracle:
     grown = layout.mixed > 0 or not layout.prefill
     capacity = layout.num_computing * (layout.cache_tokens // trace.block_tokens)
     depths = pooled_depths([(r.blocks, r.grown if grown else r.blocks) for r in trace.requests], capacity)
-    cached = tuple(min(depth * trace.block_tokens, r.num_tokens - 1) for depth, r in zip(depths, trace.requests, strict=True))
+    cached = tuple(
+        min(depth * trace.block_tokens, r.num_tokens - 1) for depth, r in zip(depths, trace.requests, strict=True)
+    )
     tokens = sum(r.num_tokens for r in trace.requests)
     prefill = layout.cost.prefill
     work_s = sum(prefill.seconds(r.num_tokens - known, known) for r, known in zip(trace.requests, cached, strict=True))
@@ -130,11 +145,14 @@ def oracle(trace: Trace, layout: Layout) -> Oracle:
 
 
 def at_load(trace: Trace, layout: Layout, known: Oracle, load: float) -> Trace:
-    """The trace at the speed at which the oracle's work is `load` times what the computing nodes can do while it arrives."""
+    """The trace at the speed at which the oracle's work is `load` times what the computing nodes can do while it
+    arrives."""
     return trace.at_speed(load * layout.num_computing * trace.span_s / known.work_s)
 
 
 def of_cost(layout: Layout, cost: NodeCost) -> Layout:
     """The same with nodes as a real one was measured, whose chunks they take, whatever their role."""
     chunk_tokens = cost.prefill.chunk_tokens or COST.prefill.chunk_tokens
-    return replace(layout, cost=replace(cost, prefill=replace(cost.prefill, chunk_tokens=chunk_tokens)), chunk_tokens=chunk_tokens)
+    return replace(
+        layout, cost=replace(cost, prefill=replace(cost.prefill, chunk_tokens=chunk_tokens)), chunk_tokens=chunk_tokens
+    )

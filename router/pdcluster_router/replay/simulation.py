@@ -1,8 +1,10 @@
-"""A cluster in simulated time: arrivals, the router's choices, nodes, and KV on its way between them. Every request has exactly one end.
+"""A cluster in simulated time: arrivals, the router's choices, nodes, and KV on its way between them. Every request has
+exactly one end.
 
-Events are a heap of (time, order, what); order is the number of the event, so equal times never depend on memory addresses, and a run is a function
-of its arguments. Links: a node sends one transfer at a time and receives one at a time; KV follows while the prompt is computed, so what a client
-waits for is the last piece, or the link where that is slower.
+Events are a heap of (time, order, what); order is the number of the event, so equal times never depend on memory
+addresses, and a run is a function of its arguments. Links: a node sends one transfer at a time and receives one at a
+time; KV follows while the prompt is computed, so what a client waits for is the last piece, or the link where that is
+slower.
 """
 
 from __future__ import annotations
@@ -183,7 +185,8 @@ class Simulation:
         self._at(task.ready_s, "ready", target.name)
 
     def _move(self, source: SimNode, target: SimNode, begun_s: float, num_tokens: int) -> float:
-        """Takes the links of both ends when both are free; the moment at which they are again. The node tells how long it took, the wait included."""
+        """Takes the links of both ends when both are free; the moment at which they are again. The node tells how long
+        it took, the wait included."""
         begin_s = max(begun_s, self._sends_until.get(source.name, 0.0), self._receives_until.get(target.name, 0.0))
         num_bytes = float(num_tokens * source.spec.kv_bytes_per_token)
         end_s = begin_s + num_bytes / self.link.bandwidth
@@ -278,6 +281,9 @@ class Simulation:
         open_ends = [flight.task.number for flight in self.flights if flight.end is None]
         busy = [node.name for node in self.nodes if not node.is_idle]
         if open_ends or busy:
-            raise IntegrityError(f"requests without an end: {open_ends[:5]} ({len(open_ends)} in all); nodes that still hold something: {busy}")
+            raise IntegrityError(
+                f"requests without an end: {open_ends[:5]} ({len(open_ends)} in all); nodes that still hold "
+                f"something: {busy}"
+            )
         for node in self.nodes:
             node.cache.check_integrity()

@@ -1,8 +1,10 @@
-"""Traces as the replay needs them: who arrives when, how long prompts and answers are, which blocks they share. Readers of two public formats.
+"""Traces as the replay needs them: who arrives when, how long prompts and answers are, which blocks they share. Readers
+of two public formats.
 
-Mooncake: JSON lines with `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (one for each 512 tokens; the last may cover fewer; without
-them nothing is shared). Azure: CSV with TIMESTAMP (a date, or seconds), ContextTokens, GeneratedTokens; it says nothing about contents. Only full
-blocks are cached, as on a node. Every error names the file and the line.
+Mooncake: JSON lines with `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (one for each 512 tokens; the
+last may cover fewer; without them nothing is shared). Azure: CSV with TIMESTAMP (a date, or seconds), ContextTokens,
+GeneratedTokens; it says nothing about contents. Only full blocks are cached, as on a node. Every error names the file
+and the line.
 """
 
 from __future__ import annotations
@@ -28,13 +30,14 @@ MAX_TOKENS = 10_000_000
 """Of one prompt or one answer; a longer one is taken for a broken line."""
 
 Blocks = tuple[bytes, ...]
-"""Chained hashes of full blocks, from the first token on; equal hashes are one object, so that memory and comparisons stay small."""
+"""Chained hashes of full blocks, from the first token on; equal hashes are one object, so that memory and comparisons
+stay small."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """blocks: of the prompt. grown: of prompt and answer together, what the decoding node can cache; the prompt's own where the trace does not say.
-    session: requests of one conversation; -1 where the trace does not say."""
+    """blocks: of the prompt. grown: of prompt and answer together, what the decoding node can cache; the prompt's own
+    where the trace does not say. session: requests of one conversation; -1 where the trace does not say."""
 
     arrival_s: float
     num_tokens: int
@@ -65,7 +68,9 @@ class Trace:
         """The same requests, arriving `speedup` times as fast."""
         if not speedup > 0:
             raise ConfigError(f"speedup must be above 0, not {speedup}")
-        return Trace(self.name, self.block_tokens, tuple(replace(r, arrival_s=r.arrival_s / speedup) for r in self.requests))
+        return Trace(
+            self.name, self.block_tokens, tuple(replace(r, arrival_s=r.arrival_s / speedup) for r in self.requests)
+        )
 
     def head(self, num_requests: int) -> Trace:
         return Trace(self.name, self.block_tokens, self.requests[:num_requests])
@@ -82,7 +87,9 @@ class Chain:
         chained = list(blocks)
         parent = chained[-1] if chained else b""
         for content in contents:
-            name = hashlib.blake2b(content.to_bytes(8, "little", signed=True), digest_size=HASH_BYTES, key=parent).digest()
+            name = hashlib.blake2b(
+                content.to_bytes(8, "little", signed=True), digest_size=HASH_BYTES, key=parent
+            ).digest()
             parent = self._names.setdefault(name, name)
             chained.append(parent)
         return tuple(chained)
@@ -97,7 +104,10 @@ def read_trace(path: Path) -> Trace:
     elif "ContextTokens" in first:
         rows = _azure(path, text)
     else:
-        raise ConfigError(f"{path}:1: {first[:60]!r} starts neither a Mooncake trace (JSON lines) nor an Azure one (CSV with ContextTokens)")
+        raise ConfigError(
+            f"{path}:1: {first[:60]!r} starts neither a Mooncake trace (JSON lines) nor an Azure one (CSV with "
+            "ContextTokens)"
+        )
     return in_order(path.stem, MOONCAKE_BLOCK_TOKENS, list(rows))
 
 
@@ -107,14 +117,20 @@ def in_order(name: str, block_tokens: int, requests: list[TraceRequest]) -> Trac
         raise ConfigError(f"trace {name} holds no request")
     requests.sort(key=lambda r: r.arrival_s)
     first = requests[0].arrival_s
-    return Trace(name, block_tokens, tuple(replace(r, arrival_s=r.arrival_s - first) for r in requests) if first else tuple(requests))
+    return Trace(
+        name,
+        block_tokens,
+        tuple(replace(r, arrival_s=r.arrival_s - first) for r in requests) if first else tuple(requests),
+    )
 
 
 def _read(path: Path) -> str:
     try:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} has {size} bytes, more than the {MAX_FILE_BYTES} that a replay reads; cut it with head")
+            raise ConfigError(
+                f"{path} has {size} bytes, more than the {MAX_FILE_BYTES} that a replay reads; cut it with head"
+            )
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"cannot read the trace {path}: {error.strerror or error}") from error
@@ -139,7 +155,10 @@ def _mooncake(path: Path, text: str) -> Iterator[TraceRequest]:
         _check_lengths(path, number, row.timestamp, row.input_length, row.output_length)
         most = -(-row.input_length // MOONCAKE_BLOCK_TOKENS)
         if len(row.hash_ids) > most:
-            raise ConfigError(f"{path}:{number}: {len(row.hash_ids)} hash_ids for {row.input_length} tokens, at most {most} blocks of 512 fit")
+            raise ConfigError(
+                f"{path}:{number}: {len(row.hash_ids)} hash_ids for {row.input_length} tokens, at most {most} blocks "
+                "of 512 fit"
+            )
         try:
             blocks = chain.extend((), row.hash_ids[: row.input_length // MOONCAKE_BLOCK_TOKENS])
         except OverflowError as error:
@@ -153,7 +172,9 @@ def _azure(path: Path, text: str) -> Iterator[TraceRequest]:
     try:
         columns = [header.index(name) for name in ("TIMESTAMP", "ContextTokens", "GeneratedTokens")]
     except ValueError as error:
-        raise ConfigError(f"{path}:1: columns {', '.join(header)} lack TIMESTAMP, ContextTokens or GeneratedTokens") from error
+        raise ConfigError(
+            f"{path}:1: columns {', '.join(header)} lack TIMESTAMP, ContextTokens or GeneratedTokens"
+        ) from error
     chain = Chain()
     for number, cells in enumerate(rows, 2):
         if not cells:

@@ -1,8 +1,9 @@
-"""A labelled, seeded generator of traces: what conversations, agents and retrieval share, and traffic that shares nothing.
+"""A labelled, seeded generator of traces: what conversations, agents and retrieval share, and traffic that shares
+nothing.
 
-Numbers are drawn from one random.Random(seed), so a (kind, size, seed) names one trace on every machine. Lengths are lognormal, given by median and
-spread; sessions arrive as a Poisson process; inside one, the next request comes a thinking time after the last answer's usual end. It models shapes,
-not any one service.
+Numbers are drawn from one random.Random(seed), so a (kind, size, seed) names one trace on every machine. Lengths are
+lognormal, given by median and spread; sessions arrive as a Poisson process; inside one, the next request comes a
+thinking time after the last answer's usual end. It models shapes, not any one service.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class Sessions:
-    """Conversations whose prompt is everything said before. systems: lengths of the shared openings, chosen by Zipf; turns: mean number."""
+    """Conversations whose prompt is everything said before. systems: lengths of the shared openings, chosen by Zipf;
+    turns: mean number."""
 
     kind: str
     systems: Sequence[int]
@@ -79,7 +81,9 @@ def sessions(shape: Sessions, num_requests: int, chance: random.Random, rate: fl
     return _steady(found, opened_s, num_requests)
 
 
-def _session(shape: Sessions, session: int, opened_s: float, chance: random.Random, text: _Text) -> Iterator[TraceRequest]:
+def _session(
+    shape: Sessions, session: int, opened_s: float, chance: random.Random, text: _Text
+) -> Iterator[TraceRequest]:
     which = _zipf(len(shape.systems), chance)
     text.add(shape.systems[which], shared=which)
     now_s = opened_s
@@ -104,7 +108,8 @@ def agent(num_requests: int, chance: random.Random) -> list[TraceRequest]:
 
 
 def rag(num_requests: int, chance: random.Random) -> list[TraceRequest]:
-    """Questions behind documents that many ask about: 300 of them, by Zipf, one to three in a prompt, the most popular first."""
+    """Questions behind documents that many ask about: 300 of them, by Zipf, one to three in a prompt, the most popular
+    first."""
     chain, names = Chain(), _numbers()
     documents = [Length(4000, 0.8, 30_000).draw(chance) for _ in range(300)]
     found, now_s = [], 0.0
@@ -122,8 +127,8 @@ def rag(num_requests: int, chance: random.Random) -> list[TraceRequest]:
 
 
 def documents(num_requests: int, chance: random.Random) -> list[TraceRequest]:
-    """Questions behind long documents, more than caches hold: two in five bring a new one, the others ask about one of the last 200 that came, one in
-    five of those about a part from its beginning."""
+    """Questions behind long documents, more than caches hold: two in five bring a new one, the others ask about one of
+    the last 200 that came, one in five of those about a part from its beginning."""
     chain, names = Chain(), _numbers()
     lengths: list[int] = []
     found, now_s = [], 0.0
@@ -143,7 +148,9 @@ def documents(num_requests: int, chance: random.Random) -> list[TraceRequest]:
     return found
 
 
-def unrelated(kind: str, prompt: Length, answer: Length, num_requests: int, chance: random.Random) -> list[TraceRequest]:
+def unrelated(
+    kind: str, prompt: Length, answer: Length, num_requests: int, chance: random.Random
+) -> list[TraceRequest]:
     """Prompts that share nothing."""
     chain, names = Chain(), _numbers()
     found, now_s = [], 0.0
@@ -158,13 +165,17 @@ def unrelated(kind: str, prompt: Length, answer: Length, num_requests: int, chan
 
 
 def mixed(parts: Sequence[tuple[str, float]], num_requests: int, chance: random.Random) -> list[TraceRequest]:
-    """Several kinds at once, by their shares of the requests. Each keeps its own contents and is stretched to the whole span."""
+    """Several kinds at once, by their shares of the requests. Each keeps its own contents and is stretched to the whole
+    span."""
     found: list[TraceRequest] = []
     for number, (kind, share) in enumerate(parts):
         own = KINDS[kind](round(num_requests * share), chance)
         stretch = num_requests / max(own[-1].arrival_s, 1e-9)
         chain = Chain()
-        named = {name: chain.extend((), [number, position])[-1] for position, name in enumerate(dict.fromkeys(n for r in own for n in r.grown))}
+        named = {
+            name: chain.extend((), [number, position])[-1]
+            for position, name in enumerate(dict.fromkeys(n for r in own for n in r.grown))
+        }
         for r in own:
             blocks, grown = tuple(named[n] for n in r.blocks), tuple(named[n] for n in r.grown)
             session = r.session if r.session < 0 else r.session * len(parts) + number

@@ -1,12 +1,15 @@
-"""One attempt of one request: a prefill leg and a decode leg (or one local leg), and what each answer of a node leads to.
+"""One attempt of one request: a prefill leg and a decode leg (or one local leg), and what each answer of a node leads
+to.
 
-The state machine behind `dispatch`, without waiting: `handle` takes one event and returns what the client may see now. It sends, but never blocks.
-Not here: when to give up altogether, and what the next attempt looks like (`dispatch`).
+The state machine behind `dispatch`, without waiting: `handle` takes one event and returns what the client may see now.
+It sends, but never blocks. Not here: when to give up altogether, and what the next attempt looks like (`dispatch`).
 
 What may happen, and what follows (P is the prefill leg, D the decode leg):
   1. P refuses, fails or is lost before D has spoken → RetryAttempt; D's slot is cancelled at once.
-  2. D refuses → another D, or the same again after its retry_after; P computes on. No clock of the transfer runs meanwhile.
-  3. D fails or is lost while P still holds the KV → another D under a new attempt number; P sends again without computing.
+  2. D refuses → another D, or the same again after its retry_after; P computes on. No clock of the transfer runs
+     meanwhile.
+  3. D fails or is lost while P still holds the KV → another D under a new attempt number; P sends again without
+     computing.
   4. D fails or is lost later → RetryAttempt, which replays prompt + emitted tokens.
   5. P's first token is held back until D has reserved (or it ends the request), so that what was streamed can go on.
 """
@@ -53,12 +56,22 @@ MAX_DECODE_FAILURES = 3
 
 
 class Attempt:
-    def __init__(self, job: Job, choice: Choice, cluster: Cluster, chooser: Chooser, stages: StageDeadlines, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        choice: Choice,
+        cluster: Cluster,
+        chooser: Chooser,
+        stages: StageDeadlines,
+        clock: Callable[[], float],
+    ) -> None:
         self._job, self._cluster, self._chooser, self._stages, self._clock = job, cluster, chooser, stages, clock
         self._mode = choice.mode
         self._prefill_node = choice.prefill
         self._decode_node: NodeView | None = choice.decode
-        self._pull = Pull(choice.pull.endpoint, choice.pull_tokens) if choice.pull is not None and choice.pull_tokens else None
+        self._pull = (
+            Pull(choice.pull.endpoint, choice.pull_tokens) if choice.pull is not None and choice.pull_tokens else None
+        )
         self._prefill: Leg | None = None
         self._decode: Leg | None = None
         self._ticket: Ticket | None = None
@@ -67,7 +80,8 @@ class Attempt:
         self._held: TokenRow | None = None
         self._early: list[TokenRow] = []
         self._base = len(job.emitted)
-        """Tokens of earlier attempts: what the prefill node computes, and so what every decode node of this attempt gets."""
+        """Tokens of earlier attempts: what the prefill node computes, and so what every decode node of this attempt
+        gets."""
         self._has_token = self._is_reserved = self._is_delivered = self._decode_spoke = False
         self._decode_failures = 0
         self._clocks: dict[Stage, float] = {}
@@ -102,7 +116,13 @@ class Attempt:
     def go_on(self, begun: Begun) -> None:
         """From where it is, the first of its request."""
         is_local, ticket = self._mode == "local", begun.ticket
-        self._prefill, self._decode, self._ticket, self._held, self._base = begun.prefill, begun.decode, ticket, begun.held, 0
+        self._prefill, self._decode, self._ticket, self._held, self._base = (
+            begun.prefill,
+            begun.decode,
+            ticket,
+            begun.held,
+            0,
+        )
         self._has_token, self._is_delivered = begun.has_token, begun.delivered is not None
         self._is_reserved, self._decode_spoke = is_local or ticket is not None, is_local or begun.decode_spoke
         self._ticket_backend = "" if ticket is None else backend_of(ticket)
@@ -115,7 +135,8 @@ class Attempt:
         """Cancel what still runs. Idempotent; called however the attempt ended."""
         prefill, decode, leave = self._prefill, self._decode, self._cluster.ledger.leave
         if decode is not None:
-            decode.way = None  # it leads to a line that may be another answer's next, and knows the request, all of which it would keep
+            # it leads to a line that may be another answer's next, and knows the request, all of which it would keep
+            decode.way = None
             if self._finished_by is not decode:
                 self._cancel(decode, reason)
         if prefill is not None:
@@ -140,7 +161,14 @@ class Attempt:
         if self._mode == "local":
             return Route("local", None, decode, "", job.cached_tokens, job.tries)
         prefill = self._prefill_node.name if self._prefill_node else None
-        return Route("remote", prefill, decode, self.prefill_timings.backend or self._ticket_backend, job.cached_tokens, job.tries)
+        return Route(
+            "remote",
+            prefill,
+            decode,
+            self.prefill_timings.backend or self._ticket_backend,
+            job.cached_tokens,
+            job.tries,
+        )
 
     @property
     def awaits_report(self) -> bool:
@@ -150,7 +178,11 @@ class Attempt:
     @property
     def decodes_on(self) -> str | None:
         """The boot that has reserved for its decoding, or runs it."""
-        return self._decode.endpoint.incarnation if self._decode is not None and self._is_reserved and self.finished is None else None
+        return (
+            self._decode.endpoint.incarnation
+            if self._decode is not None and self._is_reserved and self.finished is None
+            else None
+        )
 
     @property
     def is_done(self) -> bool:
@@ -163,7 +195,9 @@ class Attempt:
         """The moment at which `expire` has something to do."""
         leg, clocks = self._decode, self._clocks
         if leg is not None and LIVENESS in clocks:
-            clocks[LIVENESS] = max(clocks[LIVENESS], leg.heard_at + self._stages.liveness_s)  # rows that went the short way moved no clock
+            clocks[LIVENESS] = max(
+                clocks[LIVENESS], leg.heard_at + self._stages.liveness_s
+            )  # rows that went the short way moved no clock
         self.due = min((self._job.deadline, *self._clocks.values()))
         return self.due
 
@@ -172,7 +206,8 @@ class Attempt:
         now = self._clock()
         if now >= self._job.deadline:
             raise errors.DeadlineExceeded(
-                f"request {self._job.request} was not done by its deadline, after {len(self._job.emitted)} tokens", "request"
+                f"request {self._job.request} was not done by its deadline, after {len(self._job.emitted)} tokens",
+                "request",
             )
         for stage in [stage for stage, moment in self._clocks.items() if now >= moment]:
             if self._clocks.pop(stage, None) is not None:
@@ -193,7 +228,9 @@ class Attempt:
                 self._decode_leg_failed(errors.DeadlineExceeded("the decode node got no commit", "transfer"))
             case Stage.LIVENESS:
                 name = self._decode.endpoint.node if self._decode is not None else "none"
-                self._decode_leg_failed(errors.DeadlineExceeded(f"no token from node {name} for {self._stages.liveness_s:g} s", "liveness"))
+                self._decode_leg_failed(
+                    errors.DeadlineExceeded(f"no token from node {name} for {self._stages.liveness_s:g} s", "liveness")
+                )
 
     def _start_clock(self, stage: Stage, seconds: float) -> None:
         self._clocks[stage] = moment = self._clock() + seconds
@@ -203,27 +240,44 @@ class Attempt:
     # ------------------------------------------------------------ events
 
     def goes_on(self, incarnation: str, row: TokenRow) -> bool:
-        """Whether the row is just the next one of the decode leg, as nearly all that is said is. Then it is taken in, as `handle` would: the client
-        may see its tokens. Else it is still to be handled."""
+        """Whether the row is just the next one of the decode leg, as nearly all that is said is. Then it is taken in,
+        as `handle` would: the client may see its tokens. Else it is still to be handled."""
         leg, clocks, emitted = self._decode, self._clocks, self._job.emitted
         position, tokens = len(emitted), row.tokens
-        if leg is None or row.position != position or position < 2 or leg.attempt != row.attempt or leg.endpoint.incarnation != incarnation:
+        if (
+            leg is None
+            or row.position != position
+            or position < 2
+            or leg.attempt != row.attempt
+            or leg.endpoint.incarnation != incarnation
+        ):
             return False
-        if not (tokens and self._decode_spoke and LIVENESS in clocks and len(clocks) == 1) or self._early or self.finished is not None:
+        if (
+            not (tokens and self._decode_spoke and LIVENESS in clocks and len(clocks) == 1)
+            or self._early
+            or self.finished is not None
+        ):
             return False
         clocks[LIVENESS] = self._clock() + self._stages.liveness_s  # which is later than it was, so that `due` stays
         emitted += tokens
         return True
 
     def open_way(self, way: Way | None) -> None:
-        """Rows that go on like one that did need not come here, until something else happens to the request. None: all of them."""
+        """Rows that go on like one that did need not come here, until something else happens to the request. None: all
+        of them."""
         if self._decode is not None:
             self._decode.way = way
 
     def handle(self, incarnation: str, body: Body) -> Sequence[Chunk]:
-        """What the client may see because of what the node said. Answers of legs that are over are ignored, after the last token all but a report."""
+        """What the client may see because of what the node said. Answers of legs that are over are ignored, after the
+        last token all but a report."""
         leg = self._decode
-        if leg is None or leg.attempt != body.attempt or leg.endpoint.incarnation != incarnation or type(body) is Refused:
+        if (
+            leg is None
+            or leg.attempt != body.attempt
+            or leg.endpoint.incarnation != incarnation
+            or type(body) is Refused
+        ):
             leg = self._leg_of(incarnation, body)  # else it is of the leg that says nearly all
         if leg is None or (self.finished is not None and self.is_done and type(body) is not Delivered):
             return ()
@@ -232,7 +286,11 @@ class Attempt:
     def _leg_of(self, incarnation: str, body: Body) -> Leg | None:
         if type(body) is Refused and body.leg == "deliver":
             from_writer = self._prefill is not None and self._prefill.endpoint.incarnation == incarnation
-            return self._decode if from_writer and self._decode is not None and self._decode.attempt == body.attempt else None
+            return (
+                self._decode
+                if from_writer and self._decode is not None and self._decode.attempt == body.attempt
+                else None
+            )
         attempt, leg = body.attempt, self._decode
         if leg is None or leg.attempt != attempt:  # no two have the same number
             leg = self._prefill
@@ -240,7 +298,14 @@ class Attempt:
             return leg if leg.endpoint.incarnation == incarnation else None
         if attempt is not None:
             return None
-        return next((leg for leg in (self._prefill, self._decode) if leg is not None and leg.endpoint.incarnation == incarnation), None)
+        return next(
+            (
+                leg
+                for leg in (self._prefill, self._decode)
+                if leg is not None and leg.endpoint.incarnation == incarnation
+            ),
+            None,
+        )
 
     def _on_scheduled(self, leg: Leg, message: Scheduled) -> Sequence[Chunk]:
         self._clocks.pop(QUEUE, None)
@@ -320,7 +385,13 @@ class Attempt:
 
     def _on_rewelcomed(self, leg: Leg, _: Rewelcomed) -> Sequence[Chunk]:
         """The ticket may have been lost with the link; a node that has it does nothing."""
-        if leg is self._prefill and self._is_reserved and self._ticket is not None and not self._is_delivered and not self._decode_spoke:
+        if (
+            leg is self._prefill
+            and self._is_reserved
+            and self._ticket is not None
+            and not self._is_delivered
+            and not self._decode_spoke
+        ):
             self._deliver(self._ticket)
         return ()
 
@@ -370,7 +441,12 @@ class Attempt:
             return
         self._cancel(failed, str(cause))
         self._decode_failures += 1
-        if self._is_delivered or self._decode_spoke or self._prefill is None or self._decode_failures >= MAX_DECODE_FAILURES:
+        if (
+            self._is_delivered
+            or self._decode_spoke
+            or self._prefill is None
+            or self._decode_failures >= MAX_DECODE_FAILURES
+        ):
             raise RetryAttempt(cause, failed.endpoint.incarnation)
         self._avoid.add(failed.endpoint.incarnation)
         self._leave_decode()
@@ -382,7 +458,11 @@ class Attempt:
         """Reserve on the best decode node that has not just refused or failed; when all have, ask again later."""
         job, now = self._job, self._clock()
         preferred = self._decode_node
-        if preferred is None or preferred.endpoint.incarnation in self._avoid or job.busy_s(preferred.endpoint.incarnation, now):
+        if (
+            preferred is None
+            or preferred.endpoint.incarnation in self._avoid
+            or job.busy_s(preferred.endpoint.incarnation, now)
+        ):
             preferred = self._pick_decode(now)
         if preferred is None:
             self._avoid.clear()
@@ -454,10 +534,14 @@ class Attempt:
         return self._emit(row) if row is not None else ()
 
     def _emit(self, row: TokenRow) -> Sequence[Chunk]:
-        """The part of `row` (and of rows that came early) that continues the stream; what was emitted before is dropped. The first has the
-        prompt's logprobs, where they are asked for."""
+        """The part of `row` (and of rows that came early) that continues the stream; what was emitted before is
+        dropped. The first has the prompt's logprobs, where they are asked for."""
         job = self._job
-        if not self._early and row.position <= len(job.emitted) and (job.has_prompt_logprobs or not job.awaits_prompt_logprobs):
+        if (
+            not self._early
+            and row.position <= len(job.emitted)
+            and (job.has_prompt_logprobs or not job.awaits_prompt_logprobs)
+        ):
             chunk = self._continue(row)
             return () if chunk is None else (chunk,)
         self._early.append(row)
@@ -470,7 +554,11 @@ class Attempt:
         job, tokens = self._job, row.tokens
         emitted = len(job.emitted)
         seen = emitted - row.position
-        if seen < 0 or seen >= len(tokens) or (not job.has_prompt_logprobs and not row.prompt_logprobs and job.awaits_prompt_logprobs):
+        if (
+            seen < 0
+            or seen >= len(tokens)
+            or (not job.has_prompt_logprobs and not row.prompt_logprobs and job.awaits_prompt_logprobs)
+        ):
             return None
         tokens = tokens[seen:] if seen else tokens
         job.emitted += tokens

@@ -11,7 +11,8 @@ from pdcluster_router.core.stages import Stage
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """How far an attempt has come that was begun elsewhere. held: the first token, while no decode node has reserved; clocks: that run."""
+    """How far an attempt has come that was begun elsewhere. held: the first token, while no decode node has reserved;
+    clocks: that run."""
 
     prefill: Leg | None
     decode: Leg | None

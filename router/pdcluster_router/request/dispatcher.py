@@ -1,4 +1,5 @@
-"""Takes requests in and runs each to its one answer: what all of them share is put together here, what happens to one of them is in `run`.
+"""Takes requests in and runs each to its one answer: what all of them share is put together here, what happens to one
+of them is in `run`.
 
 Nothing here knows HTTP, sockets or tokenizers.
 """

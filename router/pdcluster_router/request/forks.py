@@ -1,7 +1,8 @@
-"""Choices of one prompt: the first one leads, the others wait until it is known where it decodes, and go there to share its KV (`Prefill.fork_of`).
+"""Choices of one prompt: the first one leads, the others wait until it is known where it decodes, and go there to share
+its KV (`Prefill.fork_of`).
 
-So a prompt is computed and sent once, however many choices it has. A follower is a request of its own in all else: when its leader has no node to
-share, or sharing fails, it is placed like any other. Owned by the router's event loop.
+So a prompt is computed and sent once, however many choices it has. A follower is a request of its own in all else: when
+its leader has no node to share, or sharing fails, it is placed like any other. Owned by the router's event loop.
 """
 
 from __future__ import annotations

@@ -9,13 +9,14 @@ from pdcluster.core.errors import Cancelled
 from pdcluster_router.core.generation import Mode
 
 HANG_UP_S = 0.25
-"""A client that is being served when its request is cancelled has so long to read on, and then gets its error; one that does not is hung up on."""
+"""A client that is being served when its request is cancelled has so long to read on, and then gets its error; one that
+does not is hung up on."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenRequest:
-    """One choice of a client's request, as it is now. started: on the dispatcher's clock; end: gives the request this error as its answer, unless it
-    has one. nodes are named once they are chosen; num_output: tokens sent so far."""
+    """One choice of a client's request, as it is now. started: on the dispatcher's clock; end: gives the request this
+    error as its answer, unless it has one. nodes are named once they are chosen; num_output: tokens sent so far."""
 
     request: str
     model: str

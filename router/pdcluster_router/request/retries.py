@@ -1,4 +1,5 @@
-"""When an attempt that failed is followed by another one, and which nodes are left alone meanwhile. Plain state, moments are passed in."""
+"""When an attempt that failed is followed by another one, and which nodes are left alone meanwhile. Plain state,
+moments are passed in."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ RETRY_PAUSES_S = (0.0, 0.1, 0.5)
 """Before the first retry, the second, and later ones."""
 
 SHUT_S = 0.1
-"""Longest time that a node's refusal of one request counts for the others: a small one may find room where a large one did not."""
+"""Longest time that a node's refusal of one request counts for the others: a small one may find room where a large one
+did not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +39,10 @@ class DispatchSettings:
 
 
 class RetryBudget:
-    """Decides after a failed attempt whether there is another. Refusals for want of room may go on for hold_s from the first one after the last
-    token that was emitted; anything else counts. The first retry comes at once, because most failures are a node's end; later ones after a pause,
-    because what fails again at once may be a path that is coming back."""
+    """Decides after a failed attempt whether there is another. Refusals for want of room may go on for hold_s from the
+    first one after the last token that was emitted; anything else counts. The first retry comes at once, because most
+    failures are a node's end; later ones after a pause, because what fails again at once may be a path that is coming
+    back."""
 
     __slots__ = ("_emitted", "_held_since", "_settings", "attempts")
 
@@ -62,13 +65,16 @@ class RetryBudget:
             job.excluded.add(failure.incarnation)
         failures, self.attempts = self.attempts, self.attempts + 1
         if failures > self._settings.retries:
-            raise errors.Unavailable(f"request {job.request} failed {failures} times, last: {failure.cause}") from failure.cause
+            raise errors.Unavailable(
+                f"request {job.request} failed {failures} times, last: {failure.cause}"
+            ) from failure.cause
         logger.warning("request %s: attempt failed (%s), trying again", job.request, failure.cause)
         return RETRY_PAUSES_S[min(failures, len(RETRY_PAUSES_S)) - 1]
 
 
 class Shut:
-    """Nodes that just had no room: all that wait would try them, one after the other, and be refused one after the other. Owned by one router."""
+    """Nodes that just had no room: all that wait would try them, one after the other, and be refused one after the
+    other. Owned by one router."""
 
     def __init__(self) -> None:
         self._until: dict[str, float] = {}

@@ -1,9 +1,10 @@
-"""One request's life, as a state machine without a task: choose nodes, run attempts until one ends well, tell the sink what the client may see, give
-exactly one answer.
+"""One request's life, as a state machine without a task: choose nodes, run attempts until one ends well, tell the sink
+what the client may see, give exactly one answer.
 
-`attempt` is the state machine of one attempt; this one holds a place at the gate, retries, watches the clocks and cancels on the way out. It is moved
-by what nodes say (`read`, straight from their links), by alarms, by the gate and by whoever cancels. Each of these may happen while it is at work (a
-node that answers at once, a sink that has enough): what nodes say then waits its turn, a cancel is seen before the next of it.
+`attempt` is the state machine of one attempt; this one holds a place at the gate, retries, watches the clocks and
+cancels on the way out. It is moved by what nodes say (`read`, straight from their links), by alarms, by the gate and by
+whoever cancels. Each of these may happen while it is at work (a node that answers at once, a sink that has enough):
+what nodes say then waits its turn, a cancel is seen before the next of it.
 """
 
 from __future__ import annotations
@@ -63,15 +64,23 @@ def job_of(shared: Shared, generation: Generation, started: float) -> Job:
     chain = shared.models.chain(generation.model, generation.salt)
     packed, hashes = shared.named.of(generation.token_ids, chain)
     deadline = started + generation.deadline_s
-    job = Job(generation.request, generation.token_ids, generation.sampling, deadline, chain, generation.mode, generation.session)
+    job = Job(
+        generation.request,
+        generation.token_ids,
+        generation.sampling,
+        deadline,
+        chain,
+        generation.mode,
+        generation.session,
+    )
     job.packed, job.hashes, job.num_hashed = packed, hashes, 0
     job.has_prompt_logprobs = generation.sampling.prompt_logprobs is None
     return job
 
 
 class Run:
-    """Implements generation.Running. Owned by the router's event loop. One answer: the sink hears `on_done` or `on_error` once, or nothing after a
-    cancel."""
+    """Implements generation.Running. Owned by the router's event loop. One answer: the sink hears `on_done` or
+    `on_error` once, or nothing after a cancel."""
 
     __slots__ = (
         "_alarm",
@@ -97,7 +106,9 @@ class Run:
         "_started",
     )  # fmt: skip
 
-    def __init__(self, shared: Shared, generation: Generation, sink: Sink, job: Job, record: Record, started: float) -> None:
+    def __init__(
+        self, shared: Shared, generation: Generation, sink: Sink, job: Job, record: Record, started: float
+    ) -> None:
         self._shared, self._generation, self._sink = shared, generation, sink
         self._job, self._record, self._started = job, record, started
         self._budget = RetryBudget(shared.settings)
@@ -150,7 +161,9 @@ class Run:
         """It has nodes. begun: None when nothing was sent to them."""
         shared = self._shared
         self._choice, self._placed_at, self._num_placed = choice, placed_at, 1
-        self._attempt = attempt = Attempt(self._job, choice, shared.cluster, shared.chooser, shared.settings.stages, shared.clock)
+        self._attempt = attempt = Attempt(
+            self._job, choice, shared.cluster, shared.chooser, shared.settings.stages, shared.clock
+        )
         if begun is None:
             self._step(attempt.start)
             return
@@ -159,7 +172,8 @@ class Run:
         self._watch(attempt.due)
 
     def reserve(self) -> None:
-        """Its prompt was sent, and the decode node that was chosen takes nothing: on this one again, which notes that, or on another."""
+        """Its prompt was sent, and the decode node that was chosen takes nothing: on this one again, which notes that,
+        or on another."""
         assert self._attempt is not None  # it has nodes
         self._step(self._attempt.reserve_anywhere)
 
@@ -194,7 +208,9 @@ class Run:
             return told
         prefill = choice.prefill.name if choice.prefill is not None else None
         num_output, decode = len(job.emitted), choice.decode.name
-        return replace(told, attempts=self._num_placed, mode=choice.mode, prefill=prefill, decode=decode, num_output=num_output)
+        return replace(
+            told, attempts=self._num_placed, mode=choice.mode, prefill=prefill, decode=decode, num_output=num_output
+        )
 
     def finish(self, num_output: int) -> None:
         """Implements generation.Running."""
@@ -208,7 +224,8 @@ class Run:
             self._sink.on_error(error)
 
     def _step(self, action: Callable[..., None], *words: object) -> None:
-        """One thing that happened, and whatever nodes said meanwhile. Of an attempt that fails in it becomes another one, or the answer."""
+        """One thing that happened, and whatever nodes said meanwhile. Of an attempt that fails in it becomes another
+        one, or the answer."""
         self._is_at_work = True
         if self._has_way:
             self._shut_way()
@@ -244,7 +261,8 @@ class Run:
             self._hear(*self._letters.popleft())
 
     def _go_on(self, attempt: Attempt, row: TokenRow) -> None:
-        """Nothing of the request is another but that there is more. Where its sink takes that without a Chunk, most rows do not come here."""
+        """Nothing of the request is another but that there is more. Where its sink takes that without a Chunk, most
+        rows do not come here."""
         try:
             take = self._sink.way()
             is_taken = take is not None and take(row.position, row.tokens)
@@ -278,13 +296,17 @@ class Run:
     # ------------------------------------------------------------ clocks
 
     def _watch(self, due: float) -> None:
-        """Have an alarm that is not later than what comes next. Without an attempt there is none: the gate has its own clocks, a pause is one."""
+        """Have an alarm that is not later than what comes next. Without an attempt there is none: the gate has its own
+        clocks, a pause is one."""
         if self._alarm is not None:
             self._drop_alarm()
         shared = self._shared
         seconds = max(due - shared.clock(), 0.0)
         if self._report_by is None and seconds > shared.settings.stages.liveness_s:
-            seconds, due = shared.settings.stages.liveness_s, due - seconds + shared.settings.stages.liveness_s  # its first row moves it no more
+            seconds, due = (
+                shared.settings.stages.liveness_s,
+                due - seconds + shared.settings.stages.liveness_s,
+            )  # its first row moves it no more
         self._due = due
         self._alarm = shared.alarms.set(seconds, self._ring)
 
@@ -332,7 +354,17 @@ class Run:
         """Until it is its turn."""
         job, standing = self._job, self._generation.standing
         size_bytes = BYTES_PER_TOKEN * len(job.prompt)
-        held = Held(job.request, standing.tenant, 0.0, size_bytes, now, job.deadline, standing.weight, standing.priority, self._num_placed > 0)
+        held = Held(
+            job.request,
+            standing.tenant,
+            0.0,
+            size_bytes,
+            now,
+            job.deadline,
+            standing.weight,
+            standing.priority,
+            self._num_placed > 0,
+        )
         self._shared.waiting.hold(held, decision, self._decide, lambda answer: self._placed(answer, now))
 
     def _placed(self, answer: Decision | errors.PdclusterError, asked: float) -> None:
@@ -353,7 +385,9 @@ class Run:
         shared.chooser.note_sent(choice, query.num_tokens, query.cached_on(choice.first), now)
         if self._num_placed == 1 and self._generation.leader is None:
             shared.chooser.note_prefix(*self._record.prefix)
-        self._attempt = Attempt(self._job, decision.choice, shared.cluster, shared.chooser, shared.settings.stages, shared.clock)
+        self._attempt = Attempt(
+            self._job, decision.choice, shared.cluster, shared.chooser, shared.settings.stages, shared.clock
+        )
         self._attempt.start()
 
     def _decide(self, now: float) -> Decision:
@@ -370,7 +404,9 @@ class Run:
             raise
         except Exception as error:  # a policy's bug, which must not take those with it that wait beside this request
             logger.exception("the routing policy %s failed on request %s", shared.chooser.holder.live.name, job.request)
-            raise errors.PdclusterError(f"internal error: the routing policy failed ({type(error).__name__}); see the router's log") from error
+            raise errors.PdclusterError(
+                f"internal error: the routing policy failed ({type(error).__name__}); see the router's log"
+            ) from error
 
     # ------------------------------------------------------------ ends of attempts
 
@@ -432,10 +468,13 @@ class Run:
             prefill.pulled_tokens,
             self._placed_at - started,
         )
-        return Done(finished.reason, finished.stop_token, self._job.cached_tokens or 0, self._budget.attempts, route, timeline)
+        return Done(
+            finished.reason, finished.stop_token, self._job.cached_tokens or 0, self._budget.attempts, route, timeline
+        )
 
     def _close(self, error: str | None, reason: str) -> None:
-        """However it ended: nothing of it is left on the nodes, in the queue or in the books. error: its code, None for a good end."""
+        """However it ended: nothing of it is left on the nodes, in the queue or in the books. error: its code, None for
+        a good end."""
         shared, request = self._shared, self._job.request
         self._is_over = True
         self._drop_alarm()

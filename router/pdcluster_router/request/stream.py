@@ -1,4 +1,5 @@
-"""A generation as a stream of events, for who prefers to wait for them: gRPC, tests. HTTP hears of them directly (`generation.Sink`)."""
+"""A generation as a stream of events, for who prefers to wait for them: gRPC, tests. HTTP hears of them directly
+(`generation.Sink`)."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ class Events:
 
 
 async def events_of(dispatcher: Dispatcher, generation: Generation) -> AsyncGenerator[Chunk | Done, None]:
-    """Chunks, then one Done, or the error. Closing it before its end, or cancelling the task that waits in it, cancels the request on the nodes."""
+    """Chunks, then one Done, or the error. Closing it before its end, or cancelling the task that waits in it, cancels
+    the request on the nodes."""
     events = Events(generation.hang_up)
     running = events.running = dispatcher.start(generation, events)
     try:

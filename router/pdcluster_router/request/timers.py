@@ -1,8 +1,8 @@
 """Moments at which something is to be looked at again, for many at a time: one timer of the loop for all of them.
 
-Nearly every deadline of a request is never reached, so what counts is that setting and dropping one costs next to nothing. Moments are rounded up
-to a tick, those that are more than a second away to a coarser one. An alarm is a reason to look, not a proof that time is over: whoever moved its
-deadline meanwhile sets another one.
+Nearly every deadline of a request is never reached, so what counts is that setting and dropping one costs next to
+nothing. Moments are rounded up to a tick, those that are more than a second away to a coarser one. An alarm is a reason
+to look, not a proof that time is over: whoever moved its deadline meanwhile sets another one.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ class Alarms:
     def check_integrity(self) -> None:
         """Raises IntegrityError when some tick would never be looked at."""
         if sorted(self._ticks) != sorted(self._rings) or bool(self._ticks) != (self._timer is not None):
-            raise IntegrityError(f"alarms wait at {sorted(self._rings)}, {sorted(self._ticks)} are looked at; timer {self._timer}")
+            raise IntegrityError(
+                f"alarms wait at {sorted(self._rings)}, {sorted(self._ticks)} are looked at; timer {self._timer}"
+            )
 
 
 # Alarms that many requests share: who joins within a while waits for the same one, so that to join and to leave are a
@@ -118,7 +120,8 @@ class Rounds:
         self._until = -math.inf
 
     def join(self, member: Member, now: float) -> Round:
-        """The round that rings for the member before `seconds` are over, as exactly as any alarm; now: a moment of the members' clock."""
+        """The round that rings for the member before `seconds` are over, as exactly as any alarm; now: a moment of the
+        members' clock."""
         if now >= self._until:
             self._round, self._until = {}, now + self._open_s
             self._alarms.set(self.seconds - self._open_s, partial(self._ring, self._round))

@@ -1,6 +1,8 @@
-"""One connection between the supervisor and a worker: questions with deadlines both ways, answers by number, events one way. Same at both ends.
+"""One connection between the supervisor and a worker: questions with deadlines both ways, answers by number, events one
+way. Same at both ends.
 
-A question gets an answer, an error of the other side, or Silent: the other end is gone, or did not answer in time. Nothing waits without a bound.
+A question gets an answer, an error of the other side, or Silent: the other end is gone, or did not answer in time.
+Nothing waits without a bound.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Silent(Unavailable):
 class Channel:
     """Owned by one event loop. name: of the other end, in messages. reply: answers its questions; hear: its events."""
 
-    def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reply: Reply, hear: Hear) -> None:
+    def __init__(
+        self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reply: Reply, hear: Hear
+    ) -> None:
         self.name = name
         self._reader, self._writer = reader, writer
         self._reply, self._hear = reply, hear
@@ -76,7 +80,9 @@ class Channel:
         except TimeoutError:
             raise Silent(f"{self.name} did not answer within {timeout_s:g} s; it may be stuck") from None
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"{self.name} answered {type(question).__name__} with something else: {error}") from error
+            raise ProtocolError(
+                f"{self.name} answered {type(question).__name__} with something else: {error}"
+            ) from error
         finally:
             del self._waiting[number]
 
@@ -132,6 +138,8 @@ class Channel:
             answered = frames.Answered(asked.number, problem=frames.problem_of(error))
         except Exception as error:  # the top of this task: a bug of ours, which whoever asked must hear of
             logger.exception("a question of %s failed", self.name)
-            answered = frames.Answered(asked.number, problem=frames.Problem("PdclusterError", f"internal error: {error}; see the log"))
+            answered = frames.Answered(
+                asked.number, problem=frames.Problem("PdclusterError", f"internal error: {error}; see the log")
+            )
         if self.is_open:
             self._send(answered)

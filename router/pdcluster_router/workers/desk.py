@@ -1,4 +1,5 @@
-"""A worker's end of the control channel: answers the supervisor's questions from its own Admin and metrics, and tells it of every event.
+"""A worker's end of the control channel: answers the supervisor's questions from its own Admin and metrics, and tells
+it of every event.
 
 Losing the supervisor ends the worker: nobody would start it again, stop it, or ask it anything.
 """
@@ -41,7 +42,9 @@ class Desk:
         try:
             reader, writer = await asyncio.open_unix_connection(str(worker.control))
         except OSError as error:
-            raise PdclusterError(f"worker {worker.number} cannot reach its supervisor at {worker.control}: {error.strerror}") from error
+            raise PdclusterError(
+                f"worker {worker.number} cannot reach its supervisor at {worker.control}: {error.strerror}"
+            ) from error
         self._channel = channel = Channel(SUPERVISOR, reader, writer, self._answer, lambda event: None)
         channel.introduce(frames.Joined(worker.number, incarnation, os.getpid()))
         telling = asyncio.create_task(self._tell(channel), name="events to the supervisor")

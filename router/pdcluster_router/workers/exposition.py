@@ -1,7 +1,9 @@
-"""The metrics of all workers as one exposition: families as plain values on their way to the supervisor, and their merging there.
+"""The metrics of all workers as one exposition: families as plain values on their way to the supervisor, and their
+merging there.
 
-Every sample gets a label `worker`, so that a worker that was started again is a counter's reset and no riddle. What nodes report of themselves is the
-same from every worker and is told once, without that label: what all workers know (a node is up when it is for each), and of `in_flight` the sum.
+Every sample gets a label `worker`, so that a worker that was started again is a counter's reset and no riddle. What
+nodes report of themselves is the same from every worker and is told once, without that label: what all workers know (a
+node is up when it is for each), and of `in_flight` the sum.
 """
 
 from __future__ import annotations
@@ -37,7 +39,12 @@ def families_of(registry: CollectorRegistry) -> list[Family]:
 
 
 def _family(metric: Metric) -> Family:
-    return Family(metric.name, metric.documentation, metric.type, [SampleRecord(s.name, dict(s.labels), float(s.value)) for s in metric.samples])
+    return Family(
+        metric.name,
+        metric.documentation,
+        metric.type,
+        [SampleRecord(s.name, dict(s.labels), float(s.value)) for s in metric.samples],
+    )
 
 
 class Together(Collector):
@@ -49,9 +56,17 @@ class Together(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield _by_worker(
-            GaugeMetricFamily, "pdcluster_worker_up", "1 for each worker that answers its supervisor.", {w: w in self._told for w in self._restarts}
+            GaugeMetricFamily,
+            "pdcluster_worker_up",
+            "1 for each worker that answers its supervisor.",
+            {w: w in self._told for w in self._restarts},
         )
-        yield _by_worker(CounterMetricFamily, "pdcluster_worker_restarts", "Times that a worker died and was started again.", self._restarts)
+        yield _by_worker(
+            CounterMetricFamily,
+            "pdcluster_worker_restarts",
+            "Times that a worker died and was started again.",
+            self._restarts,
+        )
         grouped: dict[str, dict[str, Family]] = {}
         for worker, families in self._told.items():
             for family in families:

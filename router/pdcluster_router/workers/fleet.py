@@ -1,8 +1,9 @@
-"""All workers of a router as one: implements Operations by asking those that can answer, side by side and with a deadline, and merging what they say.
+"""All workers of a router as one: implements Operations by asking those that can answer, side by side and with a
+deadline, and merging what they say.
 
-What only one worker has (a request, an explanation) is asked of the one that the id names, else of all. What is the node's own (cordon, role) goes
-through any one of them. The policy is set on all, and again on a worker that is started later. A worker that is dead or stuck is named, and not
-waited for.
+What only one worker has (a request, an explanation) is asked of the one that the id names, else of all. What is the
+node's own (cordon, role) goes through any one of them. The policy is set on all, and again on a worker that is started
+later. A worker that is dead or stuck is named, and not waited for.
 """
 
 from __future__ import annotations
@@ -162,7 +163,10 @@ class Fleet:
             if not isinstance(error, UnknownName):
                 raise error
         if answers.silent:
-            raise Unavailable(f"request {request[:200]!r} is not known to the workers that answer; {', '.join(answers.silent)} did not: ask again")
+            raise Unavailable(
+                f"request {request[:200]!r} is not known to the workers that answer; {', '.join(answers.silent)} did "
+                "not: ask again"
+            )
         raise next(iter(answers.errors.values()))
 
     # ------------------------------------------------------------ nodes
@@ -223,7 +227,9 @@ class Fleet:
         if dry_run:
             return checked
         before = self._policy
-        self._policy = frames.SetPolicy(before.live if live is None else live, before.shadow if shadow is None else shadow, False)
+        self._policy = frames.SetPolicy(
+            before.live if live is None else live, before.shadow if shadow is None else shadow, False
+        )
         answers = await self._ask_all(frames.SetPolicy(live, shadow, False), PolicyStatus)
         for number, error in answers.errors.items():
             raise PdclusterError(f"worker {number} keeps its policy, the others changed: {error}; set it again")
@@ -235,17 +241,26 @@ class Fleet:
         answers = await self._ask_all(frames.AskCache(digests), CacheStatus)
         views = tuple(msgspec.structs.replace(told, worker=str(number)) for number, told in answers.told.items())
         fullest = max(views, key=lambda view: view.entries)
-        nodes = fullest.nodes if agreeing(views) else tuple(msgspec.structs.replace(node, is_exact=False) for node in fullest.nodes)
-        return CacheStatus(fullest.entries, sum(view.bytes for view in views), nodes, views=views, silent=tuple(answers.silent))
+        nodes = (
+            fullest.nodes
+            if agreeing(views)
+            else tuple(msgspec.structs.replace(node, is_exact=False) for node in fullest.nodes)
+        )
+        return CacheStatus(
+            fullest.entries, sum(view.bytes for view in views), nodes, views=views, silent=tuple(answers.silent)
+        )
 
     def events(self, since: int, *, follow: bool) -> AsyncIterator[Event]:
         return self.log.follow(since) if follow else self.log.kept(since)
 
 
 def merged(views: Sequence[NodeStatus]) -> NodeStatus:
-    """As the worker sees it that knows least: a node is ready when it is for all of them, and drains once all know it."""
+    """As the worker sees it that knows least: a node is ready when it is for all of them, and drains once all know
+    it."""
     in_flight = sum(view.in_flight for view in views)
-    waiting = [view for view in views if view.load is None] or [view for view in views if view.load is not None and not view.load.draining]
+    waiting = [view for view in views if view.load is None] or [
+        view for view in views if view.load is not None and not view.load.draining
+    ]
     found = (waiting or list(views))[0]
     return msgspec.structs.replace(found, in_flight=in_flight)
 

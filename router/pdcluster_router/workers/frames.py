@@ -1,6 +1,8 @@
-"""What a supervisor and its workers say to each other over a unix socket: length-prefixed msgpack of the types below, checked as it is read.
+"""What a supervisor and its workers say to each other over a unix socket: length-prefixed msgpack of the types below,
+checked as it is read.
 
-Both may ask; an answer carries the question's number. A worker introduces itself first (Joined) and tells of events unasked.
+Both may ask; an answer carries the question's number. A worker introduces itself first (Joined) and tells of events
+unasked.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ class AskExposition(Question, frozen=True):
 
 
 AnyQuestion = (
-    AskNodes | AskCordon | AskRole | AskRequests | AskCancel | AskExplain | AskPolicy | SetPolicy | AskCache | AskMetrics | AskExposition
+    AskNodes | AskCordon | AskRole | AskRequests | AskCancel | AskExplain | AskPolicy | SetPolicy | AskCache
+    | AskMetrics | AskExposition
 )  # fmt: skip
 
 # ---------------------------------------------------------------- frames
@@ -122,7 +125,9 @@ _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 def encode(frame: Frame) -> bytes:
     body = _encoder.encode(frame)
     if len(body) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a frame of {len(body)} bytes is too large for the control socket, at most {MAX_FRAME_BYTES} fit")
+        raise ProtocolError(
+            f"a frame of {len(body)} bytes is too large for the control socket, at most {MAX_FRAME_BYTES} fit"
+        )
     return _LENGTH.pack(len(body)) + body
 
 
@@ -138,7 +143,9 @@ async def read(reader: asyncio.StreamReader) -> Frame | None:
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         if length > MAX_FRAME_BYTES:
-            raise ProtocolError(f"a frame of {length} bytes was announced on the control socket, at most {MAX_FRAME_BYTES} are taken")
+            raise ProtocolError(
+                f"a frame of {length} bytes was announced on the control socket, at most {MAX_FRAME_BYTES} are taken"
+            )
         return decode(await reader.readexactly(length))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
@@ -152,8 +159,16 @@ _KINDS: dict[str, type[PdclusterError]] = {
 
 
 def problem_of(error: PdclusterError) -> Problem:
-    detail = (error.param or "") if isinstance(error, BadRequest) else error.stage if isinstance(error, DeadlineExceeded) else ""
-    return Problem(type(error).__name__, str(error), detail, error.retry_after_s if isinstance(error, Overloaded) else 1.0)
+    detail = (
+        (error.param or "")
+        if isinstance(error, BadRequest)
+        else error.stage
+        if isinstance(error, DeadlineExceeded)
+        else ""
+    )
+    return Problem(
+        type(error).__name__, str(error), detail, error.retry_after_s if isinstance(error, Overloaded) else 1.0
+    )
 
 
 def error_of(problem: Problem) -> PdclusterError:

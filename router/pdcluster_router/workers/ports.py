@@ -1,8 +1,9 @@
-"""Ports that several workers listen on at once (SO_REUSEPORT): the kernel spreads new connections evenly over those that listen, and a worker that
-dies takes only its own connections along.
+"""Ports that several workers listen on at once (SO_REUSEPORT): the kernel spreads new connections evenly over those
+that listen, and a worker that dies takes only its own connections along.
 
-The supervisor holds each port with a socket that is bound and does not listen, so that the port stays ours while workers come and go; before that it
-looks whether anybody else listens there, because with SO_REUSEPORT another process of the same user could take half of the connections.
+The supervisor holds each port with a socket that is bound and does not listen, so that the port stays ours while
+workers come and go; before that it looks whether anybody else listens there, because with SO_REUSEPORT another process
+of the same user could take half of the connections.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ from pdcluster.settings.kinds import split_address
 
 
 def hold(address: str, flag: str) -> tuple[socket.socket, str]:
-    """The socket that holds the port until it is closed, and HOST:PORT with the real port. Raises ConfigError naming the flag."""
+    """The socket that holds the port until it is closed, and HOST:PORT with the real port. Raises ConfigError naming
+    the flag."""
     option = getattr(socket, "SO_REUSEPORT", None)  # missing where the system has no such thing
     if option is None:
-        raise ConfigError(f"several workers on {address} need SO_REUSEPORT, which this system does not have; use --workers 1")
+        raise ConfigError(
+            f"several workers on {address} need SO_REUSEPORT, which this system does not have; use --workers 1"
+        )
     host, port = split_address(address)
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         with socket.socket(family, kind, protocol) as alone:
             alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             alone.bind(where)
@@ -28,13 +34,17 @@ def hold(address: str, flag: str) -> tuple[socket.socket, str]:
             where = alone.getsockname()
         held = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {address}: {error.strerror}; choose another address with {flag}") from error
+        raise ConfigError(
+            f"cannot listen on {address}: {error.strerror}; choose another address with {flag}"
+        ) from error
     try:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.setsockopt(socket.SOL_SOCKET, option, 1)
         held.bind(where)
     except OSError as error:
         held.close()
-        raise ConfigError(f"several workers cannot share {address}: {error.strerror}; use --workers 1, or another address with {flag}") from error
+        raise ConfigError(
+            f"several workers cannot share {address}: {error.strerror}; use --workers 1, or another address with {flag}"
+        ) from error
     bound = held.getsockname()[1]
     return held, f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"

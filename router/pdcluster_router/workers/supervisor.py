@@ -1,7 +1,8 @@
-"""The supervisor of a router's workers: holds the ports, starts the workers and starts again those that die, serves Admin for all, and drains all.
+"""The supervisor of a router's workers: holds the ports, starts the workers and starts again those that die, serves
+Admin for all, and drains all.
 
-It is on no request's path. Each worker is a whole router (links, view, index, gate); what they have in common is the ports and this process. When the
-supervisor dies its workers die with it.
+It is on no request's path. Each worker is a whole router (links, view, index, gate); what they have in common is the
+ports and this process. When the supervisor dies its workers die with it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ RESTARTS = 5
 """Crashes of one worker within a minute; after more the router ends."""
 
 FIRST_DELAY_S = 0.02
-"""Before a worker that died is started again; doubled with each crash. Short, because the others carry its load and a start takes a second."""
+"""Before a worker that died is started again; doubled with each crash. Short, because the others carry its load and a
+start takes a second."""
 
 SOCKET_NAME = "control"
 
@@ -62,7 +64,10 @@ async def _serve(loaded: Loaded[RouterConfig]) -> int:
         http, grpc = await _hold_ports(config, stack)
         control = await stack.enter_async_context(_control(fleet))
         admin = await _serve_admin(config, fleet, stack)
-        specs = [worker_spec(loaded, f"{name}-{i}", Worker(i, config.workers, control), http, grpc) for i in range(config.workers)]
+        specs = [
+            worker_spec(loaded, f"{name}-{i}", Worker(i, config.workers, control), http, grpc)
+            for i in range(config.workers)
+        ]
         stack.push_async_callback(supervisor.stop, [[spec.name for spec in specs]])
         started = asyncio.ensure_future(_all_started([supervisor.start(spec) for spec in specs]))
         code = await _until(stop, started)
@@ -119,7 +124,9 @@ async def _control(fleet: Fleet) -> AsyncIterator[Path]:
         try:
             server = await asyncio.start_unix_server(fleet.serve, str(path))
         except OSError as error:
-            raise ConfigError(f"the control socket {path} cannot be made: {error}; set TMPDIR to a shorter path on a local disk") from error
+            raise ConfigError(
+                f"the control socket {path} cannot be made: {error}; set TMPDIR to a shorter path on a local disk"
+            ) from error
         try:
             yield path
         finally:
@@ -130,7 +137,9 @@ async def _control(fleet: Fleet) -> AsyncIterator[Path]:
 async def _serve_admin(config: RouterConfig, fleet: Fleet, stack: AsyncExitStack) -> str | None:
     if config.admin is None:
         return None
-    set_library_environment({"GRPC_ENABLE_FORK_SUPPORT": "0"})  # workers are forked to be replaced at once: nothing of gRPC is used in between
+    set_library_environment(
+        {"GRPC_ENABLE_FORK_SUPPORT": "0"}
+    )  # workers are forked to be replaced at once: nothing of gRPC is used in between
     from pdcluster_router.admin import grpc as admin_api  # brings grpc
 
     return await stack.enter_async_context(admin_api.listening(fleet, config.admin, config.admin_token()))

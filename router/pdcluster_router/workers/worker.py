@@ -1,7 +1,8 @@
 """One worker among several: which one it is, how it reaches its supervisor, and its share of what a router may hold.
 
-Bounds of a router (requests, hold queue, those of tenants) are divided by the number of workers, so that all together keep to them; a bound that is
-less than the number of workers is one for each. Connections spread evenly but not exactly, so a worker may refuse while another still has room.
+Bounds of a router (requests, hold queue, those of tenants) are divided by the number of workers, so that all together
+keep to them; a bound that is less than the number of workers is one for each. Connections spread evenly but not
+exactly, so a worker may refuse while another still has room.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class Worker:
     def parse(cls, text: str) -> Self:
         match = re.fullmatch(r"(\d{1,3})/(\d{1,3})@(.+)", text)
         if match is None or not int(match[1]) < int(match[2]):
-            raise ConfigError(f"--worker is {text[:200]!r}; only a supervisor sets it, to NUMBER/COUNT@SOCKET: use --workers")
+            raise ConfigError(
+                f"--worker is {text[:200]!r}; only a supervisor sets it, to NUMBER/COUNT@SOCKET: use --workers"
+            )
         return cls(int(match[1]), int(match[2]), Path(match[3]))
 
     def __str__(self) -> str:
@@ -39,7 +42,11 @@ class Worker:
         return f"w{self.number}-"
 
     def share(self, config: RouterConfig) -> RouterConfig:
-        hold = replace(config.hold, requests=share_of(config.hold.requests, self.count), memory_bytes=share_of(config.hold.memory_bytes, self.count))
+        hold = replace(
+            config.hold,
+            requests=share_of(config.hold.requests, self.count),
+            memory_bytes=share_of(config.hold.memory_bytes, self.count),
+        )
         return replace(config, max_requests=share_of(config.max_requests, self.count), hold=hold)
 
 

@@ -38,7 +38,10 @@ def test_large_bodies_of_few_things_are_decoded(body: bytes) -> None:
         (b'{"model":"m","prompt":' + listed(b'"a"', SIZE // 4) + b"}", "strings and keys"),
         (b'{"model":"m","prompt":' + listed(b'"\\\\"', SIZE // 5) + b"}", "strings and keys"),
         (b'{"model":"m","metadata":' + b"[" * MOST_CONTAINERS + b"]" * MOST_CONTAINERS + b"}", "lists and objects"),
-        (b'{"model":"m","metadata":{' + b",".join(b'"k%d":1' % number for number in range(SIZE // 12)) + b"}}", "strings and keys"),
+        (
+            b'{"model":"m","metadata":{' + b",".join(b'"k%d":1' % number for number in range(SIZE // 12)) + b"}}",
+            "strings and keys",
+        ),
     ],
     ids=["lists", "strings", "strings that end in a backslash", "nested", "keys"],
 )

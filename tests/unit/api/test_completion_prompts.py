@@ -17,7 +17,14 @@ def prompts(given: object) -> list[object]:
 
 @pytest.mark.parametrize(
     ("given", "found"),
-    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ([1, 2**40], [[1, 2**40]]), ([-1], [[-1]])],
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        ([1, 2**40], [[1, 2**40]]),
+        ([-1], [[-1]]),
+    ],
 )
 def test_text_and_token_ids_alone_or_in_lists_are_prompts(given: object, found: list[object]) -> None:
     assert prompts(given) == found

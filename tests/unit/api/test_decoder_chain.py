@@ -85,18 +85,35 @@ DECODERS: dict[str, dict[str, Any] | None] = {
     "stripped ByteLevel": sequence(BYTE_LEVEL, strip(" ", 1, 1)),
     "nested": sequence(sequence(SPACE, sequence(BYTES)), FUSE),
     "WordPiece, then ByteLevel": sequence(wordpiece(False), BYTE_LEVEL),
-    "everything": sequence(ctc(False), BYTES, SPACE, REGEX, strip(" ", 1, 1), BPE, FUSE, replace("  ", " "), strip("b", 1, 1)),
+    "everything": sequence(
+        ctc(False), BYTES, SPACE, REGEX, strip(" ", 1, 1), BPE, FUSE, replace("  ", " "), strip("b", 1, 1)
+    ),
 }
 
 
 def tokenizer_json(decoder: dict[str, Any] | None) -> bytes:
     vocabulary = {word: index for index, word in enumerate(WORDS)}
     added = [
-        {"id": vocabulary[word], "content": word, "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        {
+            "id": vocabulary[word],
+            "content": word,
+            "special": True,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
         for word in SPECIAL
     ]
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
-    whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None, "pre_tokenizer": None}
+    whole = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": None,
+    }
     return json.dumps({**whole, "post_processor": None, "decoder": decoder, "model": model}).encode()
 
 
@@ -124,13 +141,29 @@ def test_pieces_join_to_what_tokenizers_decodes(name: str, ids: list[int], skip:
     except BaseException as panic:
         assert "Strip" in name or "everything" in name or "stripped" in name, panic  # a library that fails is no oracle
         return
-    if MODELS[name].pieces.chain is None and "<0x" in "".join(WORDS[index] for index in ids if index < len(WORDS)) and "\ufffd" in expected:
+    if (
+        MODELS[name].pieces.chain is None
+        and "<0x" in "".join(WORDS[index] for index in ids if index < len(WORDS))
+        and "\ufffd" in expected
+    ):
         return  # valid characters of a broken run of bytes are kept there: `detokenize` says so
     assert whole == expected
     assert MODELS[name].decode(ids, skip_special_tokens=skip) == expected
 
 
-@pytest.mark.parametrize("name", ["none", "WordPiece", "Metaspace, always", "BPE", "CTC", "Replace", "replaced behind fuse", "stripped at both ends"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "none",
+        "WordPiece",
+        "Metaspace, always",
+        "BPE",
+        "CTC",
+        "Replace",
+        "replaced behind fuse",
+        "stripped at both ends",
+    ],
+)
 def test_text_comes_as_soon_as_it_is_certain(name: str) -> None:
     """At most a token waits, which one more may still change."""
     stream, ids = MODELS[name].detokenizer(), ids_of("hello", "do", "not", "x▁y", "b", "do") * 20

@@ -102,7 +102,11 @@ def byte_runs_are_valid(ids: list[int]) -> bool:
     return True
 
 
-WORDS, SPECIAL, ASCII_BYTES = st.integers(259, SENTENCEPIECE.vocab_size - 1), st.integers(0, 2), st.integers(3 + 0x20, 3 + 0x7E)
+WORDS, SPECIAL, ASCII_BYTES = (
+    st.integers(259, SENTENCEPIECE.vocab_size - 1),
+    st.integers(0, 2),
+    st.integers(3 + 0x20, 3 + 0x7E),
+)
 
 
 @given(st.lists(st.one_of(WORDS, SPECIAL, ASCII_BYTES), max_size=40), st.booleans())
@@ -110,7 +114,9 @@ WORDS, SPECIAL, ASCII_BYTES = st.integers(259, SENTENCEPIECE.vocab_size - 1), st
 def test_deltas_of_sentencepiece_tokens_join_to_what_tokenizers_decodes(ids: list[int], skip: bool) -> None:
     assert byte_runs_are_valid(ids)
     stream = Detokenizer(SENTENCEPIECE.pieces, skip_special_tokens=skip, at_start=True)
-    assert "".join([stream.feed(token_id) for token_id in ids]) + stream.flush() == SENTENCEPIECE_ORACLE.decode(ids, skip_special_tokens=skip)
+    assert "".join([stream.feed(token_id) for token_id in ids]) + stream.flush() == SENTENCEPIECE_ORACLE.decode(
+        ids, skip_special_tokens=skip
+    )
 
 
 @given(st.text(max_size=60))

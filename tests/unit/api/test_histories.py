@@ -1,4 +1,5 @@
-"""Histories as clients send them back: what changes nothing passes, what the server said is always taken, what cannot be shown is refused."""
+"""Histories as clients send them back: what changes nothing passes, what the server said is always taken, what cannot
+be shown is refused."""
 
 from __future__ import annotations
 

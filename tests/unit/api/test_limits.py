@@ -40,8 +40,13 @@ def test_neutral_values_switch_the_model_s_filters_off(off: int) -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.0, None, None, None)
 
 
-@pytest.mark.parametrize(("asked", "default", "num_prompt", "given"), [(None, 16, 10, 16), (None, 16, 95, 5), (None, None, 10, 90), (90, 16, 10, 90)])
-def test_max_tokens_is_what_was_asked_or_the_default_within_the_context(asked: int | None, default: int | None, num_prompt: int, given: int) -> None:
+@pytest.mark.parametrize(
+    ("asked", "default", "num_prompt", "given"),
+    [(None, 16, 10, 16), (None, 16, 95, 5), (None, None, 10, 90), (90, 16, 10, 90)],
+)
+def test_max_tokens_is_what_was_asked_or_the_default_within_the_context(
+    asked: int | None, default: int | None, num_prompt: int, given: int
+) -> None:
     assert limits.output_tokens(asked, default, num_prompt, LIMITS, "max_tokens") == given
 
 

@@ -1,4 +1,5 @@
-"""Regular expressions of requests: what is taken means what everybody reads in it, and anything else is refused by name."""
+"""Regular expressions of requests: what is taken means what everybody reads in it, and anything else is refused by
+name."""
 
 import contextlib
 import itertools
@@ -201,7 +202,8 @@ def test_a_count_beyond_the_bound_is_refused(count):
 
 def test_a_grammars_texts_classes_and_comments_have_no_counts():
     ebnf(
-        'root ::= "a{9999999999}\\"{9999999999}" [{9999999999}\\]{9999999999}] # {9999999999}\n  "b"{1000000} "c"{0001}',
+        'root ::= "a{9999999999}\\"{9999999999}" [{9999999999}\\]{9999999999}] # {9999999999}\n  "b"{1000000} '
+        '"c"{0001}',
         "grammar",
     )
 

@@ -57,7 +57,11 @@ def test_a_mark_that_the_end_of_the_tokens_cut_is_neither(text, is_open, expecte
     assert ("".join(part.reasoning for part in parts), "".join(part.content for part in parts)) == expected
 
 
-@given(st.lists(st.sampled_from(["<think>", "</think>", "<", "think", ">", " ", "\n", "word", "/"]), max_size=15), st.data(), st.booleans())
+@given(
+    st.lists(st.sampled_from(["<think>", "</think>", "<", "think", ">", " ", "\n", "word", "/"]), max_size=15),
+    st.data(),
+    st.booleans(),
+)
 @settings(max_examples=examples(100, 3000), deadline=None)
 def test_pieces_change_nothing(words, data, is_open):
     text = "".join(words)
@@ -68,11 +72,14 @@ def test_pieces_change_nothing(words, data, is_open):
 
 def test_calls_are_looked_for_in_the_answer_only():
     speech = Speech(ReasoningSplitter(is_open=False), HermesParser(Rules(lambda: "id", lambda _: True)))
-    said = [speech.feed(piece) for piece in '<think>I could <tool_call>{"name": "a"}</tool_call></think>Ok <tool_call>{"name": "f"}</tool_call>']
+    said = [
+        speech.feed(piece)
+        for piece in '<think>I could <tool_call>{"name": "a"}</tool_call></think>Ok <tool_call>{"name": "f"}</tool_call>'
+    ]
     said.append(speech.flush())
     assert "".join(part.reasoning for part in said) == 'I could <tool_call>{"name": "a"}</tool_call>'
     assert "".join(part.text for part in said) == "Ok"
-    assert [call.name for part in said for call in part.calls] == ["f"] 
+    assert [call.name for part in said for call in part.calls] == ["f"]
 
 
 def test_templates_tell_whether_there_are_marks_and_prompts_whether_they_are_open():

@@ -1,4 +1,5 @@
-"""Chunks that carry only text are put together from prepared parts: the same bytes as those that are encoded as a whole."""
+"""Chunks that carry only text are put together from prepared parts: the same bytes as those that are encoded as a
+whole."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ TEXTS = st.one_of(st.text(), st.sampled_from(['"text":""', '"content":""', '{"us
 
 @pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
 @given(text=TEXTS, name=TEXTS, include_usage=st.booleans())
-def test_a_chunk_of_the_first_choice_is_that_of_another_but_for_its_index(kind: type, text: str, name: str, include_usage: bool) -> None:
+def test_a_chunk_of_the_first_choice_is_that_of_another_but_for_its_index(
+    kind: type, text: str, name: str, include_usage: bool
+) -> None:
     made = kind(Head("id", 7, name, PIECES, False, False, include_usage))
     first, second = (made.chunk(index, Piece(text=text)) for index in (0, 1))
     assert first == second.replace(b'"index":1', b'"index":0', 1)

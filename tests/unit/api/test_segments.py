@@ -1,4 +1,5 @@
-"""Ids of segments, one after the other, are the ids of the whole text: for tokenizers of many kinds, and texts that try to confuse them."""
+"""Ids of segments, one after the other, are the ids of the whole text: for tokenizers of many kinds, and texts that try
+to confuse them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from pdcluster.api.text.model_text import TextModel
 from pdcluster.api.text.segments import SegmentedEncoder, is_piecewise, longest_of
 
 SPECIAL = ("<s>", "</s>", "<|start|>", "<|end|>", "<|start|>x", "<mask>", "<word>", " <pad>", "<N>", "<raw>")
-"""<|start|>x is longer than <|start|>; <mask> takes blanks, <word> stands alone, " <pad>" begins with a blank, <N> is normalized, <raw> is none."""
+"""<|start|>x is longer than <|start|>; <mask> takes blanks, <word> stands alone, " <pad>" begins with a blank, <N> is
+normalized, <raw> is none."""
 
 NORMALIZERS: dict[str, Any] = {
     "none": None,
@@ -33,14 +35,37 @@ PRE_TOKENIZERS: dict[str, Any] = {
     "metaspace-first": pre_tokenizers.Metaspace(prepend_scheme="first"),
     "metaspace-always": pre_tokenizers.Metaspace(prepend_scheme="always"),
     "metaspace-never": pre_tokenizers.Metaspace(prepend_scheme="never", split=False),
-    "digits": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]),
+    "digits": pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    ),
     "none": None,
 }
 
 TEXTS = st.lists(
     st.one_of(
         st.sampled_from(SPECIAL),
-        st.sampled_from([" ", "  ", "\n", "\t", "x", "<", "<|", "<|star", "|>", "<s", "The dog", "é", "e\u0301", "日本", "7", "12", "WORD", "<n>"]),
+        st.sampled_from(
+            [
+                " ",
+                "  ",
+                "\n",
+                "\t",
+                "x",
+                "<",
+                "<|",
+                "<|star",
+                "|>",
+                "<s",
+                "The dog",
+                "é",
+                "e\u0301",
+                "日本",
+                "7",
+                "12",
+                "WORD",
+                "<n>",
+            ]
+        ),
         st.text(max_size=6),
     ),
     max_size=25,
@@ -56,8 +81,15 @@ def tokenizer_of(normalizer: str, pre_tokenizer: str) -> Tokenizer:
         tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre_tokenizer]
     trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=["<unk>"], show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<s>", "</s>", "<|start|>", "<|end|>", "<|start|>x", " <pad>")])
-    tokenizer.add_special_tokens([AddedToken("<mask>", special=True, lstrip=True, rstrip=True), AddedToken("<word>", special=True, single_word=True)])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True) for text in ("<s>", "</s>", "<|start|>", "<|end|>", "<|start|>x", " <pad>")]
+    )
+    tokenizer.add_special_tokens(
+        [
+            AddedToken("<mask>", special=True, lstrip=True, rstrip=True),
+            AddedToken("<word>", special=True, single_word=True),
+        ]
+    )
     tokenizer.add_special_tokens([AddedToken("<N>", special=True, normalized=True)])
     tokenizer.add_tokens([AddedToken("<raw>", normalized=False)])
     return tokenizer
@@ -71,7 +103,9 @@ def encoder_of(tokenizer: Tokenizer, **settings: int) -> SegmentedEncoder:
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
 @settings(max_examples=25, deadline=None)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4), data=st.data())
-def test_segments_make_the_ids_of_the_whole(normalizer: str, pre_tokenizer: str, texts: list[str], data: st.DataObject) -> None:
+def test_segments_make_the_ids_of_the_whole(
+    normalizer: str, pre_tokenizer: str, texts: list[str], data: st.DataObject
+) -> None:
     tokenizer = tokenizer_of(normalizer, pre_tokenizer)
     encoder = encoder_of(tokenizer, max_bytes=data.draw(st.sampled_from([0, 2000, 1 << 20])))
     assert encoder.is_cutting
@@ -117,7 +151,11 @@ def test_threads_share_one_encoder() -> None:
     wrong: list[str] = []
 
     def encode_all() -> None:
-        wrong.extend(text for text in texts if encoder.encode(text).tolist() != tokenizer.encode(text, add_special_tokens=False).ids)
+        wrong.extend(
+            text
+            for text in texts
+            if encoder.encode(text).tolist() != tokenizer.encode(text, add_special_tokens=False).ids
+        )
 
     threads = [threading.Thread(target=encode_all) for _ in range(4)]
     for thread in threads:
@@ -143,7 +181,10 @@ def test_a_tokenizer_that_may_look_further_is_never_cut(change: dict[str, Any]) 
     encoder = SegmentedEncoder(tokenizer, content | change)
     assert not encoder.is_cutting
     text = "<|start|>user\nThe dog<|end|>"
-    assert encoder.encode(text) == array("i", tokenizer.encode(text, add_special_tokens=False).ids) and not encoder.num_bytes
+    assert (
+        encoder.encode(text) == array("i", tokenizer.encode(text, add_special_tokens=False).ids)
+        and not encoder.num_bytes
+    )
 
 
 def test_a_tokenizer_without_special_tokens_is_never_cut() -> None:
@@ -156,7 +197,9 @@ def test_a_tokenizer_without_special_tokens_is_never_cut() -> None:
 @given(contents=st.sets(st.text("ab<|. ", min_size=1, max_size=6), min_size=1), text=st.text("ab<|. ", max_size=60))
 def test_the_leftmost_then_longest_token_is_found(contents: set[str], text: str) -> None:
     by_length = "|".join(re.escape(content) for content in sorted(contents, key=len, reverse=True))
-    assert [found.span() for found in re.finditer(longest_of(contents), text)] == [found.span() for found in re.finditer(by_length, text)]
+    assert [found.span() for found in re.finditer(longest_of(contents), text)] == [
+        found.span() for found in re.finditer(by_length, text)
+    ]
 
 
 def test_tokens_that_begin_alike_are_looked_for_once() -> None:

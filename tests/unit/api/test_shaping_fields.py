@@ -25,7 +25,9 @@ def test_a_request_that_asks_for_nothing_has_none() -> None:
 
 
 def test_penalties_and_biases_are_taken_as_they_are() -> None:
-    found = shaping(repetition_penalty=1.2, presence_penalty=-1, frequency_penalty=0.5, logit_bias={"7": -100, "9": 2.5})
+    found = shaping(
+        repetition_penalty=1.2, presence_penalty=-1, frequency_penalty=0.5, logit_bias={"7": -100, "9": 2.5}
+    )
     assert found == Shaping(1.2, -1.0, 0.5, ((7, -100.0), (9, 2.5)))
 
 

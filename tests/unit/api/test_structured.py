@@ -8,7 +8,14 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcluster.api.structured.constraints import ResponseFormat, StructuredOutputs, any_object, asked_of, form_of, json_form
+from pdcluster.api.structured.constraints import (
+    ResponseFormat,
+    StructuredOutputs,
+    any_object,
+    asked_of,
+    form_of,
+    json_form,
+)
 from pdcluster.api.structured.json_grammar.schema import CONSTRAINTS, NOT_ENFORCED
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.grammar import MAX_CHARS, MAX_DEPTH, depth_of
@@ -65,10 +72,7 @@ KEYWORDS = [*CONSTRAINTS, *NOT_ENFORCED, "$defs", "x"]
 WORDS = ["#", "#/x", "object", "array", "string", "date"]
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(WORDS),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=4)
-    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=4),
     max_leaves=12,
 )
 

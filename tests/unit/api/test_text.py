@@ -52,7 +52,9 @@ def test_add_bos_token_of_the_config_overrules_the_post_processor() -> None:
 def test_a_padding_token_that_the_tokenizer_lacks_is_passed_over() -> None:
     """Fine-tuning tools name one that they never added."""
     text = TextModel(with_config(byte_level_files(), pad_token="[PAD]", unk_token="<nowhere>"))
-    assert text.encode("[PAD]", add_special_tokens=False) == TextModel(byte_level_files()).encode("[PAD]", add_special_tokens=False)
+    assert text.encode("[PAD]", add_special_tokens=False) == TextModel(byte_level_files()).encode(
+        "[PAD]", add_special_tokens=False
+    )
     assert text.vocab_size == TextModel(byte_level_files()).vocab_size
 
 
@@ -64,14 +66,18 @@ def test_special_tokens_are_left_out_of_text_unless_asked_for() -> None:
 
 
 def test_sampling_defaults_come_from_the_generation_config() -> None:
-    generation = json.dumps({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos_token_id": [1, 3], "min_p": 0.0}).encode()
+    generation = json.dumps(
+        {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos_token_id": [1, 3], "min_p": 0.0}
+    ).encode()
     text = TextModel(byte_level_files() | {"generation_config.json": generation})
     assert text.defaults == SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=None)
     assert text.eos_token_ids == (1, 3)
 
 
 def test_a_model_that_recommends_temperature_zero_is_sampled_at_zero() -> None:
-    assert TextModel(byte_level_files() | {"generation_config.json": b'{"temperature": 0.0}'}).defaults.temperature == 0.0
+    assert (
+        TextModel(byte_level_files() | {"generation_config.json": b'{"temperature": 0.0}'}).defaults.temperature == 0.0
+    )
 
 
 def test_without_a_generation_config_the_defaults_are_openai_s() -> None:
@@ -102,7 +108,12 @@ def test_from_dir_reads_what_from_files_reads(tmp_path: Path) -> None:
 
 def test_the_default_of_several_named_templates_is_taken() -> None:
     templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    assert TextModel(with_config(byte_level_files(), chat_template=templates)).render_chat([{"role": "user", "content": "x"}]) == "plain"
+    assert (
+        TextModel(with_config(byte_level_files(), chat_template=templates)).render_chat(
+            [{"role": "user", "content": "x"}]
+        )
+        == "plain"
+    )
 
 
 def test_a_model_without_template_says_what_to_do() -> None:
@@ -134,11 +145,20 @@ def test_tokens_named_only_in_the_config_are_added_under_their_ids() -> None:
         (with_config(byte_level_files(), added_tokens_decoder={"x": {"content": "a"}}), "not as expected: ValueError"),
         (with_config(byte_level_files(), added_tokens_decoder=["x"]), "not as expected: AttributeError"),
         (byte_level_files() | {"chat_template.jinja": b"\xff\xfe"}, "not as expected: UnicodeDecodeError"),
-        (byte_level_files() | {"generation_config.json": b'{"eos_token_id": "</s>"}'}, "eos_token_id .* is no token id"),
-        (byte_level_files() | {"generation_config.json": b'{"eos_token_id": ["</s>"]}'}, "eos_token_id .* is no token id"),
+        (
+            byte_level_files() | {"generation_config.json": b'{"eos_token_id": "</s>"}'},
+            "eos_token_id .* is no token id",
+        ),
+        (
+            byte_level_files() | {"generation_config.json": b'{"eos_token_id": ["</s>"]}'},
+            "eos_token_id .* is no token id",
+        ),
         (byte_level_files() | {"generation_config.json": b'{"temperature": "0.7x"}'}, "temperature is '0.7x'"),
         (byte_level_files() | {"generation_config.json": b'{"temperature": -1}'}, "temperature is -1"),
-        (byte_level_files() | {"generation_config.json": b'{"top_p": 1.5}'}, "top_p is 1.5; it must be a number from 1e-06 to 1"),
+        (
+            byte_level_files() | {"generation_config.json": b'{"top_p": 1.5}'},
+            "top_p is 1.5; it must be a number from 1e-06 to 1",
+        ),
         (byte_level_files() | {"generation_config.json": b'{"top_k": true}'}, "top_k is True"),
         (byte_level_files() | {"generation_config.json": b'{"repetition_penalty": 0}'}, "repetition_penalty is 0"),
     ],

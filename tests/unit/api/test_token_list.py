@@ -26,7 +26,12 @@ MOST = 10**MOST_DIGITS - 1
 COMMAS = st.sampled_from([",", ", ", ",\n", " ,\n\t", "  ,"])
 
 
-@given(ids=st.lists(st.integers(0, MOST), min_size=1, max_size=50), comma=COMMAS, odd=COMMAS, outer=st.sampled_from(["", " ", "\n"]))
+@given(
+    ids=st.lists(st.integers(0, MOST), min_size=1, max_size=50),
+    comma=COMMAS,
+    odd=COMMAS,
+    outer=st.sampled_from(["", " ", "\n"]),
+)
 def test_it_packs_what_a_json_decoder_reads(ids: list[int], comma: str, odd: str, outer: str) -> None:
     """odd: a comma unlike the others."""
     half = len(ids) // 2
@@ -35,14 +40,32 @@ def test_it_packs_what_a_json_decoder_reads(ids: list[int], comma: str, odd: str
     assert token_list(text.encode()) == array("i", json.loads(text))
 
 
-@given(ids=st.lists(st.integers(0, MOST), max_size=20), at=st.integers(0, 200), other=st.sampled_from(list("[]{}-+.eE\"nft:/;\x1f")))
+@given(
+    ids=st.lists(st.integers(0, MOST), max_size=20),
+    at=st.integers(0, 200),
+    other=st.sampled_from(list('[]{}-+.eE"nft:/;\x1f')),
+)
 def test_whatever_else_stands_in_it_is_left_to_the_decoder(ids: list[int], at: int, other: str) -> None:
     text = json.dumps(ids)
     text = text[: at % len(text)] + other + text[at % len(text) :]
     assert token_list(text.encode()) is None
 
 
-OTHERS = ["[]", "[ ]", "[[1]]", "[-1]", "[1.0]", "[1e3]", '["1"]', "[null]", "7", '"7"', f"[7, {MOST + 1}]", f"[{2**63}]", f"[{10**40}]"]
+OTHERS = [
+    "[]",
+    "[ ]",
+    "[[1]]",
+    "[-1]",
+    "[1.0]",
+    "[1e3]",
+    '["1"]',
+    "[null]",
+    "7",
+    '"7"',
+    f"[7, {MOST + 1}]",
+    f"[{2**63}]",
+    f"[{10**40}]",
+]
 
 
 @pytest.mark.parametrize("comma", [",", ", "])
@@ -118,7 +141,11 @@ def outcome(given: bytes) -> object:
     """What is made of a body, or what is said against it."""
     try:
         request = requests.decode_completion(given)
-        return [entry if isinstance(entry, str) else list(entry) for entry in requests.prompts_of(request)], request.max_tokens, request.user
+        return (
+            [entry if isinstance(entry, str) else list(entry) for entry in requests.prompts_of(request)],
+            request.max_tokens,
+            request.user,
+        )
     except BadRequest as error:
         return str(error), error.param
 
@@ -141,7 +168,9 @@ def test_a_list_is_read_where_it_stands_and_the_other_fields_as_ever() -> None:
     cut=st.integers(0, 3),
     put=st.sampled_from(["", "0", "00", " ", "\n", ",", "]", "[", "-", ".5", "e1", '"', "x", ",]", "1 1", "\x1f"]),
 )
-def test_whatever_stands_there_nothing_else_is_made_of_it_than_a_decoder_makes(ids: list[int], comma: str, at: int, cut: int, put: str) -> None:
+def test_whatever_stands_there_nothing_else_is_made_of_it_than_a_decoder_makes(
+    ids: list[int], comma: str, at: int, cut: int, put: str
+) -> None:
     """put: in place of `cut` letters."""
     text = "[" + comma.join(map(str, ids)) + "]"
     at %= len(text)

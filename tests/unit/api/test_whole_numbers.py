@@ -1,4 +1,5 @@
-"""Whole numbers that a client writes as floats are taken as OpenAI and vLLM take them, and change nothing else of the request."""
+"""Whole numbers that a client writes as floats are taken as OpenAI and vLLM take them, and change nothing else of the
+request."""
 
 from __future__ import annotations
 

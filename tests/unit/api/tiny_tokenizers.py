@@ -1,4 +1,5 @@
-"""Small real tokenizers, built in memory: byte-level BPE as Llama 3 and Qwen have it, SentencePiece-like BPE with byte fallback as Mistral has it."""
+"""Small real tokenizers, built in memory: byte-level BPE as Llama 3 and Qwen have it, SentencePiece-like BPE with byte
+fallback as Mistral has it."""
 
 from __future__ import annotations
 
@@ -34,11 +35,16 @@ def byte_level_files() -> dict[str, bytes]:
     tokenizer.decoder = decoders.ByteLevel()
     special = [AddedToken(text, special=True) for text in ("<|bos|>", "<|eos|>", "<|start|>", "<|end|>")]
     trainer = trainers.BpeTrainer(
-        vocab_size=420, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=special, show_progress=False
+        vocab_size=420,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=special,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_tokens([AddedToken("<tool>"), AddedToken("né e")])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", tokenizer.token_to_id("<|bos|>"))])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|bos|> $A", special_tokens=[("<|bos|>", tokenizer.token_to_id("<|bos|>"))]
+    )
     tokenizer.enable_truncation(4)  # as some files carry it; must not cut prompts
     config = {
         "bos_token": "<|bos|>",
@@ -54,13 +60,17 @@ def sentencepiece_files() -> dict[str, bytes]:
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    trainer = trainers.BpeTrainer(vocab_size=430, special_tokens=["<unk>", "<s>", "</s>", *byte_tokens], limit_alphabet=60, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=430, special_tokens=["<unk>", "<s>", "</s>", *byte_tokens], limit_alphabet=60, show_progress=False
+    )
     tokenizer.train_from_iterator(CORPUS, trainer)
     content = json.loads(tokenizer.to_str())
     # the trainer makes them added tokens; in real files they are plain vocabulary, which is what byte fallback needs
     content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in byte_tokens]
     tokenizer = Tokenizer.from_str(json.dumps(content))
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     config = {
         "bos_token": "<s>",
         "eos_token": "</s>",
@@ -75,4 +85,8 @@ def sentencepiece_files() -> dict[str, bytes]:
 def with_config(files: dict[str, bytes], **changes: object) -> dict[str, bytes]:
     """The same files with fields of tokenizer_config.json set; None removes one."""
     config = json.loads(files["tokenizer_config.json"]) | changes
-    return files | {"tokenizer_config.json": json.dumps({name: value for name, value in config.items() if value is not None}).encode()}
+    return files | {
+        "tokenizer_config.json": json.dumps(
+            {name: value for name, value in config.items() if value is not None}
+        ).encode()
+    }

@@ -11,7 +11,8 @@ FINGERPRINT = Fingerprint("tiny", "sha-1", 1, 32, LAYOUT)
 
 def make_card(node: str = "prefill-0", incarnation: str = "boot-1", **changes: Any) -> NodeCard:
     fields: dict[str, Any] = {
-        "role": "prefill", "address": "127.0.0.1:4000", "model": "tiny", "fingerprint": FINGERPRINT, "max_len": 2048, "vocab_size": 1000,
+        "role": "prefill", "address": "127.0.0.1:4000", "model": "tiny", "fingerprint": FINGERPRINT, "max_len": 2048,
+        "vocab_size": 1000,
         "num_pages": 64, "eos_ids": (2, 3), "tokenizer_hash": "abc", "backends": ("shm", "tcp"), "pid": 42,
     }  # fmt: skip
     return NodeCard(node, incarnation, **(fields | changes))

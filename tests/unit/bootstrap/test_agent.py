@@ -136,7 +136,9 @@ async def test_draining_and_a_new_role_are_seen(address: str, make_agent: MakeAg
         assert view.seen[-1].nodes == (make_card(draining=True, role="mixed"),)
 
 
-async def test_a_silent_node_is_gone_when_its_lease_ends_and_others_are_told(address: str, make_agent: MakeAgent) -> None:
+async def test_a_silent_node_is_gone_when_its_lease_ends_and_others_are_told(
+    address: str, make_agent: MakeAgent
+) -> None:
     agent = make_agent(address)
     agent.start(make_card("prefill-0"))
     async with watching(address) as view, grpc.aio.insecure_channel(address) as channel:
@@ -211,7 +213,9 @@ async def test_a_node_may_start_before_its_bootstrap(make_agent: MakeAgent) -> N
         assert view.seen[-1].nodes == (make_card(),) and agent.gone() == []
 
 
-async def test_a_node_registers_with_every_bootstrap_and_a_watcher_goes_to_the_next_when_one_fails(make_agent: MakeAgent) -> None:
+async def test_a_node_registers_with_every_bootstrap_and_a_watcher_goes_to_the_next_when_one_fails(
+    make_agent: MakeAgent,
+) -> None:
     async with serving("127.0.0.1:0", SETTINGS) as second:
         async with serving("127.0.0.1:0", SETTINGS) as first:
             make_agent(first, second).start(make_card())
@@ -226,7 +230,11 @@ async def test_a_node_registers_with_every_bootstrap_and_a_watcher_goes_to_the_n
 
 def test_a_router_on_uvloop_sees_the_cluster_too() -> None:
     async def scenario() -> list[list[str]]:
-        async with serving("127.0.0.1:0", SETTINGS) as address, watching(address) as view, grpc.aio.insecure_channel(address) as channel:
+        async with (
+            serving("127.0.0.1:0", SETTINGS) as address,
+            watching(address) as view,
+            grpc.aio.insecure_channel(address) as channel,
+        ):
             await stubs.BootstrapStub(channel).Register(pb.RegisterRequest(card=_proto("prefill-0")))
             await view.until(lambda: bool(view.names()))
             await view.until(lambda: not view.names())
@@ -234,7 +242,9 @@ def test_a_router_on_uvloop_sees_the_cluster_too() -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         seen = runner.run(scenario())
-    assert [names for number, names in enumerate(seen) if names and seen[number - 1] != names] == [["prefill-0"]] and seen[-1] == []
+    assert [names for number, names in enumerate(seen) if names and seen[number - 1] != names] == [
+        ["prefill-0"]
+    ] and seen[-1] == []
 
 
 async def test_bad_cards_and_unknown_nodes_get_codes_that_say_so(address: str) -> None:

@@ -7,7 +7,13 @@ import pytest
 from bootstrap_cards import FINGERPRINT, LAYOUT, make_card
 
 from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard, check_card
-from pdcluster.bootstrap.card_messages import card_from_proto, card_to_proto, role_from_proto, snapshot_from_proto, snapshot_to_proto
+from pdcluster.bootstrap.card_messages import (
+    card_from_proto,
+    card_to_proto,
+    role_from_proto,
+    snapshot_from_proto,
+    snapshot_to_proto,
+)
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.messages import Endpoint
 from pdcluster.transfer.backends.base import Peer
@@ -24,7 +30,9 @@ def test_a_card_knows_its_peer_endpoint_and_sizes() -> None:
     assert (card.page_tokens, card.hash_block_tokens, card.weights, card.dtype) == (32, 32, "sha-1", "float32")
 
 
-@pytest.mark.parametrize("card", [make_card(), make_card(pid=None, eos_ids=(), backends=(), draining=True, role="mixed")])
+@pytest.mark.parametrize(
+    "card", [make_card(), make_card(pid=None, eos_ids=(), backends=(), draining=True, role="mixed")]
+)
 def test_a_card_comes_back_from_protobuf_as_it_was(card: NodeCard) -> None:
     check_card(card)
     assert card_from_proto(card_to_proto(card)) == card
@@ -49,17 +57,25 @@ def test_an_unknown_role_is_refused(number: int) -> None:
 
 
 BAD: list[dict[str, Any]] = [
-    {"node": ""}, {"node": "n" * 129}, {"incarnation": ""}, {"role": "boss"}, {"address": "nowhere"}, {"address": "host:0"}, {"address": "h" * 2000},
-    {"model": ""}, {"max_len": 0}, {"vocab_size": -1}, {"num_pages": 2**31}, {"eos_ids": (1000,)}, {"eos_ids": (-1,)}, {"eos_ids": (1,) * 257},
-    {"node": "n\n"}, {"node": "\x1b[2J"}, {"incarnation": "a\x00"}, {"model": "m\r\nx: y"}, {"device": "d\t"}, {"tokenizer_hash": "\x7f"},
-    {"backends": ("shm\n",)}, {"fingerprint": replace(FINGERPRINT, weights="\u2028")}, {"address": "a\x01:1"}, {"node": "\ud800"},
+    {"node": ""}, {"node": "n" * 129}, {"incarnation": ""}, {"role": "boss"}, {"address": "nowhere"},
+    {"address": "host:0"}, {"address": "h" * 2000},
+    {"model": ""}, {"max_len": 0}, {"vocab_size": -1}, {"num_pages": 2**31}, {"eos_ids": (1000,)}, {"eos_ids": (-1,)},
+    {"eos_ids": (1,) * 257},
+    {"node": "n\n"}, {"node": "\x1b[2J"}, {"incarnation": "a\x00"}, {"model": "m\r\nx: y"}, {"device": "d\t"},
+    {"tokenizer_hash": "\x7f"},
+    {"backends": ("shm\n",)}, {"fingerprint": replace(FINGERPRINT, weights="\u2028")}, {"address": "a\x01:1"},
+    {"node": "\ud800"},
     {"backends": ("",)}, {"backends": ("b" * 129,)}, {"device": "d" * 129}, {"tokenizer_hash": "t" * 129},
-    {"fingerprint": replace(FINGERPRINT, protocol=0)}, {"fingerprint": replace(FINGERPRINT, layout=replace(LAYOUT, num_layers=0))},
-    {"fingerprint": replace(FINGERPRINT, layout=replace(LAYOUT, dtype="int3"))}, {"fingerprint": replace(FINGERPRINT, model="m" * 2000)},
+    {"fingerprint": replace(FINGERPRINT, protocol=0)}, {"fingerprint": replace(FINGERPRINT, layout=replace(LAYOUT,
+    num_layers=0))},
+    {"fingerprint": replace(FINGERPRINT, layout=replace(LAYOUT, dtype="int3"))}, {"fingerprint": replace(FINGERPRINT,
+    model="m" * 2000)},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", BAD, ids=lambda changes: f"{next(iter(changes))}={str(next(iter(changes.values())))[:30]}")
+@pytest.mark.parametrize(
+    "changes", BAD, ids=lambda changes: f"{next(iter(changes))}={str(next(iter(changes.values())))[:30]}"
+)
 def test_a_card_with_a_bad_field_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(BadRequest):
         check_card(make_card(**changes))

@@ -100,7 +100,12 @@ def test_a_node_that_does_not_fit_is_refused_with_every_field_that_differs(store
     other = replace(FINGERPRINT, weights="sha-2", layout=replace(LAYOUT, dtype="bfloat16"))
     with pytest.raises(ConfigError) as refusal:
         store.register(make_card("decode-0", fingerprint=other))
-    for part in ("'decode-0'", "'prefill-0'", "weights 'sha-2' here, 'sha-1' there", "dtype 'bfloat16' here, 'float32' there"):
+    for part in (
+        "'decode-0'",
+        "'prefill-0'",
+        "weights 'sha-2' here, 'sha-1' there",
+        "dtype 'bfloat16' here, 'float32' there",
+    ):
         assert part in str(refusal.value)
     assert "head_dim" not in str(refusal.value) and names(store) == [("prefill-0", "boot-1")]
 
@@ -108,7 +113,10 @@ def test_a_node_that_does_not_fit_is_refused_with_every_field_that_differs(store
 def test_a_node_that_promises_equal_bits_and_one_that_does_not_are_no_cluster(store: Store) -> None:
     store.register(make_card("prefill-0"))
     other = replace(FINGERPRINT, arithmetic="invariant, bf16 pairs, 1 rank")
-    with pytest.raises(ConfigError, match=r"arithmetic 'invariant, bf16 pairs, 1 rank' here, 'default' there.*--deterministic on all or none"):
+    with pytest.raises(
+        ConfigError,
+        match=r"arithmetic 'invariant, bf16 pairs, 1 rank' here, 'default' there.*--deterministic on all or none",
+    ):
         store.register(make_card("decode-0", fingerprint=other))
 
 
@@ -126,8 +134,12 @@ def test_the_last_node_may_come_back_with_another_layout(store: Store) -> None:
 
 def test_differences_name_fields_of_the_layout_too() -> None:
     assert list(differences(FINGERPRINT, FINGERPRINT)) == []
-    assert list(differences(replace(FINGERPRINT, layout=replace(LAYOUT, head_dim=64)), FINGERPRINT)) == ["head_dim 64 here, 32 there"]
-    assert not list(differences(replace(FINGERPRINT, layout=replace(LAYOUT, page_tokens=64)), FINGERPRINT)), "page sizes may differ"
+    assert list(differences(replace(FINGERPRINT, layout=replace(LAYOUT, head_dim=64)), FINGERPRINT)) == [
+        "head_dim 64 here, 32 there"
+    ]
+    assert not list(differences(replace(FINGERPRINT, layout=replace(LAYOUT, page_tokens=64)), FINGERPRINT)), (
+        "page sizes may differ"
+    )
 
 
 def test_the_number_of_nodes_is_bounded(store: Store) -> None:
@@ -220,7 +232,9 @@ class AnyHistory(RuleBasedStateMachine):
     def the_store_holds_what_the_model_holds(self) -> None:
         self.store.expire()
         found = self.store.snapshot()
-        assert [(card.node, card.incarnation) for card in found.nodes] == sorted((node, boot) for node, (boot, _) in self.live().items())
+        assert [(card.node, card.incarnation) for card in found.nodes] == sorted(
+            (node, boot) for node, (boot, _) in self.live().items()
+        )
         assert (found.version > self.last.version) if found != self.last else (found.version == self.last.version)
         self.last = found
 

@@ -1,4 +1,5 @@
-"""The model in the package: complete, small, readable by transformers and by our own strict readers, and trained rather than noise."""
+"""The model in the package: complete, small, readable by transformers and by our own strict readers, and trained rather
+than noise."""
 
 import importlib.util
 import json
@@ -20,7 +21,8 @@ from scripts.train_bundled import SPECIAL_TOKENS, Model, Shape, model_config, re
 MODEL = bundled.path()
 MEGABYTES_ALLOWED = 8
 FILES = {
-    "MODEL_CARD.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    "MODEL_CARD.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
+    "tokenizer.json", "tokenizer_config.json",
 }  # fmt: skip
 SAMPLES = (
     "import os\n\n\ndef f(x, *, y=1):\n    return [x] * y\n",
@@ -30,8 +32,8 @@ SAMPLES = (
     " ",
     "",
 )
-# Measured on the first 400 tokens of each, over counts from the training files: token frequencies alone cost 6.5 to 6.8 nats per token,
-# frequencies of token pairs 4.65 to 5.05; a uniform guess is 7.6. The model takes 3.46 to 3.55.
+# Measured on the first 400 tokens of each, over counts from the training files: token frequencies alone cost 6.5 to 6.8
+# nats per token, frequencies of token pairs 4.65 to 5.05; a uniform guess is 7.6. The model takes 3.46 to 3.55.
 HELD_OUT_NATS = 4.0
 HELD_OUT_MODULES = ("sched", "shelve", "cmd")
 
@@ -49,7 +51,9 @@ def text_model() -> TextModel:
 @pytest.fixture(scope="module")
 def reference() -> torch.nn.Module:
     transformers = pytest.importorskip("transformers")
-    return transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="eager").eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        MODEL, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +133,9 @@ def test_the_chat_template_ends_where_the_assistant_speaks(text_model: TextModel
 
 
 @pytest.mark.parametrize("module", HELD_OUT_MODULES)
-def test_it_predicts_code_it_never_saw_far_better_than_noise(reference: torch.nn.Module, tokenizer: Tokenizer, module: str) -> None:
+def test_it_predicts_code_it_never_saw_far_better_than_noise(
+    reference: torch.nn.Module, tokenizer: Tokenizer, module: str
+) -> None:
     assert f"{module}.py" in bundled_corpus.HELD_OUT
     assert loss(reference, tokenizer.encode(held_out_text(module)).ids[:400]) < HELD_OUT_NATS
 
@@ -140,7 +146,9 @@ def test_shuffling_a_text_makes_it_far_less_likely(reference: torch.nn.Module, t
     assert loss(reference, [ids[at] for at in order]) > 2 * loss(reference, ids)
 
 
-def test_the_script_trains_what_transformers_runs(reference: torch.nn.Module, weights: dict[str, torch.Tensor], tokenizer: Tokenizer) -> None:
+def test_the_script_trains_what_transformers_runs(
+    reference: torch.nn.Module, weights: dict[str, torch.Tensor], tokenizer: Tokenizer
+) -> None:
     ids = tokenizer.encode(held_out_text("cmd")).ids[:65]
     model = Model(Shape(), window=64)
     model.load_state_dict({name.removeprefix("model."): tensor.float() for name, tensor in weights.items()})
@@ -151,13 +159,21 @@ def test_the_script_trains_what_transformers_runs(reference: torch.nn.Module, we
 
 
 def test_it_ends_its_turn(reference: torch.nn.Module, text_model: TextModel) -> None:
-    prompt = text_model.encode(text_model.render_chat([{"role": "user", "content": "Who are you?"}]), add_special_tokens=False)
+    prompt = text_model.encode(
+        text_model.render_chat([{"role": "user", "content": "Who are you?"}]), add_special_tokens=False
+    )
     out = reference.generate(torch.tensor([prompt]), max_new_tokens=80, do_sample=False, temperature=None, top_p=None)  # type: ignore[operator]
     assert out[0, -1].item() in text_model.eos_token_ids
 
 
 def test_the_card_says_what_it_is_how_it_was_made_and_the_licence() -> None:
     card = (MODEL / "MODEL_CARD.md").read_text()
-    for expected in ("scripts.train_bundled", "PSF License Agreement", "What it is not good for", "nats per token", "CPU minutes"):
+    for expected in (
+        "scripts.train_bundled",
+        "PSF License Agreement",
+        "What it is not good for",
+        "nats per token",
+        "CPU minutes",
+    ):
         assert expected in card
     assert "$" not in card, "a number was never filled in"

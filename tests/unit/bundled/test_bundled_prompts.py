@@ -24,7 +24,9 @@ def reference() -> torch.nn.Module:
 
 
 def token_ids(text_model: TextModel, prompt: Prompt) -> list[int]:
-    rendered = text_model.render_chat([{"role": "user", "content": prompt.text}]) if prompt.kind == "chat" else prompt.text
+    rendered = (
+        text_model.render_chat([{"role": "user", "content": prompt.text}]) if prompt.kind == "chat" else prompt.text
+    )
     return list(text_model.encode(rendered, add_special_tokens=False))
 
 

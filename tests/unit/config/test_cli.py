@@ -1,4 +1,5 @@
-"""The commands' glue: flags made from keys, one clear line for a mistake, config check. Typed in as users do, without a cluster."""
+"""The commands' glue: flags made from keys, one clear line for a mistake, config check. Typed in as users do, without a
+cluster."""
 
 from pathlib import Path
 
@@ -36,7 +37,9 @@ def test_the_routers_help_lists_its_flags() -> None:
 def test_config_check_shows_value_origin_and_variable(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
     file.write_text("[node]\nlease_s = 9\n")
-    code, out, _ = run("config", "check", "--config", str(file), "--set", "router.max_requests=7", env={"PDCLUSTER_UP_DECODE": "3"})
+    code, out, _ = run(
+        "config", "check", "--config", str(file), "--set", "router.max_requests=7", env={"PDCLUSTER_UP_DECODE": "3"}
+    )
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
     assert code == 0
     assert rows["node.lease_s"][1] == "9.0"
@@ -86,10 +89,18 @@ def test_flags_reach_the_config_and_the_return_value_is_the_exit_code() -> None:
     seen: list[Loaded[NodeConfig]] = []
     app = typer.Typer()
     flags.command(app, NodeConfig, "node", "help", lambda loaded: seen.append(loaded) or 7)
-    done = CliRunner().invoke(app, ["--role", "decode", "--no-warmup", "--transfer", "tcp", "--kv-memory-bytes", "2MiB", "--ready-fd", "9"])
+    done = CliRunner().invoke(
+        app, ["--role", "decode", "--no-warmup", "--transfer", "tcp", "--kv-memory-bytes", "2MiB", "--ready-fd", "9"]
+    )
     assert done.exit_code == 7
     config = seen[0].config
-    assert (config.role, config.warmup, config.transfer.backend, config.kv.memory_bytes, config.ready_fd) == ("decode", False, "tcp", 2 * 2**20, 9)
+    assert (config.role, config.warmup, config.transfer.backend, config.kv.memory_bytes, config.ready_fd) == (
+        "decode",
+        False,
+        "tcp",
+        2 * 2**20,
+        9,
+    )
     assert seen[0].flags["node.transfer.backend"] == "tcp"
 
 

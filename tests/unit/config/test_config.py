@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 
 from pdcluster.core.errors import ConfigError
-from pdcluster.settings.config import SECTIONS, BootstrapConfig, KVConfig, NodeConfig, RouterConfig, SecurityConfig, UpConfig, keys, load
+from pdcluster.settings.config import (
+    SECTIONS,
+    BootstrapConfig,
+    KVConfig,
+    NodeConfig,
+    RouterConfig,
+    SecurityConfig,
+    UpConfig,
+    keys,
+    load,
+)
 from pdcluster.settings.keys import MASK
 
 ALL_KEYS = [key for section in SECTIONS.values() for key in keys(section)]
@@ -47,7 +57,9 @@ def test_a_section_ignores_the_values_of_the_others(tmp_path: Path) -> None:
 
 
 def test_an_unknown_variable_is_an_error_that_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"PDCLUSTER_NODE_TRANSFER_DEADLIN.*did you mean PDCLUSTER_NODE_TRANSFER_DEADLINE_S"):
+    with pytest.raises(
+        ConfigError, match=r"PDCLUSTER_NODE_TRANSFER_DEADLIN.*did you mean PDCLUSTER_NODE_TRANSFER_DEADLINE_S"
+    ):
         load(UpConfig, environ={"PDCLUSTER_NODE_TRANSFER_DEADLIN": "3"})
 
 
@@ -195,7 +207,17 @@ def test_every_default_is_a_value_its_own_kind_accepts(key) -> None:
 
 def test_the_flags_that_are_promised_have_their_names() -> None:
     flags = {name: {key.flag for key in keys(section)} for name, section in SECTIONS.items()}
-    assert {"--model", "--prefill", "--decode", "--mixed", "--tp", "--transfer", "--http", "--grpc", "--device"} <= flags["up"]
+    assert {
+        "--model",
+        "--prefill",
+        "--decode",
+        "--mixed",
+        "--tp",
+        "--transfer",
+        "--http",
+        "--grpc",
+        "--device",
+    } <= flags["up"]
     assert {"--role", "--bootstrap", "--model"} <= flags["node"]
     assert {"--listen"} <= flags["bootstrap"]
     assert {"--bootstrap", "--http", "--grpc", "--tokenizer"} <= flags["router"]

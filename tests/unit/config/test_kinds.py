@@ -26,7 +26,9 @@ from pdcluster.settings.kinds import (
 )
 
 
-@pytest.mark.parametrize(("raw", "value"), [("512KiB", 524288), ("2GiB", 2**31), ("1.5MB", 1500000), ("7", 7), (7, 7), ("64 M", 64 * 2**20)])
+@pytest.mark.parametrize(
+    ("raw", "value"), [("512KiB", 524288), ("2GiB", 2**31), ("1.5MB", 1500000), ("7", 7), (7, 7), ("64 M", 64 * 2**20)]
+)
 def test_sizes_are_read_with_their_units(raw: object, value: int) -> None:
     assert size()(raw) == value
 
@@ -43,7 +45,9 @@ def test_a_size_has_an_upper_bound_where_one_is_named() -> None:
         size(4096, 2**30)("2GiB")
 
 
-@pytest.mark.parametrize(("raw", "value"), [("500ms", 0.5), ("2.5s", 2.5), ("10m", 600.0), ("1h", 3600.0), (3, 3.0), ("4", 4.0)])
+@pytest.mark.parametrize(
+    ("raw", "value"), [("500ms", 0.5), ("2.5s", 2.5), ("10m", 600.0), ("1h", 3600.0), (3, 3.0), ("4", 4.0)]
+)
 def test_durations_are_read_with_their_units(raw: object, value: float) -> None:
     assert duration()(raw) == pytest.approx(value)
 
@@ -61,7 +65,10 @@ def test_addresses_come_as_text_or_as_a_list() -> None:
             addresses(raw)
 
 
-@pytest.mark.parametrize(("raw", "parts"), [("127.0.0.1:8000", ("127.0.0.1", 8000)), ("[::1]:80", ("::1", 80)), ("node.local:0", ("node.local", 0))])
+@pytest.mark.parametrize(
+    ("raw", "parts"),
+    [("127.0.0.1:8000", ("127.0.0.1", 8000)), ("[::1]:80", ("::1", 80)), ("node.local:0", ("node.local", 0))],
+)
 def test_an_address_splits_into_host_and_port(raw: str, parts: tuple[str, int]) -> None:
     assert split_address(raw) == parts
 
@@ -73,7 +80,9 @@ def test_what_is_no_address_is_refused(raw: object) -> None:
 
 
 def test_origins_are_schemes_with_hosts_or_all() -> None:
-    assert origins("https://A.example, http://localhost:3000") == origins(["https://a.example", "http://localhost:3000"])
+    assert origins("https://A.example, http://localhost:3000") == origins(
+        ["https://a.example", "http://localhost:3000"]
+    )
     assert origins("*") == ("*",) and origins("app://x") == ("app://x",)
     for raw in ("", "a.example", "https://a.example/", "https://a/b", [], 5, None):
         with pytest.raises(ValueError, match="must be origins"):

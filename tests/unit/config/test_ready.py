@@ -30,7 +30,10 @@ def test_a_parent_that_left_is_no_error_and_the_descriptor_is_closed() -> None:
         os.fstat(writer)
 
 
-@pytest.mark.parametrize("line", [b"hello\n", b"[]\n", b"\xff\n", json.dumps({"address": "a:1"}).encode(), json.dumps({"ready": True}).encode()])
+@pytest.mark.parametrize(
+    "line",
+    [b"hello\n", b"[]\n", b"\xff\n", json.dumps({"address": "a:1"}).encode(), json.dumps({"ready": True}).encode()],
+)
 def test_nonsense_is_a_protocol_error(line: bytes) -> None:
     with pytest.raises(ProtocolError):
         parse(line)

@@ -71,7 +71,14 @@ def test_of_a_kind_that_was_late_no_other_job_is_begun():
         return work
 
     try:
-        jobs = [job("a"), job("slow", hangs=True), job("b"), job("slow too", hangs=True), job("c"), job("slow again", hangs=True)]
+        jobs = [
+            job("a"),
+            job("slow", hangs=True),
+            job("b"),
+            job("slow too", hangs=True),
+            job("c"),
+            job("slow again", hangs=True),
+        ]
         assert aside.run(jobs, ["x", "s", "x", "s", "y", "s"]) == ["a", LATE, "b", LATE, "c", LATE]
         assert begun == ["a", "slow", "b", "c"] and aside.num_left == 1
     finally:
@@ -93,7 +100,9 @@ def test_the_more_are_left_the_less_time_the_next_one_gets(monkeypatch):
     """All together hold up nobody for more than a few times what one may take."""
     aside, may_end, limits = Aside[bool]("test", 0.08), threading.Event(), []
     run = aside_module._Helper.run
-    monkeypatch.setattr(aside_module._Helper, "run", lambda self, jobs, limit_s: (limits.append(limit_s), run(self, jobs, limit_s))[1])
+    monkeypatch.setattr(
+        aside_module._Helper, "run", lambda self, jobs, limit_s: (limits.append(limit_s), run(self, jobs, limit_s))[1]
+    )
     try:
         assert aside.run([lambda: may_end.wait(60)] * (MAX_LEFT + 1)) == [LATE] * MAX_LEFT + [TURNED_AWAY]
         assert limits[0] == 0.08 and limits == sorted(limits, reverse=True) and limits[-1] == 0.08 * LEAST_PATIENCE
@@ -155,7 +164,8 @@ def test_a_starved_job_that_ends_just_when_it_is_left_is_told_by_what_it_used(mo
 
 
 class SlowToHear(queue.SimpleQueue):
-    """An answer that comes at the last moment: once whoever waits for it has given up, it is there, and the next job has begun."""
+    """An answer that comes at the last moment: once whoever waits for it has given up, it is there, and the next job
+    has begun."""
 
     def __init__(self, has_begun: threading.Event) -> None:
         self.has_begun = has_begun

@@ -10,7 +10,14 @@ import torch
 from checkpoints import KERNEL_CACHE
 
 from pdcluster.core.step import Row, StepPlan
-from pdcluster.engine.kernels.loader import Kernels, PairKernels, Parallel, load_invariant_kernels, load_kernels, load_pair_kernels
+from pdcluster.engine.kernels.loader import (
+    Kernels,
+    PairKernels,
+    Parallel,
+    load_invariant_kernels,
+    load_kernels,
+    load_pair_kernels,
+)
 from pdcluster.engine.model.batch import Batch, Limits, build_batch
 from pdcluster.engine.ops.attention import Angles, Attention, AttentionShape, HeadNorms, ReferenceAttention
 from pdcluster.engine.ops.attention_cpu import QUERY_BLOCK, CpuAttention
@@ -39,7 +46,12 @@ MIXES = {
     "a prompt longer than a block of queries behind a prefix": [Sequence(5, QUERY_BLOCK + 9)],
     "decodes beside chunks": [Sequence(3, 1), Sequence(40, 1), Sequence(0, 17), Sequence(16, 5), Sequence(9, 2)],
 }
-SHAPES = [AttentionShape(4, 4, 32, 1e-6), AttentionShape(4, 2, 64, 1e-6), AttentionShape(8, 2, 96, 1e-6), AttentionShape(8, 1, 128, 1e-6)]
+SHAPES = [
+    AttentionShape(4, 4, 32, 1e-6),
+    AttentionShape(4, 2, 64, 1e-6),
+    AttentionShape(8, 2, 96, 1e-6),
+    AttentionShape(8, 1, 128, 1e-6),
+]
 
 
 def kernels(dtype: DType) -> Kernels:
@@ -119,10 +131,19 @@ def dense(scene: Scene, shape: AttentionShape, layer: int, normed: bool) -> torc
     q, k = turn(q, scene.norms.q), turn(k, scene.norms.k)
     out = []
     for span in scene.batch.spans:
-        cached = scene.pages[torch.from_numpy(span.pages), layer].double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : span.start]
+        cached = (
+            scene.pages[torch.from_numpy(span.pages), layer]
+            .double()
+            .permute(1, 2, 0, 3, 4)
+            .flatten(2, 3)[:, :, : span.start]
+        )
         for token in range(span.begin, span.end):
-            keys = torch.cat([cached[0], k[span.begin : token + 1].transpose(0, 1)], 1).repeat_interleave(shape.num_heads // shape.num_kv_heads, 0)
-            values = torch.cat([cached[1], v[span.begin : token + 1].transpose(0, 1)], 1).repeat_interleave(shape.num_heads // shape.num_kv_heads, 0)
+            keys = torch.cat([cached[0], k[span.begin : token + 1].transpose(0, 1)], 1).repeat_interleave(
+                shape.num_heads // shape.num_kv_heads, 0
+            )
+            values = torch.cat([cached[1], v[span.begin : token + 1].transpose(0, 1)], 1).repeat_interleave(
+                shape.num_heads // shape.num_kv_heads, 0
+            )
             weights = ((keys @ q[token][:, :, None])[..., 0] * shape.scale).softmax(-1)
             out.append((weights[:, None] @ values)[:, 0].flatten())
     return torch.stack(out)
@@ -132,18 +153,23 @@ def dense(scene: Scene, shape: AttentionShape, layer: int, normed: bool) -> torc
 @pytest.mark.parametrize("name", ["reference", "cpu", "cpu without pairs"])
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_attention_over_pages_equals_attention_without_pages(name: str, mix: str, shape: AttentionShape, dtype: DType) -> None:
+def test_attention_over_pages_equals_attention_without_pages(
+    name: str, mix: str, shape: AttentionShape, dtype: DType
+) -> None:
     given = scene(MIXES[mix], shape, dtype)
     normed = shape.num_heads == 8
     expected = dense(given, shape, 1, normed)
-    found = build(name, shape, given.pages, dtype).run(given.qkv, given.norms if normed else None, given.angles, 1, given.batch)
+    found = build(name, shape, given.pages, dtype).run(
+        given.qkv, given.norms if normed else None, given.angles, 1, given.batch
+    )
     assert found.dtype == given.qkv.dtype
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu", "cpu without pairs"])
 def test_products_that_nothing_rounded_are_taken_as_they_are(name: str) -> None:
-    """The same numbers in float32 give the same bits, in the type of the pages; numbers between two of bfloat16 give others."""
+    """The same numbers in float32 give the same bits, in the type of the pages; numbers between two of bfloat16 give
+    others."""
     given = scene(MIXES["decodes beside chunks"], SHAPES[0], "bfloat16")
     found = []
     between = 1 + 2**-8 * torch.rand(given.qkv.shape, generator=torch.Generator().manual_seed(1))
@@ -162,7 +188,9 @@ def test_products_that_nothing_rounded_are_taken_as_they_are(name: str) -> None:
 def test_invariant_attention_equals_attention_without_pages(mix: str, shape: AttentionShape) -> None:
     given = scene(MIXES[mix], shape, "bfloat16")
     expected = dense(given, shape, 1, True)
-    found = build("invariant", shape, given.pages, "bfloat16", threads=2).run(given.qkv, given.norms, given.angles, 1, given.batch)
+    found = build("invariant", shape, given.pages, "bfloat16", threads=2).run(
+        given.qkv, given.norms, given.angles, 1, given.batch
+    )
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE["bfloat16"])
 
 
@@ -216,7 +244,11 @@ def test_threads_do_not_change_the_result() -> None:
     results = []
     for threads in (1, 3):
         given = scene(mix[:20] + mix[-1:], shape, "float32")
-        results.append(build("cpu", shape, given.pages, "float32", threads).run(given.qkv, given.norms, given.angles, 0, given.batch))
+        results.append(
+            build("cpu", shape, given.pages, "float32", threads).run(
+                given.qkv, given.norms, given.angles, 0, given.batch
+            )
+        )
     assert torch.equal(*results)
 
 
@@ -240,7 +272,11 @@ def test_what_lies_in_a_page_behind_the_last_token_does_not_matter(length: int) 
         used = torch.from_numpy(span.pages).long()
         empty = torch.full_like(given.pages, rest)
         tokens = given.pages[used].movedim(4, 1).flatten(0, 1)[:length]
-        empty[used] = torch.cat([tokens, empty[used].movedim(4, 1).flatten(0, 1)[length:]]).unflatten(0, (len(used), PAGE)).movedim(1, 4)
+        empty[used] = (
+            torch.cat([tokens, empty[used].movedim(4, 1).flatten(0, 1)[length:]])
+            .unflatten(0, (len(used), PAGE))
+            .movedim(1, 4)
+        )
         results.append(build("cpu", shape, empty, "bfloat16").run(given.qkv, None, given.angles, 0, given.batch))
     assert torch.isfinite(results[0]).all()
     assert torch.equal(*results)

@@ -23,7 +23,11 @@ def test_tokens_of_all_rows_lie_after_each_other_with_their_slots() -> None:
     assert batch.positions.tolist() == [5, 0, 2, 3, 4, 5, 6]
     assert batch.slot_pages.tolist() == [1, 2, 4, 4, 0, 0, 0]
     assert batch.slot_offsets.tolist() == [1, 0, 2, 3, 0, 1, 2]
-    assert [(span.begin, span.end, span.start, span.length) for span in batch.spans] == [(0, 1, 5, 6), (1, 2, 0, 1), (2, 7, 2, 7)]
+    assert [(span.begin, span.end, span.start, span.length) for span in batch.spans] == [
+        (0, 1, 5, 6),
+        (1, 2, 0, 1),
+        (2, 7, 2, 7),
+    ]
     assert batch.num_decodes == 2
     assert batch.decode_pages.tolist() == [3, 1, 2]
     assert batch.decode_first.tolist() == [0, 2]

@@ -1,4 +1,5 @@
-"""The engine as the node sees it: launch, collect, the descriptor, errors, limits, and results that do not depend on the batch."""
+"""The engine as the node sees it: launch, collect, the descriptor, errors, limits, and results that do not depend on
+the batch."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ def bfloat16(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 def row(tokens: list[int] | None = None, start: int = 0, pages: list[int] | None = None, **fields: object) -> Row:
     sampling = fields.pop("sampling", greedy(1))
-    return Row("a", np.array(tokens or [5, 6, 7], np.int32), start, np.array(pages or [1], np.int32), sampling, **fields)  # type: ignore[arg-type]
+    return Row(
+        "a", np.array(tokens or [5, 6, 7], np.int32), start, np.array(pages or [1], np.int32), sampling, **fields
+    )  # type: ignore[arg-type]
 
 
 def readable(descriptor: int) -> bool:
@@ -97,10 +100,13 @@ def test_a_step_samples_for_the_rows_that_ask(engine: Engine) -> None:
 def test_greedy_rows_take_the_best_logit_from_the_forward(
     bfloat16: Engine, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], is_short: bool
 ) -> None:
-    """Unless anything else is asked for, of any row of the step; the token is the same. On CPUs without panels a prompt is no single call, and its
-    token is always sampled."""
+    """Unless anything else is asked for, of any row of the step; the token is the same. On CPUs without panels a prompt
+    is no single call, and its token is always sampled."""
     prompts = [np.array(tokens, np.int32) for tokens in ([5, 6, 7], [9, 3], [8, 8, 2, 4])]
-    alone = [bfloat16.step(StepPlan((row(prompt.tolist(), sampling=greedy(1, logprobs=0)),))).rows[0].token for prompt in prompts]
+    alone = [
+        bfloat16.step(StepPlan((row(prompt.tolist(), sampling=greedy(1, logprobs=0)),))).rows[0].token
+        for prompt in prompts
+    ]
     assert len(set(alone)) == 3
     sampled, sample_rows = [], bfloat16._sample_rows
     monkeypatch.setattr(bfloat16, "_sample_rows", lambda *args: (sampled.append(1), sample_rows(*args))[1])
@@ -124,7 +130,9 @@ def test_prompt_logprobs_come_where_the_forward_finds_the_best_logit(bfloat16: E
     assert told.token is not None and len(told.prompt_logprobs) == 2
 
 
-def test_a_row_without_its_grammar_ends_where_the_forward_finds_the_best_logit_and_so_does_the_one_behind_it(bfloat16: Engine) -> None:
+def test_a_row_without_its_grammar_ends_where_the_forward_finds_the_best_logit_and_so_does_the_one_behind_it(
+    bfloat16: Engine,
+) -> None:
     bfloat16.launch(StepPlan((row(), replace(row(pages=[2], sampling=LOST), request="b"))))
     bfloat16.launch(StepPlan((row([0], 3, [1], follows=True), replace(row([0], 3, [2], follows=True), request="b"))))
     fine, ended = bfloat16.collect(30).rows
@@ -134,19 +142,28 @@ def test_a_row_without_its_grammar_ends_where_the_forward_finds_the_best_logit_a
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"logprobs": 1}, {"temperature": 1.0}, {"grammar": LOST.grammar}], ids=["greedy", "logprobs", "drawn", "ended"]
+    "changes",
+    [{}, {"logprobs": 1}, {"temperature": 1.0}, {"grammar": LOST.grammar}],
+    ids=["greedy", "logprobs", "drawn", "ended"],
 )
 @pytest.mark.parametrize("which", ["engine", "bfloat16"])
-def test_a_row_whose_logits_are_no_numbers_ends_alone(request: pytest.FixtureRequest, which: str, changes: dict[str, Any]) -> None:
+def test_a_row_whose_logits_are_no_numbers_ends_alone(
+    request: pytest.FixtureRequest, which: str, changes: dict[str, Any]
+) -> None:
     """And so does the step that is behind it already, while the others of both say what they say without it."""
     engine: Engine = request.getfixturevalue(which)
     sampling = Sampling(**{"max_tokens": 4, "seed": 0, "temperature": 0.0, **changes})
     engine.step(StepPlan((row(),)))
-    alone = [engine.step(StepPlan((row([9], 3, [1]),))).rows[0].token, engine.step(StepPlan((row([9], 4, [1]),))).rows[0].token]
+    alone = [
+        engine.step(StepPlan((row([9], 3, [1]),))).rows[0].token,
+        engine.step(StepPlan((row([9], 4, [1]),))).rows[0].token,
+    ]
     engine.pool.tensor[2].fill_(float("nan"))
     try:
         engine.launch(StepPlan((row([9], 3, [1]), replace(row([9], 3, [2], sampling=sampling), request="b"))))
-        engine.launch(StepPlan((row([9], 4, [1]), replace(row([0], 4, [2], sampling=sampling, follows=True), request="b"))))
+        engine.launch(
+            StepPlan((row([9], 4, [1]), replace(row([0], 4, [2], sampling=sampling, follows=True), request="b")))
+        )
         steps = [engine.collect(30).rows for _ in range(2)]
     finally:
         engine.pool.tensor[2].fill_(0.0)
@@ -171,7 +188,9 @@ def test_the_descriptor_is_readable_from_the_end_of_a_step_until_it_is_collected
     assert not readable(engine.done_fd)
 
 
-def test_a_bell_that_nobody_heard_says_nothing_about_the_next_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bell_that_nobody_heard_says_nothing_about_the_next_step(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise pages whose KV is not computed yet would be taken for done, and sent."""
     engine.launch(StepPlan((row(),), bells=(1, 2)))
     engine.collect(10)
@@ -197,7 +216,10 @@ def test_progress_advances_by_layers_and_may_live_in_shared_memory(config: Engin
 
 def test_prompt_logprobs_of_chunks_join_to_those_of_the_whole(engine: Engine) -> None:
     prompt = checkpoints.prompt(150, SHAPE.vocab_size)
-    whole, chunked = (Driver(engine).run([prompt], [greedy(1, prompt_logprobs=2)], chunk=chunk)[0].prompt_logprobs for chunk in (150, 11))
+    whole, chunked = (
+        Driver(engine).run([prompt], [greedy(1, prompt_logprobs=2)], chunk=chunk)[0].prompt_logprobs
+        for chunk in (150, 11)
+    )
     assert len(whole) == len(chunked) == 149
     assert [entry.logprob for entry in whole] == pytest.approx([entry.logprob for entry in chunked], abs=1e-4)
     assert all(len(entry.top_ids) == 2 for entry in whole)
@@ -205,15 +227,21 @@ def test_prompt_logprobs_of_chunks_join_to_those_of_the_whole(engine: Engine) ->
 
 def test_seeded_sampling_gives_the_same_tokens_in_any_batch_and_chunking(engine: Engine) -> None:
     prompts = [checkpoints.prompt(length, SHAPE.vocab_size) for length in (1, 7, 8, 9, 40)]
-    samplings = [Sampling(max_tokens=20, seed=10 + i, choice=i % 2, temperature=0.9, top_p=0.95, logprobs=0) for i in range(len(prompts))]
-    alone = [Driver(engine).run([prompt], [sampling])[0].tokens for prompt, sampling in zip(prompts, samplings, strict=True)]
+    samplings = [
+        Sampling(max_tokens=20, seed=10 + i, choice=i % 2, temperature=0.9, top_p=0.95, logprobs=0)
+        for i in range(len(prompts))
+    ]
+    alone = [
+        Driver(engine).run([prompt], [sampling])[0].tokens for prompt, sampling in zip(prompts, samplings, strict=True)
+    ]
     together = [job.tokens for job in Driver(engine).run(prompts, samplings, chunk=5, stagger=3)]
     assert alone == together
     assert len({tuple(tokens) for tokens in alone}) == len(prompts)
 
 
 def test_a_continuation_from_emitted_tokens_draws_what_the_first_attempt_would_have(engine: Engine) -> None:
-    """After a migration the prompt is longer and the output shorter: positions, and so the random numbers, are the same."""
+    """After a migration the prompt is longer and the output shorter: positions, and so the random numbers, are the
+    same."""
     prompt = checkpoints.prompt(12, SHAPE.vocab_size)
     sampling = Sampling(max_tokens=16, seed=3, temperature=1.0)
     whole = Driver(engine).run([prompt], [sampling])[0].tokens
@@ -225,17 +253,24 @@ def test_a_continuation_from_emitted_tokens_draws_what_the_first_attempt_would_h
 def test_min_tokens_keeps_end_tokens_out(engine: Engine) -> None:
     prompt = checkpoints.prompt(10, SHAPE.vocab_size)
     ends = tuple(range(2, 90))
-    tokens = Driver(engine).run([prompt], [Sampling(max_tokens=12, seed=0, min_tokens=6, stop_token_ids=ends)])[0].tokens
+    tokens = (
+        Driver(engine).run([prompt], [Sampling(max_tokens=12, seed=0, min_tokens=6, stop_token_ids=ends)])[0].tokens
+    )
     assert not set(tokens[:6]) & {*ends, 2}
     assert set(tokens[6:]) & set(ends)
 
 
-def test_plain_torch_gives_the_same_tokens_as_the_kernels(engine: Engine, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_torch_gives_the_same_tokens_as_the_kernels(
+    engine: Engine, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     plain = Engine(config)
     monkeypatch.undo()
     prompt = checkpoints.prompt(30, SHAPE.vocab_size)
-    assert Driver(plain).run([prompt], [greedy(12)], chunk=9)[0].tokens == Driver(engine).run([prompt], [greedy(12)], chunk=9)[0].tokens
+    assert (
+        Driver(plain).run([prompt], [greedy(12)], chunk=9)[0].tokens
+        == Driver(engine).run([prompt], [greedy(12)], chunk=9)[0].tokens
+    )
     plain.close()
 
 
@@ -259,7 +294,9 @@ def test_pages_of_another_engine_continue_the_request(engine: Engine, config: En
 # ---------------------------------------------------------------- errors
 
 
-def test_an_error_in_the_step_is_raised_by_collect_and_the_engine_goes_on(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_in_the_step_is_raised_by_collect_and_the_engine_goes_on(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     engine.launch(StepPlan((row([1000]),)))
     with pytest.raises(IntegrityError, match="token id 1000"):
         engine.collect(timeout=30)
@@ -327,16 +364,26 @@ def test_the_pool_is_sized_in_bytes_when_pages_are_not_given(config: EngineConfi
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"max_len": 513}, "513.*512"), ({"max_len": 0}, "max_len 0"), ({"num_pages": None, "kv_bytes": 10}, "does not hold one page")],
+    [
+        ({"max_len": 513}, "513.*512"),
+        ({"max_len": 0}, "max_len 0"),
+        ({"num_pages": None, "kv_bytes": 10}, "does not hold one page"),
+    ],
 )
-def test_limits_that_do_not_fit_the_model_are_refused(config: EngineConfig, changes: dict[str, int], message: str) -> None:
+def test_limits_that_do_not_fit_the_model_are_refused(
+    config: EngineConfig, changes: dict[str, int], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         Engine(replace(config, **changes))
 
 
-def test_sequences_end_where_a_sliding_window_would_begin_to_matter(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_sequences_end_where_a_sliding_window_would_begin_to_matter(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A model that has one works at the first try; who asks for more is told why not."""
-    directory = checkpoints.save(checkpoints.build_model(replace(SHAPE, family="mistral", config={"sliding_window": 40}), seed=1), tmp_path)
+    directory = checkpoints.save(
+        checkpoints.build_model(replace(SHAPE, family="mistral", config={"sliding_window": 40}), seed=1), tmp_path
+    )
     config = EngineConfig(directory, KERNEL_CACHE, page_tokens=PAGE, num_pages=64)
     with pytest.raises(ModelError, match=r"sliding_window 40 .*--max-len 40"):
         Engine(replace(config, max_len=41))
@@ -355,6 +402,9 @@ def test_warmup_works_on_the_smallest_pool(config: EngineConfig) -> None:
 
 
 def test_importing_the_engine_loads_no_transformers_and_compiles_nothing() -> None:
-    code = "import sys, pdcluster.engine.engine; print([m for m in ('transformers', 'numba', 'pandas') if m in sys.modules])"
+    code = (
+        "import sys, pdcluster.engine.engine; print([m for m in ('transformers', 'numba', 'pandas') if m in "
+        "sys.modules])"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.strip() == "[]"

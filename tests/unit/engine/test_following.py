@@ -1,4 +1,5 @@
-"""A step that goes on with tokens which the step before it draws: the same tokens as one step after the other, and what becomes of failures."""
+"""A step that goes on with tokens which the step before it draws: the same tokens as one step after the other, and what
+becomes of failures."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ SHAPE = Shape("qwen3", hidden_size=32, intermediate_size=48, head_dim=16, vocab_
 SAMPLINGS = [
     greedy(24),
     Sampling(max_tokens=24, seed=5, temperature=0.9, top_p=0.9),
-    Sampling(max_tokens=24, seed=6, temperature=0.0, shaping=Shaping(repetition=1.7, frequency=0.8, bad_words=((3,), (4, 5)))),
+    Sampling(
+        max_tokens=24, seed=6, temperature=0.0, shaping=Shaping(repetition=1.7, frequency=0.8, bad_words=((3,), (4, 5)))
+    ),
     Sampling(max_tokens=24, seed=7, temperature=1.0, min_tokens=9, logprobs=2),
 ]
 
@@ -49,7 +52,9 @@ def ahead_rows(prompts: list[np.ndarray], histories: list[History | None], count
 
 def run_ahead(engine: Engine, prompts: list[np.ndarray]) -> list[list[int]]:
     """Every step is launched while the one before it is in flight."""
-    histories = [history_of(sampling.shaping, prompt, prompt[:0]) for prompt, sampling in zip(prompts, SAMPLINGS, strict=True)]
+    histories = [
+        history_of(sampling.shaping, prompt, prompt[:0]) for prompt, sampling in zip(prompts, SAMPLINGS, strict=True)
+    ]
     first = tuple(
         Row(str(i), prompt, 0, pages_of(i), sampling, history=history)
         for i, (prompt, sampling, history) in enumerate(zip(prompts, SAMPLINGS, histories, strict=True))
@@ -77,7 +82,9 @@ def test_a_history_has_every_token_once(engine: Engine) -> None:
     sampling = Sampling(max_tokens=9, seed=1, temperature=0.0, shaping=Shaping(presence=0.1))
     (job,) = Driver(engine).run([prompt], [sampling])
     assert job.history is not None and int(job.history.counts.sum()) == 9
-    assert dict(zip(job.history.ids.tolist(), job.history.counts.tolist(), strict=True)) == {t: job.tokens.count(t) for t in set(job.tokens)}
+    assert dict(zip(job.history.ids.tolist(), job.history.counts.tolist(), strict=True)) == {
+        t: job.tokens.count(t) for t in set(job.tokens)
+    }
 
 
 def first_row(**fields: object) -> Row:

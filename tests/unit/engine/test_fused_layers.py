@@ -36,10 +36,13 @@ from pdcluster.processes.kernel_cache import filling
 PAGE, PAGES, VOCABULARY = 8, 200, 97
 LIMITS = Limits(VOCABULARY, PAGES, PAGE, 800)
 ROUNDING = 2.0**-6
-"""Two steps of bfloat16. Kernels may add up in any order (fastmath), and of a kernel that others call each has a compiled copy of its own; which copy
-runs depends on what a process loaded first. Heads that are normalised, where that was seen, are held to one order in `test_ops`."""
+"""Two steps of bfloat16. Kernels may add up in any order (fastmath), and of a kernel that others call each has a
+compiled copy of its own; which copy runs depends on what a process loaded first. Heads that are normalised, where that
+was seen, are held to one order in `test_ops`."""
 SHAPES = {
-    "norms of heads": Shape("qwen3", hidden_size=64, intermediate_size=96, head_dim=32, vocab_size=VOCABULARY, num_layers=3),
+    "norms of heads": Shape(
+        "qwen3", hidden_size=64, intermediate_size=96, head_dim=32, vocab_size=VOCABULARY, num_layers=3
+    ),
     "biases, scaled angles": Shape(
         "qwen2",
         hidden_size=64,
@@ -49,7 +52,9 @@ SHAPES = {
         num_layers=2,
         rope={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     ),
-    "a lone layer": Shape("llama", hidden_size=64, intermediate_size=96, head_dim=32, vocab_size=VOCABULARY, num_layers=1),
+    "a lone layer": Shape(
+        "llama", hidden_size=64, intermediate_size=96, head_dim=32, vocab_size=VOCABULARY, num_layers=1
+    ),
 }
 
 
@@ -94,10 +99,22 @@ def decoder(model: tuple[ModelConfig, Weights], pages: torch.Tensor, ops: CpuOps
 
 def batch(rows: Sequence[tuple[int, int]]) -> Batch:
     """rows: what each has in its pages, and how many tokens it brings."""
-    rng, free, planned = np.random.default_rng(len(rows)), np.random.default_rng(5).permutation(PAGES).astype(np.int32), []
+    rng, free, planned = (
+        np.random.default_rng(len(rows)),
+        np.random.default_rng(5).permutation(PAGES).astype(np.int32),
+        [],
+    )
     for index, (context, new) in enumerate(rows):
         pages, free = np.split(free, [-(-(context + new) // PAGE)])
-        planned.append(Row(str(index), rng.integers(0, VOCABULARY, new).astype(np.int32), context, pages, Sampling(max_tokens=1, seed=0)))
+        planned.append(
+            Row(
+                str(index),
+                rng.integers(0, VOCABULARY, new).astype(np.int32),
+                context,
+                pages,
+                Sampling(max_tokens=1, seed=0),
+            )
+        )
     return build_batch(StepPlan(tuple(planned)), LIMITS, "cpu")
 
 
@@ -121,7 +138,9 @@ def assert_same_as_separate_calls(model: tuple[ModelConfig, Weights], ops: CpuOp
     torch.testing.assert_close(given.hidden(), expected.hidden(), rtol=ROUNDING, atol=ROUNDING)
     logits = given.logits()
     assert logits.shape == (slots.num_rows, VOCABULARY) and expected.best is None
-    alike = computed.logits(given.hidden()[wanted])  # of the same states: a step of bfloat16 in one of them is more than that in a sum of them all
+    alike = computed.logits(
+        given.hidden()[wanted]
+    )  # of the same states: a step of bfloat16 in one of them is more than that in a sum of them all
     torch.testing.assert_close(logits, alike, rtol=ROUNDING, atol=ROUNDING)
     assert given.best is not None and given.best.tolist() == logits.argmax(dim=-1).tolist()
     written = torch.zeros(pages.shape, dtype=torch.bool)
@@ -148,7 +167,9 @@ def test_rows_that_decode(model: tuple[ModelConfig, Weights], ops: CpuOps, conte
     ],
     ids=str,
 )
-def test_prompts_beside_rows_that_decode(model: tuple[ModelConfig, Weights], ops: CpuOps, rows: list[tuple[int, int]]) -> None:
+def test_prompts_beside_rows_that_decode(
+    model: tuple[ModelConfig, Weights], ops: CpuOps, rows: list[tuple[int, int]]
+) -> None:
     if ops._panels is None:
         pytest.skip("without panels prompts take the separate calls")
     assert_same_as_separate_calls(model, ops, batch(rows))
@@ -166,16 +187,22 @@ def test_scratch_of_a_larger_step_serves_smaller_ones(model: tuple[ModelConfig, 
         assert torch.equal(found.hidden(), expected.hidden()) and torch.equal(found.logits(), expected.logits())
 
 
-def test_what_has_no_kernel_or_too_many_tokens_takes_the_separate_calls(model: tuple[ModelConfig, Weights], ops: CpuOps) -> None:
+def test_what_has_no_kernel_or_too_many_tokens_takes_the_separate_calls(
+    model: tuple[ModelConfig, Weights], ops: CpuOps
+) -> None:
     fused = decoder(model, pool(model[0]), ops)._fused
     assert fused is not None
     assert fused.takes(batch(decodes(4, 9)))
-    assert fused.takes(batch([(4, 3)])) == fused.takes(batch(decodes(*[0] * (MOST_ROWS + 1)))) == (ops._panels is not None)
+    assert (
+        fused.takes(batch([(4, 3)])) == fused.takes(batch(decodes(*[0] * (MOST_ROWS + 1)))) == (ops._panels is not None)
+    )
     long = dataclasses.replace(batch([(4, 3)]), tokens=np.zeros(MOST_TOKENS + 1, np.int64))
     assert not fused.takes(long)
 
 
-def test_a_step_rings_after_the_layers_that_it_was_asked_to(model: tuple[ModelConfig, Weights], ops: CpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_rings_after_the_layers_that_it_was_asked_to(
+    model: tuple[ModelConfig, Weights], ops: CpuOps, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heard = []
     monkeypatch.setattr(os, "eventfd_write", lambda fd, value: heard.append(progress.layers_done))
     computed, progress = decoder(model, pool(model[0]), ops), Progress()
@@ -190,7 +217,8 @@ def test_a_step_rings_after_the_layers_that_it_was_asked_to(model: tuple[ModelCo
 
 
 def test_a_layer_is_counted_when_its_kv_is_in_the_pool(model: tuple[ModelConfig, Weights], ops: CpuOps) -> None:
-    """The counter lies where a layer's values go, which write over what was counted before them: this layer and those behind it are left."""
+    """The counter lies where a layer's values go, which write over what was counted before them: this layer and those
+    behind it are left."""
     slots, num_layers = batch(decodes(3, 40)), model[0].num_layers
     decoder(model, expected := pool(model[0]), ops).forward(slots, Progress())
     for layer in range(num_layers):
@@ -198,7 +226,9 @@ def test_a_layer_is_counted_when_its_kv_is_in_the_pool(model: tuple[ModelConfig,
         place = int(slots.slot_pages[1]), layer, 1, 0, int(slots.slot_offsets[1])
         progress.counter = loader.as_array(pages)[place].view(np.uint64)[:1]
         decoder(model, pages, ops).forward(slots, progress)
-        assert progress.counter[0] == loader.as_array(expected)[place].view(np.uint64)[0] + np.uint64(num_layers - layer)
+        assert progress.counter[0] == loader.as_array(expected)[place].view(np.uint64)[0] + np.uint64(
+            num_layers - layer
+        )
         progress.close()
 
 
@@ -273,7 +303,17 @@ def test_the_best_of_a_row_is_the_first_of_equals(ops: CpuOps, logits: list[floa
         (0x3F80, 0x7F80),
         (0xFF80, 0xFF80),
     ],
-    ids=["plus", "minus", "both signs", "two kinds", "beside minus infinity", "many", "last", "infinity", "only minus infinity"],
+    ids=[
+        "plus",
+        "minus",
+        "both signs",
+        "two kinds",
+        "beside minus infinity",
+        "many",
+        "last",
+        "infinity",
+        "only minus infinity",
+    ],
 )
 def test_a_row_that_is_not_of_numbers_has_no_best(ops: CpuOps, bits: tuple[int, ...]) -> None:
     """Else a greedy row would hide broken weights."""

@@ -1,4 +1,5 @@
-"""GGUF files: tensors, config and tokenizer are those of the model that they were made of, and files that are not right are refused by name."""
+"""GGUF files: tensors, config and tokenizer are those of the model that they were made of, and files that are not right
+are refused by name."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ SHAPES = {
     "qwen2": Shape("qwen2", vocab_size=SIZE, hidden_size=128),
     "qwen3": Shape("qwen3", vocab_size=SIZE, hidden_size=128, head_dim=64),
 }
-TEXTS = ("The dog sleeps. 12  345", "def greet(name):\n\treturn 'né e' <tool> <|end|>", "Grüße 日本語 \U0001f600", "  two  spaces ")
+TEXTS = (
+    "The dog sleeps. 12  345",
+    "def greet(name):\n\treturn 'né e' <tool> <|end|>",
+    "Grüße 日本語 \U0001f600",
+    "  two  spaces ",
+)
 
 
 def built(name: str) -> tuple[Any, str]:
@@ -125,7 +131,9 @@ def test_digests_tell_files_apart(tmp_path: Path) -> None:
     model, arch = built("llama")
     one = gguf_files.write(tmp_path / "one.gguf", model, arch)
     same = gguf_files.write(tmp_path / "same.gguf", model, arch)
-    other = gguf_files.write(tmp_path / "other.gguf", model, arch, tensors={"token_embd.weight": np.zeros((SIZE, 128), np.float32)})
+    other = gguf_files.write(
+        tmp_path / "other.gguf", model, arch, tensors={"token_embd.weight": np.zeros((SIZE, 128), np.float32)}
+    )
     digests = [weights_digest(file, read_config(file)) for file in (one, same, other)]
     assert digests[0] == digests[1] != digests[2]
     assert files_digest(read_text_files(one)) == files_digest(read_text_files(other))

@@ -1,4 +1,5 @@
-"""Grammars on the engine: whatever a model prefers to say, what comes is of the asked shape; and the state follows from the output alone."""
+"""Grammars on the engine: whatever a model prefers to say, what comes is of the asked shape; and the state follows from
+the output alone."""
 
 import json
 import math
@@ -48,7 +49,9 @@ def compile_now(grammars: Grammars, wanted: Grammar, timeout_s: float = 60.0) ->
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    engine = Engine(EngineConfig(path(), tmp_path_factory.mktemp("cache"), dtype="float32", num_pages=256, max_len=1024))
+    engine = Engine(
+        EngineConfig(path(), tmp_path_factory.mktemp("cache"), dtype="float32", num_pages=256, max_len=1024)
+    )
     yield engine
     engine.close()
 
@@ -74,14 +77,26 @@ def say(engine: Engine, *samplings: Sampling, prompt: str = "The answer is", **o
 
 def test_a_regular_expression_is_kept_greedy_and_drawn_beside_rows_that_have_none(engine):
     wanted = regex(r"[a-f]{3}-\d{2,4}")
-    texts = say(engine, ask(engine, wanted, temperature=0.0), ask(engine, None, max_tokens=20), ask(engine, wanted), ask(engine, wanted, seed=7))
+    texts = say(
+        engine,
+        ask(engine, wanted, temperature=0.0),
+        ask(engine, None, max_tokens=20),
+        ask(engine, wanted),
+        ask(engine, wanted, seed=7),
+    )
     assert all(re.fullmatch(r"[a-f]{3}-\d{2,4}", text) for text in (texts[0], *texts[2:]))
     assert texts[1] == say(engine, ask(engine, None, max_tokens=20))[0]
 
 
-@pytest.mark.parametrize("form", [{"type": "or", "elements": [{"type": "const_string", "value": word} for word in ("yes", "no", "maybe")]}])
+@pytest.mark.parametrize(
+    "form", [{"type": "or", "elements": [{"type": "const_string", "value": word} for word in ("yes", "no", "maybe")]}]
+)
 def test_a_choice_is_one_of_them(engine, form):
-    assert set(say(engine, *(ask(engine, grammar(form), seed=seed, temperature=2.0) for seed in range(12)))) <= {"yes", "no", "maybe"}
+    assert set(say(engine, *(ask(engine, grammar(form), seed=seed, temperature=2.0) for seed in range(12)))) <= {
+        "yes",
+        "no",
+        "maybe",
+    }
 
 
 def test_an_ebnf_grammar_is_kept(engine):
@@ -90,7 +105,9 @@ def test_an_ebnf_grammar_is_kept(engine):
         assert re.fullmatch(r"(\(*)[a-z]+(\)*)", text) or len(text) > 50
 
 
-@pytest.mark.parametrize("seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(20, 1000))])
+@pytest.mark.parametrize(
+    "seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(20, 1000))]
+)
 def test_output_is_valid_for_a_random_schema(engine, seed):
     """Cut off by max_tokens it may be, wrong never: what was said is then the beginning of something valid."""
     schema = random_schema(seed)
@@ -102,7 +119,9 @@ def test_output_is_valid_for_a_random_schema(engine, seed):
 
 
 def test_a_preempted_row_and_one_that_moved_go_on_as_if_nothing_had_happened(engine):
-    wanted = grammar(structured.json_form({"type": "array", "items": {"type": "integer"}, "minItems": 30, "maxItems": 60}, "s"))
+    wanted = grammar(
+        structured.json_form({"type": "array", "items": {"type": "integer"}, "minItems": 30, "maxItems": 60}, "s")
+    )
     samplings = [ask(engine, wanted, seed=seed, max_tokens=150) for seed in range(3)]
     prompt = TEXT.encode("numbers: " * 20, add_special_tokens=False)
     whole, _ = run(engine, prompt, samplings)
@@ -113,9 +132,16 @@ def test_a_preempted_row_and_one_that_moved_go_on_as_if_nothing_had_happened(eng
         assert moved == [whole[index]]
 
 
-@pytest.mark.parametrize(("name", "begun"), [("hermes", "Let me see.\n<tool_call>"), ("mistral", "hm [TOOL_CALLS]fi"), ("llama", " {")])
+@pytest.mark.parametrize(
+    ("name", "begun"), [("hermes", "Let me see.\n<tool_call>"), ("mistral", "hm [TOOL_CALLS]fi"), ("llama", " {")]
+)
 def test_a_row_that_moved_within_the_mark_of_a_strict_call_goes_on_with_that_call(engine, name, begun):
-    schema = {"type": "object", "properties": {"x": {"enum": ["a", "b"]}}, "required": ["x"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"x": {"enum": ["a", "b"]}},
+        "required": ["x"],
+        "additionalProperties": False,
+    }
     tool = Function("find", parameters=schema, strict=True)
     form = FORMATS[name].free_form(offer := Offer([tool], [Tool(tool)], False, False), reasons=False)
     emitted = list(TEXT.encode(begun, add_special_tokens=False))
@@ -123,7 +149,11 @@ def test_a_row_that_moved_within_the_mark_of_a_strict_call_goes_on_with_that_cal
     (output,), _ = run(engine, TEXT.encode("find it", add_special_tokens=False), [sampling], emitted=emitted, name=name)
     assert output[: len(emitted)] == emitted
     parser = FORMATS[name].parse(offer)
-    (call, *more) = [part for part in parser.feed(TEXT.decode([token for token in output if token not in EOS])) if not isinstance(part, str)]
+    (call, *more) = [
+        part
+        for part in parser.feed(TEXT.decode([token for token in output if token not in EOS]))
+        if not isinstance(part, str)
+    ]
     assert call.name == "find"
     jsonschema.validate(json.loads("".join(part.arguments for part in (call, *more))), schema)
 
@@ -139,7 +169,9 @@ def test_max_tokens_cuts_and_min_tokens_yields_to_the_grammar(engine):
 
 
 def test_state_made_anew_allows_the_same_as_state_that_was_kept(grammars):
-    wanted = grammar(structured.json_form({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, "s"))
+    wanted = grammar(
+        structured.json_form({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, "s")
+    )
     compile_now(grammars, wanted)
     kept, output = Constraint(grammars.find(wanted)), []
     generator = np.random.default_rng(5)
@@ -186,7 +218,10 @@ def test_a_row_whose_mask_takes_too_long_ends_alone_and_its_grammar_is_refused(g
     monkeypatch.setattr(Constraint, "mask", lambda self: (self.grammar == slow and may_end.wait(60), mask(self))[1])
     constraints, fresh = Constraints(grammars, EOS, mask_s=0.5), np.empty(0, np.int32)
     try:
-        rows = [row_of(key, fresh, Sampling(max_tokens=50, seed=1, grammar=wanted)) for key, wanted in (("s", slow), ("q", quick))]
+        rows = [
+            row_of(key, fresh, Sampling(max_tokens=50, seed=1, grammar=wanted))
+            for key, wanted in (("s", slow), ("q", quick))
+        ]
         masks, dead = constraints.of_step(rows)
         assert list(masks) == [1] and list(dead) == [0] and len(constraints) == 1
         assert "takes too long" in dead[0].reason and not dead[0].retryable
@@ -203,7 +238,9 @@ def test_a_mask_that_gets_no_cpu_says_nothing_against_its_grammar(grammars, monk
     monkeypatch.setattr(Constraint, "mask", lambda self: (may_end.wait(60), mask(self))[1])
     constraints = Constraints(grammars, EOS, mask_s=0.2)
     try:
-        _, dead = constraints.of_step([row_of("a", np.empty(0, np.int32), Sampling(max_tokens=50, seed=1, grammar=wanted))])
+        _, dead = constraints.of_step(
+            [row_of("a", np.empty(0, np.int32), Sampling(max_tokens=50, seed=1, grammar=wanted))]
+        )
         assert dead[0].retryable and "too little time on its CPUs" in dead[0].reason
         assert grammars.want(wanted)
     finally:
@@ -213,11 +250,20 @@ def test_a_mask_that_gets_no_cpu_says_nothing_against_its_grammar(grammars, monk
 
 @pytest.mark.usefixtures("busy_masks")
 def test_all_rows_of_a_grammar_that_hangs_end_with_its_error_and_take_one_thread(grammars, monkeypatch):
-    """Rows of others go on, in that step and in later ones; so does not one of the grammar that had stood well until then."""
-    slow, quick, may_end, hangs, mask = regex("[a-c]{9}"), regex("[ab]{30}"), threading.Event(), threading.Event(), Constraint.mask
+    """Rows of others go on, in that step and in later ones; so does not one of the grammar that had stood well until
+    then."""
+    slow, quick, may_end, hangs, mask = (
+        regex("[a-c]{9}"),
+        regex("[ab]{30}"),
+        threading.Event(),
+        threading.Event(),
+        Constraint.mask,
+    )
     for wanted in (slow, quick):
         compile_now(grammars, wanted)
-    monkeypatch.setattr(Constraint, "mask", lambda self: (hangs.is_set() and self.grammar == slow and may_end.wait(60), mask(self))[1])
+    monkeypatch.setattr(
+        Constraint, "mask", lambda self: (hangs.is_set() and self.grammar == slow and may_end.wait(60), mask(self))[1]
+    )
     constraints, fresh = Constraints(grammars, EOS, mask_s=0.2), np.empty(0, np.int32)
 
     def rows(*asked: tuple[str, Grammar]) -> list[Row]:
@@ -251,7 +297,9 @@ def test_a_grammar_whose_mask_takes_half_of_what_one_may_is_refused_before_the_n
     constraints = Constraints(grammars, EOS, mask_s=30.0)
     constraints._slow_s = 0.2
     try:
-        masks, dead = constraints.of_step([row_of("s", np.empty(0, np.int32), Sampling(max_tokens=50, seed=1, grammar=slow))])
+        masks, dead = constraints.of_step(
+            [row_of("s", np.empty(0, np.int32), Sampling(max_tokens=50, seed=1, grammar=slow))]
+        )
         assert not masks and "takes too long" in dead[0].reason and not dead[0].retryable and constraints.num_late == 0
         with pytest.raises(BadRequest, match="ambiguous"):
             grammars.want(slow)
@@ -261,13 +309,20 @@ def test_a_grammar_whose_mask_takes_half_of_what_one_may_is_refused_before_the_n
 
 @pytest.mark.usefixtures("busy_masks")
 def test_rows_are_sent_elsewhere_while_too_many_masks_are_late(grammars, monkeypatch):
-    wanted, may_end, mask = [regex(f"[a-c]{{{number + 2}}}") for number in range(MAX_LEFT + 2)], threading.Event(), Constraint.mask
+    wanted, may_end, mask = (
+        [regex(f"[a-c]{{{number + 2}}}") for number in range(MAX_LEFT + 2)],
+        threading.Event(),
+        Constraint.mask,
+    )
     for each in wanted:
         compile_now(grammars, each)
     monkeypatch.setattr(Constraint, "mask", lambda self: (may_end.wait(60), mask(self))[1])
     constraints = Constraints(grammars, EOS, mask_s=0.05)
     try:
-        rows = [row_of(str(index), np.empty(0, np.int32), Sampling(max_tokens=50, seed=1, grammar=each)) for index, each in enumerate(wanted)]
+        rows = [
+            row_of(str(index), np.empty(0, np.int32), Sampling(max_tokens=50, seed=1, grammar=each))
+            for index, each in enumerate(wanted)
+        ]
         _, dead = constraints.of_step(rows)
         assert [dead[place].retryable for place in range(len(rows))] == [False] * MAX_LEFT + [True] * 2
         assert "retry later" in dead[MAX_LEFT].reason
@@ -319,9 +374,14 @@ def test_what_does_not_compile_is_refused_in_the_compilers_words_and_remembered(
 
 
 def test_a_call_whose_arguments_do_not_compile_is_refused_by_its_tools_name(grammars):
-    tags = [{"type": "tag", "begin": f"call {name} ", "content": {"type": "grammar", "grammar": rule}, "end": "."} for name, rule in TWO_RULES]
+    tags = [
+        {"type": "tag", "begin": f"call {name} ", "content": {"type": "grammar", "grammar": rule}, "end": "."}
+        for name, rule in TWO_RULES
+    ]
     with pytest.raises(BadRequest, match="not defined") as caught:
-        compile_now(grammars, grammar({"type": "tags_with_separator", "tags": tags, "separator": " ", "at_least_one": True}))
+        compile_now(
+            grammars, grammar({"type": "tags_with_separator", "tags": tags, "separator": " ", "at_least_one": True})
+        )
     assert "bad" in str(caught.value) and "good" not in str(caught.value)
 
 
@@ -340,7 +400,9 @@ def test_a_grammar_with_a_rule_that_never_ends_is_refused(grammars, source):
         compile_now(grammars, grammar({"type": "grammar", "grammar": source}))
 
 
-@pytest.mark.parametrize("source", ['root ::= "a" root | ""', 'root ::= "(" root ")" | [a-z]+', 'root ::= a{0,3} "x"\na ::= "a" | a "b"'])
+@pytest.mark.parametrize(
+    "source", ['root ::= "a" root | ""', 'root ::= "(" root ")" | [a-z]+', 'root ::= a{0,3} "x"\na ::= "a" | a "b"']
+)
 def test_a_grammar_that_can_end_may_need_itself(grammars, source):
     compile_now(grammars, grammar({"type": "grammar", "grammar": source}))
 

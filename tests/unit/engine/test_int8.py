@@ -17,7 +17,16 @@ from pdcluster.engine.kernels.intrinsics import address
 from pdcluster.engine.kernels.loader import as_array
 from pdcluster.engine.kernels.quantized import dots_of, quantize
 from pdcluster.engine.ops.linear import MOST_ROWS
-from pdcluster.engine.ops.quantized import Int8Linear, Int8Ops, PlainInt8Linear, Quantization, TorchInt8Ops, int8_ops, quantize_rows, quantize_weight
+from pdcluster.engine.ops.quantized import (
+    Int8Linear,
+    Int8Ops,
+    PlainInt8Linear,
+    Quantization,
+    TorchInt8Ops,
+    int8_ops,
+    quantize_rows,
+    quantize_weight,
+)
 from pdcluster.engine.ops.select import select_ops
 from pdcluster.kv.layout import DEFAULT_ARITHMETIC
 from pdcluster.node.server import arithmetic_of, check
@@ -113,7 +122,9 @@ def test_sums_of_bytes_are_exact_with_and_without_the_instruction(native: bool, 
 
 @pytest.mark.parametrize("inputs", [32, 96, 192, 608])
 @pytest.mark.parametrize("sizes", [(4,), (7, 33), (300,)])
-def test_a_product_is_that_of_the_quantised_weights(ops: Int8Ops, scheme: Quantization, inputs: int, sizes: tuple[int, ...]) -> None:
+def test_a_product_is_that_of_the_quantised_weights(
+    ops: Int8Ops, scheme: Quantization, inputs: int, sizes: tuple[int, ...]
+) -> None:
     weights = [noise(size, inputs) for size in sizes]
     biases = [noise(sizes[0]), *[None] * (len(sizes) - 1)]
     product, plain = ops.linear(weights, biases), PlainInt8Linear(weights, biases, scheme)
@@ -193,7 +204,9 @@ def test_the_head_keeps_its_weights(ops: Int8Ops) -> None:
 # ---------------------------------------------------------------- what is chosen
 
 
-def test_without_numba_plain_torch_does_the_same(monkeypatch: pytest.MonkeyPatch, scheme: Quantization, tmp_path: Path) -> None:
+def test_without_numba_plain_torch_does_the_same(
+    monkeypatch: pytest.MonkeyPatch, scheme: Quantization, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     made = int8_ops(scheme, "cpu", "bfloat16", 1, tmp_path)
     assert isinstance(made, TorchInt8Ops)

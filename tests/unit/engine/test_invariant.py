@@ -1,4 +1,5 @@
-"""Pieces of the batch-invariant mode: what each computes, that it does not look at what is beside it, and what is refused."""
+"""Pieces of the batch-invariant mode: what each computes, that it does not look at what is beside it, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def noise(*size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("inputs", [32, 96, 608])
 @pytest.mark.parametrize("sizes", [(4,), (7, 33), (1003,)])
-def test_a_product_is_right_and_each_row_the_same_bits_among_any_others(ops: InvariantOps, inputs: int, sizes: tuple[int, ...]) -> None:
+def test_a_product_is_right_and_each_row_the_same_bits_among_any_others(
+    ops: InvariantOps, inputs: int, sizes: tuple[int, ...]
+) -> None:
     weights, x = [noise(size, inputs) for size in sizes], noise(200, inputs)
     biases = [noise(sizes[0]), *[None] * (len(sizes) - 1)]
     product = ops.linear(weights, biases)
@@ -137,7 +140,9 @@ def test_shapes_that_are_no_whole_vectors_are_refused_by_their_numbers(ops: Inva
         ops.linear([noise(8, 304)], [None])
     for head_dim, page_tokens in ((48, 32), (64, 12)):
         with pytest.raises(ConfigError, match=f"heads of {head_dim} dimensions and pages of {page_tokens} tokens"):
-            ops.attention(AttentionShape(2, 2, head_dim, 1e-6), torch.zeros(1, 1, 2, 2, page_tokens, head_dim).bfloat16())
+            ops.attention(
+                AttentionShape(2, 2, head_dim, 1e-6), torch.zeros(1, 1, 2, 2, page_tokens, head_dim).bfloat16()
+            )
 
 
 def test_a_node_says_whether_and_how_its_bits_are_equal() -> None:

@@ -20,7 +20,16 @@ import pytest
 from pdcluster.engine.kernels.loader import load_kernels
 from pdcluster.node.tensor_parallel.engine import RankSettings
 from pdcluster.processes import kernel_cache
-from pdcluster.processes.kernel_cache import FRESH_S, MOST_PLACES, SOURCES, UNUSED_S, filling, forget_places, open_place, place_of
+from pdcluster.processes.kernel_cache import (
+    FRESH_S,
+    MOST_PLACES,
+    SOURCES,
+    UNUSED_S,
+    filling,
+    forget_places,
+    open_place,
+    place_of,
+)
 from pdcluster.settings.config import UpConfig
 
 
@@ -91,7 +100,8 @@ def test_a_place_that_can_not_be_locked_is_no_reason_to_stop(tmp_path: Path) -> 
 def test_a_place_that_can_be_read_but_not_written_is_told_with_the_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a read-only file system, though it was filled before; a test that runs as root can write everywhere else."""
+    """As on a read-only file system, though it was filled before; a test that runs as root can write everywhere
+    else."""
 
     def refuse(dir: Path) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(dir / "tmp1"))
@@ -108,13 +118,24 @@ def test_a_place_that_can_be_read_but_not_written_is_told_with_the_way_out(
 
 
 def test_machines_of_other_kinds_have_other_places(tmp_path: Path) -> None:
-    code = f"from pathlib import Path; from pdcluster.processes.kernel_cache import place_of; print(place_of(Path({str(tmp_path)!r})), end='')"
-    done = subprocess.run(["env", "NUMBA_CPU_NAME=generic", sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    code = (
+        "from pathlib import Path; from pdcluster.processes.kernel_cache import place_of; "
+        f"print(place_of(Path({str(tmp_path)!r})), end='')"
+    )
+    done = subprocess.run(
+        ["env", "NUMBA_CPU_NAME=generic", sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert Path(done.stdout).parent == tmp_path
     assert Path(done.stdout) != place_of(tmp_path)
 
 
-def test_other_installations_of_the_same_sources_have_other_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_installations_of_the_same_sources_have_other_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """numba keeps the kernels of each apart, so what one has filled is not there for the other."""
     own = place_of(tmp_path)
     monkeypatch.setattr(kernel_cache, "SOURCES", shutil.copytree(SOURCES, tmp_path / "other"))
@@ -122,11 +143,14 @@ def test_other_installations_of_the_same_sources_have_other_places(tmp_path: Pat
 
 
 def test_places_are_of_all_sources_that_kernels_are_made_of() -> None:
-    """numba looks at a function's own file only: of what was built in from one that is missing, an old version would be loaded."""
+    """numba looks at a function's own file only: of what was built in from one that is missing, an old version would be
+    loaded."""
     package = "pdcluster.engine.kernels"
     texts = {f"{package}.{path.stem}": path.read_text() for path in SOURCES.glob("*.py")}
     made = {name for name, text in texts.items() if re.search(r"^@(numba\.njit|intrinsic)", text, re.MULTILINE)}
-    built_in = {other for name in made for other in re.findall(r"^from (pdcluster[\w.]+) import", texts[name], re.MULTILINE)}
+    built_in = {
+        other for name in made for other in re.findall(r"^from (pdcluster[\w.]+) import", texts[name], re.MULTILINE)
+    }
     assert f"{package}.fused_step" in made
     assert f"{package}.layer_arrays" in built_in
     assert made | built_in <= set(texts)
@@ -190,7 +214,9 @@ def test_a_place_that_is_opened_counts_as_used(tmp_path: Path) -> None:
     assert place.exists()
 
 
-def test_nothing_is_removed_while_another_process_opens_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_removed_while_another_process_opens_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may be the very place that looks unused."""
     monkeypatch.setattr(kernel_cache, "TURN_S", 0.0)
     place = _place(tmp_path, 1, 2 * UNUSED_S)

@@ -25,7 +25,12 @@ BASE: Json = {
     "rms_norm_eps": 1e-6,
     "vocab_size": 100,
 }
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "mistral": "MistralForCausalLM"}
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
 
 
 def raw(family: str = "llama", **changes: object) -> Json:
@@ -42,13 +47,20 @@ def test_a_plain_llama_config_is_read_as_it_stands() -> None:
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.num_layers) == (4, 2, 16, 2)
     assert config.rope == RopeConfig(10000.0)
     assert config.eos_token_ids == (7, 9)
-    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm, config.tie_word_embeddings) == (False,) * 5
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm, config.tie_word_embeddings) == (
+        False,
+    ) * 5
     assert config.kv_layout(16, "bfloat16") == KVLayout(2, 2, 16, 16, "bfloat16")
 
 
 @pytest.mark.parametrize(
     ("family", "qkv", "output", "norm"),
-    [("llama", False, False, False), ("qwen2", True, False, False), ("qwen3", False, False, True), ("mistral", False, False, False)],
+    [
+        ("llama", False, False, False),
+        ("qwen2", True, False, False),
+        ("qwen3", False, False, True),
+        ("mistral", False, False, False),
+    ],
 )
 def test_biases_and_norms_follow_from_the_family(family: str, qkv: bool, output: bool, norm: bool) -> None:
     config = parse_config(raw(family))
@@ -66,7 +78,9 @@ def test_qwen3_heads_have_128_dimensions_unless_told() -> None:
     assert parse_config(raw("qwen3", head_dim=32)).head_dim == 32
 
 
-@pytest.mark.parametrize("name", ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])
+@pytest.mark.parametrize(
+    "name", ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
+)
 def test_a_key_the_model_cannot_be_computed_without_is_missed_by_name(name: str) -> None:
     with pytest.raises(ModelError, match=f"{name} is missing"):
         parse_config(without(name))
@@ -104,7 +118,8 @@ def test_what_would_change_the_result_is_refused_by_name(changes: Json, message:
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"), [("qwen2", {"attention_bias": False}), ("mistral", {"attention_bias": True}), ("qwen3", {"mlp_bias": True})]
+    ("family", "changes"),
+    [("qwen2", {"attention_bias": False}), ("mistral", {"attention_bias": True}), ("qwen3", {"mlp_bias": True})],
 )
 def test_a_bias_that_the_family_fixes_is_not_read(family: str, changes: Json) -> None:
     assert parse_config(raw(family, **changes)) == parse_config(raw(family))
@@ -114,12 +129,19 @@ def test_what_is_passed_over_is_told_in_one_line(caplog: pytest.LogCaptureFixtur
     with caplog.at_level("INFO"):
         parse_config(raw(unsloth_version="2025.1", _attn_implementation="sdpa", some_key_of_a_library={"a": 1}))
     assert [record.getMessage() for record in caplog.records] == [
-        "config.json: passed over, as they change no forward pass: _attn_implementation, some_key_of_a_library, unsloth_version"
+        "config.json: passed over, as they change no forward pass: _attn_implementation, some_key_of_a_library, "
+        "unsloth_version"
     ]
 
 
 def test_keys_without_effect_at_inference_are_accepted() -> None:
-    without_effect = {"initializer_range": 0.5, "use_cache": True, "transformers_version": "5", "pretraining_tp": 1, "attention_dropout": 0.0}
+    without_effect = {
+        "initializer_range": 0.5,
+        "use_cache": True,
+        "transformers_version": "5",
+        "pretraining_tp": 1,
+        "attention_dropout": 0.0,
+    }
     assert parse_config(raw(**without_effect, bos_token_id=1)) == parse_config(raw())
 
 
@@ -131,7 +153,11 @@ def test_keys_without_effect_at_inference_are_accepted() -> None:
         ("qwen2", {"sliding_window": 256}, None),
         ("qwen2", {"sliding_window": 256, "use_sliding_window": True, "max_window_layers": 2}, None),
         ("qwen2", {"sliding_window": 256, "use_sliding_window": True, "max_window_layers": 1}, 256),
-        ("qwen3", {"sliding_window": 256, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, 256),
+        (
+            "qwen3",
+            {"sliding_window": 256, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+            256,
+        ),
         ("qwen3", {"sliding_window": 256, "use_sliding_window": True, "layer_types": ["full_attention"] * 2}, None),
     ],
 )
@@ -157,15 +183,25 @@ def test_rope_that_depends_on_the_total_length_is_refused_with_the_reason(kind: 
 
 
 def test_both_spellings_of_rope_mean_the_same() -> None:
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     old = parse_config(raw(rope_theta=5000.0, rope_scaling=scaling))
     new = parse_config(raw(rope_parameters={**scaling, "rope_theta": 5000.0}))
     assert old == new
-    assert old.rope == RopeConfig(5000.0, "llama3", factor=8.0, original_max_len=64, low_freq_factor=1.0, high_freq_factor=4.0)
+    assert old.rope == RopeConfig(
+        5000.0, "llama3", factor=8.0, original_max_len=64, low_freq_factor=1.0, high_freq_factor=4.0
+    )
 
 
 def test_the_oldest_spelling_of_the_rope_type_is_read() -> None:
-    assert parse_config(raw(rope_scaling={"type": "linear", "factor": 2.0})).rope == RopeConfig(10000.0, "linear", factor=2.0)
+    assert parse_config(raw(rope_scaling={"type": "linear", "factor": 2.0})).rope == RopeConfig(
+        10000.0, "linear", factor=2.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,7 +222,12 @@ def test_rope_parameters_are_read_strictly(rope: Json, message: str) -> None:
 
 def test_two_ropes_that_differ_are_refused() -> None:
     with pytest.raises(ModelError, match=r"rope_scaling .*2\.0.* and rope_parameters .*4\.0.* differ"):
-        parse_config(raw(rope_scaling={"rope_type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "linear", "factor": 4.0}))
+        parse_config(
+            raw(
+                rope_scaling={"rope_type": "linear", "factor": 2.0},
+                rope_parameters={"rope_type": "linear", "factor": 4.0},
+            )
+        )
 
 
 @pytest.mark.parametrize("eos", [100, -1, [2, "x"], True])
@@ -200,9 +241,17 @@ def test_end_tokens_of_all_files_count(tmp_path: Path) -> None:
     assert read_config(tmp_path).eos_token_ids == (3,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 3], "temperature": 0.6}))
     assert read_config(tmp_path).eos_token_ids == (4, 3)
-    tokenizer = {"added_tokens": [{"id": 9, "content": "<|end|>"}], "model": {"type": "BPE", "vocab": {"a": 0, "</s>": 2}}}
+    tokenizer = {
+        "added_tokens": [{"id": 9, "content": "<|end|>"}],
+        "model": {"type": "BPE", "vocab": {"a": 0, "</s>": 2}},
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    for token, expected in (("<|end|>", (4, 3, 9)), ({"content": "</s>"}, (4, 3, 2)), ("<none>", (4, 3)), (None, (4, 3))):
+    for token, expected in (
+        ("<|end|>", (4, 3, 9)),
+        ({"content": "</s>"}, (4, 3, 2)),
+        ("<none>", (4, 3)),
+        (None, (4, 3)),
+    ):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
         assert read_config(tmp_path).eos_token_ids == expected
 

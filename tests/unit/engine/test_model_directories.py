@@ -1,4 +1,5 @@
-"""Directories as users have them: configs mean what transformers reads in them, and what cannot be served is refused by name before it loads."""
+"""Directories as users have them: configs mean what transformers reads in them, and what cannot be served is refused by
+name before it loads."""
 
 from __future__ import annotations
 
@@ -25,8 +26,16 @@ from tests.unit.api.tiny_tokenizers import byte_level_files
 
 def theirs(raw: Json) -> PretrainedConfig:
     """As transformers reads it. It knows a model by its type, and neither an old name nor numbers of another kind."""
-    known = {key: int(value) if key == "num_hidden_layers" else value for key, value in raw.items() if key not in ("architectures", "auto_map")}
-    nulls = {key for key, value in known.items() if value is None and key in ("layer_types", "partial_rotary_factor", "quantization_config")}
+    known = {
+        key: int(value) if key == "num_hidden_layers" else value
+        for key, value in raw.items()
+        if key not in ("architectures", "auto_map")
+    }
+    nulls = {
+        key
+        for key, value in known.items()
+        if value is None and key in ("layer_types", "partial_rotary_factor", "quantization_config")
+    }
     known |= {"torch_dtype": "float16"} if known.get("torch_dtype") in ("half", "auto", "torch.bfloat16") else {}
     return AutoConfig.for_model(**{key: value for key, value in known.items() if key not in nulls})
 
@@ -47,7 +56,9 @@ def test_a_config_means_what_transformers_reads_in_it(name: str) -> None:
         (found.vocab_size, "vocab_size"),
     ):
         assert ours == getattr(expected, key), key
-    assert found.head_dim == (getattr(expected, "head_dim", None) or expected.hidden_size // expected.num_attention_heads)
+    assert found.head_dim == (
+        getattr(expected, "head_dim", None) or expected.hidden_size // expected.num_attention_heads
+    )
     if found.family in ("llama", "qwen3"):
         assert found.qkv_bias == expected.attention_bias
     if found.family != "llama":
@@ -81,7 +92,10 @@ def test_a_config_that_would_be_computed_wrong_is_refused_by_name(name: str) -> 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model") / "tiny"
-    checkpoints.save(checkpoints.build_model(Shape("llama", vocab_size=512, hidden_size=128), seed=1, dtype=torch.bfloat16), directory)
+    checkpoints.save(
+        checkpoints.build_model(Shape("llama", vocab_size=512, hidden_size=128), seed=1, dtype=torch.bfloat16),
+        directory,
+    )
     for name, content in byte_level_files().items():
         (directory / name).write_bytes(content)
     return directory
@@ -120,27 +134,36 @@ def dangle(model: Path) -> None:
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 269060552\n"
-INDEX = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}).encode()
+INDEX = json.dumps(
+    {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+).encode()
 ALL = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
-    "weights are a git-lfs pointer": (put("model.safetensors", POINTER), r"model\.safetensors is a git-lfs pointer.*git lfs pull"),
+    "weights are a git-lfs pointer": (put("model.safetensors", POINTER),
+    r"model\.safetensors is a git-lfs pointer.*git lfs pull"),
     "the tokenizer is a git-lfs pointer": (put("tokenizer.json", POINTER), r"tokenizer\.json is a git-lfs pointer"),
-    "a LoRA adapter": (both(remove("config.json", "model.safetensors"), put("adapter_config.json", b"{}")), "is a LoRA adapter.*merge"),
-    "a LoRA adapter with a config": (both(remove("model.safetensors"), put("adapter_config.json", b"{}")), "is a LoRA adapter"),
-    "weights as .bin": (both(remove("model.safetensors"), put("pytorch_model.bin", b"x")), r"pytorch_model\.bin, but only safetensors"),
+    "a LoRA adapter": (both(remove("config.json", "model.safetensors"), put("adapter_config.json", b"{}")),
+    "is a LoRA adapter.*merge"),
+    "a LoRA adapter with a config": (both(remove("model.safetensors"), put("adapter_config.json", b"{}")),
+    "is a LoRA adapter"),
+    "weights as .bin": (both(remove("model.safetensors"), put("pytorch_model.bin", b"x")),
+    r"pytorch_model\.bin, but only safetensors"),
     "weights as .pth": (both(remove("model.safetensors"), put("consolidated.00.pth", b"x")), r"consolidated\.00\.pth"),
     "no weights": (remove("model.safetensors"), "has no weights"),
     "no tokenizer": (remove("tokenizer.json"), r"no tokenizer\.json; nothing can turn.*AutoTokenizer"),
-    "a slow tokenizer": (both(remove("tokenizer.json"), put("tokenizer.model", b"x")), r"no tokenizer\.json; it has tokenizer\.model"),
+    "a slow tokenizer": (both(remove("tokenizer.json"), put("tokenizer.model", b"x")),
+    r"no tokenizer\.json; it has tokenizer\.model"),
     "empty": (remove(*ALL), "is empty"),
     "no config": (remove("config.json"), r"has no config\.json"),
-    "its maker's format": (both(remove(*ALL), put("params.json", b"{}"), put("consolidated.00.pth", b"x")), r"params\.json.*own format"),
+    "its maker's format": (both(remove(*ALL), put("params.json", b"{}"), put("consolidated.00.pth", b"x")),
+    r"params\.json.*own format"),
     "a diffusers pipeline": (both(remove(*ALL), put("model_index.json", b"{}")), "diffusers"),
     "a directory of GGUF files": (both(remove(*ALL), put("tiny.gguf", b"GGUF")), r"give one of them: .*tiny\.gguf"),
     "a cut download": (cut, "the download was cut"),
     "no safetensors": (put("model.safetensors", b"<html>not found</html>"), "no safetensors file, or was cut"),
     "a broken header": (put("model.safetensors", (8).to_bytes(8, "little") + b"notjson!"), "broken header"),
-    "a missing shard": (put("model.safetensors.index.json", INDEX), r"names model-00001-of-00002\.safetensors, which is not in"),
+    "a missing shard": (put("model.safetensors.index.json", INDEX),
+    r"names model-00001-of-00002\.safetensors, which is not in"),
     "a broken index": (put("model.safetensors.index.json", b"{"), "no valid safetensors index"),
     "a link to nothing": (dangle, r"is a link to \.\./\.\./blobs/gone"),
 }  # fmt: skip
@@ -154,7 +177,9 @@ def test_a_broken_directory_is_refused_by_name_before_it_loads(name: str, model:
         check_model_files(model)
 
 
-def test_whole_directories_are_taken_however_they_are_reached(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_directories_are_taken_however_they_are_reached(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spaced = tmp_path / "a model, with spaces"
     snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "0123"
     blobs = snapshot.parents[1] / "blobs"

@@ -28,7 +28,9 @@ def test_without_numba_the_engine_runs_on_torch_and_says_so(
     assert "plain torch" in caplog.text
 
 
-def test_kernels_that_do_not_compile_are_done_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_kernels_that_do_not_compile_are_done_without(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(*_: object) -> None:
         raise NumbaError("no such target")
 
@@ -38,12 +40,18 @@ def test_kernels_that_do_not_compile_are_done_without(monkeypatch: pytest.Monkey
     assert "no such target" in caplog.text
 
 
-def test_a_cache_directory_that_cannot_be_written_is_no_reason_to_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_directory_that_cannot_be_written_is_no_reason_to_stop(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     with caplog.at_level(logging.WARNING):
         assert load_kernels(blocked / "cache", "float32") is None
-    assert f"cannot be kept in {blocked / 'cache'}" in caplog.text and "plain torch" in caplog.text and "XDG_CACHE_HOME" in caplog.text
+    assert (
+        f"cannot be kept in {blocked / 'cache'}" in caplog.text
+        and "plain torch" in caplog.text
+        and "XDG_CACHE_HOME" in caplog.text
+    )
 
 
 def test_other_devices_do_not_load_kernels(tmp_path: Path) -> None:

@@ -40,7 +40,9 @@ def dtype(request: pytest.FixtureRequest) -> DType:
 
 @pytest.fixture
 def ops(ops_name: str, dtype: DType) -> Iterator[Ops]:
-    made: Ops = TorchOps() if ops_name == "torch" else select_ops("cpu", dtype, 3 if "3" in ops_name else 1, KERNEL_CACHE)
+    made: Ops = (
+        TorchOps() if ops_name == "torch" else select_ops("cpu", dtype, 3 if "3" in ops_name else 1, KERNEL_CACHE)
+    )
     if "without" in ops_name:
         made = without_panels(made)
     assert made.name == ("torch" if ops_name == "torch" else "cpu")
@@ -82,24 +84,35 @@ def test_silu_mul(ops: Ops, dtype: DType, rows: int, is_exact: bool) -> None:
 
 def test_silu_of_extreme_gates_is_finite_and_right(ops: Ops, dtype: DType) -> None:
     x = torch.tensor([[-1e4, -100.0, 0.0, 100.0, 1e4, 1.0, 1.0, 1.0, 1.0, 1.0]]).to(TORCH_DTYPE[dtype])
-    torch.testing.assert_close(ops.silu_mul(x, x.dtype).float(), torch.tensor([[0.0, 0.0, 0.0, 100.0, 1e4]]), rtol=1e-2, atol=1e-6)
+    torch.testing.assert_close(
+        ops.silu_mul(x, x.dtype).float(), torch.tensor([[0.0, 0.0, 0.0, 100.0, 1e4]]), rtol=1e-2, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 40])
 @pytest.mark.parametrize("sizes", [(8,), (13,), (32, 16, 16), (1030, 7)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_linear_puts_the_outputs_of_all_weights_side_by_side(ops: Ops, dtype: DType, rows: int, sizes: tuple[int, ...], biased: bool) -> None:
+def test_linear_puts_the_outputs_of_all_weights_side_by_side(
+    ops: Ops, dtype: DType, rows: int, sizes: tuple[int, ...], biased: bool
+) -> None:
     x = noise(rows, 66, dtype=dtype)
     weights = [noise(size, 66, dtype=dtype) for size in sizes]
     biases = [noise(size, dtype=dtype) if biased else None for size in sizes]
-    expected = torch.cat([x.double() @ w.double().T + (0 if b is None else b.double()) for w, b in zip(weights, biases, strict=True)], dim=-1)
+    expected = torch.cat(
+        [x.double() @ w.double().T + (0 if b is None else b.double()) for w, b in zip(weights, biases, strict=True)],
+        dim=-1,
+    )
     found = ops.linear(weights, biases)(x)
     assert found.dtype in (x.dtype, torch.float32)
     torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 5)
 
 
 def test_only_some_of_joined_weights_may_have_a_bias(ops: Ops, dtype: DType) -> None:
-    x, weights, bias = noise(2, 8, dtype=dtype), [noise(4, 8, dtype=dtype), noise(6, 8, dtype=dtype)], noise(6, dtype=dtype)
+    x, weights, bias = (
+        noise(2, 8, dtype=dtype),
+        [noise(4, 8, dtype=dtype), noise(6, 8, dtype=dtype)],
+        noise(6, dtype=dtype),
+    )
     found = ops.linear(weights, [None, bias])(x)
     expected = torch.cat([x @ weights[0].T, x @ weights[1].T + bias], dim=-1)
     torch.testing.assert_close(found.to(x.dtype), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 5)
@@ -130,11 +143,17 @@ def test_our_own_kernels_give_sums_that_nothing_rounded(rows: int) -> None:
 @pytest.mark.parametrize("rows", [*range(1, 10), 13, 31, 32, 33])
 @pytest.mark.parametrize("sizes", [(4,), (7,), (64, 32, 33), (257,)])
 def test_few_rows_times_weights_of_whole_vectors(ops: Ops, dtype: DType, rows: int, sizes: tuple[int, ...]) -> None:
-    x, weights, bias = noise(rows, 96, dtype=dtype), [noise(size, 96, dtype=dtype) for size in sizes], noise(sizes[0], dtype=dtype)
+    x, weights, bias = (
+        noise(rows, 96, dtype=dtype),
+        [noise(size, 96, dtype=dtype) for size in sizes],
+        noise(sizes[0], dtype=dtype),
+    )
     biases = [bias, *[None] * (len(sizes) - 1)]
     expected = torch.cat([x.double() @ weight.double().T for weight in weights], dim=-1)
     expected[:, : sizes[0]] += bias.double()
-    torch.testing.assert_close(ops.linear(weights, biases)(x).double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 5)
+    torch.testing.assert_close(
+        ops.linear(weights, biases)(x).double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 5
+    )
 
 
 @pytest.mark.parametrize("inputs", [128, 2048])
@@ -158,7 +177,9 @@ def test_weights_are_laid_out_once_for_all_that_multiply_by_them() -> None:
     assert panels.shape == (-(-70 // outputs), 33, outputs) and ops._panels.of(weight.view(70, 66)) is panels
     pairs = panels.transpose(0, 2, 1).reshape(-1, 33)
     assert np.array_equal(pairs[:70], weight.view(torch.uint16).numpy().view(np.uint32)) and not pairs[70:].any()
-    assert not np.shares_memory(panels, ops._panels.of(other)) and not np.shares_memory(panels, ops._panels.of(weight[:64]))
+    assert not np.shares_memory(panels, ops._panels.of(other)) and not np.shares_memory(
+        panels, ops._panels.of(weight[:64])
+    )
 
 
 def test_panels_begin_with_a_cache_line() -> None:
@@ -177,14 +198,19 @@ def test_the_weights_of_a_layer_lie_behind_each_other(num_layers: int) -> None:
     assert isinstance(ops, CpuOps)
     if ops._panels is None:
         pytest.skip("this CPU has no use for panels")
-    kinds = [[noise(outputs, inputs, dtype="bfloat16") for _ in range(num_layers)] for outputs, inputs in ((128, 64), (40, 66), (64, 96))]
+    kinds = [
+        [noise(outputs, inputs, dtype="bfloat16") for _ in range(num_layers)]
+        for outputs, inputs in ((128, 64), (40, 66), (64, 96))
+    ]
     stacks = ops._panels.interleaved(kinds)
     lie = []
     for weights, stack in zip(kinds, stacks, strict=True):
         assert not stack.flags.c_contiguous and stack[0].flags.c_contiguous and stack.flags.writeable
         for layer, weight in enumerate(weights):
             kept = ops._panels.of(weight)
-            np.testing.assert_array_equal(stack[layer], Panels(ops._panels._kernels, ops._panels._parallel).of(weight.clone()))
+            np.testing.assert_array_equal(
+                stack[layer], Panels(ops._panels._kernels, ops._panels._parallel).of(weight.clone())
+            )
             assert np.shares_memory(kept, stack[layer]) and kept.ctypes.data == stack[layer].ctypes.data
             lie.append((layer, kept.ctypes.data, kept.nbytes))
     lie.sort(key=lambda each: each[0])  # and those of a layer in the order of their kinds
@@ -205,12 +231,18 @@ def test_a_product_of_little_work_wakes_no_other_thread(rows: int, parts: int) -
     native_pairs = select_ops("cpu", "bfloat16", 1, KERNEL_CACHE)
     assert isinstance(native_pairs, CpuOps) and native_pairs._pairs is not None
     pairs, ranges = native_pairs._pairs, []
-    recorded = SimpleNamespace(pack_panels=pairs.pack_panels, multiply_panels=lambda *args: ranges.append(args[-2:]), PANEL=pairs.PANEL)
+    recorded = SimpleNamespace(
+        pack_panels=pairs.pack_panels, multiply_panels=lambda *args: ranges.append(args[-2:]), PANEL=pairs.PANEL
+    )
     parallel = Parallel(2)
     kernels = cast(PairKernels, recorded)
-    PanelLinear([noise(128, 896, dtype="bfloat16")], [None], Panels(kernels, parallel), kernels, parallel)(noise(rows, 896, dtype="bfloat16"))
+    PanelLinear([noise(128, 896, dtype="bfloat16")], [None], Panels(kernels, parallel), kernels, parallel)(
+        noise(rows, 896, dtype="bfloat16")
+    )
     parallel.close()
-    assert len(ranges) == parts and {panel for lo, hi in ranges for panel in range(lo, hi)} == set(range(128 // pairs.PANEL))
+    assert len(ranges) == parts and {panel for lo, hi in ranges for panel in range(lo, hi)} == set(
+        range(128 // pairs.PANEL)
+    )
 
 
 def test_odd_inputs_are_not_packed() -> None:
@@ -237,13 +269,17 @@ def test_weights_may_lie_where_the_file_put_them() -> None:
 
 
 def test_heads_are_rotated_alike_by_every_compiled_copy() -> None:
-    """A kernel that others call is compiled into each of them; which copy runs depends on what a process has loaded. In float32 no rounding hides a
-    difference."""
+    """A kernel that others call is compiled into each of them; which copy runs depends on what a process has loaded. In
+    float32 no rounding hides a difference."""
     kernels = cast(Any, load_kernels(KERNEL_CACHE, "float32"))
     rng = np.random.default_rng(3)
     rows, heads, size = 2000, 4, 32
     qkv = rng.standard_normal((rows, (heads + 2) * size)).astype(np.float32)
-    phase, eps, zeros = rng.uniform(0, 6, (rows, size // 2)).astype(np.float32), np.float32(1e-6), np.zeros(rows, np.int64)
+    phase, eps, zeros = (
+        rng.uniform(0, 6, (rows, size // 2)).astype(np.float32),
+        np.float32(1e-6),
+        np.zeros(rows, np.int64),
+    )
     cos, sin, norm, scratch = np.cos(phase), np.sin(phase), qkv[0, :size].copy(), np.empty(size, np.float32)
     together, alone = np.empty((rows, heads, size), np.float32), np.empty((rows, heads, size), np.float32)
     pool = np.zeros((1, 1, 2, 1, 8, size), np.float32)

@@ -15,10 +15,16 @@ ONES = 0xFFFFFFFF
     [
         ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         ((ONES,) * 4, (ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0), (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
     ],
 )
-def test_known_answers_of_philox4x32_10(counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def test_known_answers_of_philox4x32_10(
+    counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
     words = philox4x32(tuple(np.array([c], np.uint64) for c in counter), tuple(np.array([k], np.uint64) for k in key))
     assert tuple(int(word[0]) for word in words) == expected
 
@@ -30,7 +36,12 @@ def test_a_number_does_not_depend_on_what_else_is_drawn() -> None:
 
 def test_seed_choice_and_position_each_change_the_number() -> None:
     base = uniforms([1], [0], [5])[0]
-    others = [uniforms([2], [0], [5])[0], uniforms([1], [1], [5])[0], uniforms([1], [0], [6])[0], uniforms([1 + (1 << 32)], [0], [5])[0]]
+    others = [
+        uniforms([2], [0], [5])[0],
+        uniforms([1], [1], [5])[0],
+        uniforms([1], [0], [6])[0],
+        uniforms([1 + (1 << 32)], [0], [5])[0],
+    ]
     assert len({base, *others}) == 5
 
 

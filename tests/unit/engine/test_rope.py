@@ -47,7 +47,11 @@ VARIANTS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("head_dim", [32, 96, 128])
 def test_frequencies_and_scale_equal_the_reference(variant: str, head_dim: int) -> None:
     theirs = LlamaConfig(
-        hidden_size=head_dim * 4, num_attention_heads=4, head_dim=head_dim, rope_parameters=dict(VARIANTS[variant]), max_position_embeddings=131072
+        hidden_size=head_dim * 4,
+        num_attention_heads=4,
+        head_dim=head_dim,
+        rope_parameters=dict(VARIANTS[variant]),
+        max_position_embeddings=131072,
     )
     embedding = LlamaRotaryEmbedding(theirs)
     ours = parse_config({**theirs.to_dict(), "architectures": ["LlamaForCausalLM"]}).rope
@@ -57,7 +61,9 @@ def test_frequencies_and_scale_equal_the_reference(variant: str, head_dim: int) 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_angles_equal_the_reference_at_far_positions(variant: str) -> None:
-    theirs = LlamaConfig(hidden_size=512, num_attention_heads=4, rope_parameters=dict(VARIANTS[variant]), max_position_embeddings=131072)
+    theirs = LlamaConfig(
+        hidden_size=512, num_attention_heads=4, rope_parameters=dict(VARIANTS[variant]), max_position_embeddings=131072
+    )
     ours = parse_config({**theirs.to_dict(), "architectures": ["LlamaForCausalLM"]}).rope
     positions = torch.tensor([0, 1, 31, 4095, 30000])
     cos, sin = Rope(ours, 128, "cpu").angles(positions)

@@ -1,4 +1,5 @@
-"""Attention of rows that decode, in each way that there is for bfloat16, on whatever CPU the test has, against float64."""
+"""Attention of rows that decode, in each way that there is for bfloat16, on whatever CPU the test has, against
+float64."""
 
 from __future__ import annotations
 
@@ -60,8 +61,12 @@ def scene(lengths: list[int], num_kv_heads: int, group: int, head_dim: int, page
     pool = np.full((sum(needed) + 2, NUM_LAYERS, 2, num_kv_heads, page_tokens, head_dim), NO_NUMBER, np.uint16)
     for row, length in enumerate(lengths):
         for t in range(length):
-            pool[pages[first[row] + t // page_tokens], LAYER, :, :, t % page_tokens] = words(random, 2, num_kv_heads, head_dim)
-    return Scene(words(random, len(lengths), num_kv_heads * group, head_dim), pool, pages, first, np.array(lengths, np.int64))
+            pool[pages[first[row] + t // page_tokens], LAYER, :, :, t % page_tokens] = words(
+                random, 2, num_kv_heads, head_dim
+            )
+    return Scene(
+        words(random, len(lengths), num_kv_heads * group, head_dim), pool, pages, first, np.array(lengths, np.int64)
+    )
 
 
 def attend_all(kernel: Any, scene: Scene, bounds: list[int] | None = None, scale: float = 0.2) -> Words:
@@ -69,7 +74,18 @@ def attend_all(kernel: Any, scene: Scene, bounds: list[int] | None = None, scale
     out = np.full_like(scene.queries, NO_NUMBER)
     tasks = [0, len(scene.lengths) * scene.pool.shape[3]] if bounds is None else bounds
     for lo, hi in pairwise(tasks):
-        kernel(scene.queries, scene.pool, LAYER, scene.pages, scene.first_page, scene.lengths, np.float32(scale), out, lo, hi)
+        kernel(
+            scene.queries,
+            scene.pool,
+            LAYER,
+            scene.pages,
+            scene.first_page,
+            scene.lengths,
+            np.float32(scale),
+            out,
+            lo,
+            hi,
+        )
     return out
 
 
@@ -139,5 +155,11 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(attend: Any) -> None:
     some = scene([129, 32, 1, 300, 64, 65, 31, 8, 50], 2, 2, 128, 32)
     whole = attend_all(attend, some)
     for row in range(len(some.lengths)):
-        alone = Scene(some.queries[row : row + 1], some.pool, some.pages, some.first_page[row : row + 1], some.lengths[row : row + 1])
+        alone = Scene(
+            some.queries[row : row + 1],
+            some.pool,
+            some.pages,
+            some.first_page[row : row + 1],
+            some.lengths[row : row + 1],
+        )
         assert np.array_equal(attend_all(attend, alone)[0], whole[row])

@@ -1,4 +1,5 @@
-"""What the attention of rows that decode is built of on CPUs with AVX2, each block against float64 on whatever CPU the test has."""
+"""What the attention of rows that decode is built of on CPUs with AVX2, each block against float64 on whatever CPU the
+test has."""
 
 from __future__ import annotations
 
@@ -38,7 +39,17 @@ def test_scores_of_four_keys(num_rows: int, head_dim: int) -> None:
     @numba.njit
     def run(keys: Any, rows: Any, out: Any) -> None:
         at, bytes_of_row = address(keys), 4 * rows.shape[1]
-        tile(at, 2 * keys.shape[1], address(rows), bytes_of_row, rows.shape[1] // 16, address(out), 4 * out.shape[1], at, 0)
+        tile(
+            at,
+            2 * keys.shape[1],
+            address(rows),
+            bytes_of_row,
+            rows.shape[1] // 16,
+            address(out),
+            4 * out.shape[1],
+            at,
+            0,
+        )
 
     keys, rows = words(TOKENS, head_dim), wide(words(num_rows, head_dim))
     out = np.full((num_rows, TOKENS + 1), BEHIND, np.float32)

@@ -69,10 +69,16 @@ def test_no_temperature_is_so_low_that_scores_are_infinite(temperature: float) -
     assert sample(torch.tensor([[-3.0, 20.0, 19.0], [-900.0, -901.0, -902.0]]), [choice, choice], ()) == [1, 0]
 
 
-@pytest.mark.parametrize("broken", [[math.nan] * 3, [0.0, math.nan, 9.0], [0.0, math.inf, 1.0], [-math.inf, math.nan, -math.inf]], ids=str)
-@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 2, "temperature": 0.1}, {"min_tokens": 5}], ids=str)
+@pytest.mark.parametrize(
+    "broken", [[math.nan] * 3, [0.0, math.nan, 9.0], [0.0, math.inf, 1.0], [-math.inf, math.nan, -math.inf]], ids=str
+)
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 2, "temperature": 0.1}, {"min_tokens": 5}], ids=str
+)
 @pytest.mark.parametrize("draw", [sample, sample_alone])
-def test_a_row_that_is_not_of_numbers_has_no_token_and_the_others_have_theirs(draw: Draw, broken: list[float], fields: dict[str, object]) -> None:
+def test_a_row_that_is_not_of_numbers_has_no_token_and_the_others_have_theirs(
+    draw: Draw, broken: list[float], fields: dict[str, object]
+) -> None:
     choices = [Choice(sampling(**fields), position) for position in range(3)]
     fine = torch.tensor([[1.0, -math.inf, 0.9], [0.1, 0.2, 0.3], [3.0, 2.0, 3.0]])
     first, _, last = draw(fine, choices, (2,))
@@ -82,7 +88,9 @@ def test_a_row_that_is_not_of_numbers_has_no_token_and_the_others_have_theirs(dr
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("repetition", "token"), [(LEAST_REPETITION, 1), (MOST_REPETITION, 2)])
-def test_no_penalty_that_a_request_may_have_makes_logits_infinite(repetition: float, token: int, temperature: float) -> None:
+def test_no_penalty_that_a_request_may_have_makes_logits_infinite(
+    repetition: float, token: int, temperature: float
+) -> None:
     shaping = Shaping(repetition=repetition)
     history = history_of(shaping, np.array([1], np.int32), np.array([], np.int32))
     choice = Choice(sampling(temperature=temperature, shaping=shaping), 1, history=history)
@@ -150,7 +158,9 @@ rows = st.lists(
 
 @settings(max_examples=30, deadline=None)
 @given(rows, st.integers(0, 2**31), st.randoms(use_true_random=False))
-def test_a_token_does_not_depend_on_the_other_rows_or_their_order(fields: list[tuple], seed: int, shuffler: object) -> None:
+def test_a_token_does_not_depend_on_the_other_rows_or_their_order(
+    fields: list[tuple], seed: int, shuffler: object
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(len(fields), 2000, generator=generator) * 3).bfloat16().float()
     choices = [
@@ -190,7 +200,9 @@ def test_bans_leave_the_logits_alone_and_skip_ids_outside_the_vocabulary() -> No
 
 def test_ignored_end_tokens_are_not_banned() -> None:
     logits = torch.tensor([[9.0, 8.0]])
-    assert sample(logits, [Choice(sampling(temperature=0.0, min_tokens=1, ignore_eos=True), 0)], eos_token_ids=(0,)) == [0]
+    assert sample(
+        logits, [Choice(sampling(temperature=0.0, min_tokens=1, ignore_eos=True), 0)], eos_token_ids=(0,)
+    ) == [0]
 
 
 def test_logprobs_are_natural_and_of_the_raw_logits() -> None:

@@ -1,4 +1,5 @@
-"""Penalties, biases and bans: the history behind them grows exactly, and logits change as a plain implementation changes them."""
+"""Penalties, biases and bans: the history behind them grows exactly, and logits change as a plain implementation
+changes them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ EOS = (3,)
 
 tokens = st.lists(st.integers(0, VOCAB - 1), max_size=100)
 bad_words = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4).map(tuple), max_size=6).map(tuple)
-biases = st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-100.0, -1.0, 2.5, 100.0]), max_size=5).map(lambda found: tuple(found.items()))
+biases = st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-100.0, -1.0, 2.5, 100.0]), max_size=5).map(
+    lambda found: tuple(found.items())
+)
 shapings = st.builds(
     Shaping,
     repetition=st.sampled_from([1.0, 1.3, 0.7]),
@@ -32,7 +35,9 @@ def ids(values: list[int]) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def plain(logits: list[float], shaping: Shaping, prompt: list[int], output: list[int], sampling: Sampling) -> list[float]:
+def plain(
+    logits: list[float], shaping: Shaping, prompt: list[int], output: list[int], sampling: Sampling
+) -> list[float]:
     """One row, one token after the other, by the formulas of OpenAI's and vLLM's documentation."""
     found = []
     for token, logit in enumerate(logits):
@@ -42,7 +47,11 @@ def plain(logits: list[float], shaping: Shaping, prompt: list[int], output: list
         value -= np.float32(shaping.frequency) * np.float32(output.count(token))
         value -= np.float32(shaping.presence) * np.float32(token in output)
         value += np.float32(dict(shaping.biases).get(token, 0.0))
-        completes = [word for word in shaping.bad_words if word[-1] == token and tuple(output[len(output) - len(word) + 1 :]) == word[:-1]]
+        completes = [
+            word
+            for word in shaping.bad_words
+            if word[-1] == token and tuple(output[len(output) - len(word) + 1 :]) == word[:-1]
+        ]
         if any(len(word) <= len(output) + 1 for word in completes):
             value = np.finfo(np.float32).min
         if len(output) < sampling.min_tokens and token in (*EOS, *sampling.stop_token_ids):
@@ -51,8 +60,13 @@ def plain(logits: list[float], shaping: Shaping, prompt: list[int], output: list
     return found
 
 
-@given(st.lists(st.tuples(st.none() | shapings, tokens, tokens, st.integers(0, 40)), min_size=1, max_size=5), st.integers(0, 2**31))
-def test_logits_change_as_a_plain_implementation_changes_them_whatever_shares_the_batch(rows: list[tuple], seed: int) -> None:
+@given(
+    st.lists(st.tuples(st.none() | shapings, tokens, tokens, st.integers(0, 40)), min_size=1, max_size=5),
+    st.integers(0, 2**31),
+)
+def test_logits_change_as_a_plain_implementation_changes_them_whatever_shares_the_batch(
+    rows: list[tuple], seed: int
+) -> None:
     logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed)) * 4
     before = logits.clone()
     choices, expected = [], []
@@ -70,13 +84,17 @@ def test_logits_change_as_a_plain_implementation_changes_them_whatever_shares_th
 
 
 @given(shapings, tokens, tokens, st.integers(0, 100))
-def test_a_history_that_grew_equals_one_that_was_made_of_all_tokens(shaping: Shaping, prompt: list[int], output: list[int], cut: int) -> None:
+def test_a_history_that_grew_equals_one_that_was_made_of_all_tokens(
+    shaping: Shaping, prompt: list[int], output: list[int], cut: int
+) -> None:
     """So a row that moves to another node, which gets all its tokens at once, goes on as if it had stayed."""
     grown = History(shaping, ids(prompt), ids(output[:cut]))
     for token in output[cut:]:
         grown.add(token)
     made = History(shaping, ids(prompt), ids(output))
-    assert dict(zip(grown.ids.tolist(), grown.counts.tolist(), strict=True)) == dict(zip(made.ids.tolist(), made.counts.tolist(), strict=True))
+    assert dict(zip(grown.ids.tolist(), grown.counts.tolist(), strict=True)) == dict(
+        zip(made.ids.tolist(), made.counts.tolist(), strict=True)
+    )
     assert sorted(grown.banned().tolist()) == sorted(made.banned().tolist())
 
 

@@ -17,7 +17,13 @@ from pdcluster.engine.model.weights import Weights, load_weights
 from pdcluster.kv.layout import head_range
 
 SHAPE = Shape(
-    "llama", num_heads=8, num_kv_heads=2, head_dim=16, vocab_size=97, intermediate_size=50, config={"attention_bias": True, "mlp_bias": True}
+    "llama",
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=97,
+    intermediate_size=50,
+    config={"attention_bias": True, "mlp_bias": True},
 )
 
 
@@ -29,7 +35,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelConfig, Weight
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_products_of_the_shares_add_up_to_the_products_of_the_whole(model: tuple[ModelConfig, Weights], size: int) -> None:
+def test_products_of_the_shares_add_up_to_the_products_of_the_whole(
+    model: tuple[ModelConfig, Weights], size: int
+) -> None:
     config, weights = model
     shares = [cut(weights, config, share_of(config, rank, size)) for rank in range(size)]
     layer, parts = weights.layers[1], [share.layers[1] for share in shares]
@@ -40,17 +48,23 @@ def test_products_of_the_shares_add_up_to_the_products_of_the_whole(model: tuple
         torch.testing.assert_close(found, whole)
     inner = torch.randn(3, SHAPE.intermediate_size, generator=torch.Generator().manual_seed(2))
     pieces = inner.split([part.gate.shape[0] for part in parts], dim=-1)
-    down = sum(piece @ part.down.T + (0 if part.down_bias is None else part.down_bias) for piece, part in zip(pieces, parts, strict=True))
+    down = sum(
+        piece @ part.down.T + (0 if part.down_bias is None else part.down_bias)
+        for piece, part in zip(pieces, parts, strict=True)
+    )
     torch.testing.assert_close(down, inner @ layer.down.T + layer.down_bias)
     attended = torch.randn(3, 8 * 16, generator=torch.Generator().manual_seed(3))
     output = sum(
-        piece @ part.o.T + (0 if part.o_bias is None else part.o_bias) for piece, part in zip(attended.chunk(size, dim=-1), parts, strict=True)
+        piece @ part.o.T + (0 if part.o_bias is None else part.o_bias)
+        for piece, part in zip(attended.chunk(size, dim=-1), parts, strict=True)
     )
     torch.testing.assert_close(output, attended @ layer.o.T + layer.o_bias)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_every_kv_head_is_held_beside_the_query_heads_that_read_it(model: tuple[ModelConfig, Weights], size: int) -> None:
+def test_every_kv_head_is_held_beside_the_query_heads_that_read_it(
+    model: tuple[ModelConfig, Weights], size: int
+) -> None:
     config, weights = model
     for rank in range(size):
         share = share_of(config, rank, size)
@@ -77,8 +91,13 @@ def test_row_slices_share_memory_with_the_file(model: tuple[ModelConfig, Weights
 
 
 @pytest.mark.parametrize("size", [3, 5, 16])
-def test_heads_that_cannot_be_dealt_out_are_refused_with_what_can(model: tuple[ModelConfig, Weights], size: int) -> None:
-    with pytest.raises(ConfigError, match=f"over {size} ranks cannot deal out 8 attention heads and 2 kv heads evenly; use --tp 1 or 2 or 4 or 8"):
+def test_heads_that_cannot_be_dealt_out_are_refused_with_what_can(
+    model: tuple[ModelConfig, Weights], size: int
+) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=f"over {size} ranks cannot deal out 8 attention heads and 2 kv heads evenly; use --tp 1 or 2 or 4 or 8",
+    ):
         share_of(model[0], 0, size)
 
 

@@ -65,7 +65,16 @@ def test_weighed_values_are_added_in_the_order_of_lanes(num_rows: int, num_block
     @numba.njit
     def run(values: Any, shares: Any, sums: Any) -> None:
         at = address(values)
-        weigh(at, 2 * values.shape[1], at, shares.shape[1], address(shares), 4 * shares.shape[1], address(sums), 4 * sums.shape[1])
+        weigh(
+            at,
+            2 * values.shape[1],
+            at,
+            shares.shape[1],
+            address(shares),
+            4 * shares.shape[1],
+            address(sums),
+            4 * sums.shape[1],
+        )
 
     values, shares = noise(11, 32 * num_blocks), np.random.default_rng(1).random((num_rows, 11)).astype(np.float32)
     sums = np.ones((num_rows, 32 * num_blocks), np.float32)
@@ -76,13 +85,25 @@ def test_weighed_values_are_added_in_the_order_of_lanes(num_rows: int, num_block
 
 @pytest.mark.parametrize("is_native", WAYS)
 @pytest.mark.parametrize(("num_rows", "num_blocks"), [(1, 1), (3, 1), (4, 2)])
-def test_pairs_of_weighed_values_are_added_in_the_order_of_sums(num_rows: int, num_blocks: int, is_native: bool) -> None:
+def test_pairs_of_weighed_values_are_added_in_the_order_of_sums(
+    num_rows: int, num_blocks: int, is_native: bool
+) -> None:
     weigh = weigh_pairs_of(num_rows, num_blocks, native=is_native)
 
     @numba.njit
     def run(values: Any, shares: Any, sums: Any) -> None:
         at, step = address(values), 2 * values.shape[1]
-        weigh(at, step, step, at, shares.shape[1] // 2, address(shares), 2 * shares.shape[1], address(sums), 4 * sums.shape[1])
+        weigh(
+            at,
+            step,
+            step,
+            at,
+            shares.shape[1] // 2,
+            address(shares),
+            2 * shares.shape[1],
+            address(sums),
+            4 * sums.shape[1],
+        )
 
     values, shares = noise(12, 32 * num_blocks), noise(num_rows, 12)
     sums = np.ones((num_rows, 32 * num_blocks), np.float32)
@@ -94,7 +115,11 @@ def test_pairs_of_weighed_values_are_added_in_the_order_of_sums(num_rows: int, n
 @pytest.mark.parametrize("is_native", WAYS)
 @pytest.mark.parametrize("kind", ["new", "adds", "asks"])
 def test_a_tile_of_a_product_of_pairs(is_native: bool, kind: str) -> None:
-    tile = asking_tile_of(3, 2, 2, native=is_native) if kind == "asks" else tile_of(3, 2, native=is_native, adds=kind == "adds")
+    tile = (
+        asking_tile_of(3, 2, 2, native=is_native)
+        if kind == "asks"
+        else tile_of(3, 2, native=is_native, adds=kind == "adds")
+    )
     asks = kind == "asks"
 
     @numba.njit
@@ -112,7 +137,9 @@ def test_a_tile_of_a_product_of_pairs(is_native: bool, kind: str) -> None:
     np.testing.assert_allclose(out, wide(left) @ wide(dense) + (1 if kind == "adds" else 0), rtol=1e-4, atol=1e-4)
 
 
-def test_without_kernels_for_pairs_the_engine_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_kernels_for_pairs_the_engine_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no such instruction")
 
@@ -131,7 +158,9 @@ def test_without_kernels_for_pairs_the_engine_says_so(monkeypatch: pytest.Monkey
         ("+avx2,-avx512f,-avx512bf16,-amx-bf16,-fma", False, False, False),
     ],
 )
-def test_features_say_what_a_cpu_multiplies_at_once(features: str, pairs: bool, tiles: bool, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_say_what_a_cpu_multiplies_at_once(
+    features: str, pairs: bool, tiles: bool, wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     codegen = cpu_target.target_context.codegen()
     monkeypatch.setattr(codegen, "magic_tuple", lambda: ("x86_64-linux", "some cpu", features))
     assert (has_pair_product(), has_matrix_tiles(), has_wide_product()) == (pairs, tiles, wide)
@@ -153,11 +182,20 @@ print(out.tolist())
 @pytest.mark.parametrize("setting", ["NUMBA_CPU_NAME=generic", "NUMBA_ENABLE_AVX=0"])
 def test_what_numba_is_told_of_the_cpu_decides(setting: str) -> None:
     """LLVM ends the process that asks it for an instruction of another CPU."""
-    done = subprocess.run(["env", setting, sys.executable, "-c", DOT_FOR_ANOTHER_CPU], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["env", setting, sys.executable, "-c", DOT_FOR_ANOTHER_CPU],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert (done.returncode, done.stdout) == (0, "[192.0, 192.0, 192.0, 192.0]\n"), done.stderr
 
 
-KINDS = "from pdcluster.engine.kernels.intrinsics import *; print(has_pair_product(), has_broad_product(), has_wide_product())"
+KINDS = (
+    "from pdcluster.engine.kernels.intrinsics import *; print(has_pair_product(), has_broad_product(), "
+    "has_wide_product())"
+)
 AVX512 = "+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512dq"
 
 
@@ -197,11 +235,15 @@ def test_the_greatest_of_some_floats_wherever_it_stands(count: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-@pytest.mark.skipif("+avx512f" not in cpu_target.target_context.codegen().magic_tuple()[2].split(","), reason="this CPU has no AVX512")
+@pytest.mark.skipif(
+    "+avx512f" not in cpu_target.target_context.codegen().magic_tuple()[2].split(","), reason="this CPU has no AVX512"
+)
 def test_products_and_attention_of_a_cpu_with_avx512_and_nothing_else() -> None:
     """Kernels are compiled for a lesser CPU than this one, with a cache of its own."""
     cpu = ["env", "NUMBA_CPU_NAME=skylake-avx512", f"NUMBA_CPU_FEATURES={AVX512}"]
-    tests = [str(Path(__file__).parent / f"test_{name}.py") for name in ("attention", "fused_layers", "ops", "wide_panels")]
+    tests = [
+        str(Path(__file__).parent / f"test_{name}.py") for name in ("attention", "fused_layers", "ops", "wide_panels")
+    ]
     command = [*cpu, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not full", *tests]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -113,7 +113,9 @@ def test_a_tied_head_is_the_embedding_itself_and_a_stored_copy_must_agree(tmp_pa
         load(directory)
 
 
-def test_weights_are_cast_when_asked_and_half_precision_is_served_as_bfloat16(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_are_cast_when_asked_and_half_precision_is_served_as_bfloat16(
+    model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = read_config(model_dir)
     assert load_weights(model_dir, config, "bfloat16").layers[0].q.dtype == torch.bfloat16
     rewrite(model_dir, lambda tensors: tensors.update({name: tensor.half() for name, tensor in tensors.items()}))

@@ -1,4 +1,5 @@
-"""What attention multiplies by on CPUs that multiply floats as fast as pairs, against float32 on any CPU; `test_attention` has the whole."""
+"""What attention multiplies by on CPUs that multiply floats as fast as pairs, against float32 on any CPU;
+`test_attention` has the whole."""
 
 from __future__ import annotations
 
@@ -66,7 +67,11 @@ def test_values_of_a_block_that_are_seen_are_added(blocks: Any, rows: int, seen:
     def run(shares: Any, values: Any, rows: int, seen: int, sums: Any) -> None:
         block_sums(shares, values, rows, seen, sums)
 
-    shares, values, sums = RNG(1).random((24, BLOCK)).astype(np.float32), words(BLOCK, head_dim), np.ones((24, head_dim), np.float32)
+    shares, values, sums = (
+        RNG(1).random((24, BLOCK)).astype(np.float32),
+        words(BLOCK, head_dim),
+        np.ones((24, head_dim), np.float32),
+    )
     shares[:, seen:] = 0
     run(shares, pairs_of_rows(values), rows, seen, sums)
     np.testing.assert_allclose(sums[:rows], (1 + shares @ wide(values))[:rows], rtol=1e-4, atol=1e-4)

@@ -1,5 +1,5 @@
-"""Products of float32 rows by panels, of 16 outputs as CPUs with AVX2 do them and of 64 as those with AVX512, against float32; other CPUs compute the
-same, if not as fast."""
+"""Products of float32 rows by panels, of 16 outputs as CPUs with AVX2 do them and of 64 as those with AVX512, against
+float32; other CPUs compute the same, if not as fast."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def kernels(request: pytest.FixtureRequest) -> Any:
         found: Any = gemm_f32_avx2
         if request.param == "broad":
             sizes = {"PANEL": gemm_pairs.PANEL, "WIDE_BYTES": gemm_f32_avx512.WIDE_BYTES}
-            found = SimpleNamespace(**sizes, pack_panels=gemm_pairs.pack_panels, multiply_panels=gemm_f32_avx512.multiply_widened)
+            found = SimpleNamespace(
+                **sizes, pack_panels=gemm_pairs.pack_panels, multiply_panels=gemm_f32_avx512.multiply_widened
+            )
         multiplied(found, noise(1, 2), noise(1, 2), np.zeros(1, np.float32))
         return found
 
@@ -52,7 +54,9 @@ def packed(kernels: Any, weight: Words) -> NDArray[np.uint32]:
     return panels
 
 
-def multiplied(kernels: Any, x: Words, weight: Words, bias: NDArray[np.float32], column: int = 0, behind: int = 0) -> NDArray[np.float32]:
+def multiplied(
+    kernels: Any, x: Words, weight: Words, bias: NDArray[np.float32], column: int = 0, behind: int = 0
+) -> NDArray[np.float32]:
     """Outputs in an array that has `column` columns before them and some behind, which the product leaves alone."""
     panels = packed(kernels, weight)
     out = np.full((len(x), column + len(weight) + behind), FILL, np.float32)

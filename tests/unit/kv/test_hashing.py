@@ -93,7 +93,13 @@ def test_packed_tokens_and_arrays_hash_like_lists():
     packed = pack_tokens(tokens)
     array = np.array(tokens, np.int32)
     expected = block_hashes(tokens)
-    assert expected == block_hashes(packed) == block_hashes(memoryview(packed)) == block_hashes(array.data) == block_hashes(array)
+    assert (
+        expected
+        == block_hashes(packed)
+        == block_hashes(memoryview(packed))
+        == block_hashes(array.data)
+        == block_hashes(array)
+    )
 
 
 def _sha256(before: bytes, tokens: bytes) -> bytes:

@@ -23,7 +23,9 @@ def publish_all(pool: PagePool, pages: list[int], hashes: bytes) -> list[int]:
     kept = []
     for index, page in enumerate(pages):
         start = index * width
-        kept.append(pool.publish(page, hashes[start : start + width], hashes[start - HASH_BYTES : start] if index else None))
+        kept.append(
+            pool.publish(page, hashes[start : start + width], hashes[start - HASH_BYTES : start] if index else None)
+        )
     return kept
 
 
@@ -42,7 +44,12 @@ def cache(pool: PagePool, text: str) -> list[int]:
 
 def counts(pool: PagePool) -> dict[str, int]:
     pool.check_integrity()
-    return {"free": pool.num_free, "used": pool.num_used, "cached": pool.num_cached, "quarantined": pool.num_quarantined}
+    return {
+        "free": pool.num_free,
+        "used": pool.num_used,
+        "cached": pool.num_cached,
+        "quarantined": pool.num_quarantined,
+    }
 
 
 # ---------------------------------------------------------------- owners

@@ -1,7 +1,7 @@
 """PagePool under random histories, beside a model that knows only owners, writers and texts.
 
-The model says for each page which of the four states it is in, and which page may be evicted: a cached one with no cached child that was used
-the longest ago. The pool must agree after every step, and its own recount must find nothing.
+The model says for each page which of the four states it is in, and which page may be evicted: a cached one with no
+cached child that was used the longest ago. The pool must agree after every step, and its own recount must find nothing.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ class PagePoolMachine(RuleBasedStateMachine):
                 return
         hashes, width = self.hashes_of(sequence.text), self.page_tokens // BLOCK * HASH_BYTES
         start = index * width
-        kept = self.pool.publish(sequence.pages[index], hashes[start : start + width], hashes[start - HASH_BYTES : start] if index else None)
+        kept = self.pool.publish(
+            sequence.pages[index], hashes[start : start + width], hashes[start - HASH_BYTES : start] if index else None
+        )
         name = sequence.text[: index + 1]
         assert kept == self.model.cache.setdefault(name, sequence.pages[index])
         if kept != sequence.pages[index]:
@@ -123,13 +125,18 @@ class PagePoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
-        """What a sequence has, from some page on, and what was computed behind it, is nobody's prefix any more; whoever holds it keeps it."""
+        """What a sequence has, from some page on, and what was computed behind it, is nobody's prefix any more; whoever
+        holds it keeps it."""
         sequence = data.draw(st.sampled_from(self.sequences))
         pages = sequence.pages[data.draw(st.integers(0, len(sequence.pages) - 1)) :]
         self.pool.forget(pages)
         roots = [name for name, page in self.model.cache.items() if page in pages]
         held_before = {page for name, page in self.model.cache.items() if self.is_busy(name)}
-        self.model.cache = {name: page for name, page in self.model.cache.items() if not any(name[: len(root)] == root for root in roots)}
+        self.model.cache = {
+            name: page
+            for name, page in self.model.cache.items()
+            if not any(name[: len(root)] == root for root in roots)
+        }
         self.clock += 1
         for page in held_before:
             self.model.used_at[page] = self.clock
@@ -189,7 +196,12 @@ class PagePoolMachine(RuleBasedStateMachine):
             else:
                 states["cached" if page in cached else "free"] += 1
         pool = self.pool
-        assert states == {"free": pool.num_free, "used": pool.num_used, "cached": pool.num_cached, "quarantined": pool.num_quarantined}
+        assert states == {
+            "free": pool.num_free,
+            "used": pool.num_used,
+            "cached": pool.num_cached,
+            "quarantined": pool.num_quarantined,
+        }
         assert pool.num_available == states["free"] + sum(not self.is_busy(name) for name in self.model.cache)
 
     @invariant()
@@ -222,7 +234,11 @@ class PagePoolMachine(RuleBasedStateMachine):
             self.evict(page)
         assert len(set(pages)) == count
         for page in pages:
-            assert not self.model.owners.get(page, 0) and page not in self.model.writer and page not in self.model.cache.values()
+            assert (
+                not self.model.owners.get(page, 0)
+                and page not in self.model.writer
+                and page not in self.model.cache.values()
+            )
         self.own(pages, 1)
         return pages
 
@@ -230,7 +246,9 @@ class PagePoolMachine(RuleBasedStateMachine):
         idle = {name: held for name, held in self.model.cache.items() if not self.is_busy(name)}
         leaves = {held for name, held in idle.items() if not any(other[:-1] == name for other in self.model.cache)}
         assert page in leaves, "a page was evicted that is held, or whose child is cached"
-        assert self.model.used_at[page] == min(self.model.used_at[leaf] for leaf in leaves), "not the least recently used leaf"
+        assert self.model.used_at[page] == min(self.model.used_at[leaf] for leaf in leaves), (
+            "not the least recently used leaf"
+        )
         del self.model.cache[next(name for name, held in self.model.cache.items() if held == page)]
 
     def own(self, pages: list[int], change: int) -> None:
@@ -244,7 +262,10 @@ class PagePoolMachine(RuleBasedStateMachine):
             self.model.used_at[page] = self.clock
 
     def is_busy(self, name: tuple[int, ...]) -> bool:
-        return any(other[: len(name)] == name and self.model.owners.get(page, 0) > 0 for other, page in self.model.cache.items())
+        return any(
+            other[: len(name)] == name and self.model.owners.get(page, 0) > 0
+            for other, page in self.model.cache.items()
+        )
 
     def detach(self, nonce: int) -> None:
         if nonce not in self.writers:
@@ -257,7 +278,8 @@ class PagePoolMachine(RuleBasedStateMachine):
                 sequence.nonce = None
 
     def hashes_of(self, text: tuple[int, ...]) -> bytes:
-        """Pages of several blocks begin with the same block, whatever they stand for, so that pages share block hashes."""
+        """Pages of several blocks begin with the same block, whatever they stand for, so that pages share block
+        hashes."""
         filler = [7] * (self.page_tokens - BLOCK)
         return block_hashes([token for value in text for token in [*filler, value, value]], block_tokens=BLOCK)
 

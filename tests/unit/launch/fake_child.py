@@ -1,4 +1,5 @@
-"""A child process for the supervisor's tests: announces itself, writes down what happens to it, and behaves as its arguments say."""
+"""A child process for the supervisor's tests: announces itself, writes down what happens to it, and behaves as its
+arguments say."""
 
 import argparse
 import json
@@ -45,7 +46,12 @@ elif args.grandchild:
     time.sleep(60)
 if args.never_ready:
     time.sleep(60)
-os.write(args.ready_fd, b"babble\n" if args.babble else json.dumps({"ready": True, "address": args.address, "pid": os.getpid()}).encode() + b"\n")
+os.write(
+    args.ready_fd,
+    b"babble\n"
+    if args.babble
+    else json.dumps({"ready": True, "address": args.address, "pid": os.getpid()}).encode() + b"\n",
+)
 os.close(args.ready_fd)
 with open(args.journal) as journal:
     starts = sum(line.startswith(f"{args.name} started") for line in journal)

@@ -1,4 +1,5 @@
-"""Models by the names of repositories, from a server that plays the hub. Each look-up is a process: the hub's library reads its settings once."""
+"""Models by the names of repositories, from a server that plays the hub. Each look-up is a process: the hub's library
+reads its settings once."""
 
 from __future__ import annotations
 
@@ -47,7 +48,13 @@ def files(*, sharded: bool = False) -> dict[str, bytes]:
 
 def start(model: str, url: str, cache: Path, **settings: str) -> subprocess.Popen[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
-    environment = kept | {"HF_ENDPOINT": url, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", **settings}
+    environment = kept | {
+        "HF_ENDPOINT": url,
+        "HF_HOME": str(cache),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        **settings,
+    }
     command = [sys.executable, "-W", "ignore", "-c", LOOK_UP, model]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -108,13 +115,17 @@ def test_a_token_is_sent_and_never_told(tmp_path: Path) -> None:
     ],
     ids=["no repository", "no revision", "gated", "broken index"],
 )
-def test_what_the_hub_does_not_give_is_one_line_with_the_way_out(model: str, hub: FakeHub, error: str, tmp_path: Path) -> None:
+def test_what_the_hub_does_not_give_is_one_line_with_the_way_out(
+    model: str, hub: FakeHub, error: str, tmp_path: Path
+) -> None:
     with fake_hub.serving(hub) as url:
         told = look_up(model, url, tmp_path)
     assert told.startswith("refused:") and error in told and "\n" not in told
 
 
-@pytest.mark.parametrize(("settings", "error"), [({}, "cannot be reached and"), ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set")])
+@pytest.mark.parametrize(
+    ("settings", "error"), [({}, "cannot be reached and"), ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set")]
+)
 def test_a_hub_that_cannot_be_reached_is_told_soon(settings: dict[str, str], error: str, tmp_path: Path) -> None:
     begin = time.monotonic()
     told = look_up(NAME, "http://127.0.0.1:9", tmp_path, **settings)
@@ -160,7 +171,9 @@ def test_two_nodes_of_a_host_fetch_each_file_once(tmp_path: Path) -> None:
         ("here/model", False),
     ],
 )
-def test_what_is_a_name_of_a_repository(model: str, is_one: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_a_name_of_a_repository(
+    model: str, is_one: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "here" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     path = Path(model) if not model.startswith("./") else tmp_path / model

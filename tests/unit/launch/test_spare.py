@@ -1,4 +1,5 @@
-"""Spare processes over real ones (fake_spare.py): whoever dies is replaced by the process that was ready for it, and none is left over."""
+"""Spare processes over real ones (fake_spare.py): whoever dies is replaced by the process that was ready for it, and
+none is left over."""
 
 import asyncio
 import os
@@ -26,7 +27,9 @@ class Stage:
         self.journal = tmp_path / "journal"
         self.said: list[str] = []
         self.output: list[tuple[str, str]] = []
-        self.supervisor = Supervisor(self.said.append, lambda name, line: self.output.append((name, line)), 60.0, 5, 0.01)
+        self.supervisor = Supervisor(
+            self.said.append, lambda name, line: self.output.append((name, line)), 60.0, 5, 0.01
+        )
 
     def spec(self, name: str, *options: str) -> Spec:
         return Spec(name, (sys.executable, "-I", "-S", str(FAKE_CHILD), name, str(self.journal), *options), 20.0)
@@ -56,7 +59,9 @@ class Stage:
     async def until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + 60
         while not condition():
-            assert time.monotonic() < deadline, f"never: {what}; the supervisor said {self.said}, its children {self.output}"
+            assert time.monotonic() < deadline, (
+                f"never: {what}; the supervisor said {self.said}, its children {self.output}"
+            )
             await asyncio.sleep(0.01)
 
 
@@ -109,7 +114,9 @@ async def test_a_spare_whose_end_was_not_reported_yet_is_replaced_all_the_same()
     await one.close()
 
 
-async def test_the_pid_of_a_spare_that_died_is_not_killed_for_it_may_be_somebody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_pid_of_a_spare_that_died_is_not_killed_for_it_may_be_somebody_elses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     killed: list[int] = []
     monkeypatch.setattr(spare, "kill_group", killed.append)
     one = Spare(SPARE)
@@ -147,9 +154,12 @@ async def test_an_argument_list_that_no_pipe_holds_leaves_the_spare_idle() -> No
 
 
 @pytest.mark.parametrize(
-    ("said", "code", "complaint"), [(b"", 0, b""), (b'["half', 0, b""), (b"[]\n", 1, b"ProtocolError"), (b"{}\n", 1, b"ProtocolError")]
+    ("said", "code", "complaint"),
+    [(b"", 0, b""), (b'["half', 0, b""), (b"[]\n", 1, b"ProtocolError"), (b"{}\n", 1, b"ProtocolError")],
 )
 async def test_a_spare_runs_nothing_but_a_whole_argument_list(said: bytes, code: int, complaint: bytes) -> None:
-    process = await asyncio.create_subprocess_exec(*SPARE, "--ready-fd", "9", stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        *SPARE, "--ready-fd", "9", stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
     _, errors = await process.communicate(said)
     assert process.returncode == code and complaint in errors

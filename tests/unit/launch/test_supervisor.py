@@ -1,4 +1,5 @@
-"""The supervisor over real processes (fake_child.py): readiness, restarts, order of stopping, and nothing that stays behind."""
+"""The supervisor over real processes (fake_child.py): readiness, restarts, order of stopping, and nothing that stays
+behind."""
 
 import asyncio
 import os
@@ -24,10 +25,19 @@ class Stage:
         self.journal_file = tmp_path / "journal"
         self.said: list[str] = []
         self.output: list[tuple[str, str]] = []
-        self.supervisor = Supervisor(self.said.append, lambda name, line: self.output.append((name, line)), ready_s, restarts)
+        self.supervisor = Supervisor(
+            self.said.append, lambda name, line: self.output.append((name, line)), ready_s, restarts
+        )
 
-    def spec(self, name: str, *options: str, drain_s: float = 20.0, address_flags: tuple[tuple[str, str], ...] = ()) -> Spec:
-        return Spec(name, (sys.executable, "-I", "-S", str(FAKE), name, str(self.journal_file), *options), drain_s, address_flags)
+    def spec(
+        self, name: str, *options: str, drain_s: float = 20.0, address_flags: tuple[tuple[str, str], ...] = ()
+    ) -> Spec:
+        return Spec(
+            name,
+            (sys.executable, "-I", "-S", str(FAKE), name, str(self.journal_file), *options),
+            drain_s,
+            address_flags,
+        )
 
     def journal(self) -> list[str]:
         return self.journal_file.read_text().splitlines()
@@ -41,7 +51,11 @@ class Stage:
         return [int(line.split()[2]) for line in self.journal() if line.split()[1] in ("started", "grandchild")]
 
     def living(self) -> list[int]:
-        return [pid for pid in self.pids() if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+        return [
+            pid
+            for pid in self.pids()
+            if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        ]
 
 
 async def test_start_returns_what_the_child_announced(tmp_path: Path) -> None:
@@ -95,7 +109,9 @@ async def test_a_crashed_child_is_started_again(tmp_path: Path) -> None:
 
 async def test_a_killed_child_is_started_again_and_keeps_its_address(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
-    facts = await stage.supervisor.start(stage.spec("a", "--address", "127.0.0.1:55", address_flags=(("address", "--address"),)))
+    facts = await stage.supervisor.start(
+        stage.spec("a", "--address", "127.0.0.1:55", address_flags=(("address", "--address"),))
+    )
     os.kill(int(str(facts["pid"])), signal.SIGKILL)
     await stage.until("a is back")
     assert any("a crashed (killed by SIGKILL)" in line for line in stage.said)

@@ -18,8 +18,20 @@ TIMELINE = {
 
 
 def usage(timeline: dict[str, Any] | None = TIMELINE, **route: object) -> dict[str, Any]:
-    where = {"mode": "remote", "prefill": "prefill-0", "decode": "decode-0", "transfer": "shm", "attempts": 1, "timeline": timeline} | route
-    return {"prompt_tokens": 900, "completion_tokens": 48, "prompt_tokens_details": {"cached_tokens": 64}, "pdcluster": where}
+    where = {
+        "mode": "remote",
+        "prefill": "prefill-0",
+        "decode": "decode-0",
+        "transfer": "shm",
+        "attempts": 1,
+        "timeline": timeline,
+    } | route
+    return {
+        "prompt_tokens": 900,
+        "completion_tokens": 48,
+        "prompt_tokens_details": {"cached_tokens": 64},
+        "pdcluster": where,
+    }
 
 
 def row(lines: list[str], name: str) -> str:
@@ -36,13 +48,21 @@ def test_the_first_line_says_how_much_and_where() -> None:
 def test_what_went_before_the_attempt_that_is_shown_has_its_own_line() -> None:
     lines = render(usage(TIMELINE | {"placed_s": 1.0, "ttft_s": 0.3, "ttst_s": 1.3}, attempts=2))
     assert "1000.0 ms" in row(lines, "held, tried")
-    assert row(lines, "prefill").index(BAR) > row(lines, "first token").index(BAR), "the prompt was computed again after the first token"
+    assert row(lines, "prefill").index(BAR) > row(lines, "first token").index(BAR), (
+        "the prompt was computed again after the first token"
+    )
     assert not [line for line in render(usage(TIMELINE | {"placed_s": 0.0002})) if line.strip().startswith("held")]
 
 
 def test_every_stage_has_its_time() -> None:
     lines = render(usage())
-    times = {"queue": "1.0 ms", "prefill": "200.0 ms", "first token": "205.0 ms", "second token": "220.0 ms", "decode": "400.0 ms"}
+    times = {
+        "queue": "1.0 ms",
+        "prefill": "200.0 ms",
+        "first token": "205.0 ms",
+        "second token": "220.0 ms",
+        "decode": "400.0 ms",
+    }
     for name, took in times.items():
         assert took in row(lines, name)
     assert "118 tokens/s" in row(lines, "decode")

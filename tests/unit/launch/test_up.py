@@ -22,7 +22,9 @@ def loaded(values: dict[str, object] | None = None, file: Path | None = None) ->
 
 
 def cluster(values: dict[str, object] | None = None, file: Path | None = None) -> Cluster:
-    return Cluster(loaded(values, file), Output(io.StringIO(), io.StringIO(), as_json=False, width=9), log_format="text")
+    return Cluster(
+        loaded(values, file), Output(io.StringIO(), io.StringIO(), as_json=False, width=9), log_format="text"
+    )
 
 
 def option(argv: tuple[str, ...], flag: str) -> str:
@@ -63,13 +65,19 @@ async def test_a_node_is_told_its_role_name_bootstrap_and_cores(monkeypatch: pyt
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {4, 5})
     found = cluster()
     argv = found._node_spec(found._nodes[1], "127.0.0.1:99").argv
-    assert (option(argv, "--role"), option(argv, "--name"), option(argv, "--bootstrap")) == ("decode", "decode-0", "127.0.0.1:99")
+    assert (option(argv, "--role"), option(argv, "--name"), option(argv, "--bootstrap")) == (
+        "decode",
+        "decode-0",
+        "127.0.0.1:99",
+    )
     assert (option(argv, "--cores"), option(argv, "--threads")) == ("5", "1")
     assert "--transfer" not in argv, "a default of up must not hide what the node section says"
 
 
 async def test_what_up_is_told_wins_over_the_sections_of_its_children() -> None:
-    found = cluster({"up.transfer": "tcp", "node.transfer.backend": "shm", "node.role": "mixed", "up.log.level": "error"})
+    found = cluster(
+        {"up.transfer": "tcp", "node.transfer.backend": "shm", "node.role": "mixed", "up.log.level": "error"}
+    )
     argv = found._node_spec(found._nodes[0], "127.0.0.1:99").argv
     assert option(argv, "--transfer") == "tcp"
     assert option(argv, "--role") == "prefill"
@@ -85,7 +93,11 @@ async def test_processes_log_as_quietly_as_up_unless_their_section_says_otherwis
 @pytest.mark.parametrize(("name", "default"), [("http", "127.0.0.1:8000"), ("grpc", "127.0.0.1:50051")])
 async def test_a_default_of_up_does_not_hide_where_the_router_section_wants_to_listen(name: str, default: str) -> None:
     section: dict[str, object] = {f"router.{name}": "127.0.0.1:1"}
-    for settings, address in (({}, default), (section, "127.0.0.1:1"), (section | {f"up.{name}": "127.0.0.1:2"}, "127.0.0.1:2")):
+    for settings, address in (
+        ({}, default),
+        (section, "127.0.0.1:1"),
+        (section | {f"up.{name}": "127.0.0.1:2"}, "127.0.0.1:2"),
+    ):
         assert option(cluster(settings)._router_spec("a:1").argv, f"--{name}") == address
     assert option(cluster({"router.grpc": "none"})._router_spec("a:1").argv, "--grpc") == "none"
 
@@ -137,7 +149,9 @@ async def test_the_bundled_model_gets_a_small_pool_unless_a_size_or_a_model_is_g
 def test_a_busy_port_is_refused_with_the_way_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"up\.http 127\.0\.0\.1:{port} cannot be used: Address already in use.*--http"):
+        with pytest.raises(
+            ConfigError, match=rf"up\.http 127\.0\.0\.1:{port} cannot be used: Address already in use.*--http"
+        ):
             check_free("up.http", f"127.0.0.1:{port}")
     check_free("up.http", f"127.0.0.1:{port}")
 
@@ -148,7 +162,9 @@ def test_a_host_that_is_not_ours_is_refused() -> None:
 
 
 @pytest.mark.parametrize("setting", ["up.model", "node.model"])
-async def test_a_model_that_is_not_there_or_not_whole_is_refused_before_anything_starts(setting: str, tmp_path: Path) -> None:
+async def test_a_model_that_is_not_there_or_not_whole_is_refused_before_anything_starts(
+    setting: str, tmp_path: Path
+) -> None:
     for path, error in ((tmp_path, "is empty"), (tmp_path / "gone", "does not exist")):
         found = cluster({setting: str(path), "up.http": "127.0.0.1:0"})
         with pytest.raises(ModelError, match=error):
@@ -196,7 +212,10 @@ def test_json_stays_json() -> None:
     output = Output(io.StringIO(), err, as_json=True, width=9)
     output.forward("decode-0", '{"event": "a"}')
     output.forward("decode-0", "a library's print")
-    assert [json.loads(line) for line in err.getvalue().splitlines()] == [{"event": "a"}, {"process": "decode-0", "event": "a library's print"}]
+    assert [json.loads(line) for line in err.getvalue().splitlines()] == [
+        {"event": "a"},
+        {"process": "decode-0", "event": "a library's print"},
+    ]
 
 
 # ---------------------------------------------------------------- a router that asks for keys

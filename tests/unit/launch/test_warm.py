@@ -15,7 +15,9 @@ from pdcluster_router.policy.predicted import compiled
 
 def test_after_it_nothing_is_left_to_compile_where_nodes_look(tmp_path):
     assert warm(KERNEL_CACHE).startswith(f"CPU kernels are compiled in {KERNEL_CACHE} (")
-    assert {"bfloat16.filled", "pairs.filled", "float32.filled"} <= {path.name for path in place_of(KERNEL_CACHE).iterdir()}
+    assert {"bfloat16.filled", "pairs.filled", "float32.filled"} <= {
+        path.name for path in place_of(KERNEL_CACHE).iterdir()
+    }
     assert compiled.is_kept(KERNEL_CACHE)
     assert engine_config(NodeConfig(), tmp_path).cache_dir == cache_directory() == KERNEL_CACHE
 

@@ -1,4 +1,5 @@
-"""Nodes whose turns and letters a test takes by hand, asked to pull KV from one another. All in mode local: tokens come from where they are asked."""
+"""Nodes whose turns and letters a test takes by hand, asked to pull KV from one another. All in mode local: tokens come
+from where they are asked."""
 
 from __future__ import annotations
 
@@ -8,7 +9,20 @@ from collections.abc import Callable
 from oracle import VOCAB, reference
 from stepped_nodes import Letter, SteppedNode, SteppedNodes
 
-from pdcluster.core.messages import AnyMessage, Cancel, Failed, Fetch, Finished, Prefill, Pull, Refused, Sampling, Tokens, Work, pack_tokens
+from pdcluster.core.messages import (
+    AnyMessage,
+    Cancel,
+    Failed,
+    Fetch,
+    Finished,
+    Prefill,
+    Pull,
+    Refused,
+    Sampling,
+    Tokens,
+    Work,
+    pack_tokens,
+)
 from pdcluster.kv.hashing import chain_root, extend
 from pdcluster.transfer.backends.base import Peer, Stamp
 from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork, Fault
@@ -27,18 +41,27 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 def work_of(name: str, prompt: list[int], count: int, *, attempt: int = 0, prompt_logprobs: int | None = None) -> Work:
     packed = pack_tokens(prompt)
     sampling = Sampling(max_tokens=count, seed=1, prompt_logprobs=prompt_logprobs)
-    return Work(name, attempt, packed, len(prompt), extend(b"", packed, root=ROOT, block_tokens=BLOCK), sampling, 20.0, ROOT)
+    return Work(
+        name, attempt, packed, len(prompt), extend(b"", packed, root=ROOT, block_tokens=BLOCK), sampling, 20.0, ROOT
+    )
 
 
 class PullingNodes:
-    """p0 is asked, d0 and d1 hold. lose: which letters between nodes never arrive. problems: bytes that landed where they must not."""
+    """p0 is asked, d0 and d1 hold. lose: which letters between nodes never arrive. problems: bytes that landed where
+    they must not."""
 
-    def __init__(self, plan: Callable[[Stamp], Fault] = lambda _: Fault(), *, checks_permits: bool = True, num_pages: int = 24) -> None:
+    def __init__(
+        self, plan: Callable[[Stamp], Fault] = lambda _: Fault(), *, checks_permits: bool = True, num_pages: int = 24
+    ) -> None:
         self.now = 1000.0
         self.plan = plan
         self.problems: list[str] = []
-        self.network = FakeNetwork(lambda: self.now, plan=lambda stamp: self.plan(stamp), checks_permits=checks_permits, on_land=self._on_land)
-        self.cluster = SteppedNodes({"p0": "mixed", "d0": "mixed", "d1": "mixed"}, {"fake": self.network}, num_pages=num_pages)
+        self.network = FakeNetwork(
+            lambda: self.now, plan=lambda stamp: self.plan(stamp), checks_permits=checks_permits, on_land=self._on_land
+        )
+        self.cluster = SteppedNodes(
+            {"p0": "mixed", "d0": "mixed", "d1": "mixed"}, {"fake": self.network}, num_pages=num_pages
+        )
         self.lose: Callable[[Letter], bool] = lambda letter: False
         self.seen: list[Letter] = []
         self.tokens: dict[str, list[int]] = {}
@@ -50,10 +73,24 @@ class PullingNodes:
     def say(self, node: str, message: AnyMessage) -> None:
         self.cluster.hand_over(Letter(ROUTER, self[node].me, message), "router")
 
-    def ask(self, name: str, prompt: list[int], count: int = 3, *, pull: str = "", pull_tokens: int | None = None, at: str = "p0") -> None:
+    def ask(
+        self,
+        name: str,
+        prompt: list[int],
+        count: int = 3,
+        *,
+        pull: str = "",
+        pull_tokens: int | None = None,
+        at: str = "p0",
+    ) -> None:
         """Compute and decode the prompt at a node, which shall first pull from another."""
         tokens = len(prompt) // BLOCK * BLOCK if pull_tokens is None else pull_tokens
-        self.say(at, Prefill(work_of(name, prompt, count), remote=False, pull=Pull(self[pull].endpoint, tokens) if pull else None))
+        self.say(
+            at,
+            Prefill(
+                work_of(name, prompt, count), remote=False, pull=Pull(self[pull].endpoint, tokens) if pull else None
+            ),
+        )
 
     def cancel(self, name: str, at: str = "p0") -> None:
         self.say(at, Cancel(name, 0, "client left"))
@@ -109,7 +146,13 @@ class PullingNodes:
         try:
             self.until(lambda: all(node.is_idle() for node in self.cluster.living()), seconds)
             for node in self.cluster.living():
-                for books in (node.parts.scheduler, node.parts.reader, node.parts.writer, node.parts.fetch, node.parts.export):
+                for books in (
+                    node.parts.scheduler,
+                    node.parts.reader,
+                    node.parts.writer,
+                    node.parts.fetch,
+                    node.parts.export,
+                ):
                     books.check_integrity()
             assert not self.problems, self.problems
         finally:

@@ -69,7 +69,9 @@ def test_a_ticket_of_somebody_else_or_for_somebody_else_is_not_served() -> None:
     fetch, exports = pulling(nodes), nodes["d0"].parts.export
     exports.open(nodes["d1"].me, fetch, is_draining=False)
     assert exports.counters == {"foreign_message": 1}
-    strange = msgspec.structs.replace(fetch, ticket=msgspec.structs.replace(fetch.ticket, nonce=1, writer=nodes["d1"].endpoint))
+    strange = msgspec.structs.replace(
+        fetch, ticket=msgspec.structs.replace(fetch.ticket, nonce=1, writer=nodes["d1"].endpoint)
+    )
     exports.open(nodes["p0"].me, strange, is_draining=False)
     assert exports.counters == {"foreign_message": 1, "impossible": 1} and exports.num_pinned == 0
     nodes.finish("r", PROMPT)

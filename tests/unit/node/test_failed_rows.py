@@ -1,4 +1,5 @@
-"""What becomes of a row that the engine can not go on with: one answer, and nothing of it is left, whatever its neighbours and the step behind do."""
+"""What becomes of a row that the engine can not go on with: one answer, and nothing of it is left, whatever its
+neighbours and the step behind do."""
 
 from __future__ import annotations
 
@@ -37,7 +38,12 @@ def test_a_row_ends_alone_with_one_answer_that_says_what_is_at_fault(first: int,
     nodes.finish("other", prompt_of(9, seed=5))
     nodes.turns(50)
     (failed,) = nodes.failed
-    assert (failed.request, failed.message, failed.retryable, failed.param) == ("r", error.reason, error.retryable, error.param)
+    assert (failed.request, failed.message, failed.retryable, failed.param) == (
+        "r",
+        error.reason,
+        error.retryable,
+        error.param,
+    )
     assert failed.code == ("internal" if error.retryable else "invalid_request")
     assert len(nodes.tokens.get("r", [])) == first
     nodes.end()
@@ -45,7 +51,9 @@ def test_a_row_ends_alone_with_one_answer_that_says_what_is_at_fault(first: int,
 
 @pytest.mark.parametrize(("error", "is_kept"), [(BUSY, True), (TORN, False)], ids=["busy", "spoilt"])
 @pytest.mark.parametrize(("node", "first"), [("p0", 0), ("d0", 1), ("d0", 2)])
-def test_kv_that_may_be_why_a_row_ended_is_nobodys_prefix_there(node: str, first: int, error: RowError, is_kept: bool) -> None:
+def test_kv_that_may_be_why_a_row_ended_is_nobodys_prefix_there(
+    node: str, first: int, error: RowError, is_kept: bool
+) -> None:
     """Nor is what was cached of the prompt before, which may have been so then."""
     nodes = Counting()
     nodes.cache(node, prompt_of(9))
@@ -65,6 +73,13 @@ def test_each_leg_of_a_request_may_be_the_one_that_can_not_go_on(node: str, firs
     nodes.until(lambda: bool(nodes.failed))
     nodes.turns(50)
     failed, *others = nodes.failed
-    assert (failed.request, failed.attempt, failed.retryable, failed.param) == ("r", 0 if node == "p0" else 1, False, "grammar")
-    assert [(other.attempt, other.param) for other in others] == ([(1, "")] if node == "p0" else []), "who waited for its KV is told, too"
+    assert (failed.request, failed.attempt, failed.retryable, failed.param) == (
+        "r",
+        0 if node == "p0" else 1,
+        False,
+        "grammar",
+    )
+    assert [(other.attempt, other.param) for other in others] == ([(1, "")] if node == "p0" else []), (
+        "who waited for its KV is told, too"
+    )
     nodes.end()

@@ -1,4 +1,5 @@
-"""The reading end of pulls: when one is made, what the request gets from it, and that it costs nothing but time when it fails."""
+"""The reading end of pulls: when one is made, what the request gets from it, and that it costs nothing but time when it
+fails."""
 
 from __future__ import annotations
 
@@ -76,7 +77,9 @@ def test_a_pull_of_more_tokens_than_the_prompt_has_gives_no_page_a_name_of_its_o
 def test_prompt_logprobs_need_every_token_computed() -> None:
     nodes = PullingNodes()
     nodes.cache("d0", PROMPT)
-    nodes.say("p0", Prefill(work_of("r", PROMPT, 2, prompt_logprobs=0), remote=False, pull=Pull(nodes["d0"].endpoint, HELD)))
+    nodes.say(
+        "p0", Prefill(work_of("r", PROMPT, 2, prompt_logprobs=0), remote=False, pull=Pull(nodes["d0"].endpoint, HELD))
+    )
     nodes.finish("r", PROMPT)
     assert not nodes.fetches()
     nodes.end()
@@ -104,7 +107,9 @@ def test_a_page_that_was_computed_meanwhile_is_kept_once() -> None:
     nodes.cache("p0", PROMPT[:30])
     nodes.finish("r", PROMPT)
     assert nodes.pulls() == {"ok": 1}
-    assert nodes["p0"].parts.pages.num_cached == (len(PROMPT) + 2) // BLOCK, "every full page once, those with output too"
+    assert nodes["p0"].parts.pages.num_cached == (len(PROMPT) + 2) // BLOCK, (
+        "every full page once, those with output too"
+    )
     nodes.end()
 
 
@@ -163,7 +168,13 @@ def test_a_write_that_lands_after_the_deadline_changes_no_live_page() -> None:
 
 @pytest.mark.parametrize("checks_permits", [True, False], ids=["fences", "cannot-fence"])
 @pytest.mark.parametrize(
-    "fault", [Fault(flip_byte=3), Fault(status=WriteStatus.FAILED), Fault(unknown_s=0.01, delay_s=0.5), Fault(lost_s=0.01, delay_s=0.5)]
+    "fault",
+    [
+        Fault(flip_byte=3),
+        Fault(status=WriteStatus.FAILED),
+        Fault(unknown_s=0.01, delay_s=0.5),
+        Fault(lost_s=0.01, delay_s=0.5),
+    ],
 )
 def test_kv_that_does_not_come_right_is_never_used_and_not_waited_for(fault: Fault, checks_permits: bool) -> None:
     nodes = PullingNodes(lambda _: fault, checks_permits=checks_permits)
@@ -257,7 +268,9 @@ def test_no_pull_takes_pages_that_running_rows_may_need() -> None:
     nodes.end()
 
 
-def test_what_is_known_of_holders_is_bounded_and_nothing_is_kept_of_those_that_were_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_known_of_holders_is_bounded_and_nothing_is_kept_of_those_that_were_not_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(fetch, "MAX_HOLDERS", 2)
     nodes = PullingNodes()
     side, holder = nodes["p0"].parts.fetch, nodes["d0"].endpoint

@@ -1,4 +1,5 @@
-"""Work in front of a node that waits for its grammar: nothing else waits for it, and every router hears how it ended."""
+"""Work in front of a node that waits for its grammar: nothing else waits for it, and every router hears how it
+ended."""
 
 from __future__ import annotations
 
@@ -203,7 +204,10 @@ async def test_grammars_of_requests_that_run_on_a_node_are_in_use_until_they_end
         engine = cluster.nodes["p0"].engine
         engine.hold = True
         names = ("one", "other")
-        tasks = [asyncio.create_task(cluster.run([1, 2, 3], m.Sampling(max_tokens=20, seed=1, grammar=Grammar(name)))) for name in names]
+        tasks = [
+            asyncio.create_task(cluster.run([1, 2, 3], m.Sampling(max_tokens=20, seed=1, grammar=Grammar(name))))
+            for name in names
+        ]
         await cluster.until(lambda: all(len(compiler.used) == 2 for compiler in compilers))
         assert [compiler.used for compiler in compilers] == [{Grammar("one"), Grammar("other")}] * 2
         engine.hold = False

@@ -31,7 +31,10 @@ def test_what_is_said_again_continues_what_was_heard(first: int, count: int, ask
     for token in range(count):
         output.append(100 + first + token, TokenLogprobs(-float(token)))
     row = output.since(asked)
-    assert row.tokens == tuple(range(100 + max(first, min(asked, first + count)), 100 + first + count)) or asked > first + count
+    assert (
+        row.tokens == tuple(range(100 + max(first, min(asked, first + count)), 100 + first + count))
+        or asked > first + count
+    )
     assert row.position == max(first, asked)
     assert len(row.logprobs) == len(row.tokens)
 
@@ -86,7 +89,9 @@ def test_a_turn_is_one_token_frame_per_router_and_what_follows_the_tokens() -> N
 def long_output(request: str, tokens: int, alternatives: int = 0) -> Output:
     output = Output(request, 0, 0)
     for token in range(tokens):
-        output.append(token, TokenLogprobs(-1.0, tuple(range(alternatives)), (-2.0,) * alternatives) if alternatives else None)
+        output.append(
+            token, TokenLogprobs(-1.0, tuple(range(alternatives)), (-2.0,) * alternatives) if alternatives else None
+        )
     return output
 
 

@@ -1,4 +1,5 @@
-"""A node's loop that plans a step while one runs: when it does, what a failed step costs, and that it times each step once."""
+"""A node's loop that plans a step while one runs: when it does, what a failed step costs, and that it times each step
+once."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ async def test_a_step_behind_one_that_failed_does_not_count_as_another_failure()
             node.engine.finish()
             await cluster.until(lambda node=node: node.engine.num_ahead > 0)
             node.engine.fail_steps = MAX_FAILURES - 1
-        assert [tokens for tokens, _ in await asyncio.gather(*tasks)] == [reference(prompt_of(4, seed), 12) for seed in range(4)]
+        assert [tokens for tokens, _ in await asyncio.gather(*tasks)] == [
+            reference(prompt_of(4, seed), 12) for seed in range(4)
+        ]
         assert all(not node.task.done() for node in nodes)
         await cluster.until_idle()
 

@@ -70,9 +70,15 @@ def test_rows_that_are_large_together_go_in_several_frames_in_their_order() -> N
 
 @pytest.mark.parametrize("entries", [0, 1, 1000])
 def test_a_row_is_never_larger_than_it_is_taken_for(entries: int) -> None:
-    one = TokenRow("r" * 100, 1 << 20, 1 << 20, tuple(range(1 << 20, (1 << 20) + entries)), (ENTRY,) * entries, (ENTRY,) * entries)
-    assert frame_bytes(Tokens((one,))) - frame_bytes(Tokens(())) <= bytes_of(one) <= most_bytes(entries, 20, entries, 20)
-    assert decode(encode(Envelope(PROTOCOL_VERSION, "a", "a1", "b1", 1, (Tokens((one,)),)))).messages == (Tokens((one,)),)
+    one = TokenRow(
+        "r" * 100, 1 << 20, 1 << 20, tuple(range(1 << 20, (1 << 20) + entries)), (ENTRY,) * entries, (ENTRY,) * entries
+    )
+    assert (
+        frame_bytes(Tokens((one,))) - frame_bytes(Tokens(())) <= bytes_of(one) <= most_bytes(entries, 20, entries, 20)
+    )
+    assert decode(encode(Envelope(PROTOCOL_VERSION, "a", "a1", "b1", 1, (Tokens((one,)),)))).messages == (
+        Tokens((one,)),
+    )
 
 
 def work(num_prompt: int, **sampling: int | None) -> Work:

@@ -31,14 +31,18 @@ def test_messages_come_whole_and_in_order_however_they_are_cut(ends: tuple[RankC
 
 
 @pytest.mark.parametrize("length", [0, 1, 3, 4, 5, len(frame(MESSAGE)) - 1])
-def test_the_end_of_the_other_end_within_a_message_is_its_end(ends: tuple[RankChannel, RankChannel], length: int) -> None:
+def test_the_end_of_the_other_end_within_a_message_is_its_end(
+    ends: tuple[RankChannel, RankChannel], length: int
+) -> None:
     near, far = ends
     near.send(frame(MESSAGE)[:length])
     near.shutdown()
     assert far.receive(1.0) is None
 
 
-def test_an_endpoint_whose_node_died_while_it_said_something_ends_quietly(ends: tuple[RankChannel, RankChannel]) -> None:
+def test_an_endpoint_whose_node_died_while_it_said_something_ends_quietly(
+    ends: tuple[RankChannel, RankChannel],
+) -> None:
     near, far = ends
     endpoint = RankEndpoint(far, {}, memoryview(bytearray(8)))
     near.send(frame(MESSAGE)[:50])
@@ -57,7 +61,9 @@ def test_what_is_no_message_is_told_from_an_end(ends: tuple[RankChannel, RankCha
         far.receive(1.0)
 
 
-def test_who_takes_nothing_and_who_says_nothing_is_not_waited_for_for_ever(ends: tuple[RankChannel, RankChannel]) -> None:
+def test_who_takes_nothing_and_who_says_nothing_is_not_waited_for_for_ever(
+    ends: tuple[RankChannel, RankChannel],
+) -> None:
     near, far = ends
     with pytest.raises(TimeoutError):
         near.send(bytes(8 << 20))
@@ -83,7 +89,9 @@ def test_what_is_offered_goes_on_where_it_stopped(ends: tuple[RankChannel, RankC
     assert found == [large]
 
 
-def test_an_endpoint_whose_node_ends_before_it_has_its_answer_ends_quietly(ends: tuple[RankChannel, RankChannel]) -> None:
+def test_an_endpoint_whose_node_ends_before_it_has_its_answer_ends_quietly(
+    ends: tuple[RankChannel, RankChannel],
+) -> None:
     near, far = ends
     near.send(frame(Mark(8)))
     near.shutdown()  # the answer breaks the pipe

@@ -1,4 +1,5 @@
-"""Ranks as processes: they compute what one engine computes, move their own pools, end together, and a lost one is noticed."""
+"""Ranks as processes: they compute what one engine computes, move their own pools, end together, and a lost one is
+noticed."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ from pdcluster.transfer.layout.spans import Run
 pytestmark = pytest.mark.timeout(120)
 
 PAGE = 8
-SHAPE = Shape("qwen3", num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=32, intermediate_size=48, vocab_size=97, num_layers=3)
+SHAPE = Shape(
+    "qwen3", num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=32, intermediate_size=48, vocab_size=97, num_layers=3
+)
 READER = Peer("r", "r1")
 MEDIA = Media("n", "n1", 4, "tcp", "127.0.0.1", 1 << 20)
 PATIENT = RankSettings(size=2, step_s=60.0, pulse_s=0.1, silence_s=30.0, media=MEDIA)
@@ -96,7 +99,9 @@ def fetched(engine: RankedEngine) -> np.ndarray:
     return memory
 
 
-def test_ranks_compute_what_one_engine_computes_and_move_their_own_pools(config: EngineConfig, engine: RankedEngine, lost: Lost) -> None:
+def test_ranks_compute_what_one_engine_computes_and_move_their_own_pools(
+    config: EngineConfig, engine: RankedEngine, lost: Lost
+) -> None:
     engine.warmup()
     prompts = [checkpoints.prompt(length, SHAPE.vocab_size) for length in (1, 8, 30)]
     alone = Engine(config)
@@ -106,7 +111,9 @@ def test_ranks_compute_what_one_engine_computes_and_move_their_own_pools(config:
     whole, shape = alone.pool.tensor.numpy(), engine.local.pool.tensor.shape
     halves = [engine.local.pool.tensor.numpy(), fetched(engine).view(np.float32).reshape(shape)]
     page = int(ranked._free[0])
-    np.testing.assert_allclose(np.concatenate([half[page] for half in halves], axis=2)[:, :, :, :1], whole[page][:, :, :, :1], atol=1e-4)
+    np.testing.assert_allclose(
+        np.concatenate([half[page] for half in halves], axis=2)[:, :, :, :1], whole[page][:, :, :, :1], atol=1e-4
+    )
     alone.close()
     pids = engine.pids
     engine.close()
@@ -187,7 +194,9 @@ if __name__ == "__main__":
 
 
 def test_ranks_die_with_rank_0_however_that_dies(config: EngineConfig) -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(config.model_dir), str(Path(KERNEL_CACHE))], stdout=subprocess.PIPE)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(config.model_dir), str(Path(KERNEL_CACHE))], stdout=subprocess.PIPE
+    )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     parent.kill()

@@ -27,7 +27,13 @@ class World:
         self.pages = PagePool(8, 4, 4)
         self.sent: list[tuple[Peer, object]] = []
         self.seen: dict[Peer, int] = {}
-        self.reporter = Reporter(self.pages, lambda: self.load, interval_s=0.1, clock=lambda: self.now, seen=lambda router: self.seen.get(router, 0))
+        self.reporter = Reporter(
+            self.pages,
+            lambda: self.load,
+            interval_s=0.1,
+            clock=lambda: self.now,
+            seen=lambda router: self.seen.get(router, 0),
+        )
 
     def send(self, to: Peer, message: object) -> None:
         self.sent.append((to, message))
@@ -116,7 +122,10 @@ def test_the_load_says_how_fast_kv_leaves_by_which_path_for_a_bounded_number_of_
         paths.failed(last, "shm", paths.begin(last, "shm"))
     loads = path_loads(paths)
     assert len({load.peer for load in loads}) == MAX_REPORTED_PEERS
-    assert loads[-2:] == (PathLoad(last.node, "shm", 0.0, "open", False), PathLoad(last.node, "tcp", 1.2e9, "closed", True))
+    assert loads[-2:] == (
+        PathLoad(last.node, "shm", 0.0, "open", False),
+        PathLoad(last.node, "tcp", 1.2e9, "closed", True),
+    )
 
 
 def test_counters_are_reported_in_a_fixed_order() -> None:

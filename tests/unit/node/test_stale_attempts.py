@@ -21,7 +21,8 @@ def work(attempt: int) -> Work:
 
 
 def after(messages: list[Prefill | Reserve]) -> tuple[list[Refused], int]:
-    """What node m0 refuses of these messages, and its legs afterwards, before everything is cancelled and it must be idle."""
+    """What node m0 refuses of these messages, and its legs afterwards, before everything is cancelled and it must be
+    idle."""
 
     async def play(loop: VirtualLoop) -> tuple[list[Refused], int]:
         async with SimulatedCluster(loop, {"m0": "mixed"}) as cluster:
@@ -34,7 +35,10 @@ def after(messages: list[Prefill | Reserve]) -> tuple[list[Refused], int]:
             node.parts.decode.cancel_router(ROUTER)
             node.parts.prefill.cancel_router(ROUTER)
             await asyncio.sleep(1)
-            assert node.parts.scheduler.load().running == 0 and node.parts.decode.num_legs + node.parts.prefill.num_legs == 0
+            assert (
+                node.parts.scheduler.load().running == 0
+                and node.parts.decode.num_legs + node.parts.prefill.num_legs == 0
+            )
             return [each for each in said if isinstance(each, Refused)], legs
 
     return run_virtually(play)
@@ -50,7 +54,9 @@ MAKE = {
 @pytest.mark.parametrize("kind", MAKE)
 def test_an_attempt_that_comes_after_a_later_one_is_refused_and_the_later_one_stays(kind: str) -> None:
     refused, legs = after([MAKE[kind](3), MAKE[kind](1)])
-    assert [(each.attempt, each.retryable) for each in refused] == [(1, False)] and "came after attempt 3" in refused[0].reason
+    assert [(each.attempt, each.retryable) for each in refused] == [(1, False)] and "came after attempt 3" in refused[
+        0
+    ].reason
     assert legs == 1
 
 
@@ -59,7 +65,9 @@ def test_a_repeated_attempt_replaces_itself(kind: str) -> None:
     assert after([MAKE[kind](2), MAKE[kind](2)]) == ([], 1)
 
 
-@pytest.mark.parametrize(("first", "second"), [("prefill", "reserve"), ("reserve", "prefill"), ("prefill", "local"), ("local", "prefill")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("prefill", "reserve"), ("reserve", "prefill"), ("prefill", "local"), ("local", "prefill")]
+)
 def test_the_same_attempt_cannot_be_both_legs_of_one_node(first: str, second: str) -> None:
     refused, legs = after([MAKE[first](2), MAKE[second](2)])
     assert len(refused) == 1 and "here already" in refused[0].reason and legs == 1

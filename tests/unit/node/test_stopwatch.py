@@ -11,7 +11,11 @@ from pdcluster.node.step_timer import Stopwatch
 
 
 def plan(*rows: tuple[int, int]) -> StepPlan:
-    return StepPlan(tuple(Row(f"r{i}", np.zeros(new, np.int32), start, np.zeros(1, np.int32)) for i, (new, start) in enumerate(rows)))
+    return StepPlan(
+        tuple(
+            Row(f"r{i}", np.zeros(new, np.int32), start, np.zeros(1, np.int32)) for i, (new, start) in enumerate(rows)
+        )
+    )
 
 
 def test_steps_are_timed_with_what_the_loop_does_after_them() -> None:

@@ -73,15 +73,21 @@ class ByHand(ScriptedDispatcher):
         return position + len(token_ids)
 
 
-def asked(dispatcher: ByHand, *, is_chat: bool = False, is_http_1_0: bool = False, **fields: object) -> tuple[Line, Exchange]:
+def asked(
+    dispatcher: ByHand, *, is_chat: bool = False, is_http_1_0: bool = False, **fields: object
+) -> tuple[Line, Exchange]:
     line = Line()
     exchange = Exchange(line, Asked("POST", "/v1/completions", {}, True, is_http_1_0), "")
     terms, common = Terms("r", time.monotonic(), 128, 60.0), {"model": MODEL, "max_tokens": 50, **fields}
     if is_chat:
         prepared = prepare_chat(
-            requests.decode_chat(json.dumps({"messages": [{"role": "user", "content": "hi"}], **common}).encode()), dispatcher, terms
+            requests.decode_chat(json.dumps({"messages": [{"role": "user", "content": "hi"}], **common}).encode()),
+            dispatcher,
+            terms,
         )
     else:
-        prepared = prepare_completion(requests.decode_completion(json.dumps({"prompt": "hi", **common}).encode()), dispatcher, terms)
+        prepared = prepare_completion(
+            requests.decode_completion(json.dumps({"prompt": "hi", **common}).encode()), dispatcher, terms
+        )
     answer(exchange, prepared, dispatcher, router_metrics())
     return line, exchange

@@ -1,8 +1,9 @@
-"""A script of what nodes, clients and operators do, played to plain requests on their short way and on the general one, and all that others see of
-them.
+"""A script of what nodes, clients and operators do, played to plain requests on their short way and on the general one,
+and all that others see of them.
 
-Moments, names and dates are taken out of what is compared; the clock, the dispatcher's and the loop's, moves when the script says so, and every alarm
-rings then. Mostly there is one request; a script may ask for more ("ask"), and each step is about the one whose "turn" it is.
+Moments, names and dates are taken out of what is compared; the clock, the dispatcher's and the loop's, moves when the
+script says so, and every alarm rings then. Mostly there is one request; a script may ask for more ("ask"), and each
+step is about the one whose "turn" it is.
 """
 
 from __future__ import annotations
@@ -58,13 +59,23 @@ CLUSTERS: dict[str, Callable[[], list[NodeView]]] = {
     "two nodes": lambda: [make_node("m0", "mixed"), make_node("m1", "mixed")],
     "a pair": lambda: [make_node("p0", "prefill"), make_node("d0", "decode")],
     "no slack": lambda: [make_node("p0", "prefill"), make_node("d0", "decode", NO_SLACK)],
-    "two pairs": lambda: [make_node("p0", "prefill"), make_node("p1", "prefill"), make_node("d0", "decode"), make_node("d1", "decode")],
+    "two pairs": lambda: [
+        make_node("p0", "prefill"),
+        make_node("p1", "prefill"),
+        make_node("d0", "decode"),
+        make_node("d1", "decode"),
+    ],
     "busy": lambda: [make_node("m0", "mixed", BUSY_LOAD)],
     "no node": list,
 }
 
 
-LOADS = (EMPTY_LOAD, BUSY_LOAD, NO_SLACK, msgspec.structs.replace(EMPTY_LOAD, running=8, slots_used=8, rows=8, context_tokens=800))
+LOADS = (
+    EMPTY_LOAD,
+    BUSY_LOAD,
+    NO_SLACK,
+    msgspec.structs.replace(EMPTY_LOAD, running=8, slots_used=8, rows=8, context_tokens=800),
+)
 COST = NodeCost(PrefillCost(0.005, 1e-3, samples=100), DecodeCost(0.01, 1e-3, samples=100))
 
 KEYS = ("", "Bearer small-key", "Bearer large-key", "Bearer shared-key", "Bearer nobody", "Basic small-key")
@@ -77,8 +88,8 @@ TENANTS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """How a router is set up, but for its nodes. places: requests at a time; hold_count, hold_bytes: that may wait; shadow: a policy, "broken" for
-    one that fails; choosing_s: what a choice takes."""
+    """How a router is set up, but for its nodes. places: requests at a time; hold_count, hold_bytes: that may wait;
+    shadow: a policy, "broken" for one that fails; choosing_s: what a choice takes."""
 
     has_tenants: bool = False
     places: int = 4
@@ -117,7 +128,9 @@ class CountingCluster(FakeCluster):
         super().send(to, message)
         if isinstance(message, m.Prefill | m.Reserve):
             work = message.work
-            self.ledger.pending.enter(to.incarnation, work.request, Sent(work.attempt, len(self.sent), work_of(message, 0), work.hashes))
+            self.ledger.pending.enter(
+                to.incarnation, work.request, Sent(work.attempt, len(self.sent), work_of(message, 0), work.hashes)
+            )
 
     def report(self, number: int, load: m.Load) -> None:
         """A node's, which counts all that it was sent."""
@@ -165,7 +178,9 @@ class AlarmsByHand:
     def ring(self) -> None:
         """Those whose time has come, the first one first."""
         for _ in range(100):
-            moment, number = min(((moment, number) for number, (moment, _) in self._set.items()), default=(math.inf, -1))
+            moment, number = min(
+                ((moment, number) for number, (moment, _) in self._set.items()), default=(math.inf, -1)
+            )
             if moment > self._clock():
                 return
             self._set.pop(number)[1]()
@@ -199,9 +214,14 @@ class Scene:
         explainer = Explainer(settings.headroom, ExplainMetrics(self.metrics.registry), lambda: 0.0)
         dispatch = Dispatch(self.cluster, Models(), self.chooser, settings, lambda: self.moment, hold, explainer)  # type: ignore[arg-type]
         dispatch.shared = dataclasses.replace(dispatch.shared, alarms=self.alarms)  # type: ignore[arg-type]
-        self.dispatch, self.places = dispatch, Places(setting.places, Tenants(TENANTS) if setting.has_tenants else None, hold)
+        self.dispatch, self.places = (
+            dispatch,
+            Places(setting.places, Tenants(TENANTS) if setting.has_tenants else None, hold),
+        )
         plain = Plain(dispatch.shared, self.metrics) if self.is_plain else None
-        self.app = create_app(dispatch, HttpSettings(deadline_s=self.deadline_s), self.metrics, self.places, plain=plain)
+        self.app = create_app(
+            dispatch, HttpSettings(deadline_s=self.deadline_s), self.metrics, self.places, plain=plain
+        )
         choose, place = self.chooser.choose, self.chooser.place
         self.chooser.choose = lambda *words: (choose(*words), self.wait(setting.choosing_s))[0]  # type: ignore[method-assign,func-returns-value]
         self.chooser.place = lambda *words: self._slow(place(*words))  # type: ignore[method-assign]
@@ -266,7 +286,9 @@ class Scene:
 
     @property
     def num_output(self) -> int:
-        return next((entry.num_output for entry in self.dispatch.open.all() if entry.request.startswith(self.exchange.id)), 0)
+        return next(
+            (entry.num_output for entry in self.dispatch.open.all() if entry.request.startswith(self.exchange.id)), 0
+        )
 
     def step(self, what: str, number: int, tokens: tuple[int, ...]) -> None:
         first, decode = self.leg(m.Prefill), self.leg(m.Reserve) or self.leg(m.Prefill)
@@ -305,12 +327,19 @@ class Scene:
                 reason = ("length", "eos", "stop")[number % 3]
                 self.says(decode, lambda work: m.Finished(work.request, work.attempt, reason, total, timings))  # type: ignore[arg-type]
             case "ended early" if reserve is not None:
-                self.says(first, lambda work: m.Finished(work.request, work.attempt, "length", 1 + number // 9, timings))
+                self.says(
+                    first, lambda work: m.Finished(work.request, work.attempt, "length", 1 + number // 9, timings)
+                )
             case "refused" if leg is first or reserve is not None:
                 kind = "prefill" if leg is first else "reserve"
                 self.says(leg, lambda work: m.Refused(work.request, work.attempt, kind, "full", 0.01, number % 3 > 0))  # type: ignore[arg-type]
             case "failed":
-                self.says(leg, lambda work: m.Failed(work.request, work.attempt, ("node_lost", "bad_request")[number % 2], "broke", number % 3 > 0))
+                self.says(
+                    leg,
+                    lambda work: m.Failed(
+                        work.request, work.attempt, ("node_lost", "bad_request")[number % 2], "broke", number % 3 > 0
+                    ),
+                )
             case "lost" if leg is not None:
                 node = next(node for node in self.cluster.nodes if node.name == leg[0])
                 self.cluster.kill(node)
@@ -353,7 +382,18 @@ class Scene:
     def look(self) -> object:
         ledger = self.cluster.ledger
         open_ones = [
-            (o.request, o.model, o.num_prompt, o.started, o.attempts, o.mode, o.prefill, o.decode, o.num_output, o.state)
+            (
+                o.request,
+                o.model,
+                o.num_prompt,
+                o.started,
+                o.attempts,
+                o.mode,
+                o.prefill,
+                o.decode,
+                o.num_output,
+                o.state,
+            )
             for o in self.dispatch.open.all()
         ]
         nodes = [node.incarnation for node in self.cluster.nodes]
@@ -362,10 +402,12 @@ class Scene:
         sent = [(node, plain(message)) for node, message in self.cluster.sent]
         asked = [self._told(exchange) for exchange in self.exchanges]
         seen = (
-            asked, self.places.num_taken, open_ones, legs, pending, sent, ledger.num_requests(), self.dispatch.waiting.num_held,
+            asked, self.places.num_taken, open_ones, legs, pending, sent, ledger.num_requests(),
+            self.dispatch.waiting.num_held,
             (self.chooser._num_ended, self.chooser._usual_output, self.chooser._usual_prompt, self.chooser._counter),
             self.prefixes,
-            (self.chooser._previous, *((sent._work_s, sent._moment) for sent in (self.chooser._sent_serving, self.chooser._sent_decoding))),
+            (self.chooser._previous, *((sent._work_s, sent._moment) for sent in (self.chooser._sent_serving,
+            self.chooser._sent_decoding))),
         )  # fmt: skip
         text = json.dumps(seen, default=str)
         for number, exchange in enumerate(self.exchanges):
@@ -376,14 +418,21 @@ class Scene:
         """What its client has, and operators are told."""
         line = exchange.line
         assert isinstance(line, Line)
-        explained = [plain({**msgspec.to_builtins(told), "arrived": 0}) for told in self.dispatch.explainer.explain_all(exchange.id)]
+        explained = [
+            plain({**msgspec.to_builtins(told), "arrived": 0})
+            for told in self.dispatch.explainer.explain_all(exchange.id)
+        ]
         answer = re.sub(rb"date: [^\r]*\r\n|\"created\":\d+", b"", line.sent).decode()
         return exchange.status, answer, line.is_cut, exchange.finished, explained
 
     def counted(self) -> list[str]:
         """Metrics, but for seconds that are measured."""
         lines = generate_latest(self.metrics.registry).decode().splitlines()
-        return [line for line in lines if line.startswith("pdcluster_") and not re.search(r"_seconds_(sum|bucket)|_created", line)]
+        return [
+            line
+            for line in lines
+            if line.startswith("pdcluster_") and not re.search(r"_seconds_(sum|bucket)|_created", line)
+        ]
 
 
 def plain(value: object) -> object:
@@ -392,7 +441,9 @@ def plain(value: object) -> object:
         if isinstance(value, m.Work):
             value = msgspec.structs.replace(value, deadline_s=round(value.deadline_s))
         elif isinstance(value, m.Prefill | m.Reserve):
-            value = msgspec.structs.replace(value, work=msgspec.structs.replace(value.work, deadline_s=float(round(value.work.deadline_s))))
+            value = msgspec.structs.replace(
+                value, work=msgspec.structs.replace(value.work, deadline_s=float(round(value.work.deadline_s)))
+            )
         return repr(value)
     return json.loads(json.dumps(value, default=str))
 
@@ -422,8 +473,9 @@ async def play(
     deaf: Collection[str] = (),
     setting: Setting | None = None,
 ) -> Scene:
-    """Each step with what comes of it; then the clients leave that have no answer. deaf: nodes to which nothing can be sent at first; fields: of the
-    first request; setting: also counts what is sent to nodes, None: the usual one, which does not."""
+    """Each step with what comes of it; then the clients leave that have no answer. deaf: nodes to which nothing can be
+    sent at first; fields: of the first request; setting: also counts what is sent to nodes, None: the usual one, which
+    does not."""
     if setting is None:
         scene = Scene(is_plain, FakeCluster(CLUSTERS[nodes](), deaf=set(deaf)), deadline_s)
     else:

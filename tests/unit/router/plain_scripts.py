@@ -9,17 +9,21 @@ from scripted_dispatcher import EOS, TEXT, VOCAB
 TALK = [{"role": "user", "content": "hi"}]
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
 LETTERS = TEXT.encode("stop this, \u00e9\u4e16 \U0001f642 END", add_special_tokens=False).tolist()
-TOKENS = st.lists(st.one_of(st.sampled_from(LETTERS), st.integers(0, VOCAB - 1), st.just(EOS)), min_size=1, max_size=3).map(tuple)
+TOKENS = st.lists(
+    st.one_of(st.sampled_from(LETTERS), st.integers(0, VOCAB - 1), st.just(EOS)), min_size=1, max_size=3
+).map(tuple)
 
 LOCAL: Steps = [("scheduled", 2, ()), *[("row", 0, (letter,)) for letter in LETTERS[:5]], ("finished", 0, ())]
 UNANNOUNCED: Steps = [*LOCAL[1:-1], ("finished", 2, ())]
 """Whose node only says at the end what it had cached."""
 REMOTE: Steps = [
-    ("scheduled", 2, ()), ("reserved", 0, ()), ("token", 0, (LETTERS[0],)), ("again", 0, (LETTERS[0],)), ("delivered", 2, ()),
+    ("scheduled", 2, ()), ("reserved", 0, ()), ("token", 0, (LETTERS[0],)), ("again", 0, (LETTERS[0],)), ("delivered",
+    2, ()),
     *[("row", 0, (letter,)) for letter in LETTERS[1:5]], ("finished", 0, ()),
 ]  # fmt: skip
 LATE: Steps = [
-    ("token", 0, (LETTERS[0],)), ("reserved", 0, ()), ("scheduled", 2, ()), ("delivered", 2, ()), ("row", 0, (LETTERS[1],)), ("finished", 0, ()),
+    ("token", 0, (LETTERS[0],)), ("reserved", 0, ()), ("scheduled", 2, ()), ("delivered", 2, ()), ("row", 0,
+    (LETTERS[1],)), ("finished", 0, ()),
 ]  # fmt: skip
 EARLY_END: Steps = [("scheduled", 2, ()), ("token", 0, (LETTERS[0],)), ("ended early", 2, ())]
 USUAL: dict[str, list[Steps]] = {
@@ -31,8 +35,10 @@ USUAL: dict[str, list[Steps]] = {
 }
 
 HAPPENS = (
-    "ahead", "again", "early", "empty", "wrong token", "stranger", "refused", "failed", "lost", "rewelcomed", "dead", "deaf", "hears",
-    "pause", "resume", "gone", "stopping", "cancelled", "time", "row", "scheduled", "token", "reserved", "delivered", "finished", "ended early",
+    "ahead", "again", "early", "empty", "wrong token", "stranger", "refused", "failed", "lost", "rewelcomed", "dead",
+    "deaf", "hears",
+    "pause", "resume", "gone", "stopping", "cancelled", "time", "row", "scheduled", "token", "reserved", "delivered",
+    "finished", "ended early",
 )  # fmt: skip
 ONE = st.tuples(st.sampled_from(HAPPENS), st.integers(0, 11), TOKENS)
 
@@ -45,7 +51,13 @@ FIELDS = st.sampled_from(
         {"messages": TALK, "max_tokens": 30},
         {"prompt": PROMPT, "echo": True},
         {"prompt": PROMPT, "echo": True, "max_tokens": 0},
-        {"messages": TALK, "stream": True, "stream_options": {"include_usage": True}, "pdcluster_mode": "auto", "priority": 3},
+        {
+            "messages": TALK,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "pdcluster_mode": "auto",
+            "priority": 3,
+        },
         {"messages": TALK, "stream": True, "return_token_ids": True, "stop": ["t"]},
         {"prompt": PROMPT, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
         {"messages": TALK, "stream": True, "stream_options": {"continuous_usage_stats": True}},

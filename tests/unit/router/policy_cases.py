@@ -13,7 +13,16 @@ from pdcluster_router.policy.base import Query
 COST = NodeCost(PrefillCost(0.005, 1e-4, 1e-9, 512, 100), DecodeCost(0.008, 2e-4, 1e-8, 100))
 
 
-COUNTS = ("waiting", "running", "waiting_tokens", "context_tokens", "pages_cached", "pages_quarantined", "pages_pinned", "slots_used")
+COUNTS = (
+    "waiting",
+    "running",
+    "waiting_tokens",
+    "context_tokens",
+    "pages_cached",
+    "pages_quarantined",
+    "pages_pinned",
+    "slots_used",
+)
 
 
 def make_load(**changes: int) -> Load:
@@ -21,7 +30,9 @@ def make_load(**changes: int) -> Load:
     return Load(**{**dict.fromkeys(COUNTS, 0), **values})  # type: ignore[arg-type]
 
 
-def make_node(name: str, role: Role, load: Load | None = None, cost: NodeCost | None = COST, **changes: object) -> NodeView:
+def make_node(
+    name: str, role: Role, load: Load | None = None, cost: NodeCost | None = COST, **changes: object
+) -> NodeView:
     endpoint = Endpoint(name, f"{name}-boot", f"{name}:1")
     node = NodeView(endpoint, role, 0, load or make_load(), 32, 32768, ("shm",), cost=cost, kv_bytes_per_token=1024)
     return replace(node, **changes)  # type: ignore[arg-type]
@@ -39,7 +50,9 @@ def queue(tokens: int, requests: int = 1) -> Load:
 def batch(rows: int, context: int = 1000) -> Load:
     """A node that decodes."""
     used = rows * context // 32
-    return make_load(running=rows, rows=rows, slots_used=rows, context_tokens=rows * context, pages_free=max(4000 - used, 0))
+    return make_load(
+        running=rows, rows=rows, slots_used=rows, context_tokens=rows * context, pages_free=max(4000 - used, 0)
+    )
 
 
 def cached(node: NodeView, tokens: int) -> dict[str, int]:
@@ -67,7 +80,8 @@ def loads(draw: st.DrawFn) -> Load:
 
 
 def seconds(most: float) -> st.SearchStrategy[float]:
-    """None, or what a clock could have measured: products of numbers near the smallest float vanish in one formulation and not in another."""
+    """None, or what a clock could have measured: products of numbers near the smallest float vanish in one formulation
+    and not in another."""
     return st.one_of(st.just(0.0), st.floats(most * 1e-9, most))
 
 
@@ -108,7 +122,9 @@ def queries(draw: st.DrawFn) -> Query:
     return Query(
         num_tokens=draw(st.sampled_from([1, 40, 101, 5000])),
         hashes=bytes(draw(st.integers(0, 3))) * 16,
-        cached=draw(st.dictionaries(st.sampled_from([f"n{index}-boot" for index in range(6)]), st.integers(0, 5000), max_size=6)),
+        cached=draw(
+            st.dictionaries(st.sampled_from([f"n{index}-boot" for index in range(6)]), st.integers(0, 5000), max_size=6)
+        ),
         excluded=draw(names),
         busy=draw(names),
         expected_output=draw(st.integers(1, 4096)),

@@ -18,18 +18,39 @@ EMPTY_LOAD = m.Load(0, 0, 0, 0, 100, 100, 0, 0, 0, 8, 0)
 
 
 def make_node(name: str, role: m.Role, load: m.Load | None = EMPTY_LOAD, in_flight: int = 0) -> NodeView:
-    return NodeView(m.Endpoint(name, f"{name}-boot", f"{name}:1"), role, in_flight, load, block_tokens=4, max_len=4096, backends=("shm",))
+    return NodeView(
+        m.Endpoint(name, f"{name}-boot", f"{name}:1"),
+        role,
+        in_flight,
+        load,
+        block_tokens=4,
+        max_len=4096,
+        backends=("shm",),
+    )
 
 
 def make_ticket(work: m.Work, reader: NodeView, writer: m.Endpoint) -> m.Ticket:
     endpoint = m.Endpoint(reader.name, reader.endpoint.incarnation, reader.endpoint.address, (("shm", b""),))
-    return m.Ticket(work.attempt + 1, work.request, work.attempt, endpoint, writer, 0, b"", 32, 4096, len(work.token_ids) // 4, 0, 60.0)
+    return m.Ticket(
+        work.attempt + 1,
+        work.request,
+        work.attempt,
+        endpoint,
+        writer,
+        0,
+        b"",
+        32,
+        4096,
+        len(work.token_ids) // 4,
+        0,
+        60.0,
+    )
 
 
 @dataclass
 class FakeCluster:
-    """Implements attempt.Cluster. handlers: what a node does with a message, given a function that answers to the request's inbox; deaf: nodes that
-    are up, but to which nothing can be sent."""
+    """Implements attempt.Cluster. handlers: what a node does with a message, given a function that answers to the
+    request's inbox; deaf: nodes that are up, but to which nothing can be sent."""
 
     nodes: list[NodeView]
     handlers: dict[str, Callable[[m.Message, Callable[[object], None]], None]] = field(default_factory=dict)
@@ -52,7 +73,11 @@ class FakeCluster:
             handler(message, lambda body: self.answer(to, message, body))
 
     def answer(self, to: m.Endpoint, message: m.Message, body: object) -> None:
-        request = message.work.request if isinstance(message, m.Prefill | m.Reserve) else getattr(message, "request", None) or message.ticket.request
+        request = (
+            message.work.request
+            if isinstance(message, m.Prefill | m.Reserve)
+            else getattr(message, "request", None) or message.ticket.request
+        )
         self.ledger.deliver(request, to.incarnation, body)
 
     def sent_to(self, node: str, kind: type) -> list[m.Message]:
@@ -142,7 +167,11 @@ class ScriptedPair:
             answer(row(work, position, (self.token(position),)))
             if position == self.num_tokens // 2 and self._dies(node, "mid_decode"):
                 return
-        answer(m.Finished(work.request, work.attempt, "length", self.num_tokens, m.Timings(decode_tokens=self.num_tokens - 1)))
+        answer(
+            m.Finished(
+                work.request, work.attempt, "length", self.num_tokens, m.Timings(decode_tokens=self.num_tokens - 1)
+            )
+        )
 
 
 async def settle() -> None:

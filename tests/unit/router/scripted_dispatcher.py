@@ -1,4 +1,5 @@
-"""A Dispatcher that plays a script instead of a cluster, and an HTTP server in front of it. Tokens come one per chunk, as a step gives them."""
+"""A Dispatcher that plays a script instead of a cluster, and an HTTP server in front of it. Tokens come one per chunk,
+as a step gives them."""
 
 from __future__ import annotations
 
@@ -124,7 +125,11 @@ class ScriptedDispatcher:
     def _chunk(self, generation: Generation, position: int, ids: tuple[int, ...]) -> Chunk:
         wanted, prompt = generation.sampling.logprobs, generation.sampling.prompt_logprobs
         logprobs = () if wanted is None else tuple(logprobs_of(token_id, wanted) for token_id in ids)
-        prompt_logprobs = () if prompt is None or position else tuple(logprobs_of(token_id, prompt) for token_id in generation.token_ids[1:])
+        prompt_logprobs = (
+            ()
+            if prompt is None or position
+            else tuple(logprobs_of(token_id, prompt) for token_id in generation.token_ids[1:])
+        )
         return Chunk(position, ids, logprobs, prompt_logprobs, self.route)
 
     def models(self) -> Sequence[ModelInfo]:
@@ -143,7 +148,9 @@ class ScriptedDispatcher:
 
 
 @asynccontextmanager
-async def served(dispatcher: ScriptedDispatcher, settings: HttpSettings | None = None, places: Places | None = None) -> AsyncIterator[str]:
+async def served(
+    dispatcher: ScriptedDispatcher, settings: HttpSettings | None = None, places: Places | None = None
+) -> AsyncIterator[str]:
     """The application behind a real socket; gives its base URL."""
     app = create_app(dispatcher, settings or HttpSettings(), router_metrics(), places)
     async with listening(app, "127.0.0.1:0", drain_s=1.0) as address:

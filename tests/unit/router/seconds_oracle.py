@@ -1,5 +1,5 @@
-"""The policy `seconds` as one would write it first: node by node, nothing kept between choices. Its production form must choose and price alike
-(test_seconds_oracle). A change of a rule is made in both.
+"""The policy `seconds` as one would write it first: node by node, nothing kept between choices. Its production form
+must choose and price alike (test_seconds_oracle). A change of a rule is made in both.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ Values = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Market:
-    """What holds for all nodes at one moment. price: seconds that later prompts lose for each second of work; harm: weight of a running row's pause;
-    share: of the time in which a node that computes prompts for others will do so, local_share: in which a decode node will for its own; source: the
-    node that holds most of the prompt, from which it can be fetched; late: how near prompts are to that."""
+    """What holds for all nodes at one moment. price: seconds that later prompts lose for each second of work; harm:
+    weight of a running row's pause; share: of the time in which a node that computes prompts for others will do so,
+    local_share: in which a decode node will for its own; source: the node that holds most of the prompt, from which it
+    can be fetched; late: how near prompts are to that."""
 
     price: float
     harm: float
@@ -61,7 +62,8 @@ class Station:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """How a node would come by a prompt's KV: seconds of fetching that its queue does not hide, tokens known then, seconds of computing the rest."""
+    """How a node would come by a prompt's KV: seconds of fetching that its queue does not hide, tokens known then,
+    seconds of computing the rest."""
 
     fetch_s: float
     cached: int
@@ -74,7 +76,12 @@ def prompt_on(station: Station, query: Query, source: NodeView | None) -> Prompt
     node, pace = station.node, station.pace
     own = query.cached_on(node)
     alone = Prompt(0.0, own, _compute_s(pace, query, own))
-    if source is None or source is node or query.held_on(source) <= own or not (bytes_s := source.bandwidth.get(node.name, 0.0)):
+    if (
+        source is None
+        or source is node
+        or query.held_on(source) <= own
+        or not (bytes_s := source.bandwidth.get(node.name, 0.0))
+    ):
         return alone
     held = query.held_on(source)
     copy_s = HANDOVER_S + (held - own) * node.kv_bytes_per_token / bytes_s
@@ -92,7 +99,14 @@ def prefill_values(station: Station, query: Query, market: Market, kept: int, we
     pace, prompt = station.pace, prompt_on(station, query, market.source)
     paused = pace.paused_s(max(query.num_tokens - prompt.cached, 1), prompt.cached)
     price = price_on(station, market) * prompt.compute_s
-    return pace.wait_s, prompt.compute_s, prompt.fetch_s, price, market.harm * weight * paused * pace.rows, copy_s(station, query, kept)
+    return (
+        pace.wait_s,
+        prompt.compute_s,
+        prompt.fetch_s,
+        price,
+        market.harm * weight * paused * pace.rows,
+        copy_s(station, query, kept),
+    )
 
 
 def most_kept(stations: Sequence[Station], query: Query) -> int:
@@ -105,12 +119,14 @@ def copy_s(station: Station, query: Query, kept: int) -> float:
     own, pace = query.cached_on(station.node), station.pace
     if station.node.role == "decode" or kept <= own:
         return 0.0
-    return COPY_WEIGHT * min(query.lost / MUCH_LOST, 1.0) * (_compute_s(pace, query, own) - _compute_s(pace, query, kept))
+    return (
+        COPY_WEIGHT * min(query.lost / MUCH_LOST, 1.0) * (_compute_s(pace, query, own) - _compute_s(pace, query, kept))
+    )
 
 
 def pause_weight(station: Station, query: Query, late: float) -> float:
-    """On a decode node as many times more as rows have less to lose until they are slow than a prompt has until it is late, from 1 to 4; as far as
-    none is late."""
+    """On a decode node as many times more as rows have less to lose until they are slow than a prompt has until it is
+    late, from 1 to 4; as far as none is late."""
     pace = station.pace
     alone_s = pace.decode.fixed_s + pace.row_s(query.num_tokens + query.expected_output / 2)
     bearable_s = query.expected_output * max((query.itl_s or COMFORT * alone_s) - alone_s, 1e-300)
@@ -119,15 +135,22 @@ def pause_weight(station: Station, query: Query, late: float) -> float:
 
 
 def decode_values(station: Station, query: Query, exposed_s: float, market: Market) -> Values:
-    """exposed_s: the transfer that no computing hides. others: what the running rows lose by one more beside them. row_price: the row's share of the
-    steps that compute prompts, priced."""
+    """exposed_s: the transfer that no computing hides. others: what the running rows lose by one more beside them.
+    row_price: the row's share of the steps that compute prompts, priced."""
     pace, output = station.pace, query.expected_output
     row_s = pace.row_s(query.num_tokens + output / 2)
     share = share_on(station, market)
     tpot_s, strain = strained(station, query, share)
     price = price_on(station, market) * share * output * row_s
     copy = copy_s(station, query, query.num_tokens)  # of what the computing node has by then
-    return room_s(station, query, tpot_s), exposed_s, strain * output * tpot_s, strain * output * row_s * pace.rows, price, copy
+    return (
+        room_s(station, query, tpot_s),
+        exposed_s,
+        strain * output * tpot_s,
+        strain * output * row_s * pace.rows,
+        price,
+        copy,
+    )
 
 
 def local_values(station: Station, query: Query, market: Market, kept: int) -> Values:
@@ -138,8 +161,8 @@ def local_values(station: Station, query: Query, market: Market, kept: int) -> V
 
 
 def strained(station: Station, query: Query, share: float) -> tuple[float, float]:
-    """Between tokens of this row, with prompts beside it for that share of the time and while what waits now is computed; and how much more a second
-    weighs there, because rows are slower than is comfortable."""
+    """Between tokens of this row, with prompts beside it for that share of the time and while what waits now is
+    computed; and how much more a second weighs there, because rows are slower than is comfortable."""
     pace = station.pace
     row_s = pace.row_s(query.num_tokens + query.expected_output / 2)
     if station.node.role == "decode":
@@ -199,7 +222,9 @@ def _missing_share(node: NodeView, query: Query) -> float:
     load = node.load
     assert load is not None
     used = load.pages_total - load.pages_free - load.pages_cached
-    needed = (query.num_tokens - query.cached_on(node) + query.expected_output + node.pending.context_tokens) / node.block_tokens
+    needed = (
+        query.num_tokens - query.cached_on(node) + query.expected_output + node.pending.context_tokens
+    ) / node.block_tokens
     return max(needed - load.pages_free - load.pages_cached, 0.0) / max(used, 1)
 
 
@@ -231,8 +256,9 @@ class Ranked:
 
 
 class PlainSeconds:
-    """Implements Policy. alpha: see rule 1; harm: weight of a running row's pause against the new request's own seconds; margin: of the last mode,
-    as a share of the time to first token; gap: times a batch's own pace that its rows may be held up, when no limit is given in seconds."""
+    """Implements Policy. alpha: see rule 1; harm: weight of a running row's pause against the new request's own
+    seconds; margin: of the last mode, as a share of the time to first token; gap: times a batch's own pace that its
+    rows may be held up, when no limit is given in seconds."""
 
     name = "seconds"
 
@@ -261,7 +287,11 @@ class PlainSeconds:
             return self._cold.choose_decode(query, view, prefill)
         nodes = partners_of_parked(query, view, prefill)
         (source,) = _stations(view, (prefill,))
-        return self._rank_decode(_stations(view, nodes), query, source, 0.0, self._market(view, query)).best.node if nodes else None
+        return (
+            self._rank_decode(_stations(view, nodes), query, source, 0.0, self._market(view, query)).best.node
+            if nodes
+            else None
+        )
 
     # ------------------------------------------------------------ legs
 
@@ -274,13 +304,18 @@ class PlainSeconds:
             price=self._price(computing or stations, query.num_held),
             harm=self._harm,
             late=_lateness(query, stations) if stations else 0.0,
-            share=max(_share_now(computing, query.num_held), _share_later(stations, computing, query), lately if decoding else 0.0),
+            share=max(
+                _share_now(computing, query.num_held),
+                _share_later(stations, computing, query),
+                lately if decoding else 0.0,
+            ),
             local_share=min(query.busy_decoding / len(decoding), MOST_SHARE) if decoding else 0.0,
             source=max(view.accepting, key=query.held_on, default=None),
         )
 
     def _price(self, stations: Sequence[Station], num_held: int) -> float:
-        """Rule 1: the shortest queue in average prompts, with its part of those that wait in the router, times alpha."""
+        """Rule 1: the shortest queue in average prompts, with its part of those that wait in the router, times
+        alpha."""
         shortest = min((station.pace.wait_s for station in stations), default=0.0)
         if shortest <= 0.0:
             return 0.0
@@ -305,7 +340,9 @@ class PlainSeconds:
         values = [prefill_values(station, query, market, kept) for station in stations]
         return _rank("prefill", PREFILL_TERMS, stations, values)
 
-    def _rank_decode(self, stations: Sequence[Station], query: Query, prefill: Station, compute: float, market: Market) -> Ranked:
+    def _rank_decode(
+        self, stations: Sequence[Station], query: Query, prefill: Station, compute: float, market: Market
+    ) -> Ranked:
         exposed = [exposed_s(prefill, station.node, query, compute) for station in stations]
         values = [decode_values(station, query, late, market) for station, late in zip(stations, exposed, strict=True)]
         return _rank("decode", DECODE_TERMS, stations, values)
@@ -318,7 +355,12 @@ class PlainSeconds:
     # ------------------------------------------------------------ modes
 
     def _decide(
-        self, query: Query, remote: tuple[Ranked, Ranked] | None, local: Ranked | None, market: Market, stations: Sequence[Station]
+        self,
+        query: Query,
+        remote: tuple[Ranked, Ranked] | None,
+        local: Ranked | None,
+        market: Market,
+        stations: Sequence[Station],
     ) -> Choice:
         if remote is None:
             assert local is not None
@@ -334,7 +376,9 @@ class PlainSeconds:
 
     def _without_long_pauses(self, local: Ranked, prefill: Station, query: Query) -> Ranked | None:
         most = -1.0 if self._keeps_pace(prefill, query) else _num_slowed(prefill)
-        entries = tuple(entry for entry in local.entries if self._keeps_pace(entry[1], query) or _num_slowed(entry[1]) <= most)
+        entries = tuple(
+            entry for entry in local.entries if self._keeps_pace(entry[1], query) or _num_slowed(entry[1]) <= most
+        )
         return of_legs(local, entries=entries) if entries else None
 
     def _keeps_pace(self, station: Station, query: Query) -> bool:
@@ -349,12 +393,16 @@ class PlainSeconds:
         row_s = added_s / pace.rows if pace.rows else pace.decode.row_s
         return _paced_s(station, query) <= WELL * (query.itl_s or COMFORT * (pace.decode.fixed_s + row_s))
 
-    def _is_local_better(self, query: Query, remote: tuple[Ranked, Ranked], local: Ranked, market: Market, stations: Sequence[Station]) -> bool:
+    def _is_local_better(
+        self, query: Query, remote: tuple[Ranked, Ranked], local: Ranked, market: Market, stations: Sequence[Station]
+    ) -> bool:
         """Of the price, whose term comes after those of the time to first token, only a part counts here."""
         counted = min(_lateness(query, stations) / max(_slowness(local.best, query, market), 0.05), 1.0) ** 3
         remote_cost = remote[0].cost + remote[1].cost - (1.0 - counted) * remote[0].values[3]
         local_cost = local.cost - (1.0 - counted) * local.values[3]
-        doubt_s = sum(min(leg.best.pace.prefill.error.doubt, 0.5) * (leg.values[0] + leg.values[1]) for leg in (remote[0], local))
+        doubt_s = sum(
+            min(leg.best.pace.prefill.error.doubt, 0.5) * (leg.values[0] + leg.values[1]) for leg in (remote[0], local)
+        )
         margin = self._margin * min(_ttft(remote[0].values), _ttft(local.values)) + doubt_s
         if query.previous == "remote":
             return local_cost + margin < remote_cost
@@ -362,10 +410,18 @@ class PlainSeconds:
 
     def _local_choice(self, local: Ranked, market: Market, query: Query, record: tuple[Candidate, ...]) -> Choice:
         return Choice(
-            "local", None, local.best.node, lambda: record, _predicted(local, local, market, query), self.name, _pull(local.best, market, query)
+            "local",
+            None,
+            local.best.node,
+            lambda: record,
+            _predicted(local, local, market, query),
+            self.name,
+            _pull(local.best, market, query),
         )
 
-    def _remote_choice(self, remote: tuple[Ranked, Ranked], market: Market, query: Query, record: tuple[Candidate, ...]) -> Choice:
+    def _remote_choice(
+        self, remote: tuple[Ranked, Ranked], market: Market, query: Query, record: tuple[Candidate, ...]
+    ) -> Choice:
         prefills, decodes = remote
         predicted, pull = _predicted(prefills, decodes, market, query), _pull(prefills.best, market, query)
         return Choice("remote", prefills.best.node, decodes.best.node, lambda: record, predicted, self.name, pull)
@@ -377,10 +433,13 @@ def _num_slowed(station: Station) -> float:
 
 
 def _paced_s(station: Station, query: Query) -> float:
-    """Between tokens of the rows that run there: in the steps of this prompt and those before it, and as lately for the rest of an answer."""
+    """Between tokens of the rows that run there: in the steps of this prompt and those before it, and as lately for the
+    rest of an answer."""
     pace, cached, new = station.pace, query.cached_on(station.node), query.uncached_on(station.node)
     steps = max(new / pace.prefill.chunk_tokens, 1.0) if pace.prefill.chunk_tokens else 1.0
-    busy_s = max(pace.prefill.seconds(new, cached) / steps, pace.decode.fixed_s) + pace.decode.added_s(pace.rows, pace.context_tokens)
+    busy_s = max(pace.prefill.seconds(new, cached) / steps, pace.decode.fixed_s) + pace.decode.added_s(
+        pace.rows, pace.context_tokens
+    )
     longer_s = max(pace.prompt_step_s, busy_s)
     busy_steps = steps + (pace.wait_s / longer_s if longer_s else 0.0)
     share = min(busy_steps / query.expected_output, 1.0)
@@ -389,7 +448,9 @@ def _paced_s(station: Station, query: Query) -> float:
         return mean_s
     pause_s = min(steps / query.expected_output, 1.0) * (busy_s - pace.tpot_s)
     busy_share = max(mean_s - pace.tpot_s, 0.0) / (busy_s - pace.tpot_s)
-    return min(mean_s + math.sqrt(max(mean_s - pace.tpot_s, 0.0) * pause_s * (1.0 - busy_share)), busy_s)  # of one standard deviation
+    return min(
+        mean_s + math.sqrt(max(mean_s - pace.tpot_s, 0.0) * pause_s * (1.0 - busy_share)), busy_s
+    )  # of one standard deviation
 
 
 def _predicted(first: Ranked, decodes: Ranked, market: Market, query: Query) -> Predicted:
@@ -407,12 +468,15 @@ def _ttft(values: Values) -> float:
 
 
 def _lateness(query: Query, stations: Sequence[Station]) -> float:
-    """What a request has to wait, in the router and on the least loaded node, as a share of the time to its first token that is well."""
+    """What a request has to wait, in the router and on the least loaded node, as a share of the time to its first token
+    that is well."""
     computing = [station for station in stations if station.node.role != "decode"] or list(stations)
     least_s = min(station.pace.wait_s for station in computing)
     if least_s <= 0.0:
         return 0.0
-    usual_s = sum(station.pace.backlog_s for station in computing) / max(sum(station.node.num_prompts for station in computing), 1)
+    usual_s = sum(station.pace.backlog_s for station in computing) / max(
+        sum(station.node.num_prompts for station in computing), 1
+    )
     alone_s = stations[0].pace.prefill.seconds(max(query.num_tokens, query.usual_tokens))
     return (least_s + query.num_held / len(computing) * usual_s) / max(5.0 * alone_s, 1e-300)
 
@@ -427,14 +491,15 @@ def _slowness(station: Station, query: Query, market: Market) -> float:
 
 
 def _share_now(stations: Sequence[Station], num_held: int = 0) -> float:
-    """Of the time in which such nodes compute prompts, told from how many are there or wait for them: with Poisson arrivals ρ = N ÷ (1 + N)."""
+    """Of the time in which such nodes compute prompts, told from how many are there or wait for them: with Poisson
+    arrivals ρ = N ÷ (1 + N)."""
     prompts = sum(station.node.num_prompts for station in stations) + num_held
     return prompts / (prompts + len(stations)) if stations else 0.0
 
 
 def _share_later(stations: Sequence[Station], computing: Sequence[Station], query: Query) -> float:
-    """The same over the life of an answer. By Little's law the rows that run came at rows ÷ (output × TPOT) a second, each with a prompt about as
-    long as what it attends to now, and cached about as far as this one is at best."""
+    """The same over the life of an answer. By Little's law the rows that run came at rows ÷ (output × TPOT) a second,
+    each with a prompt about as long as what it attends to now, and cached about as far as this one is at best."""
     rows = sum(station.pace.rows for station in stations)
     life_s = query.expected_output * sum(station.pace.tpot_s * station.pace.rows for station in stations) / max(rows, 1)
     if life_s <= 0.0 or not computing:
@@ -510,8 +575,12 @@ def partners(nodes: Sequence[NodeView], prefill: NodeView) -> tuple[NodeView, ..
 
 
 def partners_of_parked(query: Query, view: ClusterView, prefill: NodeView) -> tuple[NodeView, ...]:
-    able = [node for node in view.nodes if node.role != "prefill" and node.accepts_work and node.max_len >= query.num_tokens]
-    apart = [node for node in able if node.incarnation not in query.excluded and node.incarnation != prefill.incarnation]
+    able = [
+        node for node in view.nodes if node.role != "prefill" and node.accepts_work and node.max_len >= query.num_tokens
+    ]
+    apart = [
+        node for node in able if node.incarnation not in query.excluded and node.incarnation != prefill.incarnation
+    ]
     return ready(partners(_by_name(apart), prefill), query)
 
 

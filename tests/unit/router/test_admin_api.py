@@ -43,12 +43,17 @@ def prompt_of(length: int) -> list[int]:
 
 def admin_of(cluster: LocalCluster) -> Admin:
     dispatch = cluster.dispatch
-    return Admin(cluster.router, dispatch.open, cluster.chooser.holder, cluster.router.events, dispatch.explainer, time.monotonic)
+    return Admin(
+        cluster.router, dispatch.open, cluster.chooser.holder, cluster.router.events, dispatch.explainer, time.monotonic
+    )
 
 
 @asynccontextmanager
 async def administered(cluster: LocalCluster, token: str | None = None) -> AsyncIterator[tuple[Any, str]]:
-    async with listening(admin_of(cluster), "127.0.0.1:0", token) as address, grpc.aio.insecure_channel(address) as channel:
+    async with (
+        listening(admin_of(cluster), "127.0.0.1:0", token) as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
         yield stubs.AdminStub(channel), address
 
 
@@ -71,21 +76,34 @@ async def test_nodes_are_listed_with_what_they_reported() -> None:
     async with LocalCluster(PAIR) as cluster, administered(cluster) as (stub, _):
         await cluster.run(prompt_of(40), 3)
         await cluster.until_idle()
-        await cluster.until(lambda: all(node.load is not None and node.load.pages_cached > 0 for node in cluster.router.view().nodes))
+        await cluster.until(
+            lambda: all(node.load is not None and node.load.pages_cached > 0 for node in cluster.router.view().nodes)
+        )
         nodes = {node.name: node for node in (await stub.ListNodes(pb.ListNodesRequest())).nodes}
         assert set(nodes) == {"p0", "d0"} and {node.state for node in nodes.values()} == {"ready"}
         assert nodes["p0"].role == bootstrap_pb2.ROLE_PREFILL and nodes["d0"].load.pages_cached > 0
         described = await stub.DescribeNode(pb.DescribeNodeRequest(node="d0"))
-        assert described.cost.decode_samples > 0 and len(described.cost.decode_root) == 6 and described.cost.prefill_doubt > 0
+        assert (
+            described.cost.decode_samples > 0
+            and len(described.cost.decode_root) == 6
+            and described.cost.prefill_doubt > 0
+        )
         events = described.events
         assert [event.kind for event in events] == ["node-up"]
 
 
 async def test_a_role_and_a_cordon_reach_the_node_and_are_told_as_events() -> None:
     async with LocalCluster(PAIR) as cluster, administered(cluster) as (stub, _):
-        assert (await stub.SetRole(pb.SetRoleRequest(node="p0", role=bootstrap_pb2.ROLE_MIXED))).role == bootstrap_pb2.ROLE_MIXED
+        assert (
+            await stub.SetRole(pb.SetRoleRequest(node="p0", role=bootstrap_pb2.ROLE_MIXED))
+        ).role == bootstrap_pb2.ROLE_MIXED
         assert (await stub.Cordon(pb.CordonRequest(node="d0", cordoned=True))).state == "cordoned"
-        await cluster.until(lambda: {node.name: (node.role, node.accepts_work) for node in cluster.router.view().nodes}["d0"] == ("decode", False))
+        await cluster.until(
+            lambda: (
+                {node.name: (node.role, node.accepts_work) for node in cluster.router.view().nodes}["d0"]
+                == ("decode", False)
+            )
+        )
         tokens, done = await cluster.run(prompt_of(20), 4)
         assert tokens == reference(prompt_of(20), 4) and done.route.decode == "p0"
         assert (await stub.Cordon(pb.CordonRequest(node="d0", cordoned=False))).state == "ready"
@@ -94,11 +112,16 @@ async def test_a_role_and_a_cordon_reach_the_node_and_are_told_as_events() -> No
 
 
 async def test_a_drain_tells_how_much_is_left_and_when_the_node_may_stop() -> None:
-    async with LocalCluster({"m0": "mixed", "m1": "mixed"}, num_pages=128) as cluster, administered(cluster) as (stub, _):
+    async with (
+        LocalCluster({"m0": "mixed", "m1": "mixed"}, num_pages=128) as cluster,
+        administered(cluster) as (stub, _),
+    ):
         running = [asyncio.create_task(cluster.run(prompt_of(30 + index), 60)) for index in range(4)]
         await cluster.until(lambda: sum(node.num_requests for node in cluster.router.view().nodes) >= 4)
         told = [progress async for progress in stub.Drain(pb.DrainRequest(node="m0", deadline_s=30.0))]
-        assert told[-1].safe_to_stop and not told[-1].running and not any(progress.safe_to_stop for progress in told[:-1])
+        assert (
+            told[-1].safe_to_stop and not told[-1].running and not any(progress.safe_to_stop for progress in told[:-1])
+        )
         for index, (tokens, _) in enumerate(await asyncio.gather(*running)):
             assert tokens == reference(prompt_of(30 + index), 60)
         assert (await stub.DescribeNode(pb.DescribeNodeRequest(node="m0"))).node.state == "cordoned"
@@ -138,12 +161,17 @@ async def test_requests_are_listed_where_they_run_and_a_cancelled_one_frees_ever
         with pytest.raises(Cancelled, match="a runaway"):
             await running
         await cluster.until_idle()
-        assert (await code_of(stub.CancelRequest(pb.CancelRequestRequest(id=request.id))))[0] is grpc.StatusCode.NOT_FOUND
+        assert (await code_of(stub.CancelRequest(pb.CancelRequestRequest(id=request.id))))[
+            0
+        ] is grpc.StatusCode.NOT_FOUND
 
 
 async def test_a_request_is_cancelled_by_what_its_client_calls_it() -> None:
     async with LocalCluster(PAIR, num_pages=128) as cluster, administered(cluster) as (stub, _):
-        running = [asyncio.create_task(cluster.run(prompt_of(30 + index), 300, client_id=name)) for index, name in enumerate(("a", "b", "a"))]
+        running = [
+            asyncio.create_task(cluster.run(prompt_of(30 + index), 300, client_id=name))
+            for index, name in enumerate(("a", "b", "a"))
+        ]
         await cluster.until(lambda: len(cluster.dispatch.open) == 3)
         assert (await stub.CancelRequest(pb.CancelRequestRequest(id="a", reason="a runaway"))).cancelled == 2
         for request in (running[0], running[2]):
@@ -154,7 +182,9 @@ async def test_a_request_is_cancelled_by_what_its_client_calls_it() -> None:
         (other,) = (await stub.ListRequests(pb.ListRequestsRequest())).requests
         alike = asyncio.create_task(cluster.run(prompt_of(33), 300, client_id=other.id))
         await cluster.until(lambda: len(cluster.dispatch.open) == 2)
-        assert (await stub.CancelRequest(pb.CancelRequestRequest(id=other.id))).cancelled == 1, "a request's own id goes first"
+        assert (await stub.CancelRequest(pb.CancelRequestRequest(id=other.id))).cancelled == 1, (
+            "a request's own id goes first"
+        )
         assert not alike.done() and (await stub.CancelRequest(pb.CancelRequestRequest(id=other.id))).cancelled == 1
         running.append(alike)
         await asyncio.gather(*running, return_exceptions=True)
@@ -243,7 +273,9 @@ async def test_the_controller_of_roles_is_obeyed_and_its_reason_told() -> None:
         admin = admin_of(cluster)
         eager = RoleSettings(backlog_high_s=-1.0, use_low=2.0, sustain_s=0.0)
         keeping = asyncio.create_task(keep_roles(admin, RoleController(eager, Headroom())))
-        await cluster.until(lambda: sorted(node.role for node in cluster.router.view().nodes) == ["decode", "prefill", "prefill"])
+        await cluster.until(
+            lambda: sorted(node.role for node in cluster.router.view().nodes) == ["decode", "prefill", "prefill"]
+        )
         await cluster.until(lambda: {"auto-role", "role"} <= {event.kind for event in cluster.router.events.since(0)})
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)

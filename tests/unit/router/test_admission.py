@@ -75,7 +75,9 @@ def test_a_queue_that_does_not_drain_has_a_long_wait() -> None:
     for moment in (0.0, 5.0, 15.0, 60.0, 600.0):
         drain.is_held(True, moment)
         rates.append(drain.rate(2.0))
-    assert rates == sorted(rates, reverse=True) and rates[0] == 2.0 and rates[3] < 0.01 and rates[4] == pytest.approx(1e-6)
+    assert (
+        rates == sorted(rates, reverse=True) and rates[0] == 2.0 and rates[3] < 0.01 and rates[4] == pytest.approx(1e-6)
+    )
 
 
 def test_a_short_prompt_of_a_tenant_that_keeps_nobody_out_is_taken_at_its_own_length() -> None:

@@ -55,8 +55,11 @@ def test_closed_ones_never_ring() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.booleans(), st.integers(0, 50)), max_size=30))
-def test_every_alarm_that_is_not_dropped_rings_once_and_late_by_a_tick_at_most(plan: list[tuple[int, bool, int]]) -> None:
-    """plan: hundredths of a second to the alarm, whether it is dropped at once, and hundredths before the next one is set."""
+def test_every_alarm_that_is_not_dropped_rings_once_and_late_by_a_tick_at_most(
+    plan: list[tuple[int, bool, int]],
+) -> None:
+    """plan: hundredths of a second to the alarm, whether it is dropped at once, and hundredths before the next one is
+    set."""
 
     async def main(loop: VirtualLoop) -> None:
         alarms, rung = Alarms(), dict[int, float]()

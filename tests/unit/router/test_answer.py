@@ -1,4 +1,5 @@
-"""How an answer follows from what nodes say, whenever they say it: a line that pauses when the test says so, generations moved by hand."""
+"""How an answer follows from what nodes say, whenever they say it: a line that pauses when the test says so,
+generations moved by hand."""
 
 from __future__ import annotations
 
@@ -36,11 +37,17 @@ async def test_a_stop_string_ends_its_generation_at_once_though_its_client_does_
     line, exchange = asked(dispatcher, stream=True, stop=["END"])
     line.is_paused = True
     dispatcher.says(0, 0, "ok END")
-    assert dispatcher.ends == [f"finished with {len(TEXT.encode('ok END', add_special_tokens=False))}"] and not line.sent
+    assert (
+        dispatcher.ends == [f"finished with {len(TEXT.encode('ok END', add_special_tokens=False))}"] and not line.sent
+    )
     line.is_paused = False
     assert exchange.on_resume is not None
     exchange.on_resume()
-    assert b'"ok ' in line.sent and b'"finish_reason":"stop"' in line.sent and line.sent.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert (
+        b'"ok ' in line.sent
+        and b'"finish_reason":"stop"' in line.sent
+        and line.sent.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    )
 
 
 async def test_a_choice_that_fails_ends_the_others_at_once_though_their_client_does_not_read() -> None:
@@ -96,10 +103,14 @@ def test_what_nodes_call_themselves_and_their_media_begins_no_line_of_a_head(nam
     head = named_headers(JSON, "remote", name, name, name)
     lines = head.split(b"\r\n")
     assert [line.partition(b":")[0] for line in lines] == [
-        b"content-type", b"x-pdcluster-mode", b"x-pdcluster-prefill", b"x-pdcluster-decode", b"x-pdcluster-transfer", b"",
+        b"content-type", b"x-pdcluster-mode", b"x-pdcluster-prefill", b"x-pdcluster-decode", b"x-pdcluster-transfer",
+        b"",
     ]  # fmt: skip
     assert all(line.decode("latin-1").isprintable() for line in lines)
 
 
 def test_names_that_no_head_can_hold_are_told_as_far_as_it_can() -> None:
-    assert named_headers(JSON, "local", None, "\u7bc0 caf\xe9", "") == JSON + b"x-pdcluster-mode: local\r\nx-pdcluster-decode: ? caf\xe9\r\n"
+    assert (
+        named_headers(JSON, "local", None, "\u7bc0 caf\xe9", "")
+        == JSON + b"x-pdcluster-mode: local\r\nx-pdcluster-decode: ? caf\xe9\r\n"
+    )

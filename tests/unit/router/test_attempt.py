@@ -1,4 +1,5 @@
-"""One attempt against nodes that answer by script: its clocks, its races, and what is never asked twice. Whole lives are in test_dispatch.py."""
+"""One attempt against nodes that answer by script: its clocks, its races, and what is never asked twice. Whole lives
+are in test_dispatch.py."""
 
 from __future__ import annotations
 
@@ -19,12 +20,20 @@ from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 
 
 def with_stages(cluster: FakeCluster, **stages: float) -> Dispatch:
-    return Dispatch(cluster, NoModels(), make_chooser(cluster), DispatchSettings(retries=0, stages=StageDeadlines(hold_s=0.01, **stages)))
+    return Dispatch(
+        cluster,
+        NoModels(),
+        make_chooser(cluster),
+        DispatchSettings(retries=0, stages=StageDeadlines(hold_s=0.01, **stages)),
+    )
 
 
 async def test_kv_goes_to_another_decode_node_after_its_first_token_was_streamed() -> None:
-    """The second reservation is for the same tokens as the first: what the prefill node computed, without the token that the client has seen."""
-    cluster = FakeCluster([make_node("p0", "prefill"), make_node("d0", "decode"), make_node("d1", "decode", in_flight=1)])
+    """The second reservation is for the same tokens as the first: what the prefill node computed, without the token
+    that the client has seen."""
+    cluster = FakeCluster(
+        [make_node("p0", "prefill"), make_node("d0", "decode"), make_node("d1", "decode", in_flight=1)]
+    )
     first, second = (ScriptedPair(cluster, cluster.nodes[0], node) for node in cluster.nodes[1:])
     second.works = first.works
     first.install()
@@ -126,7 +135,9 @@ async def test_a_stream_that_falls_silent_is_replayed_elsewhere() -> None:
             answer(m.Finished(message.work.request, message.work.attempt, "length", 4, m.Timings()))
 
     cluster.handlers = {"m0": mute, "m1": serve}
-    dispatch = Dispatch(cluster, NoModels(), make_chooser(cluster), DispatchSettings(stages=StageDeadlines(liveness_s=0.05)))
+    dispatch = Dispatch(
+        cluster, NoModels(), make_chooser(cluster), DispatchSettings(stages=StageDeadlines(liveness_s=0.05))
+    )
     tokens, done = await collect(dispatch, make_generation())
     assert tokens == EXPECTED and done.attempts == 2
     assert cluster.sent_to("m0", m.Cancel), "a node that only seemed dead does not go on"
@@ -145,7 +156,9 @@ class OneModel(NoModels):
     [(OneModel(), 4, "length", None), (OneModel(eos=103), 9, "eos", 103), (OneModel(max_len=14), 9, "length", None)],
     ids=["all tokens are there", "it ended itself", "the model holds no more"],
 )
-async def test_a_node_that_dies_between_its_last_token_and_its_last_word_is_not_replayed(model, max_tokens, reason, stop_token) -> None:
+async def test_a_node_that_dies_between_its_last_token_and_its_last_word_is_not_replayed(
+    model, max_tokens, reason, stop_token
+) -> None:
     cluster = FakeCluster([make_node("m0", "mixed"), make_node("m1", "mixed", in_flight=2)])
 
     def die(message: m.Message, answer) -> None:
@@ -154,7 +167,9 @@ async def test_a_node_that_dies_between_its_last_token_and_its_last_word_is_not_
             cluster.kill(cluster.nodes[0])
 
     cluster.handlers["m0"] = die
-    tokens, done = await collect(Dispatch(cluster, model, make_chooser(cluster), DispatchSettings()), make_generation(max_tokens=max_tokens))
+    tokens, done = await collect(
+        Dispatch(cluster, model, make_chooser(cluster), DispatchSettings()), make_generation(max_tokens=max_tokens)
+    )
     assert tokens == EXPECTED and (done.reason, done.stop_token) == (reason, stop_token)
     assert not cluster.sent_to("m1", m.Prefill)
 
@@ -222,7 +237,9 @@ async def test_a_refusal_after_a_long_stream_is_held_like_any_other() -> None:
 
 
 async def test_a_busy_prefill_node_is_passed_over_and_a_busy_pool_is_waited_for() -> None:
-    cluster = FakeCluster([make_node("p0", "prefill"), make_node("p1", "prefill", in_flight=1), make_node("d0", "decode")])
+    cluster = FakeCluster(
+        [make_node("p0", "prefill"), make_node("p1", "prefill", in_flight=1), make_node("d0", "decode")]
+    )
 
     def refuse(message: m.Message, answer) -> None:
         if isinstance(message, m.Prefill):
@@ -236,7 +253,9 @@ async def test_a_busy_prefill_node_is_passed_over_and_a_busy_pool_is_waited_for(
     cluster.handlers["p1"] = refuse
     with pytest.raises(errors.DeadlineExceeded, match="found no room"):
         await collect(make_dispatch(cluster), make_generation("r2", deadline_s=0.2))
-    assert not cluster.sent_to("d0", m.Prefill), "what the prefill pool is too busy for is not pushed onto the decode pool"
+    assert not cluster.sent_to("d0", m.Prefill), (
+        "what the prefill pool is too busy for is not pushed onto the decode pool"
+    )
 
 
 async def test_an_answer_about_an_older_attempt_does_not_end_the_present_one() -> None:
@@ -262,7 +281,9 @@ PROMPT_LOGPROBS = (m.TokenLogprobs(-0.5),) * 9
 
 
 def with_prompt_logprobs(max_tokens: int = 4) -> Generation:
-    return msgspec.structs.replace(make_generation(), sampling=m.Sampling(max_tokens=max_tokens, seed=1, prompt_logprobs=0))
+    return msgspec.structs.replace(
+        make_generation(), sampling=m.Sampling(max_tokens=max_tokens, seed=1, prompt_logprobs=0)
+    )
 
 
 async def chunks_of(dispatch: Dispatch, generation: Generation) -> list[Chunk]:
@@ -278,7 +299,11 @@ async def test_a_prompts_logprobs_come_with_the_first_token_even_when_the_decode
 
     def decodes() -> None:
         work, boot = reserved[-1], cluster.nodes[1].endpoint.incarnation
-        for said in (row(work, 0, (100, 101)), row(work, 2, (102, 103)), m.Finished(work.request, work.attempt, "length", 4, m.Timings())):
+        for said in (
+            row(work, 0, (100, 101)),
+            row(work, 2, (102, 103)),
+            m.Finished(work.request, work.attempt, "length", 4, m.Timings()),
+        ):
             cluster.ledger.deliver(work.request, boot, said)
 
     def prefill(message: m.Message, answer) -> None:
@@ -303,5 +328,7 @@ async def test_a_prompts_logprobs_come_with_the_first_token_even_when_the_decode
     cluster.handlers = {"p0": prefill, "d0": decode}
     chunks = await chunks_of(make_dispatch(cluster, force="remote"), with_prompt_logprobs())
     assert [token for chunk in chunks for token in chunk.token_ids] == EXPECTED
-    assert [chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs] == [PROMPT_LOGPROBS] and chunks[0].prompt_logprobs
+    assert [chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs] == [PROMPT_LOGPROBS] and chunks[
+        0
+    ].prompt_logprobs
     assert len(prompts) == (1 if fate == "late" else 2)

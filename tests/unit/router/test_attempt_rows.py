@@ -1,4 +1,5 @@
-"""Rows of a decode leg have a short way through an attempt when they just go on: it leads where the long one does, whatever comes in which order."""
+"""Rows of a decode leg have a short way through an attempt when they just go on: it leads where the long one does,
+whatever comes in which order."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ class World:
         self.attempt = kind(self.job, choice, cluster, make_chooser(cluster), StageDeadlines(), lambda: self.now)
         self.attempt.start()
         self.chunks: list[Chunk] = []
-        (self.work,) = [sent.work for _, sent in cluster.sent if isinstance(sent, m.Prefill if mode == "local" else m.Reserve)]
+        (self.work,) = [
+            sent.work for _, sent in cluster.sent if isinstance(sent, m.Prefill if mode == "local" else m.Reserve)
+        ]
         if mode == "remote":
             self.hear("p0-boot", m.TokenRow("r1", 0, 0, TOKENS[:1], LOGPROBS[:1]))
             self.hear("d0-boot", m.Reserved(make_ticket(self.work, decode, prefill.endpoint)))
@@ -58,7 +61,16 @@ class World:
         attempt = self.attempt
         positions = [leg and leg.position for leg in (attempt._prefill, attempt._decode)]
         times = attempt.first_token_at, attempt.second_token_at
-        return self.chunks, self.job.emitted, positions, times, attempt._early, attempt.is_done, attempt._clocks, attempt.next_deadline()
+        return (
+            self.chunks,
+            self.job.emitted,
+            positions,
+            times,
+            attempt._early,
+            attempt.is_done,
+            attempt._clocks,
+            attempt.next_deadline(),
+        )
 
 
 def rows_of(world: World, cuts: list[tuple[int, int]], is_told: bool) -> list[m.TokenRow]:
@@ -66,7 +78,9 @@ def rows_of(world: World, cuts: list[tuple[int, int]], is_told: bool) -> list[m.
     rows = []
     for begin, size in cuts:
         part = slice(begin, begin + size)
-        rows.append(m.TokenRow("r1", world.work.attempt, begin, TOKENS[part], LOGPROBS[part], of_prompt if begin == 0 else ()))
+        rows.append(
+            m.TokenRow("r1", world.work.attempt, begin, TOKENS[part], LOGPROBS[part], of_prompt if begin == 0 else ())
+        )
     return rows
 
 
@@ -77,7 +91,9 @@ def rows_of(world: World, cuts: list[tuple[int, int]], is_told: bool) -> list[m.
     is_told=st.booleans(),
     asks=st.booleans(),
 )
-def test_rows_in_any_order_lead_to_the_same_by_both_ways(mode: Mode, cuts: list[tuple[int, int]], goes_on: int, is_told: bool, asks: bool) -> None:
+def test_rows_in_any_order_lead_to_the_same_by_both_ways(
+    mode: Mode, cuts: list[tuple[int, int]], goes_on: int, is_told: bool, asks: bool
+) -> None:
     """goes_on: so many tokens come first, one by one and in order."""
     worlds = [World(kind, mode, 0 if asks and is_told else None) for kind in (Attempt, LongWay)]
     for world in worlds:

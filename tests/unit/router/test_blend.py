@@ -22,7 +22,9 @@ def own(num_steps: int, factor: float = 1.3) -> NodeCost:
     for _ in range(num_steps):
         tokens = chance.randrange(16, 65)
         pairs = num_pairs(tokens, 0)
-        fit.observe(Step(tokens, pairs, 0, 0, factor * TYPICAL.prefill.work_s(tokens, pairs) * chance.uniform(0.95, 1.05)))
+        fit.observe(
+            Step(tokens, pairs, 0, 0, factor * TYPICAL.prefill.work_s(tokens, pairs) * chance.uniform(0.95, 1.05))
+        )
     return fit.cost()
 
 
@@ -34,15 +36,22 @@ def test_short_prompts_cost_what_the_node_measured_and_long_ones_what_is_typical
 
 
 def test_more_steps_weigh_more() -> None:
-    few, many = (abs(blended_prefill(own(steps).prefill, TYPICAL.prefill).seconds(48) / (1.3 * TYPICAL.prefill.seconds(48)) - 1) for steps in (1, 60))
+    few, many = (
+        abs(blended_prefill(own(steps).prefill, TYPICAL.prefill).seconds(48) / (1.3 * TYPICAL.prefill.seconds(48)) - 1)
+        for steps in (1, 60)
+    )
     assert many <= few + 0.02
 
 
 def test_a_node_that_is_certain_is_believed_and_one_that_knows_nothing_is_not() -> None:
     certain = PrefillCost(1e-2, 1e-4, 1e-8, 512, 10)
-    assert blended_prefill(certain, TYPICAL.prefill).seconds(512, 100) == pytest.approx(certain.seconds(512, 100), rel=1e-3)
+    assert blended_prefill(certain, TYPICAL.prefill).seconds(512, 100) == pytest.approx(
+        certain.seconds(512, 100), rel=1e-3
+    )
     ignorant = DecodeCost(1.0, 1.0, 1.0, 3, CostError(0.5, 10.0, (1e3, 0.0, 1e3, 0.0, 0.0, 1e3)))
-    assert blended_decode(ignorant, TYPICAL.decode).seconds(8, 4000) == pytest.approx(TYPICAL.decode.seconds(8, 4000), rel=1e-3)
+    assert blended_decode(ignorant, TYPICAL.decode).seconds(8, 4000) == pytest.approx(
+        TYPICAL.decode.seconds(8, 4000), rel=1e-3
+    )
 
 
 def test_a_half_that_never_ran_is_typical_and_one_that_ran_enough_its_own() -> None:
@@ -74,7 +83,12 @@ SINGULAR = (1e9, -1.5e-7, 0.0, -1e9, -1e-3, 0.0)
 @settings(max_examples=200, deadline=None)
 @given(COEFFICIENTS, ROOTS, COEFFICIENTS, ROOTS)
 @example((0.0, 1.0, 1e-18), (-1e-300, -6e-6, -4e-15, -1e-3, -1e-30, 1e-3), (1e-30, 5e-324, 1.0), SINGULAR)
-@example((1e-9, 0.0, 1.0), (-1.0, -1.0, -1e-300, -1e-300, 1e-3, -12.0), (0.0, 1e-9, 0.0), (1e-300, 1e-9, -5e-324, -1e-300, -5e-324, 1e-300))
+@example(
+    (1e-9, 0.0, 1.0),
+    (-1.0, -1.0, -1e-300, -1e-300, 1e-3, -12.0),
+    (0.0, 1e-9, 0.0),
+    (1e-300, 1e-9, -5e-324, -1e-300, -5e-324, 1e-300),
+)
 def test_whatever_a_node_may_report_makes_a_cost(
     own_s: tuple[float, ...], own_root: tuple[float, ...], typical_s: tuple[float, ...], typical_root: tuple[float, ...]
 ) -> None:

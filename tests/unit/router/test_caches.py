@@ -131,7 +131,9 @@ def test_a_large_delta_is_removed_and_added_in_order(caches: Caches) -> None:
     assert caches.index.depths(old[:16]) == {} and caches.index.num_entries == 2 * SLICE_BLOCKS and caches.is_exact("a")
 
 
-def test_no_slice_moves_more_than_its_share_of_a_table_even_when_most_of_it_is_of_no_use(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_slice_moves_more_than_its_share_of_a_table_even_when_most_of_it_is_of_no_use(
+    caches: Caches, monkeypatch: pytest.MonkeyPatch
+) -> None:
     moved: list[int] = []
     move = caches.index._move
 

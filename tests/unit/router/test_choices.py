@@ -19,7 +19,9 @@ from pdcluster_router.request import stream
 
 
 def one_choice(dispatcher: ByHand, **fields: object) -> Choice:
-    request = requests.decode_completion(json.dumps({"model": MODEL, "prompt": "hi", "max_tokens": 50, **fields}).encode())
+    request = requests.decode_completion(
+        json.dumps({"model": MODEL, "prompt": "hi", "max_tokens": 50, **fields}).encode()
+    )
     return prepare_completion(request, dispatcher, Terms("r", time.monotonic(), 128, 60.0)).choices[0]
 
 
@@ -39,7 +41,9 @@ async def test_a_stop_string_ends_its_generation_at_once_though_nobody_takes_its
         await anext(pieces)
 
 
-async def test_a_reader_that_is_too_far_behind_gets_what_waits_and_then_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reader_that_is_too_far_behind_gets_what_waits_and_then_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(stream, "MAX_UNREAD", 2)
     dispatcher = ByHand()
     pieces = pieces_of(one_choice(dispatcher), dispatcher)

@@ -53,7 +53,8 @@ def test_a_request_may_force_another_mode_than_the_routers() -> None:
 
 @pytest.mark.parametrize("way", ["choose", "place"])
 def test_a_mode_that_a_request_asked_for_is_no_choice_that_others_follow(way: str) -> None:
-    """After a stretch of requests that asked for one node, those that did not stayed there, by the margin of the last mode."""
+    """After a stretch of requests that asked for one node, those that did not stayed there, by the margin of the last
+    mode."""
     cluster = view(make_node("p0", "prefill", make_load(), COST), make_node("d0", "decode", make_load(), COST))
     chooser = Chooser(PolicyHolder(make_policy("seconds")), lambda: cluster, lambda _: {})
 
@@ -75,7 +76,9 @@ def test_the_expected_output_follows_what_answers_take() -> None:
     assert chooser.query(make_job(), 0.0, NODES).expected_output == 256
     chooser.note_end(300, 20)
     query = chooser.query(make_job(), 0.0, NODES)
-    assert 20 < query.expected_output < 256 and query.usual_tokens == 300, "one answer is believed a little, one prompt wholly"
+    assert 20 < query.expected_output < 256 and query.usual_tokens == 300, (
+        "one answer is believed a little, one prompt wholly"
+    )
     chooser.note_end(100, 20)
     assert chooser.query(make_job(), 0.0, NODES).usual_tokens == 200
     for _ in range(500):
@@ -112,7 +115,10 @@ def test_what_is_expected_counts_as_cached_where_it_is_more_but_cannot_be_fetche
     expected = {"d1-boot": blocks - 1, "p0-boot": blocks}
     query = make_chooser(expected=lambda hashes: expected).query(job, 0.0, NODES)
     tokens = job.chain.block_tokens
-    assert query.held == {"d1-boot": blocks * tokens} and query.cached == {"d1-boot": blocks * tokens, "p0-boot": blocks * tokens}
+    assert query.held == {"d1-boot": blocks * tokens} and query.cached == {
+        "d1-boot": blocks * tokens,
+        "p0-boot": blocks * tokens,
+    }
     nothing = make_chooser(expected=lambda hashes: {}).query(job, 0.0, NODES)
     assert nothing.held is None and nothing.cached == {"d1-boot": blocks * tokens}
 
@@ -146,7 +152,9 @@ def test_a_policy_is_told_what_was_sent_lately_and_not_what_was_only_chosen() ->
     chooser = make_chooser("seconds")
     remote, local = (chooser.choose(make_job(force=mode), 0.0).choice for mode in ("remote", "local"))
     assert (remote.first.role, local.first.role) == ("prefill", "decode"), "p0 has nothing cached, d1 has"
-    assert chooser.query(make_job(), 0.0, NODES).busy_serving == chooser.query(make_job(), 0.0, NODES).busy_decoding == 0.0
+    assert (
+        chooser.query(make_job(), 0.0, NODES).busy_serving == chooser.query(make_job(), 0.0, NODES).busy_decoding == 0.0
+    )
     chooser.note_sent(remote, 1000, 0, 1.0)
     query = chooser.query(make_job(), 1.0, NODES)
     assert query.busy_serving > 0.0 and query.busy_decoding == 0.0

@@ -1,4 +1,5 @@
-"""Fields that clients send by themselves: hints go to the template, what changes nothing passes, on both front paths."""
+"""Fields that clients send by themselves: hints go to the template, what changes nothing passes, on both front
+paths."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from tests.unit.api.tiny_tokenizers import byte_level_files
 SHOWING = TextModel(
     {
         **byte_level_files(),
-        "chat_template.jinja": b"{{ reasoning_effort }}|{{ verbosity }}|{{ enable_thinking }}|{% for m in messages %}{{ m.content }}{% endfor %}",
+        "chat_template.jinja": (
+            b"{{ reasoning_effort }}|{{ verbosity }}|{{ enable_thinking }}|{% for m in messages %}{{ m.content }}{% "
+            b"endfor %}"
+        ),
     }
 )
 
@@ -49,14 +53,20 @@ async def test_hints_are_the_templates(fields: dict[str, object], shown: str) ->
 
 
 IDLE = {
-    "user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "s", "prompt_cache_key": "k",
-    "prompt_cache_retention": "24h", "request_id": "r-1", "cache_prompt": True, "best_of": 1, "n": 1, "use_beam_search": False, "length_penalty": 1.0,
-    "include_stop_str_in_output": False, "truncate_prompt_tokens": None, "spaces_between_special_tokens": True, "return_tokens_as_token_ids": False,
-    "allowed_token_ids": [], "logit_bias": {}, "bad_words": [], "stop": None, "stop_token_ids": [], "response_format": {"type": "text"},
+    "user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "s",
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h", "request_id": "r-1", "cache_prompt": True, "best_of": 1, "n": 1,
+    "use_beam_search": False, "length_penalty": 1.0,
+    "include_stop_str_in_output": False, "truncate_prompt_tokens": None, "spaces_between_special_tokens": True,
+    "return_tokens_as_token_ids": False,
+    "allowed_token_ids": [], "logit_bias": {}, "bad_words": [], "stop": None, "stop_token_ids": [],
+    "response_format": {"type": "text"},
 }  # fmt: skip
 CHAT_IDLE = {
-    "prediction": None, "functions": [], "function_call": "auto", "modalities": ["text"], "audio": None, "tools": [], "tool_choice": "auto",
-    "parallel_tool_calls": True, "top_logprobs": 0, "logprobs": False, "documents": [], "echo": False, "include_reasoning": True,
+    "prediction": None, "functions": [], "function_call": "auto", "modalities": ["text"], "audio": None, "tools": [],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True, "top_logprobs": 0, "logprobs": False, "documents": [], "echo": False,
+    "include_reasoning": True,
     "separate_reasoning": True, "web_search_options": None, "verbosity": "medium", "reasoning_effort": "medium",
 }  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""The view that a router keeps: at any moment what it would be if it were made anew, though only what changed is looked at."""
+"""The view that a router keeps: at any moment what it would be if it were made anew, though only what changed is looked
+at."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from pdcluster_router.cluster.legs import Leg
 from pdcluster_router.cluster.node_table import Cluster, NodeState
 from pdcluster_router.cluster.view import ClusterView, Pending
 
-FINGERPRINT = Fingerprint("tiny", "sha-1", 1, 32, KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, page_tokens=32, dtype="float32"))
+FINGERPRINT = Fingerprint(
+    "tiny", "sha-1", 1, 32, KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, page_tokens=32, dtype="float32")
+)
 
 
 @dataclass
@@ -47,7 +50,9 @@ class World:
 
     def __init__(self, number: int, seed: int) -> None:
         self.chance = random.Random(seed)
-        self.cluster = Cluster(Peer("router", "boot"), context=cast("zmq.Context[zmq.Socket[bytes]]", None), settings=WireSettings())
+        self.cluster = Cluster(
+            Peer("router", "boot"), context=cast("zmq.Context[zmq.Socket[bytes]]", None), settings=WireSettings()
+        )
         self.legs: list[Leg] = []
         self.sequence = 0
         for index in range(number):
@@ -75,15 +80,23 @@ class World:
     async def report(self) -> None:
         if self.names:
             cost = COST.report() if self.chance.random() < 0.7 else None
-            self.hear(self.chance.choice(self.names), self.load(cost=cost, seen=self.chance.randrange(self.sequence + 1)))
+            self.hear(
+                self.chance.choice(self.names), self.load(cost=cost, seen=self.chance.randrange(self.sequence + 1))
+            )
 
     def hear(self, name: str, load: Load) -> None:
         self.cluster._on_message(self.cluster._nodes[name], load)
 
     def load(self, **changes: Any) -> Load:
         rows = self.chance.randrange(20)
-        load = make_load(waiting=self.chance.randrange(3), waiting_tokens=self.chance.randrange(5000), rows=rows, slots_used=rows)
-        return Load(**{name: getattr(load, name) for name in Load.__struct_fields__} | {"draining": self.chance.random() < 0.1} | changes)
+        load = make_load(
+            waiting=self.chance.randrange(3), waiting_tokens=self.chance.randrange(5000), rows=rows, slots_used=rows
+        )
+        return Load(
+            **{name: getattr(load, name) for name in Load.__struct_fields__}
+            | {"draining": self.chance.random() < 0.1}
+            | changes
+        )
 
     async def begin(self) -> None:
         if self.names:
@@ -91,7 +104,9 @@ class World:
             incarnation = self.chance.choice(self.names)
             leg = Leg(f"r{self.sequence}", 0, self.cluster._nodes[incarnation].endpoint, [])
             self.cluster.ledger.enter(leg)
-            self.cluster.ledger.pending.enter(incarnation, leg.request, Sent(0, self.sequence, Pending(1, 100, 5000, 1, 100), b""))
+            self.cluster.ledger.pending.enter(
+                incarnation, leg.request, Sent(0, self.sequence, Pending(1, 100, 5000, 1, 100), b"")
+            )
             self.legs.append(leg)
 
     async def end(self) -> None:
@@ -119,17 +134,25 @@ async def test_a_kept_view_is_what_a_new_one_would_be(number: int, seed: int) ->
     cluster = world.cluster
     for _ in range(150):
         for _ in range(world.chance.randrange(4)):
-            await world.chance.choice([world.report, world.report, world.begin, world.end, world.lose, world.come_back])()
+            await world.chance.choice(
+                [world.report, world.report, world.begin, world.end, world.lose, world.come_back]
+            )()
         if world.chance.random() < 0.5:
             kept = cluster.view()
             lent.append((kept, numbers_of(kept)))
         else:
             kept = cluster.glance()
-        afresh = ClusterView([cluster._view_of(state) for state in cluster._nodes.values() if state.is_up and state.load is not None], kept.typical)
+        afresh = ClusterView(
+            [cluster._view_of(state) for state in cluster._nodes.values() if state.is_up and state.load is not None],
+            kept.typical,
+        )
         cluster.ledger.pending.check_integrity()
         if world.chance.random() < 0.5:
             assert kept.nodes == afresh.nodes
-        assert kept.roster.accepting.rows == afresh.roster.accepting.rows and kept.roster.prefill.rows == afresh.roster.prefill.rows
+        assert (
+            kept.roster.accepting.rows == afresh.roster.accepting.rows
+            and kept.roster.prefill.rows == afresh.roster.prefill.rows
+        )
         if kept.typical_cost is not None and kept.nodes and world.chance.random() < 0.9:
             assert kept.table.tolist() == afresh.table.tolist()
             assert kept.rows == afresh.rows
@@ -138,7 +161,9 @@ async def test_a_kept_view_is_what_a_new_one_would_be(number: int, seed: int) ->
 
 
 def numbers_of(kept: ClusterView) -> object:
-    return kept.table.tolist() if kept.typical_cost is not None and kept.size else None, [(node.in_flight, node.pending) for node in kept.nodes]
+    return kept.table.tolist() if kept.typical_cost is not None and kept.size else None, [
+        (node.in_flight, node.pending) for node in kept.nodes
+    ]
 
 
 async def test_who_only_glances_at_the_view_has_it_written_into() -> None:
@@ -186,14 +211,17 @@ async def test_the_first_cost_that_a_node_reports_is_typical_at_once() -> None:
 
 WORK = Work("r", 1, bytes(4 * 64), 64, bytes(range(2 * HASH_BYTES)), Sampling(max_tokens=4, seed=1), 60.0)
 ENDS: list[tuple[Message, bool]] = [
-    (Cancel("r", 1, "its client left"), True), (Cancel("r", 0, "of an earlier attempt"), False), (Cancel("other", 1, "of another one"), False),
+    (Cancel("r", 1, "its client left"), True), (Cancel("r", 0, "of an earlier attempt"), False), (Cancel("other", 1,
+    "of another one"), False),
     (Refused("r", 1, "reserve", "full", 0.01), True), (Failed("r", 1, "internal", "broke", retryable=True), True),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("end", "is_over"), ENDS)
 @pytest.mark.parametrize("computes", [False, True])
-async def test_a_slot_that_is_cancelled_is_not_expected_to_get_the_prompt(end: Message, *, is_over: bool, computes: bool) -> None:
+async def test_a_slot_that_is_cancelled_is_not_expected_to_get_the_prompt(
+    end: Message, *, is_over: bool, computes: bool
+) -> None:
     """One that computes the prompt keeps what it has of it by then."""
     world = World(1, 0)
     (name,), cluster = world.names, world.cluster

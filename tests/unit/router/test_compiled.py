@@ -1,4 +1,5 @@
-"""Which functions a process weighs nodes with, and where compiled ones are kept. That they find the same is in test_seconds_oracle."""
+"""Which functions a process weighs nodes with, and where compiled ones are kept. That they find the same is in
+test_seconds_oracle."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def endless(directory: Path) -> Path:
 
 
 def test_columns_are_the_fields_of_a_station_in_their_order() -> None:
-    assert [getattr(cost_model, name.upper()) for name in Station.__struct_fields__] == list(range(len(Station.__struct_fields__)))
+    assert [getattr(cost_model, name.upper()) for name in Station.__struct_fields__] == list(
+        range(len(Station.__struct_fields__))
+    )
 
 
 def test_the_compiled_scan_of_token_ids_finds_what_the_plain_one_does() -> None:
@@ -65,7 +68,11 @@ def test_long_lists_of_token_ids_are_read_by_the_compiled_scan_once_it_is_loaded
     assert token_list.cut_list(body, re.compile(rb"\[")) is None
     assert compiled.load(KERNEL_CACHE)
     cut = token_list.cut_list(body, re.compile(rb"\["))
-    assert cut is not None and cut[0] == array("i", range(10_000)) and json.loads(cut[1])["prompt"] == json.loads(token_list.MARK)
+    assert (
+        cut is not None
+        and cut[0] == array("i", range(10_000))
+        and json.loads(cut[1])["prompt"] == json.loads(token_list.MARK)
+    )
 
 
 def test_nothing_is_compiled_until_a_process_asks_for_it() -> None:
@@ -79,13 +86,16 @@ async def test_a_router_that_starts_takes_what_is_kept_or_compiles_it() -> None:
 
 
 async def test_what_is_not_kept_is_compiled_by_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which compiles into the same place; here it is there already, so that it only has to be started and waited for."""
+    """Which compiles into the same place; here it is there already, so that it only has to be started and waited
+    for."""
     monkeypatch.setattr(compiled, "is_kept", lambda cache_dir: False)
     await process.compile_choices()
     assert isinstance(compiled.in_use(), compiled.Compiled)
 
 
-async def test_a_router_goes_on_in_python_when_that_process_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_router_goes_on_in_python_when_that_process_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(compiled, "is_kept", lambda cache_dir: False)
     monkeypatch.setattr(process.sys, "executable", "/bin/false")
     await process.compile_choices()
@@ -104,7 +114,10 @@ async def test_a_router_goes_on_in_python_when_that_process_does_not_end(
     assert not Path(f"/proc/{int((tmp_path / 'pid').read_text())}").exists()
 
 
-@pytest.mark.parametrize("failure", [EOFError("Ran out of input"), pickle.UnpicklingError("pickle data was truncated"), KeyError("no such function")])
+@pytest.mark.parametrize(
+    "failure",
+    [EOFError("Ran out of input"), pickle.UnpicklingError("pickle data was truncated"), KeyError("no such function")],
+)
 async def test_a_file_of_the_cache_that_cannot_be_read_does_not_stop_a_router(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: Exception
 ) -> None:
@@ -119,7 +132,9 @@ async def test_a_file_of_the_cache_that_cannot_be_read_does_not_stop_a_router(
     assert compiled.in_use() is compiled.PLAIN and "remove /" in caplog.text
 
 
-async def test_a_router_that_stops_leaves_no_process_that_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_router_that_stops_leaves_no_process_that_compiles(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(compiled, "is_kept", lambda cache_dir: False)
     monkeypatch.setattr(process.sys, "executable", str(endless(tmp_path)))
     compiling = asyncio.create_task(process.compile_choices())
@@ -131,7 +146,9 @@ async def test_a_router_that_stops_leaves_no_process_that_compiles(monkeypatch: 
     assert not Path(f"/proc/{int((tmp_path / 'pid').read_text())}").exists()
 
 
-def test_a_machine_without_numba_weighs_in_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_machine_without_numba_weighs_in_python(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     caplog.set_level("INFO")
     assert compiled.is_kept(tmp_path), "there is nothing to wait for"

@@ -1,4 +1,5 @@
-"""Pages in browsers: which may use the API, what they are told before and with every answer, and what other clients see of it."""
+"""Pages in browsers: which may use the API, what they are told before and with every answer, and what other clients see
+of it."""
 
 from __future__ import annotations
 

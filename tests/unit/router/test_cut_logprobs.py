@@ -1,4 +1,5 @@
-"""Logprobs beside a stop string: tokens of text that it cuts off are not listed, whole or in a stream, and none is told before that is certain."""
+"""Logprobs beside a stop string: tokens of text that it cuts off are not listed, whole or in a stream, and none is told
+before that is certain."""
 
 from __future__ import annotations
 

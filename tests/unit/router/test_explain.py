@@ -39,10 +39,17 @@ COST = NodeCost(PrefillCost(0.0, 0.001), DecodeCost(0.01, 0.001))
 
 def make_nodes(number: int = 3, **waiting: int) -> list[NodeView]:
     names = [f"m{index}" for index in range(number)]
-    return [replace(make_node(name, "mixed", load=m.Load(0, 0, waiting.get(name, 0), 0, 100, 100, 0, 0, 0, 8, 0)), cost=COST) for name in names]
+    return [
+        replace(
+            make_node(name, "mixed", load=m.Load(0, 0, waiting.get(name, 0), 0, 100, 100, 0, 0, 0, 8, 0)), cost=COST
+        )
+        for name in names
+    ]
 
 
-def decide(nodes: list[NodeView], query: Query, shadow: Choice | None = None, predicted: Predicted | None = None) -> Decision:
+def decide(
+    nodes: list[NodeView], query: Query, shadow: Choice | None = None, predicted: Predicted | None = None
+) -> Decision:
     view = ClusterView(tuple(nodes))
     choice = make_policy("product").choose(query, view)
     return Decision(query, view, replace(choice, predicted=predicted or choice.predicted), shadow)
@@ -54,7 +61,9 @@ def make_explainer(kept: Kept | None = None) -> tuple[Explainer, CollectorRegist
 
 
 @contextmanager
-def entered(explainer: Explainer, request: str, standing: Standing, now: float, client_id: str = "") -> Iterator[Record]:
+def entered(
+    explainer: Explainer, request: str, standing: Standing, now: float, client_id: str = ""
+) -> Iterator[Record]:
     """A request that runs as long as the block does."""
     record = explainer.open(request, standing, now, client_id)
     try:
@@ -79,9 +88,19 @@ def test_a_decision_is_kept_with_its_candidates_terms_and_filters() -> None:
     found = explainer.explain("r1")
     assert found is not None and (found.tenant, found.priority, found.arrived) == ("acme", -1, 1_700_000_000.0)
     (decision,) = found.decisions
-    assert (decision.mode, decision.prefill, decision.decode, decision.policy, decision.held_s) == ("local", None, "m0", "product", 0.5)
+    assert (decision.mode, decision.prefill, decision.decode, decision.policy, decision.held_s) == (
+        "local",
+        None,
+        "m0",
+        "product",
+        0.5,
+    )
     assert decision.predicted_ttft_s == 0.07 and decision.estimated_ttft_s == pytest.approx(0.04)
-    by_node = {(candidate.node, candidate.rejected_by): candidate for candidate in decision.candidates if candidate.leg in ("local", "prefill")}
+    by_node = {
+        (candidate.node, candidate.rejected_by): candidate
+        for candidate in decision.candidates
+        if candidate.leg in ("local", "prefill")
+    }
     assert by_node["m2", "cordoned"].ttft_s is None
     assert by_node["m1", ""].ttft_s == pytest.approx(0.3), "what waits there and the whole prompt"
     assert by_node["m0", ""].terms == {"uncached_tokens": 41.0, "requests": 1.0} and by_node["m0", ""].cost == 41.0
@@ -103,9 +122,13 @@ def test_hindsight_tells_error_regret_and_hits() -> None:
         record.first_token(9.9)
         record.attempts, record.cached_tokens = 1, 20
     found = explainer.explain("r1")
-    assert found is not None and found.hindsight is not None and found.ttft_s == pytest.approx(1.2), "with the time in the hold queue"
+    assert found is not None and found.hindsight is not None and found.ttft_s == pytest.approx(1.2), (
+        "with the time in the hold queue"
+    )
     seen = found.hindsight
-    assert seen.ttft_s == pytest.approx(0.2) and seen.error_s == pytest.approx(0.12), "80 uncached tokens were predicted to take 0.08 s"
+    assert seen.ttft_s == pytest.approx(0.2) and seen.error_s == pytest.approx(0.12), (
+        "80 uncached tokens were predicted to take 0.08 s"
+    )
     assert seen.best == "m1" and seen.best_ttft_s == pytest.approx(0.045) and seen.regret_s == pytest.approx(0.155)
     assert seen.hit is not None and (seen.hit.achieved, seen.hit.reachable, seen.hit.ideal) == (20, 60, 80)
     assert registry.get_sample_value("pdcluster_decision_hit_tokens_total", {"kind": "ideal"}) == 80
@@ -153,12 +176,16 @@ def test_the_shadow_is_compared_with_what_was_done() -> None:
     nodes = make_nodes()
     with entered(explainer, "r1", ANYBODY, 0.0) as record:
         record.decided(decide(nodes, Query(100), shadow=Choice("local", None, nodes[0], policy="random")), 0.0, 0.0)
-        record.decided(decide(nodes, Query(100), shadow=Choice("remote", nodes[1], nodes[2], policy="random")), 0.0, 0.0)
+        record.decided(
+            decide(nodes, Query(100), shadow=Choice("remote", nodes[1], nodes[2], policy="random")), 0.0, 0.0
+        )
     found = explainer.explain("r1")
     assert found is not None
     assert [decision.shadow.agrees for decision in found.decisions if decision.shadow is not None] == [True, False]
     for choice in ("same", "other"):
-        assert registry.get_sample_value("pdcluster_shadow_decisions_total", {"policy": "random", "choice": choice}) == 1
+        assert (
+            registry.get_sample_value("pdcluster_shadow_decisions_total", {"policy": "random", "choice": choice}) == 1
+        )
 
 
 def test_what_is_kept_is_bounded_by_count_and_by_bytes() -> None:
@@ -240,11 +267,16 @@ def test_an_explanation_is_json_and_reads_back_and_is_a_table_for_people() -> No
         "uncached_tokens 101",
     ):
         assert words in text, text
-    assert "hindsight: 150.0 ms after the decision, 50.0 ms later than predicted; best other m1 100.0 ms, regret 50.0 ms" in text
+    assert (
+        "hindsight: 150.0 ms after the decision, 50.0 ms later than predicted; best other m1 100.0 ms, regret 50.0 ms"
+        in text
+    )
     assert "\x1b" not in text and "\x1b" in text_of(found, colour=True)
 
 
-def test_a_request_that_waits_shows_what_would_be_done_with_it_and_one_that_never_went_keeps_that_and_the_reason() -> None:
+def test_a_request_that_waits_shows_what_would_be_done_with_it_and_one_that_never_went_keeps_that_and_the_reason() -> (
+    None
+):
     explainer, _ = make_explainer()
     with pytest.raises(errors.Overloaded), entered(explainer, "r1", ANYBODY, 0.0) as record:
         record.consider(decide(make_nodes(2, m0=500), Query(100)), 0.1)
@@ -255,7 +287,11 @@ def test_a_request_that_waits_shows_what_would_be_done_with_it_and_one_that_neve
         assert "held; scored last at 200.0 ms: product would choose local m0" in text_of(waiting)
         raise errors.Overloaded("no room for 3 s", 3.0)
     found = explainer.explain("r1")
-    assert found is not None and found.considered == waiting.considered and (found.error, found.why) == ("overloaded", "no room for 3 s")
+    assert (
+        found is not None
+        and found.considered == waiting.considered
+        and (found.error, found.why) == ("overloaded", "no room for 3 s")
+    )
     assert "ended with overloaded (no room for 3 s)" in text_of(found) and "never placed; scored last" in text_of(found)
     assert msgspec.json.decode(msgspec.json.encode(found), type=Explanation) == found
 
@@ -285,7 +321,11 @@ def test_those_that_wait_keep_few_views_and_are_told_all_the_same(monkeypatch: p
     for number, record in enumerate(records):
         told = explainer.explain(record.request)
         assert told is not None and told.considered is not None
-        assert (told.considered.decode, told.considered.num_tokens, told.considered.num_candidates) == ("m0", 100 + number, 40)
+        assert (told.considered.decode, told.considered.num_tokens, told.considered.num_candidates) == (
+            "m0",
+            100 + number,
+            40,
+        )
         assert told.considered.at_s == {6: 1.0, 0: 1.1}.get(number, 0.1 * number)
     records[0].decided(decide(make_nodes(2), Query(100)), asked=1.0, now=1.2)
     explainer.close(records.pop(0), None)
@@ -319,7 +359,10 @@ def test_an_attempt_that_failed_says_why_and_one_with_a_pull_from_where() -> Non
         record.decided(decide(nodes, Query(100)), 0.2, 0.2)
     found = explainer.explain("r1")
     assert found is not None
-    assert [(one.failed, one.pull, one.pull_tokens) for one in found.decisions] == [("node m0: its process ended", "m2", 64), ("", None, 0)]
+    assert [(one.failed, one.pull, one.pull_tokens) for one in found.decisions] == [
+        ("node m0: its process ended", "m2", 64),
+        ("", None, 0),
+    ]
     text = text_of(found)
     assert "for 100 tokens, 64 of them fetched from m2" in text and "it failed: node m0: its process ended" in text
 
@@ -361,7 +404,10 @@ async def test_dispatch_records_every_attempt_and_what_came_of_it() -> None:
     assert done[0].attempts == 2
     found = dispatch.explainer.explain("r1")
     assert found is not None and found.attempts == 2 and found.error is None
-    assert [(decision.mode, decision.prefill, decision.decode) for decision in found.decisions] == [("remote", "p0", "d0"), ("local", None, "d0")]
+    assert [(decision.mode, decision.prefill, decision.decode) for decision in found.decisions] == [
+        ("remote", "p0", "d0"),
+        ("local", None, "d0"),
+    ]
     assert found.ttft_s is not None and found.hindsight is not None and found.hindsight.hit is not None
     assert "p0" in found.decisions[0].failed and found.decisions[1].failed == "" and found.considered is None
 
@@ -370,10 +416,16 @@ def test_a_request_is_found_by_what_its_client_calls_it_while_it_is_kept() -> No
     explainer, _ = make_explainer(Kept(requests=3))
     for number in range(5):
         with entered(explainer, f"r{number}-0", ANYBODY, 0.0, "mine" if number != 1 else "other"):
-            assert explainer.explain_all("mine" if number != 1 else "other")[0].request == f"r{number}-0", "while it runs, too"
-    assert [found.request for found in explainer.explain_all("mine")] == ["r4-0", "r3-0", "r2-0"], "the latest first; r0 is forgotten"
+            assert explainer.explain_all("mine" if number != 1 else "other")[0].request == f"r{number}-0", (
+                "while it runs, too"
+            )
+    assert [found.request for found in explainer.explain_all("mine")] == ["r4-0", "r3-0", "r2-0"], (
+        "the latest first; r0 is forgotten"
+    )
     assert explainer.explain_all("other") == [] and explainer.explain_all("") == []
-    assert [found.client_id for found in explainer.explain_all("r4")] == ["mine"] and "r4-0 (mine)" in text_of(explainer.explain_all("r4")[0])
+    assert [found.client_id for found in explainer.explain_all("r4")] == ["mine"] and "r4-0 (mine)" in text_of(
+        explainer.explain_all("r4")[0]
+    )
 
 
 def test_what_clients_call_alike_is_told_up_to_a_bound() -> None:

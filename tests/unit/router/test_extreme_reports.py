@@ -24,10 +24,13 @@ from pdcluster_router.cluster.node_table import Cluster, NodeState
 from pdcluster_router.policy.base import Query
 from pdcluster_router.policy.predicted_seconds import Seconds
 
-FINGERPRINT = Fingerprint("tiny", "sha-1", 1, 32, KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, page_tokens=32, dtype="float32"))
+FINGERPRINT = Fingerprint(
+    "tiny", "sha-1", 1, 32, KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, page_tokens=32, dtype="float32")
+)
 ROLES: tuple[Role, ...] = ("prefill", "decode", "mixed")
 COUNTS = (
-    "waiting", "running", "waiting_tokens", "waiting_pairs", "context_tokens", "rows", "slots", "slots_used", "pages_total", "pages_free",
+    "waiting", "running", "waiting_tokens", "waiting_pairs", "context_tokens", "rows", "slots", "slots_used",
+    "pages_total", "pages_free",
     "pages_cached", "pages_parked",
 )  # fmt: skip
 
@@ -40,7 +43,12 @@ costs = st.builds(CostReport, *[spans] * 6, *[amounts] * 3, spans, spans, roots,
 @st.composite
 def reports(draw: st.DrawFn) -> Load:
     load = make_load(**{name: draw(amounts) for name in draw(st.sets(st.sampled_from(COUNTS)))})
-    paths = tuple([PathLoad(f"n{number}", "shm", draw(st.sampled_from([5e-324, 1e-300, 0.5, 1e15])), is_chosen=True) for number in range(3)])
+    paths = tuple(
+        [
+            PathLoad(f"n{number}", "shm", draw(st.sampled_from([5e-324, 1e-300, 0.5, 1e15])), is_chosen=True)
+            for number in range(3)
+        ]
+    )
     fields = {name: getattr(load, name) for name in Load.__struct_fields__}
     return Load(**fields | {"cost": draw(costs), "paths": paths, "itl_s": draw(spans)})
 
@@ -58,12 +66,23 @@ class StandingLink:
 
 
 def cluster_of(roles: tuple[Role, ...], loads: list[Load]) -> Cluster:
-    cluster = Cluster(Peer("router", "boot"), context=cast("zmq.Context[zmq.Socket[bytes]]", None), settings=WireSettings())
-    fields: dict[str, Any] = {"max_len": 32768, "vocab_size": 1000, "num_pages": 64, "eos_ids": (2,), "tokenizer_hash": "abc", "backends": ("shm",)}
+    cluster = Cluster(
+        Peer("router", "boot"), context=cast("zmq.Context[zmq.Socket[bytes]]", None), settings=WireSettings()
+    )
+    fields: dict[str, Any] = {
+        "max_len": 32768,
+        "vocab_size": 1000,
+        "num_pages": 64,
+        "eos_ids": (2,),
+        "tokenizer_hash": "abc",
+        "backends": ("shm",),
+    }
     for number, (role, load) in enumerate(zip(roles, loads, strict=True)):
         name = f"n{number}"
         card = NodeCard(name, f"{name}-boot", role, f"{name}:1", "tiny", FINGERPRINT, **fields)
-        state = cluster._nodes[card.incarnation] = NodeState(card, Endpoint(name, card.incarnation, card.address), link=cast(Any, StandingLink()))
+        state = cluster._nodes[card.incarnation] = NodeState(
+            card, Endpoint(name, card.incarnation, card.address), link=cast(Any, StandingLink())
+        )
         cluster._on_state(card.incarnation, LinkState.UP)
         cluster.caches.is_overdue = lambda *_: False  # type: ignore[method-assign]
         cluster._on_message(state, load)
@@ -71,7 +90,11 @@ def cluster_of(roles: tuple[Role, ...], loads: list[Load]) -> Cluster:
 
 
 @pytest.mark.usefixtures("way")
-@settings(max_examples=examples(300, 3000), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(300, 3000),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(
     roles=st.tuples(*[st.sampled_from(ROLES)] * 3),
     report=reports(),
@@ -85,7 +108,9 @@ def cluster_of(roles: tuple[Role, ...], loads: list[Load]) -> Cluster:
         fallback=st.sampled_from(["on-failure", "conditional"]),
     ),
 )
-async def test_one_node_with_extreme_numbers_takes_nobody_choice_or_prediction(roles: tuple[Role, ...], report: Load, query: Query) -> None:
+async def test_one_node_with_extreme_numbers_takes_nobody_choice_or_prediction(
+    roles: tuple[Role, ...], report: Load, query: Query
+) -> None:
     usual = make_load()
     sane = Load(**{name: getattr(usual, name) for name in Load.__struct_fields__} | {"cost": COST.report()})
     view = cluster_of(roles, [as_heard(report), sane, sane]).view()

@@ -162,7 +162,9 @@ def test_what_was_in_hand_is_used_up_and_earned_back_while_others_are_served() -
     queue.add(held("first", "other", work=20.0), 1.0)
     while "first" in queue:
         take(queue)
-    assert queue.work_before(held("second", "other", work=20.0), 1.0) >= 20.0 - QUANTUM, "as much of the flood's as it brings"
+    assert queue.work_before(held("second", "other", work=20.0), 1.0) >= 20.0 - QUANTUM, (
+        "as much of the flood's as it brings"
+    )
     for _ in range(40):
         take(queue)
     assert queue.work_before(held("second", "other", work=20.0), 1.0) == 0.0
@@ -201,7 +203,9 @@ def test_a_request_may_wait_once_only() -> None:
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 12)), min_size=30, max_size=120),
     st.tuples(st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([1.0, 3.0]), st.just(1.0)),
 )
-def test_tenants_that_wait_differ_by_one_quantum_and_their_largest_requests(given_works: list[tuple[str, int]], weights: tuple[float, ...]) -> None:
+def test_tenants_that_wait_differ_by_one_quantum_and_their_largest_requests(
+    given_works: list[tuple[str, int]], weights: tuple[float, ...]
+) -> None:
     """The bound of deficit round robin, over every stretch in which two tenants wait all the time."""
     queue, weight_of = make_queue(), dict(zip("abc", weights, strict=True))
     left: dict[str, list[float]] = {"a": [], "b": [], "c": []}

@@ -133,7 +133,9 @@ def test_an_old_request_keeps_its_node_from_those_behind_it() -> None:
     for number in range(1, 5):
         assert gate.knock(held(f"s{number}", arrived=4.9), world.decide, 4.9) is None
     world.nodes = [replace(node, in_flight=0 if node.name == "m0" else 9) for node in world.nodes]
-    assert [one.held.request for one in gate.release(world.decide, 6.0)] == [], "what would go to its node waits behind it"
+    assert [one.held.request for one in gate.release(world.decide, 6.0)] == [], (
+        "what would go to its node waits behind it"
+    )
     world.set_load("m0", load())
     assert [one.held.request for one in gate.release(world.decide, 6.1)] == ["long"]
 
@@ -141,12 +143,18 @@ def test_an_old_request_keeps_its_node_from_those_behind_it() -> None:
 def test_who_waits_for_the_nodes_of_one_mode_does_not_hold_back_those_of_the_other() -> None:
     """No prefill node has room for the first; the decode node is idle, and the third may run there alone."""
     world, gate = make_world("prefill", "decode"), make_gate()
-    world.prompts = {"r1": Query(100, force="remote"), "r2": Query(100, force="remote"), "r3": Query(100, force="local")}
+    world.prompts = {
+        "r1": Query(100, force="remote"),
+        "r2": Query(100, force="remote"),
+        "r3": Query(100, force="local"),
+    }
     world.set_load("p0", load(waiting_tokens=300))
     for name in ("r1", "r2", "r3"):
         assert gate.knock(held(name), world.decide, 0.0) is None
     (released,) = gate.release(world.decide, 0.1, most=3)
-    assert released.held.request == "r3" and released.decision is not None and released.decision.choice.first.name == "d1"
+    assert (
+        released.held.request == "r3" and released.decision is not None and released.decision.choice.first.name == "d1"
+    )
     world.set_load("p0", load())
     assert [one.held.request for one in gate.release(world.decide, 0.2, most=3)] == ["r1", "r2"], "in their order"
 
@@ -160,10 +168,14 @@ def test_who_waits_for_nodes_that_are_still_full_is_scored_now_and_then_and_not_
     world.decided.clear()
     for turn in range(10):
         assert gate.release(world.decide, 0.1 + turn / 1000) == []
-    assert world.decided.count("r0") == 10 and len(world.decided) == 10 + 16, "the first each time, others once in a while"
+    assert world.decided.count("r0") == 10 and len(world.decided) == 10 + 16, (
+        "the first each time, others once in a while"
+    )
     assert len(gate._wishes) == 17
     world.set_load("p0", load())
-    assert [one.held.request for one in gate.release(world.decide, 0.12, most=2)] == ["r0", "r1"], "not when there is room again"
+    assert [one.held.request for one in gate.release(world.decide, 0.12, most=2)] == ["r0", "r1"], (
+        "not when there is room again"
+    )
     for name in ("p0", "d1"):
         world.set_load(name, load(waiting_tokens=300))
     assert gate.release(world.decide, 0.5) == [] and len(gate._wishes) == 1, "what is not believed any more is not kept"
@@ -171,7 +183,11 @@ def test_who_waits_for_nodes_that_are_still_full_is_scored_now_and_then_and_not_
 
 def test_an_old_request_keeps_the_nodes_of_its_mode_though_it_was_not_scored_just_now() -> None:
     world, gate = make_world("prefill", "decode"), make_gate(patience_s=5.0)
-    world.prompts = {"r1": Query(100, force="remote"), "r2": Query(100, force="remote"), "r3": Query(100, force="local")}
+    world.prompts = {
+        "r1": Query(100, force="remote"),
+        "r2": Query(100, force="remote"),
+        "r3": Query(100, force="local"),
+    }
     world.set_load("p0", load(waiting_tokens=300))
     world.set_load("d1", load(rows=8))
     for name in ("r1", "r2", "r3"):
@@ -201,7 +217,9 @@ def test_a_full_queue_refuses_at_once_and_says_how_long_the_wait_would_be() -> N
     with pytest.raises(errors.Overloaded, match=r"20 requests .* wait") as refused:
         gate.knock(held("r20"), world.decide, 0.0)
     assert refused.value.reason == "hold_count"
-    assert refused.value.retry_after_s == pytest.approx(20 * 100 * TOKEN_S + 0.05), "the work before it, and what the node is past its backlog"
+    assert refused.value.retry_after_s == pytest.approx(20 * 100 * TOKEN_S + 0.05), (
+        "the work before it, and what the node is past its backlog"
+    )
     assert len(gate.queue) == 20
 
 
@@ -286,7 +304,9 @@ def make_slow(*roles: m.Role, rows: int) -> World:
 
 
 @pytest.mark.parametrize("roles", [("prefill", "decode"), ("mixed",)], ids=["pair", "one node"])
-def test_a_request_waits_while_rows_are_as_slow_as_they_may_be_and_its_first_token_has_time(roles: tuple[m.Role, ...]) -> None:
+def test_a_request_waits_while_rows_are_as_slow_as_they_may_be_and_its_first_token_has_time(
+    roles: tuple[m.Role, ...],
+) -> None:
     world, gate = make_slow(*roles, rows=12), make_gate()
     assert gate.knock(held("r1"), world.decide, 0.0) is None
     assert gate.release(world.decide, 0.1) == []
@@ -322,7 +342,14 @@ def test_those_behind_one_that_waits_for_rows_are_scored_now_and_then() -> None:
 
 
 @pytest.mark.parametrize(
-    "why", ["a service level for first tokens", "it was placed before", "no cost model", "no other row", "rows keep their limit"]
+    "why",
+    [
+        "a service level for first tokens",
+        "it was placed before",
+        "no cost model",
+        "no other row",
+        "rows keep their limit",
+    ],
 )
 def test_no_request_waits_for_rows_where(why: str) -> None:
     """With a limit in seconds, that counts instead of the pace of a lone row."""
@@ -343,11 +370,13 @@ def chunked(node: NodeView, new: m.Load) -> NodeView:
 
 
 CHUNKED = NodeCost(PrefillCost(0.0, TOKEN_S, chunk_tokens=16, samples=100), DecodeCost(0.01, 0.001, samples=100))
-"""A chunk takes 16 ms and each row beside it 1 ms; rows may take 22 ms a token: two bear prompts in every step, eight do not."""
+"""A chunk takes 16 ms and each row beside it 1 ms; rows may take 22 ms a token: two bear prompts in every step, eight
+do not."""
 
 
 def make_deep(waiting_tokens: int) -> World:
-    """A prefill node with much to do, a decode node with so much, and one with none, but with rows that a prompt would make slow."""
+    """A prefill node with much to do, a decode node with so much, and one with none, but with rows that a prompt would
+    make slow."""
     world = make_world("prefill", "decode", "decode")
     loads = load(waiting_tokens=20_000), load(waiting_tokens, rows=2), batch(8)
     world.nodes = [chunked(node, new) for node, new in zip(world.nodes, loads, strict=True)]

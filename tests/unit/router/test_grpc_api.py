@@ -1,4 +1,5 @@
-"""The gRPC front door over a real socket, asked by the package's own clients, by one made from the .proto alone, and through reflection."""
+"""The gRPC front door over a real socket, asked by the package's own clients, by one made from the .proto alone, and
+through reflection."""
 
 from __future__ import annotations
 
@@ -20,7 +21,16 @@ from hypothesis import strategies as st
 from scripted_dispatcher import EOS, MAX_LEN, MODEL, ROUTE, TEXT, ScriptedDispatcher, Tokens, Wait, says, until
 
 from pdcluster import client as api
-from pdcluster.core.errors import BadRequest, ConfigError, DeadlineExceeded, NodeLost, Overloaded, PdclusterError, Unavailable, UnknownModel
+from pdcluster.core.errors import (
+    BadRequest,
+    ConfigError,
+    DeadlineExceeded,
+    NodeLost,
+    Overloaded,
+    PdclusterError,
+    Unavailable,
+    UnknownModel,
+)
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.core.tenants import Entry, Tenants
 from pdcluster_router.frontend.grpc import SERVICE, GrpcSettings, Inference, listening
@@ -32,7 +42,10 @@ ROOT = Path(__file__).parents[3]
 
 @asynccontextmanager
 async def served(
-    dispatcher: ScriptedDispatcher, settings: GrpcSettings | None = None, max_requests: int = 64, metrics: RouterMetrics | None = None
+    dispatcher: ScriptedDispatcher,
+    settings: GrpcSettings | None = None,
+    max_requests: int = 64,
+    metrics: RouterMetrics | None = None,
 ) -> AsyncIterator[str]:
     chosen = settings or GrpcSettings()
     servicer = Inference(dispatcher, chosen, metrics or router_metrics(), Places(max_requests))
@@ -80,38 +93,72 @@ async def test_text_streams_token_by_token_and_ends_with_reason_and_usage(client
 async def test_the_first_message_carries_the_route_and_the_time_to_first_token(client: api.AsyncClient) -> None:
     outputs = [output async for output in client.generate("hi", max_tokens=5)]
     assert outputs[0].route == api.Route("remote", ROUTE.prefill or "", ROUTE.decode or "", "shm")
-    assert outputs[0].timings is not None and outputs[0].timings.ttft_s is not None and outputs[0].timings.prefill_s is None
-    assert outputs[-1].timings is not None and outputs[-1].timings.prefill_s == 0.5 and outputs[-1].timings.attempts == 1
+    assert (
+        outputs[0].timings is not None
+        and outputs[0].timings.ttft_s is not None
+        and outputs[0].timings.prefill_s is None
+    )
+    assert (
+        outputs[-1].timings is not None and outputs[-1].timings.prefill_s == 0.5 and outputs[-1].timings.attempts == 1
+    )
 
 
-async def test_token_ids_and_every_sampling_field_reach_the_dispatcher(client: api.AsyncClient, dispatcher: ScriptedDispatcher) -> None:
+async def test_token_ids_and_every_sampling_field_reach_the_dispatcher(
+    client: api.AsyncClient, dispatcher: ScriptedDispatcher
+) -> None:
     prompt = list(range(5, 25))
     await client.complete(
-        prompt, model=MODEL, max_tokens=7, min_tokens=2, temperature=0.7, top_p=0.9, top_k=12, min_p=0.05, seed=-3, stop=["zzz"],
+        prompt, model=MODEL, max_tokens=7, min_tokens=2, temperature=0.7, top_p=0.9, top_k=12, min_p=0.05, seed=-3,
+        stop=["zzz"],
         stop_token_ids=[9], ignore_eos=True, logprobs=2, cache_salt="tenant", timeout_s=30.0,
     )  # fmt: skip
     (generation,) = dispatcher.started
     sampling = generation.sampling
     assert generation.token_ids.tolist() == prompt and generation.salt == b"tenant"
     assert (sampling.max_tokens, sampling.min_tokens, sampling.temperature, sampling.top_p) == (7, 2, 0.7, 0.9)
-    assert (sampling.top_k, sampling.min_p, sampling.stop_token_ids, sampling.ignore_eos, sampling.logprobs) == (12, 0.05, (9,), True, 2)
+    assert (sampling.top_k, sampling.min_p, sampling.stop_token_ids, sampling.ignore_eos, sampling.logprobs) == (
+        12,
+        0.05,
+        (9,),
+        True,
+        2,
+    )
     assert sampling.seed == -3 & (2**63 - 1)
     assert 0 < generation.deadline_s < 31.0, "the call's deadline, rounded up on the wire, is the request's"
 
 
-async def test_left_out_fields_mean_what_they_mean_over_http(client: api.AsyncClient, dispatcher: ScriptedDispatcher) -> None:
+async def test_left_out_fields_mean_what_they_mean_over_http(
+    client: api.AsyncClient, dispatcher: ScriptedDispatcher
+) -> None:
     await client.complete("hi")
     (generation,) = dispatcher.started
-    assert generation.sampling.max_tokens == 16 and generation.sampling.temperature == 1.0 and 60.0 < generation.deadline_s <= 600.0
+    assert (
+        generation.sampling.max_tokens == 16
+        and generation.sampling.temperature == 1.0
+        and 60.0 < generation.deadline_s <= 600.0
+    )
 
 
-async def test_penalties_biases_and_bad_words_reach_the_nodes(client: api.AsyncClient, dispatcher: ScriptedDispatcher) -> None:
-    options = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {7: 5.0}, "bad_words": ["world"]}
+async def test_penalties_biases_and_bad_words_reach_the_nodes(
+    client: api.AsyncClient, dispatcher: ScriptedDispatcher
+) -> None:
+    options = {
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "logit_bias": {7: 5.0},
+        "bad_words": ["world"],
+    }
     for prompt in ("hi", [api.Message("user", "hi")]):
         await client.complete(prompt, **options)
         shaping = dispatcher.started[-1].sampling.shaping
         assert shaping is not None
-        assert (shaping.repetition, shaping.presence, shaping.frequency, shaping.biases) == (1.2, 0.5, -0.5, ((7, 5.0),))
+        assert (shaping.repetition, shaping.presence, shaping.frequency, shaping.biases) == (
+            1.2,
+            0.5,
+            -0.5,
+            ((7, 5.0),),
+        )
         assert tuple(TEXT.encode("world", add_special_tokens=False)) in shaping.bad_words
 
 
@@ -124,7 +171,10 @@ async def test_prompt_logprobs_come_without_an_echo(client: api.AsyncClient) -> 
 
 
 async def test_logprobs_echo_and_prompt_ids_come_when_asked_for(client: api.AsyncClient) -> None:
-    outputs = [output async for output in client.generate("hi you", max_tokens=3, logprobs=2, echo=True, return_prompt_token_ids=True)]
+    outputs = [
+        output
+        async for output in client.generate("hi you", max_tokens=3, logprobs=2, echo=True, return_prompt_token_ids=True)
+    ]
     prompt = TEXT.encode("hi you", add_special_tokens=True)
     assert outputs[0].text.startswith("hi you") and list(outputs[0].prompt_token_ids) == list(prompt)
     assert [found.logprob for found in outputs[0].prompt_logprobs] == [None] + [-0.5] * (len(prompt) - 1)
@@ -145,7 +195,9 @@ async def test_a_chat_goes_through_the_template(client: api.AsyncClient, dispatc
     assert dispatcher.started[0].token_ids == TEXT.encode(rendered, add_special_tokens=False)
 
 
-async def test_a_stop_string_ends_and_cancels_the_generation(client: api.AsyncClient, dispatcher: ScriptedDispatcher) -> None:
+async def test_a_stop_string_ends_and_cancels_the_generation(
+    client: api.AsyncClient, dispatcher: ScriptedDispatcher
+) -> None:
     dispatcher.script = lambda _: [*says("hello world", "length"), Wait(asyncio.Event())]
     done = await client.complete("hi", stop=["wor"], max_tokens=50)
     assert done.texts == ("hello ",) and done.finish_reasons == ("stop",)
@@ -204,7 +256,12 @@ def test_the_blocking_client_says_the_same(tmp_path: Path) -> None:
     ],
 )
 async def test_a_bad_request_says_what_to_change(
-    client: api.AsyncClient, dispatcher: ScriptedDispatcher, prompt: api.Prompt, options: dict[str, object], kind: type[PdclusterError], words: str
+    client: api.AsyncClient,
+    dispatcher: ScriptedDispatcher,
+    prompt: api.Prompt,
+    options: dict[str, object],
+    kind: type[PdclusterError],
+    words: str,
 ) -> None:
     error = await failure(client, prompt, **options)
     assert type(error) is kind and words in str(error)
@@ -260,7 +317,9 @@ async def test_a_router_with_all_places_taken_refuses_at_once(dispatcher: Script
         assert (await client.complete("hi", max_tokens=9)).texts == ("ok",), "a place comes back with its call"
 
 
-async def test_a_client_that_leaves_cancels_the_generation(client: api.AsyncClient, dispatcher: ScriptedDispatcher) -> None:
+async def test_a_client_that_leaves_cancels_the_generation(
+    client: api.AsyncClient, dispatcher: ScriptedDispatcher
+) -> None:
     never = asyncio.Event()
     dispatcher.script = lambda _: [*says("some", "length"), Wait(never)]
     outputs = client.generate("hi", max_tokens=50)
@@ -277,12 +336,17 @@ async def test_a_deadline_cancels_the_generation(client: api.AsyncClient, dispat
     await until(lambda: len(dispatcher.cancelled) == 1)
 
 
-async def test_calls_that_ran_out_of_time_and_clients_that_left_are_counted_apart(dispatcher: ScriptedDispatcher) -> None:
+async def test_calls_that_ran_out_of_time_and_clients_that_left_are_counted_apart(
+    dispatcher: ScriptedDispatcher,
+) -> None:
     metrics, never = router_metrics(), asyncio.Event()
     dispatcher.script = lambda _: [*says("some", "length"), Wait(never)]
 
     def counted(code: str) -> float:
-        return metrics.registry.get_sample_value("pdcluster_grpc_requests_total", {"method": "Generate", "code": code}) or 0.0
+        return (
+            metrics.registry.get_sample_value("pdcluster_grpc_requests_total", {"method": "Generate", "code": code})
+            or 0.0
+        )
 
     async with served(dispatcher, metrics=metrics) as address, api.AsyncClient(address) as client:
         late = await asyncio.gather(*(failure(client, timeout_s=timeout_s) for timeout_s in (0.2, 0.613, 1.234)))
@@ -293,7 +357,10 @@ async def test_calls_that_ran_out_of_time_and_clients_that_left_are_counted_apar
         await anext(outputs)
         await outputs.aclose()
         await until(lambda: counted("CANCELLED") == 1)
-        assert metrics.registry.get_sample_value("pdcluster_client_disconnects_total") == 1 and counted("DEADLINE_EXCEEDED") == 3
+        assert (
+            metrics.registry.get_sample_value("pdcluster_client_disconnects_total") == 1
+            and counted("DEADLINE_EXCEEDED") == 3
+        )
 
 
 async def test_a_call_that_ends_with_its_server_was_not_left_by_its_client(dispatcher: ScriptedDispatcher) -> None:
@@ -306,7 +373,14 @@ async def test_a_call_that_ends_with_its_server_was_not_left_by_its_client(dispa
             await until(lambda: dispatcher.started)
             await server.aclose()
             await calling
-    await until(lambda: metrics.registry.get_sample_value("pdcluster_grpc_requests_total", {"method": "Generate", "code": "CANCELLED"}) == 1)
+    await until(
+        lambda: (
+            metrics.registry.get_sample_value(
+                "pdcluster_grpc_requests_total", {"method": "Generate", "code": "CANCELLED"}
+            )
+            == 1
+        )
+    )
     assert metrics.registry.get_sample_value("pdcluster_client_disconnects_total") == 0
 
 
@@ -316,7 +390,10 @@ async def test_a_client_that_does_not_read_is_left_and_its_generation_cancelled(
     dispatcher.max_len = 2**20
     dispatcher.script = lambda _: [*[words] * 4000, Wait(never)]
     window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
-    async with served(dispatcher, GrpcSettings(stall_s=0.3)) as address, grpc.aio.insecure_channel(address, options=window) as channel:
+    async with (
+        served(dispatcher, GrpcSettings(stall_s=0.3)) as address,
+        grpc.aio.insecure_channel(address, options=window) as channel,
+    ):
         request = api._request("hi", {"max_tokens": 500_000})
         call = channel.unary_stream(f"/{SERVICE}/Generate", request_serializer=type(request).SerializeToString)(request)
         await call.read()
@@ -325,7 +402,9 @@ async def test_a_client_that_does_not_read_is_left_and_its_generation_cancelled(
     assert dispatcher.cancelled == [dispatcher.started[0].request] and not dispatcher.ended
 
 
-async def test_a_client_that_never_reads_keeps_its_call_no_longer_than_its_connection_may_live(dispatcher: ScriptedDispatcher) -> None:
+async def test_a_client_that_never_reads_keeps_its_call_no_longer_than_its_connection_may_live(
+    dispatcher: ScriptedDispatcher,
+) -> None:
     """The one place for calls is free again while the client still reads nothing, not even why its call ended."""
     words, never = Tokens(tuple(TEXT.encode("word " * 10, add_special_tokens=False))), asyncio.Event()
     dispatcher.max_len = 2**20
@@ -334,7 +413,9 @@ async def test_a_client_that_never_reads_keeps_its_call_no_longer_than_its_conne
     settings = GrpcSettings(stall_s=0.2, last_word_s=0.1, connection_age_s=0.5, deadline_s=1.0, max_calls=1)
     async with served(dispatcher, settings) as address, grpc.aio.insecure_channel(address, options=window) as channel:
         request = api._request("hi", {"max_tokens": 500_000})
-        stalled = channel.unary_stream(f"/{SERVICE}/Generate", request_serializer=type(request).SerializeToString)(request)
+        stalled = channel.unary_stream(f"/{SERVICE}/Generate", request_serializer=type(request).SerializeToString)(
+            request
+        )
         await stalled.read()
         await until(lambda: len(dispatcher.cancelled) == 1)
         dispatcher.script = lambda _: says("ok")
@@ -395,7 +476,11 @@ def test_random_bytes_are_refused_and_harm_nobody(body: bytes) -> None:
                 async for _ in call:
                     break
             except grpc.aio.AioRpcError as error:
-                assert error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INTERNAL)
+                assert error.code() in (
+                    grpc.StatusCode.INVALID_ARGUMENT,
+                    grpc.StatusCode.NOT_FOUND,
+                    grpc.StatusCode.INTERNAL,
+                )
             async with api.AsyncClient(address) as client:
                 assert (await client.complete("hi", max_tokens=50)).texts == ("hello world",)
 
@@ -422,7 +507,9 @@ async def test_health_follows_readiness(address: str, dispatcher: ScriptedDispat
         dispatcher.is_up = False
         assert await changes(serving) == not_serving
         assert (await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE))).status == not_serving
-        assert (await stub.Check(health_pb2.HealthCheckRequest(service=""))).status == serving, "the process itself is well"
+        assert (await stub.Check(health_pb2.HealthCheckRequest(service=""))).status == serving, (
+            "the process itself is well"
+        )
 
 
 async def test_everything_can_be_found_and_run_through_reflection(address: str) -> None:
@@ -435,7 +522,9 @@ async def test_everything_can_be_found_and_run_through_reflection(address: str) 
             generate = service.FindMethodByName("Generate")
             make: Callable[..., object] = message_factory.GetMessageClass(generate.input_type)
             answer = message_factory.GetMessageClass(generate.output_type)
-            call = channel.unary_stream(f"/{SERVICE}/Generate", lambda message: message.SerializeToString(), answer.FromString)
+            call = channel.unary_stream(
+                f"/{SERVICE}/Generate", lambda message: message.SerializeToString(), answer.FromString
+            )
             return services, "".join(reply.text for reply in call(make(text="hi", max_tokens=50)))
 
     services, text = await asyncio.to_thread(explore)
@@ -452,7 +541,8 @@ def test_a_client_made_from_the_proto_alone_works(tmp_path: Path) -> None:
     source = tmp_path / "src" / "elsewhere.proto"
     source.parent.mkdir()
     source.write_text((ROOT / "proto/pdcluster/rpc/inference.proto").read_text())
-    # Our own copy of the messages is in this process's default pool, so the generated client runs in a process of its own.
+    # Our own copy of the messages is in this process's default pool, so the generated client runs in a process of its
+    # own.
     protoc(f"-I{source.parent}", f"--python_out={tmp_path}", f"--grpc_python_out={tmp_path}", str(source))
     script = """
 import sys, grpc
@@ -467,7 +557,13 @@ with grpc.insecure_channel(sys.argv[1]) as channel:
     async def ask() -> str:
         async with served(ScriptedDispatcher()) as address:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", script, address, cwd=tmp_path, stdout=asyncio.subprocess.PIPE, env={"PYTHONPATH": str(tmp_path)}
+                sys.executable,
+                "-c",
+                script,
+                address,
+                cwd=tmp_path,
+                stdout=asyncio.subprocess.PIPE,
+                env={"PYTHONPATH": str(tmp_path)},
             )
             out, _ = await asyncio.wait_for(process.communicate(), 30)
             return out.decode().strip()
@@ -479,5 +575,7 @@ def test_the_committed_code_is_that_of_the_proto_files(tmp_path: Path) -> None:
     files = sorted(str(path) for path in (ROOT / "proto").rglob("*.proto"))
     protoc(f"-I{ROOT / 'proto'}", f"--python_out={tmp_path}", f"--grpc_python_out={tmp_path}", *files)
     for made in tmp_path.rglob("*.py"):
-        assert made.read_text() == (ROOT / made.relative_to(tmp_path)).read_text(), f"{made.name} is stale; run make proto"
+        assert made.read_text() == (ROOT / made.relative_to(tmp_path)).read_text(), (
+            f"{made.name} is stale; run make proto"
+        )
     importlib.invalidate_caches()

@@ -1,4 +1,5 @@
-"""What is told from the numbers of the chosen nodes alone is what `headroom` says when it looks at all nodes; compiled and not."""
+"""What is told from the numbers of the chosen nodes alone is what `headroom` says when it looks at all nodes; compiled
+and not."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scored import Scored
 from pdcluster_router.queueing.headroom import Headroom
 
-UNHURRIED = settings(max_examples=examples(60, 400), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+UNHURRIED = settings(
+    max_examples=examples(60, 400),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 HEADROOM = Headroom()
 
 
@@ -68,18 +73,26 @@ def test_the_short_way_is_taken_where_it_is_meant_to_be(load: object, goes: bool
     choice = Seconds().choose(query, cluster)
     assert HEADROOM.goes(choice, query, cluster, 0.0, may_slow=True) is goes
     assert not HEADROOM.goes(choice, replace(query, busy=frozenset({"m0-boot"})), cluster, 0.0, may_slow=True)
-    assert not HEADROOM.goes(choice, query, view(*cluster.nodes), 0.0, may_slow=True), "nobody has made a table of that view"
+    assert not HEADROOM.goes(choice, query, view(*cluster.nodes), 0.0, may_slow=True), (
+        "nobody has made a table of that view"
+    )
 
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(("pages_parked", "goes"), [(0, True), (24, True), (25, False), (26, False)])
-def test_prompts_are_computed_ahead_of_full_decode_nodes_until_a_quarter_of_the_pool_waits(pages_parked: int, goes: bool) -> None:
-    ahead = make_load(waiting=1, waiting_tokens=10, pages_total=100, pages_free=100 - pages_parked, pages_parked=pages_parked)
+def test_prompts_are_computed_ahead_of_full_decode_nodes_until_a_quarter_of_the_pool_waits(
+    pages_parked: int, goes: bool
+) -> None:
+    ahead = make_load(
+        waiting=1, waiting_tokens=10, pages_total=100, pages_free=100 - pages_parked, pages_parked=pages_parked
+    )
     cluster = view(make_node("p0", "prefill", ahead), make_node("d0", "decode", batch(32, context=10)))
     query = Query(100, force="remote")
     choice = Seconds().choose(query, cluster)
     assert choice.mode == "remote"
-    assert HEADROOM.goes(choice, query, cluster, 0.0, may_slow=True) is HEADROOM.has_open(choice, query, cluster) is goes
+    assert (
+        HEADROOM.goes(choice, query, cluster, 0.0, may_slow=True) is HEADROOM.has_open(choice, query, cluster) is goes
+    )
 
 
 @pytest.mark.usefixtures("way")

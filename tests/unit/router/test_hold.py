@@ -1,4 +1,5 @@
-"""The hold queue: bounds, expiry, the order in which places are offered, and that nothing is lost or doubled whatever happens."""
+"""The hold queue: bounds, expiry, the order in which places are offered, and that nothing is lost or doubled whatever
+happens."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +13,15 @@ from pdcluster_router.queueing.fairness import Held
 from pdcluster_router.queueing.hold_queue import Answer, HoldLimits, HoldQueue
 
 
-def held(request: str, tenant: str = "a", *, work: float = 1.0, size_bytes: int = 10, arrived: float = 0.0, deadline: float = math.inf) -> Held:
+def held(
+    request: str,
+    tenant: str = "a",
+    *,
+    work: float = 1.0,
+    size_bytes: int = 10,
+    arrived: float = 0.0,
+    deadline: float = math.inf,
+) -> Held:
     return Held(request, tenant, work, size_bytes, arrived, deadline)
 
 
@@ -159,7 +168,8 @@ def test_who_comes_back_is_let_in_even_when_the_queue_is_full() -> None:
 
 
 class HoldMachine(RuleBasedStateMachine):
-    """Requests come, go, leave and expire in any order, beside a model that only counts. Works are integers so that sums are exact."""
+    """Requests come, go, leave and expire in any order, beside a model that only counts. Works are integers so that
+    sums are exact."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,12 +191,16 @@ class HoldMachine(RuleBasedStateMachine):
     def come(self, tenant: str, work: int, size: int, patience: int | None, priority: int) -> None:
         self.number += 1
         deadline = math.inf if patience is None else self.now + patience
-        one = Held(f"r{self.number}", tenant, work, size, self.now, deadline, {"a": 1.0, "b": 2.0, "c": 0.5}[tenant], priority)
+        one = Held(
+            f"r{self.number}", tenant, work, size, self.now, deadline, {"a": 1.0, "b": 2.0, "c": 0.5}[tenant], priority
+        )
         bound = self.queue.lacks_room(one)
         if bound is None:
             self.queue.push(one)
             self.inside[one.request] = one
-        assert bound != "count" or any(held.tenant == tenant for held in self.inside.values()), "a newcomer finds a place"
+        assert bound != "count" or any(held.tenant == tenant for held in self.inside.values()), (
+            "a newcomer finds a place"
+        )
 
     @rule(data=st.data())
     @precondition(lambda self: self.inside)
@@ -225,7 +239,11 @@ class HoldMachine(RuleBasedStateMachine):
         def due(held: Held) -> tuple[float, int]:
             return self._due(held), int(held.request[1:])
 
-        same = [held for held in before.values() if (held.tenant, held.priority) == (one.tenant, one.priority) and int(held.request[1:]) not in picky]
+        same = [
+            held
+            for held in before.values()
+            if (held.tenant, held.priority) == (one.tenant, one.priority) and int(held.request[1:]) not in picky
+        ]
         assert due(one) == min(due(held) for held in same)
 
     def _due(self, held: Held) -> float:
@@ -234,7 +252,9 @@ class HoldMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.5, 3.0, 11.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        due = {name for name, one in self.inside.items() if self.now >= min(one.deadline, one.arrived + self.limits.age_s)}
+        due = {
+            name for name, one in self.inside.items() if self.now >= min(one.deadline, one.arrived + self.limits.age_s)
+        }
         expired = self.queue.expire(self.now)
         assert {one.held.request for one in expired} == due
         for one in expired:

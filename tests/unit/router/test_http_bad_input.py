@@ -1,4 +1,5 @@
-"""Whatever a client sends wrong: a 4xx in OpenAI's shape that says what to change, nothing started, and the server as well as before."""
+"""Whatever a client sends wrong: a 4xx in OpenAI's shape that says what to change, nothing started, and the server as
+well as before."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ class Bed:
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def bed() -> AsyncIterator[Bed]:
     dispatcher = ScriptedDispatcher()
-    async with served(dispatcher, HttpSettings(max_body_bytes=LIMIT, max_choices=16)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        served(dispatcher, HttpSettings(max_body_bytes=LIMIT, max_choices=16)) as url,
+        httpx.AsyncClient(base_url=url) as client,
+    ):
         yield Bed(dispatcher, client)
 
 
@@ -70,7 +74,12 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [
     # unknown names
     (CHAT, chat(temperatur=1), "temperatur", "unknown field temperatur; did you mean temperature?"),
     (CHAT, chat(zzz=1), "zzz", "unknown field zzz; leave it out"),
-    (CHAT, chat(stream=True, stream_options={"include_usag": True}), "stream_options.include_usag", "did you mean include_usage?"),
+    (
+        CHAT,
+        chat(stream=True, stream_options={"include_usag": True}),
+        "stream_options.include_usag",
+        "did you mean include_usage?",
+    ),
     (PLAIN, plain(messages=[USER]), "messages", "unknown field messages"),
     (CHAT, chat(prompt="x"), "prompt", "unknown field prompt"),
     # missing, wrong types
@@ -92,9 +101,24 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [
     (CHAT, chat(messages="hi"), "messages", 'messages must be a list, got "hi"'),
     (CHAT, chat(messages=[]), "messages", "messages must have at least 1 entries, got []"),
     (CHAT, chat(messages=["hi"]), "messages[0]", 'messages[0] must be an object, got "hi"'),
-    (CHAT, chat(messages=[USER, {"role": "user", "content": 5}]), "messages[1].content", "messages[1].content must be a string or a list, got 5"),
-    (CHAT, chat(messages=[{"role": "king", "content": "x"}]), "messages[0].role", "must be one of system, developer, user, assistant, tool"),
-    (CHAT, chat(tool_choice="maybe"), "tool_choice", 'tool_choice is "maybe"; it must be one of none, auto, required, an object'),
+    (
+        CHAT,
+        chat(messages=[USER, {"role": "user", "content": 5}]),
+        "messages[1].content",
+        "messages[1].content must be a string or a list, got 5",
+    ),
+    (
+        CHAT,
+        chat(messages=[{"role": "king", "content": "x"}]),
+        "messages[0].role",
+        "must be one of system, developer, user, assistant, tool",
+    ),
+    (
+        CHAT,
+        chat(tool_choice="maybe"),
+        "tool_choice",
+        'tool_choice is "maybe"; it must be one of none, auto, required, an object',
+    ),
     (CHAT, chat(pdcluster_mode="both"), "pdcluster_mode", "it must be one of auto, remote, local"),
     (CHAT, chat(messages=[{"content": "x"}]), "messages[0].role", "messages[0].role is missing"),
     (CHAT, chat(messages=[{"role": "user"}]), "messages[0].content", "messages[0].content is missing"),
@@ -114,7 +138,12 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [
     (PLAIN, plain(max_tokens=0, logprobs=1), "max_tokens", "to score a prompt without an output set echo"),
     (PLAIN, plain(max_tokens=0, echo=True, min_tokens=1), "min_tokens", "min_tokens is 1, more than the 0"),
     (PLAIN, plain(max_tokens=-1, echo=True), "max_tokens", "max_tokens must be at least 0, got -1"),
-    (PLAIN, plain(prompt=[1] * MAX_LEN, max_tokens=0, echo=True), "prompt", f"maximum context length is {MAX_LEN} tokens"),
+    (
+        PLAIN,
+        plain(prompt=[1] * MAX_LEN, max_tokens=0, echo=True),
+        "prompt",
+        f"maximum context length is {MAX_LEN} tokens",
+    ),
     (CHAT, chat(min_tokens=-1), "min_tokens", "min_tokens must be at least 0"),
     (CHAT, chat(temperature=-0.1), "temperature", "temperature must be at least 0"),
     (CHAT, chat(temperature=2.1), "temperature", "temperature must be at most 2"),
@@ -136,7 +165,12 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [
     (CHAT, chat(stop_token_ids=[1] * 257), "stop_token_ids", "stop_token_ids must have at most 256 entries, got [1, 1"),
     (CHAT, chat(stop_token_ids=[VOCAB]), "stop_token_ids", f"ids go from 0 to {VOCAB - 1}"),
     (CHAT, chat(repetition_penalty=0), "repetition_penalty", "repetition_penalty must be at least 0.01, got 0"),
-    (PLAIN, plain(repetition_penalty=1e-30), "repetition_penalty", "repetition_penalty must be at least 0.01, got 1e-30"),
+    (
+        PLAIN,
+        plain(repetition_penalty=1e-30),
+        "repetition_penalty",
+        "repetition_penalty must be at least 0.01, got 1e-30",
+    ),
     (PLAIN, plain(repetition_penalty=101), "repetition_penalty", "repetition_penalty must be at most 100"),
     (CHAT, chat(repetition_penalty="high"), "repetition_penalty", 'repetition_penalty must be a number, got "high"'),
     (CHAT, chat(presence_penalty=2.1), "presence_penalty", "presence_penalty must be at most 2.0, got 2.1"),
@@ -145,13 +179,33 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [
     (PLAIN, plain(frequency_penalty=-3), "frequency_penalty", "frequency_penalty must be at least -2.0, got -3"),
     (CHAT, chat(logit_bias=[5]), "logit_bias", "logit_bias must be an object, got [5]"),
     (CHAT, chat(logit_bias={"5": "x"}), "logit_bias[...]", "must be a number"),
-    (CHAT, chat(logit_bias={"5": 100.5}), "logit_bias", "logit_bias of token 5 is 100.5; it must be between -100 and 100"),
-    (PLAIN, plain(logit_bias={"5": -101}), "logit_bias", "logit_bias of token 5 is -101; it must be between -100 and 100"),
-    (CHAT, chat(logit_bias={"the": 1}), "logit_bias", f'the key "the", no token id of this model; ids go from 0 to {VOCAB - 1}'),
+    (
+        CHAT,
+        chat(logit_bias={"5": 100.5}),
+        "logit_bias",
+        "logit_bias of token 5 is 100.5; it must be between -100 and 100",
+    ),
+    (
+        PLAIN,
+        plain(logit_bias={"5": -101}),
+        "logit_bias",
+        "logit_bias of token 5 is -101; it must be between -100 and 100",
+    ),
+    (
+        CHAT,
+        chat(logit_bias={"the": 1}),
+        "logit_bias",
+        f'the key "the", no token id of this model; ids go from 0 to {VOCAB - 1}',
+    ),
     (CHAT, chat(logit_bias={"-1": 1}), "logit_bias", 'the key "-1", no token id'),
     (CHAT, chat(logit_bias={str(VOCAB): 1}), "logit_bias", f"ids go from 0 to {VOCAB - 1}"),
     (CHAT, chat(logit_bias={"5": 1, "05": 2}), "logit_bias", "logit_bias has token 5 twice"),
-    (CHAT, chat(logit_bias={"0" * number + "1": 1 for number in range(9)} | {str(n): 1 for n in range(1024)}), "logit_bias", "at most 1024 are"),
+    (
+        CHAT,
+        chat(logit_bias={"0" * number + "1": 1 for number in range(9)} | {str(n): 1 for n in range(1024)}),
+        "logit_bias",
+        "at most 1024 are",
+    ),
     (CHAT, chat(bad_words="damn"), "bad_words", 'bad_words must be a list, got "damn"'),
     (CHAT, chat(bad_words=[5]), "bad_words[0]", "bad_words[0] must be a string, got 5"),
     (PLAIN, plain(bad_words=["fine", " "]), "bad_words", 'bad_words[1] is " "; a word has 1 to 256 characters'),
@@ -174,7 +228,12 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [
     (CHAT, chat(max_completion_tokens=MAX_LEN), "max_completion_tokens", "lower max_completion_tokens"),
     (CHAT, chat(max_tokens=4, max_completion_tokens=5), "max_completion_tokens", "differ; send one"),
     (CHAT, chat(max_tokens=4, min_tokens=5), "min_tokens", "min_tokens is 5, more than the 4"),
-    (PLAIN, plain(prompt=[0, VOCAB]), "prompt", f"prompt[1] is {VOCAB}, which is no token id of this model; ids go from 0 to {VOCAB - 1}"),
+    (
+        PLAIN,
+        plain(prompt=[0, VOCAB]),
+        "prompt",
+        f"prompt[1] is {VOCAB}, which is no token id of this model; ids go from 0 to {VOCAB - 1}",
+    ),
     (PLAIN, plain(prompt=[-1]), "prompt", "prompt[0] is -1"),
     (PLAIN, plain(prompt=[2**70]), "prompt", "is no token id"),
     (PLAIN, plain(prompt=[[1], [VOCAB]]), "prompt[1]", "prompt[1][0]"),
@@ -186,15 +245,40 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [
     (CHAT, chat(tools=[TOOL, TOOL]), "tools[1].function.name", "names must differ"),
     (CHAT, chat(tools=[{"type": "function", "function": {"name": "a b"}}]), "tools[0].function.name", "letters"),
     (CHAT, chat(tools=[{"type": "function", "function": {}}]), "tools[0].function.name", "missing"),
-    (CHAT, chat(tools=[{"type": "function", "function": {"name": "f", "params": {}}}]), "tools[0].function.params", "unknown field"),
-    (CHAT, chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}), "tool_choice", "not among the tools"),
+    (
+        CHAT,
+        chat(tools=[{"type": "function", "function": {"name": "f", "params": {}}}]),
+        "tools[0].function.params",
+        "unknown field",
+    ),
+    (
+        CHAT,
+        chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}),
+        "tool_choice",
+        "not among the tools",
+    ),
     (CHAT, chat(tools=[{**TOOL, "function": {"name": f"f{i}"}} for i in range(129)]), "tools", "at most 128"),
     (CHAT, chat(functions=[{"name": "f"}]), "functions", "not supported yet"),
     (CHAT, chat(response_format={"type": "yaml"}), "response_format.type", "text, json_object, json_schema"),
     (CHAT, chat(response_format={"type": "json_schema"}), "response_format.json_schema.schema", "missing"),
-    (CHAT, chat(response_format={"type": "json_schema", "json_schema": {"schema": {}}}), "response_format.json_schema.name", "a name"),
-    (CHAT, chat(response_format={"type": "json_object", "json_schema": {"name": "a"}}), "response_format", "set the type to json_schema"),
-    (CHAT, chat(response_format=JSON_OBJECT, structured_outputs={"regex": "a"}), "structured_outputs", "send one of them"),
+    (
+        CHAT,
+        chat(response_format={"type": "json_schema", "json_schema": {"schema": {}}}),
+        "response_format.json_schema.name",
+        "a name",
+    ),
+    (
+        CHAT,
+        chat(response_format={"type": "json_object", "json_schema": {"name": "a"}}),
+        "response_format",
+        "set the type to json_schema",
+    ),
+    (
+        CHAT,
+        chat(response_format=JSON_OBJECT, structured_outputs={"regex": "a"}),
+        "structured_outputs",
+        "send one of them",
+    ),
     (CHAT, chat(response_format=JSON_OBJECT, ignore_eos=True), "ignore_eos", "leave ignore_eos out"),
     (PLAIN, plain(structured_outputs={}), "structured_outputs", "is empty; send exactly one of"),
     (PLAIN, plain(structured_outputs={"regex": "a", "choice": ["b"]}), "structured_outputs", "regex and choice"),
@@ -207,8 +291,18 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [
     (PLAIN, plain(structured_outputs={"json": [1]}), "structured_outputs.json", "must be a JSON schema"),
     (PLAIN, plain(structured_outputs={"json": False}), "structured_outputs", "is empty"),
     (PLAIN, plain(structured_outputs={"json": {"items": {"not": {}}}}), "structured_outputs.json.items", "uses not"),
-    (PLAIN, plain(structured_outputs={"json": {"allOf": [{"minimum": 1}, {"maximum": 3}]}}), "structured_outputs.json", "merge them"),
-    (PLAIN, plain(structured_outputs={"json": {"properties": {"a": {"multipleOf": 2}}}}), "structured_outputs.json.properties.a", "multipleOf"),
+    (
+        PLAIN,
+        plain(structured_outputs={"json": {"allOf": [{"minimum": 1}, {"maximum": 3}]}}),
+        "structured_outputs.json",
+        "merge them",
+    ),
+    (
+        PLAIN,
+        plain(structured_outputs={"json": {"properties": {"a": {"multipleOf": 2}}}}),
+        "structured_outputs.json.properties.a",
+        "multipleOf",
+    ),
     (PLAIN, plain(structured_outputs={"regex": "(" * 65 + ")" * 65}), "structured_outputs.regex", "levels deep"),
     (PLAIN, plain(structured_outputs={"json": nested(70)}), "structured_outputs.json", "levels deep"),
     (PLAIN, plain(structured_outputs={"regex": "a" * 530_000}), "structured_outputs", "send a smaller one"),
@@ -223,7 +317,12 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [
     (CHAT, chat(chat_template="{{ 1 }}"), "chat_template", "not supported yet"),
     (PLAIN, plain(best_of=3), "best_of", "not supported yet"),
     (PLAIN, plain(suffix="end"), "suffix", "not supported yet"),
-    (CHAT, chat(messages=part(type="image_url", image_url={"url": "data:"})), "messages[0].content[0].type", "only text parts are supported"),
+    (
+        CHAT,
+        chat(messages=part(type="image_url", image_url={"url": "data:"})),
+        "messages[0].content[0].type",
+        "only text parts are supported",
+    ),
     (CHAT, chat(messages=part(type="text")), "messages[0].content[0].text", "text is missing"),
     # that contradict each other, or the template
     (CHAT, chat(stream_options={"include_usage": True}), "stream_options", "set stream to true"),
@@ -232,7 +331,14 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [
     (CHAT, chat(messages=[USER, {"role": "system", "content": "x"}]), "messages", "a system message must come first"),
     (
         CHAT,
-        chat(messages=[{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[" * 100_000}}]}]),
+        chat(
+            messages=[
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[" * 100_000}}],
+                }
+            ]
+        ),
         "messages[0].tool_calls[0]",
         "function.arguments is JSON nested too deeply",
     ),
@@ -240,17 +346,33 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [
     ("/tokenize", {"prompt": "a", "messages": [USER]}, "prompt", "send either prompt"),
     ("/tokenize", {"promt": "a"}, "promt", "did you mean prompt?"),
     ("/detokenize", {"tokens": [VOCAB]}, "tokens", "is no token id"),
-    ("/detokenize", {"tokens": [1] * (MAX_LEN + 1)}, "tokens", f"tokens has {MAX_LEN + 1} ids, this model takes and gives {MAX_LEN} at most"),
+    (
+        "/detokenize",
+        {"tokens": [1] * (MAX_LEN + 1)},
+        "tokens",
+        f"tokens has {MAX_LEN + 1} ids, this model takes and gives {MAX_LEN} at most",
+    ),
     # so large that it is not looked at again to say what is wrong with it
     (PLAIN, plain(**{"a" * 300_000: 1}), "a" * 200, f"unknown field {'a' * 200}; leave it out"),
     (PLAIN, plain(n="a" * 300_000), "n", "n must be a whole number"),
-    (CHAT, chat(messages=[{"role": "a" * 300_000}]), "messages[0].role", "is of another kind; it must be one of system"),
+    (
+        CHAT,
+        chat(messages=[{"role": "a" * 300_000}]),
+        "messages[0].role",
+        "is of another kind; it must be one of system",
+    ),
     ("/detokenize", {"tokens": "abc"}, "tokens", "tokens must be a list"),
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "param", "words"), FIELDS, ids=[f"{index}-{words[:40]}" for index, (_, _, _, words) in enumerate(FIELDS)])
-async def test_a_wrong_field_is_named_with_the_way_out(bed: Bed, path: str, body: dict[str, object], param: str | None, words: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    FIELDS,
+    ids=[f"{index}-{words[:40]}" for index, (_, _, _, words) in enumerate(FIELDS)],
+)
+async def test_a_wrong_field_is_named_with_the_way_out(
+    bed: Bed, path: str, body: dict[str, object], param: str | None, words: str
+) -> None:
     await bed.check(await bed.client.post(path, json=body), 400, param, words)
 
 
@@ -292,15 +414,22 @@ async def test_a_body_that_is_not_right_json_says_where(bed: Bed, path: str, bod
 
 
 async def test_an_unknown_model_is_404_and_names_those_served(bed: Bed) -> None:
-    await bed.check(await bed.client.post(CHAT, json=chat(model="tinny")), 404, "model", "did you mean tiny?; served: tiny")
+    await bed.check(
+        await bed.client.post(CHAT, json=chat(model="tinny")), 404, "model", "did you mean tiny?; served: tiny"
+    )
 
 
 async def test_an_unknown_path_is_404_and_names_the_nearest(bed: Bed) -> None:
-    await bed.check(await bed.client.post("/v1/chat/completion", json=chat()), 404, None, "did you mean /v1/chat/completions?")
+    await bed.check(
+        await bed.client.post("/v1/chat/completion", json=chat()), 404, None, "did you mean /v1/chat/completions?"
+    )
     await bed.check(await bed.client.get("/"), 404, None, "there is no /")
 
 
-@pytest.mark.parametrize(("method", "path", "words"), [("GET", CHAT, "use POST"), ("DELETE", PLAIN, "use POST"), ("POST", "/v1/models", "use GET")])
+@pytest.mark.parametrize(
+    ("method", "path", "words"),
+    [("GET", CHAT, "use POST"), ("DELETE", PLAIN, "use POST"), ("POST", "/v1/models", "use GET")],
+)
 async def test_a_wrong_method_is_405_and_names_the_right_one(bed: Bed, method: str, path: str, words: str) -> None:
     await bed.check(await bed.client.request(method, path), 405, None, words)
 
@@ -358,6 +487,10 @@ async def test_ten_megabytes_are_refused_and_the_server_is_unharmed() -> None:
     dispatcher = ScriptedDispatcher()
     async with served(dispatcher) as url, httpx.AsyncClient(base_url=url) as client:
         bed = Bed(dispatcher, client)
-        await bed.check(await client.post(PLAIN, json=plain(prompt="x" * 10_000_000)), 413, None, "at most 8388608 are taken")
-        await bed.check(await client.post(PLAIN, json=plain(prompt=[1] * 2_000_000)), 400, "prompt", "prompt has 2000000 tokens")
+        await bed.check(
+            await client.post(PLAIN, json=plain(prompt="x" * 10_000_000)), 413, None, "at most 8388608 are taken"
+        )
+        await bed.check(
+            await client.post(PLAIN, json=plain(prompt=[1] * 2_000_000)), 400, "prompt", "prompt has 2000000 tokens"
+        )
         assert (await client.post(PLAIN, json=plain())).status_code == 200

@@ -1,4 +1,5 @@
-"""HTTP/1.1 as clients send it, byte by byte or all at once: framing, order, keep-alive, limits, deadlines. Over real sockets, by hand."""
+"""HTTP/1.1 as clients send it, byte by byte or all at once: framing, order, keep-alive, limits, deadlines. Over real
+sockets, by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 def request(body: bytes = BODY, *headers: str, length: int | None = None, version: str = "1.1") -> bytes:
-    lines = [f"POST {PLAIN} HTTP/{version}", "host: x", f"content-length: {len(body) if length is None else length}", *headers]
+    lines = [
+        f"POST {PLAIN} HTTP/{version}",
+        "host: x",
+        f"content-length: {len(body) if length is None else length}",
+        *headers,
+    ]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
@@ -64,7 +70,9 @@ async def test_a_request_that_comes_byte_by_byte_is_as_good_as_one_in_one_piece(
     assert status == 200 and json.loads(body)["choices"][0]["text"] == "hello world" and "date" in headers
 
 
-async def test_pipelined_requests_are_answered_in_their_order_and_run_one_after_the_other(wire, dispatcher: ScriptedDispatcher) -> None:
+async def test_pipelined_requests_are_answered_in_their_order_and_run_one_after_the_other(
+    wire, dispatcher: ScriptedDispatcher
+) -> None:
     reader, writer = wire
     gate = asyncio.Event()
     dispatcher.script = lambda generation: [Wait(gate), *says("a")] if len(dispatcher.started) == 1 else says("b")
@@ -92,7 +100,9 @@ async def test_a_long_line_of_pipelined_requests_is_answered(wire, dispatcher: S
 
 @pytest.mark.parametrize("num", [1, 1500])
 @pytest.mark.parametrize("is_at_once", [False, True])
-async def test_a_client_that_sent_more_requests_early_is_seen_to_leave(wire, dispatcher: ScriptedDispatcher, num: int, is_at_once: bool) -> None:
+async def test_a_client_that_sent_more_requests_early_is_seen_to_leave(
+    wire, dispatcher: ScriptedDispatcher, num: int, is_at_once: bool
+) -> None:
     _, writer = wire
     dispatcher.script = lambda generation: [Wait(asyncio.Event())]
     writer.write(request() + HEALTH * num * is_at_once)
@@ -168,7 +178,9 @@ def test_the_kernel_asks_whether_a_silent_client_is_still_there() -> None:
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-            assert [accepted.getsockopt(socket.IPPROTO_TCP, option) for option, _ in KEEPALIVE] == [value for _, value in KEEPALIVE]
+            assert [accepted.getsockopt(socket.IPPROTO_TCP, option) for option, _ in KEEPALIVE] == [
+                value for _, value in KEEPALIVE
+            ]
 
 
 @pytest.mark.parametrize("is_drained", [False, True])
@@ -241,7 +253,9 @@ def test_of_a_body_no_more_is_kept_than_its_bytes_and_nothing_after_the_answer()
     connection.connection_made(pipe)
     connection.data_received(chunked(b"a" * 5000))
     assert len(application.waiting[0].parts) < 300
-    assert application.waiting[0].take_body() == b"a" * 5000 and not application.waiting[0].parts  # nor are they kept while it is answered
+    assert (
+        application.waiting[0].take_body() == b"a" * 5000 and not application.waiting[0].parts
+    )  # nor are they kept while it is answered
     application.waiting.pop().reply(200, b"")
     application.begin = lambda exchange: (kept.append(exchange), exchange.reply(401, b""))  # type: ignore[method-assign]
     kept: list[Exchange] = []
@@ -334,9 +348,14 @@ async def test_bytes_that_are_no_request_are_refused_and_the_connection_ends(wir
     assert (await answer(reader))[0] == status and await reader.read() == b""
 
 
-@pytest.mark.parametrize("junk", [b"junk\r\n\r\n", b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\njunk\r\n", b"x: " + b"a" * MAX_HEAD_BYTES])
+@pytest.mark.parametrize(
+    "junk",
+    [b"junk\r\n\r\n", b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\njunk\r\n", b"x: " + b"a" * MAX_HEAD_BYTES],
+)
 @pytest.mark.parametrize("is_at_once", [False, True])
-async def test_what_came_before_junk_is_answered(wire, dispatcher: ScriptedDispatcher, junk: bytes, is_at_once: bool) -> None:
+async def test_what_came_before_junk_is_answered(
+    wire, dispatcher: ScriptedDispatcher, junk: bytes, is_at_once: bool
+) -> None:
     reader, writer = wire
     gate = asyncio.Event()
     dispatcher.script = lambda generation: [Wait(gate), *says("a")]
@@ -366,10 +385,17 @@ async def test_an_upgrade_is_not_made_and_the_request_is_answered(wire) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 50, 100_000])
-async def test_a_request_that_would_rather_be_http_2_has_its_body_and_its_connection(wire, dispatcher: ScriptedDispatcher, size: int) -> None:
+async def test_a_request_that_would_rather_be_http_2_has_its_body_and_its_connection(
+    wire, dispatcher: ScriptedDispatcher, size: int
+) -> None:
     reader, writer = wire
-    heads = ["\r\n".join([f"POST {PLAIN} HTTP/1.1", "x-request-id: mine", *UPGRADES, framing, "", ""]).encode() for framing in FRAMINGS]
-    data = heads[0] + BODY + heads[1] + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY) + request(BODY, "x-request-id: mine")
+    heads = [
+        "\r\n".join([f"POST {PLAIN} HTTP/1.1", "x-request-id: mine", *UPGRADES, framing, "", ""]).encode()
+        for framing in FRAMINGS
+    ]
+    data = (
+        heads[0] + BODY + heads[1] + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY) + request(BODY, "x-request-id: mine")
+    )
     for at in range(0, len(data), size):
         writer.write(data[at : at + size])
         await asyncio.sleep(0)
@@ -406,7 +432,9 @@ async def test_a_head_that_does_not_arrive_ends_the_connection(dispatcher: Scrip
 
 
 @pytest.mark.parametrize("head", [b"GET /health HTTP/1.1\r\nx: " + b"a" * 1000, b"\r\n" * 500])
-async def test_a_head_that_trickles_in_has_no_more_time_than_one_that_stays_away(dispatcher: ScriptedDispatcher, head: bytes) -> None:
+async def test_a_head_that_trickles_in_has_no_more_time_than_one_that_stays_away(
+    dispatcher: ScriptedDispatcher, head: bytes
+) -> None:
     async with served(dispatcher, HttpSettings(body_s=0.1)) as url, opened(url) as (reader, writer):
         writer.write(HEALTH)
         assert (await answer(reader))[0] == 200
@@ -433,8 +461,12 @@ def test_who_does_not_read_the_last_answer_is_not_waited_for_for_ever() -> None:
     assert pipe.is_cut
 
 
-async def test_an_idle_connection_is_closed_when_its_time_is_over(dispatcher: ScriptedDispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdcluster_router.frontend.server.LineLimits", lambda *given, **named: LineLimits(*given, idle_s=0.1, **named))
+async def test_an_idle_connection_is_closed_when_its_time_is_over(
+    dispatcher: ScriptedDispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "pdcluster_router.frontend.server.LineLimits", lambda *given, **named: LineLimits(*given, idle_s=0.1, **named)
+    )
     async with served(dispatcher) as url, opened(url) as (reader, writer):
         writer.write(HEALTH)
         assert (await answer(reader))[0] == 200
@@ -463,7 +495,9 @@ async def test_a_client_that_reads_again_gets_all_that_it_left_unread(dispatcher
     words = (says("word " * 100, "length") * 1000)[:50_000]
     dispatcher.script = lambda _: words
     async with served(dispatcher) as url, opened(url) as (reader, writer):
-        writer.write(request(json.dumps({"model": MODEL, "prompt": "hi", "stream": True, "max_tokens": len(words)}).encode()))
+        writer.write(
+            request(json.dumps({"model": MODEL, "prompt": "hi", "stream": True, "max_tokens": len(words)}).encode())
+        )
         await until(lambda: len(dispatcher.ended) == 1)
         num_events, tail = 0, b""
         while not tail.endswith(b"0\r\n\r\n"):
@@ -473,12 +507,16 @@ async def test_a_client_that_reads_again_gets_all_that_it_left_unread(dispatcher
         assert num_events >= len(words)
 
 
-async def test_a_client_that_is_too_far_behind_is_given_up(dispatcher: ScriptedDispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_is_too_far_behind_is_given_up(
+    dispatcher: ScriptedDispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pdcluster_router.frontend.response.MAX_UNREAD", 100)
     dispatcher.max_len = 2**20
     words = says("word " * 100, "length") * 1000
     dispatcher.script = lambda _: words
     async with served(dispatcher) as url, opened(url) as (_, writer):
-        writer.write(request(json.dumps({"model": MODEL, "prompt": "hi", "stream": True, "max_tokens": len(words)}).encode()))
+        writer.write(
+            request(json.dumps({"model": MODEL, "prompt": "hi", "stream": True, "max_tokens": len(words)}).encode())
+        )
         await until(lambda: dispatcher.cancelled)
     assert len(dispatcher.cancelled) == 1 and not dispatcher.ended

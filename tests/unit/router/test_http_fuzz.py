@@ -1,5 +1,5 @@
-"""Any JSON in any field, any bytes as a body: an answer or a 4xx in OpenAI's shape, never a 500. Straight through a connection, without a
-socket."""
+"""Any JSON in any field, any bytes as a body: an answer or a 4xx in OpenAI's shape, never a 500. Straight through a
+connection, without a socket."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ from pdcluster_router.frontend.server import router_metrics
 from pdcluster_router.http.connection import Connection, Connections, LineLimits
 
 SCALARS = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(alphabet=st.characters(exclude_categories=()), max_size=12)
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(alphabet=st.characters(exclude_categories=()),
+    max_size=12)
     | st.sampled_from([0, 1, -1, "text", "auto", "none", 2**31, 2**63, 2**64, -(2**63), 1e308])
 )  # fmt: skip
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3), max_leaves=8)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 PLAIN: dict[str, Any] = {"model": MODEL, "prompt": "hi", "max_tokens": 4}
 
@@ -46,7 +51,10 @@ async def call(path: str, body: bytes) -> tuple[int, bytes]:
     app = create_app(ScriptedDispatcher(), HttpSettings(), router_metrics())
     connection, wire = Connection(app, LineLimits(1 << 20), Connections()), Wire()
     connection.connection_made(wire)  # type: ignore[arg-type]
-    request = f"POST {path} HTTP/1.1\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    request = (
+        f"POST {path} HTTP/1.1\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: "
+        f"{len(body)}\r\n\r\n"
+    )
     connection.data_received(request.encode() + body)
     await wire.closed.wait()
     head, _, reply = wire.written.partition(b"\r\n\r\n")
@@ -74,10 +82,16 @@ def test_any_value_in_any_completion_field_is_answered_or_refused(name: str, val
     check("/v1/completions", json.dumps(PLAIN | {name: value}).encode())
 
 
-@given(st.sampled_from(["role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "refusal", "audio"]), VALUES)
+@given(
+    st.sampled_from(["role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "refusal", "audio"]),
+    VALUES,
+)
 @settings(max_examples=150, deadline=None)
 def test_any_value_in_any_message_field_is_answered_or_refused(name: str, value: object) -> None:
-    check("/v1/chat/completions", json.dumps(CHAT | {"messages": [{"role": "user", "content": "hi", name: value}]}).encode())
+    check(
+        "/v1/chat/completions",
+        json.dumps(CHAT | {"messages": [{"role": "user", "content": "hi", name: value}]}).encode(),
+    )
 
 
 @given(st.sampled_from(["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]), st.binary(max_size=40))
@@ -86,7 +100,9 @@ def test_any_bytes_are_refused(path: str, body: bytes) -> None:
     check(path, body)
 
 
-@given(st.sampled_from(["/v1/chat/completions", "/v1/completions"]), st.integers(0, 90), st.binary(min_size=1, max_size=3))
+@given(
+    st.sampled_from(["/v1/chat/completions", "/v1/completions"]), st.integers(0, 90), st.binary(min_size=1, max_size=3)
+)
 @settings(max_examples=150, deadline=None)
 def test_a_right_body_with_a_few_wrong_bytes_is_answered_or_refused(path: str, at: int, noise: bytes) -> None:
     body = json.dumps(CHAT if "chat" in path else PLAIN).encode()

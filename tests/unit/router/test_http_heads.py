@@ -60,8 +60,18 @@ class Wire(asyncio.Transport):
         self.is_closed = True
 
 
-def said(body: bytes, *headers: str, path: str = "/v1/completions", length: str | None = None, method: str = "POST") -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "Host: x", *headers, f"Content-Length: {len(body) if length is None else length}", "a: b", "", ""]
+def said(
+    body: bytes, *headers: str, path: str = "/v1/completions", length: str | None = None, method: str = "POST"
+) -> bytes:
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        "Host: x",
+        *headers,
+        f"Content-Length: {len(body) if length is None else length}",
+        "a: b",
+        "",
+        "",
+    ]
     return "\r\n".join(lines).encode() + body
 
 
@@ -87,7 +97,12 @@ def test_a_head_is_known_from_its_third_time_on_whatever_its_length() -> None:
 
 @pytest.mark.parametrize(
     "headers",
-    [("connection: close",), ("expect: 100-continue",), ("connection: upgrade", "upgrade: h2c"), ("transfer-encoding: chunked",)],
+    [
+        ("connection: close",),
+        ("expect: 100-continue",),
+        ("connection: upgrade", "upgrade: h2c"),
+        ("transfer-encoding: chunked",),
+    ],
     ids=lambda headers: headers[0],
 )
 def test_a_head_that_means_more_than_its_request_is_parsed_each_time(headers: tuple[str, ...]) -> None:
@@ -113,7 +128,11 @@ def test_a_length_that_is_not_the_bodys_is_left_to_the_parser(length: str) -> No
 @given(
     of=st.tuples(st.sampled_from([(), ("x: 1",), ("x: 12",)]), st.binary(max_size=12)),
     headers=st.sampled_from([(), ("x: 1",), ("x: 12",), ("x: 1", "content-length: 1"), ("x: 1", "y:")]),
-    body=st.one_of(st.binary(max_size=12), st.sampled_from([b"\r\n\r\n", b"\r\ncontent-length: 1\r\n\r\n"]), st.integers(0, 2000).map(bytes)),
+    body=st.one_of(
+        st.binary(max_size=12),
+        st.sampled_from([b"\r\n\r\n", b"\r\ncontent-length: 1\r\n\r\n"]),
+        st.integers(0, 2000).map(bytes),
+    ),
     length=st.one_of(st.none(), st.sampled_from(WRONG_LENGTHS), st.integers(0, 20).map(str)),
     cut=st.integers(0, 4),
 )
@@ -153,7 +172,9 @@ def test_a_known_head_has_the_limits_of_any_other() -> None:
     connection, wire, echo = opened(max_body_bytes=10)
     for body in (b"a", b"a", b"a", b"a" * 11, b"a"):
         connection.data_received(said(body))
-    assert [heard[4] for heard in echo.heard] == [False, False, False, True, False] and wire.written.count(b" 200 ") == 5
+    assert [heard[4] for heard in echo.heard] == [False, False, False, True, False] and wire.written.count(
+        b" 200 "
+    ) == 5
 
 
 def test_one_that_is_refused_by_its_head_is_answered_once() -> None:
@@ -263,7 +284,14 @@ async def test_who_says_a_known_head_is_in_the_same_name_and_has_no_more_places_
 REQUESTS = st.lists(
     st.tuples(
         st.sampled_from(["/v1/completions", "/tokenize?a=b", "/refused"]),
-        st.sampled_from([(), ("X-Request-ID: me",), ("authorization: Bearer k", "content-type: application/json"), ("connection: keep-alive",)]),
+        st.sampled_from(
+            [
+                (),
+                ("X-Request-ID: me",),
+                ("authorization: Bearer k", "content-type: application/json"),
+                ("connection: keep-alive",),
+            ]
+        ),
         st.binary(max_size=12),
         st.sampled_from(["POST", "POST", "GET"]),
     ),
@@ -272,7 +300,9 @@ REQUESTS = st.lists(
 
 
 @given(REQUESTS, st.lists(st.integers(1, 60), max_size=20))
-def test_pieces_and_whole_requests_come_to_the_same(requests: list[tuple[str, tuple[str, ...], bytes, str]], cuts: list[int]) -> None:
+def test_pieces_and_whole_requests_come_to_the_same(
+    requests: list[tuple[str, tuple[str, ...], bytes, str]], cuts: list[int]
+) -> None:
     """In pieces nothing is known by its bytes, mostly; whole, all that comes again is."""
     whole, _, at_once = opened()
     pieces, _, by_parts = opened()

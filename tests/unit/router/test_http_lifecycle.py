@@ -1,4 +1,5 @@
-"""What happens around the answers: clients that leave, stall or are too many, bugs behind the seam, readiness, metrics, tokens, shutdown."""
+"""What happens around the answers: clients that leave, stall or are too many, bugs behind the seam, readiness, metrics,
+tokens, shutdown."""
 
 from __future__ import annotations
 
@@ -44,11 +45,16 @@ def waits_forever(dispatcher: ScriptedDispatcher, after: str = "") -> None:
     dispatcher.script = lambda _: [*(says(after, "length") if after else []), Wait(never)]
 
 
-async def opened(client: httpx.AsyncClient, payload: dict[str, object]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def opened(
+    client: httpx.AsyncClient, payload: dict[str, object]
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A request sent by hand, so that its connection can be cut or left unread."""
     reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
     data = json.dumps(payload).encode()
-    writer.write(f"POST {PLAIN} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+    writer.write(
+        f"POST {PLAIN} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode()
+        + data
+    )
     return reader, writer
 
 
@@ -68,7 +74,9 @@ async def test_a_client_that_leaves_cancels_its_generations(
     assert "pdcluster_client_disconnects_total 1.0" in (await client.get("/metrics")).text
 
 
-async def test_a_client_that_leaves_does_not_disturb_another_on_the_same_server(client: httpx.AsyncClient, dispatcher: ScriptedDispatcher) -> None:
+async def test_a_client_that_leaves_does_not_disturb_another_on_the_same_server(
+    client: httpx.AsyncClient, dispatcher: ScriptedDispatcher
+) -> None:
     gate = asyncio.Event()
     dispatcher.script = lambda _: [*says("a", "length"), Wait(gate), *says("b")]
     _, writer = await opened(client, body(stream=True))
@@ -158,7 +166,9 @@ async def test_a_cancelled_request_whose_client_reads_on_is_answered() -> None:
         assert "a runaway" in rest[-1]
 
 
-async def test_a_stream_that_is_closed_early_by_its_reader_cancels(client: httpx.AsyncClient, dispatcher: ScriptedDispatcher) -> None:
+async def test_a_stream_that_is_closed_early_by_its_reader_cancels(
+    client: httpx.AsyncClient, dispatcher: ScriptedDispatcher
+) -> None:
     waits_forever(dispatcher, "some text")
     async with client.stream("POST", PLAIN, json=body(stream=True)) as reply:
         async for line in reply.aiter_lines():
@@ -168,7 +178,9 @@ async def test_a_stream_that_is_closed_early_by_its_reader_cancels(client: httpx
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_a_request_that_an_operator_cancels_is_answered(client: httpx.AsyncClient, dispatcher: ScriptedDispatcher, n: int) -> None:
+async def test_a_request_that_an_operator_cancels_is_answered(
+    client: httpx.AsyncClient, dispatcher: ScriptedDispatcher, n: int
+) -> None:
     dispatcher.script = lambda _: [Cancelled("cancelled by an operator: a runaway")]
     reply = await client.post(PLAIN, json=body(n=n))
     assert (reply.status_code, reply.json()["error"]["code"]) == (499, "cancelled") and "a runaway" in reply.text
@@ -202,7 +214,12 @@ async def test_requests_over_the_limit_are_429_and_places_come_back(dispatcher: 
     ],
 )
 async def test_errors_before_the_first_byte_have_their_status(
-    client: httpx.AsyncClient, dispatcher: ScriptedDispatcher, error: Exception, status: int, kind: str, caplog: pytest.LogCaptureFixture
+    client: httpx.AsyncClient,
+    dispatcher: ScriptedDispatcher,
+    error: Exception,
+    status: int,
+    kind: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     dispatcher.script = lambda _: [error]
     with caplog.at_level(logging.CRITICAL):
@@ -214,7 +231,9 @@ async def test_errors_before_the_first_byte_have_their_status(
 
 
 @pytest.mark.parametrize("error", [NodeLost("node d-1 is gone"), RuntimeError("secret detail")])
-async def test_an_error_after_the_first_byte_is_the_last_event(client: httpx.AsyncClient, dispatcher: ScriptedDispatcher, error: Exception) -> None:
+async def test_an_error_after_the_first_byte_is_the_last_event(
+    client: httpx.AsyncClient, dispatcher: ScriptedDispatcher, error: Exception
+) -> None:
     dispatcher.script = lambda _: [*says("text", "length"), error]
     reply = await client.post(PLAIN, json=body(stream=True))
     assert reply.status_code == 200
@@ -248,7 +267,9 @@ async def test_a_dispatcher_that_breaks_its_contract_is_an_error_not_a_wrong_ans
         assert reply.json()["error"]["code"] == "integrity"
 
 
-async def test_without_nodes_the_router_lives_but_is_not_ready(client: httpx.AsyncClient, dispatcher: ScriptedDispatcher) -> None:
+async def test_without_nodes_the_router_lives_but_is_not_ready(
+    client: httpx.AsyncClient, dispatcher: ScriptedDispatcher
+) -> None:
     dispatcher.is_up = False
     assert (await client.get("/health")).status_code == 200
     ready = await client.get("/ready")
@@ -261,7 +282,9 @@ async def test_without_nodes_the_router_lives_but_is_not_ready(client: httpx.Asy
     assert (await client.head("/ready")).status_code == 200
 
 
-async def test_a_plain_request_id_of_the_client_is_echoed(client: httpx.AsyncClient, dispatcher: ScriptedDispatcher) -> None:
+async def test_a_plain_request_id_of_the_client_is_echoed(
+    client: httpx.AsyncClient, dispatcher: ScriptedDispatcher
+) -> None:
     given = await client.post(PLAIN, json=body(), headers={"x-request-id": "trace-7"})
     assert given.headers["x-request-id"] == "trace-7"
     odd = await client.post(PLAIN, json=body(), headers={"x-request-id": b"\xe9" * 10})
@@ -310,14 +333,18 @@ async def test_tokenize_and_detokenize_are_inverse(client: httpx.AsyncClient) ->
     assert text == {"prompt": "<|bos|>naïve 日本"}
 
 
-async def test_many_tokens_are_made_text_off_the_event_loop(client: httpx.AsyncClient, dispatcher: ScriptedDispatcher) -> None:
+async def test_many_tokens_are_made_text_off_the_event_loop(
+    client: httpx.AsyncClient, dispatcher: ScriptedDispatcher
+) -> None:
     dispatcher.max_len = 10_000
     token_ids = list(TEXT.encode("hello ", add_special_tokens=False)) * 2000
     reply = await client.post("/detokenize", json={"tokens": token_ids[:9000]})
     assert reply.json()["prompt"] == TEXT.decode(token_ids[:9000])
 
 
-async def test_tokenize_of_messages_shows_the_prompt_a_chat_would_have(client: httpx.AsyncClient, dispatcher: ScriptedDispatcher) -> None:
+async def test_tokenize_of_messages_shows_the_prompt_a_chat_would_have(
+    client: httpx.AsyncClient, dispatcher: ScriptedDispatcher
+) -> None:
     messages = [{"role": "user", "content": "hi"}]
     tokens = (await client.post("/tokenize", json={"messages": messages})).json()["tokens"]
     await client.post(CHAT, json={"model": MODEL, "messages": messages})
@@ -327,10 +354,14 @@ async def test_tokenize_of_messages_shows_the_prompt_a_chat_would_have(client: h
 async def test_a_chat_can_continue_its_last_message(client: httpx.AsyncClient, dispatcher: ScriptedDispatcher) -> None:
     messages = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one, two,"}]
     await client.post(CHAT, json={"model": MODEL, "messages": messages, "continue_final_message": True})
-    assert TEXT.decode(dispatcher.started[0].token_ids, skip_special_tokens=False).endswith("<|start|>assistant\none, two,")
+    assert TEXT.decode(dispatcher.started[0].token_ids, skip_special_tokens=False).endswith(
+        "<|start|>assistant\none, two,"
+    )
 
 
-async def test_a_long_prompt_is_tokenized_off_the_event_loop_with_the_same_ids(client: httpx.AsyncClient, dispatcher: ScriptedDispatcher) -> None:
+async def test_a_long_prompt_is_tokenized_off_the_event_loop_with_the_same_ids(
+    client: httpx.AsyncClient, dispatcher: ScriptedDispatcher
+) -> None:
     dispatcher.max_len = 2**20
     prompt = "The quick brown fox. " * 2000
     assert (await client.post(PLAIN, json=body(prompt=prompt, max_tokens=4))).status_code == 200
@@ -376,13 +407,21 @@ async def test_shutdown_lets_an_open_stream_finish(dispatcher: ScriptedDispatche
             reply = asyncio.create_task(client.post(url + PLAIN, json=body(stream=True)))
             await until(lambda: len(dispatcher.started) == 1)
             asyncio.get_running_loop().call_later(0.1, gate.set)
-        texts = [json.loads(event[6:])["choices"][0]["text"] for event in (await reply).text.split("\n\n") if event.startswith("data: {")]
+        texts = [
+            json.loads(event[6:])["choices"][0]["text"]
+            for event in (await reply).text.split("\n\n")
+            if event.startswith("data: {")
+        ]
     assert "".join(texts) == "first last"
 
 
-async def test_shutdown_cancels_what_outlives_the_drain_and_says_so(dispatcher: ScriptedDispatcher, caplog: pytest.LogCaptureFixture) -> None:
+async def test_shutdown_cancels_what_outlives_the_drain_and_says_so(
+    dispatcher: ScriptedDispatcher, caplog: pytest.LogCaptureFixture
+) -> None:
     never = Wait(asyncio.Event())
-    dispatcher.script = lambda generation: [never] if generation.sampling.max_tokens == 7 else [*says("text", "length"), never]
+    dispatcher.script = lambda generation: (
+        [never] if generation.sampling.max_tokens == 7 else [*says("text", "length"), never]
+    )
     with caplog.at_level(logging.CRITICAL):
         async with httpx.AsyncClient() as client:
             async with served(dispatcher) as url:
@@ -391,7 +430,11 @@ async def test_shutdown_cancels_what_outlives_the_drain_and_says_so(dispatcher: 
                 await until(lambda: len(dispatcher.started) == 2)
             begun, unbegun = await streamed, await whole
     assert begun.status_code == 200 and "the router stops" in begun.text.split("data: ")[-1]
-    assert unbegun.status_code == 503 and "the router stops" in unbegun.json()["error"]["message"] and "retry-after" in unbegun.headers
+    assert (
+        unbegun.status_code == 503
+        and "the router stops" in unbegun.json()["error"]["message"]
+        and "retry-after" in unbegun.headers
+    )
     assert len(dispatcher.cancelled) == 2
 
 

@@ -23,7 +23,8 @@ _DISPATCHER = ScriptedDispatcher()
 
 @pytest.fixture
 def dispatcher() -> ScriptedDispatcher:
-    """One server for all tests, as starting one takes longer than most of them; its dispatcher forgets everything in between."""
+    """One server for all tests, as starting one takes longer than most of them; its dispatcher forgets everything in
+    between."""
     vars(_DISPATCHER).update(vars(ScriptedDispatcher()))
     return _DISPATCHER
 
@@ -53,11 +54,21 @@ async def test_chat_answers_with_text_usage_and_route(client: AsyncOpenAI, dispa
     assert (dispatcher.started[0].sampling.seed, dispatcher.started[0].sampling.temperature) == (7, 0.5)
     output = len(says("hello world"))
     assert reply.usage is not None and reply.usage.prompt_tokens_details is not None
-    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (len(prompt), output, len(prompt) + output)
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (
+        len(prompt),
+        output,
+        len(prompt) + output,
+    )
     assert reply.usage.prompt_tokens_details.cached_tokens == 3
     assert reply.usage.model_extra is not None
     report = reply.usage.model_extra["pdcluster"]
-    assert (report["mode"], report["prefill"], report["decode"], report["transfer"], report["attempts"]) == ("remote", "p-1", "d-1", "shm", 1)
+    assert (report["mode"], report["prefill"], report["decode"], report["transfer"], report["attempts"]) == (
+        "remote",
+        "p-1",
+        "d-1",
+        "shm",
+        1,
+    )
     assert report["timeline"]["queue_s"] == 0.25
     assert report["timeline"]["ttft_s"] > 0
     names = ("mode", "prefill", "decode", "transfer")
@@ -65,7 +76,9 @@ async def test_chat_answers_with_text_usage_and_route(client: AsyncOpenAI, dispa
     assert reply.id == f"chatcmpl-{raw.headers['x-request-id']}"
 
 
-async def test_max_tokens_defaults_to_what_is_left_for_chat_and_to_16_for_completions(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+async def test_max_tokens_defaults_to_what_is_left_for_chat_and_to_16_for_completions(
+    client: AsyncOpenAI, dispatcher: ScriptedDispatcher
+) -> None:
     await client.chat.completions.create(model=MODEL, messages=USER)
     await client.completions.create(model=MODEL, prompt="hi")
     await client.chat.completions.create(model=MODEL, messages=USER, max_completion_tokens=5)
@@ -76,7 +89,9 @@ async def test_max_tokens_defaults_to_what_is_left_for_chat_and_to_16_for_comple
 
 
 async def test_a_chat_stream_is_opened_by_a_role_and_closed_by_a_reason(client: AsyncOpenAI) -> None:
-    stream = await client.chat.completions.create(model=MODEL, messages=USER, stream=True, stream_options={"include_usage": True})
+    stream = await client.chat.completions.create(
+        model=MODEL, messages=USER, stream=True, stream_options={"include_usage": True}
+    )
     chunks = [chunk async for chunk in stream]
     deltas = [chunk.choices[0] for chunk in chunks if chunk.choices]
     assert deltas[0].delta.role == "assistant"
@@ -88,7 +103,9 @@ async def test_a_chat_stream_is_opened_by_a_role_and_closed_by_a_reason(client: 
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-async def test_a_completion_stream_has_the_text_of_the_whole_reply(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+async def test_a_completion_stream_has_the_text_of_the_whole_reply(
+    client: AsyncOpenAI, dispatcher: ScriptedDispatcher
+) -> None:
     dispatcher.script = lambda _: says("Grüße, 日本 🙂 done", "length")
     stream = await client.completions.create(model=MODEL, prompt="x", max_tokens=100, stream=True)
     chunks = [chunk async for chunk in stream]
@@ -98,7 +115,9 @@ async def test_a_completion_stream_has_the_text_of_the_whole_reply(client: Async
     assert all("\ufffd" not in chunk.choices[0].text for chunk in chunks)
 
 
-async def test_a_stop_string_cuts_the_text_and_cancels_the_generation(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+async def test_a_stop_string_cuts_the_text_and_cancels_the_generation(
+    client: AsyncOpenAI, dispatcher: ScriptedDispatcher
+) -> None:
     never = asyncio.Event()
     dispatcher.script = lambda _: [*says("one two three four", "length"), Wait(never)]
     reply = await client.completions.create(model=MODEL, prompt="x", max_tokens=100, stop=["absent", "o th"])
@@ -121,7 +140,9 @@ async def test_an_answer_that_a_stop_string_ended_reports_what_was_cached_and_ho
     assert reply.usage.model_extra is not None and reply.usage.model_extra["pdcluster"]["attempts"] == 2
 
 
-async def test_a_stop_string_in_a_stream_is_never_shown_in_part(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+async def test_a_stop_string_in_a_stream_is_never_shown_in_part(
+    client: AsyncOpenAI, dispatcher: ScriptedDispatcher
+) -> None:
     dispatcher.script = lambda _: says("one two three four", "length")
     stream = await client.chat.completions.create(model=MODEL, messages=USER, stop="three", stream=True)
     seen = ""
@@ -132,7 +153,9 @@ async def test_a_stop_string_in_a_stream_is_never_shown_in_part(client: AsyncOpe
     assert (seen, reason) == ("one two ", "stop")
 
 
-async def test_the_text_of_a_stop_token_is_not_part_of_the_answer(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+async def test_the_text_of_a_stop_token_is_not_part_of_the_answer(
+    client: AsyncOpenAI, dispatcher: ScriptedDispatcher
+) -> None:
     (dot,) = TEXT.encode(".", add_special_tokens=False)
     dispatcher.script = lambda _: says("one.", "length")
     reply = await client.completions.create(model=MODEL, prompt="x", extra_body={"stop_token_ids": [dot]})
@@ -141,7 +164,9 @@ async def test_the_text_of_a_stop_token_is_not_part_of_the_answer(client: AsyncO
     assert dispatcher.started[0].sampling.stop_token_ids == (dot,)
 
 
-async def test_n_choices_differ_by_their_choice_number_and_come_in_order(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+async def test_n_choices_differ_by_their_choice_number_and_come_in_order(
+    client: AsyncOpenAI, dispatcher: ScriptedDispatcher
+) -> None:
     dispatcher.script = lambda generation: says(f"choice {generation.sampling.choice}")
     reply = await client.chat.completions.create(model=MODEL, messages=USER, n=3, seed=1)
     assert [choice.message.content for choice in reply.choices] == ["choice 0", "choice 1", "choice 2"]
@@ -165,11 +190,17 @@ async def test_choices_of_one_stream_interleave(client: AsyncOpenAI, dispatcher:
     assert sum(before != after for before, after in pairwise(order)) > 4
 
 
-async def test_when_one_choice_fails_all_are_cancelled_and_one_error_answers(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+async def test_when_one_choice_fails_all_are_cancelled_and_one_error_answers(
+    client: AsyncOpenAI, dispatcher: ScriptedDispatcher
+) -> None:
     never = asyncio.Event()
 
     def script(generation: Generation) -> list[Step]:
-        return [*says("some"), Unavailable("all decode nodes are gone")] if generation.sampling.choice == 1 else [*says("a"), Wait(never)]
+        return (
+            [*says("some"), Unavailable("all decode nodes are gone")]
+            if generation.sampling.choice == 1
+            else [*says("a"), Wait(never)]
+        )
 
     dispatcher.script = script
     with pytest.raises(openai.InternalServerError, match="all decode nodes are gone") as caught:
@@ -209,16 +240,29 @@ async def test_chat_logprobs_have_openai_s_shape(client: AsyncOpenAI, dispatcher
 async def test_streamed_chat_logprobs_join_to_those_of_the_whole_reply(client: AsyncOpenAI) -> None:
     whole = await client.chat.completions.create(model=MODEL, messages=USER, logprobs=True)
     stream = await client.chat.completions.create(model=MODEL, messages=USER, logprobs=True, stream=True)
-    joined = [entry async for chunk in stream if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content or []]
+    joined = [
+        entry
+        async for chunk in stream
+        if chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content or []
+    ]
     assert whole.choices[0].logprobs is not None
     assert joined == whole.choices[0].logprobs.content
     assert all(entry.top_logprobs == [] for entry in joined)
 
 
-async def test_completion_logprobs_have_offsets_into_the_text(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+async def test_completion_logprobs_have_offsets_into_the_text(
+    client: AsyncOpenAI, dispatcher: ScriptedDispatcher
+) -> None:
     reply = await client.completions.create(model=MODEL, prompt="x", logprobs=3)
     logprobs, text = reply.choices[0].logprobs, reply.choices[0].text
-    assert logprobs is not None and logprobs.tokens and logprobs.text_offset and logprobs.top_logprobs and logprobs.token_logprobs
+    assert (
+        logprobs is not None
+        and logprobs.tokens
+        and logprobs.text_offset
+        and logprobs.top_logprobs
+        and logprobs.token_logprobs
+    )
     for token, offset in zip(logprobs.tokens[:-1], logprobs.text_offset[:-1], strict=True):
         assert text[offset : offset + len(token)] == token
     assert logprobs.text_offset[-1] == len(text)
@@ -226,7 +270,9 @@ async def test_completion_logprobs_have_offsets_into_the_text(client: AsyncOpenA
     assert logprobs.token_logprobs == [-0.5] * len(logprobs.tokens)
 
 
-async def test_parts_of_a_character_are_named_by_their_bytes(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+async def test_parts_of_a_character_are_named_by_their_bytes(
+    client: AsyncOpenAI, dispatcher: ScriptedDispatcher
+) -> None:
     dispatcher.script = lambda _: says("🙂", "length")
     reply = await client.completions.create(model=MODEL, prompt="x", logprobs=0)
     logprobs = reply.choices[0].logprobs
@@ -237,7 +283,9 @@ async def test_parts_of_a_character_are_named_by_their_bytes(client: AsyncOpenAI
 
 async def test_echo_repeats_the_prompt_and_its_logprobs(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
     reply = await client.completions.create(model=MODEL, prompt="quick brown", echo=True, logprobs=1, max_tokens=4)
-    assert reply.choices[0].text == "quick brown" + TEXT.decode([step.ids[0] for step in says("hello world")[:4] if isinstance(step, Tokens)])
+    assert reply.choices[0].text == "quick brown" + TEXT.decode(
+        [step.ids[0] for step in says("hello world")[:4] if isinstance(step, Tokens)]
+    )
     prompt = dispatcher.started[0].token_ids
     assert dispatcher.started[0].sampling.prompt_logprobs == 1
     logprobs = reply.choices[0].logprobs
@@ -262,14 +310,20 @@ async def test_several_prompts_make_choices_in_their_order(client: AsyncOpenAI, 
 
 
 @pytest.mark.parametrize("prompt", [[10, 11, 12], [[10, 11, 12]]])
-async def test_token_ids_are_taken_as_they_are(client: AsyncOpenAI, dispatcher: ScriptedDispatcher, prompt: list[int]) -> None:
+async def test_token_ids_are_taken_as_they_are(
+    client: AsyncOpenAI, dispatcher: ScriptedDispatcher, prompt: list[int]
+) -> None:
     await client.completions.create(model=MODEL, prompt=prompt)
     assert list(dispatcher.started[0].token_ids) == [10, 11, 12]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_return_token_ids_gives_the_prompt_s_and_the_output_s(client: AsyncOpenAI, dispatcher: ScriptedDispatcher, stream: bool) -> None:
-    reply = await client.chat.completions.create(model=MODEL, messages=USER, stream=stream, extra_body={"return_token_ids": True})
+async def test_return_token_ids_gives_the_prompt_s_and_the_output_s(
+    client: AsyncOpenAI, dispatcher: ScriptedDispatcher, stream: bool
+) -> None:
+    reply = await client.chat.completions.create(
+        model=MODEL, messages=USER, stream=stream, extra_body={"return_token_ids": True}
+    )
     choices = [chunk.choices[0] async for chunk in reply] if stream else [reply.choices[0]]
     extras = [choice.model_extra or {} for choice in choices]
     sent = [step.ids[0] for step in says("hello world") if isinstance(step, Tokens)]
@@ -278,7 +332,9 @@ async def test_return_token_ids_gives_the_prompt_s_and_the_output_s(client: Asyn
     assert prompts == [list(dispatcher.started[0].token_ids)]
 
 
-async def test_an_error_before_the_first_byte_has_its_status_and_says_when_to_retry(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+async def test_an_error_before_the_first_byte_has_its_status_and_says_when_to_retry(
+    client: AsyncOpenAI, dispatcher: ScriptedDispatcher
+) -> None:
     dispatcher.script = lambda _: [Overloaded("every node is full", retry_after_s=2.5)]
     with pytest.raises(openai.RateLimitError, match="every node is full") as caught:
         await client.chat.completions.create(model=MODEL, messages=USER, stream=True)
@@ -286,7 +342,9 @@ async def test_an_error_before_the_first_byte_has_its_status_and_says_when_to_re
     assert caught.value.code == "overloaded"
 
 
-async def test_an_error_after_the_first_byte_is_raised_by_the_client(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+async def test_an_error_after_the_first_byte_is_raised_by_the_client(
+    client: AsyncOpenAI, dispatcher: ScriptedDispatcher
+) -> None:
     dispatcher.script = lambda _: [*says("some text", "length"), Unavailable("no decode node is left")]
     stream = await client.chat.completions.create(model=MODEL, messages=USER, stream=True)
     seen = ""
@@ -313,17 +371,25 @@ async def test_a_local_route_has_no_prefill_header(client: AsyncOpenAI, dispatch
 
 async def test_fields_without_effect_are_accepted(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
     reply = await client.chat.completions.create(
-        model=MODEL, messages=USER, user="u", metadata={"k": "v"}, store=True, service_tier="auto", frequency_penalty=0, logit_bias={},
-        tools=[], response_format={"type": "text"}, modalities=["text"], parallel_tool_calls=True, top_p=1, presence_penalty=0.0,
+        model=MODEL, messages=USER, user="u", metadata={"k": "v"}, store=True, service_tier="auto",
+        frequency_penalty=0, logit_bias={},
+        tools=[], response_format={"type": "text"}, modalities=["text"], parallel_tool_calls=True, top_p=1,
+        presence_penalty=0.0,
     )  # fmt: skip
     assert reply.choices[0].message.content == "hello world"
     assert dispatcher.started[0].sampling.top_p is None
 
 
-async def test_a_history_with_parts_and_tool_calls_reaches_the_template(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+async def test_a_history_with_parts_and_tool_calls_reaches_the_template(
+    client: AsyncOpenAI, dispatcher: ScriptedDispatcher
+) -> None:
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
-        {"role": "assistant", "content": "calling", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+        {
+            "role": "assistant",
+            "content": "calling",
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+        },
         {"role": "tool", "content": "42", "tool_call_id": "1"},
     ]
     await client.chat.completions.create(model=MODEL, messages=messages)
@@ -337,25 +403,49 @@ async def test_ignore_eos_and_min_tokens_reach_the_nodes(client: AsyncOpenAI, di
     body = {"ignore_eos": True, "min_tokens": 2, "top_k": 5, "min_p": 0.1, "skip_special_tokens": False}
     reply = await client.completions.create(model=MODEL, prompt="x", max_tokens=20, top_p=0.9, extra_body=body)
     sampling = dispatcher.started[0].sampling
-    assert (sampling.ignore_eos, sampling.min_tokens, sampling.top_k, sampling.min_p, sampling.top_p) == (True, 2, 5, 0.1, 0.9)
+    assert (sampling.ignore_eos, sampling.min_tokens, sampling.top_k, sampling.min_p, sampling.top_p) == (
+        True,
+        2,
+        5,
+        0.1,
+        0.9,
+    )
     assert reply.choices[0].text == "<|eos|>on"
 
 
-async def test_sampling_fields_reach_the_nodes_beyond_openai_s_in_extra_body(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
-    extra = {"repetition_penalty": 1.2, "min_tokens": 2, "top_k": 30, "min_p": 0.05, "stop_token_ids": [9], "ignore_eos": True, "bad_words": ["it"]}
+async def test_sampling_fields_reach_the_nodes_beyond_openai_s_in_extra_body(
+    client: AsyncOpenAI, dispatcher: ScriptedDispatcher
+) -> None:
+    extra = {
+        "repetition_penalty": 1.2,
+        "min_tokens": 2,
+        "top_k": 30,
+        "min_p": 0.05,
+        "stop_token_ids": [9],
+        "ignore_eos": True,
+        "bad_words": ["it"],
+    }
     fields = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {"7": 5, "8": -100}, "seed": 3}
     await client.chat.completions.create(model=MODEL, messages=USER, **fields, extra_body=extra)
     await client.completions.create(model=MODEL, prompt="hi", **fields, extra_body=extra)
     for generation in dispatcher.started:
         sampling = generation.sampling
-        assert (sampling.seed, sampling.min_tokens, sampling.top_k, sampling.min_p, sampling.stop_token_ids) == (3, 2, 30, 0.05, (9,))
+        assert (sampling.seed, sampling.min_tokens, sampling.top_k, sampling.min_p, sampling.stop_token_ids) == (
+            3,
+            2,
+            30,
+            0.05,
+            (9,),
+        )
         assert sampling.ignore_eos and sampling.shaping is not None
         assert (sampling.shaping.repetition, sampling.shaping.presence, sampling.shaping.frequency) == (1.2, 0.5, -0.5)
         assert sampling.shaping.biases == ((7, 5.0), (8, -100.0))
         assert tuple(TEXT.encode("it", add_special_tokens=False)) in sampling.shaping.bad_words
 
 
-async def test_prompt_logprobs_come_by_token_id_once_for_all_choices(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+async def test_prompt_logprobs_come_by_token_id_once_for_all_choices(
+    client: AsyncOpenAI, dispatcher: ScriptedDispatcher
+) -> None:
     prompt = TEXT.encode("hi there", add_special_tokens=False)
     reply = await client.completions.create(model=MODEL, prompt=list(prompt), n=2, extra_body={"prompt_logprobs": 2})
     for choice in reply.choices:
@@ -365,11 +455,15 @@ async def test_prompt_logprobs_come_by_token_id_once_for_all_choices(client: Asy
         for token_id, entry in zip(prompt[1:], others, strict=True):
             assert set(entry[str(token_id)]) == {"logprob", "rank", "decoded_token"} and len(entry) in (2, 3)
     chat = await client.chat.completions.create(model=MODEL, messages=USER, extra_body={"prompt_logprobs": 0})
-    assert chat.model_extra is not None and len(chat.model_extra["prompt_logprobs"]) == len(dispatcher.started[-1].token_ids)
+    assert chat.model_extra is not None and len(chat.model_extra["prompt_logprobs"]) == len(
+        dispatcher.started[-1].token_ids
+    )
     assert [generation.sampling.prompt_logprobs for generation in dispatcher.started] == [2, None, 0]
 
 
-async def test_more_than_twenty_alternatives_may_be_asked_for(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
+async def test_more_than_twenty_alternatives_may_be_asked_for(
+    client: AsyncOpenAI, dispatcher: ScriptedDispatcher
+) -> None:
     reply = await client.chat.completions.create(model=MODEL, messages=USER, logprobs=True, top_logprobs=100)
     assert reply.choices[0].logprobs is not None and reply.choices[0].logprobs.content is not None
     assert all(len(entry.top_logprobs) == 100 for entry in reply.choices[0].logprobs.content)

@@ -73,7 +73,11 @@ async def test_the_head_goes_with_the_first_part() -> None:
     _, wire, _ = opened()
     assert wire.writes == []
     await turn()
-    assert len(wire.writes) == 1 and wire.writes[0].startswith(b"HTTP/1.1 200") and wire.writes[0].endswith(b"5\r\nfirst\r\n")
+    assert (
+        len(wire.writes) == 1
+        and wire.writes[0].startswith(b"HTTP/1.1 200")
+        and wire.writes[0].endswith(b"5\r\nfirst\r\n")
+    )
 
 
 async def test_parts_of_one_turn_are_one_write_and_those_of_the_next_another() -> None:

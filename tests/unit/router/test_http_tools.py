@@ -94,13 +94,22 @@ async def test_a_call_that_must_come_is_asked_for_by_a_grammar(client, dispatche
     form = json.loads(dispatcher.started[0].sampling.grammar.source)
     thought, calls = form["elements"][0]["elements"][0], form["elements"][1]
     assert (thought["begin"], thought["end"]) == ("<think>", "</think>"), "a model that thinks may do so first"
-    assert [tag["begin"] for tag in calls["tags"]] == [f'<tool_call>\n{{"name": "{name}", "arguments": ' for name in names]
+    assert [tag["begin"] for tag in calls["tags"]] == [
+        f'<tool_call>\n{{"name": "{name}", "arguments": ' for name in names
+    ]
     assert calls["stop_after_first"] is once and calls["at_least_one"] is True
 
 
 def strict(names: set[str], parameters: dict = PARAMETERS) -> list[dict]:
     return [
-        {"type": "function", "function": {"name": tool["function"]["name"], "parameters": parameters, "strict": tool["function"]["name"] in names}}
+        {
+            "type": "function",
+            "function": {
+                "name": tool["function"]["name"],
+                "parameters": parameters,
+                "strict": tool["function"]["name"] in names,
+            },
+        }
         for tool in TOOLS
     ]
 
@@ -109,7 +118,9 @@ def strict(names: set[str], parameters: dict = PARAMETERS) -> list[dict]:
 async def test_a_strict_tool_that_may_be_called_has_a_grammar_and_text_stays_free(client, dispatcher, choice):
     dispatcher.script = lambda _: says(CALLS)
     chosen = {} if choice is None else {"tool_choice": choice}
-    reply = await client.chat.completions.create(model=MODEL, messages=USER, tools=strict({"add"}), parallel_tool_calls=False, **chosen)
+    reply = await client.chat.completions.create(
+        model=MODEL, messages=USER, tools=strict({"add"}), parallel_tool_calls=False, **chosen
+    )
     form = json.loads(dispatcher.started[0].sampling.grammar.source)
     calls = form["elements"][1]
     assert (calls["type"], calls["triggers"], calls["stop_after_first"]) == ("triggered_tags", ["<tool_call>"], True)
@@ -195,7 +206,12 @@ async def said(client: AsyncOpenAI, *, stream: bool, **fields: object) -> tuple[
     if not stream:
         choice = (await client.chat.completions.create(**asked)).choices[0]
         thoughts = choice.message.model_extra.get("reasoning_content", "")
-        return thoughts, choice.message.content or "", [call.function.name for call in choice.message.tool_calls or ()], choice.finish_reason
+        return (
+            thoughts,
+            choice.message.content or "",
+            [call.function.name for call in choice.message.tool_calls or ()],
+            choice.finish_reason,
+        )
     deltas = [chunk.choices[0] async for chunk in await client.chat.completions.create(**asked, stream=True)]
     thoughts = "".join(delta.delta.model_extra.get("reasoning_content", "") for delta in deltas)
     names = [call.function.name for delta in deltas for call in delta.delta.tool_calls or () if call.id]
@@ -206,7 +222,11 @@ async def said(client: AsyncOpenAI, *, stream: bool, **fields: object) -> tuple[
 @pytest.mark.parametrize(
     ("script", "stop", "expected"),
     [
-        (CALLS, ["</tool_call>\n<", "_call", "name", "Rome", "{", "weather"], ("", "Well.", ["get_weather", "add"], "tool_calls")),
+        (
+            CALLS,
+            ["</tool_call>\n<", "_call", "name", "Rome", "{", "weather"],
+            ("", "Well.", ["get_weather", "add"], "tool_calls"),
+        ),
         (CALLS, ["ell"], ("", "W", [], "stop")),
         (CALLS + " So now.", ["now"], ("", "Well. So ", ["get_weather", "add"], "tool_calls")),
         (CALLS + " Some", ["So now"], ("", "Well. Some", ["get_weather", "add"], "tool_calls")),
@@ -223,7 +243,9 @@ async def test_a_stop_string_is_looked_for_in_the_answers_text_only(client, disp
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 async def test_a_stop_string_ends_no_call_that_must_come(client, dispatcher, stream, choice):
-    dispatcher.script = lambda _: says('<tool_call>\n{"name": "get_weather", "arguments": {"city": "now"}}\n</tool_call>')
+    dispatcher.script = lambda _: says(
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "now"}}\n</tool_call>'
+    )
     found = await said(client, stream=stream, stop=["now", "tool"], tool_choice=choice)
     assert found == ("", "", ["get_weather"], "tool_calls")
 
@@ -251,7 +273,11 @@ async def test_markup_that_the_end_of_the_tokens_cut_is_no_text(client, dispatch
 
 async def test_a_history_of_calls_is_shown_to_the_template(client, dispatcher):
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    messages = [*USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c1", "content": "2"}]
+    messages = [
+        *USER,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
     await client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)
     prompt = SPEAKING.decode(dispatcher.started[0].token_ids, skip_special_tokens=False)
     assert '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' in prompt and "tool\n2" in prompt
@@ -263,8 +289,20 @@ async def test_a_history_of_calls_is_shown_to_the_template(client, dispatcher):
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "contradict"),
         ({"tool_choice": "required", "extra_body": {"ignore_eos": True}}, "ignore_eos"),
         ({"tools": strict({"add"}), "extra_body": {"ignore_eos": True}}, "ignore_eos"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}], "tool_choice": "required"}, "an object"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}], "tool_choice": "required"}, "cannot enforce"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
+                "tool_choice": "required",
+            },
+            "an object",
+        ),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+                "tool_choice": "required",
+            },
+            "cannot enforce",
+        ),
     ],
 )
 async def test_what_can_not_be_forced_is_refused(client, dispatcher, fields, words):

@@ -1,4 +1,5 @@
-"""PrefixIndex under random histories of nodes, beside a dict of sets; and ExpectedBlocks beside the chains it was told."""
+"""PrefixIndex under random histories of nodes, beside a dict of sets; and ExpectedBlocks beside the chains it was
+told."""
 
 from __future__ import annotations
 
@@ -51,7 +52,12 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         self.texts: dict[bytes, list[int]] = {}
         self.patch = MonkeyPatch()
 
-    @initialize(first_slots=st.sampled_from([4, 16, 64]), swept=st.integers(0, 3), moved=st.integers(1, 80), few=st.sampled_from([0, 8, 48]))
+    @initialize(
+        first_slots=st.sampled_from([4, 16, 64]),
+        swept=st.integers(0, 3),
+        moved=st.integers(1, 80),
+        few=st.sampled_from([0, 8, 48]),
+    )
     def start(self, first_slots: int, swept: int, moved: int, few: int) -> None:
         """Small enough that tables move and sweeps last over many changes."""
         self.patch.setattr(index_module, "FEW_BLOCKS", few)
@@ -119,7 +125,10 @@ TestPrefixIndex.settings = settings(max_examples=60, stateful_step_count=25, dea
 
 @settings(max_examples=60, deadline=None)
 @given(
-    told=st.lists(st.tuples(st.sampled_from(NODES[:3]), st.lists(st.integers(0, 1), min_size=1, max_size=120), st.integers(1, 6)), max_size=8),
+    told=st.lists(
+        st.tuples(st.sampled_from(NODES[:3]), st.lists(st.integers(0, 1), min_size=1, max_size=120), st.integers(1, 6)),
+        max_size=8,
+    ),
     ended=st.lists(st.integers(0, 7)),
     asked=st.lists(st.integers(0, 1), min_size=1, max_size=140),
     now=st.integers(0, 6),
@@ -167,7 +176,8 @@ DEED = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(
-    deeds=st.lists(st.tuples(DEED, st.integers(1, 3)), max_size=20), waits=st.lists(st.integers(0, 2), min_size=20, max_size=20),
+    deeds=st.lists(st.tuples(DEED, st.integers(1, 3)), max_size=20), waits=st.lists(st.integers(0, 2), min_size=20,
+    max_size=20),
     most=st.sampled_from([20, 1 << 18]),
 )  # fmt: skip
 def test_what_is_expected_again_is_what_ends_and_is_expected_anew(
@@ -214,7 +224,9 @@ def test_what_is_withdrawn_leaves_what_others_share(deeds: list[tuple[bool, str,
 
 def num_common(one: bytes, other: bytes) -> int:
     pairs = zip(split(one), split(other), strict=False)
-    return next((place for place, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(one), len(other)) // HASH_BYTES)
+    return next(
+        (place for place, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(one), len(other)) // HASH_BYTES
+    )
 
 
 def test_withdrawing_many_that_share_a_start_enters_nothing_anew() -> None:
@@ -240,7 +252,11 @@ def test_what_is_expected_again_and_again_has_one_end() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(text=st.lists(st.integers(0, 1), min_size=1, max_size=300), shared=st.integers(0, 300), tail=st.lists(st.just(7), max_size=50))
+@given(
+    text=st.lists(st.integers(0, 1), min_size=1, max_size=300),
+    shared=st.integers(0, 300),
+    tail=st.lists(st.just(7), max_size=50),
+)
 def test_a_single_expectation_is_found_exactly(text: list[int], shared: int, tail: list[int]) -> None:
     expected = ExpectedBlocks()
     expected.add("a", chain(text), 10.0)

@@ -1,4 +1,5 @@
-"""Which models a router serves: text files come from nodes; faults of a node are tried again, those of the files are told and not tried for ever."""
+"""Which models a router serves: text files come from nodes; faults of a node are tried again, those of the files are
+told and not tried for ever."""
 
 from __future__ import annotations
 

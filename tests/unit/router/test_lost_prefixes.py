@@ -1,5 +1,5 @@
-"""The share that is lost: nothing while nodes keep what prompts ask for again, little after one prefix, and it follows what comes within some hundred
-prompts."""
+"""The share that is lost: nothing while nodes keep what prompts ask for again, little after one prefix, and it follows
+what comes within some hundred prompts."""
 
 from __future__ import annotations
 

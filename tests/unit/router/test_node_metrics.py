@@ -45,6 +45,12 @@ def test_fitted_costs_and_their_error_bars_are_told_of_each_half() -> None:
 
     assert (value("cost_samples", half="prefill"), value("cost_samples", half="decode")) == (90, 7)
     assert (value("cost_spread_ratio", half="prefill"), value("cost_doubt_ratio", half="prefill")) == (0.25, 0.05)
-    seconds, error = value("predicted_seconds", half="prefill", figure="value"), value("predicted_seconds", half="prefill", figure="error")
+    seconds, error = (
+        value("predicted_seconds", half="prefill", figure="value"),
+        value("predicted_seconds", half="prefill", figure="error"),
+    )
     assert (seconds, error) == (prefill.seconds(512), prefill.error_s(512))
-    assert registry.get_sample_value("pdcluster_node_cost_samples", {"node": "d0", "role": "decode", "half": "prefill"}) is None
+    assert (
+        registry.get_sample_value("pdcluster_node_cost_samples", {"node": "d0", "role": "decode", "half": "prefill"})
+        is None
+    )

@@ -30,7 +30,9 @@ def test_all_choices_of_a_cancelled_request_end_with_the_operators_reason() -> N
     for name in ("abc-0", "abc-1", "abd-0"):
         open_one(requests, name, ended)
     assert requests.cancel("abc", "too long") == 2 and requests.cancel("abe", "too long") == 0
-    assert [str(error) for error in ended] == [f"request abc-{n} was cancelled by an operator: too long" for n in (0, 1)]
+    assert [str(error) for error in ended] == [
+        f"request abc-{n} was cancelled by an operator: too long" for n in (0, 1)
+    ]
 
 
 async def test_events_are_numbered_bounded_and_followed() -> None:

@@ -25,11 +25,17 @@ def test_a_refusal_without_retry_after_misses_the_goal() -> None:
     whole = {row.metric: row for row in refusals([served(0.5), refused(), refused()])}
     assert whole["refused with 429 and Retry-After"].holds is True
     lacking = {row.metric: row for row in refusals([served(0.5), refused(), refused(has_retry_after=False)])}
-    assert lacking["refused with 429 and Retry-After"].holds is False and lacking["refused with 429 and Retry-After"].ratio == 0.5
+    assert (
+        lacking["refused with 429 and Retry-After"].holds is False
+        and lacking["refused with 429 and Retry-After"].ratio == 0.5
+    )
 
 
 def test_late_ones_and_slow_refusals_are_told_beside_the_level() -> None:
-    rows = {row.metric: row for row in refusals([served(0.5, slo_s=2.0), served(2.5, slo_s=2.0), refused(0.02), refused(0.3)])}
+    rows = {
+        row.metric: row
+        for row in refusals([served(0.5, slo_s=2.0), served(2.5, slo_s=2.0), refused(0.02), refused(0.3)])
+    }
     assert rows["accepted and late"].value == 1.0
     assert rows["TTFT of accepted requests, p99"].against_value == 2.0
     assert rows["time to a refusal, the longest"].holds is False

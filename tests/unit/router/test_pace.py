@@ -37,7 +37,8 @@ def _cost(times: float, samples: int) -> NodeCost:
 
 
 def test_who_claims_most_steps_does_not_say_alone_what_is_typical() -> None:
-    """The largest claim was believed, however large: one node that lies, or counts wrongly, priced all nodes that know little of themselves."""
+    """The largest claim was believed, however large: one node that lies, or counts wrongly, priced all nodes that know
+    little of themselves."""
     honest = [_cost(times, 100 + round(10 * times)) for times in (0.9, 1.0, 1.1)]
     for liar in (_cost(0.001, 1 << 60), _cost(1000.0, 1 << 60)):
         found = typical_cost([*honest, liar])
@@ -55,4 +56,6 @@ def test_nothing_is_typical_before_somebody_ran_steps_of_both_kinds() -> None:
     few = _cost(1.0, MIN_SAMPLES - 1)
     assert typical_cost([]) is None
     assert typical_cost([NodeCost(COST.prefill, few.decode), few]) is None
-    assert typical_cost([NodeCost(COST.prefill, few.decode), NodeCost(few.prefill, COST.decode)]) == COST, "each half from who knows it"
+    assert typical_cost([NodeCost(COST.prefill, few.decode), NodeCost(few.prefill, COST.decode)]) == COST, (
+        "each half from who knows it"
+    )

@@ -1,4 +1,5 @@
-"""What is on its way to nodes and not in their reports yet: counted once, taken away once, whatever the order of reports and endings."""
+"""What is on its way to nodes and not in their reports yet: counted once, taken away once, whatever the order of
+reports and endings."""
 
 from __future__ import annotations
 
@@ -69,9 +70,13 @@ class PendingMachine(RuleBasedStateMachine):
     def what_is_uncounted_is_pending(self) -> None:
         self.pending.check_integrity()
         for node in ("a", "b"):
-            open_ones = [tokens for (where, _), (_, tokens, counted) in self.model.items() if where == node and not counted]
+            open_ones = [
+                tokens for (where, _), (_, tokens, counted) in self.model.items() if where == node and not counted
+            ]
             total, count = sum(open_ones), len(open_ones)
-            assert self.pending.of(node) == (Pending(count, total, 2 * total, count, total) if count else NOTHING_PENDING)
+            assert self.pending.of(node) == (
+                Pending(count, total, 2 * total, count, total) if count else NOTHING_PENDING
+            )
             for request in ("r1", "r2", "r3", "r4"):
                 assert (self.pending.find(node, request, 0) is not None) == ((node, request) in self.model)
 

@@ -1,4 +1,5 @@
-"""A choice that goes at once is the one that the policy, the gate and `explain` come to when they are asked one after the other; compiled and not."""
+"""A choice that goes at once is the one that the policy, the gate and `explain` come to when they are asked one after
+the other; compiled and not."""
 
 from __future__ import annotations
 
@@ -43,9 +44,18 @@ HEADROOM, POLICY = Headroom(), Seconds()
 
 def placed_of(query: Query, cluster: ClusterView) -> Placed | None:
     """By the numbers. Hash blocks are of one token."""
-    held, numbers = query.cached if query.held is None else query.held, asked_of(query, POLICY._own)[: -len(POLICY._own)]
-    expected, usual = {node: tokens for node, tokens in query.cached.items() if tokens > held.get(node, 0)}, round(query.usual_tokens)
-    return POLICY.place(Asked(query.num_tokens, numbers, held, expected, 1, query.force, query.fallback, usual, HEADROOM.backlog_s), cluster)
+    held, numbers = (
+        query.cached if query.held is None else query.held,
+        asked_of(query, POLICY._own)[: -len(POLICY._own)],
+    )
+    expected, usual = (
+        {node: tokens for node, tokens in query.cached.items() if tokens > held.get(node, 0)},
+        round(query.usual_tokens),
+    )
+    return POLICY.place(
+        Asked(query.num_tokens, numbers, held, expected, 1, query.force, query.fallback, usual, HEADROOM.backlog_s),
+        cluster,
+    )
 
 
 def decided(query: Query, cluster: ClusterView) -> Decision | None:
@@ -69,7 +79,8 @@ def told(record: Record, explained: Explainer, *, has_token: bool) -> object:
 
 @st.composite
 def measured(draw: st.DrawFn) -> ClusterView:
-    """Clusters whose nodes mostly know what steps cost there, with their error bars; some of the load is this router's."""
+    """Clusters whose nodes mostly know what steps cost there, with their error bars; some of the load is this
+    router's."""
     nodes = []
     for node in draw(clusters()).nodes:
         cost = node.cost if draw(st.integers(0, 7)) == 0 else COST
@@ -90,7 +101,9 @@ def measured(draw: st.DrawFn) -> ClusterView:
 @given(
     cluster=measured(),
     query=queries(),
-    expected=st.dictionaries(st.sampled_from([f"n{index}-boot" for index in range(6)]), st.integers(0, 5000), max_size=2),
+    expected=st.dictionaries(
+        st.sampled_from([f"n{index}-boot" for index in range(6)]), st.integers(0, 5000), max_size=2
+    ),
     has_token=st.booleans(),
     mode=st.sampled_from(["always", "always", "chosen", "never"]),
 )
@@ -98,8 +111,13 @@ def test_what_goes_at_once_goes_where_all_who_are_asked_send_it_and_is_told_the_
     cluster: ClusterView, query: Query, expected: dict[str, int], has_token: bool, mode: PullMode
 ) -> None:
     held = {node: min(tokens, query.num_tokens) for node, tokens in query.cached.items()}
-    cached = {**held, **{node: min(tokens, query.num_tokens) for node, tokens in expected.items() if tokens > held.get(node, 0)}}
-    query = replace(query, cached=cached, held=None if cached == held else held, excluded=frozenset(), busy=frozenset(), num_held=0)
+    cached = {
+        **held,
+        **{node: min(tokens, query.num_tokens) for node, tokens in expected.items() if tokens > held.get(node, 0)},
+    }
+    query = replace(
+        query, cached=cached, held=None if cached == held else held, excluded=frozenset(), busy=frozenset(), num_held=0
+    )
     try:
         placed = placed_of(query, cluster)
     except Unavailable as error:
@@ -112,8 +130,15 @@ def test_what_goes_at_once_goes_where_all_who_are_asked_send_it_and_is_told_the_
     decision = decided(query, cluster)
     assert decision is not None
     choice, mine, first = decision.choice, placed.choice(), decision.choice.first
-    assert (mine.mode, mine.predicted, mine.policy, mine.pull) == (choice.mode, choice.predicted, choice.policy, choice.pull)
-    assert [node and node.endpoint for node in (mine.prefill, mine.decode)] == [node and node.endpoint for node in (choice.prefill, choice.decode)]
+    assert (mine.mode, mine.predicted, mine.policy, mine.pull) == (
+        choice.mode,
+        choice.predicted,
+        choice.policy,
+        choice.pull,
+    )
+    assert [node and node.endpoint for node in (mine.prefill, mine.decode)] == [
+        node and node.endpoint for node in (choice.prefill, choice.decode)
+    ]
     assert mine.decode.has_slack == choice.decode.has_slack
     rule = PullRule(mode)
     if rule.leaves(placed.most_held, placed.cached_tokens, mine.first):
@@ -155,7 +180,10 @@ def test_the_short_way_is_taken_where_it_is_meant_to_be(nodes: Sequence[NodeView
     placed = placed_of(query, view(*nodes))
     assert (placed is not None) is goes
     if placed is not None:
-        assert len(Brief(0.0, 0.0, "seconds", 100, placed.told, placed.names, 0.0, -1, 0.0).decided().candidates) <= 3 * MAX_CANDIDATES
+        assert (
+            len(Brief(0.0, 0.0, "seconds", 100, placed.told, placed.names, 0.0, -1, 0.0).decided().candidates)
+            <= 3 * MAX_CANDIDATES
+        )
 
 
 @pytest.mark.usefixtures("way")
@@ -207,7 +235,9 @@ def test_kept_requests_that_went_at_once_are_bounded_by_their_bytes() -> None:
     placed = placed_of(Query(100), view(*PAIR))
     assert placed is not None
     size = BRIEF_BYTES + len(placed.told)
-    explained = Explainer(HEADROOM, ExplainMetrics(CollectorRegistry()), lambda: 1.0, Kept(requests=100, size_bytes=3 * size))
+    explained = Explainer(
+        HEADROOM, ExplainMetrics(CollectorRegistry()), lambda: 1.0, Kept(requests=100, size_bytes=3 * size)
+    )
     for number in range(5):
         record = explained.open(f"r{number}", Standing("", 0), 10.0)
         record.placed(placed, b"", 11.0, 12.0)

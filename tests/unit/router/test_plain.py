@@ -1,4 +1,5 @@
-"""A plain request's short way: whatever happens to it, clients, nodes, operators and books see what they would have seen of the general one."""
+"""A plain request's short way: whatever happens to it, clients, nodes, operators and books see what they would have
+seen of the general one."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def scripts(draw: st.DrawFn) -> tuple[str, Steps]:
 
 @given(scripts(), FIELDS, st.sampled_from([(), (), (), ("d0",), ("p0",), ("m0",), ("m0", "p0", "d1")]))
 @settings(deadline=None, max_examples=150)
-def test_both_ways_are_the_same_to_everybody(script: tuple[str, Steps], fields: dict[str, object], deaf: tuple[str, ...]) -> None:
+def test_both_ways_are_the_same_to_everybody(
+    script: tuple[str, Steps], fields: dict[str, object], deaf: tuple[str, ...]
+) -> None:
     nodes, steps = script
     general, short = (told(is_plain, nodes, steps, fields, deaf=deaf) for is_plain in (False, True))
     for ours, theirs in zip(short, general, strict=True):
@@ -40,7 +43,12 @@ def test_both_ways_are_the_same_to_everybody(script: tuple[str, Steps], fields: 
 @pytest.mark.parametrize("what", HAPPENS)
 @pytest.mark.parametrize(
     ("nodes", "usual", "fields"),
-    [("one node", LOCAL, {}), ("a pair", REMOTE, {"stream": True}), ("a pair", LATE, {}), ("a pair", LATE, {"stream": True})],
+    [
+        ("one node", LOCAL, {}),
+        ("a pair", REMOTE, {"stream": True}),
+        ("a pair", LATE, {}),
+        ("a pair", LATE, {"stream": True}),
+    ],
     ids=["local", "remote", "late", "late stream"],
 )
 def test_whatever_happens_whenever_it_happens(nodes: str, usual: Steps, fields: dict[str, object], what: str) -> None:
@@ -83,7 +91,9 @@ def test_a_node_that_takes_no_more_frames_is_passed_over_at_once(nodes: str, dea
     assert short == general
 
 
-@pytest.mark.parametrize(("nodes", "node", "kind"), [("one node", "m0", m.Prefill), ("a pair", "p0", m.Prefill), ("a pair", "d0", m.Reserve)])
+@pytest.mark.parametrize(
+    ("nodes", "node", "kind"), [("one node", "m0", m.Prefill), ("a pair", "p0", m.Prefill), ("a pair", "d0", m.Reserve)]
+)
 async def test_no_leg_is_left_when_sending_fails_by_a_bug(nodes: str, node: str, kind: type) -> None:
     def break_down(message: m.Message, answer: object) -> None:
         if isinstance(message, kind):
@@ -132,8 +142,12 @@ async def test_an_answer_comes_before_its_books_are_closed_and_they_are_whatever
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize("setting", [Setting(policy="seconds", ttft_s=0.26), Setting(policy="seconds", hold_count=0)], ids=["slo", "hold"])
-async def test_the_next_request_of_a_line_is_judged_without_the_one_before_it(setting: Setting, is_stream: bool) -> None:
+@pytest.mark.parametrize(
+    "setting", [Setting(policy="seconds", ttft_s=0.26), Setting(policy="seconds", hold_count=0)], ids=["slo", "hold"]
+)
+async def test_the_next_request_of_a_line_is_judged_without_the_one_before_it(
+    setting: Setting, is_stream: bool
+) -> None:
     """Its client sent both at once, and the node has nothing else to do."""
     seen = []
     for is_plain in (False, True):
@@ -157,23 +171,34 @@ async def test_the_next_request_of_a_line_is_judged_without_the_one_before_it(se
 
 def stay_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdcluster_router.request.plain.general.become", lambda plain: pytest.fail("it became general"))
-    monkeypatch.setattr("pdcluster_router.request.dispatcher.Dispatch.start", lambda *words: pytest.fail("it went the general way from the start"))
-    monkeypatch.setattr("pdcluster_router.frontend.app.prepare_completion", lambda *words: pytest.fail("it was prepared in the general way"))
+    monkeypatch.setattr(
+        "pdcluster_router.request.dispatcher.Dispatch.start",
+        lambda *words: pytest.fail("it went the general way from the start"),
+    )
+    monkeypatch.setattr(
+        "pdcluster_router.frontend.app.prepare_completion",
+        lambda *words: pytest.fail("it was prepared in the general way"),
+    )
 
 
 def text_of(num_tokens: int) -> str:
-    return next("a" * size for size in range(1000) if len(TEXT.encode("a" * size, add_special_tokens=True)) == num_tokens)
+    return next(
+        "a" * size for size in range(1000) if len(TEXT.encode("a" * size, add_special_tokens=True)) == num_tokens
+    )
 
 
 JUST: list[dict[str, object]] = [
-    {"prompt": [5] * 255}, {"prompt": text_of(255)}, {"prompt": PROMPT, "max_tokens": 246}, {"prompt": PROMPT, "min_tokens": 6, "max_tokens": 6},
+    {"prompt": [5] * 255}, {"prompt": text_of(255)}, {"prompt": PROMPT, "max_tokens": 246}, {"prompt": PROMPT,
+    "min_tokens": 6, "max_tokens": 6},
     {"prompt": [VOCAB - 1]}, {"prompt": PROMPT},
 ]  # fmt: skip
 """As much as there may be."""
 
 
 @pytest.mark.parametrize("fields", JUST, ids=range(len(JUST)))
-async def test_what_just_fits_goes_the_short_way_to_its_end(fields: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_just_fits_goes_the_short_way_to_its_end(
+    fields: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     general = await play(False, "one node", LOCAL, fields)
     stay_short(monkeypatch)
     short = await play(True, "one node", LOCAL, fields)
@@ -189,7 +214,9 @@ SAID: list[list[int]] = [
 
 
 @pytest.mark.parametrize("said", SAID, ids=str)
-@pytest.mark.parametrize("fields", [{}, {"skip_special_tokens": False}, {"ignore_eos": True}, {"stream": True}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"skip_special_tokens": False}, {"ignore_eos": True}, {"stream": True}], ids=str
+)
 def test_whatever_is_said_becomes_the_same_text(said: list[int], fields: dict[str, object]) -> None:
     steps: Steps = [LOCAL[0], *[("row", 0, (token,)) for token in said], ("finished", 0, ())]
     general, short = (told(is_plain, "one node", steps, {"prompt": PROMPT, **fields}) for is_plain in (False, True))
@@ -213,10 +240,12 @@ def test_one_whose_time_is_over_is_sent_nowhere(fields: dict[str, object]) -> No
 
 
 REFUSED: list[dict[str, object]] = [
-    {"prompt": []}, {"prompt": ""}, {"prompt": [VOCAB]}, {"prompt": [-1]}, {"prompt": [1 << 40]}, {"prompt": PROMPT * 30},
+    {"prompt": []}, {"prompt": ""}, {"prompt": [VOCAB]}, {"prompt": [-1]}, {"prompt": [1 << 40]},
+    {"prompt": PROMPT * 30},
     {"prompt": [5] * 256}, {"prompt": text_of(256)}, {"prompt": PROMPT, "max_tokens": 247},
     {"prompt": PROMPT, "min_tokens": 9, "max_tokens": 3}, {"prompt": [*PROMPT, "a"]},
-    {"prompt": PROMPT, "model": "other"}, {"prompt": PROMPT, "best_of": 2}, {"prompt": PROMPT, "suffix": "x"}, {"prompt": PROMPT, "temperature": 3},
+    {"prompt": PROMPT, "model": "other"}, {"prompt": PROMPT, "best_of": 2}, {"prompt": PROMPT, "suffix": "x"},
+    {"prompt": PROMPT, "temperature": 3},
     {"prompt": PROMPT, "stream_options": {"include_usage": True}},
     {"prompt": PROMPT, "stream": True, "stream_options": {"include_obfuscation": True}},
     {"prompt": PROMPT, "stop_token_ids": [VOCAB]}, {"prompt": PROMPT, "prompt_logprobs": 1, "stream": True},
@@ -231,15 +260,20 @@ def test_what_is_refused_is_refused_in_the_same_words(fields: dict[str, object])
 
 
 OTHERS: list[dict[str, object]] = [
-    {"prompt": ["a", "b"]}, {"prompt": [[5, 6], [7]]}, {"prompt": PROMPT, "n": 2}, {"prompt": PROMPT, "stop": "a"}, {"prompt": PROMPT, "logprobs": 1},
+    {"prompt": ["a", "b"]}, {"prompt": [[5, 6], [7]]}, {"prompt": PROMPT, "n": 2}, {"prompt": PROMPT, "stop": "a"},
+    {"prompt": PROMPT, "logprobs": 1},
     {"prompt": PROMPT, "echo": True, "logprobs": 0}, {"prompt": PROMPT, "prompt_logprobs": 1},
     {"messages": TALK, "logprobs": True}, {"messages": TALK, "stop": "a"},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("fields", OTHERS)
-async def test_what_needs_more_than_text_is_not_plain(fields: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdcluster_router.request.plain.plain_run.PlainRun.start", lambda run: pytest.fail("it is no plain request"))
+async def test_what_needs_more_than_text_is_not_plain(
+    fields: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "pdcluster_router.request.plain.plain_run.PlainRun.start", lambda run: pytest.fail("it is no plain request")
+    )
     assert (await play(True, "one node", [], fields)).cluster.sent
 
 
@@ -248,5 +282,5 @@ async def test_headers_that_ask_something_of_the_router_are_heard(header: tuple[
     for is_plain in (False, True):
         scene = Scene(is_plain, FakeCluster(CLUSTERS["one node"]()))
         scene.ask(headers=dict([header]), prompt=PROMPT)
-        (_, message), = scene.cluster.sent
+        ((_, message),) = scene.cluster.sent
         assert round(message.work.deadline_s) == (5 if b"deadline" in header[0] else 600)  # type: ignore[attr-defined]

@@ -1,5 +1,5 @@
-"""Several requests at a time, of tenants with bounds, in a hold queue that may be full, beside a shadow policy: plain ones leave everybody and all
-books as the general way would have."""
+"""Several requests at a time, of tenants with bounds, in a hold queue that may be full, beside a shadow policy: plain
+ones leave everybody and all books as the general way would have."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ SETTINGS = st.builds(
 
 @st.composite
 def crowds(draw: st.DrawFn) -> tuple[str, Steps]:
-    """Usual lives of several requests, each in parts between those of the others, with something else in between now and then."""
+    """Usual lives of several requests, each in parts between those of the others, with something else in between now
+    and then."""
     nodes = draw(st.sampled_from([*sorted(CLUSTERS), "busy"]))
     usual = USUAL.get(nodes, [LOCAL])
     num = draw(st.integers(1, 5))
@@ -56,7 +57,9 @@ def crowds(draw: st.DrawFn) -> tuple[str, Steps]:
 
 @given(crowds(), FIELDS, SETTINGS, st.sampled_from([(), (), (), ("d0",), ("p0", "m0")]))
 @settings(deadline=None, max_examples=examples(60, 400))
-def test_both_ways_are_the_same_to_everybody(crowd: tuple[str, Steps], fields: dict[str, object], setting: Setting, deaf: tuple[str, ...]) -> None:
+def test_both_ways_are_the_same_to_everybody(
+    crowd: tuple[str, Steps], fields: dict[str, object], setting: Setting, deaf: tuple[str, ...]
+) -> None:
     nodes, steps = crowd
     general, short = (told(is_plain, nodes, steps, fields, deaf=deaf, setting=setting) for is_plain in (False, True))
     for ours, theirs in zip(short, general, strict=True):
@@ -88,14 +91,21 @@ def test_a_short_way_that_fails_is_told_of_and_the_request_goes_the_general_one(
     assert told_of.exc_info is not None and told_of.exc_info[0] is ZeroDivisionError
 
 
-@pytest.mark.parametrize(("nodes", "steps", "num"), [("one node", LOCAL, 1), ("two nodes", LOCAL, 1), ("a pair", REMOTE, 1), ("busy", LOCAL, 0)])
-def test_plain_requests_are_told_to_go_from_numbers_alone_where_nodes_know_what_steps_cost(nodes: str, steps: Steps, num: int) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "steps", "num"),
+    [("one node", LOCAL, 1), ("two nodes", LOCAL, 1), ("a pair", REMOTE, 1), ("busy", LOCAL, 0)],
+)
+def test_plain_requests_are_told_to_go_from_numbers_alone_where_nodes_know_what_steps_cost(
+    nodes: str, steps: Steps, num: int
+) -> None:
     """Else the comparison of both ways would not be about that."""
     setting = Setting(policy="seconds", has_cost=True)
     assert same(nodes, steps, setting)
     scene = asyncio.run(play(True, nodes, steps, {"prompt": PROMPT}, setting=setting))
     assert scene.num_going == num
-    scene = asyncio.run(play(True, nodes, steps, {"prompt": PROMPT}, setting=dataclasses.replace(setting, shadow="round-robin")))
+    scene = asyncio.run(
+        play(True, nodes, steps, {"prompt": PROMPT}, setting=dataclasses.replace(setting, shadow="round-robin"))
+    )
     assert scene.num_going == 0
 
 
@@ -118,7 +128,9 @@ def test_what_can_not_be_in_time_is_refused_at_once_in_its_tenants_name(nodes: s
     told = heads(seen[1][1])  # type: ignore[index]
     assert [head[9:12] for head in told] == statuses and all("\r\nretry-after: " in head for head in told if head)
     refused = {name for name, status in zip(("large", "small"), statuses, strict=True) if status}
-    assert {f'pdcluster_rejected_requests_total{{reason="slo",tenant="{name}"}} 1.0' for name in refused} <= set(seen[-2])  # type: ignore[call-overload]
+    assert {f'pdcluster_rejected_requests_total{{reason="slo",tenant="{name}"}} 1.0' for name in refused} <= set(
+        seen[-2]
+    )  # type: ignore[call-overload]
 
 
 def test_a_tenant_has_its_own_bounds_and_its_own_name_in_the_books() -> None:
@@ -131,7 +143,9 @@ def test_a_tenant_has_its_own_bounds_and_its_own_name_in_the_books() -> None:
 def test_when_a_node_frees_whoever_waits_goes_in_a_fair_order() -> None:
     """Of two tenants by turns, though all of one came first."""
     asked = [LARGE, LARGE, LARGE, SHARED, SHARED]
-    seen = same("busy", [*asked, ("report", 0, (0,))], Setting(has_tenants=True, places=100, has_cost=True, policy="seconds"))
+    seen = same(
+        "busy", [*asked, ("report", 0, (0,))], Setting(has_tenants=True, places=100, has_cost=True, policy="seconds")
+    )
     (_, before), (_, after) = seen[5:7]  # type: ignore[misc]
     assert not before[5] and before[7] == 6, "all of them wait"
     assert after[5], "one of them went"
@@ -154,7 +168,9 @@ def test_a_choice_that_takes_its_time_is_told_with_it() -> None:
 def test_a_shadow_is_told_of_each_decision_and_has_no_say(shadow: str) -> None:
     seen = same("two nodes", LOCAL, Setting(shadow=shadow))
     (decision,) = seen[0][0][0][4][0]["decisions"]  # type: ignore[index]
-    assert decision["policy"] == "product" and (decision["shadow"] or {}).get("policy") == (None if shadow == "broken" else shadow)
+    assert decision["policy"] == "product" and (decision["shadow"] or {}).get("policy") == (
+        None if shadow == "broken" else shadow
+    )
     assert heads(seen[len(LOCAL)][1])[0].startswith("http/1.1 200")  # type: ignore[index]
 
 

@@ -14,13 +14,33 @@ from pdcluster.api.openai.requests import CompletionRequest
 from pdcluster_router.request.plain.plain_kind import FEW_TOKENS, Kind, packed
 
 VOCAB = 151_936
-NEAR = [0, 1, VOCAB - 1, VOCAB, VOCAB + 1, -1, -VOCAB, 1 << 16, (1 << 31) - 1, -(1 << 31), 1 << 31, 1 << 32, -(1 << 31) - 1]
+NEAR = [
+    0,
+    1,
+    VOCAB - 1,
+    VOCAB,
+    VOCAB + 1,
+    -1,
+    -VOCAB,
+    1 << 16,
+    (1 << 31) - 1,
+    -(1 << 31),
+    1 << 31,
+    1 << 32,
+    -(1 << 31) - 1,
+]
 KIND = cast(Kind, SimpleNamespace(vocab_size=VOCAB, max_len=4 * FEW_TOKENS))
 SIZES = [1, 2, FEW_TOKENS - 1, FEW_TOKENS, FEW_TOKENS + 1, 3 * FEW_TOKENS, 4 * FEW_TOKENS - 1]
 
 
-@given(size=st.sampled_from(SIZES), ids=st.lists(st.integers(0, VOCAB - 1) | st.sampled_from(NEAR), min_size=1, max_size=3), data=st.data())
-def test_a_prompt_is_taken_when_the_vocabulary_has_all_of_its_ids(size: int, ids: list[int], data: st.DataObject) -> None:
+@given(
+    size=st.sampled_from(SIZES),
+    ids=st.lists(st.integers(0, VOCAB - 1) | st.sampled_from(NEAR), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_a_prompt_is_taken_when_the_vocabulary_has_all_of_its_ids(
+    size: int, ids: list[int], data: st.DataObject
+) -> None:
     prompt = [7] * size
     for token_id in ids:
         prompt[data.draw(st.integers(0, size - 1))] = token_id

@@ -51,7 +51,9 @@ def test_load_outweighs_a_small_cached_prefix() -> None:
 
 def test_a_reported_queue_counts_like_our_own_requests() -> None:
     busy = make_node("p0", "prefill", load=replace_load(waiting=4))
-    assert pick(view(busy, make_node("p1", "prefill", in_flight=1), make_node("d0", "decode")), QUERY).prefill.name == "p1"
+    assert (
+        pick(view(busy, make_node("p1", "prefill", in_flight=1), make_node("d0", "decode")), QUERY).prefill.name == "p1"
+    )
 
 
 def replace_load(**changes):

@@ -1,4 +1,5 @@
-"""What every policy promises, over clusters and queries of any kind: it may be chosen live, so none may fail, cheat or depend on report order."""
+"""What every policy promises, over clusters and queries of any kind: it may be chosen live, so none may fail, cheat or
+depend on report order."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ LOADED = [name for name in POLICIES if name not in ("round-robin", "random", "se
 
 
 def choices(query: Query, cluster: ClusterView) -> Iterator[tuple[Policy, Choice]]:
-    """What each policy chooses, of those that can; clusters take longer to draw than to judge, so one is for all of them."""
+    """What each policy chooses, of those that can; clusters take longer to draw than to judge, so one is for all of
+    them."""
     made = []
     for policy in MADE:
         note(policy.name)
@@ -57,7 +59,12 @@ def test_a_choice_names_usable_nodes_of_the_right_roles(cluster: ClusterView, qu
 @given(cluster=clusters(), query=queries())
 def test_a_choice_is_refused_only_when_the_cluster_cannot_serve_it(cluster: ClusterView, query: Query) -> None:
     usable = [node for node in cluster.nodes if node.accepts_work and node.max_len >= query.num_tokens]
-    pairs = [(p, d) for p in usable for d in usable if p is not d and p.role != "decode" and d.role != "prefill" and p.can_exchange(d)]
+    pairs = [
+        (p, d)
+        for p in usable
+        for d in usable
+        if p is not d and p.role != "decode" and d.role != "prefill" and p.can_exchange(d)
+    ]
     for policy in MADE:
         note(policy.name)
         try:
@@ -79,7 +86,9 @@ def test_the_mode_that_was_asked_for_is_kept(cluster: ClusterView, query: Query)
 
 @UNHURRIED
 @given(cluster=clusters(), query=queries())
-def test_nodes_that_failed_the_request_are_chosen_only_when_there_are_no_others(cluster: ClusterView, query: Query) -> None:
+def test_nodes_that_failed_the_request_are_chosen_only_when_there_are_no_others(
+    cluster: ClusterView, query: Query
+) -> None:
     usable = [node for node in cluster.nodes if node.accepts_work and node.max_len >= query.num_tokens]
     others = [node for node in usable if node.incarnation not in query.excluded]
     assume(others)
@@ -90,16 +99,27 @@ def test_nodes_that_failed_the_request_are_chosen_only_when_there_are_no_others(
 @UNHURRIED
 @given(cluster=clusters(), query=queries())
 def test_busy_nodes_wait_while_another_of_their_pool_is_ready(cluster: ClusterView, query: Query) -> None:
-    pool = [node for node in cluster.nodes if node.role != "decode" and node.accepts_work and node.max_len >= query.num_tokens]
+    pool = [
+        node
+        for node in cluster.nodes
+        if node.role != "decode" and node.accepts_work and node.max_len >= query.num_tokens
+    ]
     ready = [node for node in pool if node.incarnation not in query.busy]
     for _, choice in choices(replace(query, excluded=frozenset()), cluster):
         if choice.prefill is not None and choice.prefill.incarnation in query.busy:
-            assert not any(node.can_exchange(other) for node in ready for other in cluster.nodes if other is not node and other.role != "prefill")
+            assert not any(
+                node.can_exchange(other)
+                for node in ready
+                for other in cluster.nodes
+                if other is not node and other.role != "prefill"
+            )
 
 
 @UNHURRIED
 @given(cluster=clusters(), query=queries(), data=st.data())
-def test_the_order_of_reports_changes_nothing_and_asking_has_no_effect(cluster: ClusterView, query: Query, data: st.DataObject) -> None:
+def test_the_order_of_reports_changes_nothing_and_asking_has_no_effect(
+    cluster: ClusterView, query: Query, data: st.DataObject
+) -> None:
     shuffled = ClusterView(tuple(data.draw(st.permutations(cluster.nodes))))
     for policy, first in choices(query, cluster):
         again = policy.choose(query, shuffled)
@@ -124,7 +144,9 @@ def test_the_record_holds_what_was_chosen_and_why_others_were_not(cluster: Clust
             if not node.accepts_work:
                 assert any(c.node is node and c.rejected_by for c in choice.candidates)
         for candidate in choice.candidates:
-            assert all(math.isfinite(value) for value in (candidate.cost, *(value for _, value in candidate.terms))), "null in JSON"
+            assert all(math.isfinite(value) for value in (candidate.cost, *(value for _, value in candidate.terms))), (
+                "null in JSON"
+            )
             assert 0 <= candidate.cached_tokens <= query.num_tokens
 
 
@@ -177,16 +199,23 @@ def test_the_batch_with_fewer_rows_decodes(name: str) -> None:
 @EVERY
 @pytest.mark.parametrize("gone", ["prefill", "decode"])
 def test_no_fallback_means_that_a_pool_that_is_gone_is_an_error_that_says_so(policy: Policy, gone: str) -> None:
-    left = view(make_node("a", "decode" if gone == "prefill" else "prefill"), make_node("b", "decode" if gone == "prefill" else "prefill"))
+    left = view(
+        make_node("a", "decode" if gone == "prefill" else "prefill"),
+        make_node("b", "decode" if gone == "prefill" else "prefill"),
+    )
     with pytest.raises(Unavailable, match=f"no {gone} node takes work, and router.fallback is deny"):
         policy.choose(Query(2000, fallback="deny"), left)
     assert policy.choose(Query(2000, fallback="on-failure"), left).mode == "local"
-    assert policy.choose(Query(2000, force="local", fallback="deny"), left).mode == "local", "who asks for it by name gets it"
+    assert policy.choose(Query(2000, force="local", fallback="deny"), left).mode == "local", (
+        "who asks for it by name gets it"
+    )
 
 
 @EVERY
 def test_no_fallback_means_a_pair_even_where_one_node_is_best_at_both(policy: Policy) -> None:
-    nodes = view(make_node("m0", "mixed"), make_node("p0", "prefill", queue(90_000, 40)), make_node("d0", "decode", batch(60)))
+    nodes = view(
+        make_node("m0", "mixed"), make_node("p0", "prefill", queue(90_000, 40)), make_node("d0", "decode", batch(60))
+    )
     for counter in range(10):
         assert policy.choose(Query(2000, fallback="deny", counter=counter), nodes).mode == "remote"
 

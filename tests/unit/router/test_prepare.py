@@ -16,13 +16,23 @@ from pdcluster.api.text.model_text import TextModel
 from pdcluster.api.text.segments import SHORT_CHARACTERS
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.sampling import Sampling
-from pdcluster_router.frontend.prepare import MANY_MESSAGES, OPTIONS, Terms, _plan, find_model, is_long, prepare_completion
+from pdcluster_router.frontend.prepare import (
+    MANY_MESSAGES,
+    OPTIONS,
+    Terms,
+    _plan,
+    find_model,
+    is_long,
+    prepare_completion,
+)
 
 LONG = "a" * (SHORT_CHARACTERS + 1)
 
 
 def chat(*contents: str | list[requests.ContentPart]) -> requests.ChatRequest:
-    return requests.ChatRequest(model="tiny", messages=[requests.ChatMessage(role="user", content=content) for content in contents])
+    return requests.ChatRequest(
+        model="tiny", messages=[requests.ChatMessage(role="user", content=content) for content in contents]
+    )
 
 
 def said(**fields) -> requests.ChatRequest:
@@ -38,13 +48,28 @@ def said(**fields) -> requests.ChatRequest:
         said(reasoning_content=LONG),
         said(name=LONG),
         said(tool_calls=[requests.ToolCall(id="1", function=requests.FunctionCall(name=LONG, arguments="{}"))]),
-        said(tool_calls=[requests.ToolCall(id="1", function=requests.FunctionCall(name="f", arguments="{}"))] * (SHORT_CHARACTERS // 16)),
+        said(
+            tool_calls=[requests.ToolCall(id="1", function=requests.FunctionCall(name="f", arguments="{}"))]
+            * (SHORT_CHARACTERS // 16)
+        ),
         requests.ChatRequest(model="tiny", messages=[], chat_template_kwargs={"documents": [LONG]}),
         requests.CompletionRequest(model="tiny", prompt=LONG),
         requests.CompletionRequest(model="tiny", prompt=["a", LONG]),
         requests.TokenizeRequest(prompt=LONG),
     ],
-    ids=["many messages", "long messages", "long part", "thoughts", "name", "tool", "many calls", "arguments", "prompt", "prompts", "tokenize"],
+    ids=[
+        "many messages",
+        "long messages",
+        "long part",
+        "thoughts",
+        "name",
+        "tool",
+        "many calls",
+        "arguments",
+        "prompt",
+        "prompts",
+        "tokenize",
+    ],
 )
 def test_what_takes_long_is_prepared_in_a_thread(request_) -> None:
     assert is_long(request_)
@@ -68,7 +93,9 @@ def test_what_is_short_or_given_as_token_ids_costs_no_thread(request_) -> None:
 def test_a_deadline_counts_from_the_requests_arrival_and_not_from_the_end_of_its_preparation() -> None:
     request = requests.CompletionRequest(model=MODEL, prompt="hi")
     late, too_late = (
-        prepare_completion(request, ScriptedDispatcher(), Terms("r", time.monotonic() - ago_s, 128, 60.0)).choices[0].generation
+        prepare_completion(request, ScriptedDispatcher(), Terms("r", time.monotonic() - ago_s, 128, 60.0))
+        .choices[0]
+        .generation
         for ago_s in (20.0, 70.0)
     )
     assert 0.0 < late.deadline_s <= 40.0 and too_late.deadline_s == 0.0
@@ -119,7 +146,10 @@ def test_what_is_planned_once_depends_on_nothing_but_the_options_it_is_found_by(
 
 def test_length_seed_and_logprobs_are_each_requests_own() -> None:
     first, second = planned(max_tokens=3, logprobs=2)[0], planned(max_tokens=4)[0]
-    assert (first.max_tokens, first.logprobs, first.seed) == (3, 2, 5) and (second.max_tokens, second.logprobs) == (4, None)
+    assert (first.max_tokens, first.logprobs, first.seed) == (3, 2, 5) and (second.max_tokens, second.logprobs) == (
+        4,
+        None,
+    )
     with pytest.raises(BadRequest, match="min_tokens is 5, more than the 3"):
         planned(max_tokens=3, min_tokens=5)
 
@@ -145,4 +175,6 @@ async def test_a_request_that_waits_for_a_thread_is_answered_by_its_deadline() -
             assert (await client.post("/tokenize", json=body)).status_code == 200
     finally:
         dispatcher.is_there.set()
-    assert not dispatcher.started and not [task for task in asyncio.all_tasks() if task.get_name().startswith("prepare")]
+    assert not dispatcher.started and not [
+        task for task in asyncio.all_tasks() if task.get_name().startswith("prepare")
+    ]

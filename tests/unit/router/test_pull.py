@@ -51,7 +51,9 @@ def test_between_equals_the_one_with_fewer_requests() -> None:
         (36, 40, 1, False),
     ],
 )
-def test_enough_must_be_saved_a_block_at_least_and_the_last_token_never_counts(own: int, held: int, min_tokens: int, pulls: bool) -> None:
+def test_enough_must_be_saved_a_block_at_least_and_the_last_token_never_counts(
+    own: int, held: int, min_tokens: int, pulls: bool
+) -> None:
     assert (PullRule(min_tokens=min_tokens).holder(P0, query(p0=own, d0=held), VIEW) is not None) == pulls
 
 
@@ -73,8 +75,14 @@ def test_a_cordoned_node_still_gives_what_it_has() -> None:
     held=st.none() | st.dictionaries(st.sampled_from(["p0", "d0", "d1", "gone"]), st.integers(0, 40), max_size=3),
     choice=st.sampled_from([CHOICE, Choice("local", None, D0)]),
 )
-def test_what_needs_no_look_at_the_nodes_is_what_looking_would_say(cached: dict[str, int], held: dict[str, int] | None, choice: Choice) -> None:
-    asked = query(**cached) if held is None else replace(query(**cached), held={f"{name}-boot": tokens for name, tokens in held.items()})
+def test_what_needs_no_look_at_the_nodes_is_what_looking_would_say(
+    cached: dict[str, int], held: dict[str, int] | None, choice: Choice
+) -> None:
+    asked = (
+        query(**cached)
+        if held is None
+        else replace(query(**cached), held={f"{name}-boot": tokens for name, tokens in held.items()})
+    )
     holder = PullRule().holder(choice.first, asked, VIEW)
     applied = PullRule().apply(choice, asked, VIEW)
     assert applied.pull is holder and applied.pull_tokens == (asked.held_on(holder) if holder is not None else 0)
@@ -112,7 +120,9 @@ def test_a_pull_always_saves_what_it_promises(cached: list[int], min_tokens: int
 
 async def test_the_prefill_message_carries_the_pull() -> None:
     cluster, _, _ = make_pair()
-    chooser = Chooser(PolicyHolder(make_policy("product")), cluster.view, lambda hashes: {"d0-boot": len(hashes) // m.HASH_BYTES})
+    chooser = Chooser(
+        PolicyHolder(make_policy("product")), cluster.view, lambda hashes: {"d0-boot": len(hashes) // m.HASH_BYTES}
+    )
     tokens, _ = await collect(Dispatch(cluster, NoModels(), chooser, DispatchSettings()), make_generation())
     (prefill,) = cluster.sent_to("p0", m.Prefill)
     assert tokens == EXPECTED and prefill.pull == m.Pull(cluster.nodes[1].endpoint, 8)

@@ -16,7 +16,9 @@ SETTINGS = RoleSettings()
 HEADROOM = Headroom(cold_token_s=1e-3)
 
 
-def node(name: str, role: Role, *, waiting_tokens: int = 0, rows: int = 0, used_pages: int = 0, draining: bool = False) -> NodeView:
+def node(
+    name: str, role: Role, *, waiting_tokens: int = 0, rows: int = 0, used_pages: int = 0, draining: bool = False
+) -> NodeView:
     load = Load(0, rows, waiting_tokens, 0, 100, 100 - used_pages, 0, 0, 0, 10, rows, draining=draining)
     return NodeView(Endpoint(name, name + "-boot", "a:1"), role, 0, load, 32, 4096, ("shm",))
 
@@ -24,13 +26,19 @@ def node(name: str, role: Role, *, waiting_tokens: int = 0, rows: int = 0, used_
 def decide(nodes: list[NodeView], controller: RoleController | None = None, start: float = 0.0) -> Flip | None:
     """What it says after looking long enough at the same picture."""
     controller = controller or RoleController(SETTINGS, HEADROOM)
-    flips = [controller.decide(start + second, ClusterView(tuple(nodes))) for second in range(int(SETTINGS.sustain_s) + 1)]
+    flips = [
+        controller.decide(start + second, ClusterView(tuple(nodes))) for second in range(int(SETTINGS.sustain_s) + 1)
+    ]
     assert not any(flips[:-1]), "a moment is no trend"
     return flips[-1]
 
 
 BUSY_PROMPTS = [node("p0", "prefill", waiting_tokens=5000), node("d0", "decode", rows=3), node("d1", "decode", rows=2)]
-BUSY_DECODE = [node("p0", "prefill", waiting_tokens=100), node("p1", "prefill", waiting_tokens=50), node("d0", "decode", rows=10)]
+BUSY_DECODE = [
+    node("p0", "prefill", waiting_tokens=100),
+    node("p1", "prefill", waiting_tokens=50),
+    node("d0", "decode", rows=10),
+]
 
 
 def test_waiting_prompts_take_the_decode_node_with_the_least_to_do() -> None:
@@ -61,7 +69,10 @@ def test_a_mixed_node_stands_in_for_the_last_of_a_pool_and_never_flips() -> None
 
 def test_a_pool_that_would_be_short_itself_gives_nothing() -> None:
     assert decide([BUSY_PROMPTS[0], node("d0", "decode", rows=6), node("d1", "decode", rows=5)]) is None
-    assert decide([node("p0", "prefill", waiting_tokens=300), node("p1", "prefill", waiting_tokens=300), BUSY_DECODE[2]]) is None
+    assert (
+        decide([node("p0", "prefill", waiting_tokens=300), node("p1", "prefill", waiting_tokens=300), BUSY_DECODE[2]])
+        is None
+    )
 
 
 def test_when_both_pools_are_short_nothing_helps() -> None:
@@ -96,11 +107,19 @@ def replace_tokens(each: NodeView) -> Load:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["prefill", "decode", "mixed"]), st.integers(0, 20_000), st.integers(0, 10), st.integers(0, 100), st.booleans()),
+        st.tuples(
+            st.sampled_from(["prefill", "decode", "mixed"]),
+            st.integers(0, 20_000),
+            st.integers(0, 10),
+            st.integers(0, 100),
+            st.booleans(),
+        ),
         max_size=8,
     )
 )
-def test_after_any_flip_both_pools_have_a_node_and_are_under_their_marks(given_nodes: list[tuple[Role, int, int, int, bool]]) -> None:
+def test_after_any_flip_both_pools_have_a_node_and_are_under_their_marks(
+    given_nodes: list[tuple[Role, int, int, int, bool]],
+) -> None:
     nodes = [
         node(f"n{index}", role, waiting_tokens=waiting, rows=rows, used_pages=pages, draining=draining)
         for index, (role, waiting, rows, pages, draining) in enumerate(given_nodes)

@@ -68,7 +68,9 @@ def test_a_round_is_open_for_a_part_of_its_time_and_its_alarm_is_set_by_the_firs
     second = rounds.join(members[2], 100.0 + 1.01 * open_s)
     assert second is not first and [told for told, _ in alarms.rings] == [pytest.approx(seconds - open_s)] * 2  # type: ignore[misc]
     alarms.rings[0][1]()  # type: ignore[index]
-    assert rounds.join(members[3], 100.0 + 1.5 * open_s) is second, "that one rang says nothing of those that came later"
+    assert rounds.join(members[3], 100.0 + 1.5 * open_s) is second, (
+        "that one rang says nothing of those that came later"
+    )
 
 
 @given(

@@ -1,4 +1,5 @@
-"""Prompts that are scored without an output (max_tokens 0), and what evaluations ask for besides: the tokenizer's configuration."""
+"""Prompts that are scored without an output (max_tokens 0), and what evaluations ask for besides: the tokenizer's
+configuration."""
 
 from __future__ import annotations
 

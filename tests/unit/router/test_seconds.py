@@ -1,6 +1,8 @@
-"""The rules of `seconds`, each over a few nodes whose costs can be worked out by hand; the numbers of the rules are those of its docstring.
+"""The rules of `seconds`, each over a few nodes whose costs can be worked out by hand; the numbers of the rules are
+those of its docstring.
 
-Unless a test says otherwise: a prompt token costs 0.1 ms, a step has no fixed cost, a lone row takes 10 ms a token, KV is 1,000 bytes a token.
+Unless a test says otherwise: a prompt token costs 0.1 ms, a step has no fixed cost, a lone row takes 10 ms a token, KV
+is 1,000 bytes a token.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def two_prefills(first: Load, second: Load, **query: object) -> tuple[Choice, Qu
 
 def test_rule_1_wait_is_what_waits_and_compute_what_is_not_cached() -> None:
     choice, _ = two_prefills(queue(5000), make_load(), cached={"p0-boot": 400})
-    assert terms(choice, "prefill", "p0") == pytest.approx({"wait": 0.5, "compute": 0.06, "fetch": 0, "price": 0, "slowed": 0, "copy": 0})
+    assert terms(choice, "prefill", "p0") == pytest.approx(
+        {"wait": 0.5, "compute": 0.06, "fetch": 0, "price": 0, "slowed": 0, "copy": 0}
+    )
     assert terms(choice, "prefill", "p1")["compute"] == pytest.approx(0.1)
     assert choice.prefill is not None and choice.prefill.name == "p1", "0.1 s are less than 0.56 s"
     assert choice.predicted.ttft_s == pytest.approx(0.1)
@@ -74,7 +78,8 @@ def test_rule_1_work_has_no_price_while_a_node_is_idle() -> None:
 
 
 def test_rule_1_the_price_is_alpha_times_the_shortest_queue_in_average_prompts() -> None:
-    """0.2 s and 0.4 s wait, in 2 + 4 requests and the two that are under way: 8 prompts of 0.075 s, so the shortest queue is 2.67 prompts."""
+    """0.2 s and 0.4 s wait, in 2 + 4 requests and the two that are under way: 8 prompts of 0.075 s, so the shortest
+    queue is 2.67 prompts."""
     choice, _ = two_prefills(queue(2000, 2), queue(4000, 4))
     assert terms(choice, "prefill", "p0")["price"] == pytest.approx(3.0 * (0.2 / (0.6 / 8)) * 0.1)
 
@@ -95,7 +100,9 @@ def test_rule_1_in_a_queue_saving_work_is_worth_more_than_a_shorter_queue() -> N
 
 def test_rule_1_rows_that_run_lose_what_the_prompt_takes() -> None:
     choice = choose(PAIR, node("m0", "mixed", batch(3)), node("p1", "prefill"), node("d0", "decode"), harm=2.0)
-    assert terms(choice, "prefill", "m0")["slowed"] == pytest.approx(2.0 * 3 * (0.1 - STEP_S)), "a step would have come anyway"
+    assert terms(choice, "prefill", "m0")["slowed"] == pytest.approx(2.0 * 3 * (0.1 - STEP_S)), (
+        "a step would have come anyway"
+    )
 
 
 @pytest.mark.parametrize(("bytes_s", "is_fetched"), [(1e8, True), (1e6, False), (0.0, False)])
@@ -126,38 +133,50 @@ def test_rule_1_a_path_is_only_that_to_the_node_of_its_name() -> None:
 
 @pytest.mark.parametrize(("num_waiting", "goes_to"), [(1000, "p0"), (2000, "p1")])
 def test_rule_1_a_copy_costs_its_computing_while_nodes_are_idle(num_waiting: int, goes_to: str) -> None:
-    """p1 would compute the 0.08 s that p0 has: that is 0.1 + 0.08 s beside a wait of 0.1 or 0.2 s and 0.02 s of computing, and twice MUCH_LOST."""
+    """p1 would compute the 0.08 s that p0 has: that is 0.1 + 0.08 s beside a wait of 0.1 or 0.2 s and 0.02 s of
+    computing, and twice MUCH_LOST."""
     held = {"p0-boot": 800}
     choice, _ = two_prefills(queue(num_waiting, 1), make_load(), cached=held, lost=2 * MUCH_LOST)
     assert terms(choice, "prefill", "p0")["copy"] == 0.0
     assert terms(choice, "prefill", "p1")["copy"] == pytest.approx(COPY_WEIGHT * 0.08)
     assert choice.prefill is not None and choice.prefill.name == goes_to
     idle, _ = two_prefills(queue(num_waiting, 1), make_load(), cached=held)
-    assert terms(idle, "prefill", "p1")["copy"] == 0.0 and idle.prefill is not None and idle.prefill.name == "p1", "there is room for all"
+    assert terms(idle, "prefill", "p1")["copy"] == 0.0 and idle.prefill is not None and idle.prefill.name == "p1", (
+        "there is room for all"
+    )
 
 
 def test_rule_1_a_copy_is_what_another_one_has_beyond_its_own() -> None:
     choice, _ = two_prefills(make_load(), make_load(), cached={"p0-boot": 1000, "p1-boot": 300}, lost=MUCH_LOST / 2)
-    assert [terms(choice, "prefill", name)["copy"] for name in ("p0", "p1")] == pytest.approx([0.0, COPY_WEIGHT / 2 * 0.0699]), "one is computed"
+    assert [terms(choice, "prefill", name)["copy"] for name in ("p0", "p1")] == pytest.approx(
+        [0.0, COPY_WEIGHT / 2 * 0.0699]
+    ), "one is computed"
 
 
 def test_rule_1_a_copy_of_a_whole_prompt_costs_no_step_that_has_to_run_anyway() -> None:
     fixed = of_cost(COST, prefill=PrefillCost(0.05, TOKEN_S, 0.0, 0, 100))
     nodes = node("p0", "prefill", cost=fixed), node("p1", "prefill", cost=fixed), node("d0", "decode")
     choice = choose(replace(PAIR, cached={"p0-boot": 1000}, lost=MUCH_LOST), *nodes)
-    assert terms(choice, "prefill", "p0")["compute"] == pytest.approx(0.0501) and terms(choice, "prefill", "p1")["compute"] == pytest.approx(0.15)
+    assert terms(choice, "prefill", "p0")["compute"] == pytest.approx(0.0501) and terms(choice, "prefill", "p1")[
+        "compute"
+    ] == pytest.approx(0.15)
     assert terms(choice, "prefill", "p1")["copy"] == pytest.approx(COPY_WEIGHT * 0.0999)
 
 
 def test_rule_1_a_copy_costs_what_computing_it_takes_beside_rows() -> None:
     held = Query(1000, expected_output=100, cached={"m0-boot": 800}, lost=MUCH_LOST)
-    found = terms(choose(held, node("m0", "mixed", cost=CHUNKED), node("m1", "mixed", batch(8), CHUNKED)), "local", "m1")
+    found = terms(
+        choose(held, node("m0", "mixed", cost=CHUNKED), node("m1", "mixed", batch(8), CHUNKED)), "local", "m1"
+    )
     assert found["compute"] == pytest.approx(0.1 * 1.16), "8 rows stretch each step of 50 ms by 8 ms"
     assert found["copy"] == pytest.approx(COPY_WEIGHT * 0.08 * 1.16)
 
 
 def test_rule_1_a_copy_that_is_fetched_takes_as_much_room() -> None:
-    holder, asked = node("p0", "prefill", queue(9000), bandwidth={"p1": 1e8}), replace(PAIR, cached={"p0-boot": 900}, lost=MUCH_LOST)
+    holder, asked = (
+        node("p0", "prefill", queue(9000), bandwidth={"p1": 1e8}),
+        replace(PAIR, cached={"p0-boot": 900}, lost=MUCH_LOST),
+    )
     choice = choose(asked, holder, node("p1", "prefill"), node("d0", "decode"))
     assert choice.pull is not None and terms(choice, "prefill", "p1")["copy"] == pytest.approx(COPY_WEIGHT * 0.09)
 
@@ -176,8 +195,13 @@ def test_rule_1_what_decode_nodes_have_is_no_copy_and_costs_none() -> None:
 def test_rule_2_a_mixed_node_that_decodes_for_another_pays_for_its_copy_of_the_whole_prompt() -> None:
     """As it would for what it computes: m0 keeps all of it by then."""
     pair = node("m0", "mixed", cost=CHUNKED), node("m1", "mixed", cost=CHUNKED)
-    choice = choose(Query(1000, expected_output=100, cached={"m0-boot": 900, "m1-boot": 300}, force="remote", lost=MUCH_LOST / 2), *pair)
-    assert choice.decode.name == "m1" and terms(choice, "decode", "m1")["copy"] == pytest.approx(COPY_WEIGHT / 2 * 0.0699)
+    choice = choose(
+        Query(1000, expected_output=100, cached={"m0-boot": 900, "m1-boot": 300}, force="remote", lost=MUCH_LOST / 2),
+        *pair,
+    )
+    assert choice.decode.name == "m1" and terms(choice, "decode", "m1")["copy"] == pytest.approx(
+        COPY_WEIGHT / 2 * 0.0699
+    )
     roomy = choose(Query(1000, expected_output=100, cached={"m0-boot": 900}, force="remote"), *pair)
     assert terms(roomy, "decode", "m1")["copy"] == 0.0
 
@@ -186,16 +210,23 @@ def test_rule_2_kv_costs_a_decode_node_no_copy() -> None:
     choice = choose(replace(PAIR, lost=1.0), node("p0", "prefill"), node("d0", "decode"))
     assert terms(choice, "decode", "d0")["copy"] == 0.0
 
+
 def test_rule_2_a_transfer_is_exposed_as_far_as_computing_does_not_hide_it() -> None:
     fast, slow = node("p0", "prefill", bandwidth={"d0": 1e8, "d1": 5e6}), make_load()
     choice = choose(PAIR, fast, node("d0", "decode", slow), node("d1", "decode"), node("d2", "decode"))
-    assert terms(choice, "decode", "d0")["exposed"] == pytest.approx(HANDOVER_S + LAST_GROUP * 0.01), "10 ms are hidden but for the last group"
+    assert terms(choice, "decode", "d0")["exposed"] == pytest.approx(HANDOVER_S + LAST_GROUP * 0.01), (
+        "10 ms are hidden but for the last group"
+    )
     assert terms(choice, "decode", "d1")["exposed"] == pytest.approx(HANDOVER_S + 0.2 - 0.1)
-    assert terms(choice, "decode", "d2")["exposed"] == pytest.approx(HANDOVER_S + LAST_GROUP * 1e6 / UNMEASURED_BYTES_S), "not measured yet"
+    assert terms(choice, "decode", "d2")["exposed"] == pytest.approx(
+        HANDOVER_S + LAST_GROUP * 1e6 / UNMEASURED_BYTES_S
+    ), "not measured yet"
 
 
 def test_rule_2_only_what_the_decode_node_has_not_cached_is_sent() -> None:
-    choice = choose(replace(PAIR, cached={"d0-boot": 1000}), node("p0", "prefill", bandwidth={"d0": 5e6}), node("d0", "decode"))
+    choice = choose(
+        replace(PAIR, cached={"d0-boot": 1000}), node("p0", "prefill", bandwidth={"d0": 5e6}), node("d0", "decode")
+    )
     assert terms(choice, "decode", "d0")["exposed"] == pytest.approx(HANDOVER_S)
 
 
@@ -235,7 +266,10 @@ def test_rule_3_local_has_no_transfer_and_its_work_on_a_decode_node_no_price() -
 
 def test_rule_3_the_rows_of_a_decode_node_lose_by_a_prompt_that_it_computes_itself() -> None:
     choice = choose(replace(PAIR, fallback="conditional"), node("p0", "prefill"), node("d0", "decode", batch(3)))
-    assert terms(choice, "local", "d0")["slowed"] == pytest.approx(3 * (0.1 - STEP_S)) and terms(choice, "local", "p0")["slowed"] == 0.0
+    assert (
+        terms(choice, "local", "d0")["slowed"] == pytest.approx(3 * (0.1 - STEP_S))
+        and terms(choice, "local", "p0")["slowed"] == 0.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -251,7 +285,8 @@ def test_rule_3_the_rows_of_a_decode_node_lose_by_a_prompt_that_it_computes_itse
     ids=str,
 )
 def test_rule_3_a_pause_weighs_more_where_rows_bear_less_than_prompts(query: dict[str, float], weight: float) -> None:
-    """A prompt bears PATIENCE times what it takes alone, or a usual one; a row, 11 ms a token, as much again, or what is asked."""
+    """A prompt bears PATIENCE times what it takes alone, or a usual one; a row, 11 ms a token, as much again, or what
+    is asked."""
     asked = replace(PAIR, fallback="conditional", **query)  # type: ignore[arg-type]
     choice = choose(asked, node("p0", "prefill"), node("d0", "decode", batch(3)))
     assert terms(choice, "local", "d0")["slowed"] == pytest.approx(weight * 3 * (asked.num_tokens * TOKEN_S - STEP_S))
@@ -262,7 +297,9 @@ def test_rule_3_a_pause_weighs_less_the_nearer_prompts_are_to_being_late() -> No
     asked = replace(PAIR, fallback="conditional", expected_output=20)
     for waiting, left in ((1000, 0.8**2), (2500, 0.25), (5000, 0.0), (9000, 0.0)):
         choice = choose(asked, node("p0", "prefill", queue(waiting)), node("d0", "decode", batch(3)))
-        assert terms(choice, "local", "d0")["slowed"] == pytest.approx((1.0 + left * (0.5 / 0.22 - 1.0)) * 3 * (0.1 - STEP_S))
+        assert terms(choice, "local", "d0")["slowed"] == pytest.approx(
+            (1.0 + left * (0.5 / 0.22 - 1.0)) * 3 * (0.1 - STEP_S)
+        )
 
 
 def test_rule_3_a_pause_on_a_node_that_computes_prompts_for_others_weighs_what_it_takes() -> None:
@@ -296,21 +333,32 @@ def test_rule_4_a_second_weighs_more_where_rows_are_slower_than_comfortable() ->
     found = terms(choose(PAIR, node("p0", "prefill"), node("d0", "decode", batch(20))), "decode", "d0")
     tpot_s, alone_s = STEP_S + 21 * ROW_S, STEP_S + ROW_S
     strain = 1 + STRAIN * (tpot_s / (COMFORT * alone_s) - 1)
-    assert found["decode"] == pytest.approx(strain * 100 * tpot_s) and found["others"] == pytest.approx(strain * 100 * ROW_S * 20)
+    assert found["decode"] == pytest.approx(strain * 100 * tpot_s) and found["others"] == pytest.approx(
+        strain * 100 * ROW_S * 20
+    )
 
 
 def test_rule_4_an_operator_may_say_what_is_comfortable() -> None:
-    found = terms(choose(replace(PAIR, itl_s=1.0), node("p0", "prefill"), node("d0", "decode", batch(20))), "decode", "d0")
+    found = terms(
+        choose(replace(PAIR, itl_s=1.0), node("p0", "prefill"), node("d0", "decode", batch(20))), "decode", "d0"
+    )
     assert found["decode"] == pytest.approx(100 * (STEP_S + 21 * ROW_S))
 
 
 def test_rule_4_a_row_on_a_prefill_node_expects_as_many_prompts_as_lately() -> None:
     """Half of the time they leave it nothing; where all nodes compute prompts that is no reason for any of them."""
     quiet, busy = (replace(PAIR, force="local", busy_serving=nodes) for nodes in (0.0, 0.5))
-    pair, alike = ([node(f"{role[0]}0", role, cost=CHUNKED) for role in roles] for roles in (("prefill", "decode"), ("mixed", "mixed")))
-    assert terms(choose(busy, *pair), "local", "p0")["decode"] > 1.5 * terms(choose(quiet, *pair), "local", "p0")["decode"]
+    pair, alike = (
+        [node(f"{role[0]}0", role, cost=CHUNKED) for role in roles]
+        for roles in (("prefill", "decode"), ("mixed", "mixed"))
+    )
+    assert (
+        terms(choose(busy, *pair), "local", "p0")["decode"] > 1.5 * terms(choose(quiet, *pair), "local", "p0")["decode"]
+    )
     assert terms(choose(busy, *pair), "local", "d0") == terms(choose(quiet, *pair), "local", "d0")
-    assert [each.terms for each in choose(busy, *alike).candidates] == [each.terms for each in choose(quiet, *alike).candidates]
+    assert [each.terms for each in choose(busy, *alike).candidates] == [
+        each.terms for each in choose(quiet, *alike).candidates
+    ]
 
 
 def test_rule_4_a_row_on_a_decode_node_expects_the_prompt_that_is_there_once_and_others_as_lately() -> None:
@@ -322,8 +370,9 @@ def test_rule_4_a_row_on_a_decode_node_expects_the_prompt_that_is_there_once_and
 
 
 def test_rule_4_a_prompt_that_waits_on_a_decode_node_slows_a_row_once_however_long_its_steps_are() -> None:
-    """A step of 500 tokens takes 0.4 s here, a step of rows 4 ms. What waits counted for the whole life of a row that lives no longer than it does:
-    its tokens were taken to come at 0.4 s each, and so it was put where prompts were sure to follow."""
+    """A step of 500 tokens takes 0.4 s here, a step of rows 4 ms. What waits counted for the whole life of a row that
+    lives no longer than it does: its tokens were taken to come at 0.4 s each, and so it was put where prompts were sure
+    to follow."""
     slow = NodeCost(PrefillCost(0.0, 8e-4, 0.0, 500, 100), DecodeCost(0.003, 0.001, 0.0, 100))
     prefill, query = node("p0", "prefill", cost=slow), replace(PAIR, force="remote")
     for tokens in (50, 100, 500, 1000):
@@ -336,13 +385,16 @@ def test_rule_4_a_prompt_that_waits_on_a_decode_node_slows_a_row_once_however_lo
 
 
 def test_rule_4_a_row_on_a_prefill_node_expects_prompts_that_decode_nodes_computed_lately() -> None:
-    """They were believed to come to decode nodes for ever: so an idle prefill node was the better place for a row, until the next prompt came."""
+    """They were believed to come to decode nodes for ever: so an idle prefill node was the better place for a row,
+    until the next prompt came."""
     nodes = [node(f"{role[0]}0", role, cost=CHUNKED) for role in ("prefill", "decode")]
     for lately in ({"busy_serving": 0.5}, {"busy_decoding": 0.5}, {"busy_serving": 0.25, "busy_decoding": 0.25}):
         found = choose(replace(PAIR, force="local", **lately), *nodes)  # type: ignore[arg-type]
         on_prefill, on_decode = (terms(found, "local", name)["decode"] for name in ("p0", "d0"))
         assert on_prefill >= on_decode
-        assert on_prefill == pytest.approx(terms(choose(replace(PAIR, force="local", busy_serving=0.5), *nodes), "local", "p0")["decode"])
+        assert on_prefill == pytest.approx(
+            terms(choose(replace(PAIR, force="local", busy_serving=0.5), *nodes), "local", "p0")["decode"]
+        )
 
 
 # ---------------------------------------------------------------- 5. remote or local
@@ -384,15 +436,19 @@ def test_rule_5_a_prompt_that_holds_rows_up_goes_elsewhere_while_a_pair_can_take
 
 
 def test_rule_5_a_row_may_meet_more_prompts_than_the_mean_row() -> None:
-    """A step of 0.5 s beside 100 tokens of 12 ms makes them 16.9 ms on average, which is below 19.8 ms; but every few rows meet two of them."""
+    """A step of 0.5 s beside 100 tokens of 12 ms makes them 16.9 ms on average, which is below 19.8 ms; but every few
+    rows meet two of them."""
     nodes = node("p0", "prefill", queue(60_000, 60)), node("d0", "decode", batch(2))
-    firsts = [choose(replace(PAIR, num_tokens=tokens, fallback="conditional"), *nodes).first.name for tokens in (2000, 5000)]
+    firsts = [
+        choose(replace(PAIR, num_tokens=tokens, fallback="conditional"), *nodes).first.name for tokens in (2000, 5000)
+    ]
     assert firsts == ["d0", "p0"]
 
 
 def test_rule_5_no_row_is_slower_than_all_of_its_steps() -> None:
-    """100 chunks of 17 ms beside 2 rows that write 100 tokens make each of these take 19 ms, which is below 19.8 ms. As much again was added for what
-    one row may meet beyond the mean, as if prompts came by chance to a node that computes all the time."""
+    """100 chunks of 17 ms beside 2 rows that write 100 tokens make each of these take 19 ms, which is below 19.8 ms. As
+    much again was added for what one row may meet beyond the mean, as if prompts came by chance to a node that computes
+    all the time."""
     chunked = of_cost(COST, prefill=of_cost(COST.prefill, chunk_tokens=170))
     nodes = node("p0", "prefill", queue(60_000, 60), chunked), node("d0", "decode", batch(2), chunked)
     query = replace(PAIR, num_tokens=17_000, fallback="conditional")
@@ -404,13 +460,17 @@ def test_rule_5_no_row_is_slower_than_all_of_its_steps() -> None:
 def test_rule_5_a_limit_of_times_their_own_pace_may_be_given() -> None:
     busy = node("p0", "prefill", queue(60_000, 60)), node("d0", "decode", batch(2))
     query = replace(PAIR, fallback="conditional")
-    assert choose(query, *busy, gap=9.0).mode == "local" and choose(query, *busy, gap=8.0).mode == "remote", "0.1 s and 2 ms are 8.5 times 12 ms"
+    assert choose(query, *busy, gap=9.0).mode == "local" and choose(query, *busy, gap=8.0).mode == "remote", (
+        "0.1 s and 2 ms are 8.5 times 12 ms"
+    )
 
 
 def test_rule_5_one_row_on_the_prefill_node_is_no_reason_to_hold_up_all_of_a_decode_node() -> None:
     """Both would hold rows up for 0.1 s, and the queue of the prefill node makes local the less by seconds."""
     query = replace(PAIR, fallback="conditional", itl_s=0.05)
-    queued = make_load(waiting=60, waiting_tokens=60_000, waiting_pairs=0, running=1, rows=1, context_tokens=1000, slots_used=1)
+    queued = make_load(
+        waiting=60, waiting_tokens=60_000, waiting_pairs=0, running=1, rows=1, context_tokens=1000, slots_used=1
+    )
     prefill, few, many = node("p0", "prefill", queued), node("d0", "decode", batch(1)), node("d0", "decode", batch(10))
     assert choose(query, prefill, many).mode == "remote"
     assert choose(query, prefill, few).mode == "local", "no more rows than there"
@@ -421,7 +481,8 @@ def test_rule_5_one_row_on_the_prefill_node_is_no_reason_to_hold_up_all_of_a_dec
 
 
 def test_rule_5_what_is_not_known_of_the_nodes_keeps_the_mode() -> None:
-    """One idle node alone saves 1.25 ms, more than a tenth of 10 ms; but that is no reason while nobody knows whether it is 10 ms or 15."""
+    """One idle node alone saves 1.25 ms, more than a tenth of 10 ms; but that is no reason while nobody knows whether
+    it is 10 ms or 15."""
     last = replace(PAIR, num_tokens=100, fallback="conditional", previous="remote")
     unsure = of_cost(COST, prefill=of_cost(COST.prefill, error=CostError(0.2, 0.5)))
     doubted = node("p0", "prefill", cost=unsure), node("d0", "decode", cost=unsure)
@@ -432,7 +493,11 @@ def test_rule_5_what_is_not_known_of_the_nodes_keeps_the_mode() -> None:
 
 def test_rule_6_the_product_score_while_nobody_has_run_enough_steps() -> None:
     cold = of_cost(COST, decode=of_cost(COST.decode, samples=7))
-    nodes = node("p0", "prefill", cost=cold, in_flight=1), node("p1", "prefill", cost=cold), node("d0", "decode", cost=cold)
+    nodes = (
+        node("p0", "prefill", cost=cold, in_flight=1),
+        node("p1", "prefill", cost=cold),
+        node("d0", "decode", cost=cold),
+    )
     choice = choose(replace(PAIR, cached={"p0-boot": 400}), *nodes)
     assert choice.policy == "seconds" and choice.predicted.ttft_s is None
     assert terms_of_product(choice, "p0") == (601.0, 2.0) and choice.prefill is not None and choice.prefill.name == "p1"
@@ -445,6 +510,8 @@ def terms_of_product(choice: Choice, name: str) -> tuple[float, ...]:
 
 def test_rule_6_a_node_that_has_not_run_a_kind_of_step_is_judged_by_the_one_that_ran_most() -> None:
     unknown = of_cost(COST, prefill=of_cost(COST.prefill, token_s=1.0, samples=7))
-    nodes: ClusterView = view(node("p0", "prefill", queue(5000)), node("p1", "prefill", cost=unknown), node("d0", "decode"))
+    nodes: ClusterView = view(
+        node("p0", "prefill", queue(5000)), node("p1", "prefill", cost=unknown), node("d0", "decode")
+    )
     choice = Seconds().choose(PAIR, nodes)
     assert terms(choice, "prefill", "p1")["compute"] == pytest.approx(0.1)

@@ -1,4 +1,5 @@
-"""When `seconds` lets a decode node compute a prompt itself: as far as first tokens are nearer to being late than its rows are to being slow."""
+"""When `seconds` lets a decode node compute a prompt itself: as far as first tokens are nearer to being late than its
+rows are to being slow."""
 
 from __future__ import annotations
 
@@ -48,7 +49,10 @@ def test_rows_that_are_nearly_slow_are_left_alone_while_nobody_will_be_late() ->
 
 
 def test_the_more_wait_the_slower_the_rows_that_still_help() -> None:
-    most_rows = [max((rows for rows in range(0, 100, 5) if _computes(num_held, rows) == "d"), default=-1) for num_held in (0, 1, 4, 16)]
+    most_rows = [
+        max((rows for rows in range(0, 100, 5) if _computes(num_held, rows) == "d"), default=-1)
+        for num_held in (0, 1, 4, 16)
+    ]
     assert most_rows == sorted(most_rows) and most_rows[0] < most_rows[-1]
 
 
@@ -58,9 +62,12 @@ def test_a_prompt_that_may_take_longer_presses_less(rows: int) -> None:
     assert nodes == sorted(nodes), "d comes before p"
 
 
-@pytest.mark.parametrize(("output", "itl_s", "first"), [(200, 0.0, "d"), (8, 0.0, "p"), (200, 0.03, "d"), (200, 0.045, "p")])
+@pytest.mark.parametrize(
+    ("output", "itl_s", "first"), [(200, 0.0, "d"), (8, 0.0, "p"), (200, 0.03, "d"), (200, 0.045, "p")]
+)
 def test_rows_are_not_made_slow_for_any_queue(output: int, itl_s: float, first: str) -> None:
-    """Eight steps of 58 ms beside them are little of 200 tokens and all of 8; rows that were slow lately get nothing more to carry."""
+    """Eight steps of 58 ms beside them are little of 200 tokens and all of 8; rows that were slow lately get nothing
+    more to carry."""
     view = ClusterView((_node("p", "prefill", tokens=4000), _node("d", "decode", rows=10, context=50_000, itl_s=itl_s)))
     assert Seconds().choose(replace(QUERY, num_held=200, expected_output=output), view).first.name == first
 
@@ -70,13 +77,18 @@ def test_a_prompt_that_waits_on_a_decode_node_will_be_a_row_there() -> None:
     whole = NodeCost(PrefillCost(0.005, 1e-4, 2e-9, 0, 100), COST.decode)
     nodes = [_node("p", "prefill", tokens=40_000), _node("d", "decode"), _node("d", "decode", tokens=100)]
     prefill, idle, computing = (replace(node, cost=whole) for node in nodes)
-    firsts = [Seconds().choose(replace(QUERY, num_held=20, itl_s=0.1), ClusterView((prefill, decode))).first.name for decode in (idle, computing)]
+    firsts = [
+        Seconds().choose(replace(QUERY, num_held=20, itl_s=0.1), ClusterView((prefill, decode))).first.name
+        for decode in (idle, computing)
+    ]
     assert firsts == ["d", "p"]
 
 
 def test_a_row_on_a_prefill_node_expects_the_prompts_that_wait_in_the_router() -> None:
     view = ClusterView((_node("p", "prefill"), _node("d", "decode")))
-    few, many = (_decode_s(Seconds().choose(replace(QUERY, num_held=held, force="local"), view).candidates) for held in (0, 20))
+    few, many = (
+        _decode_s(Seconds().choose(replace(QUERY, num_held=held, force="local"), view).candidates) for held in (0, 20)
+    )
     assert many > 3 * few
 
 
@@ -86,7 +98,11 @@ def _decode_s(candidates: tuple[Candidate, ...]) -> float:
 
 def test_of_nodes_with_rows_only_those_suit_that_a_prompt_does_not_slow() -> None:
     """Eight tokens are an answer here: a prompt beside it takes all of it. The prefill node has much to do."""
-    prefill, idle, rows = _node("p", "prefill", tokens=40_000), _node("d", "decode"), _node("d1", "decode", rows=20, context=100_000)
+    prefill, idle, rows = (
+        _node("p", "prefill", tokens=40_000),
+        _node("d", "decode"),
+        _node("d1", "decode", rows=20, context=100_000),
+    )
     choice = Seconds().choose(replace(QUERY, expected_output=8), ClusterView((prefill, idle, rows)))
     assert choice.first.name == "d"
     assert [choice.suits(node) for node in (idle, rows)] == [True, False]

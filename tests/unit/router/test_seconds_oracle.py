@@ -1,5 +1,5 @@
-"""`seconds` in production against the plain way to write it: over any view and query they choose and price alike. And compiled
-against not compiled: to the last bit."""
+"""`seconds` in production against the plain way to write it: over any view and query they choose and price alike. And
+compiled against not compiled: to the last bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ from pdcluster_router.policy.predicted.compiled import Weighing
 from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.queueing.headroom import Headroom
 
-UNHURRIED = settings(max_examples=examples(40, 300), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+UNHURRIED = settings(
+    max_examples=examples(40, 300),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 CLOSE = 1e-9
 
 
@@ -70,7 +74,9 @@ def total(choice: Choice) -> float:
 
 def agree(ours: Choice, plain: Choice) -> None:
     if (ours.mode, ours.prefill, ours.decode) != (plain.mode, plain.prefill, plain.decode):
-        assert is_close(total(ours), total(plain)), "another choice is only right where both cost the same but for the last digits"
+        assert is_close(total(ours), total(plain)), (
+            "another choice is only right where both cost the same but for the last digits"
+        )
         return
     assert ours.pull is plain.pull or is_close(total(ours), total(plain))
     for mine, its in ((ours.predicted.ttft_s, plain.predicted.ttft_s), (ours.predicted.tpot_s, plain.predicted.tpot_s)):
@@ -80,7 +86,11 @@ def agree(ours: Choice, plain: Choice) -> None:
         if key in theirs:
             other = theirs[key]
             assert [name for name, _ in candidate.terms] == [name for name, _ in other.terms]
-            assert all(is_close(a, b) for (_, a), (_, b) in zip(candidate.terms, other.terms, strict=True)), (key, candidate.terms, other.terms)
+            assert all(is_close(a, b) for (_, a), (_, b) in zip(candidate.terms, other.terms, strict=True)), (
+                key,
+                candidate.terms,
+                other.terms,
+            )
             assert candidate.cached_tokens == other.cached_tokens
     assert bool(theirs) == bool(costs(ours))
 
@@ -98,14 +108,17 @@ def test_choices_and_costs_are_those_of_the_plain_policy(cluster: ClusterView, q
 @pytest.mark.usefixtures("way")
 @UNHURRIED
 @given(cluster=clusters(max_nodes=40), query=queries(), data=st.data())
-def test_a_view_made_from_the_one_before_is_as_good_as_a_new_one(cluster: ClusterView, query: Query, data: st.DataObject) -> None:
+def test_a_view_made_from_the_one_before_is_as_good_as_a_new_one(
+    cluster: ClusterView, query: Query, data: st.DataObject
+) -> None:
     """Reports replace rows; what was kept from earlier views never shows."""
     view = ClusterView(cluster.nodes, cluster.typical_cost)
     for _ in range(3):
         answer(Seconds(), query, view)
         donors = data.draw(clusters(max_nodes=6)).nodes
         changed = {
-            old.incarnation: replace(new, endpoint=old.endpoint) for old, new in zip(data.draw(st.permutations(view.nodes)), donors, strict=False)
+            old.incarnation: replace(new, endpoint=old.endpoint)
+            for old, new in zip(data.draw(st.permutations(view.nodes)), donors, strict=False)
         }
         view = view.replaced(changed, view.typical_cost if data.draw(st.booleans()) else None)
         afresh = ClusterView(view.nodes, view.typical)
@@ -120,7 +133,10 @@ def test_a_view_made_from_the_one_before_is_as_good_as_a_new_one(cluster: Cluste
 @given(cluster=clusters(), query=queries())
 def test_parked_kv_goes_where_the_plain_policy_sends_it(cluster: ClusterView, query: Query) -> None:
     for prefill in cluster.nodes:
-        ours, plain = Seconds().choose_decode(query, cluster, prefill), PlainSeconds().choose_decode(query, cluster, prefill)
+        ours, plain = (
+            Seconds().choose_decode(query, cluster, prefill),
+            PlainSeconds().choose_decode(query, cluster, prefill),
+        )
         assert (ours is None) == (plain is None)
         if ours is not plain:
             market = replace(query, force="remote", fallback="conditional")
@@ -129,7 +145,9 @@ def test_parked_kv_goes_where_the_plain_policy_sends_it(cluster: ClusterView, qu
 
 @UNHURRIED
 @given(cluster=clusters(max_nodes=40), query=queries())
-def test_compiled_choices_are_the_plain_ones_to_the_last_bit(by_compiler: Weighing, cluster: ClusterView, query: Query) -> None:
+def test_compiled_choices_are_the_plain_ones_to_the_last_bit(
+    by_compiler: Weighing, cluster: ClusterView, query: Query
+) -> None:
     found = []
     for way in (by_compiler, compiled.PLAIN):
         compiled.use(way)
@@ -144,7 +162,8 @@ def test_compiled_choices_are_the_plain_ones_to_the_last_bit(by_compiler: Weighi
 @UNHURRIED
 @given(cluster=clusters(max_nodes=8), data=st.data())
 def test_what_was_sent_makes_the_view_that_a_new_one_would_be(cluster: ClusterView, data: st.DataObject) -> None:
-    """Reports and legs in any order; rows to the last bit, nodes when somebody asks for them, and earlier views as they were."""
+    """Reports and legs in any order; rows to the last bit, nodes when somebody asks for them, and earlier views as they
+    were."""
     view = ClusterView(cluster.nodes, cluster.typical_cost or COST)
     counted = {node.incarnation: (node.in_flight, node.pending) for node in view.nodes}
     incarnations = st.lists(st.sampled_from([*counted, "left-boot"]), unique=True)
@@ -154,15 +173,24 @@ def test_what_was_sent_makes_the_view_that_a_new_one_would_be(cluster: ClusterVi
         former, told = view, (view.nodes, view.table.tolist()) if data.draw(st.booleans()) else None
         changed = data.draw(incarnations)
         if data.draw(st.booleans()):
-            counted |= {name: (data.draw(st.integers(0, 9)), Pending(*data.draw(st.tuples(*[st.integers(0, 10**6)] * 6)))) for name in changed}
+            counted |= {
+                name: (data.draw(st.integers(0, 9)), Pending(*data.draw(st.tuples(*[st.integers(0, 10**6)] * 6))))
+                for name in changed
+            }
             view = view.sent(changed, counted.__getitem__)
         else:
             donors = data.draw(clusters(max_nodes=8)).nodes
             named = {node.incarnation: node for node in view.nodes}
-            reports = {name: replace(new, endpoint=named[name].endpoint) for name, new in zip(changed, donors, strict=False) if name in named}
+            reports = {
+                name: replace(new, endpoint=named[name].endpoint)
+                for name, new in zip(changed, donors, strict=False)
+                if name in named
+            }
             counted |= {name: (node.in_flight, node.pending) for name, node in reports.items()}
             view = view.replaced(reports, view.typical)
-        afresh = ClusterView([view.reported(row).sent(*counted[name]) for name, row in view.roster.row_of.items()], view.typical)
+        afresh = ClusterView(
+            [view.reported(row).sent(*counted[name]) for name, row in view.roster.row_of.items()], view.typical
+        )
         rows = data.draw(st.permutations(range(view.size)))
         assert [view.node(row) for row in rows[:2]] == [afresh.nodes[row] for row in rows[:2]]
         if data.draw(st.booleans()):
@@ -174,8 +202,27 @@ def test_what_was_sent_makes_the_view_that_a_new_one_would_be(cluster: ClusterVi
 
 SECONDS = st.sampled_from([0.0, 5e-324, 1e-300, 1e-9, 1e-3, MAX_SECONDS])
 COUNTS = st.sampled_from([0, 1, 31, 512, 10**6, UINT63])
-COST_FIELDS = ("prefill_fixed_s", "prefill_token_s", "prefill_pair_s", "decode_fixed_s", "decode_row_s", "decode_context_s", "prefill_doubt")
-LOAD_FIELDS = ("waiting", "running", "waiting_tokens", "waiting_pairs", "context_tokens", "rows", "slots", "slots_used", "pages_total", "pages_free")
+COST_FIELDS = (
+    "prefill_fixed_s",
+    "prefill_token_s",
+    "prefill_pair_s",
+    "decode_fixed_s",
+    "decode_row_s",
+    "decode_context_s",
+    "prefill_doubt",
+)
+LOAD_FIELDS = (
+    "waiting",
+    "running",
+    "waiting_tokens",
+    "waiting_pairs",
+    "context_tokens",
+    "rows",
+    "slots",
+    "slots_used",
+    "pages_total",
+    "pages_free",
+)
 
 
 @st.composite
@@ -183,14 +230,20 @@ def odd_nodes(draw: st.DrawFn) -> NodeView:
     """A node that reports whatever a decoder lets through."""
     cost = replace(COST.report(), **draw(st.fixed_dictionaries({}, optional=dict.fromkeys(COST_FIELDS, SECONDS))))
     cost = replace(cost, chunk_tokens=draw(COUNTS), prefill_samples=draw(COUNTS), decode_samples=draw(COUNTS))
-    load = replace(make_load(), itl_s=draw(SECONDS), **draw(st.fixed_dictionaries({}, optional=dict.fromkeys(LOAD_FIELDS, COUNTS))))
+    load = replace(
+        make_load(), itl_s=draw(SECONDS), **draw(st.fixed_dictionaries({}, optional=dict.fromkeys(LOAD_FIELDS, COUNTS)))
+    )
     bandwidth = {f"n{number}": draw(SECONDS) for number in range(2)}
-    return make_node("n", draw(st.sampled_from(["prefill", "decode", "mixed"])), load, NodeCost.of(cost), bandwidth=bandwidth)
+    return make_node(
+        "n", draw(st.sampled_from(["prefill", "decode", "mixed"])), load, NodeCost.of(cost), bandwidth=bandwidth
+    )
 
 
 @UNHURRIED
 @given(nodes=st.lists(odd_nodes(), min_size=1, max_size=4), query=queries(), waited_s=st.sampled_from([0.0, 1.0, 1e6]))
-def test_whatever_nodes_report_there_is_one_choice(by_compiler: Weighing, nodes: list[NodeView], query: Query, waited_s: float) -> None:
+def test_whatever_nodes_report_there_is_one_choice(
+    by_compiler: Weighing, nodes: list[NodeView], query: Query, waited_s: float
+) -> None:
     named = [replace(node, endpoint=Endpoint(f"n{row}", f"n{row}-boot", "n:1")) for row, node in enumerate(nodes)]
     found = []
     for way in (by_compiler, compiled.PLAIN):

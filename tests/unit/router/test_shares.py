@@ -49,8 +49,12 @@ def test_nobody_gives_back_what_it_has_not() -> None:
     assert (shares.used, shares.taken_by("a"), shares.taken_by("b")) == (3, 3, 0)
 
 
-@given(st.lists(st.tuples(st.booleans(), st.sampled_from("abc"), st.integers(0, 20))), st.sampled_from([None, 0.5, 4.0]))
-def test_the_books_add_up_whatever_is_taken_and_given_back(steps: list[tuple[bool, str, int]], greed: float | None) -> None:
+@given(
+    st.lists(st.tuples(st.booleans(), st.sampled_from("abc"), st.integers(0, 20))), st.sampled_from([None, 0.5, 4.0])
+)
+def test_the_books_add_up_whatever_is_taken_and_given_back(
+    steps: list[tuple[bool, str, int]], greed: float | None
+) -> None:
     shares, taken = Shares(50, greed), dict.fromkeys("abc", 0)
     for takes, tenant, amount in steps:
         if takes and shares.has_room(tenant, amount):

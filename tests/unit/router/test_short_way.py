@@ -1,4 +1,5 @@
-"""Rows that just go on pass the request by: what it knows is the same as if it had read them, and whatever else happens to it, it reads on."""
+"""Rows that just go on pass the request by: what it knows is the same as if it had read them, and whatever else happens
+to it, it reads on."""
 
 from __future__ import annotations
 
@@ -77,7 +78,10 @@ def finished(num_output: int, attempt: int = 0) -> m.Finished:
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("row"), st.integers(1, 3)),
-        st.tuples(st.sampled_from(["again", "early", "stranger", "older", "empty", "scheduled", "held back", "reads"]), st.just(0)),
+        st.tuples(
+            st.sampled_from(["again", "early", "stranger", "older", "empty", "scheduled", "held back", "reads"]),
+            st.just(0),
+        ),
     ),
     max_size=25,
 )

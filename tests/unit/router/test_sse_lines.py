@@ -1,4 +1,5 @@
-"""An event of a stream is one line to whoever reads lines, whatever the text has in it, on every way that text takes."""
+"""An event of a stream is one line to whoever reads lines, whatever the text has in it, on every way that text
+takes."""
 
 from __future__ import annotations
 

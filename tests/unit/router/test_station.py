@@ -22,7 +22,14 @@ ROLES: st.SearchStrategy[Role] = st.sampled_from(["prefill", "decode", "mixed"])
 
 costs = st.builds(
     NodeCost,
-    st.builds(PrefillCost, st.floats(0, 0.01), st.floats(0, 1e-3), st.floats(0, 1e-8), st.sampled_from([0, 16, 512]), st.just(100)),
+    st.builds(
+        PrefillCost,
+        st.floats(0, 0.01),
+        st.floats(0, 1e-3),
+        st.floats(0, 1e-8),
+        st.sampled_from([0, 16, 512]),
+        st.just(100),
+    ),
     st.builds(DecodeCost, st.floats(0, 0.01), st.floats(0, 1e-3), st.floats(0, 1e-8), st.just(100)),
 )
 pendings = st.builds(Pending, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS)
@@ -32,7 +39,10 @@ pendings = st.builds(Pending, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS)
 def loads(draw: st.DrawFn) -> Load | None:
     if draw(st.integers(0, 9)) == 0:
         return None
-    counts = {name: draw(COUNTS) for name in ("waiting", "waiting_tokens", "waiting_pairs", "rows", "context_tokens", "slots_used", "running")}
+    counts = {
+        name: draw(COUNTS)
+        for name in ("waiting", "waiting_tokens", "waiting_pairs", "rows", "context_tokens", "slots_used", "running")
+    }
     pages = draw(st.integers(0, 1000))
     free = draw(st.integers(0, pages))
     load = make_load(**counts, pages_total=pages, pages_free=free, pages_cached=draw(st.integers(0, pages - free)))
@@ -40,8 +50,12 @@ def loads(draw: st.DrawFn) -> Load | None:
 
 
 @given(load=loads(), pending=pendings, cost=costs, role=ROLES, in_flight=COUNTS)
-def test_a_station_says_of_a_nodes_work_what_its_pace_says(load: Load | None, pending: Pending, cost: NodeCost, role: Role, in_flight: int) -> None:
-    node = NodeView(Endpoint("n", "boot", "n:1"), role, in_flight, load, 32, 4096, pending=pending, cost=cost, kv_bytes_per_token=7)
+def test_a_station_says_of_a_nodes_work_what_its_pace_says(
+    load: Load | None, pending: Pending, cost: NodeCost, role: Role, in_flight: int
+) -> None:
+    node = NodeView(
+        Endpoint("n", "boot", "n:1"), role, in_flight, load, 32, 4096, pending=pending, cost=cost, kv_bytes_per_token=7
+    )
     station, said = node.station(cost), pace(cost, node.work)
     assert (station.wait_s, station.backlog_s, station.stretch) == (said.wait_s, said.backlog_s, said.stretch)
     assert (station.tpot_s, station.itl_s, station.prompt_step_s) == (said.tpot_s, said.itl_s, said.prompt_step_s)
@@ -50,7 +64,11 @@ def test_a_station_says_of_a_nodes_work_what_its_pace_says(load: Load | None, pe
     assert (station.num_prompts, station.num_requests) == (node.num_prompts, node.num_requests)
     assert (node.prefill_tokens, node.prefill_pairs) == (node.work.prefill_tokens, node.work.prefill_pairs)
     assert station.chunk_tokens == (cost.prefill.chunk_tokens or inf) and station.is_server == (role != "decode")
-    assert (station.decode_fixed_s, station.each_row_s, station.context_s) == (cost.decode.fixed_s, cost.decode.row_s, cost.decode.context_s)
+    assert (station.decode_fixed_s, station.each_row_s, station.context_s) == (
+        cost.decode.fixed_s,
+        cost.decode.row_s,
+        cost.decode.context_s,
+    )
 
 
 @pytest.mark.parametrize(("rows", "itl_s"), [(0, 0.25), (1, 1.0), (8, 1.5)])
@@ -71,7 +89,9 @@ def test_a_node_has_a_station_of_its_own_whenever_it_has_a_pace(
 
 
 @given(load=loads(), pending=pendings, cost=costs)
-def test_a_stations_room_is_what_the_report_and_the_work_on_its_way_leave(load: Load | None, pending: Pending, cost: NodeCost) -> None:
+def test_a_stations_room_is_what_the_report_and_the_work_on_its_way_leave(
+    load: Load | None, pending: Pending, cost: NodeCost
+) -> None:
     station = NodeView(Endpoint("n", "boot", "n:1"), "mixed", 0, load, 32, 4096, pending=pending).station(cost)
     if load is None:
         assert (station.missing_rows, station.tight, station.spare_pages) == (0.0, 0.0, 0.0)

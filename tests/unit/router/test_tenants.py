@@ -1,4 +1,5 @@
-"""Tenants: who has which key, what it may ask for, and which prefix cache its requests share; in the file, and over HTTP and gRPC metadata."""
+"""Tenants: who has which key, what it may ask for, and which prefix cache its requests share; in the file, and over
+HTTP and gRPC metadata."""
 
 from __future__ import annotations
 
@@ -50,7 +51,10 @@ def test_a_key_or_its_hash_names_a_tenant(tenants: Tenants) -> None:
     assert tenants.identify(f"bearer  {OTHER} ").name == "other"
 
 
-@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", f"Basic {ACME}", "Bearer sk-acme-0002", f"Bearer {ACME}x", "Bearer é" * 1000])
+@pytest.mark.parametrize(
+    "header",
+    [None, "", "Bearer", "Bearer ", f"Basic {ACME}", "Bearer sk-acme-0002", f"Bearer {ACME}x", "Bearer é" * 1000],
+)
 def test_no_key_and_an_unknown_key_are_refused_without_repeating_it(tenants: Tenants, header: str | None) -> None:
     with pytest.raises(Unauthorized) as refused:
         tenants.identify(header)
@@ -139,10 +143,17 @@ def test_places_are_bounded_per_tenant_and_none_takes_them_all(tenants: Tenants)
         assert tenant.name == "acme"
     for place in held[:8]:
         place.__exit__(None, None, None)
-    with places.taken(f"Bearer {ACME}"), places.taken(f"Bearer {ACME}"), pytest.raises(Overloaded, match="2 requests of tenant acme"):
+    with (
+        places.taken(f"Bearer {ACME}"),
+        places.taken(f"Bearer {ACME}"),
+        pytest.raises(Overloaded, match="2 requests of tenant acme"),
+    ):
         places.taken(f"Bearer {ACME}").__enter__()
     assert places.num_taken == 0
-    assert registry.get_sample_value("pdcluster_rejected_requests_total", {"reason": "tenant_requests", "tenant": "acme"}) == 1
+    assert (
+        registry.get_sample_value("pdcluster_rejected_requests_total", {"reason": "tenant_requests", "tenant": "acme"})
+        == 1
+    )
 
 
 async def test_over_http_a_key_is_asked_for_and_decides_in_whose_name_a_request_runs(tenants: Tenants) -> None:
@@ -159,10 +170,16 @@ async def test_over_http_a_key_is_asked_for_and_decides_in_whose_name_a_request_
         assert (await client.get("/health")).status_code == (await client.get("/metrics")).status_code == 200
         assert dispatcher.started == []
         headers = {"authorization": f"Bearer {ACME}", "x-request-deadline-s": "2.5"}
-        assert (await client.post("/v1/completions", json=body | {"priority": -1, "cache_salt": "x"}, headers=headers)).status_code == 200
+        assert (
+            await client.post("/v1/completions", json=body | {"priority": -1, "cache_salt": "x"}, headers=headers)
+        ).status_code == 200
         assert (await client.get("/v1/models", headers=headers)).status_code == 200
         (generation,) = dispatcher.started
-        assert (generation.standing.tenant, generation.standing.weight, generation.standing.priority) == ("acme", 2.0, -1)
+        assert (generation.standing.tenant, generation.standing.weight, generation.standing.priority) == (
+            "acme",
+            2.0,
+            -1,
+        )
         assert 0 < generation.deadline_s <= 2.5
         assert generation.salt == tenants.identify(f"Bearer {ACME}").cache_salt("x")
 
@@ -170,19 +187,25 @@ async def test_over_http_a_key_is_asked_for_and_decides_in_whose_name_a_request_
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", ""])
 async def test_a_deadline_that_is_none_is_the_callers_mistake(value: str) -> None:
     async with served(ScriptedDispatcher()) as url, httpx.AsyncClient(base_url=url) as client:
-        reply = await client.post("/v1/completions", json={"model": MODEL, "prompt": "hi"}, headers={"x-request-deadline-s": value})
+        reply = await client.post(
+            "/v1/completions", json={"model": MODEL, "prompt": "hi"}, headers={"x-request-deadline-s": value}
+        )
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "x-request-deadline-s"
 
 
 async def test_a_deadline_is_at_most_what_the_server_allows() -> None:
     dispatcher = ScriptedDispatcher()
     async with served(dispatcher) as url, httpx.AsyncClient(base_url=url) as client:
-        await client.post("/v1/completions", json={"model": MODEL, "prompt": "hi"}, headers={"x-request-deadline-s": "1e9"})
+        await client.post(
+            "/v1/completions", json={"model": MODEL, "prompt": "hi"}, headers={"x-request-deadline-s": "1e9"}
+        )
     assert 2.5 < dispatcher.started[0].deadline_s <= 600.0
 
 
 async def test_a_refusal_over_http_says_how_long_the_wait_would_be() -> None:
-    refuses = ScriptedDispatcher(lambda _: [Overloaded("the queue is full; predicted wait 3.20 s, retry then", 3.2, "hold_count")])
+    refuses = ScriptedDispatcher(
+        lambda _: [Overloaded("the queue is full; predicted wait 3.20 s, retry then", 3.2, "hold_count")]
+    )
     async with served(refuses) as url, httpx.AsyncClient(base_url=url) as client:
         reply = await client.post("/v1/completions", json={"model": MODEL, "prompt": "hi"})
     assert reply.status_code == 429
@@ -194,9 +217,14 @@ async def test_one_tenants_open_requests_do_not_keep_another_out(tenants: Tenant
     dispatcher = ScriptedDispatcher(lambda _: [Wait(gate), *says("x")])
     body = {"model": MODEL, "prompt": "hi"}
     async with served(dispatcher, places=Places(5, tenants)) as url, httpx.AsyncClient(base_url=url) as client:
-        flood = [asyncio.create_task(client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {OTHER}"})) for _ in range(8)]
+        flood = [
+            asyncio.create_task(client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {OTHER}"}))
+            for _ in range(8)
+        ]
         await until(lambda: len(dispatcher.started) == 4)
-        acme = asyncio.create_task(client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {ACME}"}))
+        acme = asyncio.create_task(
+            client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {ACME}"})
+        )
         await until(lambda: len(dispatcher.started) == 5)
         gate.set()
         assert (await acme).status_code == 200

@@ -1,4 +1,5 @@
-"""More of a stream has a short way to its client: it says the same bytes as the long one, whatever comes of which size, and whoever reads when."""
+"""More of a stream has a short way to its client: it says the same bytes as the long one, whatever comes of which size,
+and whoever reads when."""
 
 from __future__ import annotations
 
@@ -96,8 +97,13 @@ class Player:
     is_http_1_0=st.booleans(),
     fields=st.sampled_from(FIELDS),
 )
-def test_both_ways_say_the_same(steps: list[tuple[int, ...] | str], end: str, is_chat: bool, is_http_1_0: bool, fields: dict[str, object]) -> None:
-    long, short = (Player(is_short).tell(steps, end, is_chat=is_chat, is_http_1_0=is_http_1_0, **fields) for is_short in (False, True))
+def test_both_ways_say_the_same(
+    steps: list[tuple[int, ...] | str], end: str, is_chat: bool, is_http_1_0: bool, fields: dict[str, object]
+) -> None:
+    long, short = (
+        Player(is_short).tell(steps, end, is_chat=is_chat, is_http_1_0=is_http_1_0, **fields)
+        for is_short in (False, True)
+    )
     assert short == long
 
 
@@ -161,6 +167,10 @@ async def test_no_token_is_said_twice_or_out_of_its_place(is_known: bool) -> Non
     if not is_known:
         TEXT.pieces.said.clear()
     before = line.sent
-    assert not any(take(position, (second,)) for position in (0, 1, 3, 4)) and not take(2, (second, second)) and not take(2, ())
+    assert (
+        not any(take(position, (second,)) for position in (0, 1, 3, 4))
+        and not take(2, (second, second))
+        and not take(2, ())
+    )
     assert line.sent == before
     assert take(2, (second,)) and not take(2, (second,)) and line.sent != before

@@ -1,4 +1,5 @@
-"""Requests that wait in the router, as coroutines: they go when a node reports room, and leave when their client does."""
+"""Requests that wait in the router, as coroutines: they go when a node reports room, and leave when their client
+does."""
 
 from __future__ import annotations
 
@@ -40,11 +41,14 @@ class OneModel:
 
 def generation_of(request: str, tenant: str = "a", deadline_s: float = 5.0, priority: int = 0) -> Generation:
     sampling = m.Sampling(max_tokens=1, seed=1)
-    return Generation(request, "model", array("i", range(10)), sampling, deadline_s, standing=Standing(tenant, 1.0, priority))
+    return Generation(
+        request, "model", array("i", range(10)), sampling, deadline_s, standing=Standing(tenant, 1.0, priority)
+    )
 
 
 class Choices:
-    """Implements generation.Sink for several choices of one request: the first that fails takes the others along, as an HTTP answer does."""
+    """Implements generation.Sink for several choices of one request: the first that fails takes the others along, as an
+    HTTP answer does."""
 
     def __init__(self, bench: Bench, request: str, num_choices: int, deadline_s: float) -> None:
         self.errors: list[Exception] = []
@@ -73,7 +77,9 @@ class Bench:
         self.occupies = False
         self.registry = CollectorRegistry()
         settings = DispatchSettings(stages=StageDeadlines(hold_s=0.01), hold=HoldLimits(**limits), slo=slo or Slo())
-        self.dispatch = Dispatch(self.cluster, OneModel(), make_chooser(self.cluster), settings, metrics=HoldMetrics(self.registry))
+        self.dispatch = Dispatch(
+            self.cluster, OneModel(), make_chooser(self.cluster), settings, metrics=HoldMetrics(self.registry)
+        )
 
     def serve(self, message, answer) -> None:
         if isinstance(message, m.Prefill):
@@ -214,7 +220,9 @@ async def test_choices_that_expire_together_cost_nobody_else_their_place() -> No
     await patient
 
 
-async def test_a_bug_in_the_queue_is_told_to_all_that_wait_and_to_none_that_comes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_in_the_queue_is_told_to_all_that_wait_and_to_none_that_comes_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bench = Bench()
     later = []
 
@@ -235,7 +243,9 @@ async def test_a_bug_in_the_queue_is_told_to_all_that_wait_and_to_none_that_come
     assert len(choices.errors) == 1 and later[0].errors == []
     with pytest.raises(errors.DeadlineExceeded):
         await bench.start("afterwards", deadline_s=0.03)
-    assert [type(error) for error in later[0].errors] == [errors.DeadlineExceeded] and bench.dispatch.waiting.num_held == 0
+    assert [type(error) for error in later[0].errors] == [
+        errors.DeadlineExceeded
+    ] and bench.dispatch.waiting.num_held == 0
 
 
 async def test_when_the_last_node_goes_those_that_wait_are_told_at_once() -> None:

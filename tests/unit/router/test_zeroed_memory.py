@@ -1,4 +1,5 @@
-"""ZeroedMemory, with the system's advice about pages and without, and tables of blocks that give their memory back while rows move away."""
+"""ZeroedMemory, with the system's advice about pages and without, and tables of blocks that give their memory back
+while rows move away."""
 
 from __future__ import annotations
 
@@ -19,9 +20,12 @@ NUM_PAGES = 4
 
 @pytest.mark.parametrize("platform", [sys.platform, "another"])
 @pytest.mark.parametrize(
-    ("start", "stop"), [(0, 0), (0, 1), (5, 100), (0, mmap.PAGESIZE), (7, 3 * mmap.PAGESIZE + 9), (0, NUM_PAGES * mmap.PAGESIZE)]
+    ("start", "stop"),
+    [(0, 0), (0, 1), (5, 100), (0, mmap.PAGESIZE), (7, 3 * mmap.PAGESIZE + 9), (0, NUM_PAGES * mmap.PAGESIZE)],
 )
-def test_what_is_cleared_is_zero_and_the_rest_is_kept(monkeypatch: pytest.MonkeyPatch, platform: str, start: int, stop: int) -> None:
+def test_what_is_cleared_is_zero_and_the_rest_is_kept(
+    monkeypatch: pytest.MonkeyPatch, platform: str, start: int, stop: int
+) -> None:
     monkeypatch.setattr(block_table.sys, "platform", platform)
     memory = ZeroedMemory(NUM_PAGES * mmap.PAGESIZE)
     assert not memory.octets.any()

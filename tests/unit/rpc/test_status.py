@@ -51,12 +51,16 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("error", "code"), PAIRS, ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value.name)
+@pytest.mark.parametrize(
+    ("error", "code"), PAIRS, ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value.name
+)
 def test_every_error_has_the_code_of_its_kind(error: errors.PdclusterError, code: grpc.StatusCode) -> None:
     assert status_of(error) is code
 
 
-@pytest.mark.parametrize("error", [errors.BadRequest, errors.UnknownModel, errors.ConfigError, errors.Overloaded, errors.Cancelled])
+@pytest.mark.parametrize(
+    "error", [errors.BadRequest, errors.UnknownModel, errors.ConfigError, errors.Overloaded, errors.Cancelled]
+)
 def test_a_code_becomes_the_error_that_stands_for_it(error: type[errors.PdclusterError]) -> None:
     translated = error_of(Answer(status_of(error("x"))), "bootstrap h:1")
     assert type(translated) is error and "bootstrap h:1" in str(translated) and "because" in str(translated)

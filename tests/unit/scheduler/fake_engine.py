@@ -1,7 +1,8 @@
 """An engine whose model is arithmetic: exact, and sensitive to every KV entry it should attend to.
 
-The KV of position p is a number that depends on all tokens up to p. A token is drawn from *all* KV entries of its row, read through the page
-table, so a page that was overwritten, mixed up or not filled gives another token than `reference` does.
+The KV of position p is a number that depends on all tokens up to p. A token is drawn from *all* KV entries of its row,
+read through the page table, so a page that was overwritten, mixed up or not filled gives another token than `reference`
+does.
 """
 
 from __future__ import annotations
@@ -100,17 +101,38 @@ class FakeEngine:
 
 
 def make_work(
-    prompt: list[int], *, request: str = "r", attempt: int = 0, emitted: tuple[int, ...] = (), block_tokens: int = 4, **sampling: object
+    prompt: list[int],
+    *,
+    request: str = "r",
+    attempt: int = 0,
+    emitted: tuple[int, ...] = (),
+    block_tokens: int = 4,
+    **sampling: object,
 ) -> Work:
     """sampling: fields of Sampling; max_tokens is 4 when it is not given."""
     tokens = [*prompt, *emitted]
     chosen = Sampling(**{"max_tokens": 4, "seed": 0, **sampling})  # type: ignore[arg-type]
     root = chain_root(block_tokens=block_tokens)
-    return Work(request, attempt, pack_tokens(tokens), len(prompt), block_hashes(tokens, block_tokens=block_tokens), chosen, 60.0, root)
+    return Work(
+        request,
+        attempt,
+        pack_tokens(tokens),
+        len(prompt),
+        block_hashes(tokens, block_tokens=block_tokens),
+        chosen,
+        60.0,
+        root,
+    )
 
 
 def make_sequence(
-    prompt: list[int], *, key: str = "r", remote: bool = False, block_tokens: int = 4, emitted: tuple[int, ...] = (), **sampling: object
+    prompt: list[int],
+    *,
+    key: str = "r",
+    remote: bool = False,
+    block_tokens: int = 4,
+    emitted: tuple[int, ...] = (),
+    **sampling: object,
 ) -> Sequence:
     work = make_work(prompt, request=key.split("#")[0], emitted=emitted, block_tokens=block_tokens, **sampling)
     return Sequence(work, key=key, remote=remote, block_tokens=block_tokens)

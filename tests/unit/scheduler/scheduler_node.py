@@ -1,4 +1,5 @@
-"""A node for tests of the scheduler: pool, scheduler and a fake engine, driven as the node's loop drives them. No sockets, no torch."""
+"""A node for tests of the scheduler: pool, scheduler and a fake engine, driven as the node's loop drives them. No
+sockets, no torch."""
 
 from __future__ import annotations
 

@@ -21,11 +21,15 @@ class Node:
         self.now = 0.0
         self.step_s = step_s
         chosen = {"token_budget": 16, "max_rows": 2, "max_waiting": 2, "max_len": 200, "reserve_tokens": 4, **limits}
-        self.scheduler = Scheduler(PagePool(num_pages, PAGE, PAGE), Limits(**chosen, retry_after_s=DEFAULT_S), clock=lambda: self.now)
+        self.scheduler = Scheduler(
+            PagePool(num_pages, PAGE, PAGE), Limits(**chosen, retry_after_s=DEFAULT_S), clock=lambda: self.now
+        )
         self.engine = FakeEngine(num_pages, PAGE)
 
     def add(self, key: str, length: int = 8, max_tokens: int = 10, base: int = 0, **options: object) -> None:
-        self.scheduler.add(make_sequence(list(range(base, base + length)), key=key, max_tokens=max_tokens, ignore_eos=True, **options))
+        self.scheduler.add(
+            make_sequence(list(range(base, base + length)), key=key, max_tokens=max_tokens, ignore_eos=True, **options)
+        )
 
     def step(self) -> None:
         plan = self.scheduler.schedule()

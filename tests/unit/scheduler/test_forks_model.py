@@ -1,4 +1,5 @@
-"""Choices that share a prompt's pages, under random histories: no page has two writers, every token is the right one, and nothing is left."""
+"""Choices that share a prompt's pages, under random histories: no page has two writers, every token is the right one,
+and nothing is left."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ EOS: frozenset[int] = frozenset()
 
 
 class ForkMachine(RuleBasedStateMachine):
-    """Leaders come as local prompts or as slots whose KV another node writes; forks come while their leader is anywhere."""
+    """Leaders come as local prompts or as slots whose KV another node writes; forks come while their leader is
+    anywhere."""
 
     @initialize(num_pages=st.integers(8, 24), reserve=st.integers(0, 8))
     def start(self, num_pages: int, reserve: int) -> None:
@@ -93,11 +95,15 @@ class ForkMachine(RuleBasedStateMachine):
             pages = {int(page) for page in row.pages[row.start // PAGE : (row.start + len(row.tokens) - 1) // PAGE + 1]}
             written.update(pages)
             for page in pages:
-                assert self.pool.num_owners(page) - sum(source == page for source, _ in plan.copies) == 1, f"{row.request} writes to a shared page"
+                assert self.pool.num_owners(page) - sum(source == page for source, _ in plan.copies) == 1, (
+                    f"{row.request} writes to a shared page"
+                )
                 assert not self.pool._hashes[page], f"{row.request} writes to a published page"
         assert all(count == 1 for count in written.values()), "a page has two writers"
         targets = Counter(target for _, target in plan.copies)
-        assert all(count == 1 for count in targets.values()) and not targets.keys() & {source for source, _ in plan.copies}
+        assert all(count == 1 for count in targets.values()) and not targets.keys() & {
+            source for source, _ in plan.copies
+        }
 
     @precondition(lambda self: self.plan is not None)
     @rule()
@@ -172,14 +178,20 @@ def test_a_fork_computes_one_token_and_takes_one_page(length: int) -> None:
     assert plan is not None
     node.update(plan, engine.run(plan))
     used = pool.num_used
-    forks = [make_sequence(list(range(length)), key=f"fork{choice}", choice=choice, max_tokens=8) for choice in (1, 2, 3)]
+    forks = [
+        make_sequence(list(range(length)), key=f"fork{choice}", choice=choice, max_tokens=8) for choice in (1, 2, 3)
+    ]
     for fork in forks:
         fork.leader = leader
         node.add(fork)
     plan = node.schedule()
     assert plan is not None
-    assert [(row.request, row.start, len(row.tokens)) for row in plan.rows if row.request != "leader"] == [(f.key, length - 1, 1) for f in forks]
-    assert len(plan.copies) == 3 and pool.num_used <= used + 3 + 1, "one page each; the leader may have outgrown its own"
+    assert [(row.request, row.start, len(row.tokens)) for row in plan.rows if row.request != "leader"] == [
+        (f.key, length - 1, 1) for f in forks
+    ]
+    assert len(plan.copies) == 3 and pool.num_used <= used + 3 + 1, (
+        "one page each; the leader may have outgrown its own"
+    )
     assert [fork.num_cached for fork in forks] == [length - 1] * 3
 
 
@@ -187,7 +199,10 @@ def test_another_prompt_shares_nothing() -> None:
     """Only a router that is wrong could say so."""
     node, _ = scheduler()
     engine = FakeEngine(16, PAGE)
-    leader, fork = make_sequence([1, 2, 3, 4, 5], key="leader", max_tokens=8), make_sequence([1, 2, 3, 4, 6], key="fork", max_tokens=8)
+    leader, fork = (
+        make_sequence([1, 2, 3, 4, 5], key="leader", max_tokens=8),
+        make_sequence([1, 2, 3, 4, 6], key="fork", max_tokens=8),
+    )
     node.add(leader)
     plan = node.schedule()
     assert plan is not None

@@ -1,4 +1,5 @@
-"""The step behind the one in flight: which rows it has before their tokens are known, when there is none, and what it keeps until it is over."""
+"""The step behind the one in flight: which rows it has before their tokens are known, when there is none, and what it
+keeps until it is over."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ PROMPT = [1, 2, 3, 4, 5]
 class Node:
     def __init__(self, num_pages: int = 32, **limits: int) -> None:
         self.pool = PagePool(num_pages, PAGE, PAGE)
-        self.scheduler = Scheduler(self.pool, Limits(**{"token_budget": 16, "max_rows": 4, "max_waiting": 8, "max_len": 64, **limits}), lambda: 0.0)
+        self.scheduler = Scheduler(
+            self.pool,
+            Limits(**{"token_budget": 16, "max_rows": 4, "max_waiting": 8, "max_len": 64, **limits}),
+            lambda: 0.0,
+        )
         self.engine = FakeEngine(num_pages, PAGE)
         self.said: dict[str, list[int]] = {}
 
@@ -193,7 +198,8 @@ def test_a_cancelled_row_keeps_its_pages_until_the_last_step_that_computes_it_is
 
 
 def test_a_page_that_the_cache_has_already_is_kept_for_a_step_that_may_read_it():
-    """Both rows say the same, so the second one's full page is given up for the first one's; the step in flight was given the old table."""
+    """Both rows say the same, so the second one's full page is given up for the first one's; the step in flight was
+    given the old table."""
     node = Node()
     node.add("a", [1, 2, 3])
     node.add("b", [1, 2, 3])

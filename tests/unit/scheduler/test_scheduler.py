@@ -1,5 +1,5 @@
-"""The scheduler: what a step holds, what ends a sequence, what is refused, what is cancelled, what it tells. Pages: test_scheduler_pages.py; other
-nodes: test_scheduler_slots.py; random histories: test_scheduler_model.py."""
+"""The scheduler: what a step holds, what ends a sequence, what is refused, what is cancelled, what it tells. Pages:
+test_scheduler_pages.py; other nodes: test_scheduler_slots.py; random histories: test_scheduler_model.py."""
 
 from __future__ import annotations
 
@@ -315,7 +315,8 @@ def test_load_counts_what_there_is_to_do():
     node.add("wait", [1, 2, 3, 4])
     node.step()
     assert node.scheduler.load() == Occupancy(
-        waiting=1, running=2, waiting_tokens=4 + 13, waiting_pairs=184, rows=3, context_tokens=3 + 7, slots_used=3, reserved=1, parked=0
+        waiting=1, running=2, waiting_tokens=4 + 13, waiting_pairs=184, rows=3, context_tokens=3 + 7, slots_used=3,
+        reserved=1, parked=0
     )  # fmt: skip
 
 
@@ -325,7 +326,9 @@ def test_a_waiting_prompt_counts_without_what_the_one_before_it_will_leave():
     first = node.scheduler.load().waiting_tokens
     node.add("turn 2", [*LONG, 7, 7])
     node.add("other", [9, *LONG])
-    assert (first, node.scheduler.load().waiting_tokens) == (20, 20 + 2 + 21), "20 tokens are 5 blocks, all shared by the next turn"
+    assert (first, node.scheduler.load().waiting_tokens) == (20, 20 + 2 + 21), (
+        "20 tokens are 5 blocks, all shared by the next turn"
+    )
 
 
 def test_times_are_stamped_by_the_given_clock():

@@ -1,7 +1,9 @@
-"""The scheduler under random histories: tiny pools, cancels, preemptions, slots, replays, late writes, steps planned ahead.
+"""The scheduler under random histories: tiny pools, cancels, preemptions, slots, replays, late writes, steps planned
+ahead.
 
-The engine's tokens depend on every KV entry a row attends to, so any page that is shared wrongly, reused too early or published too soon changes
-somebody's output. Whatever happens, every request gets exactly one end, and if it ends well, the tokens of an undisturbed run.
+The engine's tokens depend on every KV entry a row attends to, so any page that is shared wrongly, reused too early or
+published too soon changes somebody's output. Whatever happens, every request gets exactly one end, and if it ends well,
+the tokens of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ MAX_LEN = 30
 BLOCK = 2
 BASES = ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [1, 2, 3, 4, 1, 2, 3, 4, 9, 9, 9, 9], [5] * 12)
 PROMPTS = st.builds(
-    lambda base, cut, tail: base[:cut] + tail, st.sampled_from(BASES), st.integers(0, 12), st.lists(st.integers(0, 12), min_size=1, max_size=6)
+    lambda base, cut, tail: base[:cut] + tail,
+    st.sampled_from(BASES),
+    st.integers(0, 12),
+    st.lists(st.integers(0, 12), min_size=1, max_size=6),
 )
 SAMPLINGS = st.fixed_dictionaries(
     {
@@ -84,7 +89,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.index: set[bytes] = set()
         self.build(6, 1, 5, 3)
 
-    @initialize(num_pages=st.integers(5, 14), blocks=st.integers(1, 2), reserve_tokens=st.integers(0, 8), max_rows=st.integers(1, 4))
+    @initialize(
+        num_pages=st.integers(5, 14),
+        blocks=st.integers(1, 2),
+        reserve_tokens=st.integers(0, 8),
+        max_rows=st.integers(1, 4),
+    )
     def build(self, num_pages: int, blocks: int, reserve_tokens: int, max_rows: int) -> None:
         page_tokens = BLOCK * blocks
         self.pool = PagePool(num_pages, page_tokens, BLOCK)
@@ -125,7 +135,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(not request.ends for request in self.requests.values()))
     @rule(data=st.data(), replay=st.booleans())
     def cancel(self, data: st.DataObject, replay: bool) -> None:
-        """The client left, or the router moves the request: then the new attempt starts from the tokens that were sent."""
+        """The client left, or the router moves the request: then the new attempt starts from the tokens that were
+        sent."""
         key = data.draw(st.sampled_from([key for key, request in self.requests.items() if not request.ends]))
         request = self.requests[key]
         ended = self.scheduler.cancel(f"{key}#{request.attempt}")
@@ -231,21 +242,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert following <= {row.request for row in self.plans[0].rows if row.sampling is not None}
         for row in plan.rows:
             sequence = self.scheduler.find(row.request)
-            assert len(row.tokens) == 1 and row.output_index + sequence.num_prompt < sequence.max_total, "no row is launched that surely ended"
+            assert len(row.tokens) == 1 and row.output_index + sequence.num_prompt < sequence.max_total, (
+                "no row is launched that surely ended"
+            )
         self.fly(plan)
 
     def fly(self, plan: StepPlan) -> None:
         assert len({row.request for row in plan.rows}) == len(plan.rows)
         lengths = [len(row.tokens) for row in plan.rows]
-        assert lengths.count(1) == sum(length == 1 for length in lengths[: lengths.count(1)]), "rows of one token come first"
+        assert lengths.count(1) == sum(length == 1 for length in lengths[: lengths.count(1)]), (
+            "rows of one token come first"
+        )
         assert all(self.scheduler.find(row.request).state is not Residence.HELD for row in plan.rows)
         self.plans.append(plan)
-        self.taken.append(StepPlan(tuple(replace(row, pages=row.pages.copy()) for row in plan.rows), copies=plan.copies))
+        self.taken.append(
+            StepPlan(tuple(replace(row, pages=row.pages.copy()) for row in plan.rows), copies=plan.copies)
+        )
 
     @precondition(lambda self: len(self.results) < len(self.plans) and not self.is_void)
     @rule()
     def compute(self) -> None:
-        """The engine goes from one step to the next by itself, whether or not anybody took in the results of the first."""
+        """The engine goes from one step to the next by itself, whether or not anybody took in the results of the
+        first."""
         self.results.append(self.engine.run(self.taken[len(self.results)]))
 
     @precondition(lambda self: self.plans and not self.is_void)
@@ -341,7 +359,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def sequence_of(self, key: str, *, remote: bool = False) -> Sequence:
         request = self.requests[key]
         fields = {name: getattr(request.sampling, name) for name in request.sampling.__struct_fields__}
-        work = make_work(request.prompt, request=key, attempt=request.attempt, emitted=tuple(request.tokens), block_tokens=BLOCK, **fields)
+        work = make_work(
+            request.prompt,
+            request=key,
+            attempt=request.attempt,
+            emitted=tuple(request.tokens),
+            block_tokens=BLOCK,
+            **fields,
+        )
         return Sequence(work, key=f"{key}#{request.attempt}", remote=remote, block_tokens=BLOCK)
 
     def submit(self, key: str, *, remote: bool) -> None:
@@ -366,7 +391,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.parked.append(update.request)
 
     def live_with_pages(self) -> list[Sequence]:
-        found = (self.scheduler.find(f"{key}#{request.attempt}") for key, request in self.requests.items() if not request.ends)
+        found = (
+            self.scheduler.find(f"{key}#{request.attempt}")
+            for key, request in self.requests.items()
+            if not request.ends
+        )
         return [sequence for sequence in found if sequence is not None and sequence.num_computed]
 
     @staticmethod
@@ -402,7 +431,8 @@ def test_a_busy_node_gives_every_request_the_tokens_of_an_undisturbed_run():
 
 
 def test_a_node_that_looks_ahead_gives_every_request_the_tokens_of_an_undisturbed_run():
-    """One long seeded history in which steps are planned ahead, computed before anybody hears of the one before, and rows wasted on ends."""
+    """One long seeded history in which steps are planned ahead, computed before anybody hears of the one before, and
+    rows wasted on ends."""
     random = np.random.default_rng(6)
     machine = SchedulerMachine()
     machine.build(num_pages=24, blocks=1, reserve_tokens=0, max_rows=4)

@@ -99,11 +99,18 @@ def test_prompts_that_want_logprobs_share_a_smaller_part_of_the_step_and_others_
         assert sum(len(row.tokens) for row in plan.rows if row.prompt_logprobs is not None) <= 4
         reports |= {update.key: update.prompt_logprobs for update in node.finish_step(plan) if update.prompt_logprobs}
     assert {key: len(found) for key, found in reports.items()} == {"a": 19, "b": 19}
-    assert node.tokens["a"] == node.tokens["b"] == node.tokens["c"] == node.expected(LONG, max_tokens=1) and node.is_clean()
+    assert (
+        node.tokens["a"] == node.tokens["b"] == node.tokens["c"] == node.expected(LONG, max_tokens=1)
+        and node.is_clean()
+    )
 
 
-@pytest.mark.parametrize(("vocab_size", "positions"), [(512, 512), (16_384, 512), (32_000, 262), (131_072, 64), (152_064, 64), (256_000, 64)])
-def test_the_smaller_a_vocabulary_is_the_more_positions_of_a_step_may_want_logprobs(vocab_size: int, positions: int) -> None:
+@pytest.mark.parametrize(
+    ("vocab_size", "positions"), [(512, 512), (16_384, 512), (32_000, 262), (131_072, 64), (152_064, 64), (256_000, 64)]
+)
+def test_the_smaller_a_vocabulary_is_the_more_positions_of_a_step_may_want_logprobs(
+    vocab_size: int, positions: int
+) -> None:
     assert logprob_tokens_of(vocab_size) == positions
 
 
@@ -199,7 +206,9 @@ def test_a_preempted_row_keeps_its_right_to_pages_while_prompts_use_up_the_steps
     node.add("long", [7] * 48, max_tokens=2, remote=True)
     while node.scheduler.num_preemptions == 0:
         node.step()
-    assert {request for request, _, num_tokens in shape(node.plan()) if num_tokens > 1} == {"long"}, "no budget is left for the preempted row"
+    assert {request for request, _, num_tokens in shape(node.plan()) if num_tokens > 1} == {"long"}, (
+        "no budget is left for the preempted row"
+    )
     assert node.scheduler.num_spare_pages >= 3 and node.scheduler.has_waiting_preempted
     with pytest.raises(Overloaded, match="preempted"):
         node.scheduler.reserve(make_sequence([1] * 9, key="r"))
@@ -212,7 +221,9 @@ def test_a_preempted_row_reports_its_prompt_logprobs_once():
     node.add("b", [7] * 13, max_tokens=2, prompt_logprobs=0)
     reports = []
     while "b" not in node.ended:
-        reports += [update.prompt_logprobs for key, update in node.step().items() if key == "b" and update.prompt_logprobs]
+        reports += [
+            update.prompt_logprobs for key, update in node.step().items() if key == "b" and update.prompt_logprobs
+        ]
     assert node.scheduler.num_preemptions >= 1
     entries = kv_of([7] * 13)
     assert reports == [tuple(prompt_logprob(entries[: i + 1], 7) for i in range(12))]
@@ -268,7 +279,8 @@ def fail(node: Node, key: str, error: RowError) -> None:
 
 @pytest.mark.parametrize(("error", "num_cached"), [(LATE, 4), (TORN, 0)])
 def test_nothing_of_a_row_whose_kv_may_be_spoilt_is_anybodys_prefix(error: RowError, num_cached: int) -> None:
-    """Its first chunk was published already. Where a row ends for another reason, only what that step computed is not looked at."""
+    """Its first chunk was published already. Where a row ends for another reason, only what that step computed is not
+    looked at."""
     node = Node()
     node.add("a", LONG)
     node.step()

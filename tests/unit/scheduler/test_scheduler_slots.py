@@ -1,4 +1,5 @@
-"""The scheduler of a node that shares requests with others: remote prefills are parked, slots become rows by their commit."""
+"""The scheduler of a node that shares requests with others: remote prefills are parked, slots become rows by their
+commit."""
 
 from __future__ import annotations
 

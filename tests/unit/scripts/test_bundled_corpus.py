@@ -68,7 +68,9 @@ def test_modules_have_the_names_people_use(tmp_path: Path) -> None:
 
 def test_every_held_out_file_has_its_own_module_in_this_library() -> None:
     found = corpus.read_sources(corpus.stdlib_root(), held_out=True)
-    assert len(found) == len({source.module for source in found}) >= len(corpus.HELD_OUT) - 2  # newer Pythons may drop one
+    assert (
+        len(found) == len({source.module for source in found}) >= len(corpus.HELD_OUT) - 2
+    )  # newer Pythons may drop one
 
 
 def test_definitions_are_functions_classes_and_their_methods() -> None:
@@ -112,7 +114,11 @@ def test_answers_are_whole_paragraphs_and_bounded() -> None:
 
 def test_builtins_are_explained_from_the_running_interpreter() -> None:
     chats = list(corpus.chats_of_builtins("builtins", Random(0)))
-    (answer,) = [chat.answer for chat in chats if chat.question.replace("`", "") in {"What does len do?", "Explain len.", "What is len for?"}]
+    (answer,) = [
+        chat.answer
+        for chat in chats
+        if chat.question.replace("`", "") in {"What does len do?", "Explain len.", "What is len for?"}
+    ]
     assert answer == len.__doc__
     assert any("str.join" in chat.question for chat in chats)
 
@@ -127,4 +133,7 @@ def test_what_a_package_re_exports_from_a_held_out_file_stays_out() -> None:
 def test_the_same_seed_gives_the_same_chats() -> None:
     first, second = (corpus.build_chats([SHELF], {}, Random(3)) for _ in range(2))
     assert first == second
-    assert sum(chat.answer == corpus.IDENTITY for chat in first) == len(corpus.IDENTITY_QUESTIONS) * corpus.IDENTITY_REPEATS
+    assert (
+        sum(chat.answer == corpus.IDENTITY for chat in first)
+        == len(corpus.IDENTITY_QUESTIONS) * corpus.IDENTITY_REPEATS
+    )

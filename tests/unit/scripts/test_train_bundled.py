@@ -1,4 +1,5 @@
-"""The training script on a model and a text of a few lines: it learns, cuts its windows right and leaves a directory that loads."""
+"""The training script on a model and a text of a few lines: it learns, cuts its windows right and leaves a directory
+that loads."""
 
 import json
 import subprocess
@@ -48,7 +49,9 @@ def test_a_window_is_from_the_files_or_begins_a_chat(windows: training.Windows) 
 
 
 def test_the_same_seed_draws_the_same_windows(windows: training.Windows) -> None:
-    again = training.Windows(windows.files, windows.chats, windows.chat_starts, windows.window, np.random.default_rng(RECIPE.seed))
+    again = training.Windows(
+        windows.files, windows.chats, windows.chat_starts, windows.window, np.random.default_rng(RECIPE.seed)
+    )
     assert all(np.array_equal(windows.row(), again.row()) for _ in range(20))
 
 

@@ -1,4 +1,5 @@
-"""Two staged backends over a library of this process whose writes may stay unknown and land later, for tests. No test in it."""
+"""Two staged backends over a library of this process whose writes may stay unknown and land later, for tests. No test
+in it."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ def eventually(condition: Callable[[], object], what: str) -> None:
 
 
 class Unreliable:
-    """An engine in this process. unknown: the writes, counted from 0, that get no definite answer; `land` copies them then, from what their source
-    holds by that time. lost: those that end so. most: writes under way at once."""
+    """An engine in this process. unknown: the writes, counted from 0, that get no definite answer; `land` copies them
+    then, from what their source holds by that time. lost: those that end so. most: writes under way at once."""
 
     needs_calls = False
     reads_anywhere = False
@@ -136,7 +137,9 @@ class Ends:
         settings = StagedSettings(block_bytes=BLOCK, blocks=BLOCKS, flying=FLYING, retry_s=0.01, unknown_s=UNKNOWN_S)
         self.source, self.target = (np.zeros(64 * BLOCK, dtype=np.uint8) for _ in range(2))
         self.source[:] = np.random.default_rng(1).integers(1, 256, self.source.nbytes)
-        self.writer, self.reader = (StagedBackend(peer, "mooncake", engine, settings, owns_engine=False) for peer in (WRITER, READER))
+        self.writer, self.reader = (
+            StagedBackend(peer, "mooncake", engine, settings, owns_engine=False) for peer in (WRITER, READER)
+        )
         self.writer.register(Region(0, self.source.ctypes.data, self.source.nbytes))
         self.reader.register(Region(0, self.target.ctypes.data, self.target.nbytes))
         self.reader.permit(Permit(7, WRITER, 0, ((0, self.target.nbytes),)))

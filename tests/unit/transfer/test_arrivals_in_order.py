@@ -1,4 +1,5 @@
-"""The short way to see that a Commit covers its ticket and that all of it lies in place: it says yes only where the long way does."""
+"""The short way to see that a Commit covers its ticket and that all of it lies in place: it says yes only where the
+long way does."""
 
 from __future__ import annotations
 
@@ -31,12 +32,29 @@ FIELDS = ("first_token", "num_tokens", "first_layer", "num_layers", "nbytes", "i
 
 def ticket_of(cached: int, num_tokens: int) -> Ticket:
     end = Endpoint("d", "1", "")
-    return Ticket(5, "r", 0, end, Endpoint("p", "1", ""), 0, pack_tokens(PAGES), TOKENS, SHAPE.page_bytes, num_tokens, cached, 9.0, 1)
+    return Ticket(
+        5,
+        "r",
+        0,
+        end,
+        Endpoint("p", "1", ""),
+        0,
+        pack_tokens(PAGES),
+        TOKENS,
+        SHAPE.page_bytes,
+        num_tokens,
+        cached,
+        9.0,
+        1,
+    )
 
 
 def commit_of(ticket: Ticket, cuts: list[int]) -> Commit:
     """cuts: pages after which a chunk ends."""
-    ends = sorted({min(cut * TOKENS, ticket.num_tokens) for cut in cuts if cut * TOKENS > ticket.cached_tokens} | {ticket.num_tokens})
+    ends = sorted(
+        {min(cut * TOKENS, ticket.num_tokens) for cut in cuts if cut * TOKENS > ticket.cached_tokens}
+        | {ticket.num_tokens}
+    )
     starts = [ticket.cached_tokens, *ends[:-1]]
     pages = [-(-(end - start) // TOKENS) for start, end in zip(starts, ends, strict=True)]
     entries = (
@@ -58,14 +76,21 @@ def changed(commit: Commit, chunk: int, field: str, by: int) -> Commit:
 
 
 @given(st.integers(0, 3), st.integers(13, 20), st.lists(st.integers(1, 4), max_size=3))
-def test_whole_pages_in_order_are_seen_without_looking_at_each_cell(cached: int, num_tokens: int, cuts: list[int]) -> None:
+def test_whole_pages_in_order_are_seen_without_looking_at_each_cell(
+    cached: int, num_tokens: int, cuts: list[int]
+) -> None:
     ticket = ticket_of(cached * TOKENS, num_tokens)
     commit = commit_of(ticket, cuts)
     assert is_in_order(SHAPE, ticket, commit) and covers_each_cell(SHAPE, ticket, commit)
 
 
 @given(
-    st.integers(0, 3), st.integers(13, 20), st.lists(st.integers(1, 4), max_size=3), st.integers(0, 3), st.sampled_from(FIELDS), st.integers(-8, 8)
+    st.integers(0, 3),
+    st.integers(13, 20),
+    st.lists(st.integers(1, 4), max_size=3),
+    st.integers(0, 3),
+    st.sampled_from(FIELDS),
+    st.integers(-8, 8),
 )
 def test_a_commit_with_something_changed_is_never_taken_where_each_cell_says_no(
     cached: int, num_tokens: int, cuts: list[int], chunk: int, field: str, by: int
@@ -94,7 +119,10 @@ class Arrived:
         self.incoming = Incoming(ticket, Peer("p", "1"), writable, in_token_order(SHAPE, writable), 0.0, 9.0)
         for entry in self.commit.legs[0].chunks:
             first = entry.first_token // TOKENS
-            spans = tuple((page * SHAPE.page_bytes, SHAPE.page_bytes) for page in pages[first : first + -(-entry.num_tokens // TOKENS)])
+            spans = tuple(
+                (page * SHAPE.page_bytes, SHAPE.page_bytes)
+                for page in pages[first : first + -(-entry.num_tokens // TOKENS)]
+            )
             self.arrive(Arrival(Stamp(5, entry.index, 1, entry.nbytes), 1, spans))
         self.incoming.commit = self.commit
         leg = self.commit.legs[0]
@@ -126,7 +154,12 @@ def test_what_landed_anywhere_else_is_not_in_place(cuts: list[int]) -> None:
 
 
 @given(
-    st.integers(0, 3), st.integers(13, 20), st.lists(st.integers(1, 4), max_size=3), st.integers(0, 3), st.sampled_from(FIELDS), st.integers(-8, 8)
+    st.integers(0, 3),
+    st.integers(13, 20),
+    st.lists(st.integers(1, 4), max_size=3),
+    st.integers(0, 3),
+    st.sampled_from(FIELDS),
+    st.integers(-8, 8),
 )
 def test_what_is_seen_is_the_commit_that_covers_it_and_no_other(
     cached: int, num_tokens: int, cuts: list[int], chunk: int, field: str, by: int
@@ -139,7 +172,9 @@ def test_what_is_seen_is_the_commit_that_covers_it_and_no_other(
         incoming.arrived[entry.index] = Arrival(Stamp(5, entry.index, 1, entry.nbytes))
         incoming.arrived_bytes += entry.nbytes
     incoming.seen = legs_seen(SHAPE, incoming, 0, digests=False)
-    without = Commit(5, TOKENS, (Leg(0, 0, 0, HEADS, tuple(replace(entry, digest=0) for entry in commit.legs[0].chunks)),), None)
+    without = Commit(
+        5, TOKENS, (Leg(0, 0, 0, HEADS, tuple(replace(entry, digest=0) for entry in commit.legs[0].chunks)),), None
+    )
     assert is_as_seen(SHAPE, incoming, without)
     assert not by or not is_as_seen(SHAPE, incoming, changed(without, chunk, field, by))
 
@@ -167,7 +202,9 @@ def test_chunks_whose_places_are_cut_otherwise_than_their_stamps_say_are_not_see
 
 def test_another_digest_than_that_of_the_arrival_is_not_what_was_seen() -> None:
     arrived = Arrived(PAGES, [2])
-    assert not arrived.is_as_seen(changed(arrived.commit, 1, "digest", 1)) and not arrived.is_as_seen(changed(arrived.commit, 1, "trial", 1))
+    assert not arrived.is_as_seen(changed(arrived.commit, 1, "digest", 1)) and not arrived.is_as_seen(
+        changed(arrived.commit, 1, "trial", 1)
+    )
 
 
 def test_a_chunk_that_came_once_more_voids_what_was_known() -> None:
@@ -180,7 +217,13 @@ def test_a_chunk_that_came_once_more_voids_what_was_known() -> None:
 def test_a_chunk_that_came_to_another_place_voids_what_was_known() -> None:
     arrived = Arrived(PAGES, [2])
     again = arrived.incoming.arrived[1]
-    arrived.arrive(replace(again, stamp=replace(again.stamp, trial=2), spans=tuple((offset + 64, nbytes) for offset, nbytes in again.spans)))
+    arrived.arrive(
+        replace(
+            again,
+            stamp=replace(again.stamp, trial=2),
+            spans=tuple((offset + 64, nbytes) for offset, nbytes in again.spans),
+        )
+    )
     assert not arrived.is_as_seen(arrived.commit) and not arrived.are_in_place()
 
 

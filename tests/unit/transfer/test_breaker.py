@@ -116,7 +116,10 @@ def test_a_boot_that_is_gone_is_forgotten() -> None:
     assert breakers.state(PEER, "tcp", 0.0) is CLOSED
 
 
-EVENTS = st.lists(st.tuples(st.sampled_from(["ok", "bad", "late ok", "late bad", "silent", "pass"]), st.floats(0.01, 4.0)), max_size=80)
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["ok", "bad", "late ok", "late bad", "silent", "pass"]), st.floats(0.01, 4.0)),
+    max_size=80,
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -157,7 +160,9 @@ def test_there_is_always_a_path_and_closed_ones_are_all_offered(events: list[tup
         assert usable and set(usable) <= set(names)
         closed = [each for each in names if breakers.state(PEER, each, now) is CLOSED]
         assert set(closed) <= set(usable)
-        assert not closed or OPEN not in {breakers.state(PEER, each, now) for each in usable}, "a shut path is only offered when there is no other"
+        assert not closed or OPEN not in {breakers.state(PEER, each, now) for each in usable}, (
+            "a shut path is only offered when there is no other"
+        )
         breakers.begin(PEER, name, now)
         (breakers.succeeded if good else breakers.failed)(PEER, name, now, now)
 

@@ -52,11 +52,15 @@ def test_a_backend_that_cannot_start_leaves_no_other_running() -> None:
     ],
     ids=["loopback", "a network", "not installed", "devices are named, so it must start"],
 )
-def test_nixl_joins_auto_where_it_may_find_another_way_than_tcp(host: str, fabric: Fabric, has_nixl: bool, names: tuple[str, ...]) -> None:
+def test_nixl_joins_auto_where_it_may_find_another_way_than_tcp(
+    host: str, fabric: Fabric, has_nixl: bool, names: tuple[str, ...]
+) -> None:
     assert auto_names(host, fabric, has_nixl=has_nixl) == names
 
 
-def test_auto_goes_on_without_a_nixl_that_does_not_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_goes_on_without_a_nixl_that_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(me: Peer, settings: StagedSettings) -> object:
         raise ConfigError("transfer backend nixl does not start: no device")
 
@@ -83,7 +87,9 @@ def test_auto_goes_on_without_a_nixl_that_does_not_start(monkeypatch: pytest.Mon
         (Fabric(("mlx5_0", "mlx5_7:1")), "nixl", "names mlx5_7:1, but this host has mlx5_0, mlx5_1"),
     ],
 )
-def test_rdma_settings_that_nothing_would_use_are_refused(fabric: Fabric, name: str, message: str, tmp_path: Path) -> None:
+def test_rdma_settings_that_nothing_would_use_are_refused(
+    fabric: Fabric, name: str, message: str, tmp_path: Path
+) -> None:
     for device in ("mlx5_1", "mlx5_0"):
         (tmp_path / device).mkdir()
     with pytest.raises(ConfigError, match=message):
@@ -99,6 +105,13 @@ def test_a_device_that_this_host_lacks_is_refused_before_a_library_quietly_takes
 def test_named_devices_reach_the_libraries() -> None:
     settings = StagedSettings(host="127.0.0.1", fabric=Fabric(("mlx5_0", "mlx5_1:2"), gid_index=3, rails=2))
     ucx = nixl_environment(settings)
-    assert (ucx["UCX_NET_DEVICES"], ucx["UCX_IB_GID_INDEX"], ucx["UCX_MAX_RNDV_RAILS"]) == ("mlx5_0:1,mlx5_1:2", "3", "2")
+    assert (ucx["UCX_NET_DEVICES"], ucx["UCX_IB_GID_INDEX"], ucx["UCX_MAX_RNDV_RAILS"]) == (
+        "mlx5_0:1,mlx5_1:2",
+        "3",
+        "2",
+    )
     assert environment(settings)["MC_GID_INDEX"] == "3" and "MC_FORCE_TCP" not in environment(settings)
-    assert nixl_environment(StagedSettings())["UCX_NET_DEVICES"] == "lo" and environment(StagedSettings())["MC_FORCE_TCP"] == "1"
+    assert (
+        nixl_environment(StagedSettings())["UCX_NET_DEVICES"] == "lo"
+        and environment(StagedSettings())["MC_FORCE_TCP"] == "1"
+    )

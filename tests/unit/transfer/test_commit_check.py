@@ -1,5 +1,5 @@
-"""A Commit and its chunks, whichever comes first: it is looked at once or, when it says just what arrived, not at all, and what arrives later, or
-never, still decides."""
+"""A Commit and its chunks, whichever comes first: it is looked at once or, when it says just what arrived, not at all,
+and what arrives later, or never, still decides."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ PAGES, SOURCE, TOKENS = [10, 11, 30, 31], [3, 4, 5, 20], 16
 
 
 def is_intact(pair: Pair) -> bool:
-    return all(pair.source.page(source) == pair.target.page(target) for source, target in zip(SOURCE, PAGES, strict=True))
+    return all(
+        pair.source.page(source) == pair.target.page(target) for source, target in zip(SOURCE, PAGES, strict=True)
+    )
 
 
 def test_a_commit_is_looked_at_once_however_often_the_reader_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
     plain = reader.covers_all
-    monkeypatch.setattr(reader, "covers_all", lambda shape, ticket, commit: looks.append(commit.round) or plain(shape, ticket, commit))
+    monkeypatch.setattr(
+        reader, "covers_all", lambda shape, ticket, commit: looks.append(commit.round) or plain(shape, ticket, commit)
+    )
     pair = Pair(lambda stamp: Fault(arrival_s=0.5 * stamp.chunk))
     pair.send_all(pair.open(PAGES, TOKENS), SOURCE)
     for _ in range(20):
@@ -34,10 +38,14 @@ def test_a_commit_is_looked_at_once_however_often_the_reader_polls(monkeypatch: 
     pair.reader.check_integrity()
 
 
-def test_a_chunk_whose_stamp_never_comes_is_asked_for_again_and_its_second_commit_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_whose_stamp_never_comes_is_asked_for_again_and_its_second_commit_is_looked_at_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     looks: list[int] = []
     plain = reader.covers_all
-    monkeypatch.setattr(reader, "covers_all", lambda shape, ticket, commit: looks.append(commit.round) or plain(shape, ticket, commit))
+    monkeypatch.setattr(
+        reader, "covers_all", lambda shape, ticket, commit: looks.append(commit.round) or plain(shape, ticket, commit)
+    )
     pair = Pair(lambda stamp: Fault(arrivals=0 if (stamp.chunk, stamp.trial) == (1, 1) else 1))
     pair.send_all(pair.open(PAGES, TOKENS), SOURCE)
     pair.run(5.0)
@@ -45,7 +53,9 @@ def test_a_chunk_whose_stamp_never_comes_is_asked_for_again_and_its_second_commi
 
 
 @pytest.mark.parametrize("digests", [True, False])
-def test_a_commit_that_says_just_what_arrived_is_not_looked_at_part_by_part(monkeypatch: pytest.MonkeyPatch, digests: bool) -> None:
+def test_a_commit_that_says_just_what_arrived_is_not_looked_at_part_by_part(
+    monkeypatch: pytest.MonkeyPatch, digests: bool
+) -> None:
     monkeypatch.setattr(reader, "covers_all", lambda shape, ticket, commit: pytest.fail("it was looked at"))
     pair = Pair(settings=replace(QUICK, digests=digests))
     if digests:
@@ -85,13 +95,20 @@ def commit_of(nonce: int, round_: int, *sizes: int) -> Commit:
 
 
 def test_bytes_that_arrived_and_were_asked_for_again_do_not_stand_for_those_that_never_came() -> None:
-    """A writer that cuts otherwise in the second round, and leaves half of the ticket out, brings as many bytes as the ticket has."""
+    """A writer that cuts otherwise in the second round, and leaves half of the ticket out, brings as many bytes as the
+    ticket has."""
     pair = Pair(settings=replace(QUICK, digests=False))
     ticket = pair.open(PAGES, TOKENS)
     end = pair.source.backends["fake"]
     end.connect(READER, dict(ticket.reader.adverts)["fake"])
     for round_, sizes in enumerate([(1, 3), (2,)]):
-        end.write(READER, 0, 0, Stamp(ticket.nonce, 0, round_, 2 * PAGE_BYTES), (Run(0, PAGES[0] * PAGE_BYTES, 2 * PAGE_BYTES),))
+        end.write(
+            READER,
+            0,
+            0,
+            Stamp(ticket.nonce, 0, round_, 2 * PAGE_BYTES),
+            (Run(0, PAGES[0] * PAGE_BYTES, 2 * PAGE_BYTES),),
+        )
         pair.poll()
         pair.reader.handle(WRITER, commit_of(ticket.nonce, round_, *sizes))
         pair.clock.now += QUICK.arrival_s
@@ -101,7 +118,8 @@ def test_bytes_that_arrived_and_were_asked_for_again_do_not_stand_for_those_that
 
 
 def test_what_comes_while_the_permit_is_revoked_is_judged_at_once() -> None:
-    """Another try, of other bytes, whose stamp was on its way: nothing comes after it that would be worth waiting for."""
+    """Another try, of other bytes, whose stamp was on its way: nothing comes after it that would be worth waiting
+    for."""
     pair = Pair(settings=replace(QUICK, digests=False))
     ticket = pair.open(PAGES, TOKENS)
     target = pair.target.backends["fake"]

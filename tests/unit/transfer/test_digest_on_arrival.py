@@ -24,13 +24,17 @@ def transfer_with_a_byte_changed_after_arrival(pair: Pair) -> bool:
     pair.target.memory[PAGES[0] * 64 + 5] ^= 1
     pair.run(2.0)
     assert len(pair.landed) == 1
-    return all(pair.source.page(source) == pair.target.page(target) for source, target in zip(SOURCE, PAGES, strict=True))
+    return all(
+        pair.source.page(source) == pair.target.page(target) for source, target in zip(SOURCE, PAGES, strict=True)
+    )
 
 
 def test_a_digest_of_the_only_arrival_counts_and_the_pages_are_not_read_again() -> None:
     pair = Pair()
     take_digests(pair)
-    assert not transfer_with_a_byte_changed_after_arrival(pair), "nobody looked again; R1 and the medium promise that nobody writes"
+    assert not transfer_with_a_byte_changed_after_arrival(pair), (
+        "nobody looked again; R1 and the medium promise that nobody writes"
+    )
     assert pair.reader.counters["digest_mismatch"] == 0
 
 
@@ -40,14 +44,22 @@ def test_a_digest_on_arrival_that_is_wrong_makes_the_chunk_go_again() -> None:
     ticket = pair.open(PAGES, TOKENS)
     pair.send_all(ticket, SOURCE)
     pair.run(2.0)
-    assert len(pair.landed) == 1 and pair.writer.counters["resent_chunks"] == 1 and pair.reader.counters["digest_mismatch"] == 1
-    assert all(pair.source.page(source) == pair.target.page(target) for source, target in zip(SOURCE, PAGES, strict=True))
+    assert (
+        len(pair.landed) == 1
+        and pair.writer.counters["resent_chunks"] == 1
+        and pair.reader.counters["digest_mismatch"] == 1
+    )
+    assert all(
+        pair.source.page(source) == pair.target.page(target) for source, target in zip(SOURCE, PAGES, strict=True)
+    )
 
 
 SPOILED: dict[str, Callable[[Arrival], Arrival]] = {
     "none": lambda arrival: replace(arrival, digest=None),
     "of another try": lambda arrival: replace(arrival, stamp=replace(arrival.stamp, trial=0)),
-    "of other places": lambda arrival: replace(arrival, spans=tuple((offset + 64, nbytes) for offset, nbytes in arrival.spans)),
+    "of other places": lambda arrival: replace(
+        arrival, spans=tuple((offset + 64, nbytes) for offset, nbytes in arrival.spans)
+    ),
 }
 
 
@@ -77,4 +89,6 @@ def test_a_chunk_that_landed_in_the_place_of_another_makes_every_chunk_be_read_a
     pair.target.memory[PAGES[0] * 64 + 5] ^= 1  # chunk 0, by what chunk 1 brought
     pair.run(2.0)
     assert len(pair.landed) == 1 and pair.reader.counters["digest_mismatch"] == 1
-    assert all(pair.source.page(source) == pair.target.page(target) for source, target in zip(SOURCE, PAGES, strict=True))
+    assert all(
+        pair.source.page(source) == pair.target.page(target) for source, target in zip(SOURCE, PAGES, strict=True)
+    )

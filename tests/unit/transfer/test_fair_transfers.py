@@ -1,4 +1,5 @@
-"""A slow peer never delays another's transfer, and within a peer no ticket waits for the end of another: in simulated time, step by step."""
+"""A slow peer never delays another's transfer, and within a peer no ticket waits for the end of another: in simulated
+time, step by step."""
 
 from __future__ import annotations
 
@@ -33,14 +34,23 @@ class Star:
         dice = random.Random(3)
         self.nodes = {name: Node(Peer(name, "boot"), self.networks, 2) for name in delays}
         self.readers = {
-            name: Reader(Endpoint(name, "boot", f"{name}:1"), node.backends, ["fake"], memories=[memoryview(node.memory)], rng=dice, **shape)
+            name: Reader(
+                Endpoint(name, "boot", f"{name}:1"),
+                node.backends,
+                ["fake"],
+                memories=[memoryview(node.memory)],
+                rng=dice,
+                **shape,
+            )
             for name, node in self.nodes.items()
         }
         self.acked_at: dict[int, float] = {}
 
     def send(self, reader: str, num_pages: int, first: int = 0) -> int:
         writer = Endpoint(WRITER.node, WRITER.incarnation, "p0:1")
-        ticket = self.readers[reader].open("r", 0, writer, list(range(first, first + num_pages)), num_pages * PAGE_TOKENS, 0, 1000.0)
+        ticket = self.readers[reader].open(
+            "r", 0, writer, list(range(first, first + num_pages)), num_pages * PAGE_TOKENS, 0, 1000.0
+        )
         self.reader_of[ticket.nonce] = reader
         self.writer.open(ticket)
         self.writer.push(ticket.nonce, list(range(num_pages)), 0, ticket.num_tokens)
@@ -80,7 +90,9 @@ def test_a_peer_that_takes_nothing_delays_no_other() -> None:
     begun = both.clock.now
     nonce = both.send("fast", 40)
     both.run(nonce)
-    assert both.acked_at[nonce] - begun <= alone.acked_at[next(iter(alone.acked_at))] - 100.0 + TICK_S / 2, "as fast as alone"
+    assert both.acked_at[nonce] - begun <= alone.acked_at[next(iter(alone.acked_at))] - 100.0 + TICK_S / 2, (
+        "as fast as alone"
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -89,7 +101,9 @@ def test_a_peer_that_takes_nothing_delays_no_other() -> None:
     pages=st.lists(st.integers(1, 15), min_size=1, max_size=4),
     later=st.integers(0, 30),
 )
-def test_whatever_others_do_a_transfer_takes_the_steps_that_it_takes_alone(slow: list[float], pages: list[int], later: int) -> None:
+def test_whatever_others_do_a_transfer_takes_the_steps_that_it_takes_alone(
+    slow: list[float], pages: list[int], later: int
+) -> None:
     def steps(others: bool) -> float:
         star = Star({"fast": 0.03, **{f"slow{number}": delay for number, delay in enumerate(slow)}})
         for number in range(len(slow) if others else 0):

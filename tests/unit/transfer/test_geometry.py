@@ -1,4 +1,5 @@
-"""Runs between nodes of different pages and ranks: bytes that they scatter equal what tensors say, whatever the shapes."""
+"""Runs between nodes of different pages and ranks: bytes that they scatter equal what tensors say, whatever the
+shapes."""
 
 from __future__ import annotations
 
@@ -56,14 +57,25 @@ def cases(draw: st.DrawFn) -> Case:
 def pool(shape: PageShape, num_pages: int, fill: int | None, rng: np.random.Generator) -> list[np.ndarray]:
     """Bytes of each rank, as [page][layer][plane][head][token][cell]."""
     size = (num_pages, shape.num_layers, shape.planes, shape.rank_heads, shape.page_tokens, shape.cell_bytes)
-    return [rng.integers(0, 256, size, dtype=np.uint8) if fill is None else np.full(size, fill, np.uint8) for _ in range(shape.ranks)]
+    return [
+        rng.integers(0, 256, size, dtype=np.uint8) if fill is None else np.full(size, fill, np.uint8)
+        for _ in range(shape.ranks)
+    ]
 
 
 def whole(shape: PageShape, ranks: list[np.ndarray], pages: np.ndarray) -> np.ndarray:
     """[layer][plane][head][token][cell] of all heads, over the tokens of these pages."""
-    heads = {head: (rank, head - shape.heads_of(rank)[0]) for rank in range(shape.ranks) for head in range(*shape.heads_of(rank))}
+    heads = {
+        head: (rank, head - shape.heads_of(rank)[0])
+        for rank in range(shape.ranks)
+        for head in range(*shape.heads_of(rank))
+    }
     out = [ranks[rank][pages, :, :, local] for rank, local in (heads[head] for head in range(shape.heads))]
-    return np.stack(out, axis=3).transpose(1, 2, 3, 0, 4, 5).reshape(shape.num_layers, shape.planes, shape.heads, -1, shape.cell_bytes)
+    return (
+        np.stack(out, axis=3)
+        .transpose(1, 2, 3, 0, 4, 5)
+        .reshape(shape.num_layers, shape.planes, shape.heads, -1, shape.cell_bytes)
+    )
 
 
 @given(cases())
@@ -97,15 +109,28 @@ def test_what_runs_scatter_is_what_tensors_say(case: Case) -> None:
             for run in runs:
                 into[run.target : run.target + run.nbytes] = out[run.source : run.source + run.nbytes]
             moved += part_bytes(writer, part)
-            own = join_spans(*offsets(reader, course.reader_rank, target_pages.tolist(), 0, part, piece_of(reader, course.reader_rank, part)))
+            own = join_spans(
+                *offsets(
+                    reader,
+                    course.reader_rank,
+                    target_pages.tolist(),
+                    0,
+                    part,
+                    piece_of(reader, course.reader_rank, part),
+                )
+            )
             wire = b"".join(out[run.source : run.source + run.nbytes].tobytes() for run in runs)
-            assert b"".join(into[start : start + count].tobytes() for start, count in own) == wire, "both ends walk the wire's order"
+            assert b"".join(into[start : start + count].tobytes() for start, count in own) == wire, (
+                "both ends walk the wire's order"
+            )
     span = slice(first_block * block, end_block * block)
     sent = whole(writer, source, source_pages)[:, :, :, span]
     for rank in range(reader.ranks):
         held = replace(reader, ranks=1, heads=reader.rank_heads)
         first_head, end_head = reader.heads_of(rank)
-        np.testing.assert_array_equal(whole(held, [target[rank]], target_pages)[:, :, :, span], sent[:, :, first_head:end_head])
+        np.testing.assert_array_equal(
+            whole(held, [target[rank]], target_pages)[:, :, :, span], sent[:, :, first_head:end_head]
+        )
         assert not np.delete(target[rank], target_pages, axis=0).any(), "a page of somebody else was written"
     assert moved == sent[:, :, 0].nbytes * reader.rank_heads * reader.ranks, "nothing is sent twice to a rank"
 
@@ -133,7 +158,10 @@ def test_equal_layouts_move_whole_pages() -> None:
     part = Part(16, 0, 3, 0, 3, 0, 4)
     assert piece_of(shape, 0, part) is Piece.LAYERS
     starts, nbytes = offsets(shape, 0, [4, 5, 9], 0, part, Piece.LAYERS)
-    assert nbytes == shape.page_bytes and [run.nbytes for run in join_runs(starts, starts, nbytes)] == [2 * nbytes, nbytes]
+    assert nbytes == shape.page_bytes and [run.nbytes for run in join_runs(starts, starts, nbytes)] == [
+        2 * nbytes,
+        nbytes,
+    ]
     assert join_spans(starts, nbytes) == [(4 * nbytes, 2 * nbytes), (9 * nbytes, nbytes)]
 
 
@@ -169,15 +197,28 @@ def test_runs_in_parts_are_those_that_a_loop_joins(places: list[tuple[int, int]]
     assert [[(run.source, run.target, run.nbytes) for run in part] for part in parts] == wanted
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.lists(st.integers(1, 3), min_size=12, max_size=12), st.data())
-def test_spans_are_the_pieces_however_they_are_cut_and_nothing_else_is(places: list[int], cuts: list[int], data: st.DataObject) -> None:
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    st.lists(st.integers(1, 3), min_size=12, max_size=12),
+    st.data(),
+)
+def test_spans_are_the_pieces_however_they_are_cut_and_nothing_else_is(
+    places: list[int], cuts: list[int], data: st.DataObject
+) -> None:
     size = 4
     starts = np.array(places, dtype=np.int64) * size
     finer = [
-        (place * size + at, cut if at + cut < size else size - at) for place, cut in zip(places, cuts, strict=False) for at in range(0, size, cut)
+        (place * size + at, cut if at + cut < size else size - at)
+        for place, cut in zip(places, cuts, strict=False)
+        for at in range(0, size, cut)
     ]
-    spans = data.draw(st.sampled_from([[(place * size, size) for place in places], finer, list(join_spans(starts, size))]))
+    spans = data.draw(
+        st.sampled_from([[(place * size, size) for place in places], finer, list(join_spans(starts, size))])
+    )
     assert are_pieces(span_table(spans), starts, size)
-    index, moved = data.draw(st.integers(0, len(spans) - 1)), data.draw(st.sampled_from([(1, 0), (0, 1), (0, -1), (-size, 0), (0, -100)]))
+    index, moved = (
+        data.draw(st.integers(0, len(spans) - 1)),
+        data.draw(st.sampled_from([(1, 0), (0, 1), (0, -1), (-size, 0), (0, -100)])),
+    )
     wrong = [*spans[:index], (spans[index][0] + moved[0], spans[index][1] + moved[1]), *spans[index + 1 :]]
     assert not are_pieces(span_table(wrong), starts, size) and not are_pieces(span_table(spans[:-1]), starts, size)

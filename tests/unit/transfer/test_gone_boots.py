@@ -63,7 +63,8 @@ def silently(pair: Pair) -> None:
 
 
 def test_a_ticket_that_was_fenced_is_not_written_by_the_connection_of_a_later_one() -> None:
-    """The writer lives, and opened it before its boot was declared dead; it had written nothing, and so was fenced by refusing what it holds."""
+    """The writer lives, and opened it before its boot was declared dead; it had written nothing, and so was fenced by
+    refusing what it holds."""
     pair = Pair(checks_permits=False)
     old = pair.open([3, 9], 8)
     pair.writer.open(old)
@@ -92,7 +93,9 @@ def reader() -> Iterator[ShmBackend]:
     backend.shutdown()
 
 
-def test_shm_remembers_a_bounded_number_of_fenced_boots_and_lets_none_in_that_it_forgot(reader: ShmBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shm_remembers_a_bounded_number_of_fenced_boots_and_lets_none_in_that_it_forgot(
+    reader: ShmBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shm, "MAX_BARRED", 8)
     old = reader.advert()
     for number in range(30):
@@ -103,7 +106,9 @@ def test_shm_remembers_a_bounded_number_of_fenced_boots_and_lets_none_in_that_it
         assert is_let_in(other_boot(number), reader, reader.advert()), "a ticket that was issued since"
 
 
-def test_forgetting_costs_those_who_never_came_only_the_tickets_they_hold(reader: ShmBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgetting_costs_those_who_never_came_only_the_tickets_they_hold(
+    reader: ShmBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They cannot be told from the forgotten ones. Who is connected already goes on."""
     monkeypatch.setattr(shm, "MAX_BARRED", 2)
     living, late, old = Peer("p7", "p7-1"), Peer("p8", "p8-1"), reader.advert()

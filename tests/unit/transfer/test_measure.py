@@ -149,7 +149,9 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(shm=2e9, tcp=1e9)
     for _ in range(20):
         rig.write()
-    assert [record.getMessage() for record in caplog.records] == ["KV to node d0 goes by shm (shm 2.00 GB/s, tcp 1.00 GB/s)"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "KV to node d0 goes by shm (shm 2.00 GB/s, tcp 1.00 GB/s)"
+    ]
 
 
 @settings(max_examples=200, deadline=None)
@@ -157,7 +159,9 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     st.dictionaries(st.sampled_from(ORDER), st.floats(1e6, 1e11), min_size=1),
     st.lists(st.tuples(st.sampled_from([*ORDER, "none"]), st.floats(0.0, 10.0), st.integers(1, 16 << 20)), max_size=60),
 )
-def test_there_is_always_a_choice_and_measuring_always_ends(speeds: dict[str, float], story: list[tuple[str, float, int]]) -> None:
+def test_there_is_always_a_choice_and_measuring_always_ends(
+    speeds: dict[str, float], story: list[tuple[str, float, int]]
+) -> None:
     rig = Rig(**speeds)
     for dead, later, nbytes in story:
         rig.dead = {dead}
@@ -316,7 +320,11 @@ def test_only_the_boots_met_last_are_remembered_and_each_node_is_reported_once()
         paths.meet(Peer(f"d{number}", "b1"), ["tcp"])
     paths.meet(Peer("d8", "b2"), ["tcp"])
     paths.meet(Peer("d7", "b1"), ["tcp"])
-    assert [(report.peer.node, report.peer.incarnation) for report in paths.report()] == [("d6", "b1"), ("d8", "b2"), ("d7", "b1")]
+    assert [(report.peer.node, report.peer.incarnation) for report in paths.report()] == [
+        ("d6", "b1"),
+        ("d8", "b2"),
+        ("d7", "b1"),
+    ]
     assert [report.peer.node for report in paths.report(max_peers=1)] == ["d7"]
 
 
@@ -329,6 +337,8 @@ def test_a_path_that_its_breaker_shuts_before_it_was_measured_holds_up_no_other(
         rig.write()
     for each in began:
         rig.paths.distrust(PEER, "shm", each)  # what they brought did not verify
-    assert rig.write() == "tcp" and not rig.is_measuring, "writes by tcp would go one at a time until shm may be tried again"
+    assert rig.write() == "tcp" and not rig.is_measuring, (
+        "writes by tcp would go one at a time until shm may be tried again"
+    )
     rig.clock.now += BreakerSettings().pause_s
     assert rig.is_measuring and rig.write() == "shm"

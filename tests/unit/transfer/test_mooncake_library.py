@@ -1,4 +1,5 @@
-"""The traps in the calls and the environment of Mooncake's transfer engine. `Library` is its API with states by script; one test has the real one."""
+"""The traps in the calls and the environment of Mooncake's transfer engine. `Library` is its API with states by script;
+one test has the real one."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 @pytest.mark.parametrize("state", [-1, -2, -7, 2, 99])
-def test_a_negative_or_strange_state_never_means_failed_and_only_the_last_word_on_a_write_lets_its_source_go(library: Library, state: int) -> None:
+def test_a_negative_or_strange_state_never_means_failed_and_only_the_last_word_on_a_write_lets_its_source_go(
+    library: Library, state: int
+) -> None:
     """-1: it ended, but may still land. Anything else: nothing is known, and it may be asked for again."""
     engine = MooncakeEngine(StagedSettings())
     library.states = {1: 1, 2: 0, 3: state}
@@ -106,7 +109,9 @@ def test_a_library_that_is_missing_or_too_old_is_refused_by_name(monkeypatch: py
 
 
 @pytest.mark.parametrize("name", ALTERING)
-def test_a_library_whose_answers_would_mean_something_else_is_refused(library: Library, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_library_whose_answers_would_mean_something_else_is_refused(
+    library: Library, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setenv(name, "1")
     with pytest.raises(ConfigError, match=f"{name} is set; unset it"):
         MooncakeEngine(StagedSettings())
@@ -125,11 +130,19 @@ def test_two_real_engines_of_one_host_have_sessions_of_their_own_that_answer() -
 def test_the_source_is_let_go_before_a_write_counts_as_unknown(unknown_s: float, progress_s: float) -> None:
     """A write that made no progress ends before its transfer times out; both must be at least a second apart."""
     found = environment(StagedSettings(unknown_s=unknown_s, progress_s=progress_s))
-    assert 1 <= int(found["MC_TCP_PROGRESS_TIMEOUT_SEC"]) == int(found["MC_TCP_STATUS_TIMEOUT_SEC"]) < int(found["MC_TRANSFER_TIMEOUT"])
+    assert (
+        1
+        <= int(found["MC_TCP_PROGRESS_TIMEOUT_SEC"])
+        == int(found["MC_TCP_STATUS_TIMEOUT_SEC"])
+        < int(found["MC_TRANSFER_TIMEOUT"])
+    )
     assert int(found["MC_TRANSFER_TIMEOUT"]) >= 5, "the library takes no less"
 
 
 def test_lanes_are_kept_their_address_is_ours_and_their_queues_hold_more_than_we_can_send() -> None:
     found = environment(StagedSettings(host="10.0.0.5"))
-    assert found["MC_FORCE_TCP"] == found["MC_TCP_ENABLE_CONNECTION_POOL"] == "1" and found["MC_TCP_BIND_ADDRESS"] == "10.0.0.5"
+    assert (
+        found["MC_FORCE_TCP"] == found["MC_TCP_ENABLE_CONNECTION_POOL"] == "1"
+        and found["MC_TCP_BIND_ADDRESS"] == "10.0.0.5"
+    )
     assert int(found["MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"]) == QUEUE_LIMIT > LANE_QUEUE >= 2 * MAX_BLOCKS

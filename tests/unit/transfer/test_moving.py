@@ -1,4 +1,5 @@
-"""Payloads: every byte arrives, and the digest is xxhash's own, however the payload is cut and whether or not the compiled loop is there."""
+"""Payloads: every byte arrives, and the digest is xxhash's own, however the payload is cut and whether or not the
+compiled loop is there."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def buffers() -> tuple[np.ndarray, np.ndarray]:
 
 def payload_of(runs: list[tuple[int, int, int]], source: np.ndarray, target: np.ndarray, **options: bool) -> Payload:
     """runs: offsets of target and source, number of bytes."""
-    return Payload(table_of((target.ctypes.data + to, source.ctypes.data + start, count) for to, start, count in runs), **options)
+    return Payload(
+        table_of((target.ctypes.data + to, source.ctypes.data + start, count) for to, start, count in runs), **options
+    )
 
 
 @st.composite
@@ -66,13 +69,18 @@ def test_bytes_and_digest_are_right_for_any_runs_and_any_steps(loop: str, cached
 
 @pytest.mark.parametrize("aligned", [True, False])
 def test_a_digest_is_right_at_every_length_around_stripes_and_blocks(aligned: bool) -> None:
-    """The compiled loop has an XXH3 of its own, which treats the first 240 bytes, the last stripe and every full block in ways of their own."""
+    """The compiled loop has an XXH3 of its own, which treats the first 240 bytes, the last stripe and every full block
+    in ways of their own."""
     source, target = buffers()
-    lengths = sorted({around + more for around in (1, 64, 240, 256, 960, 1024, 2048, 5120) for more in (-1, 0, 1) if around + more})
+    lengths = sorted(
+        {around + more for around in (1, 64, 240, 256, 960, 1024, 2048, 5120) for more in (-1, 0, 1) if around + more}
+    )
     shift = 0 if aligned else 3
     for length in lengths:
         for first in {length, 1, 64, 1024, 1025} if length > 1025 else {length, 1}:
-            pieces = [(shift, 0, first), (shift + first, first, length - first)] if first < length else [(shift, 0, length)]
+            pieces = (
+                [(shift, 0, first), (shift + first, first, length - first)] if first < length else [(shift, 0, length)]
+            )
             payload = payload_of(pieces, source, target, digests=True)
             payload.advance(length)
             assert payload.digest() == xxhash.xxh3_64_intdigest(source[:length].tobytes()), (length, first)
@@ -92,7 +100,9 @@ def test_a_payload_goes_on_with_its_next_piece(loop: str) -> None:
     payload.advance(1000)
     payload.extend(table_of([(target.ctypes.data + 1000, source.ctypes.data + 1000, 24)]))
     payload.advance(24)
-    assert (target[:1024] == source[:1024]).all() and payload.digest() == xxhash.xxh3_64(source[:1024].tobytes()).intdigest()
+    assert (target[:1024] == source[:1024]).all() and payload.digest() == xxhash.xxh3_64(
+        source[:1024].tobytes()
+    ).intdigest()
 
 
 def test_more_than_there_is_moves_what_there_is(loop: str) -> None:
@@ -112,7 +122,9 @@ def test_waits_for_the_gil_are_noted() -> None:
     assert len(waits.seconds) == 4 and all(0 <= wait < 60 for wait in waits.seconds)
 
 
-def test_a_machine_without_the_compiled_loop_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_machine_without_the_compiled_loop_says_so_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail() -> None:
         raise ImportError("no numba")
 
@@ -123,7 +135,10 @@ def test_a_machine_without_the_compiled_loop_says_so_and_goes_on(monkeypatch: py
 def test_tables_of_addresses_name_the_bytes_that_runs_and_spans_mean() -> None:
     source, target = buffers()
     block, runs = np.zeros(300, dtype=np.uint8), run_table([Run(5000, 7, 100), Run(64, 900, 200)])
-    for table in (packing(runs, source.ctypes.data, block.ctypes.data), packed(runs.targets, target.ctypes.data, block.ctypes.data)):
+    for table in (
+        packing(runs, source.ctypes.data, block.ctypes.data),
+        packed(runs.targets, target.ctypes.data, block.ctypes.data),
+    ):
         Payload(table, digests=False, cached=True).advance(SIZE)
     assert (target[7:107] == source[5000:5100]).all() and (target[900:1100] == source[64:264]).all() and target.any()
     again = np.zeros(SIZE, dtype=np.uint8)

@@ -1,4 +1,5 @@
-"""Small runs through a block: whatever their sizes, the bytes arrive in their places, in wire order, with the digest of both ends."""
+"""Small runs through a block: whatever their sizes, the bytes arrive in their places, in wire order, with the digest of
+both ends."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def scattered(seed: int) -> RunTable:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 9000, 140)
     starts = np.cumsum(lengths + rng.integers(0, 50, 140)) - lengths
-    return run_table([Run(int(start), int(SIZE - start - count), int(count)) for start, count in zip(starts, lengths, strict=True)])
+    return run_table(
+        [Run(int(start), int(SIZE - start - count), int(count)) for start, count in zip(starts, lengths, strict=True)]
+    )
 
 
 def packer(runs: RunTable, source: np.ndarray) -> Packer:
@@ -66,8 +69,13 @@ def test_pieces_that_lie_one_after_the_other_go_as_one() -> None:
     assert straight(SpanTable(span_table(pieces).rows[::-1])) is None
 
 
-@given(st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(0, 1 << 40), st.integers(1, 60)), min_size=1, max_size=30), st.integers(1, 200))
-def test_no_row_of_a_cut_goes_across_the_end_of_a_block_and_all_bytes_are_in_order(runs: list[tuple[int, int, int]], block: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(0, 1 << 40), st.integers(1, 60)), min_size=1, max_size=30),
+    st.integers(1, 200),
+)
+def test_no_row_of_a_cut_goes_across_the_end_of_a_block_and_all_bytes_are_in_order(
+    runs: list[tuple[int, int, int]], block: int
+) -> None:
     rows, firsts = RunTable(np.array(runs, dtype=np.int64)).cut(block)
     at, begins = 0, []
     for number, (_, _, nbytes) in enumerate(rows.tolist()):
@@ -77,7 +85,9 @@ def test_no_row_of_a_cut_goes_across_the_end_of_a_block_and_all_bytes_are_in_ord
             begins.append(number)
         at += nbytes
     assert firsts.tolist() == begins
-    assert [byte for run in rows.tolist() for byte in pairs_of(*run)] == [byte for run in runs for byte in pairs_of(*run)]
+    assert [byte for run in rows.tolist() for byte in pairs_of(*run)] == [
+        byte for run in runs for byte in pairs_of(*run)
+    ]
 
 
 def pairs_of(source: int, target: int, nbytes: int) -> list[tuple[int, int]]:

@@ -16,7 +16,9 @@ from pdcluster.transfer.copying.page_kernel import MOST_PAGES
 from pdcluster.transfer.copying.page_pairs import Row, are_below, are_distinct, paired, unpack_pages
 from pdcluster.transfer.layout.geometry import join_runs_in_parts
 
-PAGES = st.lists(st.integers(-2, 9) | st.sampled_from([63, 64, 65, MOST_PAGES - 1, MOST_PAGES, 2**31 - 1, -(2**31)]), max_size=12)
+PAGES = st.lists(
+    st.integers(-2, 9) | st.sampled_from([63, 64, 65, MOST_PAGES - 1, MOST_PAGES, 2**31 - 1, -(2**31)]), max_size=12
+)
 PAGE_BYTES = 48
 
 
@@ -41,11 +43,19 @@ def test_thousands_of_pages_are_distinct_until_one_is_there_twice() -> None:
     pages = np.random.default_rng(1).permutation(20_000).tolist()
     assert are_distinct(unpack_pages(pack_tokens(pages)), 0, len(pages))
     assert not are_distinct(unpack_pages(pack_tokens([*pages, pages[7]])), 0, len(pages) + 1)
-    assert are_distinct(unpack_pages(pack_tokens([*pages, pages[7]])), 0, len(pages)), "what is not asked about may be anything"
+    assert are_distinct(unpack_pages(pack_tokens([*pages, pages[7]])), 0, len(pages)), (
+        "what is not asked about may be anything"
+    )
 
 
-@given(st.lists(st.integers(-2, 12) | st.sampled_from([2**62, -(2**62)]), max_size=8), st.integers(0, 9), st.integers(0, 10))
-def test_pages_are_below_a_limit_when_enough_are_there_and_none_is_outside(pages: list[int], count: int, limit: int) -> None:
+@given(
+    st.lists(st.integers(-2, 12) | st.sampled_from([2**62, -(2**62)]), max_size=8),
+    st.integers(0, 9),
+    st.integers(0, 10),
+)
+def test_pages_are_below_a_limit_when_enough_are_there_and_none_is_outside(
+    pages: list[int], count: int, limit: int
+) -> None:
     expected = len(pages) >= count and all(0 <= page < limit for page in pages[:count])
     assert are_below(np.array(pages, dtype=np.int64), count, limit) is expected
 
@@ -55,7 +65,9 @@ def rows(draw: st.DrawFn) -> tuple[Row, list[int]]:
     """Pages that often follow each other, and where parts end."""
     ends = sorted(draw(st.sets(st.integers(1, 20), min_size=1, max_size=4)))
     starts = [draw(st.integers(0, 3)) for _ in range(2)]
-    steps = [draw(st.lists(st.sampled_from([1, 1, 1, 2, -1, 5]), min_size=ends[-1] + start, max_size=25)) for start in starts]
+    steps = [
+        draw(st.lists(st.sampled_from([1, 1, 1, 2, -1, 5]), min_size=ends[-1] + start, max_size=25)) for start in starts
+    ]
     ours, theirs = (np.cumsum(each) + 40 for each in steps)
     return Row(ours.astype(np.int64), starts[0], theirs.astype(np.int32), starts[1]), ends
 
@@ -71,7 +83,9 @@ def test_paired_pages_are_the_runs_of_the_general_way(case: tuple[Row, list[int]
 
 def test_runs_of_the_last_page_ids_do_not_overflow() -> None:
     row, page_bytes = Row(np.array([5], dtype=np.int64), 0, np.array([2**31 - 1], dtype=np.int32), 0), 3_670_016
-    assert paired(row, page_bytes, 0, page_bytes, [1])[0].rows.tolist() == [[5 * page_bytes, (2**31 - 1) * page_bytes, page_bytes]]
+    assert paired(row, page_bytes, 0, page_bytes, [1])[0].rows.tolist() == [
+        [5 * page_bytes, (2**31 - 1) * page_bytes, page_bytes]
+    ]
 
 
 @pytest.mark.parametrize(("first", "their_first"), [(0, 2), (2, 0), (-1, 0), (0, -1)])

@@ -1,4 +1,5 @@
-"""Each rung of the ladder, over two media whose failures are scripted: the same medium, the other one, a new attempt; and breakers above them."""
+"""Each rung of the ladder, over two media whose failures are scripted: the same medium, the other one, a new attempt;
+and breakers above them."""
 
 from __future__ import annotations
 
@@ -25,9 +26,12 @@ TOKENS = 24
 
 
 class Rungs(Pair):
-    """Two media. `faults`: what happens to a write, by medium; `tried`: (medium, chunk, trial) of every write that began."""
+    """Two media. `faults`: what happens to a write, by medium; `tried`: (medium, chunk, trial) of every write that
+    began."""
 
-    def __init__(self, *, measure: MeasureSettings | None = None, checks: tuple[bool, bool] = (True, True), **faults: Fault) -> None:
+    def __init__(
+        self, *, measure: MeasureSettings | None = None, checks: tuple[bool, bool] = (True, True), **faults: Fault
+    ) -> None:
         self.faults = faults
         self.tried: list[tuple[str, int, int]] = []
         super().__init__(media=MEDIA, plans={name: self._plan_of(name) for name in MEDIA})
@@ -57,7 +61,9 @@ class Rungs(Pair):
         return [name for name, number, _ in self.tried if number == chunk]
 
     def is_intact(self) -> bool:
-        return all(self.source.page(source) == self.target.page(target) for source, target in zip(SOURCE, TARGET, strict=True))
+        return all(
+            self.source.page(source) == self.target.page(target) for source, target in zip(SOURCE, TARGET, strict=True)
+        )
 
     def is_idle(self) -> bool:
         return self.reader.is_idle() and self.writer.is_idle()
@@ -85,7 +91,10 @@ def test_a_chunk_fails_on_its_medium_a_bounded_number_of_times_before_it_goes_by
     rungs.writer.finish(ticket.nonce, 1, None)
     rungs.run(1.0)
     assert rungs.tried == [("fast", 0, 1), ("fast", 0, 2), ("fast", 0, 3), ("slow", 0, 4)]
-    assert rungs.writer.ladder.failures == {"failed": 3} and rungs.writer.ladder.resends == {"same_path": 2, "other_path": 1}
+    assert rungs.writer.ladder.failures == {"failed": 3} and rungs.writer.ladder.resends == {
+        "same_path": 2,
+        "other_path": 1,
+    }
     assert len(rungs.acked) == 1
 
 
@@ -104,17 +113,25 @@ def test_a_medium_by_which_the_peer_is_out_of_reach_is_left_at_once() -> None:
 def test_a_chunk_that_fails_everywhere_ends_the_ticket_and_the_reader_gets_its_pages_back() -> None:
     rungs = Rungs(fast=FAILS, slow=FAILS)
     rungs.transfer()
-    assert len(rungs.gave_up) == len(rungs.failed) == len(rungs.reclaimed) == len(rungs.drained) == 1 and not rungs.landed
+    assert (
+        len(rungs.gave_up) == len(rungs.failed) == len(rungs.reclaimed) == len(rungs.drained) == 1 and not rungs.landed
+    )
     tried = [[rungs.by_chunk(chunk).count(name) for name in MEDIA] for chunk in range(3)]
     assert [QUICK.trials, QUICK.trials] in tried and max(map(max, tried)) == QUICK.trials, tried
     assert rungs.is_idle()
 
 
-@pytest.mark.parametrize(("fault", "reason"), [(Fault(delay_s=2.0, unknown_s=0.01), "unknown"), (Fault(delay_s=2.0, lost_s=0.01), "lost")])
+@pytest.mark.parametrize(
+    ("fault", "reason"), [(Fault(delay_s=2.0, unknown_s=0.01), "unknown"), (Fault(delay_s=2.0, lost_s=0.01), "lost")]
+)
 def test_a_write_without_a_definite_outcome_is_never_written_again_under_its_ticket(fault: Fault, reason: str) -> None:
     rungs = Rungs(fast=fault, checks=(False, False))
     ticket = rungs.transfer()
-    assert len(rungs.gave_up) == 1 and {trial for _, _, trial in rungs.tried} == {1} and {name for name, _, _ in rungs.tried} == {"fast"}
+    assert (
+        len(rungs.gave_up) == 1
+        and {trial for _, _, trial in rungs.tried} == {1}
+        and {name for name, _, _ in rungs.tried} == {"fast"}
+    )
     assert rungs.writer.ladder.failures[reason] >= 1 and not rungs.writer.ladder.resends
     rungs.reader.abort(ticket.nonce, "the router makes a new attempt")
     assert rungs.reader.quarantined_pages == len(TARGET) and not rungs.reclaimed, "no proof yet"
@@ -145,7 +162,9 @@ def test_what_does_not_verify_goes_by_the_other_medium() -> None:
     rungs = Rungs(fast=Fault(flip_byte=1))
     rungs.transfer(0.9)
     assert len(rungs.acked) == 1 and rungs.is_intact()
-    assert {rungs.by_chunk(chunk)[-1] for chunk in range(3)} == {"slow"} and rungs.writer.ladder.resends == {"not_verified": 3}
+    assert {rungs.by_chunk(chunk)[-1] for chunk in range(3)} == {"slow"} and rungs.writer.ladder.resends == {
+        "not_verified": 3
+    }
     assert rungs.state("fast") is BreakerState.OPEN, "wrong bytes are failures of the path"
 
 
@@ -190,7 +209,13 @@ def test_all_paths_of_a_peer_are_never_shut_at_once() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["fast", "slow", "both", "none"]), st.sampled_from([0.4, 1.5, 8.0])), min_size=1, max_size=12))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["fast", "slow", "both", "none"]), st.sampled_from([0.4, 1.5, 8.0])),
+        min_size=1,
+        max_size=12,
+    )
+)
 def test_as_long_as_one_medium_works_every_ticket_arrives(story: list[tuple[str, float]]) -> None:
     rungs = Rungs()
     for number, (dead, seconds) in enumerate(story):

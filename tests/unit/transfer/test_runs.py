@@ -9,10 +9,21 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pdcluster.transfer.layout.runs import MOST_BYTES, RunTable, SpanTable, chained, cover, merged, run_table, span_table
+from pdcluster.transfer.layout.runs import (
+    MOST_BYTES,
+    RunTable,
+    SpanTable,
+    chained,
+    cover,
+    merged,
+    run_table,
+    span_table,
+)
 from pdcluster.transfer.layout.spans import Run
 
-WORDS = st.one_of(st.integers(-3, 200), st.sampled_from([-(1 << 63), (1 << 63) - 1, 1 << 62, MOST_BYTES, MOST_BYTES + 1]))
+WORDS = st.one_of(
+    st.integers(-3, 200), st.sampled_from([-(1 << 63), (1 << 63) - 1, 1 << 62, MOST_BYTES, MOST_BYTES + 1])
+)
 WILD = st.lists(st.tuples(WORDS, WORDS), max_size=8)
 SPANS = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), min_size=1, max_size=20)
 RUNS = st.lists(st.builds(Run, st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 50)), min_size=1, max_size=20)
@@ -25,7 +36,9 @@ def is_inside(offset: int, nbytes: int, limit: int) -> bool:
 @given(WILD, WORDS.filter(lambda limit: limit >= 0))
 @example([((1 << 63) - 1, (1 << 63) - 1)], 200)
 @example([(1 << 62, 1 << 62), (1 << 62, 1 << 62)], 0)
-def test_checks_of_wild_numbers_agree_with_numbers_that_do_not_overflow(spans: list[tuple[int, int]], limit: int) -> None:
+def test_checks_of_wild_numbers_agree_with_numbers_that_do_not_overflow(
+    spans: list[tuple[int, int]], limit: int
+) -> None:
     table = span_table(spans)
     assert table.are_inside(limit) == all(is_inside(*span, limit) for span in spans)
     adds_up = bool(spans) and all(nbytes > 0 for _, nbytes in spans) and sum(nbytes for _, nbytes in spans) == limit
@@ -33,7 +46,9 @@ def test_checks_of_wild_numbers_agree_with_numbers_that_do_not_overflow(spans: l
 
 
 @given(RUNS, st.integers(-60, 60), st.integers(-60, 60), st.sampled_from([(0, 0), (0, -51), (-1001, 0)]))
-def test_our_own_runs_read_so_many_bytes_within_the_region_or_not(runs: list[Run], more: int, room: int, wrong: tuple[int, int]) -> None:
+def test_our_own_runs_read_so_many_bytes_within_the_region_or_not(
+    runs: list[Run], more: int, room: int, wrong: tuple[int, int]
+) -> None:
     runs = [*runs, Run(runs[0].source + wrong[0], runs[0].target, runs[0].nbytes + wrong[1])]
     nbytes, end = sum(run.nbytes for run in runs), max(run.source + run.nbytes for run in runs)
     inside = all(is_inside(run.source, run.nbytes, end + room) for run in runs)
@@ -46,7 +61,10 @@ def test_cover_agrees_with_a_loop_over_ranges(spans: list[tuple[int, int]], gaps
     for gap, nbytes in gaps:
         ranges.append((offset + gap, nbytes))
         offset += gap + nbytes
-    wanted = all(any(nbytes > 0 and start <= offset and offset + nbytes <= start + count for start, count in ranges) for offset, nbytes in spans)
+    wanted = all(
+        any(nbytes > 0 and start <= offset and offset + nbytes <= start + count for start, count in ranges)
+        for offset, nbytes in spans
+    )
     assert cover(ranges, span_table(spans)) == wanted == cover(span_table(ranges), span_table(spans))
 
 
@@ -69,15 +87,25 @@ def test_joining_keeps_bytes_and_order(spans: list[tuple[int, int]]) -> None:
 @given(RUNS, st.integers(1, 70))
 def test_pieces_are_the_same_bytes_in_full_blocks(runs: list[Run], block_bytes: int) -> None:
     pieces = run_table(runs).pieces(block_bytes)
-    assert [piece.nbytes for piece in pieces[:-1]] == [block_bytes] * (len(pieces) - 1) and 0 < pieces[-1].nbytes <= block_bytes
+    assert [piece.nbytes for piece in pieces[:-1]] == [block_bytes] * (len(pieces) - 1) and 0 < pieces[
+        -1
+    ].nbytes <= block_bytes
     walk = [(run.source + step, run.target + step) for run in runs for step in range(run.nbytes)]
-    assert [(run.source + step, run.target + step) for piece in pieces for run in piece for step in range(run.nbytes)] == walk
+    assert [
+        (run.source + step, run.target + step) for piece in pieces for run in piece for step in range(run.nbytes)
+    ] == walk
 
 
 @given(RUNS)
 def test_tables_are_sequences_of_what_they_hold(runs: list[Run]) -> None:
     table = run_table(tuple(runs))
-    assert list(table) == runs and table == runs and table[0] == runs[0] and table[1:] == runs[1:] and len(table) == len(runs)
+    assert (
+        list(table) == runs
+        and table == runs
+        and table[0] == runs[0]
+        and table[1:] == runs[1:]
+        and len(table) == len(runs)
+    )
     assert run_table(table) is table and table.nbytes == sum(run.nbytes for run in runs)
     assert list(table.sources) == [(run.source, run.nbytes) for run in runs]
     assert table.targets == [(run.target, run.nbytes) for run in runs] and hash(table) == hash(run_table(runs))

@@ -22,7 +22,10 @@ TOKENS = 22  # 5.5 pages of 4
 
 
 def intact(pair: Pair, first: int = 0) -> bool:
-    return all(pair.source.page(source) == pair.target.page(target) for source, target in zip(SOURCE[first:], PAGES[first:], strict=True))
+    return all(
+        pair.source.page(source) == pair.target.page(target)
+        for source, target in zip(SOURCE[first:], PAGES[first:], strict=True)
+    )
 
 
 def assert_idle(pair: Pair) -> None:
@@ -47,7 +50,12 @@ def test_kv_lands_and_both_sides_end_once() -> None:
     (landed,) = pair.landed
     assert isinstance(landed, Landed) and (landed.first_token, landed.first_logprobs) == (42, LOGPROBS)
     (acked,) = pair.acked
-    assert isinstance(acked, Acked) and acked.stats.nbytes == 6 * PAGE_BYTES and acked.stats.chunks == 3 and acked.stats.backend == "fake"
+    assert (
+        isinstance(acked, Acked)
+        and acked.stats.nbytes == 6 * PAGE_BYTES
+        and acked.stats.chunks == 3
+        and acked.stats.backend == "fake"
+    )
     assert pair.drained == [Drained(ticket.nonce)] and not pair.gave_up and not pair.failed and not pair.reclaimed
     assert_idle(pair)
     assert pair.writer.next_deadline() is None and pair.reader.next_deadline() is None
@@ -97,7 +105,9 @@ def test_the_last_tokens_may_be_pushed_in_groups_of_layers(groups: list[tuple[in
         pair.writer.push(ticket.nonce, SOURCE[3:], 12, TOKENS - 12, layers)
         pair.run(0.2)
         done = layers[1] * PAGE_BYTES // 4
-        assert pair.target.page(PAGES[-1])[:done] == pair.source.page(SOURCE[-1])[:done], "a group arrives before the next is pushed"
+        assert pair.target.page(PAGES[-1])[:done] == pair.source.page(SOURCE[-1])[:done], (
+            "a group arrives before the next is pushed"
+        )
     pair.writer.finish(ticket.nonce, 1, None)
     pair.run(0.5)
     assert len(pair.landed) == 1 and intact(pair, 1)
@@ -148,7 +158,11 @@ def test_bytes_in_flight_per_peer_are_bounded_and_tickets_take_turns() -> None:
     pair.poll()
     flying = [write.stamp for write in pair.network.writes]
     assert sum(stamp.nbytes for stamp in flying) == QUICK.window_bytes
-    assert [stamp.nonce for stamp in flying].count(first.nonce) == [stamp.nonce for stamp in flying].count(second.nonce) == 2
+    assert (
+        [stamp.nonce for stamp in flying].count(first.nonce)
+        == [stamp.nonce for stamp in flying].count(second.nonce)
+        == 2
+    )
     pair.run(20, tick=0.5)
     assert len(pair.landed) == 2
     assert_idle(pair)
@@ -213,7 +227,9 @@ def test_a_ticket_for_another_boot_of_the_writer_is_refused() -> None:
     pair = Pair()
     ticket = pair.open(PAGES, TOKENS)
     with pytest.raises(TransferError, match="boot"):
-        pair.writer.open(msgspec.structs.replace(ticket, writer=msgspec.structs.replace(ticket.writer, incarnation="older")))
+        pair.writer.open(
+            msgspec.structs.replace(ticket, writer=msgspec.structs.replace(ticket.writer, incarnation="older"))
+        )
 
 
 def test_a_ticket_is_used_once() -> None:
@@ -246,7 +262,14 @@ def test_the_next_backend_is_used_when_the_best_does_not_connect() -> None:
 def test_our_own_mistakes_are_integrity_errors() -> None:
     pair = Pair()
     ticket = pair.open(PAGES, TOKENS)
-    for pages, tokens, cached in ((PAGES, 10, 0), ([1, 1], 8, 0), ([64], 4, 0), ([1], 8, 0), ([1, 2], 8, 3), ([1], 0, 0)):
+    for pages, tokens, cached in (
+        (PAGES, 10, 0),
+        ([1, 1], 8, 0),
+        ([64], 4, 0),
+        ([1], 8, 0),
+        ([1, 2], 8, 3),
+        ([1], 0, 0),
+    ):
         with pytest.raises(IntegrityError):
             pair.open(pages, tokens, cached)
     pair.writer.open(ticket)
@@ -283,17 +306,27 @@ def test_after_bounded_failures_the_writer_gives_up_and_the_reader_gets_its_page
 
 
 def test_a_chunk_that_one_backend_cannot_write_goes_by_the_other() -> None:
-    pair = Pair(media=("fast", "slow"), plans={"fast": by_first_trial(Fault(status=WriteStatus.FAILED), chunk=1, trials=99)})
+    pair = Pair(
+        media=("fast", "slow"), plans={"fast": by_first_trial(Fault(status=WriteStatus.FAILED), chunk=1, trials=99)}
+    )
     pair.send_all(pair.open(PAGES, TOKENS), SOURCE)
     pair.run(1.0)
     (acked,) = pair.acked
-    assert isinstance(acked, Acked) and acked.stats.backend == "fast" and intact(pair), "two of the three chunks went by fast"
+    assert isinstance(acked, Acked) and acked.stats.backend == "fast" and intact(pair), (
+        "two of the three chunks went by fast"
+    )
     assert pair.writer.ladder.resends == {"same_path": 2, "other_path": 1}
 
 
 @pytest.mark.parametrize(
     "fault",
-    [Fault(flip_byte=0), Fault(flip_byte=2 * PAGE_BYTES - 1), Fault(torn_bytes=PAGE_BYTES), Fault(torn_bytes=0), Fault(arrivals=0)],
+    [
+        Fault(flip_byte=0),
+        Fault(flip_byte=2 * PAGE_BYTES - 1),
+        Fault(torn_bytes=PAGE_BYTES),
+        Fault(torn_bytes=0),
+        Fault(arrivals=0),
+    ],
     ids=["first byte flipped", "last byte flipped", "torn", "nothing landed", "stamp dropped"],
 )
 def test_what_does_not_verify_is_asked_for_again(fault: Fault) -> None:
@@ -365,7 +398,8 @@ def test_a_lost_write_frees_the_source_but_the_target_waits_for_a_fence() -> Non
 @pytest.mark.parametrize("is_asked_late", [False, True])
 @pytest.mark.parametrize("lost_by", ["fencing", "direct"])
 def test_a_lost_write_asks_for_the_fence_of_its_own_medium_only(lost_by: str, is_asked_late: bool) -> None:
-    """A reader that offers both, and a writer that can use one of them: where shm and tcp are offered, one on another host."""
+    """A reader that offers both, and a writer that can use one of them: where shm and tcp are offered, one on another
+    host."""
     plans = {lost_by: by_first_trial(Fault(delay_s=3.0, lost_s=0.1))}
     pair = Pair(media=("direct", "fencing"), plans=plans, checks_permits={"direct": False, "fencing": True})
     pair.writer._order = (lost_by,)
@@ -391,7 +425,11 @@ def test_a_lost_write_asks_for_the_fence_of_its_own_medium_only(lost_by: str, is
 @pytest.mark.parametrize("bound", [9, 1])
 def test_a_lost_write_is_remembered_as_long_as_its_reader_may_ask(bound: int) -> None:
     """Long after the ticket's deadline; when there were too many of them, no Abort is proof any more."""
-    pair = Pair(lambda stamp: Fault(delay_s=1e6, lost_s=0.1), checks_permits=False, settings=replace(QUICK, max_lost_tickets=bound))
+    pair = Pair(
+        lambda stamp: Fault(delay_s=1e6, lost_s=0.1),
+        checks_permits=False,
+        settings=replace(QUICK, max_lost_tickets=bound),
+    )
     tickets = [pair.open([page], PAGE_TOKENS, deadline_s=5.0) for page in PAGES[:3]]
     for ticket in tickets[:2]:
         pair.send_all(ticket, SOURCE)
@@ -403,7 +441,9 @@ def test_a_lost_write_is_remembered_as_long_as_its_reader_may_ask(bound: int) ->
     pair.poll()
     pair.writer.open(pair.open([PAGES[4]], PAGE_TOKENS))  # forgets what it may
     pair.run(5.0)
-    assert len(pair.failed) == 3 and {each.nonce for each in pair.reclaimed} == ({tickets[2].nonce} if bound == 9 else set())
+    assert len(pair.failed) == 3 and {each.nonce for each in pair.reclaimed} == (
+        {tickets[2].nonce} if bound == 9 else set()
+    )
 
 
 def test_an_ack_that_names_a_medium_nobody_offered_is_no_proof() -> None:
@@ -566,7 +606,9 @@ def test_a_commit_for_a_dead_ticket_is_refused() -> None:
 def test_a_commit_that_does_not_cover_the_tokens_exactly_is_refused(chunks: tuple[tuple[int, ...], ...]) -> None:
     pair = Pair()
     ticket = pair.open(PAGES, TOKENS)
-    pair.reader.handle(WRITER, Commit(ticket.nonce, PAGE_TOKENS, (Leg(0, 0, 0, 1, tuple(ChunkEntry(*chunk) for chunk in chunks)),), 1))
+    pair.reader.handle(
+        WRITER, Commit(ticket.nonce, PAGE_TOKENS, (Leg(0, 0, 0, 1, tuple(ChunkEntry(*chunk) for chunk in chunks)),), 1)
+    )
     pair.run(0.2)
     assert not pair.landed and len(pair.failed) == 1 and pair.reader.counters["bad_commit"] == 1
     assert_idle(pair)
@@ -627,7 +669,8 @@ def test_messages_of_another_boot_are_dropped_and_counted() -> None:
 
 
 def last_page_after_a_late_duplicate(writer_class: type[Writer]) -> bytes:
-    """Chunk 2 (the partial last page) is resent once; after the reader took the KV, the old request for a resend and the old Commit come again."""
+    """Chunk 2 (the partial last page) is resent once; after the reader took the KV, the old request for a resend and
+    the old Commit come again."""
     pair = Pair(by_first_trial(Fault(flip_byte=0), chunk=2), checks_permits=False, writer_class=writer_class)
     pair.send_all(pair.open(PAGES, TOKENS), SOURCE)
     asked: list[CommitAck] = []

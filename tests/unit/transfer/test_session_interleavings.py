@@ -1,5 +1,6 @@
-"""Interleavings of two nodes under faults, as a state machine: whatever is delayed, dropped, duplicated or reordered, no byte lands in a page that
-its ticket does not own any more, no freed source page is read into live KV, and only exactly the written bytes are served.
+"""Interleavings of two nodes under faults, as a state machine: whatever is delayed, dropped, duplicated or reordered,
+no byte lands in a page that its ticket does not own any more, no freed source page is read into live KV, and only
+exactly the written bytes are served.
 
 The same machine runs over deliberately broken rules: each must be caught, otherwise the machine proves nothing.
 """
@@ -12,7 +13,14 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from transfer_harness import NUM_PAGES, PAGE_BYTES, PAGE_TOKENS, READER, WRITER, Pair, take_digests
 
 from pdcluster.core.errors import TransferError
@@ -40,7 +48,8 @@ FAULTS = (
 
 
 class Interleavings(RuleBasedStateMachine):
-    """The test is the node on both sides: it allocates pages, frees them when an event allows it, and scribbles over what it freed."""
+    """The test is the node on both sides: it allocates pages, frees them when an event allows it, and scribbles over
+    what it freed."""
 
     writer_class: type[Writer] = Writer
     reader_class: type[Reader] = Reader
@@ -87,13 +96,17 @@ class Interleavings(RuleBasedStateMachine):
     def on_land(self, backend: FakeBackend, stamp: Stamp, spans: list[tuple[int, int]]) -> None:
         for offset, nbytes in spans:
             for page in range(offset // PAGE_BYTES, -(-(offset + nbytes) // PAGE_BYTES)):
-                assert self.owner.get(page) == stamp.nonce, f"a write of {stamp.nonce:x} lands in page {page} of {self.owner.get(page)}"
+                assert self.owner.get(page) == stamp.nonce, (
+                    f"a write of {stamp.nonce:x} lands in page {page} of {self.owner.get(page)}"
+                )
                 assert page not in self.live, f"a write of {stamp.nonce:x} lands in live page {page}"
 
     # ------------------------------------------------------------ what nodes do
 
     @precondition(lambda self: len(self.reader_free) >= 6)
-    @rule(num_tokens=st.integers(1, 6 * PAGE_TOKENS), cached=st.integers(0, 3), deadline=st.sampled_from([0.6, 3.0, 60.0]))
+    @rule(
+        num_tokens=st.integers(1, 6 * PAGE_TOKENS), cached=st.integers(0, 3), deadline=st.sampled_from([0.6, 3.0, 60.0])
+    )
     def reserve(self, num_tokens: int, cached: int, deadline: float) -> None:
         count = -(-num_tokens // PAGE_TOKENS)
         pages = sorted(self.reader_free)[:count]
@@ -240,7 +253,8 @@ class Interleavings(RuleBasedStateMachine):
             assert self.pair.target.page(page) == content
 
     def teardown(self) -> None:
-        """In the end everything ends: the network is good again, the writer is asked or dead, and nobody holds a page."""
+        """In the end everything ends: the network is good again, the writer is asked or dead, and nobody holds a
+        page."""
         if not hasattr(self, "pair"):
             return
         try:
@@ -274,7 +288,14 @@ class InterleavingsOnArrival(Interleavings):
     digests_on_arrival = True
 
 
-LIMITS = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+LIMITS = settings(
+    max_examples=120,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
 
 
 @pytest.mark.parametrize("machine", [Interleavings, InterleavingsOnArrival])

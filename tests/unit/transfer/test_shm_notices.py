@@ -7,7 +7,14 @@ import xxhash
 from pdcluster.core.errors import ProtocolError
 from pdcluster.transfer.backends.base import Peer, Permit, Region, Stamp
 from pdcluster.transfer.backends.ledger import Arrivals, Counts, Doorbell, Permits
-from pdcluster.transfer.backends.shm_frames import MAX_NOTICE_SPANS, Notice, Notices, decode_notice, pack_notice, pack_progress
+from pdcluster.transfer.backends.shm_frames import (
+    MAX_NOTICE_SPANS,
+    Notice,
+    Notices,
+    decode_notice,
+    pack_notice,
+    pack_progress,
+)
 from pdcluster.transfer.layout.runs import span_table
 
 WRITER, OTHER = Peer("w", "w1"), Peer("o", "o1")
@@ -33,7 +40,9 @@ class Reader:
             self._notices.take(peer, frame)
 
     def expected(self) -> int:
-        return xxhash.xxh3_64_intdigest(b"".join(self.memory[offset : offset + nbytes].tobytes() for offset, nbytes in SPANS))
+        return xxhash.xxh3_64_intdigest(
+            b"".join(self.memory[offset : offset + nbytes].tobytes() for offset, nbytes in SPANS)
+        )
 
 
 @pytest.fixture

@@ -27,20 +27,38 @@ def answered(data: bytes) -> Iterator[Link]:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "block_bytes"), [(0, 4096), (MAX_BLOCKS + 1, 4096), (1 << 31, 4096), (8, 1 << 40), (8, 0), (8, 1), (1 << 62, 1 << 62), (512, 64 << 20)]
+    ("blocks", "block_bytes"),
+    [
+        (0, 4096),
+        (MAX_BLOCKS + 1, 4096),
+        (1 << 31, 4096),
+        (8, 1 << 40),
+        (8, 0),
+        (8, 1),
+        (1 << 62, 1 << 62),
+        (512, 64 << 20),
+    ],
 )
 def test_a_ring_of_an_absurd_shape_is_refused_before_anything_is_allocated(blocks: int, block_bytes: int) -> None:
     grant = msgspec.msgpack.encode(staging.Grant(b"far", 0, block_bytes, blocks))
-    with answered(sealed(staging.LENGTH.pack(len(grant)) + grant)) as link, pytest.raises(ProtocolError, match="a ring of"):
+    with (
+        answered(sealed(staging.LENGTH.pack(len(grant)) + grant)) as link,
+        pytest.raises(ProtocolError, match="a ring of"),
+    ):
         staging.read_grant(link)
 
 
-@pytest.mark.parametrize("grant", [b"", b"\xc1", b"\x94\xc4\x01a\xff\x00\x00", msgspec.msgpack.encode((b"far", -(1 << 62), "8", 8))])
+@pytest.mark.parametrize(
+    "grant", [b"", b"\xc1", b"\x94\xc4\x01a\xff\x00\x00", msgspec.msgpack.encode((b"far", -(1 << 62), "8", 8))]
+)
 def test_a_grant_that_is_none_is_refused(grant: bytes) -> None:
     with answered(sealed(staging.LENGTH.pack(len(grant)) + grant)) as link, pytest.raises(ProtocolError):
         staging.read_grant(link)
 
 
 def test_a_grant_of_an_absurd_length_is_refused_before_it_is_read() -> None:
-    with answered(staging.LENGTH.pack((1 << 32) - 1)) as link, pytest.raises(ProtocolError, match="a grant of 4294967295 bytes"):
+    with (
+        answered(staging.LENGTH.pack((1 << 32) - 1)) as link,
+        pytest.raises(ProtocolError, match="a grant of 4294967295 bytes"),
+    ):
         staging.read_grant(link)

@@ -21,7 +21,9 @@ def sent(piece: Piece) -> list[int]:
     """Of which address each byte of the block is."""
     if piece.is_straight:
         entries = piece.entries()
-        assert [at for _, at, _ in entries] == [sum(nbytes for _, _, nbytes in entries[:index]) for index in range(len(entries))]
+        assert [at for _, at, _ in entries] == [
+            sum(nbytes for _, _, nbytes in entries[:index]) for index in range(len(entries))
+        ]
         assert piece.reading()[:, 0].tolist() == [0] * len(entries), "it is read only"
         return [address + step for address, _, nbytes in entries for step in range(nbytes)]
     block = np.zeros(piece.nbytes, dtype=np.int64)
@@ -31,7 +33,9 @@ def sent(piece: Piece) -> list[int]:
 
 
 @given(RUNS, st.integers(1, 70), st.booleans(), st.sampled_from([1, 8, 40]))
-def test_pieces_hold_all_bytes_in_order_and_say_where_they_go(runs: list[Run], block_bytes: int, may_be_straight: bool, entry_bytes: int) -> None:
+def test_pieces_hold_all_bytes_in_order_and_say_where_they_go(
+    runs: list[Run], block_bytes: int, may_be_straight: bool, entry_bytes: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging, "ENTRY_BYTES", entry_bytes)
         pieces = cut(run_table(runs), ADDRESS, block_bytes, may_be_straight=may_be_straight)
@@ -40,7 +44,10 @@ def test_pieces_hold_all_bytes_in_order_and_say_where_they_go(runs: list[Run], b
     spans = [span for piece in pieces for span in SpanTable.unpack(piece.targets)]
     assert [offset + step for offset, nbytes in spans for step in range(nbytes)] == [target for _, target in walk]
     for piece in pieces:
-        assert len(SpanTable.unpack(piece.targets)) == piece.num_targets and sum(n for _, n in SpanTable.unpack(piece.targets)) == piece.nbytes
+        assert (
+            len(SpanTable.unpack(piece.targets)) == piece.num_targets
+            and sum(n for _, n in SpanTable.unpack(piece.targets)) == piece.nbytes
+        )
         assert piece.nbytes == block_bytes or piece is pieces[-1]
         if piece.is_straight:
             assert may_be_straight and len(piece.entries()) <= max(1, piece.nbytes // entry_bytes)

@@ -1,4 +1,5 @@
-"""Source pages that a library may still read, in any order of what can happen to them: nothing is final before the library's last word."""
+"""Source pages that a library may still read, in any order of what can happen to them: nothing is final before the
+library's last word."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ SAYS = st.sampled_from([WriteStatus.PENDING, WriteStatus.UNKNOWN, WriteStatus.LO
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("keep"), st.integers(0, 2), st.integers(1, 3)),
-        st.tuples(st.just("settle"), st.integers(0, 2), st.sampled_from([WriteStatus.FAILED, WriteStatus.REFUSED, WriteStatus.LOST])),
+        st.tuples(
+            st.just("settle"),
+            st.integers(0, 2),
+            st.sampled_from([WriteStatus.FAILED, WriteStatus.REFUSED, WriteStatus.LOST]),
+        ),
         st.tuples(st.just("say"), st.integers(0, 12), SAYS),
         st.tuples(st.just("look"), st.integers(0, 2), st.none()),
         st.tuples(st.just("wait"), st.none(), st.floats(0, 2 * UNKNOWN_S)),
@@ -81,9 +86,14 @@ class World:
         for handle in self.handles:
             if handle in self.answers:
                 continue
-            status, left = self.writes.poll(handle), [batch for batch in self.batches[handle] if batch not in self.library.ended]
+            status, left = (
+                self.writes.poll(handle),
+                [batch for batch in self.batches[handle] if batch not in self.library.ended],
+            )
             if status in FINAL:
-                assert not left and status is self.told[handle], "an answer before the library ended every batch, or not the one that was given"
+                assert not left and status is self.told[handle], (
+                    "an answer before the library ended every batch, or not the one that was given"
+                )
                 self.answers[handle] = status
             elif status is WriteStatus.UNKNOWN:
                 assert left and handle in self.told
@@ -93,7 +103,9 @@ class World:
         for handle in self.handles:
             if handle not in self.told:
                 self.reads.settle(handle, WriteStatus.FAILED)
-            assert handle in self.answers or self.writes.poll(handle) in FINAL, "once the library was closed nothing is held"
+            assert handle in self.answers or self.writes.poll(handle) in FINAL, (
+                "once the library was closed nothing is held"
+            )
         assert not len(self.reads)
 
 
@@ -123,7 +135,9 @@ def test_what_is_not_answered_for_long_is_unknown_and_turns_final_by_the_library
 
 
 @pytest.mark.parametrize("kind", [OSError, RuntimeError, MemoryError, ValueError, IndexError])
-def test_an_error_of_the_library_is_no_word_and_is_told_once(kind: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_the_library_is_no_word_and_is_told_once(
+    kind: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
     world = World()
     world.library.error = kind("the library is out of memory")
     world.play("keep", 0, 3)

@@ -39,8 +39,14 @@ from pdcluster.transfer.layout.runs import span_table
 ME, OTHER = Peer("p0", "a"), Peer("d0", "b")
 
 
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2)), min_size=1, max_size=100), st.integers(1, 200), st.randoms(use_true_random=False))
-def test_a_cursor_hands_out_all_bytes_in_order(lengths_and_gaps: list[tuple[int, int]], most_bytes: int, choose: Random) -> None:
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2)), min_size=1, max_size=100),
+    st.integers(1, 200),
+    st.randoms(use_true_random=False),
+)
+def test_a_cursor_hands_out_all_bytes_in_order(
+    lengths_and_gaps: list[tuple[int, int]], most_bytes: int, choose: Random
+) -> None:
     spans, end = [], 0
     for length, gap in lengths_and_gaps:
         spans.append((end + gap, length))
@@ -84,7 +90,9 @@ def test_a_cursor_of_no_spans_has_all_of_its_memory() -> None:
 
 def test_one_system_call_moves_a_bounded_number_of_bytes() -> None:
     big = memoryview(bytearray(3 * BURST_BYTES))
-    assert sum(len(piece) for piece in Cursor(big, span_table([(1, 100), (200, 2 * BURST_BYTES)])).head()) == BURST_BYTES
+    assert (
+        sum(len(piece) for piece in Cursor(big, span_table([(1, 100), (200, 2 * BURST_BYTES)])).head()) == BURST_BYTES
+    )
     assert len(Cursor(big, span_table([(2 * at, 1) for at in range(500)])).head()) == MAX_VECTOR
 
 
@@ -207,8 +215,11 @@ def test_few_bytes_are_taken_when_the_others_take_their_time_and_silence_ends_in
             assert near.recv(1) == b"", "an end is news, too"
 
 
-def test_after_a_payload_that_was_gathered_the_next_byte_is_news_to_every_poller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A medium that polls the socket by itself, as `staged` does, would otherwise wait for as many bytes as were last gathered."""
+def test_after_a_payload_that_was_gathered_the_next_byte_is_news_to_every_poller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A medium that polls the socket by itself, as `staged` does, would otherwise wait for as many bytes as were last
+    gathered."""
     monkeypatch.setattr(tcp_links, "GATHER_S", 5.0)
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as far:
         near, _ = server.accept()
@@ -240,14 +251,23 @@ def test_a_connection_inside_of_a_host_is_not_paced() -> None:
 
 @pytest.mark.parametrize(
     ("own", "peer", "same"),
-    [("127.0.0.1", "127.0.0.2", True), ("10.0.0.5", "10.0.0.5", True), ("::1", "::1", True), ("10.0.0.5", "10.0.0.6", False)],
+    [
+        ("127.0.0.1", "127.0.0.2", True),
+        ("10.0.0.5", "10.0.0.5", True),
+        ("::1", "::1", True),
+        ("10.0.0.5", "10.0.0.6", False),
+    ],
 )
 def test_a_network_between_two_hosts_keeps_its_congestion_control(own: str, peer: str, same: bool) -> None:
     assert is_same_host(own, peer) is same
 
 
-@pytest.mark.parametrize("error", [PermissionError("not allowed here"), FileNotFoundError("not built"), OSError("no such option")])
-def test_a_host_that_has_no_other_congestion_control_is_served_all_the_same(error: OSError, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "error", [PermissionError("not allowed here"), FileNotFoundError("not built"), OSError("no such option")]
+)
+def test_a_host_that_has_no_other_congestion_control_is_served_all_the_same(
+    error: OSError, caplog: pytest.LogCaptureFixture
+) -> None:
     class Refusing(socket.socket):
         def setsockopt(self, *options: object) -> None:
             raise error

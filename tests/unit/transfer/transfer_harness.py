@@ -1,4 +1,5 @@
-"""Two nodes in one process: a Writer and a Reader over fake media, an injected clock, and control messages that arrive when the test says so."""
+"""Two nodes in one process: a Writer and a Reader over fake media, an injected clock, and control messages that arrive
+when the test says so."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class Node:
 
 
 class Pair:
-    """`inbox` holds control messages under way, (receiver, message); `deliver` hands over the oldest. checks_permits: of all media, or by name."""
+    """`inbox` holds control messages under way, (receiver, message); `deliver` hands over the oldest. checks_permits:
+    of all media, or by name."""
 
     def __init__(
         self,
@@ -70,13 +72,25 @@ class Pair:
         self.clock = Clock()
         plans = plans if plans is not None else {}
         checks = dict.fromkeys(media, checks_permits) if isinstance(checks_permits, bool) else checks_permits
-        self.networks = {name: FakeNetwork(self.clock, plan=plans.get(name, plan), checks_permits=checks[name], on_land=on_land) for name in media}
+        self.networks = {
+            name: FakeNetwork(self.clock, plan=plans.get(name, plan), checks_permits=checks[name], on_land=on_land)
+            for name in media
+        }
         self.source, self.target = Node(WRITER, self.networks, 1), Node(READER, self.networks, 2)
         shape = {"region": 0, "shape": PageShape.plain(PAGE_TOKENS, PAGE_BYTES, num_layers)}
         shape |= {"clock": self.clock, "settings": settings}
-        self.writer = writer_class(WRITER, self.source.backends, media, memories=[memoryview(self.source.memory)], block_tokens=PAGE_TOKENS, **shape)
+        self.writer = writer_class(
+            WRITER,
+            self.source.backends,
+            media,
+            memories=[memoryview(self.source.memory)],
+            block_tokens=PAGE_TOKENS,
+            **shape,
+        )
         me = Endpoint(READER.node, READER.incarnation, "d0:1")
-        self.reader = reader_class(me, self.target.backends, media, memories=[memoryview(self.target.memory)], rng=random.Random(5), **shape)
+        self.reader = reader_class(
+            me, self.target.backends, media, memories=[memoryview(self.target.memory)], rng=random.Random(5), **shape
+        )
         self.inbox: list[tuple[Peer, Message]] = []
         self.writer_events: list[object] = []
         self.reader_events: list[object] = []

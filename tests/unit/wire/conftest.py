@@ -43,7 +43,12 @@ def make_node(context: Context, other_context: Context) -> Iterator[Callable[...
     hubs: list[Hub] = []
 
     def make(
-        name: str, incarnation: str = "boot-1", *, listen: str = "127.0.0.1:0", settings: WireSettings = SETTINGS, own: Context | None = None
+        name: str,
+        incarnation: str = "boot-1",
+        *,
+        listen: str = "127.0.0.1:0",
+        settings: WireSettings = SETTINGS,
+        own: Context | None = None,
     ) -> Node:
         me = Peer(name, incarnation)
         hub = Hub(me, listen=listen, context=own or context, settings=settings, clock=clock_of_test())

@@ -22,7 +22,22 @@ def test_an_address_is_read_and_written_alike(text: str, parsed: tuple[str, int]
     assert format_address(*parsed) == text
 
 
-BAD = ["", ":", "host", "host:", ":80", "host:x", "host:65536", "host:0", "::1:80", "[::1]", "a b:80", "host:80\n", "tcp://host:80", "h" * 400 + ":1"]
+BAD = [
+    "",
+    ":",
+    "host",
+    "host:",
+    ":80",
+    "host:x",
+    "host:65536",
+    "host:0",
+    "::1:80",
+    "[::1]",
+    "a b:80",
+    "host:80\n",
+    "tcp://host:80",
+    "h" * 400 + ":1",
+]
 
 
 @pytest.mark.parametrize("text", BAD)

@@ -15,7 +15,9 @@ from pdcluster.core.sampling import Shaping
 from pdcluster.wire.codec import DIGEST_BYTES, decode, encode, seal
 
 GRAMMAR = Grammar('{"type":"regex","pattern":"a+"}')
-SAMPLING = m.Sampling(max_tokens=16, seed=-7, top_k=5, top_p=0.9, min_p=0.1, stop_token_ids=(2, 3), logprobs=2, grammar=GRAMMAR)
+SAMPLING = m.Sampling(
+    max_tokens=16, seed=-7, top_k=5, top_p=0.9, min_p=0.1, stop_token_ids=(2, 3), logprobs=2, grammar=GRAMMAR
+)
 WORK = m.Work("req-1", 0, m.pack_tokens(range(70)), 64, bytes(32), SAMPLING, 12.5)
 READER = m.Endpoint("decode-0", "inc-d", "127.0.0.1:4000", (("tcp", b"\x01\x02"),))
 WRITER = m.Endpoint("prefill-0", "inc-p", "[::1]:4001")
@@ -105,7 +107,9 @@ def test_only_hello_may_leave_the_receiver_open() -> None:
         decode(encode(envelope(m.Ping(), to_incarnation="")))
 
 
-@pytest.mark.parametrize("changes", [{"sender": ""}, {"sender": "x" * 129}, {"incarnation": ""}, {"sequence": 0}, {"sequence": -1}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"sender": ""}, {"sender": "x" * 129}, {"incarnation": ""}, {"sequence": 0}, {"sequence": -1}], ids=str
+)
 def test_an_envelope_with_a_bad_field_is_refused(changes: dict[str, object]) -> None:
     place = list(m.Envelope.__struct_fields__).index(next(iter(changes)))
     with pytest.raises(ProtocolError, match=rf"malformed.*\$\[{place}\]"):
@@ -140,45 +144,66 @@ def chunk(*values: int) -> m.Commit:
 
 
 BAD: tuple[m.AnyMessage, ...] = (
-    work(request=""), work(request="r" * 129), work(attempt=-1), work(token_ids=bytes(7)), work(token_ids=b""), work(hashes=bytes(17)),
+    work(request=""), work(request="r" * 129), work(attempt=-1), work(token_ids=bytes(7)), work(token_ids=b""),
+    work(hashes=bytes(17)),
     work(token_ids=m.pack_tokens([1, -1] * 32)), work(num_prompt=0), work(num_prompt=71), work(hashes=bytes(16 * 71)),
     work(deadline_s=math.nan), work(deadline_s=math.inf),
-    sampling(max_tokens=0), sampling(seed=2**64 - 1, temperature=math.nan), sampling(temperature=-0.1), sampling(temperature=math.inf),
-    sampling(top_k=0), sampling(top_p=1.1), sampling(min_p=-0.1), sampling(stop_token_ids=(-1,)), sampling(logprobs=-1), sampling(min_tokens=-1),
+    sampling(max_tokens=0), sampling(seed=2**64 - 1, temperature=math.nan), sampling(temperature=-0.1),
+    sampling(temperature=math.inf),
+    sampling(top_k=0), sampling(top_p=1.1), sampling(min_p=-0.1), sampling(stop_token_ids=(-1,)),
+    sampling(logprobs=-1), sampling(min_tokens=-1),
     *(sampling(shaping=Shaping(repetition=value)) for value in (0.0, 1e-30, 101.0, math.nan)),
-    ticket(nonce=-1), ticket(pages=bytes(3)), ticket(pages=m.pack_tokens([1, 2])), ticket(cached_tokens=71), ticket(page_tokens=0),
-    ticket(page_bytes=0), ticket(num_tokens=0), ticket(reader=replace(READER, address="nowhere")), ticket(writer=replace(WRITER, node="")),
+    ticket(nonce=-1), ticket(pages=bytes(3)), ticket(pages=m.pack_tokens([1, 2])), ticket(cached_tokens=71),
+    ticket(page_tokens=0),
+    ticket(page_bytes=0), ticket(num_tokens=0), ticket(reader=replace(READER, address="nowhere")),
+    ticket(writer=replace(WRITER, node="")),
     ticket(reader=replace(READER, adverts=(("tcp", bytes(1 << 17)),))), ticket(deadline_s=-math.inf),
-    m.Hello("router", (("", 0, 0),)), m.Hello("router", (("r", -1, 0),)), m.Hello("router", (("r", 0, -1),)), m.Welcome("mixed", (("r", -1),)),
+    m.Hello("router", (("", 0, 0),)), m.Hello("router", (("r", -1, 0),)), m.Hello("router", (("r", 0, -1),)),
+    m.Welcome("mixed", (("r", -1),)),
     m.Cancel("r", 0, "x" * 20000), m.Release(""), m.FetchFile("f", -1),
     m.Manage(-1), m.Managed(-1, "mixed", False), m.Refused("r", 0, "reserve", "", -1.0),
-    m.Tokens((m.TokenRow("r", 0, -1, (1,)),)), m.Tokens((m.TokenRow("r", 0, 0, (-1,)),)), m.Tokens((m.TokenRow("r", 0, 0, (1, 2), (LOGPROBS,)),)),
-    m.Tokens((m.TokenRow("r", 0, 0, (1,), (m.TokenLogprobs(math.nan),)),)), m.Tokens((m.TokenRow("r", 0, 0, (1,), (m.TokenLogprobs(0.0, (1,)),)),)),
+    m.Tokens((m.TokenRow("r", 0, -1, (1,)),)), m.Tokens((m.TokenRow("r", 0, 0, (-1,)),)), m.Tokens((m.TokenRow("r", 0,
+    0, (1, 2), (LOGPROBS,)),)),
+    m.Tokens((m.TokenRow("r", 0, 0, (1,), (m.TokenLogprobs(math.nan),)),)), m.Tokens((m.TokenRow("r", 0, 0, (1,),
+    (m.TokenLogprobs(0.0, (1,)),)),)),
     finished(timings=m.Timings(decode_s=-1.0)), finished(stop_token=-1), finished(num_output=-1),
-    m.Failed("r", 0, "", "", True), m.Failed("r", 0, "c", "x" * 20000, True), m.Refused("", 0, "reserve", "", 0.0), m.Scheduled("r", 0, -1),
-    m.Scheduled("r", 2**31), m.Tokens((m.TokenRow("r", 0, 2**64 - 1, (1,)),)), m.Tokens((m.TokenRow("r", 0, 0, (2**63,)),)),
-    m.Tokens((m.TokenRow("", 0, 0, (1,)),)), finished(timings=m.Timings(queue_s=math.nan)), finished(timings=m.Timings(transfer_bytes=2**63)),
-    finished(timings=m.Timings(backend="x" * 20000)), work(hash_root=bytes(15)), m.Commit(1, 32, (), 0, round=-1), m.CommitAck(1, round=-1),
-    m.Commit(1, 0, (), 0), ticket(ranks=0), m.Commit(1, 32, (m.Leg(0, 0, 0, 0, ()),), 0), m.Commit(1, 32, (m.Leg(0, 9999, 0, 1, ()),), 0),
-    cost(prefill_token_s=math.nan), cost(decode_fixed_s=-1e-9), cost(decode_row_s=math.inf), cost(chunk_tokens=-1), cost(prefill_samples=-1),
-    cost(prefill_spread=-0.1), cost(decode_doubt=math.nan), cost(prefill_root=(0.0,) * 5 + (math.inf,)), cost(decode_root=(-1e300,) + (0.0,) * 5),
+    m.Failed("r", 0, "", "", True), m.Failed("r", 0, "c", "x" * 20000, True), m.Refused("", 0, "reserve", "", 0.0),
+    m.Scheduled("r", 0, -1),
+    m.Scheduled("r", 2**31), m.Tokens((m.TokenRow("r", 0, 2**64 - 1, (1,)),)), m.Tokens((m.TokenRow("r", 0, 0,
+    (2**63,)),)),
+    m.Tokens((m.TokenRow("", 0, 0, (1,)),)), finished(timings=m.Timings(queue_s=math.nan)),
+    finished(timings=m.Timings(transfer_bytes=2**63)),
+    finished(timings=m.Timings(backend="x" * 20000)), work(hash_root=bytes(15)), m.Commit(1, 32, (), 0, round=-1),
+    m.CommitAck(1, round=-1),
+    m.Commit(1, 0, (), 0), ticket(ranks=0), m.Commit(1, 32, (m.Leg(0, 0, 0, 0, ()),), 0), m.Commit(1, 32, (m.Leg(0,
+    9999, 0, 1, ()),), 0),
+    cost(prefill_token_s=math.nan), cost(decode_fixed_s=-1e-9), cost(decode_row_s=math.inf), cost(chunk_tokens=-1),
+    cost(prefill_samples=-1),
+    cost(prefill_spread=-0.1), cost(decode_doubt=math.nan), cost(prefill_root=(0.0,) * 5 + (math.inf,)),
+    cost(decode_root=(-1e300,) + (0.0,) * 5),
     cost(decode_root=(0.0,) * 5),
     replace(MESSAGES[16], slots=-1), replace(MESSAGES[16], waiting_pairs=-1), replace(MESSAGES[16], seen=2**63),
     replace(MESSAGES[16], itl_s=math.nan),
-    replace(MESSAGES[16], paths=(m.PathLoad("", "shm", 1.0),)), replace(MESSAGES[16], paths=(m.PathLoad("d0", "shm", 1e16),)),
-    replace(MESSAGES[16], paths=(m.PathLoad("d0", "shm", 1.0),) * 1025), replace(MESSAGES[16], failed_writes=(("lost", -1),)),
+    replace(MESSAGES[16], paths=(m.PathLoad("", "shm", 1.0),)), replace(MESSAGES[16], paths=(m.PathLoad("d0", "shm",
+    1e16),)),
+    replace(MESSAGES[16], paths=(m.PathLoad("d0", "shm", 1.0),) * 1025), replace(MESSAGES[16], failed_writes=(("lost",
+    -1),)),
     replace(MESSAGES[16], pulls=(("", 1),)), replace(MESSAGES[16], resent_chunks=(("digest", 1),) * 65),
-    ticket(ranks=513), ticket(reader=replace(READER, adverts=(("tcp", b""),) * 65)), ticket(writer=replace(WRITER, adverts=(("", b""),))),
+    ticket(ranks=513), ticket(reader=replace(READER, adverts=(("tcp", b""),) * 65)), ticket(writer=replace(WRITER,
+    adverts=(("", b""),))),
     m.CacheDelta(0, False, bytes(8), b""), m.CacheDelta(0, False, b"", bytes(1)), m.CacheDelta(-1, False, b"", b""),
-    m.FileChunk("f", 5, 8, b"data"), chunk(-1, 0, 1, 0, 1, 1, 0), chunk(0, 0, 0, 0, 1, 1, 0), chunk(0, 0, 1, 0, 1, 0, 0), chunk(0, 0, 1, 0, 1, 1, -1),
+    m.FileChunk("f", 5, 8, b"data"), chunk(-1, 0, 1, 0, 1, 1, 0), chunk(0, 0, 0, 0, 1, 1, 0), chunk(0, 0, 1, 0, 1, 0,
+    0), chunk(0, 0, 1, 0, 1, 1, -1),
     chunk(0, 0, 1, 0, 1, 1, 0, -1),
-    m.Commit(1, 32, (), -1), m.CommitAck(1, (-1,)), m.Abort(-1, "", 1.0), m.Abort(1, "", math.nan), m.AbortAck(1, "x" * 20000),
+    m.Commit(1, 32, (), -1), m.CommitAck(1, (-1,)), m.Abort(-1, "", 1.0), m.Abort(1, "", math.nan), m.AbortAck(1,
+    "x" * 20000),
     m.AbortAck(1, "", ("",)), m.AbortAck(1, "", ("tcp",) * 65),
     m.Prefill(WORK, True, m.Pull(READER, 0)), m.Prefill(WORK, True, m.Pull(READER, 71)),
     m.Prefill(WORK, True, m.Pull(replace(READER, address="nowhere"), 64)),
     m.Fetch(TICKET, b""), m.Fetch(TICKET, bytes(17)), m.Fetch(replace(TICKET, num_tokens=0), bytes(16)),
     m.Declined(-1, ""), m.Declined(1, "x" * 20000),
-    finished(timings=m.Timings(cached_tokens=4, pulled_tokens=5)), finished(timings=m.Timings(cached_tokens=4, pulled_tokens=-1)),
+    finished(timings=m.Timings(cached_tokens=4, pulled_tokens=5)), finished(timings=m.Timings(cached_tokens=4,
+    pulled_tokens=-1)),
 )  # fmt: skip
 
 
@@ -238,7 +263,12 @@ def test_mutated_frames_are_refused_or_valid_and_never_crash(frame: bytes) -> No
 
 
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(max_size=9),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=9),
     lambda inner: st.lists(inner, max_size=5),
     max_leaves=20,
 )

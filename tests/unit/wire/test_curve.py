@@ -21,7 +21,10 @@ def settings(key: bytes | None) -> WireSettings:
 
 
 def test_holders_of_the_cluster_key_talk(make_node: Make, other_context: Context) -> None:
-    a, b = make_node("prefill-0", settings=settings(KEY)), make_node("decode-0", settings=settings(KEY), own=other_context)
+    a, b = (
+        make_node("prefill-0", settings=settings(KEY)),
+        make_node("decode-0", settings=settings(KEY), own=other_context),
+    )
     a.hub.send(b.endpoint, m.Release("r"))
     pump(lambda: b.messages(m.Release), a, b)
     b.hub.send(a.me, m.Release("back"))
@@ -31,20 +34,28 @@ def test_holders_of_the_cluster_key_talk(make_node: Make, other_context: Context
 
 @pytest.mark.parametrize("key", [OTHER_KEY, None], ids=["another key", "no key"])
 def test_strangers_are_refused(make_node: Make, other_context: Context, key: bytes | None) -> None:
-    member, stranger = make_node("decode-0", settings=settings(KEY)), make_node("prefill-0", settings=settings(key), own=other_context)
+    member, stranger = (
+        make_node("decode-0", settings=settings(KEY)),
+        make_node("prefill-0", settings=settings(key), own=other_context),
+    )
     stranger.hub.send(member.endpoint, m.Release("r"))
     pump(lambda: stranger.events, member, stranger)
     assert member.received == [] and not member.hub.dropped
 
 
 def test_a_member_does_not_talk_to_an_unencrypted_node(make_node: Make, other_context: Context) -> None:
-    member, stranger = make_node("decode-0", settings=settings(KEY)), make_node("prefill-0", settings=settings(None), own=other_context)
+    member, stranger = (
+        make_node("decode-0", settings=settings(KEY)),
+        make_node("prefill-0", settings=settings(None), own=other_context),
+    )
     member.hub.send(stranger.endpoint, m.Release("r"))
     pump(lambda: member.events, member, stranger)
     assert stranger.received == []
 
 
-def test_a_client_that_knows_the_public_key_but_not_the_secret_is_refused(make_node: Make, context: Context, other_context: Context) -> None:
+def test_a_client_that_knows_the_public_key_but_not_the_secret_is_refused(
+    make_node: Make, context: Context, other_context: Context
+) -> None:
     """What the authenticator adds to CURVE: knowing whom to call is not enough."""
     node = make_node("decode-0", settings=settings(KEY))
     public, secret = zmq.curve_keypair()

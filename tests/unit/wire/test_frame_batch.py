@@ -31,7 +31,10 @@ small = st.one_of(
     st.builds(m.Release, st.text(min_size=1, max_size=20)),
     st.builds(m.Scheduled, st.just("r"), st.integers(0, 2**31 - 1)),
     st.just(m.AskCache()),
-    st.builds(lambda tokens: m.Tokens((m.TokenRow("r", 0, 3, tuple(tokens)),)), st.lists(st.integers(0, 2**31 - 1), max_size=5)),
+    st.builds(
+        lambda tokens: m.Tokens((m.TokenRow("r", 0, 3, tuple(tokens)),)),
+        st.lists(st.integers(0, 2**31 - 1), max_size=5),
+    ),
 )
 
 
@@ -68,7 +71,9 @@ def test_a_batch_has_a_bound_in_messages_and_one_in_bytes() -> None:
     assert not heavy.put(m.FileChunk("f", 0, 1 << 20, bytes(100)))
     assert heavy.put(m.FileChunk("f", 0, 1 << 20, bytes(10)))
     assert not heavy.put(m.FileChunk("f", 0, 1 << 20, bytes(60)))
-    assert filled(m.FileChunk("f", 0, 1 << 20, bytes(MAX_BATCH_BYTES))).put(m.Ping()) is False, "a large one has a frame of its own"
+    assert filled(m.FileChunk("f", 0, 1 << 20, bytes(MAX_BATCH_BYTES))).put(m.Ping()) is False, (
+        "a large one has a frame of its own"
+    )
 
 
 @pytest.mark.parametrize("limit", [200, 1000, 70_000, 1 << 20])
@@ -108,7 +113,11 @@ def test_only_a_hello_may_leave_the_receiver_open_and_not_behind_other_messages(
 
 
 def test_a_count_that_the_frame_cannot_hold_costs_no_memory() -> None:
-    frame = seal(b"\x96" + b"".join(map(msgspec.msgpack.encode, (m.PROTOCOL_VERSION, "a", "b", "c", 1))) + b"\xdd\xff\xff\xff\xff")
+    frame = seal(
+        b"\x96"
+        + b"".join(map(msgspec.msgpack.encode, (m.PROTOCOL_VERSION, "a", "b", "c", 1)))
+        + b"\xdd\xff\xff\xff\xff"
+    )
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError, match="malformed"):

@@ -33,7 +33,11 @@ class Caller:
     def say_all(self, messages: tuple[m.AnyMessage, ...], *, skip: int = 0, to: str | None = None) -> None:
         self.sequence += 1 + skip
         incarnation = self.node.me.incarnation if to is None else to
-        self.socket.send(encode(m.Envelope(m.PROTOCOL_VERSION, self.me.node, self.me.incarnation, incarnation, self.sequence, messages)))
+        self.socket.send(
+            encode(
+                m.Envelope(m.PROTOCOL_VERSION, self.me.node, self.me.incarnation, incarnation, self.sequence, messages)
+            )
+        )
 
     def heard(self) -> list[m.Envelope]:
         envelopes = []
@@ -82,7 +86,11 @@ def test_what_is_said_in_one_turn_is_one_frame_per_peer(node: Node, context: Con
     node.hub.flush()
     for router in routers:
         frames: list[m.Envelope] = []
-        pump(lambda found=frames, router=router: found.extend(router.heard()) or any(isinstance(each.messages[0], m.Scheduled) for each in found))
+        pump(
+            lambda found=frames, router=router: (
+                found.extend(router.heard()) or any(isinstance(each.messages[0], m.Scheduled) for each in found)
+            )
+        )
         assert frames[-1].messages == tuple(m.Scheduled("r", number) for number in range(30))
         assert [frame.sequence for frame in frames] == list(range(1, len(frames) + 1))
         router.close()
@@ -225,7 +233,9 @@ def test_a_number_seen_before_is_dropped_and_counted(node: Node, router: Caller)
     assert node.hub.dropped == {"duplicate": 1}
 
 
-def test_frames_for_another_boot_of_this_node_are_dropped_and_answered_with_who_lives_here(node: Node, router: Caller) -> None:
+def test_frames_for_another_boot_of_this_node_are_dropped_and_answered_with_who_lives_here(
+    node: Node, router: Caller
+) -> None:
     router.say(m.Hello("router"), to="older-boot")
     answers: list[m.Envelope] = []
     pump(lambda: answers.extend(router.heard()) or answers, node)
@@ -313,7 +323,9 @@ def test_a_node_that_hangs_is_lost_at_both_ends_when_its_lease_ends(make_node: M
     assert [event.peer for event in b.events] == [a.me]
 
 
-def test_a_node_that_restarts_on_the_same_address_is_lost_and_never_gets_what_the_old_boot_was_sent(make_node: Make) -> None:
+def test_a_node_that_restarts_on_the_same_address_is_lost_and_never_gets_what_the_old_boot_was_sent(
+    make_node: Make,
+) -> None:
     a, old = make_node("prefill-0"), make_node("decode-0", "boot-1")
     a.hub.send(old.endpoint, m.Release("r"))
     pump(lambda: old.messages(m.Release), a, old)
@@ -352,7 +364,9 @@ def test_an_address_where_nobody_listens_ends_as_a_lost_link(node: Node) -> None
     assert isinstance(node.events[0], LinkLost)
 
 
-def test_at_the_high_water_mark_frames_are_dropped_and_counted_and_the_receiver_sees_the_gap(make_node: Make, context: Context) -> None:
+def test_at_the_high_water_mark_frames_are_dropped_and_counted_and_the_receiver_sees_the_gap(
+    make_node: Make, context: Context
+) -> None:
     node = make_node("decode-0", settings=WireSettings(heartbeat_s=0.05, lease_s=30.0, high_water=4))
     router = Caller(context, node, Peer("router-0", "boot-r"))
     router.say(m.Hello("router"))
@@ -390,7 +404,12 @@ def test_a_wildcard_address_needs_the_name_under_which_others_reach_us(make_node
 
 @pytest.mark.parametrize(
     ("listen", "key", "warned"),
-    [("127.0.0.1:0", None, False), ("localhost:0", None, False), ("0.0.0.0:0", None, True), ("0.0.0.0:0", bytes(32), False)],
+    [
+        ("127.0.0.1:0", None, False),
+        ("localhost:0", None, False),
+        ("0.0.0.0:0", None, True),
+        ("0.0.0.0:0", bytes(32), False),
+    ],
 )
 def test_links_that_are_open_to_everybody_beyond_this_host_are_warned_of(
     make_node: Make, listen: str, key: bytes | None, warned: bool, caplog: pytest.LogCaptureFixture

@@ -128,7 +128,8 @@ async def test_answers_arrive_while_requests_are_being_sent(node: Node, router: 
 async def test_a_node_is_heard_while_every_turn_sends_it_more_than_one_frame(
     own: Own, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of them may swallow the edge that told of what came, also when others of the same turn are held for the next one."""
+    """Each of them may swallow the edge that told of what came, also when others of the same turn are held for the next
+    one."""
     now = 1.0
     monkeypatch.setattr(router_link, "perf_counter", lambda: now)
     router = Router(own, node.endpoint, PATIENT)
@@ -169,7 +170,9 @@ async def test_what_is_more_than_one_drain_takes_is_read_while_every_turn_sends(
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_a_lease_that_ends_is_told_in_the_tick_that_sees_it(own: Own, context: Context, run: Callable[..., None]) -> None:
+def test_a_lease_that_ends_is_told_in_the_tick_that_sees_it(
+    own: Own, context: Context, run: Callable[..., None]
+) -> None:
     """Nobody answers, and the tick after that one is half a minute away."""
 
     async def scenario() -> None:
@@ -218,8 +221,11 @@ async def test_a_node_that_dies_loses_its_link(node: Node, router: Router) -> No
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_a_node_that_dies_between_two_ticks_loses_its_link_at_once(own: Own, node: Node, run: Callable[..., None]) -> None:
-    """What becomes of the connection is heard when it happens: nothing else wakes the link, and the next tick is minutes away."""
+def test_a_node_that_dies_between_two_ticks_loses_its_link_at_once(
+    own: Own, node: Node, run: Callable[..., None]
+) -> None:
+    """What becomes of the connection is heard when it happens: nothing else wakes the link, and the next tick is
+    minutes away."""
 
     async def scenario() -> None:
         router = Router(own, node.endpoint, PATIENT)
@@ -258,7 +264,9 @@ async def test_another_boot_at_the_address_ends_as_lost(own: Own, node: Node) ->
     router.link.close()
 
 
-async def test_a_restart_on_the_same_address_ends_as_lost_and_a_new_link_works(own: Own, make_node: Make, node: Node, router: Router) -> None:
+async def test_a_restart_on_the_same_address_ends_as_lost_and_a_new_link_works(
+    own: Own, make_node: Make, node: Node, router: Router
+) -> None:
     await until(lambda: router.states, node)
     node.hub.close()
     new = start_again(make_node, node, "boot-2")
@@ -291,7 +299,11 @@ async def test_a_full_queue_is_not_tried_in_every_turn_of_the_loop(own: Own, mon
     """Nobody at the other end says a word, so that nothing leaves. HELD_S: the retry comes long after this test."""
     monkeypatch.setattr(router_link, "HELD_S", 1000.0)
     silent = socket.create_server(("127.0.0.1", 0))
-    router = Router(own, m.Endpoint("decode-0", "boot-1", f"127.0.0.1:{silent.getsockname()[1]}"), dataclasses.replace(PATIENT, high_water=4))
+    router = Router(
+        own,
+        m.Endpoint("decode-0", "boot-1", f"127.0.0.1:{silent.getsockname()[1]}"),
+        dataclasses.replace(PATIENT, high_water=4),
+    )
     with pytest.raises(NodeLost, match="takes no more frames"):
         for _ in range(20):
             router.link.send(m.FileChunk("f", 0, 1 << 20, bytes(1 << 20)))
@@ -320,7 +332,15 @@ async def test_a_handler_that_fails_costs_one_message_only(own: Own, node: Node)
         if len(seen) == 1:
             raise ValueError("not handled")
 
-    link = NodeLink(ME, node.endpoint, context=own, on_message=handle, on_state=lambda _: None, open_attempts=tuple, settings=SETTINGS)
+    link = NodeLink(
+        ME,
+        node.endpoint,
+        context=own,
+        on_message=handle,
+        on_state=lambda _: None,
+        open_attempts=tuple,
+        settings=SETTINGS,
+    )
     await until(lambda: node.received, node)
     for number in range(3):
         node.hub.send(ME, m.Scheduled("r", number))
@@ -335,7 +355,9 @@ class Listener:
     def __init__(self, context: Context) -> None:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.SNDHWM, 0)  # a ROUTER drops what is above its mark, which it passes when ZMQ's thread gets no core
+        self.socket.setsockopt(
+            zmq.SNDHWM, 0
+        )  # a ROUTER drops what is above its mark, which it passes when ZMQ's thread gets no core
         port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self.endpoint = m.Endpoint("decode-0", "boot-1", f"127.0.0.1:{port}")
         self.identity = b""
@@ -347,11 +369,22 @@ class Listener:
             messages += decode(frame).messages
         return [message for message in messages if not isinstance(message, m.Ping)]
 
-    def say(self, message: m.AnyMessage, sequence: int, *, incarnation: str = "boot-1", to: str = ME.incarnation) -> None:
+    def say(
+        self, message: m.AnyMessage, sequence: int, *, incarnation: str = "boot-1", to: str = ME.incarnation
+    ) -> None:
         self.say_all((message,), sequence, incarnation=incarnation, to=to)
 
-    def say_all(self, messages: tuple[m.AnyMessage, ...], sequence: int, *, incarnation: str = "boot-1", to: str = ME.incarnation) -> None:
-        self.socket.send_multipart((self.identity, encode(m.Envelope(m.PROTOCOL_VERSION, "decode-0", incarnation, to, sequence, messages))))
+    def say_all(
+        self,
+        messages: tuple[m.AnyMessage, ...],
+        sequence: int,
+        *,
+        incarnation: str = "boot-1",
+        to: str = ME.incarnation,
+    ) -> None:
+        self.socket.send_multipart(
+            (self.identity, encode(m.Envelope(m.PROTOCOL_VERSION, "decode-0", incarnation, to, sequence, messages)))
+        )
 
     def frames(self) -> list[m.Envelope]:
         """What was heard, frame by frame; nothing else may read here."""
@@ -372,7 +405,9 @@ def listener(context: Context) -> Iterator[Listener]:
 @pytest.fixture
 async def caller(own: Own, listener: Listener) -> AsyncIterator[Router]:
     """A router whose Hello the listener has heard and answered."""
-    router = Router(own, listener.endpoint, WireSettings(heartbeat_s=5.0, lease_s=20.0, rewelcome_s=10.0, hello_interval_s=0.01))
+    router = Router(
+        own, listener.endpoint, WireSettings(heartbeat_s=5.0, lease_s=20.0, rewelcome_s=10.0, hello_interval_s=0.01)
+    )
     await until(lambda: listener.heard() == [m.Hello("router")])
     listener.say(m.Welcome("decode"), 1)
     await until(lambda: router.messages)
@@ -390,7 +425,9 @@ async def make_busy(router: Router, listener: Listener) -> None:
         await asyncio.sleep(0)
 
 
-async def test_what_is_sent_alone_leaves_at_once(listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_sent_alone_leaves_at_once(
+    listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(router_link, "HELD_S", 1e9)
     for number in range(5):
         listener.frames()
@@ -414,7 +451,9 @@ async def test_what_follows_in_the_same_turn_is_one_frame_behind_the_first(
     assert [len(frame.messages) for frame in frames] == [1, 3]
 
 
-async def test_what_is_sent_in_one_turn_of_the_loop_is_one_frame(listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_sent_in_one_turn_of_the_loop_is_one_frame(
+    listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(router_link, "HELD_S", 1e9)
     await make_busy(caller, listener)
     numbers = {caller.link.send(m.Release(f"r{number}")) for number in range(50)}
@@ -443,7 +482,9 @@ async def test_what_is_sent_in_turns_that_follow_each_other_is_one_frame(
     assert [frame.messages for frame in frames] == [tuple(sent)]
 
 
-async def test_a_frame_leaves_as_soon_as_a_turn_sends_nothing(listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_frame_leaves_as_soon_as_a_turn_sends_nothing(
+    listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(router_link, "HELD_S", 1e9)
     await make_busy(caller, listener)
     caller.link.send(m.Release("alone"))
@@ -454,7 +495,9 @@ async def test_a_frame_leaves_as_soon_as_a_turn_sends_nothing(listener: Listener
     assert [frame.messages for frame in listener.frames()] == [(m.Release("alone"),)]
 
 
-async def test_what_follows_turn_by_turn_is_held_no_longer_than_that(listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_follows_turn_by_turn_is_held_no_longer_than_that(
+    listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(router_link, "HELD_S", 0.02)
     await make_busy(caller, listener)
     frames: list[m.Envelope] = []
@@ -466,7 +509,9 @@ async def test_what_follows_turn_by_turn_is_held_no_longer_than_that(listener: L
     assert len(frames[0].messages) > 1
 
 
-async def test_what_is_sent_in_answer_to_a_frame_is_one_frame(own: Own, listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_sent_in_answer_to_a_frame_is_one_frame(
+    own: Own, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(router_link, "HELD_S", 1e9)
     calm = WireSettings(heartbeat_s=5.0, lease_s=20.0)
 
@@ -474,7 +519,15 @@ async def test_what_is_sent_in_answer_to_a_frame_is_one_frame(own: Own, listener
         if isinstance(message, m.Scheduled):
             link.send(m.Release(message.request))
 
-    link = NodeLink(ME, listener.endpoint, context=own, on_message=answer, on_state=lambda _: None, open_attempts=tuple, settings=calm)
+    link = NodeLink(
+        ME,
+        listener.endpoint,
+        context=own,
+        on_message=answer,
+        on_state=lambda _: None,
+        open_attempts=tuple,
+        settings=calm,
+    )
     await until(lambda: listener.heard() == [m.Hello("router")])
     listener.say_all(tuple(m.Scheduled(f"r{number}", 0) for number in range(20)), 1)
     frames: list[m.Envelope] = []
@@ -497,10 +550,14 @@ async def test_a_turn_that_takes_long_does_not_hold_the_first_message_back(
     assert listener.frames()[0].messages == (m.Release("first"), m.Release("second"))
 
 
-async def test_more_than_a_frame_holds_goes_as_several(listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_than_a_frame_holds_goes_as_several(
+    listener: Listener, caller: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(router_link, "HELD_S", 1e9)
     await make_busy(caller, listener)
-    sent = [m.Release(f"r{number}") for number in range(m.MAX_MESSAGES + 1)] + [m.FileChunk("f", 0, 1 << 20, bytes(200 << 10)) for _ in range(3)]
+    sent = [m.Release(f"r{number}") for number in range(m.MAX_MESSAGES + 1)] + [
+        m.FileChunk("f", 0, 1 << 20, bytes(200 << 10)) for _ in range(3)
+    ]
     numbers = [caller.link.send(message) for message in sent]
     frames: list[m.Envelope] = []
     await until(lambda: frames.extend(listener.frames()) or sum(len(frame.messages) for frame in frames) == len(sent))
@@ -509,7 +566,9 @@ async def test_more_than_a_frame_holds_goes_as_several(listener: Listener, calle
     assert len(frames) == 4
 
 
-async def test_a_gap_in_the_nodes_frames_makes_the_router_say_what_it_waits_for(listener: Listener, caller: Router) -> None:
+async def test_a_gap_in_the_nodes_frames_makes_the_router_say_what_it_waits_for(
+    listener: Listener, caller: Router
+) -> None:
     caller.open = (("r1", 0, 7),)
     listener.say(m.Scheduled("r1", 0), 2)
     listener.say(m.Scheduled("r2", 0), 4)
@@ -529,7 +588,9 @@ async def test_what_was_lost_before_a_welcome_is_asked_for_again(listener: Liste
     assert caller.link.gaps == 1 and not caller.link.dropped
 
 
-async def test_a_hello_is_alone_in_its_frame_and_behind_what_was_said_before_it(listener: Listener, caller: Router) -> None:
+async def test_a_hello_is_alone_in_its_frame_and_behind_what_was_said_before_it(
+    listener: Listener, caller: Router
+) -> None:
     listener.frames()
     listener.say_all((m.Scheduled("r1", 0), m.Scheduled("r2", 0)), 5)
     caller.link.send(m.Release("before"))
@@ -548,7 +609,9 @@ async def test_a_node_that_asks_for_a_hello_gets_it(listener: Listener, caller: 
     assert caller.messages == [m.Welcome("decode")]
 
 
-async def test_duplicates_and_garbage_and_frames_for_others_are_dropped_and_counted(listener: Listener, caller: Router) -> None:
+async def test_duplicates_and_garbage_and_frames_for_others_are_dropped_and_counted(
+    listener: Listener, caller: Router
+) -> None:
     listener.say(m.Scheduled("r", 0), 2)
     listener.say(m.Scheduled("r", 0), 2)
     listener.say(m.Scheduled("r", 1), 3, to="another-router")
@@ -569,9 +632,15 @@ async def test_a_duplicate_of_a_frame_is_dropped_with_all_its_messages(listener:
     assert caller.link.dropped == {"duplicate": 1} and caller.link.gaps == 0
 
 
-async def test_a_cut_that_the_same_boot_heals_costs_no_link_and_starts_with_a_hello(own: Own, listener: Listener, caller: Router) -> None:
+async def test_a_cut_that_the_same_boot_heals_costs_no_link_and_starts_with_a_hello(
+    own: Own, listener: Listener, caller: Router
+) -> None:
     proxy = await CuttingProxy.start(listener.endpoint.address)
-    router = Router(own, m.Endpoint("decode-0", "boot-1", proxy.address), WireSettings(heartbeat_s=5.0, lease_s=20.0, rewelcome_s=10.0))
+    router = Router(
+        own,
+        m.Endpoint("decode-0", "boot-1", proxy.address),
+        WireSettings(heartbeat_s=5.0, lease_s=20.0, rewelcome_s=10.0),
+    )
     await until(lambda: listener.heard() == [m.Hello("router")])
     listener.say(m.Welcome("decode"), 1)
     await until(lambda: router.states == [LinkState.UP])

@@ -1,4 +1,5 @@
-"""A line over the loop's own sockets, at whose other end is libzmq, or somebody who does not behave. What links say over it: `test_links`."""
+"""A line over the loop's own sockets, at whose other end is libzmq, or somebody who does not behave. What links say
+over it: `test_links`."""
 
 import asyncio
 import dataclasses
@@ -183,7 +184,9 @@ async def test_what_was_said_last_leaves_before_the_end(silent: Silent, monkeypa
     assert not failures
 
 
-async def test_who_does_not_read_keeps_a_closed_connection_for_a_while_only(silent: Silent, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_does_not_read_keeps_a_closed_connection_for_a_while_only(
+    silent: Silent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stream_line, "CLOSING_S", 0.05)
     caller = Caller(silent.address)
     await until(lambda: silent.writers)
@@ -276,7 +279,9 @@ async def test_who_does_not_speak_the_protocol_is_hung_up_on(silent: Silent) -> 
     caller.line.close()
 
 
-async def test_who_no_longer_speaks_it_is_hung_up_on_and_told_of(silent: Silent, caplog: pytest.LogCaptureFixture) -> None:
+async def test_who_no_longer_speaks_it_is_hung_up_on_and_told_of(
+    silent: Silent, caplog: pytest.LogCaptureFixture
+) -> None:
     caller = Caller(silent.address)
     await until(lambda: silent.writers)
     silent.writers[0].write(GREETING + PEER_READY + framed(b"good") + framed(b"of two", 1))

@@ -50,7 +50,8 @@ class Node:
 
 
 def start_again(make_node: Callable[..., Node], old: Node, incarnation: str) -> Node:
-    """A new boot of a closed node at its address. ZMQ gives a closed socket's port back a moment later, from a thread of its own."""
+    """A new boot of a closed node at its address. ZMQ gives a closed socket's port back a moment later, from a thread
+    of its own."""
     deadline = time.monotonic() + 20.0
     while True:
         try:
@@ -68,5 +69,7 @@ def pump(until: Callable[[], object], *nodes: Node, limit_s: float = 20.0) -> No
             node.turn()
         if until():
             return
-        assert time.monotonic() < deadline, f"never happened; {[(node.received, node.events, node.hub.dropped) for node in nodes]}"
+        assert time.monotonic() < deadline, (
+            f"never happened; {[(node.received, node.events, node.hub.dropped) for node in nodes]}"
+        )
         time.sleep(TURN_S)

@@ -1,4 +1,5 @@
-"""The rules of a grammar while it is made: parts, named once each, without what can never end, and written as xgrammar's EBNF."""
+"""The rules of a grammar while it is made: parts, named once each, without what can never end, and written as
+xgrammar's EBNF."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Regex:
-    """An expression that xgrammar compiles itself, which is quick in use. Not exact in all cases: only for some that a test knows."""
+    """An expression that xgrammar compiles itself, which is quick in use. Not exact in all cases: only for some that a
+    test knows."""
 
     expression: str
 
@@ -70,7 +72,8 @@ def one_of(options: list[Part]) -> Part:
 
 
 class Rules:
-    """name: gives a part a name that stands for it wherever it is the same; reserve and define: a name before its part is known."""
+    """name: gives a part a name that stands for it wherever it is the same; reserve and define: a name before its part
+    is known."""
 
     def __init__(self) -> None:
         self._parts: dict[str, Part] = {}

@@ -1,4 +1,5 @@
-"""Trees of regular expressions as parts of a grammar: of a text as it is, or of what stands between the quotes of a JSON string.
+"""Trees of regular expressions as parts of a grammar: of a text as it is, or of what stands between the quotes of a
+JSON string.
 
 They become rules, not expressions that xgrammar compiles itself: (b|(b){1,2}) of those takes bbb.
 """
@@ -47,7 +48,8 @@ class Writer:
         return row(Many(self._rules.name(one_of(ways)), node.least, node.least), endless) if node.least else endless
 
     def _endless(self, ranges: Ranges, ways: list[Part]) -> Part:
-        """One way after another: xgrammar knows beforehand which tokens fit such a rule, but not of a repetition of choices."""
+        """One way after another: xgrammar knows beforehand which tokens fit such a rule, but not of a repetition of
+        choices."""
 
         def written(again: Part) -> Part:
             return one_of([EMPTY, *(row(way, again) for way in ways)])

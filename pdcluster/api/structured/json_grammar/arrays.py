@@ -14,7 +14,8 @@ MAX_ITEMS = 100_000
 
 
 def array(make: Converter, node: Mapping[str, Any], path: str) -> Part:
-    """Of a tuple all items come, also those that minItems does not ask for. Others come where they are named or needed."""
+    """Of a tuple all items come, also those that minItems does not ask for. Others come where they are named or
+    needed."""
     first, others = _schemas(node, path)
     least = whole_number(node, "minItems", path) or 0
     most = whole_number(node, "maxItems", path)

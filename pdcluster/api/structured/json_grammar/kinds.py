@@ -27,8 +27,10 @@ KEYWORDS: Mapping[str, tuple[str, ...]] = {
 }
 """Keywords that speak of one type alone, and tell it where no type is given."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "minLength": (0,), "minItems": (0,), "minProperties": (0,), "required": ([],), "additionalProperties": (True, {}), "items": (True, {}),
-    "additionalItems": (True, {}), "propertyNames": (True, {}), "patternProperties": ({},), "prefixItems": ([],), "allOf": ([],),
+    "minLength": (0,), "minItems": (0,), "minProperties": (0,), "required": ([],), "additionalProperties": (True, {}),
+    "items": (True, {}),
+    "additionalItems": (True, {}), "propertyNames": (True, {}), "patternProperties": ({},), "prefixItems": ([],),
+    "allOf": ([],),
 }  # fmt: skip
 """Values that ask for nothing, beside null, which does so anywhere."""
 

@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 
 from pdcluster.api.structured.grammar_rules.rules import EMPTY, NOTHING, Many, Part, Text, one_of, row
 from pdcluster.api.structured.json_grammar.kinds import given_kinds
-from pdcluster.api.structured.json_grammar.strings import anywhere, expression_in, plain_string, quoted, variants_of, whole_text
+from pdcluster.api.structured.json_grammar.strings import (
+    anywhere,
+    expression_in,
+    plain_string,
+    quoted,
+    variants_of,
+    whole_text,
+)
 from pdcluster.api.structured.json_grammar.values import Converter, mapping, not_kept, whole_number
 from pdcluster.api.structured.regex.characters import complement
 from pdcluster.api.structured.regex.characters import of_text as characters_of
@@ -84,7 +91,8 @@ class _Names:
 
     @property
     def _additional(self) -> object:
-        """The schema of members that neither properties nor patternProperties have; not said, it is none where either is there."""
+        """The schema of members that neither properties nor patternProperties have; not said, it is none where either
+        is there."""
         given = self._node.get("additionalProperties")
         if given is None:
             return "properties" not in self._node and "patternProperties" not in self._node
@@ -237,7 +245,8 @@ def _none_of(names: list[str]) -> Node:
 
 
 class _Members:
-    """Members one after another. A state is how many properties were looked at, and how many members came, as far as that counts."""
+    """Members one after another. A state is how many properties were looked at, and how many members came, as far as
+    that counts."""
 
     def __init__(
         self, make: Converter, properties: list[Property], others: list[Part], least: int, most: int | None

@@ -23,7 +23,8 @@ def target(whole: Mapping[str, Any], reference: object, path: str) -> object:
             found = found[key]
         else:
             raise BadRequest(
-                f"{path} uses $ref {shown(reference)}, but the schema has no {shown(key)} there; add it or correct the reference",
+                f"{path} uses $ref {shown(reference)}, but the schema has no {shown(key)} there; add it or correct "
+                "the reference",
                 path,
             )
     return found

@@ -1,8 +1,9 @@
-"""A JSON schema of a request as a grammar of the JSON texts that it allows, in xgrammar's EBNF. Whatever the grammar would not keep is refused by the
-place where it stands; what changes nothing may stand anywhere.
+"""A JSON schema of a request as a grammar of the JSON texts that it allows, in xgrammar's EBNF. Whatever the grammar
+would not keep is refused by the place where it stands; what changes nothing may stand anywhere.
 
-The grammar may allow less than the schema: properties come in their order, undeclared ones only where additionalProperties names them, and keywords
-that speak of one type say that a value without a type is of that one. It never allows more.
+The grammar may allow less than the schema: properties come in their order, undeclared ones only where
+additionalProperties names them, and keywords that speak of one type say that a value without a type is of that one. It
+never allows more.
 """
 
 from __future__ import annotations
@@ -11,11 +12,32 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pdcluster.api.structured.grammar_rules.rules import EMPTY, NOTHING, Many, Named, OneOf, Part, Regex, Rules, Text, one_of, row
+from pdcluster.api.structured.grammar_rules.rules import (
+    EMPTY,
+    NOTHING,
+    Many,
+    Named,
+    OneOf,
+    Part,
+    Regex,
+    Rules,
+    Text,
+    one_of,
+    row,
+)
 from pdcluster.api.structured.grammar_rules.written import Writer
 from pdcluster.api.structured.json_grammar.arrays import array
 from pdcluster.api.structured.json_grammar.disjoint import differ, identity, telling_property
-from pdcluster.api.structured.json_grammar.kinds import KEYWORDS, KINDS, asks, given_kinds, is_of, kinds_of, told_kinds, values_of
+from pdcluster.api.structured.json_grammar.kinds import (
+    KEYWORDS,
+    KINDS,
+    asks,
+    given_kinds,
+    is_of,
+    kinds_of,
+    told_kinds,
+    values_of,
+)
 from pdcluster.api.structured.json_grammar.numbers import NUMBER, Bounds, integers, numbers
 from pdcluster.api.structured.json_grammar.objects import object_
 from pdcluster.api.structured.json_grammar.pointers import target
@@ -38,8 +60,10 @@ MAX_WHITESPACE = 16
 Schema = Mapping[str, Any]
 
 NOT_ENFORCED: Mapping[str, tuple[object, ...]] = {
-    "not": (False,), "if": (), "$dynamicRef": (), "$recursiveRef": (), "uniqueItems": (False,), "contains": (), "unevaluatedItems": (True, {}),
-    "multipleOf": (1,), "dependentSchemas": ({},), "dependentRequired": ({},), "dependencies": ({},), "unevaluatedProperties": (True, {}),
+    "not": (False,), "if": (), "$dynamicRef": (), "$recursiveRef": (), "uniqueItems": (False,), "contains": (),
+    "unevaluatedItems": (True, {}),
+    "multipleOf": (1,), "dependentSchemas": ({},), "dependentRequired": ({},), "dependencies": ({},),
+    "unevaluatedProperties": (True, {}),
 }  # fmt: skip
 """Keywords that no grammar keeps → their values that ask for nothing, beside null."""
 SPEAKS_OF = {
@@ -52,7 +76,8 @@ CONSTRAINTS = frozenset({"type", *CHOSEN, *(word for words in KEYWORDS.values() 
 
 
 def grammar_of_schema(schema: object, param: str) -> str:
-    """EBNF whose root is a value. Raises BadRequest naming the place for what is no schema, cannot be kept, or allows nothing that ends."""
+    """EBNF whose root is a value. Raises BadRequest naming the place for what is no schema, cannot be kept, or allows
+    nothing that ends."""
     return _Grammar(schema, param).written()
 
 
@@ -205,7 +230,8 @@ class _Grammar:
         telling = [part for part in parts if _tells(part)]
         if len(telling) > 1:
             raise BadRequest(
-                f"{path} uses allOf with {len(telling)} schemas, which structured output cannot enforce; merge them into one",
+                f"{path} uses allOf with {len(telling)} schemas, which structured output cannot enforce; merge them "
+                "into one",
                 path,
             )
         return self.convert(

@@ -1,5 +1,5 @@
-"""What strings of a `format` look like, as regular expressions: never more than the format allows, sometimes less (dates from the year 1000, hosts of
-at most four labels), so that whoever checks them takes them."""
+"""What strings of a `format` look like, as regular expressions: never more than the format allows, sometimes less
+(dates from the year 1000, hosts of at most four labels), so that whoever checks them takes them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Strings of a JSON schema as parts of a grammar: a pattern, a format, lengths. All of them speak of the text as readers
-get it, and what is written is that text escaped.
+"""Strings of a JSON schema as parts of a grammar: a pattern, a format, lengths. All of them speak of the text as
+readers get it, and what is written is that text escaped.
 
-A pattern without ^ and $ is the whole text, as models and people mean it; with one of them the text is open at the other side.
+A pattern without ^ and $ is the whole text, as models and people mean it; with one of them the text is open at the
+other side.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ MAX_COUNTED = 64
 """Characters that are counted with escapes among them: each costs the compiler a look at the whole vocabulary."""
 
 _ITSELF = complement(union(CONTROLS, of_text('"\\')))
-_CODED = r"u([0-9a-cA-CefEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}|[dD][89abAB][0-9a-fA-F]{2}\u005cu[dD][c-fC-F][0-9a-fA-F]{2})"
+_CODED = (
+    r"u([0-9a-cA-CefEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}"
+    r"|[dD][89abAB][0-9a-fA-F]{2}\u005cu[dD][c-fC-F][0-9a-fA-F]{2})"
+)
 CHARACTER = rf"({alternatives(_ITSELF)}|\u005c([\u0022\u005c\u002fbfnrt]|{_CODED}))"
 """One character of a JSON string, in any way that it may be written."""
 
@@ -120,7 +124,8 @@ def _bounds(node: Schema, path: str) -> tuple[int, int | None]:
     most = whole_number(node, "maxLength", path)
     if most is not None and most < least:
         raise BadRequest(
-            f"{path} has a maxLength of {most} below its minLength of {least}; no string is so long, correct one of them",
+            f"{path} has a maxLength of {most} below its minLength of {least}; no string is so long, correct one of "
+            "them",
             path,
         )
     if least > MAX_LENGTH:

@@ -73,7 +73,8 @@ NOT_LINE_END = complement(LINE_ENDS)
 
 @lru_cache(maxsize=3)
 def widest(letter: str) -> Ranges:
-    """All that \\d, \\w or \\s means to any reader of a pattern: Python counts letters of every script, JavaScript U+FEFF."""
+    """All that \\d, \\w or \\s means to any reader of a pattern: Python counts letters of every script, JavaScript
+    U+FEFF."""
     everything = "".join(map(chr, range(LAST + 1)))
     found = ranges_of((match.start(), match.end() - 1) for match in re.finditer(rf"\{letter}+", everything))
     return union(found, of_text("\ufeff")) if letter == "s" else found
@@ -104,7 +105,8 @@ def bracketed(ranges: Ranges) -> str:
 
 
 def alternatives(ranges: Ranges) -> str:
-    """The same for xgrammar's Regex: a class for each length in UTF-8. One of several lengths would take overlong bytes."""
+    """The same for xgrammar's Regex: a class for each length in UTF-8. One of several lengths would take overlong
+    bytes."""
     return "|".join(bracketed(part) for bounds in UTF8_LENGTHS if (part := intersection(ranges, (bounds,))))
 
 
@@ -116,7 +118,8 @@ def _range(pair: tuple[int, int]) -> str:
 
 
 class Escaped(NamedTuple):
-    """Characters by how they stand in a JSON string: as themselves, as a backslash and a letter, or as \\u00 and two digits."""
+    """Characters by how they stand in a JSON string: as themselves, as a backslash and a letter, or as \\u00 and two
+    digits."""
 
     plain: Ranges
     letters: Ranges

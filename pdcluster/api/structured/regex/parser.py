@@ -1,12 +1,23 @@
-"""Reads a regular expression of a request into a tree. What cannot be kept, or is not read alike by everybody, is refused by
-name."""
+"""Reads a regular expression of a request into a tree. What cannot be kept, or is not read alike by everybody, is
+refused by name."""
 
 from __future__ import annotations
 
 import re
 from typing import NoReturn
 
-from pdcluster.api.structured.regex.characters import ANY, DIGIT, NOT_LINE_END, SPACE, SURROGATES, WORD, Ranges, complement, union, widest
+from pdcluster.api.structured.regex.characters import (
+    ANY,
+    DIGIT,
+    NOT_LINE_END,
+    SPACE,
+    SURROGATES,
+    WORD,
+    Ranges,
+    complement,
+    union,
+    widest,
+)
 from pdcluster.api.structured.regex.tree import EMPTY, Anchor, Chars, Node, Repeat, choice, sequence
 from pdcluster.api.validate import shown
 from pdcluster.core.errors import BadRequest
@@ -17,7 +28,8 @@ MAX_REPEATS = 1_000_000
 MAX_ANCHORS = 100
 
 GROUPS = {
-    "=": "a lookahead", "!": "a negative lookahead", "<=": "a lookbehind", "<!": "a negative lookbehind", ">": "an atomic group",
+    "=": "a lookahead", "!": "a negative lookahead", "<=": "a lookbehind", "<!": "a negative lookbehind",
+    ">": "an atomic group",
     "P=": "a backreference", "P>": "a subroutine call", "#": "a comment", "(": "a condition", "|": "a branch reset",
 }  # fmt: skip
 ESCAPES = {
@@ -60,7 +72,8 @@ class _Parser:
 
     def _not_kept(self, what: str) -> NoReturn:
         raise BadRequest(
-            f"{self._param} is {shown(self._text)}, which has {what}; structured output cannot enforce it, leave it out",
+            f"{self._param} is {shown(self._text)}, which has {what}; structured output cannot enforce it, leave it "
+            "out",
             self._param,
         )
 

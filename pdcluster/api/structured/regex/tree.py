@@ -1,7 +1,8 @@
-"""Regular expressions of requests as trees. What both Python and ECMAScript read in one way is taken, anything else is refused by its name.
+"""Regular expressions of requests as trees. What both Python and ECMAScript read in one way is taken, anything else is
+refused by its name.
 
-Of what they read differently the smaller set counts: \\d is 0 to 9, and \\D nothing that anybody calls a digit. ^ and $ are where the text begins
-and ends; `Sides` says which of both a text has behind it.
+Of what they read differently the smaller set counts: \\d is 0 to 9, and \\D nothing that anybody calls a digit. ^ and $
+are where the text begins and ends; `Sides` says which of both a text has behind it.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ def without_anchors(node: Node) -> Mapping[Sides, Node]:
 
 
 def _after(sides: Sides, nodes: list[Node], more: Sides, part: Node) -> tuple[Sides, Node] | None:
-    """A part behind others: one that stands at the begin has nothing before it, and behind one that stands at the end is nothing."""
+    """A part behind others: one that stands at the begin has nothing before it, and behind one that stands at the end
+    is nothing."""
     (starts, ends), (part_starts, part_ends) = sides, more
     if part_starts:
         if any(lengths(node)[0] for node in nodes):
@@ -136,8 +138,8 @@ def _joined(pairs: Iterator[tuple[Sides, Node]] | list[tuple[Sides, Node]]) -> d
 
 
 def with_length(node: Node, least: int, most: int | None) -> Node | None:
-    """Texts of a node without anchors that are so long, None when there are none. Where several parts may vary each gets a share of the room, so that
-    fewer texts fit, but none that is too short or too long."""
+    """Texts of a node without anchors that are so long, None when there are none. Where several parts may vary each
+    gets a share of the room, so that fewer texts fit, but none that is too short or too long."""
     shortest, longest = lengths(node)
     if least <= shortest and (most is None or (longest is not None and longest <= most)):
         return node

@@ -1,8 +1,9 @@
-"""The functions of `weighing`, compiled by numba where a process asked for that with `load`, else as the Python that they are. One source, the same
-floats; it decides nothing. The scan of long lists of token ids (`token_list`) comes with them. `python -m pdcluster_router.policy.predicted.compiled` only
-compiles all of it, into the place where routers look.
+"""The functions of `weighing`, compiled by numba where a process asked for that with `load`, else as the Python that
+they are. One source, the same floats; it decides nothing. The scan of long lists of token ids (`token_list`) comes with
+them. `python -m pdcluster_router.policy.predicted.compiled` only compiles all of it, into the place where routers look.
 
-A router loads them beside its start; tests and tools need not. Compiled functions take arrays, plain ones lists, which Python reads faster.
+A router loads them beside its start; tests and tools need not. Compiled functions take arrays, plain ones lists, which
+Python reads faster.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ SOURCES = (cost_model, node_state, scoring, passing, placing, token_id_scan)
 
 KEPT = "choice"
 
+
 class Weighing(Protocol):
-    """Functions, and what they take. The arrays that it gives are not to be written to, but for those of `blank` and `zeros`."""
+    """Functions, and what they take. The arrays that it gives are not to be written to, but for those of `blank` and
+    `zeros`."""
 
     first_leg: Callable[..., int]
     pair: Callable[..., None]
@@ -128,11 +131,16 @@ class Compiled:
     """Implements Weighing. Raises RuntimeError where numba does not work."""
 
     def __init__(self) -> None:
-        numba, extending, errors = (importlib.import_module(name) for name in ("numba", "numba.extending", "numba.core.errors"))
+        numba, extending, errors = (
+            importlib.import_module(name) for name in ("numba", "numba.extending", "numba.core.errors")
+        )
         try:
             for each in _parts():
                 extending.register_jitable(each)
-            made = {name: numba.njit(signature, cache=True)(_source(name)) for name, signature in _signatures(numba.types).items()}
+            made = {
+                name: numba.njit(signature, cache=True)(_source(name))
+                for name, signature in _signatures(numba.types).items()
+            }
         except errors.NumbaError as error:
             raise RuntimeError(str(error)) from error
         self.first_leg: Callable[..., int] = made["first_leg"]
@@ -184,7 +192,12 @@ def _source(name: str) -> Any:
 def _parts() -> Sequence[Any]:
     """What compiled functions may call."""
     modules = {module.__name__: module for module in SOURCES}
-    own = [each for module in SOURCES for each in vars(module).values() if getattr(each, "__module__", "") in modules and callable(each)]
+    own = [
+        each
+        for module in SOURCES
+        for each in vars(module).values()
+        if getattr(each, "__module__", "") in modules and callable(each)
+    ]
     return list(dict.fromkeys(own))
 
 
@@ -196,11 +209,15 @@ def _signatures(types: Any) -> dict[str, Any]:
     return {
         "first_leg": whole(table, row, number, whole, row, *pools, rows, table, types.boolean, asked, row),
         "pair": types.void(table, row, row, rows, rows, table, asked, row),
-        "place": whole(table, row, number, whole, row, *pools, rows, table, types.boolean, asked, whole, number, row, row),
+        "place": whole(
+            table, row, number, whole, row, *pools, rows, table, types.boolean, asked, whole, number, row, row
+        ),
         "place_pair": whole(table, row, row, rows, rows, table, types.boolean, asked, whole, number, row, row),
         "parked": whole(table, row, row, rows, rows, rows, rows, table, number, asked, row),
         "bears": types.boolean(row, number, asked, number),
-        "goes": types.boolean(table, whole, whole, types.boolean, types.boolean, whole, whole, whole, number, number, number, number),
+        "goes": types.boolean(
+            table, whole, whole, types.boolean, types.boolean, whole, whole, whole, number, number, number, number
+        ),
         "scan_ids": types.UniTuple(whole, 2)(text, types.int32[::1]),
         "note_sent": types.void(table, whole, *(whole,) * 7),
     }
@@ -222,8 +239,8 @@ def use(functions: Weighing) -> None:
 
 
 def load(cache_dir: Path) -> bool:
-    """Use compiled functions from now on; the first time on a machine they are compiled, which takes seconds. False, and a line in the log, where
-    that does not work: choices are the same without, only slower."""
+    """Use compiled functions from now on; the first time on a machine they are compiled, which takes seconds. False,
+    and a line in the log, where that does not work: choices are the same without, only slower."""
     from pdcluster.processes.kernel_cache import filling
 
     folder = cache_dir
@@ -239,8 +256,14 @@ def load(cache_dir: Path) -> bool:
     except (OSError, RuntimeError) as error:
         log.warning("choices of nodes are weighed in plain Python, which is slower: they are not compiled (%s)", error)
         return False
-    except Exception as error:  # numba reads files with pickle, which may raise anything on one that a power cut left half written
-        log.warning("choices of nodes are weighed in plain Python, which is slower: remove %s to have them compiled again", folder, exc_info=error)
+    except (
+        Exception
+    ) as error:  # numba reads files with pickle, which may raise anything on one that a power cut left half written
+        log.warning(
+            "choices of nodes are weighed in plain Python, which is slower: remove %s to have them compiled again",
+            folder,
+            exc_info=error,
+        )
         return False
     return True
 

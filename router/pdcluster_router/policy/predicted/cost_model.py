@@ -1,7 +1,8 @@
 """The formulas of `seconds`: the terms of one node for one request, all in seconds.
 
-Plain functions over rows of numbers (`stations`), written so that numba compiles them as they stand: loops, ifs and floats, no objects. `compiled`
-has them compiled where it can; else, and in tests, they run as the Python that they are, with the same floats.
+Plain functions over rows of numbers (`stations`), written so that numba compiles them as they stand: loops, ifs and
+floats, no objects. `compiled` has them compiled where it can; else, and in tests, they run as the Python that they are,
+with the same floats.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections.abc import Sequence
 from math import sqrt
 
 LAST_GROUP = 0.25
-"""Share of a prompt's last chunk whose KV leaves after the first token, about: layers go in groups while the later ones are computed."""
+"""Share of a prompt's last chunk whose KV leaves after the first token, about: layers go in groups while the later ones
+are computed."""
 
 UNMEASURED_BYTES_S = 1e9
 """Bandwidth of a pair that has not moved anything yet."""
@@ -25,27 +27,30 @@ STRAIN = 5.0
 """How much more a second weighs for each time that a pace is beyond that."""
 
 PATIENCE = 5.0
-"""Times what a prompt takes alone, short ones given the time of a usual one, within which its first token is in time (DESIGN §11)."""
+"""Times what a prompt takes alone, short ones given the time of a usual one, within which its first token is in time
+(DESIGN §11)."""
 
 CHANCE = 1.0
-"""Standard deviations by which a row may be slower than the mean of all. Prompts come beside it by chance, each with a pause about as long as that
-of the one that is asked about: while there are few, as a Poisson process; the less time there is without one, the less is left to chance."""
+"""Standard deviations by which a row may be slower than the mean of all. Prompts come beside it by chance, each with a
+pause about as long as that of the one that is asked about: while there are few, as a Poisson process; the less time
+there is without one, the less is left to chance."""
 
 WELL = 0.9
 """Of what rows may take on average from token to token, as long as some of them take more."""
 
 MOST_PAUSE_WEIGHT = 4.0
-"""Where answers are short, or rows are asked to be as fast as alone, any pause would weigh as much as it pleases, and prompts wait for long instead:
-by replays of short answers, whose first tokens came 9 % later with 100 than without any of it, and 5 % with this."""
+"""Where answers are short, or rows are asked to be as fast as alone, any pause would weigh as much as it pleases, and
+prompts wait for long instead: by replays of short answers, whose first tokens came 9 % later with 100 than without any
+of it, and 5 % with this."""
 
 COPY_WEIGHT = 1.0
-"""Of the seconds that a copy of cached tokens would take to compute: what others lose by the room that it takes, in which prefixes were that no other
-node holds. By replays of long documents that are asked about again, in caches of a third of them: with 0.5 and 1.0 first tokens come 23 and 28 %
-sooner than with 0."""
+"""Of the seconds that a copy of cached tokens would take to compute: what others lose by the room that it takes, in
+which prefixes were that no other node holds. By replays of long documents that are asked about again, in caches of a
+third of them: with 0.5 and 1.0 first tokens come 23 and 28 % sooner than with 0."""
 
 MUCH_LOST = 0.1
-"""Of what prompts could have had cached (`lost_prefixes`): from there on a copy costs that much. Where nothing is lost it costs nothing: agents at
-half load, whose prefixes all fit, would wait 10 % longer."""
+"""Of what prompts could have had cached (`lost_prefixes`): from there on a copy costs that much. Where nothing is lost
+it costs nothing: agents at half load, whose prefixes all fit, would wait 10 % longer."""
 
 ROUNDING = 1e-9
 TINY = 1e-300
@@ -57,10 +62,11 @@ LOCAL_TERMS = (*PREFILL_TERMS, "room", "decode", "others", "row_price")
 
 Numbers = Sequence[float]
 Market = tuple[float, float, float]
-"""What holds for all nodes at one moment: the price, seconds that later prompts lose for each second of work; and of the time in which prompts are
-computed, the share on a node that does so for others, and on a decode node."""
+"""What holds for all nodes at one moment: the price, seconds that later prompts lose for each second of work; and of
+the time in which prompts are computed, the share on a node that does so for others, and on a decode node."""
 
-# Columns of a table of nodes: the fields of `stations.Station`, in their order. What they follow from stands behind them (`settling`).
+# Columns of a table of nodes: the fields of `stations.Station`, in their order. What they follow from stands behind
+# them (`settling`).
 (
     IS_SERVER,
     NUM_PROMPTS,
@@ -90,9 +96,24 @@ computed, the share on a node that does so for others, and on a decode node."""
 ) = range(25)
 NUM_STATION = 25
 
-# What is asked of each node: the request, the policy's own numbers, and what the router knows beside the nodes (`base.Query`).
-# PREVIOUS: the mode of the last choice: 1 local, 2 remote, 0 none. LOST: share of what could have been cached.
-(NUM_TOKENS, OUTPUT, ITL_ASKED_S, NUM_HELD, USUAL_TOKENS, BUSY_SERVING, BUSY_DECODING, PREVIOUS, LOST, ALPHA, HARM, MARGIN, GAP) = range(13)
+# What is asked of each node: the request, the policy's own numbers, and what the router knows beside the nodes
+# (`base.Query`). PREVIOUS: the mode of the last choice: 1 local, 2 remote, 0 none. LOST: share of what could have been
+# cached.
+(
+    NUM_TOKENS,
+    OUTPUT,
+    ITL_ASKED_S,
+    NUM_HELD,
+    USUAL_TOKENS,
+    BUSY_SERVING,
+    BUSY_DECODING,
+    PREVIOUS,
+    LOST,
+    ALPHA,
+    HARM,
+    MARGIN,
+    GAP,
+) = range(13)
 NUM_ASKED = 13
 
 # ---------------------------------------------------------------- one node
@@ -117,9 +138,10 @@ def gap_s(node: Numbers, new: float, cached: float) -> float:
 
 
 def paced_s(node: Numbers, new: float, cached: float, output: float) -> float:
-    """Between tokens of the rows that run there, over an answer: as it was lately, but for the steps in which this prompt is computed beside them,
-    and what waits before it; and slower by CHANCE, which few long pauses leave more room to than many short ones, and a node that always computes
-    prompts none: no row is slower than all of its steps."""
+    """Between tokens of the rows that run there, over an answer: as it was lately, but for the steps in which this
+    prompt is computed beside them, and what waits before it; and slower by CHANCE, which few long pauses leave more
+    room to than many short ones, and a node that always computes prompts none: no row is slower than all of its
+    steps."""
     steps = max(new / node[CHUNK_TOKENS], 1.0)
     busy_s = max(alone_s(node, new, cached) / steps, node[DECODE_FIXED_S]) + node[ADDED_S]
     share = min((node[WAIT_S] / max(node[PROMPT_STEP_S], busy_s, TINY) + steps) / output, 1.0)
@@ -132,7 +154,8 @@ def paced_s(node: Numbers, new: float, cached: float, output: float) -> float:
 
 
 def comfort_s(node: Numbers, itl_s: float) -> float:
-    """What rows that run there, or will, may take from token to token: as asked, or COMFORT times what one of them takes alone."""
+    """What rows that run there, or will, may take from token to token: as asked, or COMFORT times what one of them
+    takes alone."""
     if itl_s > 0.0:
         return itl_s
     each_s = node[ADDED_S] / node[ROWS] if node[ROWS] > 0.0 else node[EACH_ROW_S]
@@ -145,7 +168,8 @@ def num_slowed(node: Numbers) -> float:
 
 
 def keeps_pace(node: Numbers, cached: float, asked: Numbers) -> bool:
-    """Whether running rows wait no longer for a token than they may, once and on average, while the prompt is computed there."""
+    """Whether running rows wait no longer for a token than they may, once and on average, while the prompt is computed
+    there."""
     if num_slowed(node) == 0.0:
         return True
     new, itl_s = asked[NUM_TOKENS] - cached, asked[ITL_ASKED_S]
@@ -161,8 +185,8 @@ def bears(node: Numbers, cached: float, asked: Numbers, most: float) -> bool:
 
 
 def computed(node: Numbers, known: float, asked: Numbers) -> tuple[float, float]:
-    """Seconds of computing what is not known there, and what each row that runs there loses meanwhile. At least one token is always computed: the
-    first output token is drawn from its logits."""
+    """Seconds of computing what is not known there, and what each row that runs there loses meanwhile. At least one
+    token is always computed: the first output token is drawn from its logits."""
     new = asked[NUM_TOKENS] - known
     if new < 1.0:
         new = 1.0
@@ -175,19 +199,23 @@ def computed(node: Numbers, known: float, asked: Numbers) -> tuple[float, float]
 
 
 def copy_s(node: Numbers, cached: float, kept: float, asked: Numbers) -> float:
-    """What others lose when this node, too, holds tokens of the prompt beyond those it has `cached`, up to those that another one keeps: COPY_WEIGHT
-    of what the node would save with them, which is less than the whole prompt, since one token is always computed. On a decode node nothing: rows
-    that come there bring their KV wherever their prompts are computed."""
+    """What others lose when this node, too, holds tokens of the prompt beyond those it has `cached`, up to those that
+    another one keeps: COPY_WEIGHT of what the node would save with them, which is less than the whole prompt, since one
+    token is always computed. On a decode node nothing: rows that come there bring their KV wherever their prompts are
+    computed."""
     if kept <= cached or node[IS_SERVER] <= 0.0 or asked[LOST] <= 0.0:
         return 0.0
     scarcity = min(asked[LOST] / MUCH_LOST, 1.0)
     return COPY_WEIGHT * scarcity * (computed(node, cached, asked)[0] - computed(node, kept, asked)[0])
 
 
-def prompt_on(node: Numbers, cached: float, held: float, bytes_s: float, asked: Numbers) -> tuple[float, float, float, float]:
-    """How the node would come by the prompt's KV: by a copy of the `held` tokens that another node has, which comes while this one's queue is worked
-    off, where that is sooner than by its own cache. Seconds of fetching that the queue does not hide, of computing the rest, what rows lose
-    meanwhile, and whether it fetches. bytes_s: of the path; 0 for none."""
+def prompt_on(
+    node: Numbers, cached: float, held: float, bytes_s: float, asked: Numbers
+) -> tuple[float, float, float, float]:
+    """How the node would come by the prompt's KV: by a copy of the `held` tokens that another node has, which comes
+    while this one's queue is worked off, where that is sooner than by its own cache. Seconds of fetching that the queue
+    does not hide, of computing the rest, what rows lose meanwhile, and whether it fetches. bytes_s: of the path; 0 for
+    none."""
     compute_s, paused_s = computed(node, cached, asked)
     if bytes_s > 0.0 and held > cached:
         fetch_s = HANDOVER_S + (held - cached) * node[KV_BYTES] / bytes_s - node[WAIT_S]
@@ -201,9 +229,10 @@ def prompt_on(node: Numbers, cached: float, held: float, bytes_s: float, asked: 
 
 
 def beside_prompts_s(node: Numbers, quiet_s: float, busy_s: float, share: float, output: float) -> float:
-    """Between tokens of a row with prompts beside it for that share of the time, or while what waits now is computed, whichever makes it slower. On a
-    node that computes prompts for others more will follow, so that the wait is a share of the row's time as well. On a decode node it is over once,
-    however long its steps are: rows lose that, not their whole pace."""
+    """Between tokens of a row with prompts beside it for that share of the time, or while what waits now is computed,
+    whichever makes it slower. On a node that computes prompts for others more will follow, so that the wait is a share
+    of the row's time as well. On a decode node it is over once, however long its steps are: rows lose that, not their
+    whole pace."""
     wait_s, once_s = node[WAIT_S], 0.0
     if wait_s > 0.0 and node[IS_SERVER] > 0.0:
         life_s = output * quiet_s
@@ -220,10 +249,13 @@ def beside_prompts_s(node: Numbers, quiet_s: float, busy_s: float, share: float,
     return once_s if once_s > lasting_s else lasting_s
 
 
-def row_on(node: Numbers, cached: float, asked: Numbers, market: Market) -> tuple[float, float, float, float, float, float]:
-    """A row beside those that run, with prompts beside it for the market's share of the time, and while what waits now is computed. Its pace; strain:
-    how much more a second weighs there, because rows are slower than is comfortable; then room, decode, others (what the running rows lose by one
-    more beside them) and row_price (the row's share of the steps that compute prompts, priced)."""
+def row_on(
+    node: Numbers, cached: float, asked: Numbers, market: Market
+) -> tuple[float, float, float, float, float, float]:
+    """A row beside those that run, with prompts beside it for the market's share of the time, and while what waits now
+    is computed. Its pace; strain: how much more a second weighs there, because rows are slower than is comfortable;
+    then room, decode, others (what the running rows lose by one more beside them) and row_price (the row's share of the
+    steps that compute prompts, priced)."""
     output, is_server = asked[OUTPUT], node[IS_SERVER]
     row_s = node[EACH_ROW_S] + node[CONTEXT_S] * (asked[NUM_TOKENS] + output / 2)
     quiet_s, busy_s = node[TPOT_S] + row_s, node[PROMPT_STEP_S] + row_s
@@ -257,10 +289,11 @@ def slowness(node: Numbers, tpot_s: float, asked: Numbers) -> float:
 
 
 def pause_weight(node: Numbers, late: float, asked: Numbers) -> float:
-    """What a second weighs by which a row of a decode node is held up, beside one for which a first token is waited: as many times more as a row has
-    less to lose over an answer until it is slow than a prompt has until it is late, if any, and no more than MOST_PAUSE_WEIGHT. late: how near
-    prompts are to that; the nearer, the more does their time weigh, too, by replays of generated mixes with the second power. On a node that
-    computes prompts for others it is 1: they have to be computed beside somebody's rows."""
+    """What a second weighs by which a row of a decode node is held up, beside one for which a first token is waited: as
+    many times more as a row has less to lose over an answer until it is slow than a prompt has until it is late, if
+    any, and no more than MOST_PAUSE_WEIGHT. late: how near prompts are to that; the nearer, the more does their time
+    weigh, too, by replays of generated mixes with the second power. On a node that computes prompts for others it is 1:
+    they have to be computed beside somebody's rows."""
     patience_s = PATIENCE * alone_s(node, max(asked[NUM_TOKENS], asked[USUAL_TOKENS]), 0.0)
     weight = patience_s / (asked[OUTPUT] * bearable_s(alone_row_s(node, asked), asked))
     if node[IS_SERVER] > 0.0 or weight <= 1.0 or late >= 1.0:

@@ -1,5 +1,5 @@
-"""What a policy needs of each node in numbers, and which nodes may take a leg. Values only: what follows from a report is worked out by
-`policy.predicted.node_state`, what it means for a request by `policy.predicted.cost_model`.
+"""What a policy needs of each node in numbers, and which nodes may take a leg. Values only: what follows from a report
+is worked out by `policy.predicted.node_state`, what it means for a request by `policy.predicted.cost_model`.
 
 All nodes of a view stand in one table, a row a node, as compiled code takes them.
 """
@@ -20,11 +20,12 @@ Table = NDArray[np.float64]
 class Station(msgspec.Struct, frozen=True, gc=False):
     """One node. Its fields in this order are the first columns of a table (`policy.predicted.cost_model` names them).
 
-    is_server: 1 on nodes that compute prompts for others, 0 on decode nodes. chunk_tokens: inf when a prompt is one step. each_row_s: what a row adds
-    to a step, beside context_s for each token that it attends to; added_s: what the rows that run add together. itl_s, prompt_step_s,
-    stretch: see Pace.
-    missing_rows: rows that must end before there is room for one more, as a share of all. tight: 1 ÷ pages that rows hold where pages are scarce,
-    else 0; spare_pages: those that a row could have. doubt: share of a prompt's predicted seconds by which the node's model may be wrong."""
+    is_server: 1 on nodes that compute prompts for others, 0 on decode nodes. chunk_tokens: inf when a prompt is one
+    step. each_row_s: what a row adds to a step, beside context_s for each token that it attends to; added_s: what the
+    rows that run add together. itl_s, prompt_step_s, stretch: see Pace. missing_rows: rows that must end before there
+    is room for one more, as a share of all. tight: 1 ÷ pages that rows hold where pages are scarce, else 0;
+    spare_pages: those that a row could have. doubt: share of a prompt's predicted seconds by which the node's model may
+    be wrong."""
 
     is_server: float
     num_prompts: float

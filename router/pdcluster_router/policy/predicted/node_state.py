@@ -1,8 +1,9 @@
-"""What a node's last report and what was sent to it since come to: the numbers that `estimates` takes, in the columns before those that they are made
-of. Compiled where that can be (`compiled`), else the Python that it is; the same floats.
+"""What a node's last report and what was sent to it since come to: the numbers that `estimates` takes, in the columns
+before those that they are made of. Compiled where that can be (`compiled`), else the Python that it is; the same
+floats.
 
-`view` writes what a report says into a row, once for each report. What is sent and what ends changes the last columns only, for every leg of every
-request; then the row is settled anew.
+`view` writes what a report says into a row, once for each report. What is sent and what ends changes the last columns
+only, for every leg of every request; then the row is settled anew.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ from pdcluster_router.policy.predicted.cost_model import (
 Row = MutableSequence[float]
 Rows = Sequence[Row]
 
-# What is known of a node, behind what follows from it. HAS_LOAD: 0 before its first report. TOLD: by the report. PAGES_LEFT: free or only cached.
-# PARKED, PAGES: pages of finished KV, and all. IS_OWN: 1 where its own steps say what they cost, 0 where that is typical; SPREAD: of a prompt's
-# predicted seconds, as a share (DOUBT is the other part of that error bar). MOST_TOKENS: of a request
-# that it takes; -1 while it takes none. From IN_FLIGHT on: what this router sent (`view.Pending`).
+# What is known of a node, behind what follows from it. HAS_LOAD: 0 before its first report. TOLD: by the report.
+# PAGES_LEFT: free or only cached. PARKED, PAGES: pages of finished KV, and all. IS_OWN: 1 where its own steps say what
+# they cost, 0 where that is typical; SPREAD: of a prompt's predicted seconds, as a share (DOUBT is the other part of
+# that error bar). MOST_TOKENS: of a request that it takes; -1 while it takes none. From IN_FLIGHT on: what this router
+# sent (`view.Pending`).
 (
     HAS_LOAD,
     TOLD_PROMPTS,
@@ -93,10 +95,18 @@ def settle(node: Row) -> None:
     if chunk > 0.0:
         step_s = fixed_s + token_s * chunk + pair_s * (chunk * depth)
     if tokens > 0.0:
-        backlog_s = fixed_s * (tokens / chunk if tokens > chunk and chunk > 0.0 else 1.0) + token_s * tokens + pair_s * pairs
+        backlog_s = (
+            fixed_s * (tokens / chunk if tokens > chunk and chunk > 0.0 else 1.0) + token_s * tokens + pair_s * pairs
+        )
     stretch = 1.0 + added_s / step_s if step_s > 0.0 else 1.0
     tpot_s = decode_fixed_s + added_s
-    node[WAIT_S], node[BACKLOG_S], node[STRETCH], node[ADDED_S], node[TPOT_S] = backlog_s * stretch, backlog_s, stretch, added_s, tpot_s
+    node[WAIT_S], node[BACKLOG_S], node[STRETCH], node[ADDED_S], node[TPOT_S] = (
+        backlog_s * stretch,
+        backlog_s,
+        stretch,
+        added_s,
+        tpot_s,
+    )
     node[ITL_S] = node[TOLD_ITL_S] if rows > 0.0 and node[TOLD_ITL_S] > tpot_s else tpot_s
     node[PROMPT_STEP_S] = (step_s if step_s > decode_fixed_s else decode_fixed_s) + added_s
 
@@ -111,7 +121,9 @@ def settle_room(node: Row) -> None:
         node[SPARE_PAGES] = node[PAGES_LEFT] - node[SENT_CONTEXT] / node[BLOCK_TOKENS]
 
 
-def note_sent(table: Rows, row: int, in_flight: int, requests: int, tokens: int, pairs: int, rows: int, context: int, prompts: int) -> None:
+def note_sent(
+    table: Rows, row: int, in_flight: int, requests: int, tokens: int, pairs: int, rows: int, context: int, prompts: int
+) -> None:
     """This router sent the node of that row something, or heard of the end of it: now there is so much."""
     node = table[row]
     node[IN_FLIGHT], node[SENT_REQUESTS], node[SENT_TOKENS], node[SENT_PAIRS] = in_flight, requests, tokens, pairs

@@ -1,5 +1,5 @@
-"""Whether a request just goes to the nodes that were chosen for it, as nearly all do: what `headroom` asks of them, over rows of numbers. Compiled
-where that can be (`compiled`), else the Python that it is.
+"""Whether a request just goes to the nodes that were chosen for it, as nearly all do: what `headroom` asks of them,
+over rows of numbers. Compiled where that can be (`compiled`), else the Python that it is.
 
 No is no answer: then `headroom` looks at all nodes. That both agree is in test_headroom_numbers.
 """
@@ -34,7 +34,8 @@ from pdcluster_router.policy.predicted.node_state import (
 from pdcluster_router.policy.predicted.scoring import Table
 
 AHEAD = 4
-"""Prompts are computed ahead of full decode nodes until finished KV fills one part in so many of a prefill node's pool."""
+"""Prompts are computed ahead of full decode nodes until finished KV fills one part in so many of a prefill node's
+pool."""
 
 HALF = 0.5
 """Of the time that a first token has, for the prompts before it on the node, and for what was predicted wrongly."""
@@ -76,8 +77,11 @@ def takes_row(node: Numbers) -> bool:
     return node[HAS_LOAD] == 0.0 or node[SENT_ROWS] + node[SLOTS_USED] < node[SLOTS]
 
 
-def is_bearable(node: Numbers, other: Numbers, num_tokens: int, output: int, usual_tokens: int, itl_s: float, late_s: float) -> bool:
-    """Whether one more row leaves the others as fast as they may be, or its first token has no time left (it comes after late_s)."""
+def is_bearable(
+    node: Numbers, other: Numbers, num_tokens: int, output: int, usual_tokens: int, itl_s: float, late_s: float
+) -> bool:
+    """Whether one more row leaves the others as fast as they may be, or its first token has no time left (it comes
+    after late_s)."""
     if other[IS_OWN] == 0.0 or other[ROWS] == 0.0:
         return True
     row_s = other[EACH_ROW_S] + other[CONTEXT_S] * (num_tokens + output / 2)

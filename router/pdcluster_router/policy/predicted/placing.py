@@ -1,9 +1,10 @@
-"""A choice by `weighing` and all that is asked of it when its request goes at once: whether it goes (`passing`), what it makes its node busy with,
-and what is noted of it. Compiled where that can be (`compiled`), else the Python that it is.
+"""A choice by `weighing` and all that is asked of it when its request goes at once: whether it goes (`passing`), what
+it makes its node busy with, and what is noted of it. Compiled where that can be (`compiled`), else the Python that it
+is.
 
-Nearly every request goes at once, and to look at all this in one or two calls costs a router a fraction of asking for one after the other. What
-stands in `told` is all that anybody wants of such a choice later, in bare numbers, so that nothing is made of them for what nobody reads. That both
-ways find the same is in test_placing.
+Nearly every request goes at once, and to look at all this in one or two calls costs a router a fraction of asking for
+one after the other. What stands in `told` is all that anybody wants of such a choice later, in bare numbers, so that
+nothing is made of them for what nobody reads. That both ways find the same is in test_placing.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ from pdcluster_router.policy.predicted.scoring import (
 
 Told = MutableSequence[float]
 
-# What is told, from MODE to IS_FETCHED as `weighing` finds it. GOES: 1 where the request goes at once; 0: it has to be looked at in full, or a node's
-# own steps do not say yet what they cost. SENT_S: seconds of work for the computing node, which computes at least one token; ESTIMATE_S: until the
-# first token there, by what waits and its own prompt. BEST, BEST_S: who else would have been soonest by that measure, -1 for nobody. Then of each leg
-# the number of nodes that were compared, whether the local ones are CALM (0: they were left out for their rows), and these nodes, leg by leg.
+# What is told, from MODE to IS_FETCHED as `weighing` finds it. GOES: 1 where the request goes at once; 0: it has to be
+# looked at in full, or a node's own steps do not say yet what they cost. SENT_S: seconds of work for the computing
+# node, which computes at least one token; ESTIMATE_S: until the first token there, by what waits and its own prompt.
+# BEST, BEST_S: who else would have been soonest by that measure, -1 for nobody. Then of each leg the number of nodes
+# that were compared, whether the local ones are CALM (0: they were left out for their rows), and these nodes, leg by
+# leg.
 (GOES, SENT_S, ESTIMATE_S, BEST, BEST_S, CALM, NUM_TOLD) = range(SKIPPED, SKIPPED + 7)
 FIRST_TOLD = NUM_TOLD + 3
 TOLD_ESTIMATE, TOLD_SPREAD, TOLD_DOUBT = ENTRY, ENTRY + 1, ENTRY + 2
@@ -70,8 +73,25 @@ def place(
     found: Found,
     told: Told,
 ) -> int:
-    """As `first_leg`: a prefill node, for `place_pair`; else minus how many numbers are told of a choice of mode local."""
-    first = first_leg(stations, cached, held, source, paths, serving, decoding, prefill, decode, local, groups, exchange, wants_local, asked, found)
+    """As `first_leg`: a prefill node, for `place_pair`; else minus how many numbers are told of a choice of mode
+    local."""
+    first = first_leg(
+        stations,
+        cached,
+        held,
+        source,
+        paths,
+        serving,
+        decoding,
+        prefill,
+        decode,
+        local,
+        groups,
+        exchange,
+        wants_local,
+        asked,
+        found,
+    )
     if first >= 0:
         return first
     return -tell(stations, cached, False, True, asked, usual_tokens, backlog_s, found, told)
@@ -136,7 +156,18 @@ def tell(
             at += TOLD_ENTRY
     told[GOES] = 0.0
     if is_own and goes(
-        stations, first, decode, is_local, False, int(tokens), int(asked[OUTPUT]), usual_tokens, asked[ITL_ASKED_S], found[TTFT_S], 0.0, backlog_s
+        stations,
+        first,
+        decode,
+        is_local,
+        False,
+        int(tokens),
+        int(asked[OUTPUT]),
+        usual_tokens,
+        asked[ITL_ASKED_S],
+        found[TTFT_S],
+        0.0,
+        backlog_s,
     ):
         told[GOES] = 1.0
     return at

@@ -1,9 +1,9 @@
-"""Weighs the nodes for one request by `estimates`: what holds for all of them, the best of each leg, and which mode is less. Compiled where that can
-be (`compiled`), else the Python that it is.
+"""Weighs the nodes for one request by `estimates`: what holds for all of them, the best of each leg, and which mode is
+less. Compiled where that can be (`compiled`), else the Python that it is.
 
-Which nodes may take which leg is not decided here, but by whoever gives the pools: rows, ascending. A choice is two calls, since the paths from the
-computing node matter to its partner only: `first_leg`, and where that gives a prefill node, `pair`. What they find stands in one row of numbers, so
-that a record of it costs nothing until somebody reads it.
+Which nodes may take which leg is not decided here, but by whoever gives the pools: rows, ascending. A choice is two
+calls, since the paths from the computing node matter to its partner only: `first_leg`, and where that gives a prefill
+node, `pair`. What they find stands in one row of numbers, so that a record of it costs nothing until somebody reads it.
 """
 
 from __future__ import annotations
@@ -63,11 +63,27 @@ MOST_SHARE = 0.9
 MOST_DOUBT = 0.5
 """More than that is not known better either, and a mode shall not stay for ever."""
 
-# What is found. Modes are numbered as PREVIOUS. SKIPPED: better prefill nodes that have no partner. BEARABLE: rows that a node of mode local may hold
-# up for long, -1 for none. IS_CALM: 0 where every local node holds up too many. The market: price: seconds that later prompts lose for each second of
-# work; share: of the time in which a node that computes prompts for others will do so, local_share: in which a decode node will for its own; late: of
-# the first tokens of those that wait, 0 while a node is idle, 1 when they will just be in time.
-(MODE, PREFILL, DECODE, TTFT_S, FOUND_TPOT_S, IS_FETCHED, SKIPPED, BEARABLE, IS_CALM, PRICE, SHARE, LOCAL_SHARE, LATE, NUM_LEG) = range(14)
+# What is found. Modes are numbered as PREVIOUS. SKIPPED: better prefill nodes that have no partner. BEARABLE: rows that
+# a node of mode local may hold up for long, -1 for none. IS_CALM: 0 where every local node holds up too many. The
+# market: price: seconds that later prompts lose for each second of work; share: of the time in which a node that
+# computes prompts for others will do so, local_share: in which a decode node will for its own; late: of the first
+# tokens of those that wait, 0 while a node is idle, 1 when they will just be in time.
+(
+    MODE,
+    PREFILL,
+    DECODE,
+    TTFT_S,
+    FOUND_TPOT_S,
+    IS_FETCHED,
+    SKIPPED,
+    BEARABLE,
+    IS_CALM,
+    PRICE,
+    SHARE,
+    LOCAL_SHARE,
+    LATE,
+    NUM_LEG,
+) = range(14)
 NO_MODE, LOCAL, REMOTE = 0.0, 1.0, 2.0
 PREFILL_LEG, DECODE_LEG, LOCAL_LEG = 0, 1, 2
 MOST_CANDIDATES = 16
@@ -80,7 +96,8 @@ NUM_FOUND = HEADER + 3 * MOST_CANDIDATES * ENTRY
 
 
 def weigh_market(stations: Table, cached: Numbers, serving: Rows, decoding: Rows, asked: Numbers, found: Found) -> None:
-    """What holds for all nodes now. serving: nodes that compute prompts for others; decoding: those that only decode."""
+    """What holds for all nodes now. serving: nodes that compute prompts for others; decoding: those that only
+    decode."""
     of_serving, of_decoding = totals(stations, serving), totals(stations, decoding)
     num_held = asked[NUM_HELD]
     least_s, prompts, backlog_s, _, _, _ = of_serving if len(serving) else of_decoding
@@ -89,7 +106,13 @@ def weigh_market(stations: Table, cached: Numbers, serving: Rows, decoding: Rows
     if least_s > 0.0:
         prompts = max(prompts, 1.0)
         price = asked[ALPHA] * (least_s * prompts / backlog_s + num_held / num_nodes)
-        first = stations[min(serving[0], decoding[0]) if len(serving) and len(decoding) else serving[0] if len(serving) else decoding[0]]
+        first = stations[
+            min(serving[0], decoding[0])
+            if len(serving) and len(decoding)
+            else serving[0]
+            if len(serving)
+            else decoding[0]
+        ]
         wait_s = least_s + num_held / num_nodes * (backlog_s / prompts)
         late = wait_s / max(PATIENCE * alone_s(first, max(asked[NUM_TOKENS], asked[USUAL_TOKENS]), 0.0), TINY)
     share = 0.0
@@ -98,11 +121,12 @@ def weigh_market(stations: Table, cached: Numbers, serving: Rows, decoding: Rows
         share = (of_serving[1] + num_held) / (of_serving[1] + num_held + len(serving))
         share = max(share, share_later(stations, cached, serving, of_serving, of_decoding, asked))
         if len(decoding):
-            # What decode nodes computed themselves counts, too: the next such prompt may come here, and takes all the time of a row that is here.
+            # What decode nodes computed themselves counts, too: the next such prompt may come here, and takes all the
+            # time of a row that is here.
             share = max(share, min((asked[BUSY_SERVING] + asked[BUSY_DECODING]) / len(serving), MOST_SHARE))
     found[PRICE], found[SHARE], found[LATE] = price, share, late
-    # By the work that was sent there lately. What is on a decode node now says less about the life of a row: it is soon over, which
-    # `beside_prompts_s` counts, and whether more follows is this policy's own choice.
+    # By the work that was sent there lately. What is on a decode node now says less about the life of a row: it is soon
+    # over, which `beside_prompts_s` counts, and whether more follows is this policy's own choice.
     found[LOCAL_SHARE] = min(asked[BUSY_DECODING] / len(decoding), MOST_SHARE) if len(decoding) else 0.0
 
 
@@ -125,9 +149,12 @@ def totals(stations: Table, rows: Rows) -> tuple[float, float, float, float, flo
     return least_s, prompts, backlog_s, num_rows, context, tpot_rows
 
 
-def share_later(stations: Table, cached: Numbers, serving: Rows, of_serving: Numbers, of_decoding: Numbers, asked: Numbers) -> float:
-    """Of the time of nodes that compute prompts for others, over the life of an answer. By Little's law the rows that run came at
-    rows ÷ (output × TPOT) a second, each with a prompt about as long as what it attends to now, and cached about as far as this one is at best."""
+def share_later(
+    stations: Table, cached: Numbers, serving: Rows, of_serving: Numbers, of_decoding: Numbers, asked: Numbers
+) -> float:
+    """Of the time of nodes that compute prompts for others, over the life of an answer. By Little's law the rows that
+    run came at rows ÷ (output × TPOT) a second, each with a prompt about as long as what it attends to now, and cached
+    about as far as this one is at best."""
     num_rows = of_serving[3] + of_decoding[3]
     life_s = asked[OUTPUT] * (of_serving[5] + of_decoding[5]) / max(num_rows, 1.0)
     if life_s <= 0.0:
@@ -146,8 +173,8 @@ def start_of(leg: int, rank: int) -> int:
 
 
 def enter(found: Found, leg: int, row: int, cost: float, stations: Table) -> int:
-    """Where the terms of that node go, whose rows come ascending; -1 when MOST_CANDIDATES are better. Ties go to the node with fewer requests, then
-    to the first."""
+    """Where the terms of that node go, whose rows come ascending; -1 when MOST_CANDIDATES are better. Ties go to the
+    node with fewer requests, then to the first."""
     num = int(found[NUM_LEG + leg])
     if num == MOST_CANDIDATES:
         worst = start_of(leg, num - 1)
@@ -161,7 +188,9 @@ def enter(found: Found, leg: int, row: int, cost: float, stations: Table) -> int
     while rank > 0:
         before, here = start_of(leg, rank - 1), start_of(leg, rank)
         other = found[before + ENTRY_COST]
-        if other < cost or (other == cost and stations[int(found[before])][NUM_REQUESTS] <= stations[row][NUM_REQUESTS]):
+        if other < cost or (
+            other == cost and stations[int(found[before])][NUM_REQUESTS] <= stations[row][NUM_REQUESTS]
+        ):
             break
         for place in range(ENTRY):
             found[here + place] = found[before + place]
@@ -170,7 +199,12 @@ def enter(found: Found, leg: int, row: int, cost: float, stations: Table) -> int
 
 
 def note(found: Found, at: int, row: int, cost: float, is_fetched: float, cached: float) -> None:
-    found[at + ENTRY_ROW], found[at + ENTRY_COST], found[at + ENTRY_FETCHED], found[at + ENTRY_CACHED] = row, cost, is_fetched, cached
+    found[at + ENTRY_ROW], found[at + ENTRY_COST], found[at + ENTRY_FETCHED], found[at + ENTRY_CACHED] = (
+        row,
+        cost,
+        is_fetched,
+        cached,
+    )
 
 
 def most_kept(stations: Table, cached: Numbers, pool: Rows) -> float:
@@ -182,13 +216,18 @@ def most_kept(stations: Table, cached: Numbers, pool: Rows) -> float:
     return most
 
 
-def weigh_prefill(stations: Table, cached: Numbers, held: float, source: int, paths: Numbers, pool: Rows, asked: Numbers, found: Found) -> None:
-    """slowed: what running rows lose by the prompt. Work that is done on a decode node delays no prompt of the others, so it has no price."""
+def weigh_prefill(
+    stations: Table, cached: Numbers, held: float, source: int, paths: Numbers, pool: Rows, asked: Numbers, found: Found
+) -> None:
+    """slowed: what running rows lose by the prompt. Work that is done on a decode node delays no prompt of the others,
+    so it has no price."""
     kept = most_kept(stations, cached, pool)
     found[NUM_LEG + PREFILL_LEG] = 0.0
     for row in pool:
         node = stations[row]
-        fetch_s, compute_s, paused_s, is_fetched = prompt_on(node, cached[row], held, 0.0 if row == source else paths[row], asked)
+        fetch_s, compute_s, paused_s, is_fetched = prompt_on(
+            node, cached[row], held, 0.0 if row == source else paths[row], asked
+        )
         price_s, slowed_s = node[IS_SERVER] * found[PRICE] * compute_s, asked[HARM] * paused_s * node[ROWS]
         copied_s = copy_s(node, cached[row], kept, asked)
         cost = node[WAIT_S] + compute_s + fetch_s + price_s + slowed_s + copied_s
@@ -196,30 +235,65 @@ def weigh_prefill(stations: Table, cached: Numbers, held: float, source: int, pa
         if at >= 0:
             note(found, at, row, cost, is_fetched, cached[row])
             at += ENTRY_VALUES
-            found[at], found[at + 1], found[at + 2], found[at + 3], found[at + 4] = node[WAIT_S], compute_s, fetch_s, price_s, slowed_s
+            found[at], found[at + 1], found[at + 2], found[at + 3], found[at + 4] = (
+                node[WAIT_S],
+                compute_s,
+                fetch_s,
+                price_s,
+                slowed_s,
+            )
             found[at + 5] = copied_s
 
 
-def weigh_local(stations: Table, cached: Numbers, held: float, source: int, paths: Numbers, pool: Rows, asked: Numbers, found: Found) -> None:
+def weigh_local(
+    stations: Table, cached: Numbers, held: float, source: int, paths: Numbers, pool: Rows, asked: Numbers, found: Found
+) -> None:
     market, kept = market_of(found), most_kept(stations, cached, pool)
     found[NUM_LEG + LOCAL_LEG] = 0.0
     for row in pool:
         node = stations[row]
-        fetch_s, compute_s, paused_s, is_fetched = prompt_on(node, cached[row], held, 0.0 if row == source else paths[row], asked)
+        fetch_s, compute_s, paused_s, is_fetched = prompt_on(
+            node, cached[row], held, 0.0 if row == source else paths[row], asked
+        )
         _, strain, room_s, decode_s, others_s, row_price_s = row_on(node, cached[row], asked, market)
         harm = asked[HARM] * pause_weight(node, found[LATE], asked)
         price_s, slowed_s = node[IS_SERVER] * found[PRICE] * compute_s, harm * strain * paused_s * node[ROWS]
         copied_s = copy_s(node, cached[row], kept, asked)
-        cost = node[WAIT_S] + compute_s + fetch_s + price_s + slowed_s + copied_s + room_s + decode_s + others_s + row_price_s
+        cost = (
+            node[WAIT_S]
+            + compute_s
+            + fetch_s
+            + price_s
+            + slowed_s
+            + copied_s
+            + room_s
+            + decode_s
+            + others_s
+            + row_price_s
+        )
         at = enter(found, LOCAL_LEG, row, cost, stations)
         if at >= 0:
             note(found, at, row, cost, is_fetched, cached[row])
             at += ENTRY_VALUES
-            found[at], found[at + 1], found[at + 2], found[at + 3], found[at + 4] = node[WAIT_S], compute_s, fetch_s, price_s, slowed_s
-            found[at + 5], found[at + 6], found[at + 7], found[at + 8], found[at + 9] = copied_s, room_s, decode_s, others_s, row_price_s
+            found[at], found[at + 1], found[at + 2], found[at + 3], found[at + 4] = (
+                node[WAIT_S],
+                compute_s,
+                fetch_s,
+                price_s,
+                slowed_s,
+            )
+            found[at + 5], found[at + 6], found[at + 7], found[at + 8], found[at + 9] = (
+                copied_s,
+                room_s,
+                decode_s,
+                others_s,
+                row_price_s,
+            )
 
 
-def exposed_s(node: Numbers, cached: float, bytes_s: float, chunk_tokens: float, compute_s: float, asked: Numbers) -> float:
+def exposed_s(
+    node: Numbers, cached: float, bytes_s: float, chunk_tokens: float, compute_s: float, asked: Numbers
+) -> float:
     """What of a transfer to the node is left when the first token is there, and the handing over."""
     token_s = node[KV_BYTES] / (bytes_s if bytes_s > 0.0 else UNMEASURED_BYTES_S)
     missing = asked[NUM_TOKENS] - cached
@@ -241,8 +315,8 @@ def weigh_decode(
     asked: Numbers,
     found: Found,
 ) -> None:
-    """Those that `first` can give KV to; -1: all. paths: bytes a second from where the prompt is computed, in chunks of chunk_tokens; 0 for one that
-    was not measured. Where it is computed, all of it is kept."""
+    """Those that `first` can give KV to; -1: all. paths: bytes a second from where the prompt is computed, in chunks of
+    chunk_tokens; 0 for one that was not measured. Where it is computed, all of it is kept."""
     market = market_of(found)
     found[NUM_LEG + DECODE_LEG] = 0.0
     for row in pool:
@@ -257,7 +331,13 @@ def weigh_decode(
         if at >= 0:
             note(found, at, row, cost, 0.0, cached[row])
             at += ENTRY_VALUES
-            found[at], found[at + 1], found[at + 2], found[at + 3], found[at + 4] = room_s, exposed, decode_s, others_s, price_s
+            found[at], found[at + 1], found[at + 2], found[at + 3], found[at + 4] = (
+                room_s,
+                exposed,
+                decode_s,
+                others_s,
+                price_s,
+            )
             found[at + 5] = copied_s
 
 
@@ -286,8 +366,8 @@ def first_leg(
     asked: Numbers,
     found: Found,
 ) -> int:
-    """The best prefill node that has a partner, or -1: then the best node for both legs is found. held: tokens on the node from which KV may be
-    fetched (source, -1 for none), over paths of so many bytes a second."""
+    """The best prefill node that has a partner, or -1: then the best node for both legs is found. held: tokens on the
+    node from which KV may be fetched (source, -1 for none), over paths of so many bytes a second."""
     weigh_market(stations, cached, serving, decoding, asked, found)
     found[NUM_LEG + PREFILL_LEG] = found[NUM_LEG + DECODE_LEG] = found[NUM_LEG + LOCAL_LEG] = 0.0
     found[SKIPPED] = 0.0
@@ -310,11 +390,22 @@ def first_leg(
     return first
 
 
-def pair(stations: Table, cached: Numbers, paths: Numbers, decode: Rows, groups: Rows, exchange: Table, asked: Numbers, found: Found) -> None:
+def pair(
+    stations: Table,
+    cached: Numbers,
+    paths: Numbers,
+    decode: Rows,
+    groups: Rows,
+    exchange: Table,
+    asked: Numbers,
+    found: Found,
+) -> None:
     """The best partner of the prefill node that `first_leg` found, and which mode is less. paths: from that node."""
     leg = start_of(PREFILL_LEG, int(found[SKIPPED]))
     first, compute_s = stations[int(found[leg])], found[leg + ENTRY_VALUES + 1]
-    weigh_decode(stations, cached, paths, decode, groups, exchange, int(found[leg]), first[CHUNK_TOKENS], compute_s, asked, found)
+    weigh_decode(
+        stations, cached, paths, decode, groups, exchange, int(found[leg]), first[CHUNK_TOKENS], compute_s, asked, found
+    )
     rank = -1
     if found[NUM_LEG + LOCAL_LEG] > 0.0:
         row = int(found[leg])
@@ -344,7 +435,8 @@ def ttft_s(found: Numbers, leg: int) -> float:
 
 
 def calm_rank(stations: Table, cached: Numbers, asked: Numbers, found: Numbers) -> int:
-    """Of the best local node that holds up no running rows for long; where the prefill node would, too, no more rows than that. -1 for none."""
+    """Of the best local node that holds up no running rows for long; where the prefill node would, too, no more rows
+    than that. -1 for none."""
     for rank in range(int(found[NUM_LEG + LOCAL_LEG])):
         row = int(found[start_of(LOCAL_LEG, rank)])
         if bears(stations[row], cached[row], asked, found[BEARABLE]):
@@ -353,9 +445,13 @@ def calm_rank(stations: Table, cached: Numbers, asked: Numbers, found: Numbers) 
 
 
 def is_local_better(stations: Table, rank: int, cached: Numbers, asked: Numbers, found: Numbers) -> bool:
-    """The price counts only as far as first tokens are nearer to being late than these rows are to being slow; beyond that it is forgotten with the
-    third power: by replays of generated mixes, where 1, 2 and 5 gave less goodput."""
-    prefill, decode, local = start_of(PREFILL_LEG, int(found[SKIPPED])), start_of(DECODE_LEG, 0), start_of(LOCAL_LEG, rank)
+    """The price counts only as far as first tokens are nearer to being late than these rows are to being slow; beyond
+    that it is forgotten with the third power: by replays of generated mixes, where 1, 2 and 5 gave less goodput."""
+    prefill, decode, local = (
+        start_of(PREFILL_LEG, int(found[SKIPPED])),
+        start_of(DECODE_LEG, 0),
+        start_of(LOCAL_LEG, rank),
+    )
     row = int(found[local])
     slow = slowness(stations[row], row_on(stations[row], cached[row], asked, market_of(found))[0], asked)
     nearer = min(found[LATE] / max(slow, LEAST_STRAIN), 1.0)
@@ -363,7 +459,11 @@ def is_local_better(stations: Table, rank: int, cached: Numbers, asked: Numbers,
     price = ENTRY_VALUES + 3
     remote_cost = found[prefill + ENTRY_COST] + found[decode + ENTRY_COST] - uncounted * found[prefill + price]
     local_cost = found[local + ENTRY_COST] - uncounted * found[local + price]
-    margin = asked[MARGIN] * min(ttft_s(found, prefill), ttft_s(found, local)) + doubt_s(stations, found, prefill) + doubt_s(stations, found, local)
+    margin = (
+        asked[MARGIN] * min(ttft_s(found, prefill), ttft_s(found, local))
+        + doubt_s(stations, found, prefill)
+        + doubt_s(stations, found, local)
+    )
     if asked[PREVIOUS] == REMOTE:
         return local_cost + margin < remote_cost
     return local_cost < remote_cost + (margin if asked[PREVIOUS] == LOCAL else 0.0)

@@ -1,5 +1,5 @@
-"""A plain request (`plain_run`) becomes general: `answer`, `run` and `attempt` are put together as they would be by now, had it gone their way from
-the start; everything that happens to it from now on comes there."""
+"""A plain request (`plain_run`) becomes general: `answer`, `run` and `attempt` are put together as they would be by
+now, had it gone their way from the start; everything that happens to it from now on comes there."""
 
 from __future__ import annotations
 
@@ -45,10 +45,12 @@ def become(plain: PlainRun) -> Run:
 
 
 def place_after(request: str, run: Run, error: Exception) -> None:
-    """A plain request found no nodes for this error. What is told of it is told here, where it is asked for once more: asking has no effect but the
-    answer. A failure that is not one of ours would else only make everything slow."""
+    """A plain request found no nodes for this error. What is told of it is told here, where it is asked for once more:
+    asking has no effect but the answer. A failure that is not one of ours would else only make everything slow."""
     if not isinstance(error, PdclusterError):
-        logger.error("request %s: to choose its nodes the short way failed; it goes the general way", request, exc_info=error)
+        logger.error(
+            "request %s: to choose its nodes the short way failed; it goes the general way", request, exc_info=error
+        )
     run.place()
 
 
@@ -59,7 +61,9 @@ def told(plain: PlainRun, end: Callable[[Exception], None]) -> OpenRequest:
     if choice is None:
         return asked
     prefill = choice.prefill.name if choice.prefill is not None else None
-    return replace(asked, attempts=1, mode=choice.mode, prefill=prefill, decode=choice.decode.name, num_output=len(job.emitted))
+    return replace(
+        asked, attempts=1, mode=choice.mode, prefill=prefill, decode=choice.decode.name, num_output=len(job.emitted)
+    )
 
 
 def clocks(plain: PlainRun) -> dict[Stage, float]:
@@ -79,7 +83,8 @@ def clocks(plain: PlainRun) -> dict[Stage, float]:
 
 def _begun(plain: PlainRun) -> Begun:
     return Begun(
-        plain.prefill, plain.decode, clocks(plain), plain.has_token, plain.ticket, plain.held, plain.delivered, plain.decode_spoke,
+        plain.prefill, plain.decode, clocks(plain), plain.has_token, plain.ticket, plain.held, plain.delivered,
+        plain.decode_spoke,
         plain.first_at, plain.second_at,
     )  # fmt: skip
 

@@ -1,9 +1,10 @@
 """The short way of a plain request, from its decoded body to a `PlainRun`.
 
-Plain is a completion of one prompt whose answer carries nothing but its text: no alternatives, stop strings, grammar, echo, and nothing asked of
-the router itself (a mode, a deadline, a priority, a salt). Anything else, and all that would be refused, goes the general way (`prepare`), which
-says what is wrong; what it made, a chat mostly, comes back if only its text is to be told. `plain_run` takes a plain request to its end, as long as
-nothing happens to it but what mostly does. Both ways say the same bytes to clients and to nodes, and leave the same in the books.
+Plain is a completion of one prompt whose answer carries nothing but its text: no alternatives, stop strings, grammar,
+echo, and nothing asked of the router itself (a mode, a deadline, a priority, a salt). Anything else, and all that would
+be refused, goes the general way (`prepare`), which says what is wrong; what it made, a chat mostly, comes back if only
+its text is to be told. `plain_run` takes a plain request to its end, as long as nothing happens to it but what mostly
+does. Both ways say the same bytes to clients and to nodes, and leave the same in the books.
 """
 
 from __future__ import annotations
@@ -68,23 +69,42 @@ class Plain:
         left_s = deadline_s - (monotonic() - exchange.arrived)
         hashes = extend(b"", token_ids, root=chain.root, block_tokens=chain.block_tokens)
         job = Job(  # by position, which costs half; nothing was emitted, sent or refused
-            name, prompt, sampling, started + (left_s if left_s > 0.0 else 0.0), chain, None, session if isinstance(session, str) else "",
+            name, prompt, sampling, started + (left_s if left_s > 0.0 else 0.0), chain, None,
+            session if isinstance(session, str) else "",
             [], hashes, 0, 1, set(), {}, True, None, None, None, 0, token_ids,
         )  # fmt: skip
         record = shared.explainer.open(name, standing, started, exchange.client_id)
         asked = Asked(kind, int(time()), tenant.salt)
-        run = PlainRun(shared, self._metrics, exchange, kind.name, kind.vocab_size, job, standing, started, record, *self._rounds, asked)
+        run = PlainRun(
+            shared,
+            self._metrics,
+            exchange,
+            kind.name,
+            kind.vocab_size,
+            job,
+            standing,
+            started,
+            record,
+            *self._rounds,
+            asked,
+        )
         if kind.is_stream:
             run.stream = stream_of(run, asked, options is not None and bool(options.include_usage))
         run.start()
         return True
 
     def take_prepared(self, exchange: Exchange, prepared: Prepared) -> bool:
-        """The same for what `prepare` made of a request, a chat perhaps, of whose answer nothing but the text changes with its tokens."""
+        """The same for what `prepare` made of a request, a chat perhaps, of whose answer nothing but the text changes
+        with its tokens."""
         choice, shared = prepared.choices[0], self._shared
         generation = choice.generation
         sampling = generation.sampling
-        if len(prepared.choices) > 1 or not choice.text.is_plain or sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+        if (
+            len(prepared.choices) > 1
+            or not choice.text.is_plain
+            or sampling.logprobs is not None
+            or sampling.prompt_logprobs is not None
+        ):
             return False
         started = shared.clock()
         try:
@@ -94,7 +114,9 @@ class Plain:
         record = shared.explainer.open(generation.request, generation.standing, started, generation.client_id)
         stream = PlainStream(choice, writer_of(exchange, prepared))
         model, size, standing = generation.model, choice.vocab_size, generation.standing
-        PlainRun(shared, self._metrics, exchange, model, size, job, standing, started, record, *self._rounds, None, stream).start()
+        PlainRun(
+            shared, self._metrics, exchange, model, size, job, standing, started, record, *self._rounds, None, stream
+        ).start()
         return True
 
     def _kind_of(self, request: CompletionRequest) -> Kind | None:

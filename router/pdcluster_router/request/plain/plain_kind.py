@@ -1,5 +1,5 @@
-"""Which completions are plain (`plain`), and what those with the same options to the same model have in common: options as nodes get them, and how
-tokens become text. Knows neither nodes nor HTTP."""
+"""Which completions are plain (`plain`), and what those with the same options to the same model have in common: options
+as nodes get them, and how tokens become text. Knows neither nodes nor HTTP."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Kind(msgspec.Struct, frozen=True, eq=False):
-    """What plain requests with the same options to the same model have in common. sampling: but for length and seed; silent: ids that end a
-    generation; dropped: those, and others that are no text; skips: whether special tokens are none."""
+    """What plain requests with the same options to the same model have in common. sampling: but for length and seed;
+    silent: ids that end a generation; dropped: those, and others that are no text; skips: whether special tokens are
+    none."""
 
     info: ModelInfo
     text: TextModel
@@ -80,7 +81,11 @@ class Asked(msgspec.Struct, frozen=True, eq=False):
 
 
 def kind_of(request: CompletionRequest, infos: Sequence[ModelInfo], text_of: Callable[[str], TextModel]) -> Kind | None:
-    if any(getattr(request, name) is not None for name in NOT_PLAIN) or request.n not in (None, 1) or request.stop is not None:
+    if (
+        any(getattr(request, name) is not None for name in NOT_PLAIN)
+        or request.n not in (None, 1)
+        or request.stop is not None
+    ):
         return None
     info = next((info for info in infos if info.id == request.model), None)
     if info is None:
@@ -92,7 +97,18 @@ def kind_of(request: CompletionRequest, infos: Sequence[ModelInfo], text_of: Cal
         return None
     skip = request.skip_special_tokens is not False
     dropped = plan.silent | text.pieces.special if skip else plan.silent
-    return Kind(info, text, plan.sampling, plan.silent, dropped, skip, info.id, info.vocab_size, info.max_len, bool(request.stream))
+    return Kind(
+        info,
+        text,
+        plan.sampling,
+        plan.silent,
+        dropped,
+        skip,
+        info.id,
+        info.vocab_size,
+        info.max_len,
+        bool(request.stream),
+    )
 
 
 def packed(request: CompletionRequest, kind: Kind) -> tuple[Sequence[int], bytes] | None:
@@ -121,7 +137,9 @@ def _are_ids(prompt: Sequence[int], told: bytes, vocab_size: int) -> bool:
     """told: the same, packed."""
     if len(prompt) <= FEW_TOKENS:
         return max(prompt) < vocab_size and told[3::4].isascii()  # the sign is the highest bit of a number's last byte
-    return int(_largest(np.frombuffer(told, np.uint32))) < vocab_size  # without a sign, what is below 0 is above all others
+    return (
+        int(_largest(np.frombuffer(told, np.uint32))) < vocab_size
+    )  # without a sign, what is below 0 is above all others
 
 
 def sampling_of(request: CompletionRequest, kind: Kind, num_prompt: int) -> Sampling | None:
@@ -131,4 +149,6 @@ def sampling_of(request: CompletionRequest, kind: Kind, num_prompt: int) -> Samp
         max_tokens = DEFAULT_COMPLETION_TOKENS if left > DEFAULT_COMPLETION_TOKENS else left
     if max_tokens > left or max_tokens < (planned.min_tokens or 1):
         return None
-    return msgspec.structs.replace(planned, max_tokens=max_tokens, seed=draw_bits(SEED_BITS) if seed is None else wire_seed(seed))
+    return msgspec.structs.replace(
+        planned, max_tokens=max_tokens, seed=draw_bits(SEED_BITS) if seed is None else wire_seed(seed)
+    )

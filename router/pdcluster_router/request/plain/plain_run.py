@@ -1,9 +1,10 @@
-"""One plain request's life in one machine: asks for nodes, sends it to them, takes in what they say in its usual order, and answers.
+"""One plain request's life in one machine: asks for nodes, sends it to them, takes in what they say in its usual order,
+and answers.
 
-What mostly happens is all that it knows. With anything else the request *becomes general* (`general`): `run`, `attempt` and `answer` are put
-together as they would be by then, hear what happened, and take it to its end. So this module has no rule of its own about nodes that refuse, fail or
-are lost, clocks that run out, clients that leave or do not read, and operators; and nothing here may leave out what the general way notes in the
-books.
+What mostly happens is all that it knows. With anything else the request *becomes general* (`general`): `run`, `attempt`
+and `answer` are put together as they would be by then, hear what happened, and take it to its end. So this module has
+no rule of its own about nodes that refuse, fail or are lost, clocks that run out, clients that leave or do not read,
+and operators; and nothing here may leave out what the general way notes in the books.
 """
 
 from __future__ import annotations
@@ -17,7 +18,21 @@ import msgspec
 
 from pdcluster.api.openai.replies import PromptTokensDetails, RouteReport, Timeline, Usage
 from pdcluster.core import errors
-from pdcluster.core.messages import Cancel, Deliver, Delivered, Finished, Prefill, Pull, Reserve, Reserved, Scheduled, Ticket, Timings, TokenRow, Work
+from pdcluster.core.messages import (
+    Cancel,
+    Deliver,
+    Delivered,
+    Finished,
+    Prefill,
+    Pull,
+    Reserve,
+    Reserved,
+    Scheduled,
+    Ticket,
+    Timings,
+    TokenRow,
+    Work,
+)
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.cluster.legs import Body, Leg, Way
 from pdcluster_router.cluster.view import NodeView
@@ -46,10 +61,11 @@ def nothing() -> None: ...
 
 
 class PlainRun(msgspec.Struct, eq=False):
-    """Owned by the router's event loop. started, placed_at, first_at, second_at, heard_at, reserved_at, carried_since: moments on the dispatcher's
-    clock, 0 before; heard_at: of the decode node's last word that was read here, carried_since: from which on the transfer may take its time.
-    first_seen, second_seen, last_seen: of tokens, on the client's. delivered: what the prefill node said of its part; held: its token, while no
-    decode node has reserved; has_token: from the prefill node. asked: of a whole answer that is put together here, stream: of any other."""
+    """Owned by the router's event loop. started, placed_at, first_at, second_at, heard_at, reserved_at, carried_since:
+    moments on the dispatcher's clock, 0 before; heard_at: of the decode node's last word that was read here,
+    carried_since: from which on the transfer may take its time. first_seen, second_seen, last_seen: of tokens, on the
+    client's. delivered: what the prefill node said of its part; held: its token, while no decode node has reserved;
+    has_token: from the prefill node. asked: of a whole answer that is put together here, stream: of any other."""
 
     shared: Shared
     metrics: RouterMetrics
@@ -161,7 +177,9 @@ class PlainRun(msgspec.Struct, eq=False):
         """What is to be done once that is noted."""
         shared, job, first, is_remote = self.shared, self.job, choice.first, choice.mode == "remote"
         self.choice = choice
-        pull = Pull(choice.pull.endpoint, choice.pull_tokens) if choice.pull is not None and choice.pull_tokens else None
+        pull = (
+            Pull(choice.pull.endpoint, choice.pull_tokens) if choice.pull is not None and choice.pull_tokens else None
+        )
         leg, decode = self._enter(first), choice.decode
         self.prefill, self.decode = (leg, None) if is_remote else (None, leg)
         try:
@@ -170,7 +188,12 @@ class PlainRun(msgspec.Struct, eq=False):
             self.prefill = self.decode = None
             self._withdraw(leg)
             return lambda: self._become().go_on(choice, now, None)
-        if is_remote and decode.has_slack and not (job.busy and job.busy_s(decode.endpoint.incarnation, now)) and not self._reserve(now):
+        if (
+            is_remote
+            and decode.has_slack
+            and not (job.busy and job.busy_s(decode.endpoint.incarnation, now))
+            and not self._reserve(now)
+        ):
             return lambda: self._become().reserve()
         return nothing
 
@@ -204,7 +227,8 @@ class PlainRun(msgspec.Struct, eq=False):
         job = self.job
         left_s = job.deadline - now
         return Work(
-            job.request, leg.attempt, job.packed, len(job.prompt), job.hashes, job.sampling, left_s if left_s > 0.001 else 0.001, job.chain.root
+            job.request, leg.attempt, job.packed, len(job.prompt), job.hashes, job.sampling,
+            left_s if left_s > 0.001 else 0.001, job.chain.root
         )  # fmt: skip
 
     # ------------------------------------------------------------ what nodes say
@@ -242,13 +266,19 @@ class PlainRun(msgspec.Struct, eq=False):
     def _takes_local(self, incarnation: str, body: Body) -> bool:
         """False, with nothing changed: it is not what mostly happens."""
         leg = self.decode
-        if leg is None or body.attempt != 0 or incarnation != leg.endpoint.incarnation:  # the first leg, and here the only one
+        if (
+            leg is None or body.attempt != 0 or incarnation != leg.endpoint.incarnation
+        ):  # the first leg, and here the only one
             return False
         if type(body) is TokenRow:
             return self._takes_row(leg, body)
         if type(body) is Scheduled:
             return self._takes_scheduled(body)
-        if type(body) is not Finished or not body.num_output == len(self.job.emitted) > 0 or self.exchange.line.is_paused:
+        if (
+            type(body) is not Finished
+            or not body.num_output == len(self.job.emitted) > 0
+            or self.exchange.line.is_paused
+        ):
             return False
         if self.job.cached_tokens is None:
             self.job.note_cached(body.timings.cached_tokens)
@@ -262,7 +292,9 @@ class PlainRun(msgspec.Struct, eq=False):
             if type(body) is TokenRow:
                 return self._takes_first_row(body)
             if type(body) is Scheduled:
-                return (decode is not None or (not self.job.busy and self._reserve(self.shared.clock()))) and self._takes_scheduled(body)
+                return (
+                    decode is not None or (not self.job.busy and self._reserve(self.shared.clock()))
+                ) and self._takes_scheduled(body)
             if type(body) is Finished:
                 return self._takes_early_end(body)
             return type(body) is Delivered and self._takes_delivered(prefill, body)
@@ -272,7 +304,12 @@ class PlainRun(msgspec.Struct, eq=False):
             return self.ticket is not None and self._takes_row(decode, body)
         if type(body) is Reserved:
             return self.ticket is None and self._takes_ticket(prefill, body.ticket)
-        if type(body) is not Finished or self.delivered is None or not body.num_output == len(self.job.emitted) > 0 or self.exchange.line.is_paused:
+        if (
+            type(body) is not Finished
+            or self.delivered is None
+            or not body.num_output == len(self.job.emitted) > 0
+            or self.exchange.line.is_paused
+        ):
             return False
         self._finish(body, self.delivered)
         return True
@@ -351,7 +388,12 @@ class PlainRun(msgspec.Struct, eq=False):
         """The prefill node's token was the last one."""
         held = self.held
         num_output = len(self.job.emitted) + (len(held.tokens) if held is not None else 0)
-        if not num_output or finished.num_output != num_output or self.delivered is not None or self.exchange.line.is_paused:
+        if (
+            not num_output
+            or finished.num_output != num_output
+            or self.delivered is not None
+            or self.exchange.line.is_paused
+        ):
             return False
         self.job.note_cached(finished.timings.cached_tokens)
         self.backend = finished.timings.backend or self.backend
@@ -391,24 +433,31 @@ class PlainRun(msgspec.Struct, eq=False):
         timeline = Timeline(  # by position, which costs half
             prefill.queue_s, prefill.prefill_s, prefill.transfer_s, prefill.exposed_s,
             first_at - started, None if second_at is None else second_at - started,
-            decoded.decode_s, decoded.decode_tokens, prefill.transfer_bytes, prefill.pulled_tokens, self.placed_at - started,
+            decoded.decode_s, decoded.decode_tokens, prefill.transfer_bytes, prefill.pulled_tokens,
+            self.placed_at - started,
         )  # fmt: skip
         if self.stream is not None:
             self._close()
-            self.stream.finish(Done(finished.reason, finished.stop_token, cached, 1, self.route(), timeline), self.metrics)
+            self.stream.finish(
+                Done(finished.reason, finished.stop_token, cached, 1, self.route(), timeline), self.metrics
+            )
             return
         reason, mode, decode = FINISH_REASONS[finished.reason], choice.mode, choice.decode.endpoint.node
         name = None if choice.prefill is None else choice.prefill.endpoint.node
         usage = Usage(
-            num_prompt, num_output, num_prompt + num_output, PromptTokensDetails(cached), RouteReport(mode, name, decode, backend, 1, timeline)
+            num_prompt, num_output, num_prompt + num_output, PromptTokensDetails(cached), RouteReport(mode, name,
+            decode, backend, 1, timeline)
         )  # fmt: skip
         assert self.asked is not None  # it has no stream
         body = self.asked.completion(exchange.id, self.model, job.emitted, reason, usage)
-        exchange.reply(200, body, named_headers(JSON, mode, name, decode, backend), self._close)  # its client does not wait for the books
+        exchange.reply(
+            200, body, named_headers(JSON, mode, name, decode, backend), self._close
+        )  # its client does not wait for the books
         first, second, last, arrived = self.first_seen, self.second_seen, self.last_seen, exchange.arrived
         noted = (  # times to tokens as the client saw them
             num_prompt, num_output, cached, 1, first - arrived, None if second is None else second - arrived,
-            None if num_output == 1 else (last - first) / (num_output - 1), prefill.queue_s, prefill.transfer_s, prefill.transfer_bytes,
+            None if num_output == 1 else (last - first) / (num_output - 1), prefill.queue_s, prefill.transfer_s,
+            prefill.transfer_bytes,
         )  # fmt: skip
         self.metrics.note((mode, reason, backend), noted)
 

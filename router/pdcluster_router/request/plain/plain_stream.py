@@ -1,6 +1,8 @@
-"""A plain request's answer in the general way's own parts: what `prepare` makes of such a request, and its events, one choice's text as it comes.
+"""A plain request's answer in the general way's own parts: what `prepare` makes of such a request, and its events, one
+choice's text as it comes.
 
-Of a stream and of a chat from its start, since its text has to go on as it began; of a whole completion only when it becomes general (`general`).
+Of a stream and of a chat from its start, since its text has to go on as it began; of a whole completion only when it
+becomes general (`general`).
 """
 
 from __future__ import annotations
@@ -55,9 +57,12 @@ def prepared_of(plain: PlainRun, asked: Asked, *, is_stream: bool = False, wants
     token_ids = job.prompt if isinstance(job.prompt, array) else array("i", job.prompt)
     left_s = max(job.deadline - plain.started, 0.0)
     generation = Generation(
-        job.request, info.id, token_ids, job.sampling, left_s, asked.salt, plain.standing, None, job.session, exchange.client_id
+        job.request, info.id, token_ids, job.sampling, left_s, asked.salt, plain.standing, None, job.session,
+        exchange.client_id
     )  # fmt: skip
     detokenizer = text.detokenizer(skip_special_tokens=kind.skips, at_start=False)
-    choice = Choice(generation, ChoiceText(detokenizer, StopMatcher(()), kind.silent), Clock(exchange.arrived), info.vocab_size)
+    choice = Choice(
+        generation, ChoiceText(detokenizer, StopMatcher(()), kind.silent), Clock(exchange.arrived), info.vocab_size
+    )
     head = Head("cmpl-" + exchange.id, asked.created, info.id, text.pieces, False, False, wants_usage)
     return Prepared([choice], 1, CompletionFormat(head), is_stream, wants_usage)

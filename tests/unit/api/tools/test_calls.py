@@ -30,7 +30,11 @@ LONG = "x" * 5_000
 
 @pytest.mark.parametrize(
     "text",
-    ['{"arguments": {"a": "' + LONG + '"}, "name": "add"}', '{"name": "add", "arguments": "{\\"a\\": \\"' + LONG + '\\"}"}', '{"' + LONG],
+    [
+        '{"arguments": {"a": "' + LONG + '"}, "name": "add"}',
+        '{"name": "add", "arguments": "{\\"a\\": \\"' + LONG + '\\"}"}',
+        '{"' + LONG,
+    ],
     ids=["arguments first", "arguments as text", "a long key"],
 )
 def test_what_comes_in_many_pieces_is_not_copied_with_each(text):

@@ -1,4 +1,5 @@
-"""Grammars of answers that may have calls: text as the model likes it, and no call that breaks a strict tool's schema, whatever the format."""
+"""Grammars of answers that may have calls: text as the model likes it, and no call that breaks a strict tool's schema,
+whatever the format."""
 
 import json
 from collections.abc import Iterator
@@ -31,7 +32,9 @@ PIECES = [bytes([code]) for code in range(32, 127)] + [b"\n"] + [
 ]  # fmt: skip
 EOS = len(PIECES)
 COMPILER = xgrammar.GrammarCompiler(
-    xgrammar.TokenizerInfo([*PIECES, b"</s>"], xgrammar.VocabType.RAW, stop_token_ids=[EOS]), max_threads=1, cache_enabled=False
+    xgrammar.TokenizerInfo([*PIECES, b"</s>"], xgrammar.VocabType.RAW, stop_token_ids=[EOS]),
+    max_threads=1,
+    cache_enabled=False,
 )
 
 
@@ -92,7 +95,14 @@ def test_text_and_calls_as_models_write_them_are_taken_and_no_others(kind: str) 
         assert calls_in(kind.split()[0], text, offer()) == [
             pair for pair, part in ((("get_weather", GOOD), good), (("add", LOOSELY), loose)) if part in text
         ]
-    for arguments in ('{"city": "Paris"}', '{"days": 3}', '{"city": "Rome", "days": 10}', '{"city": "Rome", "x": 1}', "{}", "[]"):
+    for arguments in (
+        '{"city": "Paris"}',
+        '{"days": 3}',
+        '{"city": "Rome", "days": 10}',
+        '{"city": "Rome", "x": 1}',
+        "{}",
+        "[]",
+    ):
         assert not takes(grammar, written(kind, "get_weather", arguments)), arguments
     assert not takes(grammar, written(kind, "get_weathers", GOOD)) and not takes(grammar, written(kind, "none", "{}"))
 
@@ -159,7 +169,9 @@ def test_whatever_is_drawn_calls_are_of_offered_tools_and_strict_ones_keep_their
     name: str, parallel: bool, reasons: bool, seed: int, calls_first: bool
 ) -> None:
     asked = offer(parallel=parallel)
-    text = "".join(drawn(compiled(name, parallel=parallel, reasons=reasons), seed, 300, begun(name) if calls_first else ""))
+    text = "".join(
+        drawn(compiled(name, parallel=parallel, reasons=reasons), seed, 300, begun(name) if calls_first else "")
+    )
     calls = calls_in(name, text, asked)
     assert parallel or len(calls) <= 1
     for called, arguments in calls:
@@ -178,7 +190,9 @@ def test_there_are_calls_in_what_is_drawn(name: str) -> None:
 
 
 def test_a_strict_schema_that_can_not_be_kept_is_refused_by_its_tools_name_and_one_that_is_not_strict_is_not() -> None:
-    bad = Function("find", parameters={"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}, strict=True)
+    bad = Function(
+        "find", parameters={"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}, strict=True
+    )
     for name in FORMATS:
         with pytest.raises(BadRequest, match=r"tools\.find\.parameters\.properties\.x uses uniqueItems"):
             FORMATS[name].free_form(offer(tools=[*TOOLS, Tool(bad)]), reasons=False)

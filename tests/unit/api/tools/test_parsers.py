@@ -23,7 +23,9 @@ def parser_of(name: str) -> Parser:
     return FORMATS[name].parser(Rules(lambda: f"id{next(ids)}", OFFER.knows, NAMES))
 
 
-def parse(name: str, pieces: list[str], *, is_cut: bool = False) -> tuple[str, list[tuple[str | None, str | None, str]]]:
+def parse(
+    name: str, pieces: list[str], *, is_cut: bool = False
+) -> tuple[str, list[tuple[str | None, str | None, str]]]:
     """The text, and of each call its id, name and arguments."""
     parser = parser_of(name)
     parts: list[Part] = []
@@ -53,7 +55,12 @@ def called(name: str, arguments: str, key: str = "arguments") -> str:
 
 CASES = {
     "hermes one": ("hermes", f"<tool_call>\n{called('get_weather', ROME)}\n</tool_call>", "", [WEATHER]),
-    "hermes text before": ("hermes", f"Let me see. \n<tool_call>{called('get_weather', ROME)}</tool_call>", "Let me see.", [WEATHER]),
+    "hermes text before": (
+        "hermes",
+        f"Let me see. \n<tool_call>{called('get_weather', ROME)}</tool_call>",
+        "Let me see.",
+        [WEATHER],
+    ),
     "hermes two": (
         "hermes",
         f"<tool_call>{called('get_weather', ROME)}</tool_call>\n <tool_call>\n{called('add', SUM)}</tool_call>\n",
@@ -61,8 +68,18 @@ CASES = {
         [WEATHER, ADD],
     ),
     "hermes text behind": ("hermes", f"<tool_call>{called('get_weather', ROME)}</tool_call> done", " done", [WEATHER]),
-    "hermes arguments first": ("hermes", f'<tool_call>{{"arguments": {ROME}, "name": "get_weather"}}</tool_call>', "", [WEATHER]),
-    "hermes arguments as text": ("hermes", f"<tool_call>{called('get_weather', json.dumps(ROME))}</tool_call>", "", [WEATHER]),
+    "hermes arguments first": (
+        "hermes",
+        f'<tool_call>{{"arguments": {ROME}, "name": "get_weather"}}</tool_call>',
+        "",
+        [WEATHER],
+    ),
+    "hermes arguments as text": (
+        "hermes",
+        f"<tool_call>{called('get_weather', json.dumps(ROME))}</tool_call>",
+        "",
+        [WEATHER],
+    ),
     "hermes no arguments": ("hermes", '<tool_call>{"name": "add"}</tool_call>', "", [("id0", "add", "{}")]),
     "hermes null arguments": ("hermes", f"<tool_call>{called('add', 'null')}</tool_call>", "", [("id0", "add", "{}")]),
     "hermes other keys": (
@@ -79,23 +96,68 @@ CASES = {
     ),
     "hermes unknown tool": ("hermes", "a <tool_call>" + called("nobody", "{}") + "</tool_call>", None, []),
     "hermes no JSON": ("hermes", "a <tool_call>what?</tool_call> b", "a <tool_call>what?</tool_call> b", []),
-    "hermes end missing": ("hermes", f"<tool_call>{called('get_weather', ROME)}<tool_call>{called('add', SUM)}", "", [WEATHER, ADD]),
-    "hermes broken off": ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"ci', "", [("id0", "get_weather", '{"ci')]),
+    "hermes end missing": (
+        "hermes",
+        f"<tool_call>{called('get_weather', ROME)}<tool_call>{called('add', SUM)}",
+        "",
+        [WEATHER, ADD],
+    ),
+    "hermes broken off": (
+        "hermes",
+        '<tool_call>{"name": "get_weather", "arguments": {"ci',
+        "",
+        [("id0", "get_weather", '{"ci')],
+    ),
     "hermes broken off in the name": ("hermes", 'x <tool_call>{"name": "get', 'x <tool_call>{"name": "get', []),
-    "hermes second broken off": ("hermes", f'<tool_call>{called("get_weather", ROME)}</tool_call>\n<tool_call>\n{{"name": "ad', "", [WEATHER]),
-    "hermes second broken off at its mark": ("hermes", f"<tool_call>{called('get_weather', ROME)}</tool_call><tool_call>", "", [WEATHER]),
-    "hermes second is none": ("hermes", f"<tool_call>{called('get_weather', ROME)}</tool_call><tool_call>so", "<tool_call>so", [WEATHER]),
-    "llama second broken off": ("llama", called("get_weather", ROME, "parameters") + '; {"name": "add", "param', "", [WEATHER]),
+    "hermes second broken off": (
+        "hermes",
+        f'<tool_call>{called("get_weather", ROME)}</tool_call>\n<tool_call>\n{{"name": "ad',
+        "",
+        [WEATHER],
+    ),
+    "hermes second broken off at its mark": (
+        "hermes",
+        f"<tool_call>{called('get_weather', ROME)}</tool_call><tool_call>",
+        "",
+        [WEATHER],
+    ),
+    "hermes second is none": (
+        "hermes",
+        f"<tool_call>{called('get_weather', ROME)}</tool_call><tool_call>so",
+        "<tool_call>so",
+        [WEATHER],
+    ),
+    "llama second broken off": (
+        "llama",
+        called("get_weather", ROME, "parameters") + '; {"name": "add", "param',
+        "",
+        [WEATHER],
+    ),
     "mistral second broken off": ("mistral", f'[TOOL_CALLS][{called("get_weather", ROME)}, {{"name"', "", [WEATHER]),
-    "mistral second broken off in its name": ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{ROME}[TOOL_CALLS]ad", "", [WEATHER]),
-    "hermes literal tags": ("hermes", " \n<tool_call>\n </tool_call> \n<tool_call>", " \n<tool_call>\n </tool_call> \n<tool_call>", []),
+    "mistral second broken off in its name": (
+        "mistral",
+        f"[TOOL_CALLS]get_weather[ARGS]{ROME}[TOOL_CALLS]ad",
+        "",
+        [WEATHER],
+    ),
+    "hermes literal tags": (
+        "hermes",
+        " \n<tool_call>\n </tool_call> \n<tool_call>",
+        " \n<tool_call>\n </tool_call> \n<tool_call>",
+        [],
+    ),
     "hermes literal, then a call": (
         "hermes",
         f"a  <tool_call> b \n<tool_call>{called('add', SUM)}</tool_call>",
         "a  <tool_call> b",
         [("id0", "add", SUM)],
     ),
-    "hermes a space in a call that is none": ("hermes", "a\t<tool_call> {\n7}</tool_call>", "a\t<tool_call> {\n7}</tool_call>", []),
+    "hermes a space in a call that is none": (
+        "hermes",
+        "a\t<tool_call> {\n7}</tool_call>",
+        "a\t<tool_call> {\n7}</tool_call>",
+        [],
+    ),
     "mistral literal": ("mistral", "a  [TOOL_CALLS]  [ 7, b ", "a  [TOOL_CALLS]  [ 7, b ", []),
     "mistral spaces": ("mistral", "a \n[TOOL_CALLS] \n", "a \n[TOOL_CALLS] \n", []),
     "llama literal": ("llama", " \n<|python_tag|> print(1) ", " \n<|python_tag|> print(1) ", []),
@@ -103,12 +165,27 @@ CASES = {
     "hermes list for arguments": ("hermes", f"<tool_call>{called('add', '[1]')}</tool_call>", None, []),
     "llama one": ("llama", called("get_weather", ROME, "parameters"), "", [WEATHER]),
     "llama tag": ("llama", " <|python_tag|>" + called("get_weather", ROME, "parameters"), "", [WEATHER]),
-    "llama two": ("llama", called("get_weather", ROME, "parameters") + "; " + called("add", SUM, "parameters"), "", [WEATHER, ADD]),
+    "llama two": (
+        "llama",
+        called("get_weather", ROME, "parameters") + "; " + called("add", SUM, "parameters"),
+        "",
+        [WEATHER, ADD],
+    ),
     "llama text": ("llama", 'Use {"name": "add", "parameters": {}}', 'Use {"name": "add", "parameters": {}}', []),
-    "llama JSON answer": ("llama", '{"name": "Bob", "parameters": {"a": 1}}', '{"name": "Bob", "parameters": {"a": 1}}', []),
+    "llama JSON answer": (
+        "llama",
+        '{"name": "Bob", "parameters": {"a": 1}}',
+        '{"name": "Bob", "parameters": {"a": 1}}',
+        [],
+    ),
     "llama other JSON": ("llama", '{"city": "Rome"}', '{"city": "Rome"}', []),
     "llama list": ("llama", "[1, 2]", "[1, 2]", []),
-    "mistral list": ("mistral", f"[TOOL_CALLS][{called('get_weather', ROME)}, {called('add', SUM)}]", "", [WEATHER, ADD]),
+    "mistral list": (
+        "mistral",
+        f"[TOOL_CALLS][{called('get_weather', ROME)}, {called('add', SUM)}]",
+        "",
+        [WEATHER, ADD],
+    ),
     "mistral space": ("mistral", f"ok [TOOL_CALLS] [ {called('get_weather', ROME)} ]", "ok", [WEATHER]),
     "mistral names": ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{ROME}[TOOL_CALLS]add{SUM}", "", [WEATHER, ADD]),
     "mistral call id": ("mistral", f"[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]{ROME}", "", [WEATHER]),
@@ -138,14 +215,16 @@ def test_text_behind_a_mark_is_not_held_to_the_end():
 
 CUT = {
     "hermes": {
-        "a <tool_cal": "a", "<tool_call>": "", 'a\n<tool_call>\n{"name": "ad': "a", "a <b": "a <b", "a < b": "a < b", "a \n": "a \n", "a <": "a",
+        "a <tool_cal": "a", "<tool_call>": "", 'a\n<tool_call>\n{"name": "ad': "a", "a <b": "a <b", "a < b": "a < b",
+        "a \n": "a \n", "a <": "a",
     },
     "mistral": {
         "a [TOOL_CALLS": "a", "[TOOL_CALLS]ad": "", '[TOOL_CALLS] [{"na': "", "a [TOOLS": "a [TOOLS", "a [1": "a [1",
     },
     "llama": {
         "<|python_tag": "", '<|python_tag|>{"x': "", '{"name": "ad': "", '{ "na': "", '{"name": "add", "param': "",
-        '{"name": "adam': '{"name": "adam', '{"city": "Ro': '{"city": "Ro', " x <|py": " x <|py", "a {": "a {", "<|p x": "<|p x",
+        '{"name": "adam': '{"name": "adam', '{"city": "Ro': '{"city": "Ro', " x <|py": " x <|py", "a {": "a {",
+        "<|p x": "<|p x",
     },
 }  # fmt: skip
 
@@ -174,7 +253,8 @@ def test_text_without_calls_comes_out_as_it_was(data):
 @given(st.data())
 @settings(max_examples=examples(150, 5000), deadline=None)
 def test_any_text_is_the_same_in_any_pieces(data):
-    words = ["<tool_call>", "</tool_call>", "{", "}", '"name"', '"add"', '"arguments"', ": ", ",", "[TOOL_CALLS]", "[ARGS]", "[", "]", "; ", " ",
+    words = ["<tool_call>", "</tool_call>", "{", "}", '"name"', '"add"', '"arguments"', ": ", ",", "[TOOL_CALLS]",
+    "[ARGS]", "[", "]", "; ", " ",
              "<|python_tag|>", "x", "\\", '"', "\n", "é", "1", "<", "{}", called("add", SUM)]  # fmt: skip
     name = data.draw(st.sampled_from(sorted(FORMATS)))
     text = "".join(data.draw(st.lists(st.sampled_from(words), max_size=25)))

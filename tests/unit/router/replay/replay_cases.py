@@ -15,7 +15,13 @@ COST = NodeCost(PrefillCost(0.01, 1e-3, 1e-7, CHUNK, 10), DecodeCost(0.02, 1e-3,
 CHAIN = Chain()
 
 
-def request(arrival_s: float, num_tokens: int, num_output: int = 1, contents: Sequence[int] | None = None, block_tokens: int = 16) -> TraceRequest:
+def request(
+    arrival_s: float,
+    num_tokens: int,
+    num_output: int = 1,
+    contents: Sequence[int] | None = None,
+    block_tokens: int = 16,
+) -> TraceRequest:
     """contents: of its full blocks; None for blocks that nobody else has."""
     count = num_tokens // block_tokens
     numbers = list(contents)[:count] if contents is not None else [random.getrandbits(60) for _ in range(count)]
@@ -35,7 +41,9 @@ def random_trace(seed: int, num_requests: int = 60, *, most_tokens: int = 400, r
     for _ in range(num_requests):
         now += chance.choice([0.0, chance.expovariate(rate)])
         contents = [chance.randint(0, 2) for _ in range(30)]
-        requests.append(request(now, chance.randint(1, most_tokens), chance.choice([1, 2, chance.randint(1, 60)]), contents))
+        requests.append(
+            request(now, chance.randint(1, most_tokens), chance.choice([1, 2, chance.randint(1, 60)]), contents)
+        )
     return trace(*requests)
 
 

@@ -57,7 +57,9 @@ async def test_answers_say_where_they_ran_and_a_refusal_is_none_of_them() -> Non
         answers = await turn(target, asked(3), "remote")
     assert [answer.path for answer in answers] == ["p+d", "p+d"]
     assert all(answer.num_tokens == 3 and answer.ttft_s > 0 for answer in answers)
-    assert {(body["pdcluster_mode"], body["max_tokens"], body["ignore_eos"]) for body in fake.bodies} == {("remote", 5, True)}
+    assert {(body["pdcluster_mode"], body["max_tokens"], body["ignore_eos"]) for body in fake.bodies} == {
+        ("remote", 5, True)
+    }
 
 
 async def test_a_failure_that_is_no_refusal_ends_the_bench_with_what_was_said() -> None:
@@ -103,5 +105,7 @@ def test_moments_are_in_order_and_inside_the_turn_and_no_two_seeds_agree() -> No
 def test_unseen_requests_differ_in_their_tokens_alone() -> None:
     found = requests(6, 8.0, 1)
     other = unseen(found, "other way")
-    assert [(each.at_s, len(each.prompt), each.num_output) for each in other] == [(each.at_s, len(each.prompt), each.num_output) for each in found]
+    assert [(each.at_s, len(each.prompt), each.num_output) for each in other] == [
+        (each.at_s, len(each.prompt), each.num_output) for each in found
+    ]
     assert all(each.prompt[:8] != before.prompt[:8] for each, before in zip(other, found, strict=True))

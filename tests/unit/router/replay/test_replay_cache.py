@@ -7,7 +7,9 @@ from pdcluster_router.replay.cache import Hold, PrefixCache, pooled_depths
 from pdcluster_router.replay.trace import Blocks, Chain
 
 CHAIN = Chain()
-PROMPTS: list[Blocks] = [CHAIN.extend((), contents) for contents in ([1, 2, 3, 4], [1, 2, 5], [1, 6, 7, 8, 9], [10, 11], [10, 12, 13], [14])]
+PROMPTS: list[Blocks] = [
+    CHAIN.extend((), contents) for contents in ([1, 2, 3, 4], [1, 2, 5], [1, 6, 7, 8, 9], [10, 11], [10, 12, 13], [14])
+]
 
 
 class LeafLru:
@@ -44,7 +46,11 @@ def test_one_request_at_a_time_it_is_a_leaf_first_lru(capacity: int, order: list
 
 
 @settings(max_examples=60)
-@given(steps=st.lists(st.tuples(st.sampled_from(["open", "publish", "close"]), st.integers(0, 9), st.integers(0, 2)), max_size=80))
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["open", "publish", "close"]), st.integers(0, 9), st.integers(0, 2)), max_size=80
+    )
+)
 def test_whatever_is_opened_and_closed_the_accounts_are_right(steps: list[tuple[str, int, int]]) -> None:
     cache, seen = PrefixCache(12), set[bytes]()
     holds: list[Hold] = []
@@ -53,7 +59,9 @@ def test_whatever_is_opened_and_closed_the_accounts_are_right(steps: list[tuple[
             blocks = PROMPTS[number % len(PROMPTS)]
             hold = cache.open(blocks, len(blocks) + extra)
             if hold is None:
-                assert cache.num_busy + len(blocks) + extra > cache.capacity, "refused though all of it would have fitted"
+                assert cache.num_busy + len(blocks) + extra > cache.capacity, (
+                    "refused though all of it would have fitted"
+                )
             else:
                 holds.append(hold)
         elif what == "publish" and holds:

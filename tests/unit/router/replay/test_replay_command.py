@@ -15,18 +15,46 @@ from pdcluster_router.replay.command import layout_of, split_policies
 from pdcluster_router.replay.options import Nodes, Routing
 
 RUN = CliRunner()
-FIELDS = {"policy", "ttft_mean_s", "ttft_p90_s", "ttft_p99_s", "tpot_mean_s", "goodput", "hit", "hit_oracle", "imbalance"}
+FIELDS = {
+    "policy",
+    "ttft_mean_s",
+    "ttft_p90_s",
+    "ttft_p99_s",
+    "tpot_mean_s",
+    "goodput",
+    "hit",
+    "hit_oracle",
+    "imbalance",
+}
 
 
 def _trace(path: Path) -> Path:
-    rows = [{"timestamp": 1000 * n, "input_length": 1100, "output_length": 20, "hash_ids": [0, n % 3, n]} for n in range(40)]
+    rows = [
+        {"timestamp": 1000 * n, "input_length": 1100, "output_length": 20, "hash_ids": [0, n % 3, n]} for n in range(40)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def test_json_has_one_row_per_policy_with_the_promised_fields(tmp_path: Path) -> None:
     file = _trace(tmp_path / "t.jsonl")
-    done = RUN.invoke(app, ["replay", str(file), "--policy", "product,product", "--prefill", "2", "--decode", "1", "--speedup", "2", "-o", "json"])
+    done = RUN.invoke(
+        app,
+        [
+            "replay",
+            str(file),
+            "--policy",
+            "product,product",
+            "--prefill",
+            "2",
+            "--decode",
+            "1",
+            "--speedup",
+            "2",
+            "-o",
+            "json",
+        ],
+    )
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)
     assert [row["policy"] for row in rows] == ["product", "product"] and all(row.keys() >= FIELDS for row in rows)
@@ -34,7 +62,9 @@ def test_json_has_one_row_per_policy_with_the_promised_fields(tmp_path: Path) ->
 
 
 def test_a_table_has_a_line_per_policy(tmp_path: Path) -> None:
-    done = RUN.invoke(app, ["replay", str(_trace(tmp_path / "t.jsonl")), "--mixed", "2", "--cache-tokens", "50000", "--seed", "1"])
+    done = RUN.invoke(
+        app, ["replay", str(_trace(tmp_path / "t.jsonl")), "--mixed", "2", "--cache-tokens", "50000", "--seed", "1"]
+    )
     lines = done.stdout.splitlines()
     assert done.exit_code == 0 and lines[0].split()[0] == "policy" and len(lines) == 2
 

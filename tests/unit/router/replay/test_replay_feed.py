@@ -1,4 +1,5 @@
-"""The production index behind a feed: equal to the nodes' caches without delay, catching up with it, repaired after losses."""
+"""The production index behind a feed: equal to the nodes' caches without delay, catching up with it, repaired after
+losses."""
 
 import random
 
@@ -26,7 +27,9 @@ class Watched(ReplayRouter):
         choice = super().knock(task, now)
         blocks = task.request.blocks
         told = self.index.depths(b"".join(blocks)) if blocks else {}
-        assert told == {feed.node.name: depth for feed in self.feeds.values() if (depth := feed.node.cache.depth(blocks))}
+        assert told == {
+            feed.node.name: depth for feed in self.feeds.values() if (depth := feed.node.cache.depth(blocks))
+        }
         return choice
 
 

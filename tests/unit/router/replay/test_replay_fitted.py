@@ -1,4 +1,5 @@
-"""A replay of nodes as a real one was measured: what Admin says of it is read, and each node is another one within its error bars."""
+"""A replay of nodes as a real one was measured: what Admin says of it is read, and each node is another one within its
+error bars."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ COST = NodeCost(
 
 def described(cost: NodeCost = COST) -> pb.NodeDescription:
     report = cost.report()
-    return pb.NodeDescription(node=pb.Node(name="d0"), cost=pb.NodeCost(**{name: getattr(report, name) for name in report.__struct_fields__}))
+    return pb.NodeDescription(
+        node=pb.Node(name="d0"), cost=pb.NodeCost(**{name: getattr(report, name) for name in report.__struct_fields__})
+    )
 
 
 @pytest.mark.parametrize("is_proto_spelling", [False, True])
@@ -74,7 +77,11 @@ def test_nodes_are_drawn_within_the_error_bars() -> None:
     tokens_s = [node.prefill.token_s for node in nodes]
     assert mean(tokens_s) == pytest.approx(1e-4, rel=0.02)
     assert pstdev(tokens_s) == pytest.approx(1e-5 / 1.645, rel=0.1)
-    within = [abs(node.decode.seconds(8, 4000) - COST.decode.seconds(8, 4000)) <= COST.decode.error.model_s((1.0, 8.0, 4000.0)) for node in nodes]
+    within = [
+        abs(node.decode.seconds(8, 4000) - COST.decode.seconds(8, 4000))
+        <= COST.decode.error.model_s((1.0, 8.0, 4000.0))
+        for node in nodes
+    ]
     assert mean(within) == pytest.approx(0.9, abs=0.03)
 
 
@@ -97,6 +104,11 @@ def test_a_replay_takes_the_fitted_cost_and_repeats_itself_by_seed(tmp_path: Pat
 
 def test_the_command_prints_figures_of_the_fitted_nodes(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
-    path.write_text(json.dumps({"prefillTokenS": 1e-5, "decodeFixedS": 1e-3, "prefillSamples": "99", "decodeSamples": 99}))
+    path.write_text(
+        json.dumps({"prefillTokenS": 1e-5, "decodeFixedS": 1e-3, "prefillSamples": "99", "decodeSamples": 99})
+    )
     traffic, routing = Traffic("generate:chat:40"), Routing()
-    assert rows(traffic, Nodes(mixed=2, cost=path), routing)[0].ttft_mean_s < rows(traffic, Nodes(mixed=2), routing)[0].ttft_mean_s
+    assert (
+        rows(traffic, Nodes(mixed=2, cost=path), routing)[0].ttft_mean_s
+        < rows(traffic, Nodes(mixed=2), routing)[0].ttft_mean_s
+    )

@@ -1,4 +1,5 @@
-"""The replay drives the production gate: requests wait in the router while nodes have enough to do, in its order, and are refused by its rules."""
+"""The replay drives the production gate: requests wait in the router while nodes have enough to do, in its order, and
+are refused by its rules."""
 
 from collections import Counter
 from dataclasses import replace
@@ -90,7 +91,9 @@ def test_no_wait_on_prefill_nodes_sends_prompts_where_they_hold_up_answers() -> 
 
 def test_a_rival_as_published_neither_holds_nor_pulls() -> None:
     turns = trace(*(request(9.0 * turn, 400, contents=range(25)) for turn in range(2)))
-    published, here = (replay(turns, layout(mixed=2), "round-robin", Conditions(in_this_router=ours)) for ours in (False, True))
+    published, here = (
+        replay(turns, layout(mixed=2), "round-robin", Conditions(in_this_router=ours)) for ours in (False, True)
+    )
     assert (published.flights[1].task.pulled, here.flights[1].task.pulled) == (0, 25)
     nodes, spec = layout(mixed=2).nodes(16), RouterSpec(make_policy("round-robin"), is_gated=False)
     router = Counting(nodes, spec)
@@ -99,5 +102,10 @@ def test_a_rival_as_published_neither_holds_nor_pulls() -> None:
 
 
 def test_our_own_policy_is_in_its_router_either_way() -> None:
-    ways = [replay(BURST, layout(prefill=1, decode=1), "seconds:alpha=3", Conditions(in_this_router=ours)) for ours in (False, True)]
-    assert [flight.task.first_token_s for flight in ways[0].flights] == [flight.task.first_token_s for flight in ways[1].flights]
+    ways = [
+        replay(BURST, layout(prefill=1, decode=1), "seconds:alpha=3", Conditions(in_this_router=ours))
+        for ours in (False, True)
+    ]
+    assert [flight.task.first_token_s for flight in ways[0].flights] == [
+        flight.task.first_token_s for flight in ways[1].flights
+    ]

@@ -42,4 +42,6 @@ def test_a_policy_is_told_that_documents_no_longer_fit(cache_tokens: int, is_sca
     nodes = [SimNode(f"n{number}", "mixed", NodeSpec(FAST, cache_tokens, BLOCK_TOKENS)) for number in range(2)]
     Simulation(nodes, ReplayRouter(nodes, RouterSpec(policy))).run(generate("documents", 200, seed=0))
     assert len(policy.lost) >= 200 and policy.lost[0] == 0.0
-    assert policy.lost[-1] > 0.3 if is_scarce else policy.lost[-1] < 0.03, "one came before what it has in common with another was computed"
+    assert policy.lost[-1] > 0.3 if is_scarce else policy.lost[-1] < 0.03, (
+        "one came before what it has in common with another was computed"
+    )

@@ -43,7 +43,9 @@ def test_imbalance_is_of_the_nodes_that_compute_prompts() -> None:
 
 def test_at_load_one_the_oracle_s_work_fills_the_computing_nodes() -> None:
     shared = [1, 2, 3]
-    workload = trace(request(0.0, 64, contents=shared), request(5.0, 64, contents=shared), request(10.0, 48, contents=shared))
+    workload = trace(
+        request(0.0, 64, contents=shared), request(5.0, 64, contents=shared), request(10.0, 48, contents=shared)
+    )
     two = layout(prefill=2, decode=1)
     known = oracle(workload, two)
     assert known.cached == (0, 48, 47) and known.hit == pytest.approx(95 / 176)

@@ -1,4 +1,5 @@
-"""Simulated clusters: known answers where there are any, one end for each request, and equal runs for equal arguments."""
+"""Simulated clusters: known answers where there are any, one end for each request, and equal runs for equal
+arguments."""
 
 import random
 from dataclasses import replace
@@ -18,7 +19,14 @@ from pdcluster_router.replay.report import Slo, figures
 from pdcluster_router.replay.scenario import Conditions, Layout, replay
 from pdcluster_router.replay.trace import Trace
 
-LAYOUTS = [layout(mixed=1), layout(mixed=3), layout(prefill=2, decode=1), layout(prefill=1, decode=2, mixed=1), layout(prefill=2), layout(decode=2)]
+LAYOUTS = [
+    layout(mixed=1),
+    layout(mixed=3),
+    layout(prefill=2, decode=1),
+    layout(prefill=1, decode=2, mixed=1),
+    layout(prefill=2),
+    layout(decode=2),
+]
 
 
 def test_an_idle_node_takes_what_the_model_says() -> None:
@@ -40,7 +48,9 @@ def test_a_prompt_that_is_computed_runs_and_waits_no_more_as_on_a_real_node() ->
 
 def test_what_is_cached_is_not_computed_again() -> None:
     shared = [1, 2, 3, 4, 5, 6]
-    first, second = replay(trace(request(0.0, 100, contents=shared), request(50.0, 120, contents=shared)), layout(mixed=1), "product").flights
+    first, second = replay(
+        trace(request(0.0, 100, contents=shared), request(50.0, 120, contents=shared)), layout(mixed=1), "product"
+    ).flights
     assert (first.task.cached_tokens, second.task.cached_tokens) == (0, 96)
     assert second.ttft_s == pytest.approx(COST.prefill.seconds(24, 96))
 
@@ -84,7 +94,9 @@ def test_prompts_beside_rows_slow_them_and_are_slowed() -> None:
     delay_s=st.sampled_from([0.0, 0.5]),
     loss=st.sampled_from([0.0, 0.2]),
 )
-def test_every_request_has_one_end_and_nodes_end_empty(seed: int, policy: str, where: Layout, force: Force, delay_s: float, loss: float) -> None:
+def test_every_request_has_one_end_and_nodes_end_empty(
+    seed: int, policy: str, where: Layout, force: Force, delay_s: float, loss: float
+) -> None:
     conditions = Conditions(FeedSpec(delay_s, loss), force, seed)
     done = replay(random_trace(seed), where, policy, conditions)  # checks nodes and caches at its end
     assert all(flight.end == "finished" for flight in done.flights)

@@ -15,7 +15,13 @@ def _step_s(rows: int, context: int, chunk: int, done: int) -> float:
     return weights + prefill.pair_s * num_pairs(chunk, done) + decode.row_s * rows + decode.context_s * context
 
 
-@given(rows=st.integers(0, 50), context=st.integers(0, 10_000), chunk=st.integers(0, 512), done=st.integers(0, 5000), count=st.integers(1, 40))
+@given(
+    rows=st.integers(0, 50),
+    context=st.integers(0, 10_000),
+    chunk=st.integers(0, 512),
+    done=st.integers(0, 5000),
+    count=st.integers(1, 40),
+)
 def test_steps_add_up(rows: int, context: int, chunk: int, done: int, count: int) -> None:
     if not rows:
         context = 0

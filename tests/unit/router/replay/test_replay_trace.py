@@ -14,14 +14,23 @@ def _write(path: Path, *rows: object) -> Path:
     return path
 
 
-def _row(timestamp: float = 0, tokens: int = 1100, output: int = 5, hash_ids: list[int] | None = None) -> dict[str, object]:
-    return {"timestamp": timestamp, "input_length": tokens, "output_length": output, "hash_ids": [0, 1, 2] if hash_ids is None else hash_ids}
+def _row(
+    timestamp: float = 0, tokens: int = 1100, output: int = 5, hash_ids: list[int] | None = None
+) -> dict[str, object]:
+    return {
+        "timestamp": timestamp,
+        "input_length": tokens,
+        "output_length": output,
+        "hash_ids": [0, 1, 2] if hash_ids is None else hash_ids,
+    }
 
 
 def test_a_mooncake_line_becomes_a_request_with_its_full_blocks(tmp_path: Path) -> None:
     trace = read_trace(_write(tmp_path / "t.jsonl", _row(2000), _row(4500, 1024, 7, [0, 9])))
     first, second = trace.requests
-    assert (first.arrival_s, first.num_tokens, first.num_output, len(first.blocks)) == (0.0, 1100, 5, 2), "76 tokens fill no block"
+    assert (first.arrival_s, first.num_tokens, first.num_output, len(first.blocks)) == (0.0, 1100, 5, 2), (
+        "76 tokens fill no block"
+    )
     assert (second.arrival_s, len(second.blocks)) == (2.5, 2)
     assert first.blocks[0] is second.blocks[0] and first.blocks[1] != second.blocks[1]
 
@@ -44,7 +53,9 @@ def test_an_empty_answer_still_has_its_first_token(tmp_path: Path) -> None:
 def test_speeding_up_moves_arrivals_only(tmp_path: Path) -> None:
     trace = read_trace(_write(tmp_path / "t.jsonl", _row(0), _row(8000)))
     faster = trace.at_speed(4)
-    assert [r.arrival_s for r in faster.requests] == [0.0, 2.0] and faster.requests[1].blocks is trace.requests[1].blocks
+    assert [r.arrival_s for r in faster.requests] == [0.0, 2.0] and faster.requests[1].blocks is trace.requests[
+        1
+    ].blocks
     with pytest.raises(ConfigError, match="above 0, not -1"):
         trace.at_speed(-1)
 
@@ -68,7 +79,8 @@ def test_a_broken_line_is_named(tmp_path: Path, line: object, says: str) -> None
 
 
 def test_a_trace_may_come_from_other_tools(tmp_path: Path) -> None:
-    """Byte order mark, whole numbers as floats or strings, times before the clock's zero, no hashes, fields that nobody asked for."""
+    """Byte order mark, whole numbers as floats or strings, times before the clock's zero, no hashes, fields that nobody
+    asked for."""
     odd = _row(timestamp=-2000.5) | {"input_length": 1100.0, "output_length": "7", "session_id": {"a": 1}}
     path = _write(tmp_path / "t.jsonl", odd, {"timestamp": 0, "input_length": 600, "output_length": 1})
     path.write_text("\ufeff" + path.read_text())
@@ -81,7 +93,9 @@ AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
 def test_azure_rows_share_nothing(tmp_path: Path) -> None:
-    path = _write(tmp_path / "a.csv", AZURE, "2023-11-16 18:15:46.6805900,4808,10", "2023-11-16 18:15:50.9951690,3180,8")
+    path = _write(
+        tmp_path / "a.csv", AZURE, "2023-11-16 18:15:46.6805900,4808,10", "2023-11-16 18:15:50.9951690,3180,8"
+    )
     first, second = read_trace(path).requests
     assert second.arrival_s == pytest.approx(4.314579, abs=1e-5)
     assert (first.num_tokens, first.num_output, len(first.blocks)) == (4808, 10, 9)
@@ -89,7 +103,12 @@ def test_azure_rows_share_nothing(tmp_path: Path) -> None:
 
 
 def test_azure_files_of_2024_have_a_zone_and_more_columns(tmp_path: Path) -> None:
-    path = _write(tmp_path / "a.csv", f"{AZURE},Extra", "2024-05-10 00:00:00.009930+00:00,100,1,x", "2024-05-10 00:00:01+00:00,200,2,y")
+    path = _write(
+        tmp_path / "a.csv",
+        f"{AZURE},Extra",
+        "2024-05-10 00:00:00.009930+00:00,100,1,x",
+        "2024-05-10 00:00:01+00:00,200,2,y",
+    )
     assert [r.num_tokens for r in read_trace(path).requests] == [100, 200]
 
 

@@ -1,5 +1,6 @@
-"""Choosing P/D per request on two nodes as slow as processors are, whose rows lose the time of a hundred tokens by one prompt, in bursts, and right
-after requests that asked for a mode: what `bench.routing --real` measures, in simulated time."""
+"""Choosing P/D per request on two nodes as slow as processors are, whose rows lose the time of a hundred tokens by one
+prompt, in bursts, and right after requests that asked for a mode: what `bench.routing --real` measures, in simulated
+time."""
 
 from __future__ import annotations
 
@@ -37,7 +38,15 @@ class TurnsRouter(ReplayRouter):
         asked = task.request
         sampling = Sampling(max_tokens=asked.num_output, seed=0)
         mode = self.modes[task.number]
-        return Recorded(str(task.number), range(asked.num_tokens), sampling, math.inf, HashChain(b"", SPEC.block_tokens), hashes=b"", force=mode)
+        return Recorded(
+            str(task.number),
+            range(asked.num_tokens),
+            sampling,
+            math.inf,
+            HashChain(b"", SPEC.block_tokens),
+            hashes=b"",
+            force=mode,
+        )
 
 
 def in_turns(rate: float) -> list[tuple[Force, Flight]]:
@@ -54,15 +63,22 @@ def in_turns(rate: float) -> list[tuple[Force, Flight]]:
     nodes = [SimNode("p", "prefill", SPEC), SimNode("d", "decode", SPEC)]
     router = TurnsRouter(nodes, RouterSpec(Seconds(), bandwidth=LINK.bandwidth))
     router.modes = tuple(modes)
-    return list(zip(modes, Simulation(nodes, router, LINK).run(in_order("turns", SPEC.block_tokens, asked)), strict=True))
+    return list(
+        zip(modes, Simulation(nodes, router, LINK).run(in_order("turns", SPEC.block_tokens, asked)), strict=True)
+    )
 
 
 @pytest.mark.parametrize("rate", [1.5, 2.0, 2.7])
-def test_auto_is_as_good_as_two_nodes_for_every_request_where_prompts_make_all_rows_beside_them_slow(rate: float) -> None:
-    """It was in time with 3 to 6 % fewer: it put rows on an idle prefill node, where the next prompt stopped them, because it took
-    what waited on the decode node for more than it was, what forced requests did there for its own choice, and their mode for its own last one."""
+def test_auto_is_as_good_as_two_nodes_for_every_request_where_prompts_make_all_rows_beside_them_slow(
+    rate: float,
+) -> None:
+    """It was in time with 3 to 6 % fewer: it put rows on an idle prefill node, where the next prompt stopped them,
+    because it took what waited on the decode node for more than it was, what forced requests did there for its own
+    choice, and their mode for its own last one."""
     flights, slo = in_turns(rate), Slo(COST, 500.0)
     good = {way: sum(slo.is_good(flight) for mode, flight in flights if mode == way) for way in WAYS}
     assert good["auto"] >= 0.99 * max(good["local"], good["remote"])
-    rows_beside_prompts = sum(mode == "auto" and flight.decode is not None and flight.decode.role == "prefill" for mode, flight in flights)
+    rows_beside_prompts = sum(
+        mode == "auto" and flight.decode is not None and flight.decode.role == "prefill" for mode, flight in flights
+    )
     assert rows_beside_prompts <= 0.01 * len(flights) / len(WAYS)

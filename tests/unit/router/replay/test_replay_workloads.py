@@ -61,7 +61,12 @@ def test_a_mix_holds_its_kinds_by_share_and_they_share_nothing_with_each_other()
     by_kind: dict[str, list[set[bytes]]] = {}
     for request in trace.requests:
         by_kind.setdefault(request.kind, []).append(set(request.blocks))
-    assert {kind: len(found) for kind, found in by_kind.items()} == {"chat": 400, "agent": 300, "rag": 200, "no-reuse": 100}
+    assert {kind: len(found) for kind, found in by_kind.items()} == {
+        "chat": 400,
+        "agent": 300,
+        "rag": 200,
+        "no-reuse": 100,
+    }
     chat, agent = (set().union(*by_kind[kind]) for kind in ("chat", "agent"))
     assert not chat & agent
 

@@ -10,7 +10,20 @@ import pytest
 from bench.real_turns import Answer
 from bench.report import Row, write_json
 from bench.routing import main, report
-from bench.routing_real import LIMITS, WAYS, Floor, Round, Turn, by_limit, figures, judged, orders, pooled, ratio, what_was_in_time
+from bench.routing_real import (
+    LIMITS,
+    WAYS,
+    Floor,
+    Round,
+    Turn,
+    by_limit,
+    figures,
+    judged,
+    orders,
+    pooled,
+    ratio,
+    what_was_in_time,
+)
 from pdcluster.core.errors import ConfigError
 
 
@@ -49,7 +62,10 @@ def test_what_a_run_writes_is_judged_again_from_its_file_as_it_was(
     printed = capsys.readouterr().out
     assert "1.2/s asked; p 67%, p+d 33%" in printed and printed.count("goodput auto ÷ better static") == len(LIMITS)
     assert "1 of 1 goals are missed" in printed and "in time," not in printed
-    monkeypatch.setattr("sys.argv", ["routing", "--pool", str(tmp_path / "run.json"), "--seed", "4", "--json", str(tmp_path / "pool.json")])
+    monkeypatch.setattr(
+        "sys.argv",
+        ["routing", "--pool", str(tmp_path / "run.json"), "--seed", "4", "--json", str(tmp_path / "pool.json")],
+    )
     main()
     assert "3 rounds, 30 requests a way, ratio 1.263" in capsys.readouterr().out
     judged_first, judged_again = (json.loads((tmp_path / name).read_text())[-1] for name in ("run.json", "pool.json"))
@@ -70,13 +86,17 @@ def test_a_file_without_rounds_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_file_of_the_method_before_is_refused_and_says_what_it_lacks(tmp_path: Path) -> None:
-    write_json([Row(f"in time, {way}", "real, seed 1, round 0", 9, "requests", "asked", 10) for way in WAYS], tmp_path / "old.json")
+    write_json(
+        [Row(f"in time, {way}", "real, seed 1, round 0", 9, "requests", "asked", 10) for way in WAYS],
+        tmp_path / "old.json",
+    )
     with pytest.raises(ConfigError, match=r"old\.json lacks .*auto"):
         list(pooled([tmp_path / "old.json"], seed=0))
 
 
 def test_the_better_static_way_is_chosen_again_in_each_draw() -> None:
-    """Two static ways that take turns in being good: each draw has its own better one, so auto, as good as each on average, is below it."""
+    """Two static ways that take turns in being good: each draw has its own better one, so auto, as good as each on
+    average, is below it."""
     found = [a_round(6, 9, 3), a_round(6, 3, 9)] * 10
     row = judged(found, seed=0)
     assert ratio([{way: each[way].good for way in WAYS} for each in found]) == pytest.approx(1.0)
@@ -104,18 +124,29 @@ def test_six_rounds_have_every_order_once_whatever_the_seed() -> None:
 
 def test_an_answer_has_a_limit_for_its_first_token_and_one_for_the_others() -> None:
     floor = Floor(first_s=0.1, token_s=0.001, next_s=0.01)
-    assert floor.needed(Answer(1000, ttft_s=1.1, tpot_s=0.02)) == pytest.approx((0.2, 1.0)), "5 times 1.1 s would do, 2 times 10 ms is met just so"
+    assert floor.needed(Answer(1000, ttft_s=1.1, tpot_s=0.02)) == pytest.approx((0.2, 1.0)), (
+        "5 times 1.1 s would do, 2 times 10 ms is met just so"
+    )
     assert floor.needed(Answer(1000, ttft_s=11.0, tpot_s=0.02)) == pytest.approx((2.0, 1.0))
-    assert floor.needed(Answer(1, ttft_s=3.0, tpot_s=0.01)) == pytest.approx((1.0, 0.5)), "a short prompt has the time of a mean one: 0.6 s"
+    assert floor.needed(Answer(1, ttft_s=3.0, tpot_s=0.01)) == pytest.approx((1.0, 0.5)), (
+        "a short prompt has the time of a mean one: 0.6 s"
+    )
 
 
 def test_what_is_late_is_told_by_who_answered_and_by_which_token() -> None:
     """An answer is in time where both of its parts are."""
     floor = Floor(first_s=0.1, token_s=0.001, next_s=0.01)
-    answers = [Answer(1000, ttft_s=1.1, tpot_s=tpot_s, path=path) for tpot_s, path in ((0.01, "d"), (0.03, "d"), (0.03, "p+d"), (0.03, "d"))]
+    answers = [
+        Answer(1000, ttft_s=1.1, tpot_s=tpot_s, path=path)
+        for tpot_s, path in ((0.01, "d"), (0.03, "d"), (0.03, "p+d"), (0.03, "d"))
+    ]
     found = what_was_in_time(5, floor, [*answers, Answer(1000, ttft_s=9.0, tpot_s=0.01, path="d")])
     assert found.num_good == tuple(1 + 3 * (limit > 1.5) + (limit > 9 / 5.5) for limit in LIMITS)
     assert (found.paths, found.late_first, found.late_next) == ({"d": 4, "p+d": 1}, {"d": 1}, {"d": 2, "p+d": 1})
-    rows = [row for row in figures([dict.fromkeys(WAYS, found)], rate=1.0, seconds=8.0, seed=0) if row.metric == "late, auto"]
+    rows = [
+        row
+        for row in figures([dict.fromkeys(WAYS, found)], rate=1.0, seconds=8.0, seed=0)
+        if row.metric == "late, auto"
+    ]
     assert [row.value for row in rows] == [0.5, 1.0]
     assert "the 4 answered by d: 25% late with the first token, 50% with the others" in rows[0].case

@@ -1,4 +1,5 @@
-"""Several workers as one: who is asked what, how answers are merged, and that a dead or stuck worker is named and not waited for."""
+"""Several workers as one: who is asked what, how answers are merged, and that a dead or stuck worker is named and not
+waited for."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_requests_of_all_workers_are_listed_oldest_first() -> None:
-    async with two_workers(ScriptedWorker(open={"w0-a-0": 1.0, "w0-b-0": 5.0}), ScriptedWorker(open={"w1-c-0": 3.0})) as workers:
+    async with two_workers(
+        ScriptedWorker(open={"w0-a-0": 1.0, "w0-b-0": 5.0}), ScriptedWorker(open={"w1-c-0": 3.0})
+    ) as workers:
         found = await workers.fleet.requests()
         assert [request.id for request in found.requests] == ["w0-b-0", "w1-c-0", "w0-a-0"] and found.silent == ()
 
@@ -36,7 +39,10 @@ async def test_a_dead_worker_is_named_and_the_others_are_listed() -> None:
 
 
 async def test_requests_on_a_node_are_listed_by_who_knows_it_and_one_that_nobody_knows_is_an_error() -> None:
-    first, second = ScriptedWorker(open={"w0-a-0": 1.0}, node_list=[]), ScriptedWorker(open={"w1-c-0": 3.0}, node_list=[node_status("n0", 1)])
+    first, second = (
+        ScriptedWorker(open={"w0-a-0": 1.0}, node_list=[]),
+        ScriptedWorker(open={"w1-c-0": 3.0}, node_list=[node_status("n0", 1)]),
+    )
     async with two_workers(first, second) as workers:
         assert [request.id for request in (await workers.fleet.requests("n0")).requests] == ["w1-c-0"]
         with pytest.raises(UnknownName, match="no node is called zz"):
@@ -61,7 +67,12 @@ async def test_without_any_worker_every_question_says_so() -> None:
     async with two_workers() as workers:
         await workers.die(0)
         await workers.die(1)
-        for question in (workers.fleet.nodes(), workers.fleet.cordon("n0", cordoned=True), workers.fleet.cancel("r", ""), workers.fleet.policy()):
+        for question in (
+            workers.fleet.nodes(),
+            workers.fleet.cordon("n0", cordoned=True),
+            workers.fleet.cancel("r", ""),
+            workers.fleet.policy(),
+        ):
             with pytest.raises(Unavailable, match="none of the 2 workers answers"):
                 await question
 
@@ -85,7 +96,9 @@ async def test_a_name_that_no_worker_gave_is_asked_of_all() -> None:
     async with two_workers(
         ScriptedWorker(explained={"mine": told[0], LIKE_OURS: told[0]}), ScriptedWorker(explained={"mine": told[1]})
     ) as workers:
-        assert [found.request for found in await workers.fleet.explain("mine")] == ["w0-b-0", "w1-a-0"], "the latest first"
+        assert [found.request for found in await workers.fleet.explain("mine")] == ["w0-b-0", "w1-a-0"], (
+            "the latest first"
+        )
         assert len(await workers.fleet.explain(LIKE_OURS)) == 1, "a client may call its requests as we do"
 
 
@@ -218,5 +231,8 @@ async def test_one_scrape_is_labelled_by_worker_and_tells_nodes_once() -> None:
         await workers.join(1)
         await workers.die(1)
         after = (await workers.desks[0].exposition()).decode().splitlines()
-        assert 'pdcluster_worker_up{worker="1"} 0.0' in after and 'pdcluster_worker_restarts_total{worker="1"} 1.0' in after
+        assert (
+            'pdcluster_worker_up{worker="1"} 0.0' in after
+            and 'pdcluster_worker_restarts_total{worker="1"} 1.0' in after
+        )
         assert 'pdcluster_node_waiting{node="n1"} 7.0' not in after

@@ -172,7 +172,12 @@ def test_bytes_of_any_kind_are_a_frame_or_a_protocol_error(data: bytes) -> None:
         assert "control socket" in str(error)
 
 
-QUESTIONS = (frames.AskNodes(), frames.AskCordon("n", True), frames.SetPolicy(None, "x", False), frames.AskExplain("é" * 50))
+QUESTIONS = (
+    frames.AskNodes(),
+    frames.AskCordon("n", True),
+    frames.SetPolicy(None, "x", False),
+    frames.AskExplain("é" * 50),
+)
 
 
 @given(st.sampled_from(QUESTIONS), st.integers(0))

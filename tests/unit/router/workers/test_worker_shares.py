@@ -32,7 +32,9 @@ def test_a_worker_divides_what_is_held_and_accepted() -> None:
 
 def test_tenants_share_out_their_bounds(tmp_path: Path) -> None:
     file = tmp_path / "tenants.toml"
-    file.write_text('[acme]\nkeys = ["sk-acme-0001"]\nmax_requests = 9\n[small]\nkeys = ["sk-small-001"]\nmax_requests = 1\n')
+    file.write_text(
+        '[acme]\nkeys = ["sk-acme-0001"]\nmax_requests = 9\n[small]\nkeys = ["sk-small-001"]\nmax_requests = 1\n'
+    )
     tenants = read_tenants(file, 4)
     assert [tenants.identify(f"Bearer {key}").max_requests for key in ("sk-acme-0001", "sk-small-001")] == [2, 1]
     assert read_tenants(file).identify("Bearer sk-acme-0001").max_requests == 9
@@ -52,7 +54,13 @@ def test_a_worker_is_named_by_its_text_and_by_the_ids_it_gives() -> None:
 def test_a_worker_is_told_what_its_supervisor_was_told_but_for_its_own(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
     file.write_text("[router]\nlease_s = 7\n")
-    flags = {"router.workers": "2", "router.http": "127.0.0.1:0", "router.auto_roles": True, "router.hold.age_s": "9s", "router.ready_fd": "5"}
+    flags = {
+        "router.workers": "2",
+        "router.http": "127.0.0.1:0",
+        "router.auto_roles": True,
+        "router.hold.age_s": "9s",
+        "router.ready_fd": "5",
+    }
     loaded = load(RouterConfig, flags, file, {})
     specs = [worker_spec(loaded, f"r-{i}", Worker(i, 2, Path("/c")), "127.0.0.1:81", None) for i in range(2)]
     found = []
@@ -61,9 +69,9 @@ def test_a_worker_is_told_what_its_supervisor_was_told_but_for_its_own(tmp_path:
         found.append(load(RouterConfig, {**pairs, "router.name": spec.name}, file, {}).config)
     assert [config.auto_roles for config in found] == [True, False], "one worker alone moves roles"
     assert [config.worker for config in found] == ["0/2@/c", "1/2@/c"]
-    assert {(config.http, config.grpc, config.admin, config.hold.age_s, config.lease_s, config.ready_fd) for config in found} == {
-        ("127.0.0.1:81", None, None, 9.0, 7.0, None)
-    }
+    assert {
+        (config.http, config.grpc, config.admin, config.hold.age_s, config.lease_s, config.ready_fd) for config in found
+    } == {("127.0.0.1:81", None, None, 9.0, 7.0, None)}
     assert {spec.drain_s for spec in specs} == {loaded.config.drain_s + 1.0}
 
 

@@ -1,4 +1,5 @@
-"""Workers for tests of the fleet: the real channel over a real unix socket, in front of operations that are scripted."""
+"""Workers for tests of the fleet: the real channel over a real unix socket, in front of operations that are
+scripted."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from pdcluster.core.errors import BadRequest, PdclusterError, UnknownName
 from pdcluster.core.messages import Load, Role
-from pdcluster_router.admin.operations import CachedNode, CacheStatus, NodeStatus, PolicyStatus, Progress, RequestList, RequestStatus
+from pdcluster_router.admin.operations import (
+    CachedNode,
+    CacheStatus,
+    NodeStatus,
+    PolicyStatus,
+    Progress,
+    RequestList,
+    RequestStatus,
+)
 from pdcluster_router.cluster.events import Event, EventLog
 from pdcluster_router.explain.records import Explanation
 from pdcluster_router.workers.desk import Desk
@@ -41,7 +50,9 @@ class ScriptedWorker:
     open: dict[str, float] = field(default_factory=dict)
     explained: dict[str, list[Explanation]] = field(default_factory=dict)
     node_list: list[NodeStatus] = field(default_factory=lambda: [node_status()])
-    cache_status: CacheStatus = field(default_factory=lambda: CacheStatus(1, 100, (CachedNode("n0", "n0-boot", 1, True, "1:a"),)))
+    cache_status: CacheStatus = field(
+        default_factory=lambda: CacheStatus(1, 100, (CachedNode("n0", "n0-boot", 1, True, "1:a"),))
+    )
     log: EventLog = field(default_factory=EventLog)
     live: str = "seconds"
     shadow: str = ""
@@ -165,7 +176,9 @@ class Workers:
 
 
 @asynccontextmanager
-async def two_workers(first: ScriptedWorker | None = None, second: ScriptedWorker | None = None, clock=lambda: 0.0) -> AsyncIterator[Workers]:
+async def two_workers(
+    first: ScriptedWorker | None = None, second: ScriptedWorker | None = None, clock=lambda: 0.0
+) -> AsyncIterator[Workers]:
     with tempfile.TemporaryDirectory() as folder:
         async with AsyncExitStack() as stack:
             workers = Workers(Fleet(2, clock), Path(folder))
