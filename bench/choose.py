@@ -25,7 +25,7 @@ from pdcluster.core.messages import HASH_BYTES, Endpoint, Load, Role
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster.settings.config import cache_directory
 from pdcluster.telemetry.metrics import ExplainMetrics
-from pdcluster_router.cluster.view import ClusterView, NodeView, Pending
+from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView
 from pdcluster_router.core.generation import ANYBODY
 from pdcluster_router.explain.recorder import Explainer
 from pdcluster_router.policy.base import Query
@@ -102,8 +102,8 @@ def next_view(case: Case, view: ClusterView, turn: int) -> ClusterView:
     """One node reported, another got a leg, a third ended one."""
     reported = case.reports[turn % len(case.reports)]
     begun, ended = view.reported(turn % view.size), view.reported((7 * turn + 3) % view.size)
-    counts = {begun.incarnation: (1, Pending(1, 1000, 500_000)), ended.incarnation: (0, Pending())}
-    told = view.replaced({reported.incarnation: reported.sent(turn % 3, Pending())}, view.typical)
+    counts = {begun.incarnation: (1, InFlightWork(1, 1000, 500_000)), ended.incarnation: (0, InFlightWork())}
+    told = view.replaced({reported.incarnation: reported.sent(turn % 3, InFlightWork())}, view.typical)
     return told.sent(counts, counts.__getitem__)
 
 

@@ -289,7 +289,7 @@ class FakeNode:
     def _committed(self, message: m.CommitAck) -> None:
         served = self._sent.pop(message.nonce, None)
         if served is not None and not served.is_over:
-            timings = m.Timings(cached_tokens=min(served.cached_tokens, served.num_tokens), backend="fake")
+            timings = m.LegTimings(cached_tokens=min(served.cached_tokens, served.num_tokens), backend="fake")
             self._tell(served.router, m.Delivered(served.work.request, served.work.attempt, timings))
             self._end(served)
 
@@ -319,7 +319,7 @@ class FakeNode:
         served.emitted += count
         self._outbox.row(served.router, m.TokenRow(work.request, work.attempt, first, tokens))
         if served.emitted >= work.sampling.max_tokens:
-            timings = m.Timings(
+            timings = m.LegTimings(
                 cached_tokens=min(served.cached_tokens, served.num_tokens), decode_tokens=served.emitted
             )
             self._outbox.message(

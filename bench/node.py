@@ -25,7 +25,7 @@ from pdcluster.node.loop import NodeLoop
 from pdcluster.node.prefill import PrefillSide
 from pdcluster.settings.config import NodeConfig, keys, load
 from pdcluster.transfer.backends.base import Backend, Handle, Peer, Stamp, WriteStatus
-from pdcluster.transfer.layout.spans import Runs
+from pdcluster.transfer.layout.spans import CopyRuns
 from pdcluster.transfer.protocol.reader import Reader
 from pdcluster.transfer.protocol.session import Landed
 from pdcluster.transfer.protocol.writer import Writer
@@ -101,7 +101,7 @@ class SlowLink:
         return getattr(self._inner, name)
 
     def write(
-        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False
+        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: CopyRuns, digests: bool = False
     ) -> Handle:
         handle = Handle(next(self._handles))
         self._queue.put((handle, (peer, source_region, target_region, stamp, runs, digests)))

@@ -107,7 +107,7 @@ class PacedNode:
         if last:
             self._timers.pop(work.request)
             self._rows.remove(work.request)
-            self._answer(work, m.Finished(work.request, work.attempt, "length", position + 1, m.Timings()))
+            self._answer(work, m.Finished(work.request, work.attempt, "length", position + 1, m.LegTimings()))
         else:
             self._later(work, self._pace.step_s, position + 1)
         if last or position == 0:

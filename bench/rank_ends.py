@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from pdcluster.core.messages import Message
+from pdcluster.core.messages import NodeMessage
 from pdcluster.node.tensor_parallel.channel import RankChannel, Ready, frame
 from pdcluster.node.tensor_parallel.endpoint import RankEndpoint
 from pdcluster.node.tensor_parallel.endpoint_client import RankLink
@@ -28,7 +28,7 @@ from pdcluster.transfer.paths.choose import create_backends
 START_S, SEND_S = 60.0, 5.0
 
 
-class Setup(Message, frozen=True):
+class Setup(NodeMessage, frozen=True):
     """pool_fd: inherited, the shared memory of its pool."""
 
     backend: str

@@ -45,8 +45,8 @@ from pdcluster.core.messages import Cancel, Deliver, Finished, Prefill, Reserve,
 from pdcluster.kv.hashing import chain_root, extend
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.sockets import WireSettings
-from pdcluster_router.cluster.legs import Leg
-from pdcluster_router.cluster.node_table import Cluster
+from pdcluster_router.cluster.legs import RequestLeg
+from pdcluster_router.cluster.node_table import NodeTable
 from pdcluster_router.cluster.view import NodeView
 
 CLIENT_CORE = 0
@@ -134,7 +134,7 @@ class _Exchange:
     """What a router says to the fakes of one request, and nothing else that a router does. second: the decode node,
     where there is one; both work at once then, on the same core, so that one of them alone takes less than the two."""
 
-    def __init__(self, cluster: Cluster, first: NodeView, second: NodeView | None) -> None:
+    def __init__(self, cluster: NodeTable, first: NodeView, second: NodeView | None) -> None:
         self._cluster, self._first, self._second = cluster, first.endpoint, None if second is None else second.endpoint
         self._root = chain_root(block_tokens=first.block_tokens, salt=b"", weights="bench")
         self._packed = pack_tokens(10 + index % 400 for index in range(NUM_PROMPT))
@@ -154,10 +154,10 @@ class _Exchange:
         ledger = self._cluster.ledger
         ledger.open(request, hear)
         began = time.perf_counter()
-        ledger.enter(Leg(request, 0, self._first, []))
+        ledger.enter(RequestLeg(request, 0, self._first, []))
         self._cluster.send(self._first, Prefill(self._work(request, 0), remote=self._second is not None))
         if self._second is not None:
-            ledger.enter(Leg(request, 1, self._second, []))
+            ledger.enter(RequestLeg(request, 1, self._second, []))
             self._cluster.send(self._second, Reserve(self._work(request, 1), self._first))
         await finished
         taken = time.perf_counter() - began
@@ -173,7 +173,7 @@ class _Exchange:
 async def _direct(bootstrap: str, num_nodes: int, count: int, interval_s: float = 0.0) -> float:
     """Median seconds of requests asked of the fakes over links of our own: of one node, or of one for each leg.
     interval_s: from one request to the next in the mean, at random, whenever answers come; 0: one after the other."""
-    cluster = Cluster(Peer("bench", secrets.token_hex(8)), context=None, settings=WireSettings())
+    cluster = NodeTable(Peer("bench", secrets.token_hex(8)), context=None, settings=WireSettings())
     following = asyncio.create_task(cluster.follow(watch((bootstrap,))))
     async with asyncio.timeout(60):
         while len(cluster.view().nodes) < num_nodes:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from bench.routing_runs import Run, Workload, oracle_of, trace_of, whole_rate
 from pdcluster_router.policy.predicted.cost_model import PATIENCE
-from pdcluster_router.replay.report import Slo
+from pdcluster_router.replay.report import ReplaySlo
 from pdcluster_router.replay.scenario import Layout
 from pdcluster_router.replay.trace import TraceRequest
 
@@ -63,7 +63,7 @@ def goodput(workload: Workload, layout: Layout, load: float, order: str = "due")
     """layout: of mixed nodes, whose chunks and cache the pool has; load: of all nodes, as of a Run by_all."""
     trace, known = trace_of(workload), oracle_of(workload, layout)
     speed = load * whole_rate(trace, known, layout) * trace.span_s / len(trace.requests)
-    loaded, slo = trace.at_speed(speed), Slo(layout.cost, trace.mean_tokens)
+    loaded, slo = trace.at_speed(speed), ReplaySlo(layout.cost, trace.mean_tokens)
     share = min(sum(_row_s(each, layout) for each in loaded.requests) / (layout.num_nodes * loaded.span_s), MOST_ROWS)
     prompts = [
         Prompt(

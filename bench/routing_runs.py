@@ -13,7 +13,7 @@ from pathlib import Path
 from pdcluster.core.errors import ConfigError
 from pdcluster_router.policy.base import Force
 from pdcluster_router.replay.feed import IMMEDIATE, FeedSpec
-from pdcluster_router.replay.report import Figures, Slo, figures
+from pdcluster_router.replay.report import Figures, ReplaySlo, figures
 from pdcluster_router.replay.scenario import Conditions, Layout, Oracle, at_load, oracle, replay
 from pdcluster_router.replay.trace import Trace, in_order, read_trace
 from pdcluster_router.replay.workloads import generate
@@ -105,7 +105,7 @@ def execute(run: Run) -> Figures:
     loaded = loaded or at_load(trace, run.layout, known, run.load)
     conditions = Conditions(run.feed, run.force, run.seed, run.in_this_router)
     outcome = replay(loaded, run.layout, run.policy, conditions)
-    slo = Slo(run.layout.cost, trace.mean_tokens, run.ttft_factor, run.tpot_factor)
+    slo = ReplaySlo(run.layout.cost, trace.mean_tokens, run.ttft_factor, run.tpot_factor)
     return figures(run.policy, outcome, slo, known.hit)
 
 
@@ -131,14 +131,14 @@ def whole_rate(trace: Trace, known: Oracle, layout: Layout) -> float:
 def decode_work_s(trace: Trace, layout: Layout) -> float:
     """Seconds of full decode steps, of one node."""
     decode = layout.cost.decode
-    step_s = FULL * Slo(layout.cost, trace.mean_tokens).tpot_s(round(trace.mean_tokens))
+    step_s = FULL * ReplaySlo(layout.cost, trace.mean_tokens).tpot_s(round(trace.mean_tokens))
     rows = max((step_s - decode.fixed_s) / decode.added_s(1, trace.mean_tokens), 1.0)
     return sum(r.num_output for r in trace.requests) * step_s / rows
 
 
 def row_tokens_s(trace: Trace, layout: Layout) -> float:
     """KV tokens of rows × the seconds that they are held, in full decode steps."""
-    step_s = FULL * Slo(layout.cost, trace.mean_tokens).tpot_s(round(trace.mean_tokens))
+    step_s = FULL * ReplaySlo(layout.cost, trace.mean_tokens).tpot_s(round(trace.mean_tokens))
     return sum(r.num_output * step_s * (r.num_tokens + r.num_output) for r in trace.requests)
 
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from bench import transfer_seam
 from bench.rank_ends import RankProcess
 from bench.transfer_seam import Expect, Permitted, Seen
-from pdcluster.core.messages import Abort, AbortAck, Commit, CommitAck, Endpoint, Message, Reserved, Ticket
+from pdcluster.core.messages import Abort, AbortAck, Commit, CommitAck, Endpoint, NodeMessage, Reserved, Ticket
 from pdcluster.node.tensor_parallel.endpoint_client import LinkedMemories
 from pdcluster.transfer.backends.base import Backend, Peer, Region
 from pdcluster.transfer.backends.ranked import RankedBackend
@@ -38,7 +38,7 @@ from pdcluster.transfer.copying.copy import GilWaits, Payload, table_of
 from pdcluster.transfer.layout.geometry import PageShape
 from pdcluster.transfer.paths.choose import create_backends
 from pdcluster.transfer.protocol.reader import Reader
-from pdcluster.transfer.protocol.session import Acked, Drained, GaveUp, Send, Settings, peer_of
+from pdcluster.transfer.protocol.session import Acked, Drained, Send, Settings, TicketGaveUp, peer_of
 from pdcluster.transfer.protocol.writer import Writer
 
 NEAR, FAR = Peer("bench-p", "near"), Peer("bench-d", "far")
@@ -48,18 +48,18 @@ HOST = "127.0.0.1"
 STAGING_BYTES = 32 << 20
 
 
-class Ask(Message, frozen=True, array_like=True):
+class Ask(NodeMessage, frozen=True, array_like=True):
     """Please issue a ticket for so many tokens."""
 
     num_tokens: int
 
 
-class Check(Message, frozen=True, array_like=True):
+class Check(NodeMessage, frozen=True, array_like=True):
     """Please compare what the last ticket brought with `content`; the answer is an Address, with the number of wrong
     bytes."""
 
 
-class Sink(Message, frozen=True, array_like=True):
+class Sink(NodeMessage, frozen=True, array_like=True):
     """Please listen on a socket and swallow so many bytes again and again until it closes, into the next place of a
     memory as large as the pool each time, and answer each; kind digested: with their digest. Or, for mooncake, serve
     `bench.mooncake_bound` with that memory."""
@@ -69,7 +69,7 @@ class Sink(Message, frozen=True, array_like=True):
     repeats: int
 
 
-class Address(Message, frozen=True, array_like=True):
+class Address(NodeMessage, frozen=True, array_like=True):
     text: str
     number: int
 
@@ -147,7 +147,7 @@ class Pipe:
         self.sock = sock
         self._decoder = msgspec.msgpack.Decoder(Control)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: NodeMessage) -> None:
         data = msgspec.msgpack.encode(message)
         self.sock.sendall(LENGTH.pack(len(data)) + data)
 
@@ -462,7 +462,7 @@ class Near:
                 if isinstance(event, Send):
                     committed = time.perf_counter()
                     self.pipe.send(event.message)
-                elif isinstance(event, GaveUp):
+                elif isinstance(event, TicketGaveUp):
                     raise RuntimeError(f"the transfer failed: {event.reason}")
                 ended = ended or isinstance(event, Drained)
                 assert not isinstance(event, Acked) or event.nonce == ticket.nonce

@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from pdcluster.core.messages import Message
+from pdcluster.core.messages import NodeMessage
 from pdcluster.transfer.backends.base import Backend, Fence, Handle, Peer, Permit, Stamp, WriteStatus
 from pdcluster.transfer.layout.geometry import PageShape, join_runs_in_parts, join_spans
 from pdcluster.transfer.layout.runs import RunTable
@@ -23,19 +23,19 @@ from pdcluster.transfer.protocol.session import Settings
 LIMIT_S = 60.0
 
 
-class Expect(Message, frozen=True, array_like=True):
+class Expect(NodeMessage, frozen=True, array_like=True):
     """Please permit writes for so many tokens and tell when all of them arrived."""
 
     num_tokens: int
 
 
-class Permitted(Message, frozen=True, array_like=True):
+class Permitted(NodeMessage, frozen=True, array_like=True):
     nonce: int
     advert: bytes
     pages: list[int]
 
 
-class Seen(Message, frozen=True, array_like=True):
+class Seen(NodeMessage, frozen=True, array_like=True):
     """When the last arrival was taken, by time.monotonic."""
 
     at: float

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from pdcluster.settings import flags
-from pdcluster.settings.config import SECTIONS, BootstrapConfig, Loaded, NodeConfig, UpConfig, keys, load
+from pdcluster.settings.config import SECTIONS, BootstrapConfig, LoadedSection, NodeConfig, UpConfig, keys, load
 from pdcluster.settings.keys import Key, Section
 from pdcluster.telemetry import log
 
@@ -28,21 +28,21 @@ config_app = typer.Typer(help="Look at the settings.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 
 
-def _up(loaded: Loaded[UpConfig]) -> int:
+def _up(loaded: LoadedSection[UpConfig]) -> int:
     from pdcluster.launch import up
 
     log.configure(loaded.config.log)
     return up.run(loaded)
 
 
-def _demo(loaded: Loaded[UpConfig]) -> int:
+def _demo(loaded: LoadedSection[UpConfig]) -> int:
     from pdcluster.launch import demo
 
     log.configure(loaded.config.log)
     return demo.run(loaded)
 
 
-def _node(loaded: Loaded[NodeConfig]) -> int:
+def _node(loaded: LoadedSection[NodeConfig]) -> int:
     config = loaded.config
     if config.cores:
         _pin(config.cores)  # before numpy and torch size their thread pools
@@ -52,7 +52,7 @@ def _node(loaded: Loaded[NodeConfig]) -> int:
     return server.run(config)
 
 
-def _bootstrap(loaded: Loaded[BootstrapConfig]) -> int:
+def _bootstrap(loaded: LoadedSection[BootstrapConfig]) -> int:
     log.configure(loaded.config.log, process="bootstrap")
     from pdcluster.bootstrap import server
 

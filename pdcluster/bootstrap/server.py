@@ -14,7 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdcluster.bootstrap.card_messages import card_from_proto, role_from_proto, snapshot_to_proto
-from pdcluster.bootstrap.store import Store, StoreSettings
+from pdcluster.bootstrap.store import NodeStore, StoreSettings
 from pdcluster.core.errors import ConfigError, PdclusterError
 from pdcluster.processes.ready import announce
 from pdcluster.rpc import bootstrap_pb2 as pb
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 class Servicer(stubs.BootstrapServicer):
     """Translates calls to the store, and tells watchers when its version moved."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: NodeStore) -> None:
         self._store = store
         self._told = store.version
         self._changed = asyncio.Event()
@@ -107,7 +107,7 @@ class Servicer(stubs.BootstrapServicer):
 async def serving(listen: str, settings: StoreSettings) -> AsyncIterator[str]:
     """Serve while the block runs; yields the address with the port that was bound."""
     server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
-    servicer = Servicer(Store(settings))
+    servicer = Servicer(NodeStore(settings))
     stubs.add_BootstrapServicer_to_server(servicer, server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

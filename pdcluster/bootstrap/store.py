@@ -19,7 +19,7 @@ from pdcluster.core.messages import Role
 from pdcluster.kv.layout import Fingerprint
 from pdcluster.transfer.backends.base import Peer
 
-__all__ = ["ClusterSnapshot", "NodeCard", "Store", "StoreSettings", "differences"]
+__all__ = ["ClusterSnapshot", "NodeCard", "NodeStore", "StoreSettings", "differences"]
 
 MAX_REPLACED = 4096
 
@@ -44,7 +44,7 @@ class _Lease:
     ends_at: float
 
 
-class Store:
+class NodeStore:
     """Owned by one thread. `boot` names this store's life: versions of two boots do not compare."""
 
     def __init__(self, settings: StoreSettings, clock: Callable[[], float] = monotonic) -> None:

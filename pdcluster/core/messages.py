@@ -59,7 +59,7 @@ def unpack_tokens(packed: bytes) -> list[int]:
     return values.tolist()
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class NodeMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of everything that is said; one or more of them are a frame."""
 
 
@@ -129,7 +129,7 @@ class Pull(Value, frozen=True, array_like=True):
 # ---------------------------------------------------------------- router → node
 
 
-class Hello(Message, frozen=True, array_like=True):
+class Hello(NodeMessage, frozen=True, array_like=True):
     """First frame of a link, again after every reconnect: who speaks, and what it believes is open there."""
 
     kind: Literal["router", "node"]
@@ -137,11 +137,11 @@ class Hello(Message, frozen=True, array_like=True):
     """(request, attempt, next output position expected) for each attempt the router still waits for."""
 
 
-class Ping(Message, frozen=True, array_like=True):
+class Ping(NodeMessage, frozen=True, array_like=True):
     """Renews the sender's lease. A router that stops pinging is gone after `lease_s` of the node's config."""
 
 
-class Prefill(Message, frozen=True, array_like=True):
+class Prefill(NodeMessage, frozen=True, array_like=True):
     """Compute the prompt's KV and sample the first token. remote: the KV goes to a decode node once its ticket is
     delivered; otherwise the node goes on decoding itself (mode local). pull: KV to fetch first; when that fails, the
     node computes it. fork_of: a request of the same prompt that decodes here or soon will; its KV is shared, once it is
@@ -153,7 +153,7 @@ class Prefill(Message, frozen=True, array_like=True):
     fork_of: Id | None = None
 
 
-class Reserve(Message, frozen=True, array_like=True):
+class Reserve(NodeMessage, frozen=True, array_like=True):
     """Reserve a slot for KV that `writer` will push. writer.address is where the node can send it an Abort; its adverts
     are not used."""
 
@@ -161,14 +161,14 @@ class Reserve(Message, frozen=True, array_like=True):
     writer: Endpoint
 
 
-class Deliver(Message, frozen=True, array_like=True):
+class Deliver(NodeMessage, frozen=True, array_like=True):
     """Hand a ticket to the prefill node. Its attempt may be later than the Prefill's: parked KV is sent again without
     recompute."""
 
     ticket: Ticket
 
 
-class Cancel(Message, frozen=True, array_like=True):
+class Cancel(NodeMessage, frozen=True, array_like=True):
     """Stop this attempt (and earlier ones) of the request, on whichever leg it runs. Idempotent."""
 
     request: Id
@@ -176,13 +176,13 @@ class Cancel(Message, frozen=True, array_like=True):
     reason: Text
 
 
-class Release(Message, frozen=True, array_like=True):
+class Release(NodeMessage, frozen=True, array_like=True):
     """The prefill node may drop the KV it keeps parked for this request."""
 
     request: Id
 
 
-class Manage(Message, frozen=True, array_like=True):
+class Manage(NodeMessage, frozen=True, array_like=True):
     """An operator's wish for the node: another role, or no new work (cordoned). None leaves that as it is. Idempotent;
     number names the answer."""
 
@@ -191,11 +191,11 @@ class Manage(Message, frozen=True, array_like=True):
     cordoned: bool | None = None
 
 
-class AskCache(Message, frozen=True, array_like=True):
+class AskCache(NodeMessage, frozen=True, array_like=True):
     """Cache deltas were missed: send a snapshot now."""
 
 
-class FetchFile(Message, frozen=True, array_like=True):
+class FetchFile(NodeMessage, frozen=True, array_like=True):
     """Ask for a piece of one of the model card's files (tokenizer.json, chat template, …)."""
 
     name: Id
@@ -216,7 +216,7 @@ class TokenRow(Value, frozen=True, array_like=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-class Timings(Value, frozen=True, array_like=True):
+class LegTimings(Value, frozen=True, array_like=True):
     """Seconds spent on one node by one attempt; a leg fills what it knows.
 
     queue: arrival → first scheduled; prefill: first scheduled → first token; transfer: first write submitted → last
@@ -235,14 +235,14 @@ class Timings(Value, frozen=True, array_like=True):
     pulled_tokens: Count = 0
 
 
-class Welcome(Message, frozen=True, array_like=True):
+class Welcome(NodeMessage, frozen=True, array_like=True):
     """Answer to Hello. `lost`: those attempts of Hello.open that this boot of the node does not know (any more)."""
 
     role: Role
     lost: Annotated[tuple[tuple[Id, Count], ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
 
 
-class Scheduled(Message, frozen=True, array_like=True):
+class Scheduled(NodeMessage, frozen=True, array_like=True):
     """The prefill node took the request out of its queue: now is the time to reserve. cached_tokens: found in its
     cache."""
 
@@ -251,7 +251,7 @@ class Scheduled(Message, frozen=True, array_like=True):
     cached_tokens: Count = 0
 
 
-class Reserved(Message, frozen=True, array_like=True):
+class Reserved(NodeMessage, frozen=True, array_like=True):
     ticket: Ticket
 
     @property
@@ -263,7 +263,7 @@ class Reserved(Message, frozen=True, array_like=True):
         return self.ticket.attempt
 
 
-class Refused(Message, frozen=True, array_like=True):
+class Refused(NodeMessage, frozen=True, array_like=True):
     """Not accepted, nothing is held for it. `leg` says which message is answered, attempt is that message's (for
     deliver, the ticket's; sent also when the ticket broke later: the KV stays parked). retryable False: no node of this
     size can ever take it. param: what of the work is at fault, "" for nothing in particular."""
@@ -277,21 +277,21 @@ class Refused(Message, frozen=True, array_like=True):
     param: Text = ""
 
 
-class Tokens(Message, frozen=True, array_like=True):
+class Tokens(NodeMessage, frozen=True, array_like=True):
     """One frame per step and router with every row's new tokens."""
 
     rows: tuple[TokenRow, ...]
 
 
-class Delivered(Message, frozen=True, array_like=True):
+class Delivered(NodeMessage, frozen=True, array_like=True):
     """The decode node acknowledged the commit; the prefill leg is over."""
 
     request: Id
     attempt: Count
-    timings: Timings
+    timings: LegTimings
 
 
-class Finished(Message, frozen=True, array_like=True):
+class Finished(NodeMessage, frozen=True, array_like=True):
     """The attempt ended well; its last tokens came before this message. num_output: output tokens of the whole request,
     so that the router knows when it has them all. stop_token: the id that ended it, if one did."""
 
@@ -299,11 +299,11 @@ class Finished(Message, frozen=True, array_like=True):
     attempt: Count
     reason: FinishReason
     num_output: Count
-    timings: Timings
+    timings: LegTimings
     stop_token: Count | None = None
 
 
-class Failed(Message, frozen=True, array_like=True):
+class Failed(NodeMessage, frozen=True, array_like=True):
     """The attempt ended badly on this node. code is that of an error in `errors`; retryable: another node may succeed.
     param: as in Refused."""
 
@@ -315,7 +315,7 @@ class Failed(Message, frozen=True, array_like=True):
     param: Text = ""
 
 
-class Load(Message, frozen=True, array_like=True):
+class Load(NodeMessage, frozen=True, array_like=True):
     """What a node has to do, sent when it changed, at most every report interval. Pages count the KV pool: free, cached
     (evictable), quarantined (a writer may still write), the rest in use. Counted beside: pinned ones, which a write
     reads, and parked ones, which hold finished KV that no decode node has taken yet. slots: rows the running batch may
@@ -355,7 +355,7 @@ class Load(Message, frozen=True, array_like=True):
     pulls: Reasons = ()
 
 
-class CacheDelta(Message, frozen=True, array_like=True):
+class CacheDelta(NodeMessage, frozen=True, array_like=True):
     """Block hashes that became cached or were evicted, HASH_BYTES each; `snapshot` replaces all that was known."""
 
     sequence: BigCount
@@ -364,7 +364,7 @@ class CacheDelta(Message, frozen=True, array_like=True):
     removed: bytes
 
 
-class Managed(Message, frozen=True, array_like=True):
+class Managed(NodeMessage, frozen=True, array_like=True):
     """Answer to Manage: how it is now."""
 
     number: BigCount
@@ -372,7 +372,7 @@ class Managed(Message, frozen=True, array_like=True):
     cordoned: bool
 
 
-class FileChunk(Message, frozen=True, array_like=True):
+class FileChunk(NodeMessage, frozen=True, array_like=True):
     """total_bytes 0 means that the node has no such file."""
 
     name: Id
@@ -409,7 +409,7 @@ class Leg(Value, frozen=True, array_like=True):
     chunks: Annotated[tuple[ChunkEntry, ...], msgspec.Meta(max_length=MAX_ITEMS)]
 
 
-class Commit(Message, frozen=True, array_like=True):
+class Commit(NodeMessage, frozen=True, array_like=True):
     """The writer's last word on a ticket, sent only when every write under it is done or definitively failed and
     resent. round: 0, then one more after each CommitAck.resend, so that a late duplicate of an older round decides
     nothing. block_tokens: in the order of the wire, so many tokens follow each other before the next layer, plane or
@@ -423,7 +423,7 @@ class Commit(Message, frozen=True, array_like=True):
     round: Count = 0
 
 
-class CommitAck(Message, frozen=True, array_like=True):
+class CommitAck(NodeMessage, frozen=True, array_like=True):
     """resend: chunk indexes that did not verify and may be written again under the same ticket; empty means accepted.
     refused: the ticket is dead at the reader (a new attempt is needed). round: that of the Commit it answers."""
 
@@ -433,7 +433,7 @@ class CommitAck(Message, frozen=True, array_like=True):
     round: Count = 0
 
 
-class Abort(Message, frozen=True, array_like=True):
+class Abort(NodeMessage, frozen=True, array_like=True):
     """Stop writing under this ticket and say when no write can land any more. Also for tickets the writer has not seen
     yet. remaining_s: how long the writer must remember a ticket that it does not know (a tombstone)."""
 
@@ -442,7 +442,7 @@ class Abort(Message, frozen=True, array_like=True):
     remaining_s: SecondsLeft
 
 
-class AbortAck(Message, frozen=True, array_like=True):
+class AbortAck(NodeMessage, frozen=True, array_like=True):
     """Nothing can land under this ticket any more, except by media in `lost`: these need their own fence. Also sent
     unasked: the writer gave up."""
 
@@ -451,7 +451,7 @@ class AbortAck(Message, frozen=True, array_like=True):
     lost: Annotated[tuple[Id, ...], msgspec.Meta(max_length=MAX_REASONS)] = ()
 
 
-class Fetch(Message, frozen=True, array_like=True):
+class Fetch(NodeMessage, frozen=True, array_like=True):
     """Write cached KV under this ticket, whose writer you are: that of the tokens that these block hashes name, from
     the prompt's first on. Answered by the ticket's protocol (writes and Commit, or AbortAck), or by Declined."""
 
@@ -459,7 +459,7 @@ class Fetch(Message, frozen=True, array_like=True):
     hashes: bytes
 
 
-class Declined(Message, frozen=True, array_like=True):
+class Declined(NodeMessage, frozen=True, array_like=True):
     """The holder will not write under that ticket, or gave up when it had begun to. No proof of anything: the reader
     still aborts it."""
 

@@ -67,7 +67,7 @@ class Step:
     seconds: float
 
 
-class Kind:
+class StepKind:
     """Weighted sums over the steps of one kind."""
 
     def __init__(self) -> None:
@@ -111,15 +111,15 @@ class Kind:
         return predicted * (1.0 + error)
 
 
-class Fit:
+class CostFit:
     """Owned by one thread. `cost` solves, so it is asked once per report, not once per step."""
 
     def __init__(self, chunk_tokens: int = 0, prior: Vector = PRIOR) -> None:
         self._chunk_tokens = chunk_tokens
         self._values = prior.copy()
         self._scale = prior.copy()
-        self._prefill = Kind()
-        self._decode = Kind()
+        self._prefill = StepKind()
+        self._decode = StepKind()
         self._is_stale = False
         self._cost: NodeCost | None = None
         """Of all steps so far; None: not worked out yet."""
@@ -167,7 +167,7 @@ class Fit:
             DecodeCost(decode_fixed, row, context, self._decode.samples, self._error(self._decode, wide, slice(3, 6))),
         )
 
-    def _error(self, kind: Kind, wide: Vector, half: slice) -> CostError:
+    def _error(self, kind: StepKind, wide: Vector, half: slice) -> CostError:
         """Of the coefficients of one half, the others being just as uncertain. wide: a root of the inverse of what is
         known of all of them."""
         spread = kind.spread()

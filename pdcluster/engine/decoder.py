@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdcluster.engine.model.base import Computed, Progress
+from pdcluster.engine.model.base import Computed, LayerProgress
 from pdcluster.engine.model.batch import Batch
 from pdcluster.engine.model.collective import Collective
 from pdcluster.engine.model.config import ModelConfig
@@ -46,7 +46,7 @@ class Decoder:
             _Layer(layer, index, attention, self._eps, ops, group) for index, layer in enumerate(weights.layers)
         )
 
-    def forward(self, batch: Batch, progress: Progress, wanted: Sequence[int] = ()) -> Computed:
+    def forward(self, batch: Batch, progress: LayerProgress, wanted: Sequence[int] = ()) -> Computed:
         if self._fused is not None and self._fused.takes(batch):
             return self._fused.run(batch, progress, wanted)
         hidden = F.embedding(batch.token_ids, self._embedding).float()

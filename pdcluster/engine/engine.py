@@ -25,8 +25,8 @@ from pdcluster.core.errors import ConfigError, IntegrityError, ModelError
 from pdcluster.core.messages import Sampling, TokenLogprobs
 from pdcluster.core.step import Row, RowError, RowResult, StepPlan, StepResult
 from pdcluster.engine.decoder import Decoder
-from pdcluster.engine.model.base import Computed, Model, Progress
-from pdcluster.engine.model.batch import Batch, Limits, Span, build_batch
+from pdcluster.engine.model.base import CausalModel, Computed, LayerProgress
+from pdcluster.engine.model.batch import Batch, PlanLimits, RowSpan, build_batch
 from pdcluster.engine.model.collective import Alone, Collective, InOrder
 from pdcluster.engine.model.config import ModelConfig, read_config
 from pdcluster.engine.model.shard import cut, share_of
@@ -36,9 +36,9 @@ from pdcluster.engine.ops.quantized import Quantization, int8_ops
 from pdcluster.engine.ops.select import Ops, select_ops
 from pdcluster.engine.sampling.constraint import Constraints, unbound
 from pdcluster.engine.sampling.grammar import Grammars, vocabulary_of
-from pdcluster.engine.sampling.penalties import Choice
+from pdcluster.engine.sampling.penalties import SamplingRow
 from pdcluster.engine.sampling.sampler import logprobs_alone, sample, sample_alone, token_logprobs
-from pdcluster.engine.worker import Worker
+from pdcluster.engine.worker import EngineWorker
 from pdcluster.kv.layout import DType, KVLayout
 from pdcluster.kv.pool import KVPool
 
@@ -134,7 +134,9 @@ class Engine:
     layout: that of this rank's pool; full_layout: with the heads of all ranks.
     """
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None, group: Collective | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, progress: LayerProgress | None = None, group: Collective | None = None
+    ) -> None:
         torch.set_num_threads(config.threads)
         group = Alone() if group is None else InOrder(group) if config.deterministic else group
         self._sample_rows, self._logprobs = (
@@ -151,17 +153,17 @@ class Engine:
         self.max_len = _max_len(config.max_len, self.config, self.num_pages * config.page_tokens)
         self.pool = KVPool(self.layout, self.num_pages, config.device)
         self._ops = _ops_of(config, weights.dtype)
-        self._model: Model = Decoder(self.config, weights, self.pool.tensor, self._ops, share, group)
+        self._model: CausalModel = Decoder(self.config, weights, self.pool.tensor, self._ops, share, group)
         self._group = group
         self._device = config.device
-        self._limits = Limits(self.config.vocab_size, self.num_pages, config.page_tokens, self.max_len)
-        self._progress = progress or Progress()
+        self._limits = PlanLimits(self.config.vocab_size, self.num_pages, config.page_tokens, self.max_len)
+        self._progress = progress or LayerProgress()
         self.grammars = Grammars(
             lambda: vocabulary_of(config.model_dir, self.config.vocab_size, self.config.eos_token_ids)
         )
         self._constraints = Constraints(self.grammars, self.config.eos_token_ids)
         self._following = Following()
-        self._worker = Worker(self._compute, config.threads)
+        self._worker = EngineWorker(self._compute, config.threads)
         log.info(
             "engine: %s, %s on %s (%s), %d pages",
             self.config.architecture,
@@ -281,7 +283,7 @@ class Engine:
         samplings = [row.sampling for row in rows if row.sampling is not None]
         lengths = batch.lengths.tolist()
         choices = [
-            Choice(sampling, lengths[index], row.output_index, row.history)
+            SamplingRow(sampling, lengths[index], row.output_index, row.history)
             for index, row, sampling in zip(drawing, rows, samplings, strict=True)
         ]
         masks, dead = self._constraints.of_step(
@@ -308,7 +310,7 @@ class Engine:
             for place, index in enumerate(drawing)
         }
 
-    def _prompt_logprobs(self, row: Row, computed: Computed, span: Span) -> tuple[TokenLogprobs, ...]:
+    def _prompt_logprobs(self, row: Row, computed: Computed, span: RowSpan) -> tuple[TokenLogprobs, ...]:
         if row.prompt_logprobs is None:
             return ()
         hidden = computed.hidden()[span.begin : span.end]

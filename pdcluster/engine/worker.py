@@ -28,7 +28,7 @@ PLACES = 2
 """One step runs, one waits behind it, so that the thread has something to do when the first is done."""
 
 
-class Worker:
+class EngineWorker:
     """launch, collect and close from one thread, the owner's."""
 
     def __init__(self, compute: Callable[[StepPlan], StepResult], threads: int) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 
 from pdcluster.checkpoint import bundled
 from pdcluster.core.errors import ConfigError, PdclusterError
-from pdcluster.launch.up import Cluster, Output, Serving, make_output, on_signals, stop_all, unless
-from pdcluster.settings.config import Loaded, RouterConfig, UpConfig, load
+from pdcluster.launch.up import ClusterOutput, LocalCluster, Serving, make_output, on_signals, stop_all, unless
+from pdcluster.settings.config import LoadedSection, RouterConfig, UpConfig, load
 
 # One request's timeline as text that a person can read, from the `pdcluster` object of its final usage. Only
 # formatting.
@@ -30,7 +30,7 @@ BAR, FAINT = "█", "░"
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimelineSpan:
     """Something that took from `start` to `end`, in seconds since the request came in; from `faint` on it is drawn
     faintly."""
 
@@ -69,18 +69,18 @@ def _where(usage: Mapping[str, object], route: Mapping[str, object]) -> str:
     )
 
 
-def _spans(seconds: Mapping[str, float], transfer: str) -> list[Span]:
+def _spans(seconds: Mapping[str, float], transfer: str) -> list[TimelineSpan]:
     queue, prefill, moved, exposed, decode = (
         seconds.get(f"{name}_s", 0.0) for name in ("queue", "prefill", "transfer", "exposed", "decode")
     )
     first, second, placed = seconds.get("ttft_s"), seconds.get("ttst_s"), seconds.get("placed_s", 0.0)
     queued, sampled = placed + queue, placed + queue + prefill
     spans = (
-        [Span("held, tried", 0.0, placed, "before the attempt that came to the end")]
+        [TimelineSpan("held, tried", 0.0, placed, "before the attempt that came to the end")]
         if placed >= WORTH_TELLING_S
         else []
     )
-    spans += [Span("queue", placed, queued, ""), Span("prefill", queued, sampled, "")]
+    spans += [TimelineSpan("queue", placed, queued, ""), TimelineSpan("prefill", queued, sampled, "")]
     if transfer:
         exposed_part = min(moved, exposed)
         end = sampled + exposed_part
@@ -88,23 +88,23 @@ def _spans(seconds: Mapping[str, float], transfer: str) -> list[Span]:
             f"{_ms(moved - exposed_part)} hidden behind prefill, {_ms(exposed_part)} exposed, "
             f"{seconds.get('transfer_bytes', 0.0) / 1e6:.2f} MB"
         )
-        spans.append(Span("KV transfer", max(0.0, end - moved), end, note, faint=sampled))
+        spans.append(TimelineSpan("KV transfer", max(0.0, end - moved), end, note, faint=sampled))
     if first is not None:
-        spans.append(Span("first token", first, first, ""))
+        spans.append(TimelineSpan("first token", first, first, ""))
     if second is not None:
-        spans.append(Span("second token", second, second, ""))
+        spans.append(TimelineSpan("second token", second, second, ""))
     if decode > 0.0:
         step = decode / max(1.0, seconds.get("decode_tokens", 0.0))
         start = (
             max(sampled, second - step) if second is not None else sampled
         )  # it includes the step of the second token
         spans.append(
-            Span("decode", start, start + decode, f"{seconds.get('decode_tokens', 0.0) / decode:.0f} tokens/s")
+            TimelineSpan("decode", start, start + decode, f"{seconds.get('decode_tokens', 0.0) / decode:.0f} tokens/s")
         )
     return spans
 
 
-def _line(span: Span, whole: float) -> str:
+def _line(span: TimelineSpan, whole: float) -> str:
     first, last = (min(WIDTH - 1, int(at / whole * WIDTH)) for at in (span.start, span.end))
     border = WIDTH if span.faint is None else int(span.faint / whole * WIDTH)
     cells = "".join((FAINT if at >= border else BAR) if first <= at <= last else " " for at in range(WIDTH))
@@ -194,11 +194,11 @@ def _completion(prompt: str) -> dict[str, object]:
     return {"prompt": prompt, "max_tokens": 64, "temperature": 0.5, "seed": 11}
 
 
-def run(loaded: Loaded[UpConfig]) -> int:
+def run(loaded: LoadedSection[UpConfig]) -> int:
     return asyncio.run(_demo(_with_defaults(loaded)))
 
 
-def _with_defaults(loaded: Loaded[UpConfig]) -> Loaded[UpConfig]:
+def _with_defaults(loaded: LoadedSection[UpConfig]) -> LoadedSection[UpConfig]:
     origins = {**loaded.origins, **load(RouterConfig, loaded.flags, loaded.file).origins}
     wanted = {path: value for path, value in DEFAULTS.items() if origins[path] == "default"}
     if not (loaded.config.prefill and loaded.config.decode):
@@ -206,7 +206,7 @@ def _with_defaults(loaded: Loaded[UpConfig]) -> Loaded[UpConfig]:
     return load(UpConfig, {**wanted, **loaded.flags}, loaded.file)
 
 
-def check_open(loaded: Loaded[UpConfig]) -> None:
+def check_open(loaded: LoadedSection[UpConfig]) -> None:
     """The demo is a client without an API key."""
     router = load(RouterConfig, loaded.flags, loaded.file)
     if router.config.tenants is not None:
@@ -214,11 +214,11 @@ def check_open(loaded: Loaded[UpConfig]) -> None:
         raise ConfigError(f"router.tenants is {router.config.tenants}, and the demo has no API key; {way_out}")
 
 
-async def _demo(loaded: Loaded[UpConfig]) -> int:
+async def _demo(loaded: LoadedSection[UpConfig]) -> int:
     check_open(loaded)
     output, log_format = make_output(loaded)
     stop = on_signals()
-    cluster = Cluster(loaded, output, log_format=log_format)
+    cluster = LocalCluster(loaded, output, log_format=log_format)
     done = None
     try:
         serving = await unless(stop.first, cluster.start())
@@ -233,7 +233,7 @@ async def _demo(loaded: Loaded[UpConfig]) -> int:
     return 0 if done and clean else 1
 
 
-async def _converse(serving: Serving, output: Output) -> bool:
+async def _converse(serving: Serving, output: ClusterOutput) -> bool:
     """Send the examples one after the other; True when all were answered."""
     is_bundled = serving.model == bundled.path().name
     examples = chats() if not is_bundled and await asyncio.to_thread(_takes_chats, serving) else completions()
@@ -262,7 +262,7 @@ def _takes_chats(serving: Serving) -> bool:
         connection.close()
 
 
-def _show(serving: Serving, example: Example, output: Output) -> dict[str, Any]:
+def _show(serving: Serving, example: Example, output: ClusterOutput) -> dict[str, Any]:
     """Print one answer as it streams in; returns its usage."""
     usage: dict[str, Any] = {}
     output.write("  ")

@@ -31,7 +31,7 @@ from pdcluster.core.messages import Role
 from pdcluster.processes.supervisor import Facts, Spec, Supervisor
 from pdcluster.settings.config import (
     BootstrapConfig,
-    Loaded,
+    LoadedSection,
     NodeConfig,
     RouterConfig,
     UpConfig,
@@ -96,7 +96,7 @@ class Serving:
         )
 
 
-class Output:
+class ClusterOutput:
     """What `up` shows: its own lines on stdout, its children's on stderr, each with the child's name."""
 
     def __init__(self, out: TextIO, err: TextIO, *, as_json: bool, width: int) -> None:
@@ -120,10 +120,10 @@ class Output:
         print(line, file=self._err, flush=True)
 
 
-class Cluster:
+class LocalCluster:
     """The processes of one `up`. Start it once, stop it once; `stop` may be called at any time."""
 
-    def __init__(self, loaded: Loaded[UpConfig], output: Output, *, log_format: str) -> None:
+    def __init__(self, loaded: LoadedSection[UpConfig], output: ClusterOutput, *, log_format: str) -> None:
         self._loaded = loaded
         self._config = loaded.config
         self._say = output.say
@@ -193,11 +193,11 @@ class Cluster:
         return path, cast("str | None", values[path])
 
     @cached_property
-    def _router_settings(self) -> Loaded[RouterConfig]:
+    def _router_settings(self) -> LoadedSection[RouterConfig]:
         return load(RouterConfig, self._loaded.flags, self._loaded.file)
 
     @cached_property
-    def _node_settings(self) -> Loaded[NodeConfig]:
+    def _node_settings(self) -> LoadedSection[NodeConfig]:
         return load(NodeConfig, self._loaded.flags, self._loaded.file)
 
     @property
@@ -298,15 +298,15 @@ class Cluster:
         return self._loaded.origins[path] != "default"
 
 
-def run(loaded: Loaded[UpConfig]) -> int:
+def run(loaded: LoadedSection[UpConfig]) -> int:
     """Start, say one line when ready, serve until SIGINT, SIGTERM or a lasting failure, stop."""
     return asyncio.run(_serve(loaded))
 
 
-async def _serve(loaded: Loaded[UpConfig]) -> int:
+async def _serve(loaded: LoadedSection[UpConfig]) -> int:
     output, log_format = make_output(loaded)
     stop = on_signals()
-    cluster = Cluster(loaded, output, log_format=log_format)
+    cluster = LocalCluster(loaded, output, log_format=log_format)
     code = 0
     try:
         serving = await unless(stop.first, cluster.start())
@@ -326,7 +326,7 @@ async def _serve(loaded: Loaded[UpConfig]) -> int:
     return code or int(not clean)
 
 
-async def stop_all(cluster: Cluster, stop: Signals) -> bool:
+async def stop_all(cluster: LocalCluster, stop: Signals) -> bool:
     """Stop the cluster, at once when a second signal comes; True when nothing had to be killed."""
     hurry = asyncio.create_task(_hurry(stop, cluster))
     try:
@@ -355,16 +355,16 @@ def on_signals() -> Signals:
     return signals
 
 
-async def _hurry(stop: Signals, cluster: Cluster) -> None:
+async def _hurry(stop: Signals, cluster: LocalCluster) -> None:
     await stop.second.wait()
     cluster.supervisor.hurry()
 
 
-def make_output(loaded: Loaded[UpConfig]) -> tuple[Output, str]:
+def make_output(loaded: LoadedSection[UpConfig]) -> tuple[ClusterOutput, str]:
     """Where lines go, and the log format children must use (their own stderr is a pipe, so they cannot tell)."""
     log_format = resolve_format(loaded.config.log.format, sys.stderr)
     width = max(len(BOOTSTRAP), *(len(plan.name) for plan in plan_nodes(loaded.config, set())))
-    return Output(sys.stdout, sys.stderr, as_json=log_format == "json", width=width), log_format
+    return ClusterOutput(sys.stdout, sys.stderr, as_json=log_format == "json", width=width), log_format
 
 
 def plan_nodes(config: UpConfig, available: set[int]) -> tuple[NodePlan, ...]:

@@ -10,7 +10,7 @@ import zmq
 
 from pdcluster.core.messages import Endpoint, Role
 from pdcluster.kv.pages import PagePool
-from pdcluster.node.availability import Standing
+from pdcluster.node.availability import NodeAvailability
 from pdcluster.node.components import Neighbours, NodeParts, StepEngine
 from pdcluster.node.decode import DecodeSide
 from pdcluster.node.grammar_queue import GrammarQueue, GrammarSource
@@ -21,7 +21,7 @@ from pdcluster.node.outbox import Outbox
 from pdcluster.node.prefill import LayerGroups, Parking, PrefillSide
 from pdcluster.node.step_timer import Stopwatch
 from pdcluster.node.tensor_parallel.endpoint_client import LinkedMemories, RankLink
-from pdcluster.scheduler.scheduler import Limits, Scheduler
+from pdcluster.scheduler.scheduler import SchedulerLimits, Scheduler
 from pdcluster.transfer.backends.base import Backend, Peer, Region
 from pdcluster.transfer.backends.ranked import RankedBackend
 from pdcluster.transfer.layout.geometry import PageShape
@@ -69,7 +69,7 @@ class Wiring:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class NodeContext:
     """What the four sides of a node work on together."""
 
     scheduler: Scheduler
@@ -85,7 +85,7 @@ def assemble(
     wiring: Wiring,
     shape: Shape,
     engine: StepEngine,
-    limits: Limits,
+    limits: SchedulerLimits,
     files: ModelFiles,
     neighbours: Neighbours,
     clock: Callable[[], float],
@@ -97,10 +97,10 @@ def assemble(
     backends = _media_of_all_ranks(wiring, shape)
     pages = PagePool(shape.num_pages, shape.pages.page_tokens, shape.block_tokens)
     writer, reader = _writer(wiring, shape, backends, clock), _reader(wiring, shape, backends, hub.address, clock)
-    shared = Shared(Scheduler(pages, limits, clock), pages, writer, reader, Outbox(), EndedLegs(), clock)
+    shared = NodeContext(Scheduler(pages, limits, clock), pages, writer, reader, Outbox(), EndedLegs(), clock)
     return NodeParts(
         me=wiring.me,
-        standing=Standing(wiring.role, neighbours),
+        standing=NodeAvailability(wiring.role, neighbours),
         max_rows=limits.max_rows,
         engine=engine,
         scheduler=shared.scheduler,
@@ -167,7 +167,7 @@ def _reader(
     )
 
 
-def _prefill_side(wiring: Wiring, shape: Shape, shared: Shared) -> PrefillSide:
+def _prefill_side(wiring: Wiring, shape: Shape, shared: NodeContext) -> PrefillSide:
     return PrefillSide(
         shared.scheduler,
         shared.pages,

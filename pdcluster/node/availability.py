@@ -15,7 +15,7 @@ from pdcluster.core.messages import Manage, Managed, Role
 logger = logging.getLogger(__name__)
 
 
-class Cluster(Protocol):
+class CardPublisher(Protocol):
     """Where the node's card is changed, for those who are not linked to it."""
 
     def set_role(self, role: Role) -> None: ...
@@ -23,10 +23,10 @@ class Cluster(Protocol):
     def set_draining(self, is_draining: bool) -> None: ...
 
 
-class Standing:
+class NodeAvailability:
     """is_draining: on the way out, which no message takes back."""
 
-    def __init__(self, role: Role, cluster: Cluster) -> None:
+    def __init__(self, role: Role, cluster: CardPublisher) -> None:
         self.role = role
         self.is_cordoned = False
         self.is_draining = False

@@ -10,7 +10,7 @@ from typing import Protocol
 from pdcluster.core.messages import Role
 from pdcluster.core.step import StepPlan, StepResult
 from pdcluster.kv.pages import PagePool
-from pdcluster.node.availability import Standing
+from pdcluster.node.availability import NodeAvailability
 from pdcluster.node.decode import DecodeSide
 from pdcluster.node.grammar_queue import GrammarQueue
 from pdcluster.node.kv_fetch import ExportSide, FetchSide
@@ -64,7 +64,7 @@ class NodeParts:
     """Everything the loop composes, built by `server`."""
 
     me: Peer
-    standing: Standing
+    standing: NodeAvailability
     max_rows: int
     engine: StepEngine
     scheduler: Scheduler

@@ -14,17 +14,27 @@ from dataclasses import dataclass
 
 from pdcluster.core import errors
 from pdcluster.core.grammar import Grammar
-from pdcluster.core.messages import Failed, Finished, Prefill, Reserve, Reserved, Scheduled, Timings, Work
+from pdcluster.core.messages import Failed, Finished, LegTimings, Prefill, Reserve, Reserved, Scheduled, Work
 from pdcluster.core.step import StepPlan
 from pdcluster.kv.pages import PagePool
-from pdcluster.node.legs import REFUSALS, Ended, EndedLegs, Output, check_newest, key_of, of_router, refusal, unawaited
+from pdcluster.node.legs import (
+    REFUSALS,
+    EmittedTokens,
+    Ended,
+    EndedLegs,
+    check_newest,
+    key_of,
+    of_router,
+    refusal,
+    unawaited,
+)
 from pdcluster.node.outbox import Outbox
 from pdcluster.scheduler.scheduler import Scheduler, Update
 from pdcluster.scheduler.sequence import Sequence
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.protocol.reader import Reader
-from pdcluster.transfer.protocol.session import Failed as TicketFailed
 from pdcluster.transfer.protocol.session import Landed, Reclaimed
+from pdcluster.transfer.protocol.session import TicketFailed as TicketFailed
 
 # Who asked for a slot first: keeps large prompts from starving at a full decode node, while small ones still slip
 # through for a while.
@@ -40,7 +50,7 @@ class _Place:
     overtaken: int = 0
 
 
-class Line:
+class WaitQueue:
     """Oldest place first. Bounded: more requests than `capacity` get no place, and may be overtaken for ever."""
 
     def __init__(self, *, max_overtakes: int = 8, patience_s: float = 2.0, capacity: int = 1024) -> None:
@@ -95,7 +105,7 @@ class DecodeLeg:
     sequence: Sequence
     deadline: float
     arrived: float
-    output: Output
+    output: EmittedTokens
     nonce: int | None = None
     decode_from: float | None = None
 
@@ -119,7 +129,7 @@ class DecodeSide:
         self._ended = ended
         self._vocab_size = vocab_size
         self._clock = clock
-        self._line = Line()
+        self._line = WaitQueue()
         self._legs: dict[str, DecodeLeg] = {}
         self._by_key: dict[str, DecodeLeg] = {}
         self._by_nonce: dict[int, DecodeLeg] = {}
@@ -304,7 +314,14 @@ class DecodeSide:
     def _enter(self, router: Peer, work: Work, sequence: Sequence) -> DecodeLeg:
         now = self._clock()
         leg = DecodeLeg(
-            router, work.request, work.attempt, key_of(work), sequence, now + work.deadline_s, now, Output.of(work)
+            router,
+            work.request,
+            work.attempt,
+            key_of(work),
+            sequence,
+            now + work.deadline_s,
+            now,
+            EmittedTokens.of(work),
         )
         self._legs[leg.request] = self._by_key[leg.key] = leg
         return leg
@@ -339,11 +356,11 @@ class DecodeSide:
             )
             self._end(fork, reason)
 
-    def _timings(self, leg: DecodeLeg) -> Timings:
+    def _timings(self, leg: DecodeLeg) -> LegTimings:
         now = self._clock()
         scheduled = leg.sequence.first_scheduled
         first = leg.decode_from if leg.decode_from is not None else now
-        return Timings(
+        return LegTimings(
             queue_s=max(scheduled - leg.arrived, 0.0) if scheduled is not None else 0.0,
             prefill_s=max(first - scheduled, 0.0) if scheduled is not None else 0.0,
             decode_s=now - first,

@@ -46,7 +46,7 @@ class GrammarSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class AwaitingGrammar:
     router: Peer
     message: Prefill | Reserve
     grammar: Grammar
@@ -63,7 +63,7 @@ class GrammarQueue:
         self._source = source
         self._outbox = outbox
         self._clock = clock
-        self._waiting: list[Waiting] = []
+        self._waiting: list[AwaitingGrammar] = []
         self._tickets: dict[str, Deliver] = {}
         """For prompts that wait: a decode node had the grammar sooner."""
         self._look_at = 0.0
@@ -80,7 +80,7 @@ class GrammarQueue:
             return True
         self.cancel(work.request, work.attempt)
         limit_s = min(work.deadline_s, RESERVE_S) if isinstance(message, Reserve) else work.deadline_s
-        waiting = Waiting(router, message, grammar, self._clock() + limit_s)
+        waiting = AwaitingGrammar(router, message, grammar, self._clock() + limit_s)
         answer = self._ask(waiting)
         if answer is False:
             self._waiting.append(waiting)
@@ -156,7 +156,7 @@ class GrammarQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def _keep(self, wanted: Callable[[Waiting], bool]) -> None:
+    def _keep(self, wanted: Callable[[AwaitingGrammar], bool]) -> None:
         if self._waiting:
             self._waiting = [each for each in self._waiting if wanted(each)]
             self._drop_tickets()
@@ -166,7 +166,7 @@ class GrammarQueue:
             prompts = {each.message.work.request for each in self._waiting if each.leg == "prefill"}
             self._tickets = {request: ticket for request, ticket in self._tickets.items() if request in prompts}
 
-    def _ask(self, waiting: Waiting) -> bool | None:
+    def _ask(self, waiting: AwaitingGrammar) -> bool | None:
         """None when its router was told that it can not be."""
         work = waiting.message.work
         try:
@@ -179,7 +179,7 @@ class GrammarQueue:
             self._outbox.message(waiting.router, refusal(work, waiting.leg, error, PARAM))
             return None
 
-    def _give_up(self, waiting: Waiting) -> None:
+    def _give_up(self, waiting: AwaitingGrammar) -> None:
         work = waiting.message.work
         if isinstance(waiting.message, Reserve):
             reason = "the request's grammar is being compiled here"

@@ -31,7 +31,7 @@ from pdcluster.scheduler.sequence import Sequence
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.paths.breaker import Breaker, BreakerSettings
 from pdcluster.transfer.protocol.reader import Reader
-from pdcluster.transfer.protocol.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed, peer_of
+from pdcluster.transfer.protocol.session import Acked, Drained, Landed, Reclaimed, TicketFailed, TicketGaveUp, peer_of
 from pdcluster.transfer.protocol.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -117,10 +117,10 @@ class FetchSide:
             return
         self._abort(pulling, message.reason, "failed" if message.gave_up else "declined")
 
-    def on_event(self, event: Landed | Failed | Reclaimed) -> None:
+    def on_event(self, event: Landed | TicketFailed | Reclaimed) -> None:
         """What became of a ticket of ours."""
         pulling = self._pulls[event.nonce]
-        if isinstance(event, Failed):
+        if isinstance(event, TicketFailed):
             if pulling.is_open:
                 self._end(pulling, "expired" if self._clock() >= pulling.deadline else "failed", event.reason)
             return
@@ -315,7 +315,7 @@ class ExportSide:
     def owns(self, nonce: int) -> bool:
         return nonce in self._exports
 
-    def on_event(self, event: Acked | GaveUp | Drained) -> None:
+    def on_event(self, event: Acked | TicketGaveUp | Drained) -> None:
         if isinstance(event, Drained):
             self._pages.release(self._exports.pop(event.nonce).pages)
         elif isinstance(event, Acked):

@@ -23,7 +23,7 @@ from pdcluster.transfer.backends.base import Peer
 
 
 @dataclass(slots=True)
-class Output:
+class EmittedTokens:
     """Output tokens of one attempt, kept so that a lost frame can be sent again. first_position: tokens that earlier
     attempts emitted."""
 
@@ -35,7 +35,7 @@ class Output:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @classmethod
-    def of(cls, work: Work) -> Output:
+    def of(cls, work: Work) -> EmittedTokens:
         return cls(work.request, work.attempt, len(work.token_ids) // 4 - work.num_prompt)
 
     @property
@@ -75,7 +75,7 @@ class Ended:
     """The last word on a leg, with its tokens, for a router that lost the frame that said so."""
 
     router: Peer
-    output: Output
+    output: EmittedTokens
     word: Finished | Failed | Delivered
 
 

@@ -27,19 +27,19 @@ class Sender(Protocol):
 
 
 @dataclass(slots=True)
-class Pending:
+class PendingOutput:
     rows: list[TokenRow] = field(default_factory=list)
     messages: list[AnyMessage] = field(default_factory=list)
 
 
 class Outbox:
     def __init__(self) -> None:
-        self._pending: dict[Peer | Endpoint, Pending] = {}
+        self._pending: dict[Peer | Endpoint, PendingOutput] = {}
         self._held: list[tuple[Callable[[], bool], Peer | Endpoint, AnyMessage]] = []
 
     def row(self, router: Peer, row: TokenRow) -> None:
         """Add output tokens to the router's frame of this turn."""
-        self._pending.setdefault(router, Pending()).rows.append(row)
+        self._pending.setdefault(router, PendingOutput()).rows.append(row)
 
     def message(self, to: Peer | Endpoint, message: AnyMessage, *, once: Callable[[], bool] | None = None) -> None:
         """Send `message` after this turn's tokens. A node that has not called us is named by its endpoint. once: not
@@ -47,7 +47,7 @@ class Outbox:
         if once is not None and not once():
             self._held.append((once, to, message))
             return
-        self._pending.setdefault(to, Pending()).messages.append(message)
+        self._pending.setdefault(to, PendingOutput()).messages.append(message)
 
     def flush(self, sender: Sender) -> None:
         """Send everything. What a dead link drops is not kept: the router asks for it again by its Hello."""

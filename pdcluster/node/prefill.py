@@ -23,22 +23,32 @@ from pdcluster.core.messages import (
     Delivered,
     Failed,
     Finished,
+    LegTimings,
     Prefill,
     Refused,
     RefusedLeg,
     Scheduled,
     Ticket,
-    Timings,
     TokenLogprobs,
 )
 from pdcluster.core.step import StepPlan
 from pdcluster.kv.pages import PagePool
-from pdcluster.node.legs import REFUSALS, Ended, EndedLegs, Output, check_newest, key_of, of_router, refusal, unawaited
+from pdcluster.node.legs import (
+    REFUSALS,
+    EmittedTokens,
+    Ended,
+    EndedLegs,
+    check_newest,
+    key_of,
+    of_router,
+    refusal,
+    unawaited,
+)
 from pdcluster.node.outbox import Outbox
 from pdcluster.scheduler.scheduler import Scheduler, Update
 from pdcluster.scheduler.sequence import Sequence
 from pdcluster.transfer.backends.base import Peer
-from pdcluster.transfer.protocol.session import Acked, Drained, GaveUp, TransferStats
+from pdcluster.transfer.protocol.session import Acked, Drained, TicketGaveUp, TransferStats
 from pdcluster.transfer.protocol.writer import Writer
 
 # Finished KV that waits in a prefill node's own pool until a decode node takes it: how much there is, and when that
@@ -162,7 +172,7 @@ class PrefillLeg:
     num_tokens: int
     deadline: float
     arrived: float
-    output: Output
+    output: EmittedTokens
     parking_deadline: float | None = None
     """Since the last moment at which KV that is finished had a ticket."""
     ticket: Ticket | None = None
@@ -241,7 +251,7 @@ class PrefillSide:
             len(work.token_ids) // 4,
             now + work.deadline_s,
             now,
-            Output.of(work),
+            EmittedTokens.of(work),
         )
         self._legs[leg.request] = self._by_key[leg.key] = self._queued[leg.key] = leg
 
@@ -369,7 +379,7 @@ class PrefillSide:
             self._outbox.message(leg.router, Failed(leg.request, leg.attempt, code, reason, retryable, param))
             self._end(leg, reason)
 
-    def on_event(self, event: Acked | GaveUp | Drained) -> None:
+    def on_event(self, event: Acked | TicketGaveUp | Drained) -> None:
         if isinstance(event, Drained):
             self._pages.release(self._pins.pop(event.nonce, Pins()).pages)
             return
@@ -378,7 +388,7 @@ class PrefillSide:
             return
         ticket, leg.ticket = leg.ticket, None
         assert ticket is not None
-        if isinstance(event, GaveUp):
+        if isinstance(event, TicketGaveUp):
             self._start_parking_clock(leg)
             self._refuse(leg.router, leg.request, ticket.attempt, "deliver", event.reason, STOPPED_BY_PEER_S)
             return
@@ -509,10 +519,10 @@ class PrefillSide:
     ) -> None:
         self._outbox.message(router, Refused(request, attempt, leg, reason, retry_after_s))
 
-    def _timings(self, leg: PrefillLeg, stats: TransferStats | None = None) -> Timings:
+    def _timings(self, leg: PrefillLeg, stats: TransferStats | None = None) -> LegTimings:
         scheduled = leg.scheduled_at if leg.scheduled_at is not None else leg.arrived
         first = leg.first_token_at if leg.first_token_at is not None else scheduled
-        return Timings(
+        return LegTimings(
             queue_s=scheduled - leg.arrived,
             prefill_s=first - scheduled,
             transfer_s=stats.transfer_s if stats is not None else 0.0,

@@ -37,7 +37,7 @@ from pdcluster.node.loop import NodeLoop
 from pdcluster.node.tensor_parallel.endpoint_client import RankLink
 from pdcluster.processes.garbage import collect_seldom
 from pdcluster.processes.ready import announce
-from pdcluster.scheduler.limits import Limits, logprob_tokens_of
+from pdcluster.scheduler.limits import SchedulerLimits, logprob_tokens_of
 from pdcluster.settings.config import NodeConfig
 from pdcluster.transfer.backends.base import Backend, Peer
 from pdcluster.transfer.backends.staging import Fabric
@@ -190,8 +190,8 @@ def media_of_all(backends: dict[str, Backend], links: Sequence[RankLink]) -> dic
     return backends
 
 
-def limits_of(config: NodeConfig, engine: Engine) -> Limits:
-    return Limits(
+def limits_of(config: NodeConfig, engine: Engine) -> SchedulerLimits:
+    return SchedulerLimits(
         token_budget=config.scheduler.token_budget,
         max_rows=config.scheduler.max_rows,
         max_waiting=config.scheduler.max_waiting,

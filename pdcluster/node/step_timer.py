@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pdcluster.core.messages import CostReport
 from pdcluster.core.step import StepPlan
 from pdcluster.cost.cost import lately
-from pdcluster.cost.fit import Fit, step_of
+from pdcluster.cost.fit import CostFit, step_of
 
 
 class Stopwatch:
     def __init__(self, chunk_tokens: int, clock: Callable[[], float]) -> None:
-        self._fit = Fit(chunk_tokens)
+        self._fit = CostFit(chunk_tokens)
         self._clock = clock
         self._launched_at = 0.0
         self._done: StepPlan | None = None

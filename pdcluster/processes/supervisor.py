@@ -40,7 +40,7 @@ class StartFailed(PdclusterError):
     code = "start_failed"
 
 
-class GaveUp(PdclusterError):
+class ChildGaveUp(PdclusterError):
     """A child crashed more often than allowed."""
 
     code = "gave_up"
@@ -109,7 +109,7 @@ class Supervisor:
         self._first_delay_s = first_delay_s
         self._children: dict[str, Child] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._failure: asyncio.Future[GaveUp] = asyncio.get_running_loop().create_future()
+        self._failure: asyncio.Future[ChildGaveUp] = asyncio.get_running_loop().create_future()
         self._hurry = asyncio.Event()
         self._spare: Spare | None = None
         self.killed: list[str] = []
@@ -123,7 +123,7 @@ class Supervisor:
         self._keepers[spec.name] = asyncio.create_task(self._keep(child), name=f"keep {spec.name}")
         return child.facts
 
-    async def failed(self) -> GaveUp:
+    async def failed(self) -> ChildGaveUp:
         """Returns when a child crashed too often, with the reason."""
         return await asyncio.shield(self._failure)
 
@@ -241,7 +241,7 @@ class Supervisor:
             return True
         if not self._failure.done():
             self._failure.set_result(
-                GaveUp(
+                ChildGaveUp(
                     self._explain(
                         child, f"{name} crashed more than {self._restarts} times within a minute (up.restarts)"
                     )

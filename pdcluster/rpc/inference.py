@@ -9,10 +9,10 @@ from google.protobuf.message import Message as Proto
 
 from pdcluster.api.body_bound import MOST_STRINGS, check_bulk
 from pdcluster.api.openai import requests
-from pdcluster.api.openai.replies import RouteReport, Usage
+from pdcluster.api.openai.replies import RouteReport, TokenUsage
 from pdcluster.api.openai.sampling_fields import check_num_biases
 from pdcluster.api.structured.constraints import parsed
-from pdcluster.api.text.choice_text import Piece, Token
+from pdcluster.api.text.choice_text import TextPiece, Token
 from pdcluster.api.tools.offered import MAX_TOOLS
 from pdcluster.core.errors import BadRequest
 from pdcluster.rpc import inference_pb2 as pb
@@ -141,7 +141,7 @@ def _plain_fields(message: pb.GenerateRequest, kind: str) -> dict[str, object]:
     return fields | _given(message, "logprobs", "echo")
 
 
-def piece_to_proto(index: int, piece: Piece, position: int, *, logprobs: bool) -> pb.GenerateReply:
+def piece_to_proto(index: int, piece: TextPiece, position: int, *, logprobs: bool) -> pb.GenerateReply:
     """position: of the piece's first output token."""
     reply = pb.GenerateReply(
         index=index, text=piece.text, token_ids=[token.id for token in piece.tokens], position=position,
@@ -193,7 +193,7 @@ def add_report(reply: pb.GenerateReply, report: RouteReport) -> None:
         )  # fmt: skip
 
 
-def add_usage(reply: pb.GenerateReply, usage: Usage) -> None:
+def add_usage(reply: pb.GenerateReply, usage: TokenUsage) -> None:
     _set(reply.usage, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
     if usage.prompt_tokens_details is not None:
         _set(reply.usage, cached_tokens=usage.prompt_tokens_details.cached_tokens)

@@ -25,7 +25,7 @@ from pdcluster.scheduler.sequence import Sequence
 
 
 @dataclass(slots=True)
-class Flight:
+class StepInFlight:
     """sequences: of the plan's rows, in their order; kept: pages with one owner too many (3); is_void: see 2."""
 
     plan: StepPlan
@@ -40,14 +40,14 @@ class Flights:
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[StepInFlight] = deque()
         self._landed_at = 0.0
 
     def __len__(self) -> int:
         return len(self._flights)
 
     @property
-    def followable(self) -> Flight | None:
+    def followable(self) -> StepInFlight | None:
         """The step in flight, when there is one that may have another behind it."""
         return self._flights[0] if len(self._flights) == 1 and not self._flights[0].is_void else None
 
@@ -65,7 +65,7 @@ class Flights:
     def launch(self, plan: StepPlan, sequences: list[Sequence], now: float) -> None:
         for sequence in sequences:
             sequence.num_in_flight += 1
-        self._flights.append(Flight(plan, sequences, now))
+        self._flights.append(StepInFlight(plan, sequences, now))
 
     def check(self, plan: StepPlan, result: StepResult) -> None:
         """Raises IntegrityError when these are no results of the oldest step."""
@@ -82,7 +82,7 @@ class Flights:
                     "otherwise"
                 )
 
-    def land(self, now: float) -> tuple[Flight, float]:
+    def land(self, now: float) -> tuple[StepInFlight, float]:
         """The oldest step is over, and how long the engine was at it: what it wrote to is free for others, unless
         another one writes there, too."""
         flight = self._flights.popleft()

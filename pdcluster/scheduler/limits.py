@@ -14,7 +14,7 @@ LOGPROB_SCORES = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SchedulerLimits:
     """token_budget: tokens computed in one step at most; max_rows: rows of the running batch and slots together;
     max_waiting: bound of the queue (preempted rows come on top); max_len: prompt and output tokens of one request;
     reserve_tokens: output tokens of a row for which admission keeps pages available; max_overtakes: how many smaller
@@ -58,7 +58,7 @@ def logprob_tokens_of(vocab_size: int) -> int:
     return min(max(LOGPROB_SCORES // vocab_size, 64), 512)
 
 
-def longest(sequence: Sequence, limits: Limits, pool: PagePool) -> int:
+def longest(sequence: Sequence, limits: SchedulerLimits, pool: PagePool) -> int:
     """Tokens at which the sequence ends at the latest. Raises BadRequest or RequestTooLarge when it can never run
     here."""
     max_tokens = sequence.sampling.max_tokens

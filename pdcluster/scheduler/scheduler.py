@@ -38,12 +38,12 @@ from pdcluster.scheduler.backlog import backlog, blocks_by_then, decoding
 from pdcluster.scheduler.credit import Credit
 from pdcluster.scheduler.flight import Flights
 from pdcluster.scheduler.forecast import Forecast
-from pdcluster.scheduler.limits import Limits, longest
+from pdcluster.scheduler.limits import SchedulerLimits, longest
 from pdcluster.scheduler.rows import Draft, Occupancy, Update, can_be_followed, finish
 from pdcluster.scheduler.sequence import Sequence
 from pdcluster.scheduler.sharing import Forks, can_fork, publish
 
-__all__ = ["Limits", "Occupancy", "Scheduler", "Update"]
+__all__ = ["SchedulerLimits", "Occupancy", "Scheduler", "Update"]
 
 _LOOKAHEAD = 8
 """How many requests are tried in one step beyond those that there are rows for."""
@@ -57,7 +57,7 @@ class Scheduler:
     → update.
     """
 
-    def __init__(self, pages: PagePool, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, pages: PagePool, limits: SchedulerLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._pool = pages
         self._limits = limits
         self._clock = clock

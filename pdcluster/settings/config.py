@@ -472,7 +472,7 @@ def _check_heartbeat(heartbeat_s: float, lease_s: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded(Generic[S]):
+class LoadedSection(Generic[S]):
     """A section's values, and for each key's path what its value is and which source set it. flags and file: what they
     were read from."""
 
@@ -488,7 +488,7 @@ def load(
     flags: Mapping[str, object] | None = None,
     file: Path | None = None,
     environ: Mapping[str, str] | None = None,
-) -> Loaded[S]:
+) -> LoadedSection[S]:
     """Read one section from all sources. flags: key paths (with the section) to raw values; environ defaults to the
     process's."""
     environ = os.environ if environ is None else environ
@@ -507,7 +507,7 @@ def load(
         values[found.path] = (
             parsed(found, given[found.path], origins[found.path]) if found.path in given else found.default
         )
-    return Loaded(built(cls, section_of(cls), values), values, origins, flags or {}, file)
+    return LoadedSection(built(cls, section_of(cls), values), values, origins, flags or {}, file)
 
 
 def section_of(cls: type[Section]) -> str:

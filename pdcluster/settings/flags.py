@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from pdcluster.core.errors import ConfigError, PdclusterError
-from pdcluster.settings.config import Loaded, S, keys, load
+from pdcluster.settings.config import LoadedSection, S, keys, load
 from pdcluster.settings.keys import Key
 from pdcluster.settings.kinds import boolean
 
@@ -25,7 +25,7 @@ FILE_HELP = "TOML file with sections node, router, bootstrap and up"
 SET_HELP = "set any key, such as node.kv.memory_bytes=2GiB; may be given several times"
 
 
-def command(app: typer.Typer, cls: type[S], name: str, help: str, run: Callable[[Loaded[S]], int]) -> None:
+def command(app: typer.Typer, cls: type[S], name: str, help: str, run: Callable[[LoadedSection[S]], int]) -> None:
     """Add a command that reads section `cls` from flags, environment and file, calls `run` and exits with what it
     returns."""
     found = keys(cls)

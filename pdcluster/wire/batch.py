@@ -19,7 +19,7 @@ MAX_BATCH_BYTES = 256 << 10
 frame of its own."""
 
 
-class Batch:
+class MessageBatch:
     def __init__(self, me: Peer, to_incarnation: str, *, max_frame_bytes: int) -> None:
         self._head = codec.encode_head(me.node, me.incarnation, to_incarnation)
         self._most_bytes = max_frame_bytes - len(self._head) - codec.MAX_TAIL_BYTES

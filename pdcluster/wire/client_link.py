@@ -32,8 +32,8 @@ from pdcluster.core.errors import ProtocolError
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire import codec
 from pdcluster.wire.address import parse_address
-from pdcluster.wire.batch import Batch
-from pdcluster.wire.link_socket import DOWN, Line, OpenLine
+from pdcluster.wire.batch import MessageBatch
+from pdcluster.wire.link_socket import DOWN, LinkSocket, OpenLine
 from pdcluster.wire.sockets import WireSettings
 
 FIRST_WORDS = frozenset((m.Hello, m.Welcome, m.Ping))
@@ -49,7 +49,7 @@ class LinkState(Enum):
     LOST = auto()
 
 
-class Dialer:
+class ClientLink:
     """One thread owns it. `dropped` counts frames by reason; `gaps` the times when frames were missing; `replaced`:
     lost to a newer boot."""
 
@@ -75,7 +75,7 @@ class Dialer:
         self._me, self._kind, self._new_line, self._settings = me, kind, open_line, settings
         self._open_attempts = open_attempts
         parse_address(endpoint.address)  # raises ProtocolError
-        self._batch = Batch(me, endpoint.incarnation, max_frame_bytes=settings.max_frame_bytes)
+        self._batch = MessageBatch(me, endpoint.incarnation, max_frame_bytes=settings.max_frame_bytes)
         self._sent = 0
         self._next = 0
         """Number of the frame that comes next; 0 before the first one of a connection, which have numbers from 1 on."""
@@ -84,9 +84,9 @@ class Dialer:
         self._was_up = False
         self._hello_due = False
         self._reopen_at: float | None = None
-        self._line: Line | None = None
+        self._line: LinkSocket | None = None
         self._sockets: Sequence[zmq.Socket[bytes]] = ()
-        self._retired: list[Line] = []
+        self._retired: list[LinkSocket] = []
         self._events: list[str] = []
         self._why = ""
         """What went wrong with the last line."""

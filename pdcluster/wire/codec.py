@@ -269,7 +269,7 @@ def _check_fetch(message: m.Fetch) -> None:
         raise ProtocolError("a Fetch names no block")
 
 
-_CHECKS: Mapping[type[m.Message], Callable[[Any], None]] = {
+_CHECKS: Mapping[type[m.NodeMessage], Callable[[Any], None]] = {
     m.Prefill: _check_prefill,
     m.Reserve: _check_reserve,
     m.Deliver: _check_ticketed,

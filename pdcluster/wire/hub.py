@@ -22,10 +22,10 @@ from pdcluster.core import messages as m
 from pdcluster.core.errors import ProtocolError
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire import codec
-from pdcluster.wire.batch import Batch
-from pdcluster.wire.client_link import Dialer, LinkState
+from pdcluster.wire.batch import MessageBatch
+from pdcluster.wire.client_link import ClientLink, LinkState
 from pdcluster.wire.curve import Gatekeeper
-from pdcluster.wire.link_socket import ZmqLine
+from pdcluster.wire.link_socket import ZmqLinkSocket
 from pdcluster.wire.sockets import WireSettings, derive_keys, open_router
 
 Kind = Literal["router", "node"]
@@ -74,7 +74,7 @@ class _Route:
     received: int
     heard_at: float
     sent_at: float
-    batch: Batch
+    batch: MessageBatch
     sent: int = 0
     alive: bool = True
     former: deque[bytes] = field(default_factory=lambda: deque(maxlen=MAX_FORMER))
@@ -109,7 +109,7 @@ class Hub:
             raise
         self._routes: OrderedDict[Peer, _Route] = OrderedDict()
         self._retired: OrderedDict[Peer, None] = OrderedDict()
-        self._dialers: dict[Peer, Dialer] = {}
+        self._dialers: dict[Peer, ClientLink] = {}
         self._unsent: dict[Peer, _Route] = {}
         self._events: list[Event] = []
         self._now = self._drained_at = clock()
@@ -265,13 +265,13 @@ class Hub:
             self.dropped[reason] += 1
         return sent
 
-    def _dial(self, peer: Peer, endpoint: m.Endpoint) -> Dialer | None:
+    def _dial(self, peer: Peer, endpoint: m.Endpoint) -> ClientLink | None:
         if len(self._dialers) >= self._settings.max_peers:
             self.dropped["too_many_peers"] += 1
             return None
         try:
-            dialer = Dialer(
-                self._me, endpoint, kind="node", open_line=partial(ZmqLine, self._context, endpoint.address,
+            dialer = ClientLink(
+                self._me, endpoint, kind="node", open_line=partial(ZmqLinkSocket, self._context, endpoint.address,
                 self._settings),
                 settings=self._settings, open_attempts=tuple, now=self._now, dropped=self.dropped,
             )  # fmt: skip
@@ -357,7 +357,7 @@ class Hub:
         if len(self._routes) >= self._settings.max_peers and not self._make_room():
             self.dropped["too_many_peers"] += 1
             return None
-        batch = Batch(self._me, peer.incarnation, max_frame_bytes=self._settings.max_frame_bytes)
+        batch = MessageBatch(self._me, peer.incarnation, max_frame_bytes=self._settings.max_frame_bytes)
         route = _Route(kind, identity, 0, self._now, self._now, batch)
         self._routes[peer] = route
         return route
@@ -407,7 +407,7 @@ class Hub:
         elif self._now - route.sent_at >= self._settings.heartbeat_s:
             self._ping(peer, route)
 
-    def _forget_if_lost(self, peer: Peer, dialer: Dialer) -> None:
+    def _forget_if_lost(self, peer: Peer, dialer: ClientLink) -> None:
         if dialer.state is LinkState.LOST:
             del self._dialers[peer]
             dialer.release()

@@ -1,8 +1,8 @@
 """One connection after another to one address, carrying whole frames: what a `Dialer` speaks over. Byte level only;
 what frames say is the dialer's.
 
-Two of them: `ZmqLine` here, which a hub polls and which encrypts, and `stream_line.StreamLine`, which a router's event
-loop drives itself.
+Two of them: `ZmqLinkSocket` here, which a hub polls and which encrypts, and `stream_line.StreamLine`, which a router's
+event loop drives itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DOWN, REFUSED = "down", "refused"
 nobody listens to it."""
 
 
-class Line(Protocol):
+class LinkSocket(Protocol):
     """Nothing here blocks. why: what is known of what went wrong last, to be told to people; "" for nothing."""
 
     why: str
@@ -52,11 +52,11 @@ class Line(Protocol):
         ...
 
 
-OpenLine = Callable[[], Line]
+OpenLine = Callable[[], LinkSocket]
 """A new line, which calls at once. Raises ProtocolError where nobody can."""
 
 
-class ZmqLine:
+class ZmqLinkSocket:
     """A DEALER socket and its monitor."""
 
     why = ""

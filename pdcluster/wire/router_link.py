@@ -22,8 +22,8 @@ import zmq
 from pdcluster.core.errors import NodeLost
 from pdcluster.core.messages import AnyMessage, Endpoint
 from pdcluster.transfer.backends.base import Peer
-from pdcluster.wire.client_link import Dialer, LinkState, Open
-from pdcluster.wire.link_socket import Line, ZmqLine
+from pdcluster.wire.client_link import ClientLink, LinkState, Open
+from pdcluster.wire.link_socket import LinkSocket, ZmqLinkSocket
 from pdcluster.wire.sockets import WireSettings
 from pdcluster.wire.stream_line import StreamLine
 
@@ -59,7 +59,7 @@ class NodeLink:
         self._loop = asyncio.get_running_loop()
         self._context, self._settings = context, settings
         self._has_edges = context is not None
-        self._dialer = Dialer(
+        self._dialer = ClientLink(
             me, endpoint, kind="router", open_line=self._open_line, settings=settings, open_attempts=open_attempts,
             now=self._loop.time()
         )  # fmt: skip
@@ -84,10 +84,10 @@ class NodeLink:
         self._watch()
         self._timer = self._loop.call_later(self._tick_s, self._tick)
 
-    def _open_line(self) -> Line:
+    def _open_line(self) -> LinkSocket:
         address = self.endpoint.address
         if self._context is not None:
-            return ZmqLine(self._context, address, self._settings)
+            return ZmqLinkSocket(self._context, address, self._settings)
         return StreamLine(address, self._settings, self._on_readable, self._on_connection)
 
     @property

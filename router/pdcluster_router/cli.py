@@ -6,13 +6,13 @@ from __future__ import annotations
 import typer
 
 from pdcluster.settings import flags
-from pdcluster.settings.config import Loaded, RouterConfig
+from pdcluster.settings.config import LoadedSection, RouterConfig
 from pdcluster.telemetry import log
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def _run(loaded: Loaded[RouterConfig]) -> int:
+def _run(loaded: LoadedSection[RouterConfig]) -> int:
     log.configure(loaded.config.log, process=loaded.config.name or "router")
     if loaded.config.workers > 1 and loaded.config.worker is None:
         from pdcluster_router.workers import supervisor

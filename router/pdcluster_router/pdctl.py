@@ -6,7 +6,7 @@ from __future__ import annotations
 import typer
 
 from pdcluster.settings import flags
-from pdcluster_router.replay.options import Nodes, Printing, Routing, Traffic
+from pdcluster_router.replay.options import NodeOptions, Printing, Routing, Traffic
 
 app = typer.Typer(
     help="Operate a pdcluster; replay traces without one.",
@@ -21,7 +21,7 @@ def pdctl() -> None:
     """Operate a pdcluster; replay traces without one."""
 
 
-def replay(traffic: Traffic, nodes: Nodes, routing: Routing, printing: Printing) -> None:
+def replay(traffic: Traffic, nodes: NodeOptions, routing: Routing, printing: Printing) -> None:
     """Drive the production routing policies through a trace in simulated time; one row per policy. Needs no cluster.
 
     hit: share of prompt tokens that were cached where they were computed; hit_oracle: the same with one cache over the
@@ -33,7 +33,7 @@ def replay(traffic: Traffic, nodes: Nodes, routing: Routing, printing: Printing)
         command.show(command.rows(traffic, nodes, routing), printing.output.value)
 
 
-app.command("replay")(flags.grouped(replay, Traffic, Nodes, Routing, Printing))
+app.command("replay")(flags.grouped(replay, Traffic, NodeOptions, Routing, Printing))
 
 
 def main() -> None:

@@ -29,8 +29,8 @@ from pdcluster_router.admin.roles import RoleController, RoleSettings
 from pdcluster_router.admin.service import LOOK_S, Admin
 from pdcluster_router.cluster.events import EventLog
 from pdcluster_router.cluster.metrics import IndexCollector, NodeCollector
-from pdcluster_router.cluster.models import Models
-from pdcluster_router.cluster.node_table import Cluster
+from pdcluster_router.cluster.models import ModelRegistry
+from pdcluster_router.cluster.node_table import NodeTable
 from pdcluster_router.core.kept_heap import keep_heap
 from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.core.tenants import read_tenants
@@ -48,7 +48,7 @@ from pdcluster_router.queueing.hold_queue import HoldLimits
 from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 from pdcluster_router.request.plain.plain import Plain
 from pdcluster_router.workers.desk import Desk
-from pdcluster_router.workers.worker import Worker, show
+from pdcluster_router.workers.worker import WorkerIdentity, show
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ async def _serve(config: RouterConfig) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    worker = Worker.parse(config.worker) if config.worker is not None else None
+    worker = WorkerIdentity.parse(config.worker) if config.worker is not None else None
     config = config if worker is None else worker.share(config)
     me = Peer(config.name or f"router-{secrets.token_hex(3)}", secrets.token_hex(8))
     if worker is not None:
@@ -107,18 +107,18 @@ async def _serve(config: RouterConfig) -> int:
 class Parts:
     """What a router is made of, before anything of it runs."""
 
-    cluster: Cluster
-    models: Models
+    cluster: NodeTable
+    models: ModelRegistry
     admin: Admin
     settings: DispatchSettings
     front: FrontDoors
 
 
-def assemble(config: RouterConfig, me: Peer, worker: Worker | None, stack: AsyncExitStack) -> Parts:
+def assemble(config: RouterConfig, me: Peer, worker: WorkerIdentity | None, stack: AsyncExitStack) -> Parts:
     """stack: closes what has to be closed."""
     events = EventLog()
     cluster = _cluster(config, me, events, stack)
-    models = Models(cluster, config.tokenizer, config.tool_format, config.reasoning)
+    models = ModelRegistry(cluster, config.tokenizer, config.tool_format, config.reasoning)
     chooser = _chooser(config, cluster)
     tenants = read_tenants(config.tenants, worker.count if worker is not None else 1)
     metrics = router_metrics()
@@ -133,7 +133,7 @@ def assemble(config: RouterConfig, me: Peer, worker: Worker | None, stack: Async
     return Parts(cluster, models, admin, settings, front)
 
 
-def _cluster(config: RouterConfig, me: Peer, events: EventLog, stack: AsyncExitStack) -> Cluster:
+def _cluster(config: RouterConfig, me: Peer, events: EventLog, stack: AsyncExitStack) -> NodeTable:
     wire = wire_settings(config)
     context: zmq.Context[zmq.Socket[bytes]] | None = None
     if wire.cluster_key is not None:  # encrypted links are ZMQ's
@@ -141,12 +141,12 @@ def _cluster(config: RouterConfig, me: Peer, events: EventLog, stack: AsyncExitS
         stack.callback(context.destroy, 0)
     for bootstrap in config.bootstrap:
         warn_if_open("the cluster at", bootstrap, wire)
-    cluster = Cluster(me, context=context, settings=wire, events=events, index_blocks=config.index_blocks)
+    cluster = NodeTable(me, context=context, settings=wire, events=events, index_blocks=config.index_blocks)
     stack.callback(cluster.close)
     return cluster
 
 
-def _chooser(config: RouterConfig, cluster: Cluster) -> Chooser:
+def _chooser(config: RouterConfig, cluster: NodeTable) -> Chooser:
     return Chooser(
         _policies(config),
         cluster.view,
@@ -190,7 +190,7 @@ def _compiling() -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", compiled.__name__], start_new_session=True)
 
 
-async def _join(worker: Worker, me: Peer, parts: Parts, tasks: Tasks) -> FrontDoors:
+async def _join(worker: WorkerIdentity, me: Peer, parts: Parts, tasks: Tasks) -> FrontDoors:
     """One of several: answer the supervisor, and know the cluster before listening."""
     front = parts.front
     desk = Desk(parts.admin, front.metrics.registry)
@@ -214,11 +214,11 @@ class FrontDoors:
     dispatch: Dispatch
     metrics: RouterMetrics
     places: Places
-    worker: Worker | None = None
+    worker: WorkerIdentity | None = None
     exposition: Exposition | None = None
 
 
-async def warm(cluster: Cluster, dispatch: Dispatch) -> float:
+async def warm(cluster: NodeTable, dispatch: Dispatch) -> float:
     """How many seconds it took. A worker listens once it knows the nodes and what they hold, so that no client meets
     one that knows nothing while others serve; and after WARM_S whatever it knows, because there may be no nodes yet."""
     began = time.monotonic()

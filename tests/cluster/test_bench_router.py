@@ -12,7 +12,7 @@ import uvloop
 from bench import router
 from bench.router import FakesAlone, _direct, ours
 from pdcluster.core.messages import AnyMessage, Endpoint
-from pdcluster_router.cluster.node_table import Cluster
+from pdcluster_router.cluster.node_table import NodeTable
 
 NUM_ASKED = 20
 
@@ -21,7 +21,7 @@ NUM_ASKED = 20
 def test_every_leg_is_asked(roles: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     said: Counter[tuple[str, str]] = Counter()
 
-    class Counting(Cluster):
+    class Counting(NodeTable):
         def send(self, endpoint: Endpoint, message: AnyMessage) -> None:
             said[type(message).__name__, endpoint.node] += 1
             super().send(endpoint, message)

@@ -18,7 +18,7 @@ from pdcluster.core import errors
 from pdcluster.core.messages import Role, Sampling
 from pdcluster.transfer.backends.base import Stamp, WriteStatus
 from pdcluster.transfer.backends.fake import Fault
-from pdcluster_router.core.generation import Chunk, Generation
+from pdcluster_router.core.generation import Generation, TokenChunk
 
 PAIR = {"p0": "prefill", "d0": "decode"}
 TWO_PAIRS = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
@@ -87,7 +87,7 @@ async def test_what_was_cached_is_known_with_the_first_token(nodes: dict[str, Ro
             generation = Generation(name, "model", prompt, sampling, 20.0)
             async with aclosing(cluster.dispatch.generate(generation)) as events:
                 first = await anext(events)
-            assert isinstance(first, Chunk) and (first.route.cached_tokens or 0) == cached
+            assert isinstance(first, TokenChunk) and (first.route.cached_tokens or 0) == cached
         await cluster.until_idle()
 
 

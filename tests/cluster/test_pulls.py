@@ -14,7 +14,7 @@ from oracle import VOCAB, reference
 from write_faults import each_write_fault
 
 from pdcluster.core import errors
-from pdcluster.core.messages import Commit, Fetch, Message
+from pdcluster.core.messages import Commit, Fetch, NodeMessage
 from pdcluster.kv.hashing import extend
 from pdcluster.transfer.backends.base import Stamp
 from pdcluster.transfer.backends.fake import Fault
@@ -50,7 +50,7 @@ def counted(cluster: LocalCluster, what: str) -> int:
     return sum(node.parts.fetch.counters[what] for node in cluster.nodes.values() if node.is_alive)
 
 
-def on_message(node: object, kind: type[Message], act: object) -> None:
+def on_message(node: object, kind: type[NodeMessage], act: object) -> None:
     """Call `act` when the node is about to handle such a message."""
     handle = node.loop._on_message  # type: ignore[attr-defined]
 
@@ -147,7 +147,7 @@ async def test_a_pull_of_which_a_part_verified_gives_nothing_and_takes_nothing_f
 
 
 @pytest.mark.parametrize("moment", [Fetch, Commit], ids=["fetch", "commit"])
-async def test_a_holder_that_dies_during_the_pull_costs_no_request(moment: type[Message]) -> None:
+async def test_a_holder_that_dies_during_the_pull_costs_no_request(moment: type[NodeMessage]) -> None:
     roles = {"p0": "prefill", "d0": "decode", "d1": "decode"}
     async with LocalCluster(roles, force="remote") as cluster:
         second = await first_turn(cluster)

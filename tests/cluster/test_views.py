@@ -19,7 +19,7 @@ from pdcluster.bootstrap.card import ClusterSnapshot
 from pdcluster.core.messages import HASH_BYTES, Sampling
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.sockets import WireSettings
-from pdcluster_router.cluster.node_table import Cluster
+from pdcluster_router.cluster.node_table import NodeTable
 from pdcluster_router.core.generation import Done, Generation
 from pdcluster_router.policy.registry import DEFAULT, make_policy
 from pdcluster_router.policy.selector import Chooser, PolicyHolder
@@ -40,7 +40,7 @@ class Router:
     """One router process's worth of state; `kill` leaves its sockets to the nodes' leases, as a SIGKILL would."""
 
     def __init__(self, name: str, context: zmq.Context[zmq.Socket[bytes]], snapshot: ClusterSnapshot) -> None:
-        self.cluster = Cluster(Peer(name, f"{name}-{random.getrandbits(32):08x}"), context=context, settings=WIRE)
+        self.cluster = NodeTable(Peer(name, f"{name}-{random.getrandbits(32):08x}"), context=context, settings=WIRE)
         self._following = asyncio.create_task(self.cluster.follow(only(snapshot)))
         chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), self.cluster.view, self.cluster.cached)
         self.dispatch = Dispatch(

@@ -19,8 +19,8 @@ from pdcluster.transfer.backends.mooncake import MooncakeEngine, environment
 from pdcluster.transfer.backends.nixl import PACKAGES, NixlEngine
 from pdcluster.transfer.backends.nixl import environment as nixl_environment
 from pdcluster.transfer.backends.staged import StagedBackend
-from pdcluster.transfer.backends.staging import Engine, StagedSettings
-from pdcluster.transfer.layout.spans import Run
+from pdcluster.transfer.backends.staging import StagedSettings, TransferLibrary
+from pdcluster.transfer.layout.spans import CopyRun
 from pdcluster.transfer.paths.choose import create_backends
 
 NBYTES = 1 << 20
@@ -62,7 +62,7 @@ class Ends:
     def permit(self, *ranges: tuple[int, int], nonce: int = 7, writer: Peer = WRITER) -> None:
         self.reader.permit(Permit(nonce, writer, 0, ranges if ranges else ((0, self.target.region.nbytes),)))
 
-    def write(self, *runs: Run, nonce: int = 7, chunk: int = 0, region: int = 0) -> Handle:
+    def write(self, *runs: CopyRun, nonce: int = 7, chunk: int = 0, region: int = 0) -> Handle:
         stamp = Stamp(nonce, chunk, next(self.trial), sum(run.nbytes for run in runs))
         return self.writer.write(READER, 0, region, stamp, runs)
 
@@ -99,7 +99,7 @@ class Ends:
         self.target.drop()
 
 
-ENGINES: dict[tuple[str, Peer], Engine] = {}
+ENGINES: dict[tuple[str, Peer], TransferLibrary] = {}
 """Libraries take seconds to start and to end; in this process each end uses the same one all the time."""
 
 

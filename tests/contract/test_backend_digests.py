@@ -12,10 +12,10 @@ from transfer_peer import READER, WRITER
 
 from pdcluster.core.errors import PeerUnreachable
 from pdcluster.transfer.backends.base import Arrival, Handle, Permit, Stamp, WriteStatus
-from pdcluster.transfer.layout.spans import Run
+from pdcluster.transfer.layout.spans import CopyRun
 
-LARGE = (Run(4096, 0, 3000), Run(0, 100_000, 65_536), Run(500_001, 300_007, 200_003))
-SMALL = tuple(Run(7 + 2001 * index, NBYTES - 1999 * (index + 1), 1990 + index % 7) for index in range(300))
+LARGE = (CopyRun(4096, 0, 3000), CopyRun(0, 100_000, 65_536), CopyRun(500_001, 300_007, 200_003))
+SMALL = tuple(CopyRun(7 + 2001 * index, NBYTES - 1999 * (index + 1), 1990 + index % 7) for index in range(300))
 
 
 @pytest.fixture(params=REAL)
@@ -27,7 +27,9 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     ends.close()
 
 
-def move(ends: Ends, runs: tuple[Run, ...] = LARGE, *, at_writer: bool, at_reader: bool) -> tuple[int | None, Arrival]:
+def move(
+    ends: Ends, runs: tuple[CopyRun, ...] = LARGE, *, at_writer: bool, at_reader: bool
+) -> tuple[int | None, Arrival]:
     ends.reader.permit(Permit(7, WRITER, 0, ((0, NBYTES),), at_reader))
     handle = ends.writer.write(READER, 0, 0, Stamp(7, 0, 1, sum(run.nbytes for run in runs)), runs, at_writer)
     assert ends.result(handle) is WriteStatus.DONE
@@ -37,7 +39,7 @@ def move(ends: Ends, runs: tuple[Run, ...] = LARGE, *, at_writer: bool, at_reade
 
 
 @pytest.mark.parametrize("runs", [LARGE, SMALL], ids=["large", "small"])
-def test_both_ends_digest_the_same_payload_in_the_order_of_its_runs(ends: Ends, runs: tuple[Run, ...]) -> None:
+def test_both_ends_digest_the_same_payload_in_the_order_of_its_runs(ends: Ends, runs: tuple[CopyRun, ...]) -> None:
     payload = b"".join(ends.source.bytes[run.source : run.source + run.nbytes].tobytes() for run in runs)
     sent, arrival = move(ends, runs, at_writer=True, at_reader=True)
     assert sent == arrival.digest == xxhash.xxh3_64(payload).intdigest()
@@ -52,23 +54,25 @@ def test_nothing_is_digested_that_nobody_asked_for(ends: Ends) -> None:
 
 def test_a_digest_is_given_once(ends: Ends) -> None:
     ends.reader.permit(Permit(7, WRITER, 0, ((0, NBYTES),), True))
-    handle = ends.writer.write(READER, 0, 0, Stamp(7, 0, 1, 64), (Run(0, 0, 64),), True)
+    handle = ends.writer.write(READER, 0, 0, Stamp(7, 0, 1, 64), (CopyRun(0, 0, 64),), True)
     assert ends.result(handle) is WriteStatus.DONE
     assert ends.writer.take_digest(handle) is not None and ends.writer.take_digest(handle) is None
 
 
 HUGE_BYTES = 24 << 20
 """Far more than a socket holds, so that a write goes out in many pieces of any length."""
-HUGE = tuple(Run(HUGE_BYTES // 8 * (7 - index), HUGE_BYTES // 8 * index, HUGE_BYTES // 8 - 4099) for index in range(8))
+HUGE = tuple(
+    CopyRun(HUGE_BYTES // 8 * (7 - index), HUGE_BYTES // 8 * index, HUGE_BYTES // 8 - 4099) for index in range(8)
+)
 
 
-def digest_of(ends: Ends, runs: tuple[Run, ...]) -> int:
+def digest_of(ends: Ends, runs: tuple[CopyRun, ...]) -> int:
     return xxhash.xxh3_64(
         b"".join(ends.source.bytes[run.source : run.source + run.nbytes].tobytes() for run in runs)
     ).intdigest()
 
 
-def begin(ends: Ends, chunk: int, runs: tuple[Run, ...], trial: int = 1) -> Handle:
+def begin(ends: Ends, chunk: int, runs: tuple[CopyRun, ...], trial: int = 1) -> Handle:
     return ends.writer.write(READER, 0, 0, Stamp(7, chunk, trial, sum(run.nbytes for run in runs)), runs, True)
 
 

@@ -27,10 +27,10 @@ from transfer_peer import READER, WRITER
 from pdcluster.core.errors import PeerUnreachable
 from pdcluster.transfer.backends.base import Fence, Peer, Permit, Stamp, WriteStatus
 from pdcluster.transfer.backends.shm import ShmBackend, ShmSettings
-from pdcluster.transfer.backends.shm_frames import Advert as ShmAdvert
+from pdcluster.transfer.backends.shm_frames import ShmAdvert as ShmAdvert
 from pdcluster.transfer.backends.shm_frames import decode_advert as decode_shm_advert
-from pdcluster.transfer.backends.tcp_links import TOKEN_BYTES, Advert
-from pdcluster.transfer.layout.spans import Run
+from pdcluster.transfer.backends.tcp_links import TOKEN_BYTES, TcpAdvert
+from pdcluster.transfer.layout.spans import CopyRun
 
 PEER_SCRIPT = Path(__file__).with_name("transfer_peer.py")
 
@@ -38,14 +38,14 @@ PEER_SCRIPT = Path(__file__).with_name("transfer_peer.py")
 def test_close_ends_the_peers_writes(ends: Ends) -> None:
     ends.connect()
     ends.permit()
-    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
+    assert ends.result(ends.write(CopyRun(0, 0, 64))) is WriteStatus.DONE
     fence = ends.reader.close(WRITER)
     assert fence is (Fence.CANNOT_FENCE if ends.name == "shm" else Fence.FENCED), (
         "both ends are this process: it has not exited"
     )
     ends.target.bytes[:] = 0
     try:
-        status = ends.result(ends.write(Run(0, 0, 64)))
+        status = ends.result(ends.write(CopyRun(0, 0, 64)))
     except PeerUnreachable:
         status = WriteStatus.FAILED
     assert status in (WriteStatus.FAILED, WriteStatus.REFUSED, WriteStatus.LOST) or ends.name == "shm"
@@ -59,7 +59,7 @@ def test_a_writer_that_never_connected_is_fenced_by_refusing_what_it_holds() -> 
     assert ends.reader.close(WRITER) is Fence.FENCED
     ends.permit()
     ends.writer.connect(READER, old)
-    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.FAILED
+    assert ends.result(ends.write(CopyRun(0, 0, 64))) is WriteStatus.FAILED
     assert not ends.target.bytes.any()
     eventually(lambda: writes_again(ends), "a newer advert lets it in")
     with pytest.raises(PeerUnreachable, match="older than its connection"):
@@ -71,7 +71,7 @@ def test_a_writer_that_never_connected_is_fenced_by_refusing_what_it_holds() -> 
 def test_a_pair_connects_again_after_a_close_and_writes_as_before(ends: Ends, closes: str) -> None:
     ends.connect()
     ends.permit()
-    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
+    assert ends.result(ends.write(CopyRun(0, 0, 64))) is WriteStatus.DONE
     ends.arrivals(
         1
     )  # the reader may hear later than the writer, and must not take it for the next write, of the same nonce
@@ -88,7 +88,7 @@ def test_a_pair_connects_again_after_a_close_and_writes_as_before(ends: Ends, cl
 def test_a_writer_closing_settles_its_unfinished_writes(ends: Ends) -> None:
     ends.connect()
     ends.permit()
-    handles = [ends.write(Run(0, 0, NBYTES), chunk=chunk) for chunk in range(64)]
+    handles = [ends.write(CopyRun(0, 0, NBYTES), chunk=chunk) for chunk in range(64)]
     ends.writer.close(READER)
     assert all(ends.result(handle) in (WriteStatus.DONE, WriteStatus.FAILED, WriteStatus.LOST) for handle in handles)
 
@@ -98,7 +98,7 @@ def test_a_reader_that_restarts_is_reached_by_its_new_advert(name: str) -> None:
     ends = Ends(name)
     ends.connect()
     ends.permit()
-    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
+    assert ends.result(ends.write(CopyRun(0, 0, 64))) is WriteStatus.DONE
     old = ends.reader.advert()
     ends.restart_reader()
     ends.permit()
@@ -111,7 +111,7 @@ def test_a_reader_that_restarts_is_reached_by_its_new_advert(name: str) -> None:
 def writes_again(ends: Ends) -> bool:
     try:
         ends.connect()
-        return ends.result(ends.write(Run(0, 0, NBYTES))) is WriteStatus.DONE
+        return ends.result(ends.write(CopyRun(0, 0, NBYTES))) is WriteStatus.DONE
     except PeerUnreachable:
         return False
 
@@ -136,7 +136,7 @@ def use_once(name: str) -> None:
     ends = Ends(name)
     ends.connect()
     ends.permit()
-    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
+    assert ends.result(ends.write(CopyRun(0, 0, 64))) is WriteStatus.DONE
     ends.close()
     ends.writer.shutdown()
     ends.reader.shutdown()
@@ -221,11 +221,13 @@ def test_a_reader_killed_in_the_middle_ends_every_write(name: str) -> None:
     writer.register(memory.region)
     other = Other("reader", name, str(nbytes))
     writer.connect(READER, bytes.fromhex(other.said["advert"]))
-    first = writer.write(READER, 0, 0, Stamp(7, 0, 1, 64), (Run(0, 0, 64),))
+    first = writer.write(READER, 0, 0, Stamp(7, 0, 1, 64), (CopyRun(0, 0, 64),))
     eventually(lambda: writer.poll(first) is WriteStatus.DONE, "the first write")
     stop_child(other.process.pid)
     chunk = 8 << 20
-    handles = [writer.write(READER, 0, 0, Stamp(7, n, 1, chunk), (Run(n * chunk, n * chunk, chunk),)) for n in range(8)]
+    handles = [
+        writer.write(READER, 0, 0, Stamp(7, n, 1, chunk), (CopyRun(n * chunk, n * chunk, chunk),)) for n in range(8)
+    ]
     time.sleep(0.05)
     other.end()
     left = set(handles)
@@ -259,12 +261,16 @@ def test_a_reader_that_stands_still_keeps_no_write_to_another_from_its_end(name:
     reader.register(target.region)
     reader.permit(Permit(9, WRITER, 0, ((0, nbytes),)))
     writer.connect(READER, bytes.fromhex(stuck.said["advert"]))
-    first = writer.write(READER, 0, 0, Stamp(7, 0, 1, 64), (Run(0, 0, 64),))
+    first = writer.write(READER, 0, 0, Stamp(7, 0, 1, 64), (CopyRun(0, 0, 64),))
     eventually(lambda: writer.poll(first) is WriteStatus.DONE, "the first write")
     stop_child(stuck.process.pid)
-    held = [writer.write(READER, 0, 0, Stamp(7, n, 1, chunk), (Run(n * chunk, n * chunk, chunk),)) for n in range(8)]
+    held = [
+        writer.write(READER, 0, 0, Stamp(7, n, 1, chunk), (CopyRun(n * chunk, n * chunk, chunk),)) for n in range(8)
+    ]
     writer.connect(peer, reader.advert())
-    handles = {writer.write(peer, 0, 0, Stamp(9, n, 1, chunk), (Run(n * chunk, n * chunk, chunk),)) for n in range(8)}
+    handles = {
+        writer.write(peer, 0, 0, Stamp(9, n, 1, chunk), (CopyRun(n * chunk, n * chunk, chunk),)) for n in range(8)
+    }
 
     def all_done() -> bool:
         handles.difference_update([each for each in handles if writer.poll(each) is WriteStatus.DONE])
@@ -288,13 +294,13 @@ def test_a_write_over_a_new_connection_goes_to_its_own_mapping_and_not_where_the
     monkeypatch.setattr(ends.writer, "_settings", ShmSettings(retry_s=0.0))
     ends.connect()
     ends.permit()
-    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
+    assert ends.result(ends.write(CopyRun(0, 0, 64))) is WriteStatus.DONE
     ends.reader.close(WRITER)
     (mover,) = ends.writer._movers.values()
     mover.thread.join(10.0)
     with mmap.mmap(-1, NBYTES) as foreign:  # lies where the old mapping was, if the kernel gives that place out again
         ends.permit()
-        assert ends.result(ends.write(Run(64, 64, 64))) is WriteStatus.DONE
+        assert ends.result(ends.write(CopyRun(64, 64, 64))) is WriteStatus.DONE
         assert bytes(ends.target.bytes[64:128]) == bytes(ends.source.bytes[64:128]) and not any(foreign[:128])
     ends.close()
 
@@ -310,7 +316,7 @@ def test_a_reader_that_goes_while_nothing_is_under_way_is_no_warning(
     ends = Ends(name)
     ends.connect()
     ends.permit()
-    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
+    assert ends.result(ends.write(CopyRun(0, 0, 64))) is WriteStatus.DONE
     ends.reader.shutdown()
     eventually(lambda: "is over" in caplog.text, "the writer sees that the reader is gone")
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
@@ -324,10 +330,10 @@ def test_a_connection_that_never_came_about_is_a_warning_even_before_there_is_a_
     """A write asked for a moment later ends as FAILED and has nothing else to say why."""
     ends = Ends(name)
     if name == "shm":
-        advert: Advert | ShmAdvert = ShmAdvert(decode_shm_advert(ends.reader.advert()).socket, bytes(TOKEN_BYTES))
+        advert: TcpAdvert | ShmAdvert = ShmAdvert(decode_shm_advert(ends.reader.advert()).socket, bytes(TOKEN_BYTES))
     else:
         with socket.create_server(("127.0.0.1", 0)) as gone:
-            advert = Advert("127.0.0.1", gone.getsockname()[1], bytes(TOKEN_BYTES))
+            advert = TcpAdvert("127.0.0.1", gone.getsockname()[1], bytes(TOKEN_BYTES))
     ends.writer.connect(READER, msgspec.msgpack.encode(advert))
     eventually(
         lambda: any(record.levelno == logging.WARNING and "is over" in record.message for record in caplog.records),
@@ -340,9 +346,9 @@ def test_a_connection_that_never_came_about_is_a_warning_even_before_there_is_a_
 def test_a_write_that_an_end_costs_is_a_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
     ends = Ends(name)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it answers nobody, so that the write is there when it ends
-        advert = Advert("127.0.0.1", silent.getsockname()[1], bytes(TOKEN_BYTES))
+        advert = TcpAdvert("127.0.0.1", silent.getsockname()[1], bytes(TOKEN_BYTES))
         ends.writer.connect(READER, msgspec.msgpack.encode(advert))
-        handle = ends.write(Run(0, 0, 64))
+        handle = ends.write(CopyRun(0, 0, 64))
     assert ends.result(handle) is WriteStatus.FAILED
     eventually(
         lambda: any(record.levelno == logging.WARNING and "is over" in record.message for record in caplog.records),
@@ -379,5 +385,5 @@ def test_a_peer_for_which_there_is_no_thread_is_unreachable_and_nothing_of_the_t
     )
     ends.connect()
     ends.permit()
-    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
+    assert ends.result(ends.write(CopyRun(0, 0, 64))) is WriteStatus.DONE
     ends.close()

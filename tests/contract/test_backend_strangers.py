@@ -14,7 +14,7 @@ from transfer_peer import READER, WRITER
 
 from pdcluster.transfer.backends.base import Backend, Peer, WriteStatus
 from pdcluster.transfer.layout.runs import span_table
-from pdcluster.transfer.layout.spans import Run
+from pdcluster.transfer.layout.spans import CopyRun
 
 
 def address_of(backend: Backend) -> tuple[str, int]:
@@ -48,7 +48,7 @@ def test_garbage_on_the_socket_is_dropped_and_counted_and_others_go_on(name: str
         data = generator.randbytes(max(size, 26))
         assert stranger(ends.reader, data) == b""
     eventually(lambda: ends.reader.counters["bad_frame"] >= 4, "four bad hellos counted")
-    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
+    assert ends.result(ends.write(CopyRun(0, 0, 64))) is WriteStatus.DONE
     assert ends.target.bytes[:64].any()
     ends.close()
 
@@ -71,7 +71,7 @@ def test_a_connection_for_which_there_is_no_thread_is_dropped_and_counted_and_ot
     assert ends.reader.counters["accept_failed"] == 2
     ends.connect()
     ends.permit()
-    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
+    assert ends.result(ends.write(CopyRun(0, 0, 64))) is WriteStatus.DONE
     ends.close()
 
 
@@ -109,7 +109,7 @@ def test_a_bad_frame_after_a_good_hello_ends_that_connection_only(name: str, fra
     link.send(frames["tcp" if name == "tcp" else "staged"][frame])
     eventually(lambda: ends.reader.counters["bad_frame"] == 1, "the bad frame is counted")
     link.sock.close()
-    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE
+    assert ends.result(ends.write(CopyRun(0, 0, 64))) is WriteStatus.DONE
     ends.close()
 
 

@@ -13,7 +13,7 @@ from transfer_peer import READER, WRITER
 
 from pdcluster.core.errors import IntegrityError, PeerUnreachable
 from pdcluster.transfer.backends.base import Fence, Peer, WriteStatus
-from pdcluster.transfer.layout.spans import Run
+from pdcluster.transfer.layout.spans import CopyRun
 
 CHECKS_PERMITS = (*REAL[1:], "fake")
 
@@ -24,7 +24,7 @@ CHECKS_PERMITS = (*REAL[1:], "fake")
 def test_bytes_arrive_exactly_where_they_were_sent_and_nowhere_else(ends: Ends) -> None:
     ends.connect()
     ends.permit()
-    runs = (Run(0, 4096, 100), Run(5000, 0, 1), Run(200_000, 300_001, 123_457))
+    runs = (CopyRun(0, 4096, 100), CopyRun(5000, 0, 1), CopyRun(200_000, 300_001, 123_457))
     assert ends.result(ends.write(*runs)) is WriteStatus.DONE
     (stamp,) = ends.arrivals(1)
     assert (stamp.nonce, stamp.chunk, stamp.nbytes) == (7, 0, 123_558)
@@ -38,7 +38,7 @@ def test_a_done_write_says_how_long_it_took(ends: Ends) -> None:
     ends.connect()
     ends.permit()
     begin = time.monotonic()
-    handle = ends.write(Run(0, 0, NBYTES))
+    handle = ends.write(CopyRun(0, 0, NBYTES))
     assert ends.result(handle) is WriteStatus.DONE
     duration = ends.writer.take_duration(handle)
     assert duration is not None and 0 < duration <= time.monotonic() - begin
@@ -49,7 +49,7 @@ def test_many_small_runs_arrive(ends: Ends) -> None:
     ends.connect()
     ends.permit()
     order = random.Random(1).sample(range(NBYTES // 256), 1500)
-    runs = tuple(Run(page * 256, (NBYTES // 256 - 1 - page) * 256, 256) for page in order)
+    runs = tuple(CopyRun(page * 256, (NBYTES // 256 - 1 - page) * 256, 256) for page in order)
     assert ends.result(ends.write(*runs)) is WriteStatus.DONE
     for run in runs:
         assert (
@@ -63,7 +63,7 @@ def test_big_writes_arrive(name: str) -> None:
     ends.connect()
     ends.permit()
     half = 48 << 20
-    handles = [ends.write(Run(0, half, half), chunk=0), ends.write(Run(half, 0, half), chunk=1)]
+    handles = [ends.write(CopyRun(0, half, half), chunk=0), ends.write(CopyRun(half, 0, half), chunk=1)]
     assert [ends.result(handle) for handle in handles] == [WriteStatus.DONE] * 2
     assert sorted(stamp.chunk for stamp in ends.arrivals(2)) == [0, 1]
     assert (ends.target.bytes[half:] == ends.source.bytes[:half]).all() and (
@@ -75,7 +75,7 @@ def test_big_writes_arrive(name: str) -> None:
 def test_many_writes_in_flight_all_arrive_once(ends: Ends) -> None:
     ends.connect()
     ends.permit()
-    handles = [ends.write(Run(page * 4096, page * 4096, 4096), chunk=page) for page in range(NBYTES // 4096)]
+    handles = [ends.write(CopyRun(page * 4096, page * 4096, 4096), chunk=page) for page in range(NBYTES // 4096)]
     assert {ends.result(handle) for handle in handles} == {WriteStatus.DONE}
     assert sorted(stamp.chunk for stamp in ends.arrivals(len(handles))) == list(range(len(handles)))
     assert (ends.target.bytes == ends.source.bytes).all()
@@ -87,7 +87,7 @@ def test_an_arrival_is_told_only_after_its_payload(ends: Ends) -> None:
     ends.permit()
     for value in range(40):
         ends.source.bytes[:] = value
-        handle = ends.write(Run(0, 0, NBYTES))
+        handle = ends.write(CopyRun(0, 0, NBYTES))
         ends.arrivals(1)
         assert (ends.target.bytes == value).all()
         assert ends.result(handle) is WriteStatus.DONE
@@ -96,7 +96,7 @@ def test_an_arrival_is_told_only_after_its_payload(ends: Ends) -> None:
 def test_the_doorbell_rings_for_arrivals_and_for_answers_and_stops_when_they_are_taken(ends: Ends) -> None:
     ends.connect()
     ends.permit()
-    handle = ends.write(Run(0, 0, 64))
+    handle = ends.write(CopyRun(0, 0, 64))
     if ends.name != "fake":  # the fake moves only inside calls
         for backend in (ends.reader, ends.writer):
             assert select.select([backend.wakeup_fd], [], [], 30)[0]
@@ -128,25 +128,25 @@ def test_a_write_without_a_permit_changes_nothing_and_is_counted(name: str, case
     ends.permit((4096, 4096), writer=Peer("other", "o1") if case == "another writer's nonce" else WRITER)
     if case == "revoked nonce":
         assert ends.reader.revoke(7) is Fence.FENCED
-    run = {"outside its pages": Run(0, 4000, 4096), "outside the region": Run(0, NBYTES - 8, 4096)}.get(
-        case, Run(0, 4096, 4096)
+    run = {"outside its pages": CopyRun(0, 4000, 4096), "outside the region": CopyRun(0, NBYTES - 8, 4096)}.get(
+        case, CopyRun(0, 4096, 4096)
     )
     handle = ends.write(run, nonce=8 if case == "unknown nonce" else 7, region=3 if case == "unknown region" else 0)
     assert ends.result(handle) is WriteStatus.REFUSED
     assert ends.reader.arrivals() == [] and not ends.target.bytes.any() and ends.reader.counters[reason] >= 1
     ends.permit()
-    assert ends.result(ends.write(Run(0, 0, 64))) is WriteStatus.DONE, "the connection goes on"
+    assert ends.result(ends.write(CopyRun(0, 0, 64))) is WriteStatus.DONE, "the connection goes on"
     ends.close()
 
 
 def test_shm_refuses_targets_outside_the_region_at_the_writer_and_drops_stamps_nobody_asked_for() -> None:
     ends = Ends("shm")
     ends.connect()
-    assert ends.result(ends.write(Run(0, NBYTES - 8, 4096))) is WriteStatus.FAILED
-    assert ends.result(ends.write(Run(0, 0, 64), region=3)) is WriteStatus.FAILED
-    ends.result(ends.write(Run(0, 0, 64), nonce=8))
+    assert ends.result(ends.write(CopyRun(0, NBYTES - 8, 4096))) is WriteStatus.FAILED
+    assert ends.result(ends.write(CopyRun(0, 0, 64), region=3)) is WriteStatus.FAILED
+    ends.result(ends.write(CopyRun(0, 0, 64), nonce=8))
     eventually(lambda: ends.reader.counters["unknown_nonce"], "the drop is counted")
-    assert ends.result(ends.write(Run(0, NBYTES - 8, 4096))) is WriteStatus.FAILED, "its memory is mapped by now"
+    assert ends.result(ends.write(CopyRun(0, NBYTES - 8, 4096))) is WriteStatus.FAILED, "its memory is mapped by now"
     assert ends.reader.arrivals() == []
     assert ends.reader.revoke(7) is Fence.CANNOT_FENCE
     ends.close()
@@ -156,14 +156,14 @@ def test_a_source_outside_the_region_is_our_own_mistake(ends: Ends) -> None:
     if ends.name == "fake":
         pytest.skip("the fake trusts its test")
     ends.connect()
-    for run in (Run(NBYTES - 8, 0, 64), Run(-8, 0, 64)):
+    for run in (CopyRun(NBYTES - 8, 0, 64), CopyRun(-8, 0, 64)):
         with pytest.raises(IntegrityError):
             ends.write(run)
 
 
 def test_writing_to_a_peer_that_was_not_connected_is_refused(ends: Ends) -> None:
     with pytest.raises(PeerUnreachable, match="call connect first"):
-        ends.write(Run(0, 0, 64))
+        ends.write(CopyRun(0, 0, 64))
 
 
 def test_an_advert_that_is_no_advert_is_refused(ends: Ends) -> None:
@@ -178,7 +178,7 @@ def test_a_revoke_in_the_middle_of_a_stream_of_writes_stops_it_at_once(run_bytes
         ends = Ends(name, 32 << 20)
         ends.connect()
         ends.permit()
-        runs = [Run(offset, offset, run_bytes) for offset in range(0, 32 << 20, run_bytes)]
+        runs = [CopyRun(offset, offset, run_bytes) for offset in range(0, 32 << 20, run_bytes)]
         handles = [ends.write(*runs, chunk=chunk) for chunk in range(4)]
         eventually(lambda ends=ends: ends.target.bytes[:4096].any(), "the first bytes")
         assert ends.reader.revoke(7) is Fence.FENCED

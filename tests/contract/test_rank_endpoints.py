@@ -17,14 +17,14 @@ from pdcluster.core.errors import IntegrityError, PeerUnreachable
 from pdcluster.core.messages import Abort, Commit, CommitAck
 from pdcluster.node.tensor_parallel import endpoint_client
 from pdcluster.node.tensor_parallel.channel import frame
-from pdcluster.node.tensor_parallel.messages import Allow, Arrived, Close, Known, Revoke, Write
+from pdcluster.node.tensor_parallel.messages import Allow, Arrived, Close, DigestResult, Revoke, WriteRequest
 from pdcluster.transfer.backends.base import Arrival, Fence, Peer, Permit, Stamp, WriteStatus
 from pdcluster.transfer.backends.ranked import MAGIC, MAX_RANKS, pack_adverts, unpack_adverts
 from pdcluster.transfer.layout.geometry import plan_courses
 from pdcluster.transfer.layout.runs import SpanTable
-from pdcluster.transfer.layout.spans import Run, digest
+from pdcluster.transfer.layout.spans import CopyRun, digest
 from pdcluster.transfer.protocol.reader import Reader
-from pdcluster.transfer.protocol.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
+from pdcluster.transfer.protocol.session import Acked, Drained, Landed, Reclaimed, TicketFailed, TicketGaveUp
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -122,7 +122,9 @@ def test_one_leg_that_never_verifies_ends_the_whole_ticket(nodes: RankNodes, mon
     nodes.source.fill([4, 1], random_kv(32))
     nodes.send(nodes.open([9, 2], 32), [4, 1])
     nodes.until(lambda: nodes.count(Reclaimed) and nodes.count(Drained))
-    assert nodes.count(Landed) == nodes.count(Acked) == 0 and nodes.count(Failed) == nodes.count(GaveUp) == 1
+    assert (
+        nodes.count(Landed) == nodes.count(Acked) == 0 and nodes.count(TicketFailed) == nodes.count(TicketGaveUp) == 1
+    )
     assert nodes.reader.is_idle() and nodes.writer.is_idle()
 
 
@@ -139,7 +141,7 @@ def test_an_aborted_tickets_pages_are_free_only_when_every_rank_has_proved_it(no
     before = [memory.bytes.copy() for memory in nodes.target.memories]
     nodes.writer.push(ticket.nonce, [4, 1], 0, 32)
     nodes.until(lambda: nodes.count(Drained))
-    assert nodes.count(GaveUp) == 1 and nodes.reader.is_idle()
+    assert nodes.count(TicketGaveUp) == 1 and nodes.reader.is_idle()
     assert all((memory.bytes == old).all() for memory, old in zip(nodes.target.memories, before, strict=True)), (
         "a late write changed a page"
     )
@@ -171,9 +173,9 @@ def test_a_rank_that_has_not_answered_is_not_asked_again_for_the_same_fence(monk
     assert end.revoke(7) is end.close(WRITER) is Fence.CANNOT_FENCE
     assert sent[2:] == [Allow, Revoke, Close]
     end.connect(WRITER, b"no advert")
-    end.write(WRITER, 1, 0, Stamp(7, 0, 1, 64), (Run(0, 0, 64),))
+    end.write(WRITER, 1, 0, Stamp(7, 0, 1, 64), (CopyRun(0, 0, 64),))
     end.close(WRITER)
-    assert sent[5:] == [Write, Close], "the write came after the last close"
+    assert sent[5:] == [WriteRequest, Close], "the write came after the last close"
     nodes.target.go()
     nodes.until(lambda: end.revoke(7) is end.close(WRITER) is Fence.FENCED)
     nodes.close()
@@ -192,14 +194,14 @@ def test_a_reader_that_is_gone_ends_what_every_rank_writes_to_it(nodes: RankNode
     nodes.writer.poll()
     nodes.writer.peer_gone(READER)
     nodes.until(lambda: nodes.count(Drained))
-    assert nodes.count(GaveUp) == 1 and nodes.writer.is_idle()
+    assert nodes.count(TicketGaveUp) == 1 and nodes.writer.is_idle()
     nodes.send(nodes.open([5, 6], 32), [4, 1])  # it was not
     nodes.until(lambda: nodes.count(Landed))
 
 
 def test_a_rank_that_reaches_nobody_says_so_of_each_write(nodes: RankNodes) -> None:
     end, nowhere = nodes.source.links[0].ends["tcp"], Peer("x", "x1")
-    stamp, runs = Stamp(7, 0, 1, 64), (Run(0, 0, 64),)
+    stamp, runs = Stamp(7, 0, 1, 64), (CopyRun(0, 0, 64),)
     with pytest.raises(PeerUnreachable, match="is not connected"):
         end.write(nowhere, 1, 0, stamp, runs)
     end.connect(nowhere, b"no advert")
@@ -218,7 +220,7 @@ def test_a_done_write_of_a_rank_brings_its_digest_and_its_time(nodes: RankNodes)
     permitted = nodes.target.links[1].mark()
     nodes.until(lambda: permitted.value is not None)
     nodes.source.memories[1].bytes[:4096] = 7
-    handle = nodes.source.backend.write(READER, 1, 2, Stamp(7, 0, 1, 4096), (Run(0, 0, 4096),), digests=True)
+    handle = nodes.source.backend.write(READER, 1, 2, Stamp(7, 0, 1, 4096), (CopyRun(0, 0, 4096),), digests=True)
     arrivals: list[Arrival] = []
     eventually(lambda: arrivals.extend(nodes.target.backend.arrivals()) or arrivals, "the arrival")
     eventually(lambda: nodes.source.backend.poll(handle) is WriteStatus.DONE, "the answer")
@@ -231,7 +233,8 @@ def test_a_done_write_of_a_rank_brings_its_digest_and_its_time(nodes: RankNodes)
 
 
 @pytest.mark.parametrize(
-    "said", [b"\xff\xff\xff\xff", frame(Arrived("tcp", (7, 0, 1, 64), None, b"no table", 1)), frame(Known(999, 0))]
+    "said",
+    [b"\xff\xff\xff\xff", frame(Arrived("tcp", (7, 0, 1, 64), None, b"no table", 1)), frame(DigestResult(999, 0))],
 )
 def test_a_rank_whose_channel_ends_or_says_nonsense_is_lost_with_its_node(said: bytes) -> None:
     nodes = RankNodes("tcp", (2, 2), waiting=True)

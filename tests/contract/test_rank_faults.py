@@ -15,7 +15,7 @@ from transfer_peer import READER, WRITER
 from pdcluster.core.errors import TransferError
 from pdcluster.core.messages import Commit, Ticket
 from pdcluster.transfer.protocol.reader import Reader
-from pdcluster.transfer.protocol.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
+from pdcluster.transfer.protocol.session import Acked, Drained, Landed, Reclaimed, TicketFailed, TicketGaveUp
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -60,7 +60,7 @@ class Storm:
         does_pass = self.dice.random() > 0.15
         if isinstance(message, Commit) and transfer is not None and not transfer.is_committed:
             transfer.is_committed = does_pass  # from now on the reader reads, and nothing may write
-            if self.dice.random() < 0.3 and Failed not in transfer.ends:
+            if self.dice.random() < 0.3 and TicketFailed not in transfer.ends:
                 rank, page = self.dice.randrange(self.nodes.target.shape.ranks), self.dice.choice(transfer.targets)
                 self.nodes.target.page(rank, page)[0, 0, 0, 0, 0] ^= 0x80
                 self.spoiled += 1
@@ -89,7 +89,7 @@ class Storm:
             try:
                 writer.open(ticket)
             except TransferError:  # its Abort was faster
-                transfer.ends |= {GaveUp, Drained}
+                transfer.ends |= {TicketGaveUp, Drained}
                 self.let_go(transfer, "source", transfer.sources)
             return
         end = min(transfer.pushed + PAGE * self.dice.randint(1, 3), ticket.num_tokens)
@@ -168,7 +168,7 @@ def test_what_lands_is_right_and_every_page_comes_back(
     storm = Storm(nodes, seed)
     storm.run()
     assert all(len(free) == NUM_PAGES for free in storm.free.values())
-    assert storm.ends.count(Landed) > 5 and storm.ends.count(Failed) > 0 and storm.spoiled > 1, storm.ends
+    assert storm.ends.count(Landed) > 5 and storm.ends.count(TicketFailed) > 0 and storm.spoiled > 1, storm.ends
     assert storm.ends.count(Acked) <= storm.ends.count(Landed)
     assert nodes.source.lost == nodes.target.lost == []
     nodes.close()

@@ -18,7 +18,16 @@ from pdcluster.core.messages import Endpoint, Ticket
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.layout.geometry import PageShape
 from pdcluster.transfer.protocol.reader import Reader
-from pdcluster.transfer.protocol.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed, Send, Settings
+from pdcluster.transfer.protocol.session import (
+    Acked,
+    Drained,
+    Landed,
+    Reclaimed,
+    Send,
+    Settings,
+    TicketFailed,
+    TicketGaveUp,
+)
 from pdcluster.transfer.protocol.writer import Writer
 
 PAGE_TOKENS, PAGE_BYTES, NUM_PAGES = 16, 8192, 512
@@ -133,7 +142,10 @@ def test_scattered_pages_of_many_tickets_arrive_exactly(nodes: Nodes) -> None:
         nodes.writer.push(ticket.nonce, sources[count // 2 :], middle, tokens - middle)
         nodes.writer.finish(ticket.nonce, 9, None)
     nodes.until(lambda: nodes.count(Drained) == len(plan))
-    assert nodes.count(Landed) == nodes.count(Acked) == len(plan) and nodes.count(GaveUp) == nodes.count(Failed) == 0
+    assert (
+        nodes.count(Landed) == nodes.count(Acked) == len(plan)
+        and nodes.count(TicketGaveUp) == nodes.count(TicketFailed) == 0
+    )
     for ticket, sources, pages in plan:
         first = ticket.cached_tokens // PAGE_TOKENS
         for number, (source, page) in enumerate(zip(sources, pages, strict=True)):
@@ -153,7 +165,7 @@ def test_an_abort_at_any_moment_gives_every_page_back(nodes: Nodes, after_steps:
         nodes.reader.abort(ticket.nonce, "client left")
         nodes.until(lambda: nodes.writer.is_idle() and nodes.reader.is_idle())
         nodes.step()
-    assert nodes.count(Failed) == nodes.count(Reclaimed) == nodes.count(GaveUp) == nodes.count(Drained) == 3
+    assert nodes.count(TicketFailed) == nodes.count(Reclaimed) == nodes.count(TicketGaveUp) == nodes.count(Drained) == 3
     assert nodes.reader.quarantined_pages == 0
 
 
@@ -204,6 +216,6 @@ def test_a_ticket_whose_writer_was_fenced_is_not_written_by_the_connection_of_a_
     nodes.writer.finish(new.nonce, 9, None)
     nodes.until(lambda: nodes.count(Landed) == 1)
     nodes.writer.push(old.nonce, [0, 1], 0, 2 * PAGE_TOKENS)
-    nodes.until(lambda: nodes.count(GaveUp) == 1 and nodes.writer.is_idle())
+    nodes.until(lambda: nodes.count(TicketGaveUp) == 1 and nodes.writer.is_idle())
     assert [any(nodes.page(nodes.ends.target, page)) for page in range(4)] == [False, False, True, True]
     nodes.close()

@@ -16,7 +16,7 @@ from transfer_memory import Memory
 
 from pdcluster.core.errors import PeerUnreachable
 from pdcluster.transfer.backends.base import Backend, Peer, Permit, Stamp, WriteStatus
-from pdcluster.transfer.layout.spans import Run
+from pdcluster.transfer.layout.spans import CopyRun
 from pdcluster.transfer.paths.choose import create_backends
 
 READER, WRITER = Peer("r", "r1"), Peer("w", "w1")
@@ -50,7 +50,7 @@ def write(name: str, nbytes: int, advert: bytes) -> None:
         trial += 1
         pending = []
         for offset in range(0, nbytes, CHUNK):
-            run = Run(offset, offset, min(CHUNK, nbytes - offset))
+            run = CopyRun(offset, offset, min(CHUNK, nbytes - offset))
             try:
                 pending.append(backend.write(READER, 0, 0, Stamp(7, offset // CHUNK, trial, run.nbytes), (run,)))
             except PeerUnreachable:

@@ -13,7 +13,7 @@ from virtual_wire import Connection, Delivery
 from pdcluster.core.messages import AnyMessage, Commit, CommitAck, Deliver, Fetch, Reserve, Reserved, Ticket
 from pdcluster.transfer.backends.base import Peer, Stamp, WriteStatus
 from pdcluster.transfer.backends.fake import Fault
-from pdcluster.transfer.layout.spans import Runs
+from pdcluster.transfer.layout.spans import CopyRuns
 from pdcluster.wire import codec
 
 FAULTS = (
@@ -120,7 +120,7 @@ class Script:
 
     # ------------------------------------------------------------ writes
 
-    def _plan_write(self, backend: SimulatedBackend, peer: Peer, stamp: Stamp, runs: Runs) -> Fault:
+    def _plan_write(self, backend: SimulatedBackend, peer: Peer, stamp: Stamp, runs: CopyRuns) -> Fault:
         ticket = self._tickets.get(stamp.nonce)
         if {backend.me.node, peer.node} & self.cluster.zmq.muted:
             return Fault(delay_s=15.0, lost_s=5.0)
@@ -195,7 +195,7 @@ def control_step(message: AnyMessage) -> str | None:
     return "ack" if isinstance(message, CommitAck) else None
 
 
-def chunk_step(ticket: Ticket, stamp: Stamp, runs: Runs) -> str:
+def chunk_step(ticket: Ticket, stamp: Stamp, runs: CopyRuns) -> str:
     """The first chunk of a ticket, the one with the last bytes of its last page, or another one."""
     if stamp.chunk == 0:
         return "first chunk"

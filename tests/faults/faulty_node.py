@@ -35,8 +35,8 @@ from pdcluster.core.step import StepPlan
 from pdcluster.settings.config import set_library_environment
 from pdcluster.transfer.backends.base import Backend, Handle, Peer, Stamp
 from pdcluster.transfer.backends.staging import StagedSettings
-from pdcluster.transfer.backends.tcp_links import Advert
-from pdcluster.transfer.layout.spans import Runs
+from pdcluster.transfer.backends.tcp_links import TcpAdvert
+from pdcluster.transfer.layout.spans import CopyRuns
 from pdcluster.transfer.protocol.session import Settings
 from pdcluster.wire.hub import Received
 from pdcluster.wire.sockets import WireSettings
@@ -102,7 +102,7 @@ class Tapped:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.on_write: Callable[[Peer, Stamp, Runs], None] = lambda *_: None
+        self.on_write: Callable[[Peer, Stamp, CopyRuns], None] = lambda *_: None
         self.proxy_port: int | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -113,11 +113,11 @@ class Tapped:
         if self.proxy_port is None:
             return advert
         return msgspec.msgpack.encode(
-            msgspec.structs.replace(msgspec.msgpack.decode(advert, type=Advert), port=self.proxy_port)
+            msgspec.structs.replace(msgspec.msgpack.decode(advert, type=TcpAdvert), port=self.proxy_port)
         )
 
     def write(
-        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, *rest: bool
+        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: CopyRuns, *rest: bool
     ) -> Handle:
         self.on_write(peer, stamp, runs)
         return self._backend.write(peer, source_region, target_region, stamp, runs, *rest)
@@ -183,7 +183,7 @@ class FaultyNode(LocalNode):
                 self._pass(control_step(message), self.me.node, each.peer.node)
         return received
 
-    def _on_write(self, peer: Peer, stamp: Stamp, runs: Runs) -> None:
+    def _on_write(self, peer: Peer, stamp: Stamp, runs: CopyRuns) -> None:
         ticket = self._tickets.get(stamp.nonce)
         if ticket is not None:
             self._pass(chunk_step(ticket, stamp, runs), self.me.node, peer.node)
@@ -255,7 +255,7 @@ class FaultyNode(LocalNode):
                     sock.connect(b"\0" + advert.socket)
                     sock.send(
                         shm_frames.encode(
-                            shm_frames.Hello(advert.token, advert.epoch, self.me.node, self.me.incarnation)
+                            shm_frames.ShmHello(advert.token, advert.epoch, self.me.node, self.me.incarnation)
                         )
                     )
                     for fd in socket.recv_fds(sock, 65536, 64)[1]:
@@ -263,7 +263,7 @@ class FaultyNode(LocalNode):
                     for nonce, ticket in list(self._tickets.items()):
                         sock.send(
                             shm_frames.pack_notice(
-                                shm_frames.Notice(Stamp(nonce, 0, 1, 4096), ticket.region, span_table(()))
+                                shm_frames.CopyNotice(Stamp(nonce, 0, 1, 4096), ticket.region, span_table(()))
                             )
                         )
                 except OSError:
@@ -294,7 +294,7 @@ def main(name: str, role: str, backend: str, boot: str) -> None:
     cluster = LocalCluster({}, make_backend=lambda me: Tapped(make_backend(backend, me)), group_s=1e-12)  # type: ignore[arg-type,return-value]
     cluster.boots, cluster.wire, cluster.transfer = itertools.count(int(boot)), WIRE, TRANSFER
     node = FaultyNode(cluster, name, role, kit())  # type: ignore[arg-type]
-    port = None if backend == "shm" else msgspec.msgpack.decode(node.parts.backends[0].advert(), type=Advert).port
+    port = None if backend == "shm" else msgspec.msgpack.decode(node.parts.backends[0].advert(), type=TcpAdvert).port
     say(ready=True, boot=node.me.incarnation, address=node.parts.hub.address, port=port)
     threading.Thread(target=listen, args=(node,), daemon=True).start()
     node.loop.run()

@@ -22,7 +22,7 @@ from meddling_proxy import MeddlingProxy
 from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard
 from pdcluster.core.messages import Role
 from pdcluster.transfer.backends.base import Peer
-from pdcluster_router.cluster.node_table import Cluster
+from pdcluster_router.cluster.node_table import NodeTable
 from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.policy.registry import DEFAULT, make_policy
 from pdcluster_router.policy.selector import Chooser, PolicyHolder
@@ -172,7 +172,7 @@ class ProcessCluster(LocalCluster):
         self.buried: list[ProcessNode] = []
 
     async def _start_all(self) -> None:
-        self.router = Cluster(Peer("router", "router-1"), context=self.context, settings=self.wire)
+        self.router = NodeTable(Peer("router", "router-1"), context=self.context, settings=self.wire)
         chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), self.router.view, self.router.cached, force="remote")
         model = OneModel(kit_of_all().shape.block_tokens)
         self.dispatch = Dispatch(self.router, model, chooser, DispatchSettings(stages=self.stages, hold_s=5.0))

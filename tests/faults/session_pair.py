@@ -14,7 +14,7 @@ import msgspec
 from session_side import AnySide, Control, RemoteSide, Side
 
 from pdcluster.core.messages import AbortAck, Commit, Ticket
-from pdcluster.transfer.backends.tcp_links import Advert
+from pdcluster.transfer.backends.tcp_links import TcpAdvert
 
 LIMIT_S = 80.0
 
@@ -49,10 +49,10 @@ class Pair:
         return ticket.nonce, data
 
     def _redirected(self, advert: bytes) -> bytes:
-        real = msgspec.msgpack.decode(advert, type=Advert)
+        real = msgspec.msgpack.decode(advert, type=TcpAdvert)
         if self.proxy is None:
             self.proxy = Proxy(real.host, real.port)
-        return msgspec.msgpack.encode(Advert("127.0.0.1", self.proxy.port, real.token))
+        return msgspec.msgpack.encode(TcpAdvert("127.0.0.1", self.proxy.port, real.token))
 
     def step(self) -> None:
         for side, other in ((self.reader, self.writer), (self.writer, self.reader)):

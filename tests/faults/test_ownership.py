@@ -19,7 +19,7 @@ from pdcluster.node.prefill import Pins, PrefillSide
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.protocol.reader import Reader
 from pdcluster.transfer.protocol.reader_state import Incoming
-from pdcluster.transfer.protocol.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
+from pdcluster.transfer.protocol.session import Acked, Drained, Landed, Reclaimed, TicketFailed, TicketGaveUp
 from pdcluster.transfer.protocol.writer import Writer
 
 LIMITS = settings(
@@ -59,7 +59,7 @@ class FreesAtAbort(DecodeSide):
         if nonce is not None:
             self._pages.detach_writer(nonce)
 
-    def on_event(self, event: Landed | Failed | Reclaimed) -> None:
+    def on_event(self, event: Landed | TicketFailed | Reclaimed) -> None:
         if not (isinstance(event, Reclaimed) and event.nonce not in self._pages._pages_of_writer):
             super().on_event(event)
 
@@ -85,16 +85,16 @@ class TakesAnyBytes(Reader):
 class UnpinsAtGaveUp(PrefillSide):
     """Frees the source pages when a ticket is given up, not when its writes ended."""
 
-    def on_event(self, event: Acked | GaveUp | Drained) -> None:
+    def on_event(self, event: Acked | TicketGaveUp | Drained) -> None:
         super().on_event(event)
-        if isinstance(event, GaveUp):
+        if isinstance(event, TicketGaveUp):
             self._pages.release(self._pins.pop(event.nonce, Pins()).pages)
 
 
 class NeverPins(PrefillSide):
     """Trusts that the row's own pages outlive the writes that read them."""
 
-    def on_event(self, event: Acked | GaveUp | Drained) -> None:
+    def on_event(self, event: Acked | TicketGaveUp | Drained) -> None:
         if not isinstance(event, Drained):
             super().on_event(event)
 
@@ -137,7 +137,7 @@ class FreesPullsAtOnce(FetchSide):
         if result != "ok":
             self._pages.detach_writer(pulling.nonce)
 
-    def on_event(self, event: Landed | Failed | Reclaimed) -> None:
+    def on_event(self, event: Landed | TicketFailed | Reclaimed) -> None:
         if isinstance(event, Reclaimed) and event.nonce not in self._pages._pages_of_writer:
             del self._pulls[event.nonce]
         else:

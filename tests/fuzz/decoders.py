@@ -41,13 +41,13 @@ from pdcluster.transfer.backends.shm import ShmBackend
 from pdcluster.transfer.backends.shm_frames import Notices
 from pdcluster.transfer.backends.staged_pump import SourceReads
 from pdcluster.transfer.backends.staging import Blocks, StagedSettings, cut
-from pdcluster.transfer.backends.tcp_links import Advert, Answers, Cursor, Listener
+from pdcluster.transfer.backends.tcp_links import AnswerReader, Cursor, Listener, TcpAdvert
 from pdcluster.transfer.copying.copy import Payload, table_of
 from pdcluster.transfer.layout.runs import run_table, span_table
-from pdcluster.transfer.layout.spans import Run
+from pdcluster.transfer.layout.spans import CopyRun
 from pdcluster.wire import codec, zmtp
 from pdcluster.wire.address import parse_address
-from pdcluster.wire.batch import Batch
+from pdcluster.wire.batch import MessageBatch
 from pdcluster_router.cluster.events import Event
 from pdcluster_router.workers import frames as control
 
@@ -180,7 +180,7 @@ def frames() -> tuple[bytes, ...]:
         m.CacheDelta(1, True, bytes(48), b""),
     )
     alone = tuple(codec.encode(m.Envelope(m.PROTOCOL_VERSION, "a", "a1", "b1", 1, (message,))) for message in said)
-    batch = Batch(Peer("a", "a1"), "b1", max_frame_bytes=codec.MAX_FRAME_BYTES)
+    batch = MessageBatch(Peer("a", "a1"), "b1", max_frame_bytes=codec.MAX_FRAME_BYTES)
     for message in said[1:]:
         assert batch.put(message)
     return (*alone, batch.frame(2**63 - 1))
@@ -294,7 +294,7 @@ def rank_decoder() -> Decoder:
         channel.pack_plan(StepPlan((row,))),
         channel.Ready(4, "d", (("tcp", b"a"),)),
         channel.Here(),
-        messages.Write("tcp", 1, ("r", "r1"), b"advert", 1, 0, (7, 0, 1, 64), bytes(24), True),
+        messages.WriteRequest("tcp", 1, ("r", "r1"), b"advert", 1, 0, (7, 0, 1, 64), bytes(24), True),
         messages.Arrived("tcp", (7, 0, 1, 64), 5, bytes(16), 1),
     )
 
@@ -304,7 +304,7 @@ def rank_decoder() -> Decoder:
             far.sendall(data)
             far.shutdown(socket.SHUT_WR)
             found = channel.RankChannel(near, send_s=1.0).receive(1.0)
-        if isinstance(found, channel.Plan):
+        if isinstance(found, channel.RankPlan):
             channel.unpack_plan(found)
 
     return Decoder("rank message", tuple(channel.frame(message) for message in said), decode, (ProtocolError,))
@@ -328,7 +328,7 @@ def hello_decoder() -> Decoder:
 def advert_decoder() -> Decoder:
     return Decoder(
         "transfer advert",
-        (msgspec.msgpack.encode(Advert("127.0.0.1", 4000, bytes(16))),),
+        (msgspec.msgpack.encode(TcpAdvert("127.0.0.1", 4000, bytes(16))),),
         tcp_links.decode_advert,
         (PeerUnreachable,),
     )
@@ -364,7 +364,11 @@ def lane_decoder() -> Decoder:
     """What a reader answers a writer of tcp."""
     doorbell = Doorbell()
     lane = tcp._Lane(
-        WRITER, READER, Advert("127.0.0.1", unused_port(), bytes(16)), tcp.TcpSettings(connect_s=0.1), Writes(doorbell)
+        WRITER,
+        READER,
+        TcpAdvert("127.0.0.1", unused_port(), bytes(16)),
+        tcp.TcpSettings(connect_s=0.1),
+        Writes(doorbell),
     )
     lane.thread.join()
 
@@ -372,7 +376,7 @@ def lane_decoder() -> Decoder:
         lane._unanswered = deque(
             tcp._Write(Handle(n), Stamp(7, n, 1, 64), Cursor(memoryview(b"")), _no_body) for n in range(3)
         )
-        answers = Answers(FedLink(data), tcp.ACK)  # type: ignore[arg-type]
+        answers = AnswerReader(FedLink(data), tcp.ACK)  # type: ignore[arg-type]
         while True:
             lane._take_answers(answers)
 
@@ -417,7 +421,7 @@ def staged_decoders() -> list[Decoder]:
 
 def pump_decoder() -> Decoder:
     """What a reader answers a writer of a staged medium."""
-    doorbell, engine, advert = Doorbell(), NoEngine(), Advert("127.0.0.1", unused_port(), bytes(16))
+    doorbell, engine, advert = Doorbell(), NoEngine(), TcpAdvert("127.0.0.1", unused_port(), bytes(16))
     pump = staged_pump.Pump(
         "staged",
         WRITER,
@@ -433,14 +437,14 @@ def pump_decoder() -> Decoder:
     def decode(data: bytes) -> None:
         pump._free = []
         payload = Payload(table_of(()), digests=False)
-        run = run_table((Run(0, 0, 64),))
+        run = run_table((CopyRun(0, 0, 64),))
         writes = [
-            staged_pump.Write(Handle(n), source, 0, Stamp(7, n, 1, 64), run, payload, False, deque(), 1, 1)
+            staged_pump.StagedWrite(Handle(n), source, 0, Stamp(7, n, 1, 64), run, payload, False, deque(), 1, 1)
             for n in range(3)
         ]
         piece = cut(run, 0, 4096, may_be_straight=True)[0]
         pump._reader_has = {n: staged_pump.Flying(write, piece, None, []) for n, write in enumerate(writes)}
-        answers = Answers(FedLink(data), staging.ANSWER)  # type: ignore[arg-type]
+        answers = AnswerReader(FedLink(data), staging.ANSWER)  # type: ignore[arg-type]
         while True:
             pump._take_answers(answers)
 
@@ -454,7 +458,7 @@ def shm_decoders() -> list[Decoder]:
     backend.permit(memory.permit)
     notices = Notices(backend._regions, backend._permits, backend._arrivals, backend._counts)
     told = [
-        shm_frames.Notice(Stamp(7, 0, 1, 64), 0, span_table([(4096, 64)]), has_begun) for has_begun in (False, True)
+        shm_frames.CopyNotice(Stamp(7, 0, 1, 64), 0, span_table([(4096, 64)]), has_begun) for has_begun in (False, True)
     ]
     corpus = (*map(shm_frames.pack_notice, told), shm_frames.pack_progress(64))
     token = secrets.token_bytes(16)
@@ -469,19 +473,19 @@ def shm_decoders() -> list[Decoder]:
         ),
         Decoder(
             "shm advert",
-            (shm_frames.encode(shm_frames.Advert(b"name", token)),),
+            (shm_frames.encode(shm_frames.ShmAdvert(b"name", token)),),
             shm_frames.decode_advert,
             (PeerUnreachable,),
         ),
         Decoder(
             "shm hello",
-            (shm_frames.encode(shm_frames.Hello(token, 0, "p0", "p1")),),
+            (shm_frames.encode(shm_frames.ShmHello(token, 0, "p0", "p1")),),
             shm_frames.decode_hello,
             (ProtocolError,),
         ),
         Decoder(
             "shm regions",
-            (shm_frames.encode(shm_frames.Shared(((0, 4096), (1, 4096)))),),
+            (shm_frames.encode(shm_frames.SharedRegions(((0, 4096), (1, 4096)))),),
             shm_frames.decode_shared,
             (ProtocolError,),
         ),
@@ -490,11 +494,11 @@ def shm_decoders() -> list[Decoder]:
 
 def control_decoder() -> Decoder:
     """What a router's workers and their supervisor say to each other."""
-    told = control.Told(Event(1, 2.5, "role", "n0", "prefill becomes decode"))
+    told = control.WorkerEvent(Event(1, 2.5, "role", "n0", "prefill becomes decode"))
     said = (
         control.Joined(1, "boot", 77),
-        control.Asked(1, control.AskCordon("n0", True)),
-        control.Answered(1, b"\x90"),
+        control.WorkerQuestion(1, control.AskCordon("n0", True)),
+        control.WorkerAnswer(1, b"\x90"),
         told,
     )
     return Decoder(

@@ -24,13 +24,13 @@ from pdcluster.node.assembly import Shape, Wiring, assemble
 from pdcluster.node.components import StepEngine
 from pdcluster.node.grammar_queue import GrammarSource
 from pdcluster.node.loop import NodeLoop
-from pdcluster.scheduler.scheduler import Limits
+from pdcluster.scheduler.scheduler import SchedulerLimits
 from pdcluster.transfer.backends.base import Backend, Peer
 from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork
 from pdcluster.transfer.layout.geometry import PageShape
 from pdcluster.transfer.protocol.session import Settings
 from pdcluster.wire.sockets import WireSettings
-from pdcluster_router.cluster.node_table import Cluster
+from pdcluster_router.cluster.node_table import NodeTable
 from pdcluster_router.core.generation import Done, Generation
 from pdcluster_router.core.job import HashChain
 from pdcluster_router.core.stages import StageDeadlines
@@ -119,7 +119,7 @@ class LocalNode:
             parking_s=5.0,
             group_s=cluster.group_s,
         )
-        limits = Limits(
+        limits = SchedulerLimits(
             token_budget=kit.token_budget,
             max_rows=8,
             max_waiting=64,
@@ -243,7 +243,7 @@ class LocalCluster:
         return self
 
     async def _start_all(self) -> None:
-        self.router = Cluster(Peer("router", "router-1"), context=self.context_of("router"), settings=self.wire)
+        self.router = NodeTable(Peer("router", "router-1"), context=self.context_of("router"), settings=self.wire)
         for name, role in self.roles.items():
             self.start(name, role)
         block_tokens = next(iter(self.nodes.values())).kit.shape.block_tokens

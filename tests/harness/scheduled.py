@@ -8,7 +8,7 @@ from pdcluster.core.messages import Work, pack_tokens
 from pdcluster.core.sampling import Sampling
 from pdcluster.engine.engine import Engine
 from pdcluster.kv.pages import PagePool
-from pdcluster.scheduler.scheduler import Limits, Scheduler
+from pdcluster.scheduler.scheduler import SchedulerLimits, Scheduler
 from pdcluster.scheduler.sequence import Sequence
 
 
@@ -24,7 +24,7 @@ def run(
 ) -> tuple[list[list[int]], Scheduler]:
     """The output tokens of each, and the scheduler. emitted: output of an earlier attempt, the same for all."""
     pages = PagePool(num_pages or engine.num_pages, engine.layout.page_tokens, 32)
-    limits = Limits(
+    limits = SchedulerLimits(
         token_budget, 63, 1024, engine.max_len, reserve_tokens=16, eos_token_ids=frozenset(engine.config.eos_token_ids)
     )
     scheduler = Scheduler(pages, limits)

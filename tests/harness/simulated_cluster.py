@@ -21,7 +21,7 @@ from pdcluster.core.messages import Role
 from pdcluster.core.step import StepPlan
 from pdcluster.transfer.backends.base import Handle, Peer, Stamp
 from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork, Fault
-from pdcluster.transfer.layout.spans import Runs
+from pdcluster.transfer.layout.spans import CopyRuns
 from pdcluster.transfer.protocol.session import Settings
 from pdcluster.wire.sockets import WireSettings
 from pdcluster_router.core.stages import StageDeadlines
@@ -82,7 +82,7 @@ class WakingNetwork(FakeNetwork):
 
     loop: VirtualLoop
     wake: Callable[[], None]
-    plan_write: Callable[[SimulatedBackend, Peer, Stamp, Runs], Fault]
+    plan_write: Callable[[SimulatedBackend, Peer, Stamp, CopyRuns], Fault]
 
     def at(self, delay_s: float, action: Callable[[], None]) -> None:
         super().at(delay_s, action)
@@ -93,7 +93,7 @@ class SimulatedBackend(FakeBackend):
     network: WakingNetwork
 
     def write(
-        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, *rest: bool
+        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: CopyRuns, *rest: bool
     ) -> Handle:
         fault = self.network.plan_write(self, peer, stamp, runs)
         self.network.plan = lambda _: fault

@@ -17,7 +17,7 @@ from pdcluster.core.messages import AnyMessage, Endpoint, Role
 from pdcluster.node.loop import NodeLoop
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork
-from pdcluster.transfer.layout.spans import Runs
+from pdcluster.transfer.layout.spans import CopyRuns
 from pdcluster.transfer.paths.measure import MeasureSettings, Paths
 from pdcluster.transfer.protocol.ladder import Ladder
 from pdcluster.transfer.protocol.session import Settings
@@ -157,7 +157,7 @@ class SteppedNodes:
             node.end()
 
 
-def pages_of(runs: Runs, page_bytes: int, *, source: bool) -> set[int]:
+def pages_of(runs: CopyRuns, page_bytes: int, *, source: bool) -> set[int]:
     spans = [(run.source if source else run.target, run.nbytes) for run in runs]
     return {
         page for offset, nbytes in spans for page in range(offset // page_bytes, -(-(offset + nbytes) // page_bytes))

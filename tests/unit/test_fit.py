@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
-from pdcluster.cost.fit import Fit, Step, least_nonnegative, step_of
+from pdcluster.cost.fit import CostFit, Step, least_nonnegative, step_of
 
 TRUE = NodeCost(PrefillCost(5e-3, 5e-5, 2e-9), DecodeCost(8e-3, 1e-4, 3e-8))
 
@@ -28,7 +28,7 @@ def make_step(rng: random.Random, kind: str = "any") -> Step:
     return step_of(rows, 1.0)
 
 
-def run(fit: Fit, num: int, *, kind: str = "any", noise: float = 0.0, seed: int = 0, cost: NodeCost = TRUE) -> None:
+def run(fit: CostFit, num: int, *, kind: str = "any", noise: float = 0.0, seed: int = 0, cost: NodeCost = TRUE) -> None:
     rng = random.Random(seed)
     for _ in range(num):
         step = make_step(rng, kind)
@@ -50,7 +50,7 @@ def test_rows_of_one_token_are_decodes_and_the_others_chunks() -> None:
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 @pytest.mark.parametrize("seed", range(3))
 def test_mixed_steps_teach_both_halves(noise: float, seed: int) -> None:
-    fit = Fit()
+    fit = CostFit()
     run(fit, 600, noise=noise, seed=seed)
     assert_close(fit.cost(), within=0.04 + noise / 2)
 
@@ -62,19 +62,19 @@ def test_the_prior_is_scaled_by_the_first_step_so_that_any_machine_is_learned(fa
         PrefillCost(prefill.fixed_s * factor, prefill.token_s * factor, prefill.pair_s * factor),
         DecodeCost(decode.fixed_s * factor, decode.row_s * factor, decode.context_s * factor),
     )
-    fit = Fit()
+    fit = CostFit()
     run(fit, 300, cost=cost)
     assert_close(fit.cost(), cost)
 
 
 def test_a_few_steps_give_the_right_order_of_magnitude() -> None:
-    fit = Fit()
+    fit = CostFit()
     run(fit, 4)
     assert fit.cost().decode.seconds(8, 20_000) == pytest.approx(TRUE.decode.seconds(8, 20_000), rel=1.0)
 
 
 def test_outliers_are_clipped() -> None:
-    fit = Fit()
+    fit = CostFit()
     run(fit, 200)
     for seed in range(10):
         run(fit, 20, seed=seed)
@@ -85,7 +85,7 @@ def test_outliers_are_clipped() -> None:
 @pytest.mark.parametrize("kind", ["prefill", "any"])
 @pytest.mark.parametrize("place", [0, 1, 2, 5, 7, 8, 20])
 def test_a_step_that_took_far_too_long_is_soon_outweighed_even_among_the_first_ones(place: int, kind: str) -> None:
-    fit = Fit()
+    fit = CostFit()
     run(fit, place, kind=kind, noise=0.1)
     slow = step_of([(24, 0)], 1.0)
     fit.observe(Step(slow.tokens, slow.pairs, 0, 0, 300 * seconds(slow)))
@@ -95,7 +95,7 @@ def test_a_step_that_took_far_too_long_is_soon_outweighed_even_among_the_first_o
 
 
 def test_a_machine_that_became_slower_is_followed() -> None:
-    fit = Fit()
+    fit = CostFit()
     run(fit, 300)
     slower = NodeCost(PrefillCost(15e-3, 15e-5, 6e-9), DecodeCost(24e-3, 3e-4, 9e-8))
     run(fit, 1500, cost=slower, seed=1)
@@ -103,7 +103,7 @@ def test_a_machine_that_became_slower_is_followed() -> None:
 
 
 def test_a_machine_that_became_ten_times_slower_is_a_third_of_the_way_followed_after_a_few_hundred_steps() -> None:
-    fit = Fit()
+    fit = CostFit()
     run(fit, 300)
     slower = NodeCost(PrefillCost(50e-3, 5e-4, 2e-8), DecodeCost(80e-3, 1e-3, 3e-7))
     run(fit, 400, cost=slower, seed=1)
@@ -112,14 +112,14 @@ def test_a_machine_that_became_ten_times_slower_is_a_third_of_the_way_followed_a
 
 
 def test_what_prefill_costs_is_not_forgotten_while_only_decodes_run() -> None:
-    fit = Fit()
+    fit = CostFit()
     run(fit, 300)
     run(fit, 5000, kind="decode", seed=1)
     assert_close(fit.cost())
 
 
 def test_long_contexts_are_not_forgotten_while_only_short_prompts_come() -> None:
-    fit = Fit()
+    fit = CostFit()
     run(fit, 600)
     for _ in range(1500):
         step = step_of([(200, 0)], 1.0)
@@ -128,7 +128,7 @@ def test_long_contexts_are_not_forgotten_while_only_short_prompts_come() -> None
 
 
 def test_samples_are_counted_by_kind_and_nonsense_is_not_counted() -> None:
-    fit = Fit(512)
+    fit = CostFit(512)
     run(fit, 5, kind="prefill")
     fit.observe(Step(10, 50.0, 0, 0, 0.0))
     fit.observe(Step(0, 0.0, 0, 0, 1.0))
@@ -149,7 +149,7 @@ steps = st.builds(
 @settings(max_examples=60)
 @given(observed=st.lists(steps, max_size=40))
 def test_whatever_steps_come_the_coefficients_are_finite_and_never_negative(observed: list[Step]) -> None:
-    fit = Fit()
+    fit = CostFit()
     for step in observed:
         fit.observe(step)
     cost = fit.cost()
@@ -179,7 +179,7 @@ def test_the_least_nonnegative_point_cannot_be_improved(data: list[list[float]],
     assert np.allclose(slope[x > 0], 0, atol=1e-6), "where x is free its slope is zero"
 
 
-def covered(fit: Fit, *, noise: float, kind: str, seed: int, num: int = 300) -> float:
+def covered(fit: CostFit, *, noise: float, kind: str, seed: int, num: int = 300) -> float:
     """Share of new steps that last as long as predicted, within the error bars."""
     rng, cost, found = random.Random(seed), fit.cost(), 0
     for _ in range(num):
@@ -201,7 +201,7 @@ def covered(fit: Fit, *, noise: float, kind: str, seed: int, num: int = 300) -> 
 def test_nine_of_ten_new_steps_are_within_the_error_bars(noise: float, kind: str) -> None:
     shares = []
     for seed in range(4):
-        fit = Fit()
+        fit = CostFit()
         run(fit, 600, noise=noise, seed=seed)
         shares.append(covered(fit, noise=noise, kind=kind, seed=seed + 50))
     assert sum(shares) / len(shares) == pytest.approx(0.925, abs=0.06)
@@ -210,7 +210,7 @@ def test_nine_of_ten_new_steps_are_within_the_error_bars(noise: float, kind: str
 def test_error_bars_shrink_with_steps_and_grow_with_noise() -> None:
     found = {}
     for num, noise in ((12, 0.1), (500, 0.1), (500, 0.4)):
-        fit = Fit()
+        fit = CostFit()
         run(fit, num, noise=noise, seed=1)
         found[num, noise] = fit.cost().prefill.error_s(256, 1000) / fit.cost().prefill.seconds(256, 1000)
     assert found[500, 0.1] < found[500, 0.4] < found[12, 0.1]
@@ -219,7 +219,7 @@ def test_error_bars_shrink_with_steps_and_grow_with_noise() -> None:
 def test_nobody_claims_to_know_what_was_never_run() -> None:
     """Only prompts of 64 tokens: those are known well, a long context is not, whatever the noise, and decoding least of
     all."""
-    fit, rng = Fit(), random.Random(3)
+    fit, rng = CostFit(), random.Random(3)
     for _ in range(300):
         fit.observe(Step(64, num_pairs(64, 0), 0, 0, 0.01 * rng.uniform(0.98, 1.02)))
     cost = fit.cost()
@@ -230,7 +230,7 @@ def test_nobody_claims_to_know_what_was_never_run() -> None:
 
 
 def test_a_stopped_process_now_and_then_does_not_widen_the_bars() -> None:
-    fit = Fit()
+    fit = CostFit()
     run(fit, 300, noise=0.1)
     before = fit.cost().decode.error.spread
     for seed in range(4):
@@ -245,7 +245,7 @@ def test_a_stopped_process_now_and_then_does_not_widen_the_bars() -> None:
 )
 @settings(max_examples=60, deadline=None)
 def test_error_bars_are_finite_numbers_whatever_the_steps(steps: list[tuple[int, int, float]], all_alike: bool) -> None:
-    fit = Fit()
+    fit = CostFit()
     for tokens, rows, took in [steps[0]] * len(steps) if all_alike else steps:
         fit.observe(Step(tokens, num_pairs(tokens, 0), rows, 100 * rows, took))
     for half in (fit.cost().prefill, fit.cost().decode):
@@ -257,7 +257,7 @@ def test_error_bars_are_finite_numbers_whatever_the_steps(steps: list[tuple[int,
 
 def test_a_cost_is_worked_out_once_until_another_step_is_seen() -> None:
     """An idle node reports it many times a second."""
-    fit = Fit()
+    fit = CostFit()
     run(fit, 40)
     known = fit.cost()
     assert fit.cost() is known

@@ -10,7 +10,7 @@ from pdcluster.api.structured import constraints
 from pdcluster.api.structured.constraints import Form
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.api.tools import reasoning
-from pdcluster.api.tools.formats import FORMATS, Format
+from pdcluster.api.tools.formats import FORMATS, ToolFormat
 from pdcluster.api.tools.markers import END_THINK, THINK
 from pdcluster.api.tools.offered import Offer, offer_of
 from pdcluster.api.tools.speech import Speech
@@ -35,7 +35,7 @@ class Dialogue(msgspec.Struct, frozen=True):
     """grammar: None for any text; param: which field of the request it is of."""
 
     offer: Offer | None
-    format: Format | None
+    format: ToolFormat | None
     reasons: bool
     is_open: bool
     grammar: Grammar | None
@@ -88,7 +88,7 @@ def dialogue_of(request: ChatRequest, offer: Offer | None, marking: Marking, pro
     return Dialogue(offer, tool_format, reasons, is_open, constraints.grammar_of(form, param), param)
 
 
-def _with_calls(tool_format: Format, offer: Offer, form: Form | None, *, reasons: bool) -> Form:
+def _with_calls(tool_format: ToolFormat, offer: Offer, form: Form | None, *, reasons: bool) -> Form:
     """form: of an answer that is no call, None for any text."""
     if form is not None:
         return {"type": "or", "elements": [tool_format.form(offer), form]}

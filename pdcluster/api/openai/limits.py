@@ -28,7 +28,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for plain completions; chat goes on to the end of the context."""
 
 
-class Limits(Protocol):
+class ModelLimits(Protocol):
     """Of a model. max_len: prompt and output tokens together; vocab_size: ids it has an embedding for."""
 
     @property
@@ -58,21 +58,21 @@ def _are_within(token_ids: Sequence[int], vocab_size: int) -> bool:
     return min(token_ids) >= 0 and max(token_ids) < vocab_size
 
 
-def check_prompt(num_tokens: int, limits: Limits, param: str) -> None:
+def check_prompt(num_tokens: int, limits: ModelLimits, param: str) -> None:
     if num_tokens == 0:
         raise BadRequest(f"{param} has no tokens; send a prompt with at least one", param)
     if num_tokens >= limits.max_len:
         raise ContextTooLong(limits.max_len, f"{param} has {num_tokens} tokens; {SHORTEN}", param)
 
 
-def check_bytes(text: str, bound: TextBound, limits: Limits, param: str) -> None:
+def check_bytes(text: str, bound: TextBound, limits: ModelLimits, param: str) -> None:
     """Before it is tokenized, whatever for."""
     size = bound.excess_bytes(text, limits.max_len)
     if size:
         raise ContextTooLong(limits.max_len, f"{param} has {size} bytes of text, which makes more; {SHORTEN}", param)
 
 
-def check_text(text: str, bound: TextBound, limits: Limits, param: str) -> None:
+def check_text(text: str, bound: TextBound, limits: ModelLimits, param: str) -> None:
     """Before a prompt is tokenized: whether it can have so few tokens."""
     check_bytes(text, bound, limits, param)
     if bound.is_clearly_over(text, limits.max_len):
@@ -80,7 +80,7 @@ def check_text(text: str, bound: TextBound, limits: Limits, param: str) -> None:
         raise ContextTooLong(limits.max_len, however, param)
 
 
-def check_output(num_tokens: int, limits: Limits, param: str) -> None:
+def check_output(num_tokens: int, limits: ModelLimits, param: str) -> None:
     """Of ids that are to be made text: no model gave more."""
     if num_tokens > limits.max_len:
         raise BadRequest(
@@ -89,7 +89,7 @@ def check_output(num_tokens: int, limits: Limits, param: str) -> None:
         )
 
 
-def output_tokens(asked: int | None, default: int | None, num_prompt: int, limits: Limits, param: str) -> int:
+def output_tokens(asked: int | None, default: int | None, num_prompt: int, limits: ModelLimits, param: str) -> int:
     """max_tokens of one request: as asked, if it fits; else the default or all that is left."""
     left = limits.max_len - num_prompt
     if asked is None:
@@ -112,7 +112,7 @@ def check_least(min_tokens: int, max_tokens: int) -> None:
 def build_sampling(
     request: Common,
     defaults: SamplingDefaults,
-    limits: Limits,
+    limits: ModelLimits,
     *,
     max_tokens: int,
     seed: int,

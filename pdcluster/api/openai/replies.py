@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from pdcluster.api import sse
-from pdcluster.api.text.choice_text import Piece
+from pdcluster.api.text.choice_text import TextPiece
 from pdcluster.api.text.detokenizer import Pieces
 from pdcluster.api.text.logprobs import (
     ChatLogprobs,
@@ -24,7 +24,7 @@ from pdcluster.api.text.logprobs import (
     completion_logprobs,
     prompt_logprobs,
 )
-from pdcluster.api.tools.calls import CallDelta
+from pdcluster.api.tools.calls import ToolCallDelta
 from pdcluster.core.errors import BadRequest, PdclusterError
 
 _encode = msgspec.json.Encoder().encode
@@ -68,7 +68,7 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
-class Usage(Struct):
+class TokenUsage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -127,7 +127,7 @@ class ChatReply(Struct):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: TokenUsage
     object: Literal["chat.completion"] = "chat.completion"
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
@@ -153,7 +153,7 @@ class ChatChunk(Struct):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | UsageSoFar | UnsetType | None = UNSET
+    usage: TokenUsage | UsageSoFar | UnsetType | None = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
@@ -177,7 +177,7 @@ class CompletionReply(Struct):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | UsageSoFar | UnsetType | None = UNSET
+    usage: TokenUsage | UsageSoFar | UnsetType | None = UNSET
     object: Literal["text_completion"] = "text_completion"
 
 
@@ -203,21 +203,21 @@ class Head(Struct, frozen=True):
         return not (self.logprobs or self.token_ids or self.so_far is not None)
 
 
-class Format(Protocol):
+class ReplyFormat(Protocol):
     def opening(self, index: int) -> bytes:
         """The event before a choice's first text; b"" for none."""
         ...
 
-    def chunk(self, index: int, piece: Piece) -> bytes: ...
+    def chunk(self, index: int, piece: TextPiece) -> bytes: ...
 
     def around(self, index: int) -> tuple[bytes, bytes] | None:
         """What stands before and after the text, as JSON, in chunks that carry nothing else; None where some carry
         more."""
         ...
 
-    def usage_chunk(self, usage: Usage) -> bytes: ...
+    def usage_chunk(self, usage: TokenUsage) -> bytes: ...
 
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes: ...
+    def whole(self, pieces: Sequence[TextPiece], usage: TokenUsage) -> bytes: ...
 
 
 class ChatFormat:
@@ -227,9 +227,9 @@ class ChatFormat:
         self._plain: _PlainChunks | None = None
 
     def opening(self, index: int) -> bytes:
-        return sse.event(self._encode_chunk(index, Piece(), ChatDelta(role="assistant", content=""), empty=True))
+        return sse.event(self._encode_chunk(index, TextPiece(), ChatDelta(role="assistant", content=""), empty=True))
 
-    def chunk(self, index: int, piece: Piece) -> bytes:
+    def chunk(self, index: int, piece: TextPiece) -> bytes:
         if index == 0 and piece.finish is None and self._is_plain and not (piece.reasoning or piece.calls):
             return self._plain_chunks().event(piece.text)
         delta = _delta(piece)
@@ -241,13 +241,13 @@ class ChatFormat:
 
     def _plain_chunks(self) -> _PlainChunks:
         if self._plain is None:
-            self._plain = _PlainChunks(self._encode_chunk(0, Piece(), ChatDelta(content="")), b'"content":""')
+            self._plain = _PlainChunks(self._encode_chunk(0, TextPiece(), ChatDelta(content="")), b'"content":""')
         return self._plain
 
-    def usage_chunk(self, usage: Usage) -> bytes:
+    def usage_chunk(self, usage: TokenUsage) -> bytes:
         return sse.event(_encode(ChatChunk(self._head.id, self._head.created, self._head.model, [], usage)))
 
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
+    def whole(self, pieces: Sequence[TextPiece], usage: TokenUsage) -> bytes:
         choices = [
             ChatChoice(
                 index,
@@ -263,18 +263,18 @@ class ChatFormat:
         reply.prompt_logprobs = _prompt_logprobs(self._head, pieces[0])
         return _encode(reply)
 
-    def _encode_chunk(self, index: int, piece: Piece, delta: ChatDelta, *, empty: bool = False) -> bytes:
+    def _encode_chunk(self, index: int, piece: TextPiece, delta: ChatDelta, *, empty: bool = False) -> bytes:
         logprobs = None if empty else self._logprobs(piece)
         token_ids = UNSET if empty else _token_ids(self._head, piece)
         choice = ChatChunkChoice(index, delta, piece.finish, logprobs, _prompt_ids(piece), token_ids)
         head = self._head
         return _encode(ChatChunk(head.id, head.created, head.model, [choice], _usage_in_chunks(head)))
 
-    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+    def _logprobs(self, piece: TextPiece) -> ChatLogprobs | None:
         return chat_logprobs(piece.scored, self._head.pieces) if self._head.logprobs else None
 
 
-def _delta(piece: Piece) -> ChatDelta:
+def _delta(piece: TextPiece) -> ChatDelta:
     """Of a piece with nothing to say a delta without text, so that what stands beside it (logprobs, token ids) has a
     place; the last says nothing."""
     delta = ChatDelta()
@@ -287,13 +287,13 @@ def _delta(piece: Piece) -> ChatDelta:
     return delta
 
 
-def _more_of(call: CallDelta) -> CalledTool:
+def _more_of(call: ToolCallDelta) -> CalledTool:
     if call.id is None or call.name is None:
         return CalledTool(CalledFunction(call.arguments), index=call.index)
     return CalledTool(CalledFunction(call.arguments, call.name), call.id, "function", call.index)
 
 
-def _message(piece: Piece) -> ChatReplyMessage:
+def _message(piece: TextPiece) -> ChatReplyMessage:
     calls = _whole_calls(piece.calls)
     return ChatReplyMessage(
         piece.text if piece.text or not calls else None,
@@ -302,9 +302,9 @@ def _message(piece: Piece) -> ChatReplyMessage:
     )
 
 
-def _whole_calls(deltas: Sequence[CallDelta]) -> list[CalledTool]:
+def _whole_calls(deltas: Sequence[ToolCallDelta]) -> list[CalledTool]:
     arguments: list[list[str]] = []
-    firsts: list[CallDelta] = []
+    firsts: list[ToolCallDelta] = []
     for delta in deltas:
         if delta.id is not None:
             firsts.append(delta)
@@ -325,7 +325,7 @@ class CompletionFormat:
     def opening(self, index: int) -> bytes:
         return b""
 
-    def chunk(self, index: int, piece: Piece) -> bytes:
+    def chunk(self, index: int, piece: TextPiece) -> bytes:
         if index == 0 and piece.finish is None and self._is_plain:
             return self._plain_chunks().event(piece.text)
         _count(self._head, piece)
@@ -336,13 +336,13 @@ class CompletionFormat:
 
     def _plain_chunks(self) -> _PlainChunks:
         if self._plain is None:
-            self._plain = _PlainChunks(self._encode_chunk(0, Piece()), b'"text":""')
+            self._plain = _PlainChunks(self._encode_chunk(0, TextPiece()), b'"text":""')
         return self._plain
 
-    def usage_chunk(self, usage: Usage) -> bytes:
+    def usage_chunk(self, usage: TokenUsage) -> bytes:
         return sse.event(_encode(CompletionReply(self._head.id, self._head.created, self._head.model, [], usage)))
 
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
+    def whole(self, pieces: Sequence[TextPiece], usage: TokenUsage) -> bytes:
         choices = (
             [self._choice(0, pieces[0])]
             if len(pieces) == 1
@@ -350,11 +350,11 @@ class CompletionFormat:
         )
         return _encode(CompletionReply(self._head.id, self._head.created, self._head.model, choices, usage))
 
-    def _encode_chunk(self, index: int, piece: Piece) -> bytes:
+    def _encode_chunk(self, index: int, piece: TextPiece) -> bytes:
         head, choice = self._head, self._choice(index, piece)
         return _encode(CompletionReply(head.id, head.created, head.model, [choice], _usage_in_chunks(head)))
 
-    def _choice(self, index: int, piece: Piece) -> CompletionChoice:
+    def _choice(self, index: int, piece: TextPiece) -> CompletionChoice:
         if self._is_plain and piece.prompt_token_ids is None and piece.prompt_logprobs is None:
             return CompletionChoice(index, piece.text, piece.finish, None)
         logprobs = completion_logprobs([*piece.echo, *piece.scored], self._head.pieces) if self._head.logprobs else None
@@ -376,7 +376,7 @@ class _PlainChunks:
         return before + sse.text_json(text) + after
 
 
-def _count(head: Head, piece: Piece) -> None:
+def _count(head: Head, piece: TextPiece) -> None:
     if head.so_far is not None:
         head.so_far.add(len(piece.tokens))
 
@@ -389,15 +389,15 @@ def _usage_in_chunks(head: Head) -> UsageSoFar | UnsetType | None:
     return None if head.include_usage else UNSET
 
 
-def _token_ids(head: Head, piece: Piece) -> list[int] | UnsetType:
+def _token_ids(head: Head, piece: TextPiece) -> list[int] | UnsetType:
     return [token.id for token in piece.tokens] if head.token_ids else UNSET
 
 
-def _prompt_ids(piece: Piece) -> list[int] | UnsetType:
+def _prompt_ids(piece: TextPiece) -> list[int] | UnsetType:
     return UNSET if piece.prompt_token_ids is None else piece.prompt_token_ids
 
 
-def _prompt_logprobs(head: Head, piece: Piece) -> PromptLogprobs | UnsetType:
+def _prompt_logprobs(head: Head, piece: TextPiece) -> PromptLogprobs | UnsetType:
     return UNSET if piece.prompt_logprobs is None else prompt_logprobs(piece.prompt_logprobs, head.pieces)
 
 

@@ -24,7 +24,7 @@ from pdcluster.api.openai.token_list import LONG_BYTES, MARK, cut_list, token_li
 from pdcluster.api.structured.constraints import JsonSchema, ResponseFormat, StructuredOutputs
 from pdcluster.api.text.chat_template import RESERVED
 from pdcluster.api.tools.arguments import arguments_of
-from pdcluster.api.tools.offered import Function, NamedChoice, NamedFunction, Tool
+from pdcluster.api.tools.offered import Function, NamedChoice, NamedFunction, ToolDefinition
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.sampling import LEAST_REPETITION, MAX_BAD_WORDS, MAX_LOGPROBS, MOST_REPETITION
 
@@ -108,7 +108,7 @@ class FunctionCall(Struct):
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(Struct):
+class HistoryToolCall(Struct):
     function: FunctionCall
     id: str | None = None
     type: Literal["function"] | None = "function"
@@ -124,7 +124,7 @@ class ChatMessage(Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[HistoryToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     # what others call reasoning_content, and content of a model that refused
@@ -147,7 +147,7 @@ class ChatRequest(Common, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: Length | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: list[Tool] | None = None
+    tools: list[ToolDefinition] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     # hints that the template may know
@@ -191,7 +191,7 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = None
+    tools: list[ToolDefinition] | None = None
     return_token_strs: bool | None = None
 
 
@@ -206,13 +206,13 @@ NESTED: Mapping[str, type[Struct]] = {
     "response_format": ResponseFormat,
     "response_format.json_schema": JsonSchema,
     "structured_outputs": StructuredOutputs,
-    "tools[…]": Tool,
+    "tools[…]": ToolDefinition,
     "tools[…].function": Function,
     "tool_choice": NamedChoice,
     "tool_choice.function": NamedFunction,
     "messages[…]": ChatMessage,
     "messages[…].content[…]": ContentPart,
-    "messages[…].tool_calls[…]": ToolCall,
+    "messages[…].tool_calls[…]": HistoryToolCall,
     "messages[…].tool_calls[…].function": FunctionCall,
 }
 
@@ -505,7 +505,7 @@ def _plain_part(part: ContentPart, path: str) -> str:
     return part.text
 
 
-def _plain_call(call: ToolCall, path: str) -> dict[str, object]:
+def _plain_call(call: HistoryToolCall, path: str) -> dict[str, object]:
     function = {"name": call.function.name, "arguments": arguments_of(call.function.arguments, path)}
     named: dict[str, object] = {} if call.id is None else {"id": call.id}
     return named | {"type": "function", "function": function}

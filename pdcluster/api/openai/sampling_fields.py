@@ -17,13 +17,13 @@ BAD_WORD_CHARACTERS = 256
 NEUTRAL = Shaping()
 
 
-class Tokens(Protocol):
+class TokenLookup(Protocol):
     """What is needed of api.text.model_text.TextModel."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]: ...
 
 
-def shaping_of(request: Common, defaults: SamplingDefaults, text: Tokens, vocab_size: int) -> Shaping | None:
+def shaping_of(request: Common, defaults: SamplingDefaults, text: TokenLookup, vocab_size: int) -> Shaping | None:
     """Raises BadRequest naming the field, the value and what it may be."""
     repetition = defaults.repetition_penalty if request.repetition_penalty is None else request.repetition_penalty
     if repetition == NEUTRAL.repetition and not (
@@ -68,7 +68,7 @@ def biases_of(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, f
     return tuple(biases.items())
 
 
-def bad_words_of(words: Sequence[str], text: Tokens) -> tuple[tuple[int, ...], ...]:
+def bad_words_of(words: Sequence[str], text: TokenLookup) -> tuple[tuple[int, ...], ...]:
     """As vLLM reads them: each word as it begins a text, and as it stands behind a space where that is one other
     token."""
     found: dict[tuple[int, ...], None] = {}

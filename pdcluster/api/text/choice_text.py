@@ -14,7 +14,7 @@ import msgspec
 
 from pdcluster.api.text.detokenizer import ChainDetokenizer, Detokenizer
 from pdcluster.api.text.stop_strings import StopMatcher
-from pdcluster.api.tools.calls import CallDelta
+from pdcluster.api.tools.calls import ToolCallDelta
 from pdcluster.api.tools.speech import Said, Speech
 from pdcluster.core.messages import TokenLogprobs
 
@@ -31,7 +31,7 @@ class Token(msgspec.Struct, frozen=True, gc=False):
     logprobs: TokenLogprobs | None = None
 
 
-class Piece(msgspec.Struct):
+class TextPiece(msgspec.Struct):
     """What one event of a choice adds to its reply. finish is set on the last one.
 
     reasoning: what the model thought before its answer; calls: of tools; where a choice has a Speech, text is without
@@ -42,7 +42,7 @@ class Piece(msgspec.Struct):
 
     text: str = ""
     reasoning: str = ""
-    calls: list[CallDelta] = []
+    calls: list[ToolCallDelta] = []
     tokens: list[Token] = []
     listed: list[Token] | None = None
     echo: list[Token] = []
@@ -88,7 +88,7 @@ class ChoiceText:
         """Calls of tools that were given away."""
         self.stopped = False
 
-    def push(self, token_id: int, logprobs: TokenLogprobs | None, piece: Piece) -> None:
+    def push(self, token_id: int, logprobs: TokenLogprobs | None, piece: TextPiece) -> None:
         """Adds the token, and the text that became certain, to the piece."""
         token = Token(token_id, self._offset, logprobs)
         piece.tokens.append(token)
@@ -105,7 +105,7 @@ class ChoiceText:
             self._unlisted.append(token)
             self._list(piece, self._offset - self._stops.num_uncertain)
 
-    def _list(self, piece: Piece, end: int) -> None:
+    def _list(self, piece: TextPiece, end: int) -> None:
         """Tokens that begin before this character are part of the answer."""
         listed = [token for token in self._unlisted if token.offset < end]
         del self._unlisted[: len(listed)]
@@ -123,7 +123,7 @@ class ChoiceText:
         self._detokenizer.ask_for(self._silent, vocab_size)
         return self._detokenizer
 
-    def finish(self, piece: Piece, *, is_cut: bool = False) -> None:
+    def finish(self, piece: TextPiece, *, is_cut: bool = False) -> None:
         """The generation ended: releases what was held back. An incomplete character may still complete a stop string.
         is_cut: its tokens ran out."""
         if self.is_plain:
@@ -140,13 +140,13 @@ class ChoiceText:
         if not self.stopped:
             piece.text += self._stops.flush()
 
-    def _release(self, text: str, piece: Piece) -> None:
+    def _release(self, text: str, piece: TextPiece) -> None:
         if self._speech is None:
             piece.text += self._certain(text)
         elif text:
             self._put(self._speech.feed(text), piece)
 
-    def _put(self, said: Said, piece: Piece) -> None:
+    def _put(self, said: Said, piece: TextPiece) -> None:
         """Nothing behind a stop string is part of the reply."""
         piece.reasoning += said.reasoning
         for part in said.parts:

@@ -37,7 +37,7 @@ BEFORE = "a"
 """A token that no stage which knows positions changes."""
 
 
-class Stage(Protocol):
+class DecoderStage(Protocol):
     def push(self, tokens: Sequence[str]) -> list[str]:
         """What these tokens make certain."""
 
@@ -94,7 +94,7 @@ class DecoderChain:
         """at_start: the text starts with its first token; else it continues another one."""
         if self._joins_by_spaces:
             return TokenStream([_Each(_spaced, at_start)])
-        stages: list[Stage] = []
+        stages: list[DecoderStage] = []
         is_one = False
         for step, render in zip(self._steps, self._renders, strict=True):
             stages.append(_text_stage(step, render, at_start) if is_one else _token_stage(step, render, at_start))
@@ -117,7 +117,7 @@ class TokenStream:
 
     __slots__ = ("_stages",)
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[DecoderStage]) -> None:
         self._stages = stages
 
     def push(self, token: str) -> str:
@@ -167,7 +167,7 @@ def _spaced(token: str, is_first: bool) -> str:
     return token if is_first else f" {token}"
 
 
-def _token_stage(step: Step, render: Render, at_start: bool) -> Stage:
+def _token_stage(step: Step, render: Render, at_start: bool) -> DecoderStage:
     match step["type"]:
         case "Fuse":
             return _Joined()
@@ -183,7 +183,7 @@ def _token_stage(step: Step, render: Render, at_start: bool) -> Stage:
             return _Each(render, at_start)
 
 
-def _text_stage(step: Step, render: Render, at_start: bool) -> Stage:
+def _text_stage(step: Step, render: Render, at_start: bool) -> DecoderStage:
     match step["type"]:
         case "Fuse":
             return _Joined()

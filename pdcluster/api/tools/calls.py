@@ -18,7 +18,7 @@ ARGUMENTS = ("arguments", "parameters")
 SPACE = " \t\r\n"
 
 
-class CallDelta(msgspec.Struct, omit_defaults=True, frozen=True):
+class ToolCallDelta(msgspec.Struct, omit_defaults=True, frozen=True):
     """More of one call. id and name come with the first of them, which has index of a new call."""
 
     index: int
@@ -27,11 +27,11 @@ class CallDelta(msgspec.Struct, omit_defaults=True, frozen=True):
     name: str | None = None
 
 
-Part = str | CallDelta
+Part = str | ToolCallDelta
 """Text of an answer, or more of a call."""
 
 
-class Rules(NamedTuple):
+class CallRules(NamedTuple):
     """new_id: ids for calls, each used once; knows: whether a tool of that name was offered; names: of those that
     were."""
 
@@ -73,7 +73,7 @@ class CallReader:
     """Reads one call. is_done: it was complete; is_bad: it is no call. What may be long is kept in pieces, so that each
     is copied once."""
 
-    def __init__(self, index: int, rules: Rules) -> None:
+    def __init__(self, index: int, rules: CallRules) -> None:
         self._index = index
         self._rules = rules
         self._expect = self._opening
@@ -93,7 +93,7 @@ class CallReader:
         """What was read while nothing was said."""
         return "".join(self._raw)
 
-    def feed(self, text: str) -> tuple[list[CallDelta], str]:
+    def feed(self, text: str) -> tuple[list[ToolCallDelta], str]:
         """What is certain now, and the text behind the call's end."""
         self._kept = []
         said_before = self.is_said
@@ -109,11 +109,11 @@ class CallReader:
             return [], text[used:]
         return [self._delta(is_first=not said_before)], text[used:]
 
-    def _delta(self, *, is_first: bool) -> CallDelta:
+    def _delta(self, *, is_first: bool) -> ToolCallDelta:
         arguments = "".join(self._kept)
         if is_first:
-            return CallDelta(self._index, arguments, self._rules.new_id(), self._name)
-        return CallDelta(self._index, arguments)
+            return ToolCallDelta(self._index, arguments, self._rules.new_id(), self._name)
+        return ToolCallDelta(self._index, arguments)
 
     def _say(self) -> None:
         """The name is known, and so are the arguments, or their beginning."""
@@ -228,7 +228,7 @@ class CallReader:
 class NamedReader(CallReader):
     """Arguments whose call's name stands outside of them."""
 
-    def __init__(self, index: int, rules: Rules, name: str) -> None:
+    def __init__(self, index: int, rules: CallRules, name: str) -> None:
         super().__init__(index, rules)
         self._name = name
         self._expect = self._first

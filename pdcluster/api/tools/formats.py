@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from pdcluster.api.structured.constraints import Form, any_object, json_form
-from pdcluster.api.tools.calls import Rules
+from pdcluster.api.tools.calls import CallRules
 from pdcluster.api.tools.markers import ARGS, CALL_ID, END_THINK, END_TOOL_CALL, PYTHON_TAG, TOOL_CALL, TOOL_CALLS
 from pdcluster.api.tools.offered import Function, Offer, parameters_of
 from pdcluster.api.tools.parsers import HermesParser, LlamaParser, MistralParser, Parser
@@ -36,12 +36,12 @@ def _short_id() -> str:
     return "".join(secrets.choice(MISTRAL_ID_CHARACTERS) for _ in range(9))
 
 
-class Format(NamedTuple):
+class ToolFormat(NamedTuple):
     """begin, end: around the arguments of one call, {name} being the function's; opening, closing: around all of them,
     separator between. trigger: only where a call begins it is in a text; None where an answer is calls or text, as it
     begins. named: before a call whose name stands outside."""
 
-    parser: Callable[[Rules], Parser]
+    parser: Callable[[CallRules], Parser]
     new_id: Callable[[], str]
     begin: str
     end: str
@@ -52,7 +52,7 @@ class Format(NamedTuple):
     named: str = ""
 
     def parse(self, offer: Offer) -> Parser:
-        return self.parser(Rules(self.new_id, offer.knows, [tool.name for tool in offer.tools]))
+        return self.parser(CallRules(self.new_id, offer.knows, [tool.name for tool in offer.tools]))
 
     def form(self, offer: Offer) -> Form:
         """Of an answer that is calls and nothing else."""
@@ -104,12 +104,12 @@ class Format(NamedTuple):
         ]
 
 
-FORMATS: Mapping[str, Format] = {
-    "hermes": Format(
+FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": ToolFormat(
         HermesParser, _long_id, TOOL_CALL + '\n{"name": "{name}", "arguments": ', "}\n" + END_TOOL_CALL, "\n", TOOL_CALL
     ),
-    "llama": Format(LlamaParser, _long_id, '{"name": "{name}", "parameters": ', "}", "; ", None),
-    "mistral": Format(
+    "llama": ToolFormat(LlamaParser, _long_id, '{"name": "{name}", "parameters": ', "}", "; ", None),
+    "mistral": ToolFormat(
         MistralParser, _short_id, '{"name": "{name}", "arguments": ', "}", ", ", TOOL_CALLS, TOOL_CALLS + "[", "]",
         TOOL_CALLS + "{name}"
     ),

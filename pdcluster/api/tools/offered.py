@@ -24,7 +24,7 @@ class Function(Struct, forbid_unknown_fields=True, omit_defaults=True):
     strict: bool | None = None
 
 
-class Tool(Struct, forbid_unknown_fields=True):
+class ToolDefinition(Struct, forbid_unknown_fields=True):
     function: Function
     type: Literal["function"] = "function"
 
@@ -46,7 +46,7 @@ class Offer(msgspec.Struct, frozen=True):
     may be several."""
 
     tools: Sequence[Function]
-    shown: Sequence[Tool]
+    shown: Sequence[ToolDefinition]
     must: bool
     parallel: bool
 
@@ -63,7 +63,7 @@ class Offer(msgspec.Struct, frozen=True):
         return [{"type": "function", "function": _plain(tool.function)} for tool in self.shown]
 
 
-def offer_of(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> Offer | None:
+def offer_of(tools: Sequence[ToolDefinition] | None, choice: ToolChoice | None, parallel: bool | None) -> Offer | None:
     """None when nothing may be called. Raises BadRequest."""
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -86,7 +86,7 @@ def offer_of(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: 
     return Offer(functions, tools, choice == "required", parallel is not False)
 
 
-def _check(tools: Sequence[Tool]) -> None:
+def _check(tools: Sequence[ToolDefinition]) -> None:
     if len(tools) > MAX_TOOLS:
         raise BadRequest(f"tools has {len(tools)} entries, at most {MAX_TOOLS} are allowed", "tools")
     names: set[str] = set()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pdcluster.api.tools.calls import SPACE, CallReader, NamedReader, Part, Rules
+from pdcluster.api.tools.calls import SPACE, CallReader, CallRules, NamedReader, Part
 from pdcluster.api.tools.held import begins, keep_for, without_mark
 from pdcluster.api.tools.markers import ARGS, CALL_ID, END_TOOL_CALL, PYTHON_TAG, TOOL_CALL, TOOL_CALLS
 
@@ -41,7 +41,7 @@ class _Machine:
     marks: tuple[str, ...] = ()
     """With which calls begin."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: CallRules) -> None:
         self._rules = rules
         self._buffer = ""
         self._state = self._start

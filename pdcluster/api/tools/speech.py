@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pdcluster.api.tools.calls import CallDelta, Part
+from pdcluster.api.tools.calls import Part, ToolCallDelta
 from pdcluster.api.tools.parsers import Parser
 from pdcluster.api.tools.reasoning import ReasoningSplitter
 
@@ -21,8 +21,8 @@ class Said(NamedTuple):
         return "".join([part for part in self.parts if isinstance(part, str)])
 
     @property
-    def calls(self) -> list[CallDelta]:
-        return [part for part in self.parts if isinstance(part, CallDelta)]
+    def calls(self) -> list[ToolCallDelta]:
+        return [part for part in self.parts if isinstance(part, ToolCallDelta)]
 
 
 class Speech:

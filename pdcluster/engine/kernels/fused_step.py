@@ -19,7 +19,7 @@ from pdcluster.engine.kernels.attention_chunks import attend_chunk, chunk_tasks,
 from pdcluster.engine.kernels.elementwise import rms_norm, silu_mul, store_kv, widen
 from pdcluster.engine.kernels.gemm_pairs import linear_rows
 from pdcluster.engine.kernels.intrinsics import address, has_wide_product, publish
-from pdcluster.engine.kernels.layer_arrays import BLOCK, EndArrays, LayerArrays, RowArrays, Scratch
+from pdcluster.engine.kernels.layer_arrays import BLOCK, EndArrays, LayerArrays, RowArrays, StepScratch
 
 if has_wide_product():
     from pdcluster.engine.kernels.attention_rows_avx2 import attend_rows
@@ -58,7 +58,7 @@ def compute_layers(ends, weights, rows, pool, words, scratch, done, first, begin
     the pool in pairs. lo is 0, hi all tokens or none."""
     if hi == 0:
         return
-    around, stack, named, memory = EndArrays(*ends), LayerArrays(*weights), RowArrays(*rows), Scratch(*scratch)
+    around, stack, named, memory = EndArrays(*ends), LayerArrays(*weights), RowArrays(*rows), StepScratch(*scratch)
     hidden = memory.hidden[:hi]
     if first + begin == 0:
         embed(named.tokens, around.embedding, hidden)

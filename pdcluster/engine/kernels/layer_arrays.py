@@ -71,7 +71,7 @@ class RowArrays(NamedTuple):
     scale: np.float32
 
 
-class Scratch(NamedTuple):
+class StepScratch(NamedTuple):
     """Memory that a step fills anew: a row of each for every token; in keys and values the blocks of one prompt's
     context, as `chunk_kernels.pack_context` lays them out; logits and best have a row for each token that is wanted.
     Sums are float32 (hidden, part, qkv, gate_up, logits), what products read is bfloat16 (x, queries, attended,

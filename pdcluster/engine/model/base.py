@@ -17,7 +17,7 @@ from torch import Tensor
 from pdcluster.engine.model.batch import Batch
 
 
-class Progress:
+class LayerProgress:
     """Counts the layers computed since start. One writer (the worker), any number of readers, also in other processes
     when `cell` is shared."""
 
@@ -88,8 +88,8 @@ class Computed:
     best: NDArray[np.int64] | None = None
 
 
-class Model(Protocol):
-    def forward(self, batch: Batch, progress: Progress, wanted: Sequence[int] = ()) -> Computed:
+class CausalModel(Protocol):
+    def forward(self, batch: Batch, progress: LayerProgress, wanted: Sequence[int] = ()) -> Computed:
         """Write the batch's KV. wanted: indexes of the tokens that are to yield another one."""
 
     def logits(self, hidden: Tensor) -> Tensor:

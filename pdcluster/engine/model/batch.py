@@ -27,7 +27,7 @@ NOTHING_FED: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RowSpan:
     """One row's tokens [begin, end) in the flat batch; start of them had KV before this step. pages: exactly those that
     hold its context."""
 
@@ -64,11 +64,11 @@ class Batch:
         return len(self.lengths)
 
     @cached_property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[RowSpan, ...]:
         pages = np.split(self.pages, self.first_page[1:])
         begins, lengths = self.begins.tolist(), self.lengths.tolist()
         return tuple(
-            Span(begin, end, length + begin - end, own)
+            RowSpan(begin, end, length + begin - end, own)
             for begin, end, length, own in zip(begins, begins[1:], lengths, pages, strict=False)
         )
 
@@ -111,7 +111,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PlanLimits:
     """What a plan may name."""
 
     vocab_size: int
@@ -120,7 +120,7 @@ class Limits:
     max_len: int
 
 
-def build_batch(plan: StepPlan, limits: Limits, device: str, fed: Mapping[int, int] = NOTHING_FED) -> Batch:
+def build_batch(plan: StepPlan, limits: PlanLimits, device: str, fed: Mapping[int, int] = NOTHING_FED) -> Batch:
     """fed: tokens of rows that follow the step before, by index. Raises IntegrityError when the plan names what is not
     there: a plan is made by our own scheduler."""
     if not plan.rows:
@@ -152,7 +152,7 @@ def build_batch(plan: StepPlan, limits: Limits, device: str, fed: Mapping[int, i
     return batch
 
 
-def _pages(row: Row, limits: Limits) -> NDArray[np.int32]:
+def _pages(row: Row, limits: PlanLimits) -> NDArray[np.int32]:
     """Those that hold the row's context."""
     length = row.start + len(row.tokens)
     if not len(row.tokens) or row.start < 0 or length > limits.max_len:

@@ -24,7 +24,7 @@ HOST = "127.0.0.1"
 """The ranks of a node share a machine."""
 
 
-class Store(Protocol):
+class RendezvousStore(Protocol):
     """Where the ranks of a group find each other."""
 
     port: int
@@ -90,7 +90,7 @@ class InOrder:
 class Ranks:
     """Gloo on a CPU, NCCL on GPUs. Used by one thread, the one that computes."""
 
-    def __init__(self, rank: int, size: int, store: Store, device: str, timeout_s: float) -> None:
+    def __init__(self, rank: int, size: int, store: RendezvousStore, device: str, timeout_s: float) -> None:
         self.rank = rank
         self.size = size
         self._store = store
@@ -121,18 +121,19 @@ class _Group(Protocol):
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Any: ...
 
 
-def host_store(timeout_s: float) -> Store:
+def host_store(timeout_s: float) -> RendezvousStore:
     """Rank 0's store, on a free port of this machine (its `port`); the other ranks find each other there."""
     return cast(
-        Store, _dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        RendezvousStore,
+        _dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)),
     )
 
 
-def join_store(port: int, timeout_s: float) -> Store:
-    return cast(Store, _dist.TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=timeout_s)))
+def join_store(port: int, timeout_s: float) -> RendezvousStore:
+    return cast(RendezvousStore, _dist.TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=timeout_s)))
 
 
-def _make_group(store: Store, rank: int, size: int, device: str, timeout: timedelta) -> _Group:
+def _make_group(store: RendezvousStore, rank: int, size: int, device: str, timeout: timedelta) -> _Group:
     if device == "cpu":
         options = _dist.ProcessGroupGloo._Options()
         options._devices = [_dist.ProcessGroupGloo.create_device(hostname=HOST)]

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pdcluster.engine.model.batch import Batch, Span
+from pdcluster.engine.model.batch import Batch, RowSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class ReferenceAttention:
         ]
         return torch.cat(rows).to(keys.dtype)
 
-    def _attend(self, q: Tensor, span: Span, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, span: RowSpan, keys: Tensor, values: Tensor) -> Tensor:
         """One row: [count, heads, dim] → [count, heads * dim]."""
         shape, count = self._shape, q.shape[0]
         pages = torch.from_numpy(span.pages).to(keys.device)

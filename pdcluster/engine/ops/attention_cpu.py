@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdcluster.engine.kernels.layer_arrays import BLOCK
 from pdcluster.engine.kernels.loader import Kernels, PairKernels, Parallel, as_array
-from pdcluster.engine.model.batch import Batch, Span
+from pdcluster.engine.model.batch import Batch, RowSpan
 from pdcluster.engine.ops.attention import Angles, AttentionShape, HeadNorms
 
 QUERY_BLOCK = 256
@@ -84,7 +84,7 @@ class CpuAttention:
             as_array(out),
         )
 
-    def _prefill(self, q: Tensor, out: Tensor, layer: int, span: Span) -> None:
+    def _prefill(self, q: Tensor, out: Tensor, layer: int, span: RowSpan) -> None:
         """By the kernels for chunks; else by SDPA: without a prefix its own causal mode does; behind one,
         blocks of queries each see the keys up to their last one."""
         if self._pairs is not None and self._pairs.has_chunks:
@@ -100,7 +100,7 @@ class CpuAttention:
             mask = self._bottom_right_mask(end - begin, visible)
             self._attend(q[begin:end], keys[:, :visible], values[:, :visible], out[begin:end], mask)
 
-    def _attend_chunk(self, pairs: PairKernels, q: Tensor, out: Tensor, layer: int, span: Span) -> None:
+    def _attend_chunk(self, pairs: PairKernels, q: Tensor, out: Tensor, layer: int, span: RowSpan) -> None:
         shape = self._shape
         blocks = -(-span.length // BLOCK)
         if blocks > self._packed_keys.shape[1]:
@@ -134,7 +134,7 @@ class CpuAttention:
         )
         out.view(count, shape.num_kv_heads, group, shape.head_dim).copy_(result.permute(2, 0, 1, 3))
 
-    def _gather(self, layer: int, span: Span) -> tuple[Tensor, Tensor]:
+    def _gather(self, layer: int, span: RowSpan) -> tuple[Tensor, Tensor]:
         """Keys and values of the row, [kv heads, length, dim] each, valid until the next call."""
         needed = len(span.pages) * self._page_tokens
         if needed > self._keys.shape[1]:

@@ -29,7 +29,7 @@ from pdcluster.engine.kernels.loader import (
     load_invariant_kernels,
     load_kernels,
 )
-from pdcluster.engine.model.batch import Batch, Span
+from pdcluster.engine.model.batch import Batch, RowSpan
 from pdcluster.engine.model.rope import RopeConfig, Rotation, attention_scale, inverse_frequencies
 from pdcluster.engine.model.weights import Weights
 from pdcluster.engine.ops.attention import Angles, Attention, AttentionShape, HeadNorms
@@ -189,7 +189,7 @@ _Ids = NDArray[np.int64]
 _Groups = tuple[_Ids, _Ids, _Ids, _Ids, _Ids]
 
 
-def _groups(spans: Sequence[Span], most: int) -> _Groups:
+def _groups(spans: Sequence[RowSpan], most: int) -> _Groups:
     """pages of all rows; and of each group of at most so many tokens: first token, their number, first position, where
     its row's pages begin."""
     sizes = np.array([span.end - span.begin for span in spans], np.int64)

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdcluster.engine.kernels.layer_arrays import BLOCK, EndArrays, LayerArrays, RowArrays, Scratch
+from pdcluster.engine.kernels.layer_arrays import BLOCK, EndArrays, LayerArrays, RowArrays, StepScratch
 from pdcluster.engine.kernels.loader import Array, PairKernels, Parallel, as_array
-from pdcluster.engine.model.base import Computed, Progress
+from pdcluster.engine.model.base import Computed, LayerProgress
 from pdcluster.engine.model.batch import Batch
 from pdcluster.engine.model.rope import RopeConfig, attention_scale, inverse_frequencies
 from pdcluster.engine.model.weights import LayerWeights, Weights
@@ -66,7 +66,7 @@ class FusedLayers:
             else batch.num_decodes == batch.num_rows and tokens <= MOST_ROWS
         )
 
-    def run(self, batch: Batch, progress: Progress, wanted: Sequence[int]) -> Computed:
+    def run(self, batch: Batch, progress: LayerProgress, wanted: Sequence[int]) -> Computed:
         count, scratch = len(batch.tokens), self._room(batch, len(wanted))
         rows = RowArrays(
             batch.tokens,
@@ -86,7 +86,7 @@ class FusedLayers:
         hidden, logits = scratch.hidden[:count], scratch.logits[: len(wanted)]
         return Computed(lambda: torch.from_numpy(hidden), lambda: torch.from_numpy(logits), scratch.best[: len(wanted)])
 
-    def _room(self, batch: Batch, wanted: int) -> Scratch:
+    def _room(self, batch: Batch, wanted: int) -> StepScratch:
         chunks = batch.lengths[batch.num_decodes :]
         tokens, blocks = len(batch.tokens), -(-int(chunks.max()) // BLOCK) if len(chunks) else 0
         have, have_blocks, have_wanted = len(self._scratch.x), self._scratch.keys.shape[1], len(self._scratch.logits)
@@ -96,11 +96,11 @@ class FusedLayers:
             )
         return self._scratch
 
-    def _scratch_of(self, tokens: int, blocks: int, wanted: int) -> Scratch:
+    def _scratch_of(self, tokens: int, blocks: int, wanted: int) -> StepScratch:
         shape, (width, inner, vocabulary) = self._shape, self._widths
         half = shape.head_dim // 2
         queries = tokens, shape.num_heads, shape.head_dim
-        return Scratch(
+        return StepScratch(
             hidden=np.empty((tokens, width), np.float32),
             cos=np.empty((tokens, half), np.float32),
             sin=np.empty((tokens, half), np.float32),

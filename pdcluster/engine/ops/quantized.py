@@ -112,7 +112,7 @@ class Int8Linear:
         quantization: Quantization,
         kernels: Int8Kernels,
         parallel: Parallel,
-        scratch: Scratch,
+        scratch: WidenScratch,
     ) -> None:
         parts = [quantize_weight(weight) for weight in weights]
         self._kernels, self._parallel, self._scratch = kernels, parallel, scratch
@@ -174,7 +174,7 @@ class Int8Linear:
         return self._scratch.multiply(x, weight, bias)
 
 
-class Scratch:
+class WidenScratch:
     """Memory for one widened weight, as large as the largest, and the product by it. Used by the engine's worker thread
     only. panels: where they are faster than torch's."""
 
@@ -211,7 +211,7 @@ class Int8Ops(CpuOps):
         self._int8, self._quantization = int8, quantization
         from pdcluster.engine.kernels.intrinsics import has_broad_product  # needs numba, as whoever comes here has
 
-        self._widened = Scratch(self._panels if has_broad_product() or not can_pack() else None)
+        self._widened = WidenScratch(self._panels if has_broad_product() or not can_pack() else None)
 
     def linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Linear:
         _check_inputs(weights)

@@ -26,7 +26,7 @@ from pdcluster.core.errors import BadRequest
 from pdcluster.core.grammar import PARAM, Grammar
 from pdcluster.core.sampling import Sampling
 from pdcluster.core.step import Row, RowError
-from pdcluster.engine.sampling.deadline_pool import Aside, Late, TurnedAway
+from pdcluster.engine.sampling.deadline_pool import DeadlinePool, Late, TurnedAway
 from pdcluster.engine.sampling.grammar import Constraint, Grammars, Mask
 
 MAX_IDLE_STEPS = 64
@@ -73,7 +73,7 @@ class Constraints:
         self._rows: dict[str, tuple[Constraint, int]] = {}
         self._step = 0
         self._slow_s = mask_s * SLOW
-        self._aside = Aside[Stand | Dead]("masks", mask_s)
+        self._aside = DeadlinePool[Stand | Dead]("masks", mask_s)
 
     def of_step(self, rows: Sequence[Row]) -> tuple[dict[int, Mask], dict[int, RowError]]:
         """By place: what the rows that have a grammar may say next, and which of them can not go on."""

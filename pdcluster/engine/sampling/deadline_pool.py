@@ -57,7 +57,7 @@ def yield_to_others(native_id: int = 0) -> None:
         log.debug("the priority of a thread stays as it is: %s", error)
 
 
-class Aside(Generic[Answer]):
+class DeadlinePool(Generic[Answer]):
     """run and close from one thread, num_left from any."""
 
     def __init__(self, name: str, limit_s: float, max_left: int = MAX_LEFT) -> None:

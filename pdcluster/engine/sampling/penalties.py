@@ -26,7 +26,7 @@ RULED_OUT = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SamplingRow:
     """What one row asks for. position: of the token to be chosen, which keys the generator; output_index: how many
     tokens were output before; history: None without shaping."""
 
@@ -36,7 +36,7 @@ class Choice:
     history: History | None = None
 
 
-def shaped(logits: Tensor, choices: Sequence[Choice], eos_token_ids: Sequence[int]) -> Tensor:
+def shaped(logits: Tensor, choices: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> Tensor:
     """The same tensor when no row asks for a change, else a changed copy."""
     histories = [(row, choice.history) for row, choice in enumerate(choices) if choice.history is not None]
     banned = _bans(choices, eos_token_ids, logits.shape[1])
@@ -78,7 +78,7 @@ def _add_biases(logits: Tensor, histories: Sequence[tuple[int, History]]) -> Non
         logits[places] += _tensor(np.concatenate([history.biases for _, history in histories]), logits)
 
 
-def _bans(choices: Sequence[Choice], eos_token_ids: Sequence[int], vocab_size: int) -> list[tuple[int, Ids]]:
+def _bans(choices: Sequence[SamplingRow], eos_token_ids: Sequence[int], vocab_size: int) -> list[tuple[int, Ids]]:
     """By row, the tokens that may not come next: ends of rows that are too short to end, and of bad words."""
     banned: list[tuple[int, Ids]] = []
     for row, choice in enumerate(choices):

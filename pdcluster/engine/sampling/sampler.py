@@ -21,7 +21,7 @@ from torch import Tensor
 from pdcluster.core.messages import Sampling, TokenLogprobs
 from pdcluster.engine.sampling.constraint import masked
 from pdcluster.engine.sampling.grammar import Mask
-from pdcluster.engine.sampling.penalties import Choice, shaped
+from pdcluster.engine.sampling.penalties import SamplingRow, shaped
 
 # Counter-based random numbers: Philox4x32-10 over arrays. The same (seed, choice, position) gives the same number on
 # any node, in any batch.
@@ -69,7 +69,7 @@ FIRST_CANDIDATES = 1024
 
 
 def sample(
-    logits: Tensor, choices: Sequence[Choice], eos_token_ids: Sequence[int], masks: Mapping[int, Mask] = NO_MASKS
+    logits: Tensor, choices: Sequence[SamplingRow], eos_token_ids: Sequence[int], masks: Mapping[int, Mask] = NO_MASKS
 ) -> list[int | None]:
     """One token per row of float32 [rows, vocabulary], None for a row that is not of numbers. logits stay as they are.
     masks: by row, what its grammar allows; they hold whatever else is asked for."""
@@ -104,7 +104,7 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int])
 
 
 def sample_alone(
-    logits: Tensor, choices: Sequence[Choice], eos_token_ids: Sequence[int], masks: Mapping[int, Mask] = NO_MASKS
+    logits: Tensor, choices: Sequence[SamplingRow], eos_token_ids: Sequence[int], masks: Mapping[int, Mask] = NO_MASKS
 ) -> list[int | None]:
     """`sample` of each row by itself: torch and numpy never see how many there are."""
     return [
@@ -121,7 +121,7 @@ def logprobs_alone(logits: Tensor, tokens: Sequence[int], counts: Sequence[int])
     ]
 
 
-def _draw(logits: Scores, choices: Sequence[Choice]) -> list[int]:
+def _draw(logits: Scores, choices: Sequence[SamplingRow]) -> list[int]:
     samplings = [choice.sampling for choice in choices]
     scores = logits - logits.max(
         axis=1, keepdims=True

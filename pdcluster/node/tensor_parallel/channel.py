@@ -93,20 +93,20 @@ class PlanRow(msgspec.Struct, frozen=True, array_like=True):
     next_token: int | None
 
 
-class Plan(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class RankPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     rows: tuple[PlanRow, ...]
     copies: tuple[tuple[int, int], ...] = ()
 
 
-RankMessage = Start | Here | Ready | Plan | ToRank | FromRank
+RankMessage = Start | Here | Ready | RankPlan | ToRank | FromRank
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[RankMessage] = msgspec.msgpack.Decoder(RankMessage)
 
 
-def pack_plan(plan: StepPlan) -> Plan:
+def pack_plan(plan: StepPlan) -> RankPlan:
     """The plan without its bells, since only rank 0 rings, and without histories, since only rank 0 draws."""
-    return Plan(
+    return RankPlan(
         tuple(
             PlanRow(
                 row.request,
@@ -129,7 +129,7 @@ def _bare(sampling: Sampling | None) -> Sampling | None:
     return sampling if sampling is None or sampling.grammar is None else msgspec.structs.replace(sampling, grammar=None)
 
 
-def unpack_plan(plan: Plan) -> StepPlan:
+def unpack_plan(plan: RankPlan) -> StepPlan:
     """Raises ProtocolError for arrays that are none."""
     for row in plan.rows:
         if len(row.tokens) % 4 or len(row.pages) % 4:

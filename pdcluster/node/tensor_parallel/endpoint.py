@@ -18,13 +18,13 @@ from pdcluster.node.tensor_parallel.messages import (
     Allow,
     Close,
     Digest,
+    DigestResult,
     Fenced,
     FromRank,
-    Known,
     Revoke,
     Settled,
     ToRank,
-    Write,
+    WriteRequest,
     arrived,
     permit_of,
     unpack_runs,
@@ -42,7 +42,7 @@ RECEIVE_S = 10.0
 
 
 @dataclass(slots=True)
-class Flight:
+class WriteInFlight:
     """runs: to digest what was sent, where that was asked for and the medium's mover did not."""
 
     medium: str
@@ -56,7 +56,7 @@ class RankEndpoint:
         self._channel = channel
         self._backends = backends
         self._memory = memory.cast("B")
-        self._flights: dict[int, Flight] = {}
+        self._flights: dict[int, WriteInFlight] = {}
         self._news: list[FromRank] = []
         self._poller = select.poll()
         for fd in (channel.fileno(), *(backend.wakeup_fd for backend in backends.values())):
@@ -83,19 +83,19 @@ class RankEndpoint:
         return True
 
     def _do(self, message: ToRank) -> None:
-        if isinstance(message, Write):
+        if isinstance(message, WriteRequest):
             self._write(message)
         elif isinstance(message, Allow):
             self._backends[message.medium].permit(permit_of(message))
         elif isinstance(message, Revoke | Close):
             self._fence(message)
         elif isinstance(message, Digest):
-            self._news.append(Known(message.question, digest(self._memory, SpanTable.unpack(message.spans))))
+            self._news.append(DigestResult(message.question, digest(self._memory, SpanTable.unpack(message.spans))))
         else:
             self._look()
-            self._news.append(Known(message.question, 0))
+            self._news.append(DigestResult(message.question, 0))
 
-    def _write(self, message: Write) -> None:
+    def _write(self, message: WriteRequest) -> None:
         backend, peer, runs, stamp = (
             self._backends[message.medium],
             Peer(*message.peer),
@@ -109,7 +109,7 @@ class RankEndpoint:
             logger.info("no transfer connection by %s: %s", message.medium, error)
             self._news.append(Settled(message.medium, message.handle, WriteStatus.FAILED.value))
             return
-        self._flights[message.handle] = Flight(message.medium, handle, runs if message.digests else None)
+        self._flights[message.handle] = WriteInFlight(message.medium, handle, runs if message.digests else None)
 
     def _fence(self, message: Revoke | Close) -> None:
         backend = self._backends[message.medium]
@@ -129,7 +129,7 @@ class RankEndpoint:
             if not flight.is_unknown:
                 del self._flights[number]
 
-    def _settled(self, number: int, flight: Flight, status: WriteStatus) -> Settled:
+    def _settled(self, number: int, flight: WriteInFlight, status: WriteStatus) -> Settled:
         if status is not WriteStatus.DONE:
             return Settled(flight.medium, number, status.value)
         backend = self._backends[flight.medium]

@@ -23,14 +23,14 @@ from pdcluster.node.tensor_parallel.messages import (
     Arrived,
     Close,
     Digest,
+    DigestResult,
     Fenced,
     FromRank,
-    Known,
     Mark,
     Revoke,
     Settled,
     ToRank,
-    Write,
+    WriteRequest,
     allow,
     name_of,
     pack_runs,
@@ -39,8 +39,8 @@ from pdcluster.node.tensor_parallel.messages import (
 from pdcluster.transfer.backends.base import Arrival, Fence, Handle, Peer, Permit, Region, Stamp, WriteStatus
 from pdcluster.transfer.backends.ledger import Arrivals, Doorbell, Writes
 from pdcluster.transfer.layout.runs import SpanTable, run_table
-from pdcluster.transfer.layout.spans import Runs
-from pdcluster.transfer.protocol.rank_memory import Answer, Answers, OwnMemories
+from pdcluster.transfer.layout.spans import CopyRuns
+from pdcluster.transfer.protocol.rank_memory import Answers, OwnMemories, PendingAnswer
 
 MAX_PROOFS = 4096
 """Fences that are remembered until somebody asks for them; one that was forgotten is asked for anew."""
@@ -91,7 +91,7 @@ class RankLink:
         self._unsent_bytes = 0
         self._doorbell = Doorbell()
         self._questions = itertools.count(1)
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, PendingAnswer] = {}
         self.num_heard = 0
         """Messages of the rank so far."""
         self.ends = {name: RankEnd(self, name, advert) for name, advert in adverts.items()}
@@ -118,12 +118,12 @@ class RankLink:
     def question(self) -> int:
         return next(self._questions)
 
-    def digest(self, spans: SpanTable) -> Answer:
+    def digest(self, spans: SpanTable) -> PendingAnswer:
         number, answer = self._ask()
         self.send(Digest(number, spans.pack()))
         return answer
 
-    def mark(self) -> Answer:
+    def mark(self) -> PendingAnswer:
         number, answer = self._ask()
         self.send(Mark(number))
         return answer
@@ -136,8 +136,8 @@ class RankLink:
         self._channel.close()
         self._doorbell.close()
 
-    def _ask(self) -> tuple[int, Answer]:
-        number, answer = self.question(), Answer()
+    def _ask(self) -> tuple[int, PendingAnswer]:
+        number, answer = self.question(), PendingAnswer()
         self._answers[number] = answer
         return number, answer
 
@@ -203,7 +203,7 @@ class RankLink:
         return True
 
     def _take(self, message: FromRank) -> None:
-        if isinstance(message, Known):
+        if isinstance(message, DigestResult):
             self._answers.pop(message.question).value = message.value
             for end in self.ends.values():
                 end.doorbell.ring()
@@ -256,7 +256,7 @@ class RankEnd:
         return self._fence(peer, lambda question: Close(self.name, name_of(peer), question))
 
     def write(
-        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False
+        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: CopyRuns, digests: bool = False
     ) -> Handle:
         advert = self._adverts.get(peer)
         if advert is None:
@@ -265,7 +265,7 @@ class RankEnd:
             self._asked.pop(peer, None)  # the next close ends this write too
         handle, table = self._writes.new(), pack_runs(run_table(runs))
         self._link.send(
-            Write(
+            WriteRequest(
                 self.name, handle, name_of(peer), advert, source_region, target_region, words_of(stamp), table, digests
             )
         )
@@ -340,7 +340,7 @@ class LinkedMemories:
         self._own = OwnMemories([own])
         self._links = tuple(links)
 
-    def begin_digest(self, rank: int, spans: SpanTable) -> Answer:
+    def begin_digest(self, rank: int, spans: SpanTable) -> PendingAnswer:
         return self._links[rank - 1].digest(spans) if rank else self._own.begin_digest(0, spans)
 
     def mark(self) -> Answers:

@@ -28,7 +28,7 @@ import msgspec
 from pdcluster.core.errors import DeadlineExceeded, IntegrityError, ModelError, NodeLost, PdclusterError
 from pdcluster.core.step import StepPlan, StepResult
 from pdcluster.engine.engine import Engine, EngineConfig
-from pdcluster.engine.model.base import Progress
+from pdcluster.engine.model.base import LayerProgress
 from pdcluster.engine.model.collective import Ranks, host_store
 from pdcluster.engine.model.config import read_config
 from pdcluster.engine.model.shard import share_of
@@ -63,7 +63,7 @@ class RankSettings:
 
 
 @dataclass(slots=True)
-class Child:
+class RankProcess:
     rank: int
     process: subprocess.Popen[bytes]
     channel: RankChannel
@@ -79,12 +79,12 @@ class RankedEngine:
     layout: that of every rank's pool."""
 
     def __init__(
-        self, config: EngineConfig, settings: RankSettings, on_lost: OnLost, progress: Progress | None = None
+        self, config: EngineConfig, settings: RankSettings, on_lost: OnLost, progress: LayerProgress | None = None
     ) -> None:
         share_of(read_config(config.model_dir), 0, settings.size)  # a mistake is told before anything starts
         self._on_lost = on_lost
         self._settings = settings
-        self._children: list[Child] = []
+        self._children: list[RankProcess] = []
         self._closing = threading.Event()
         self._is_lost = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -178,7 +178,7 @@ class RankedEngine:
 
     # ------------------------------------------------------------ starting and ending
 
-    def _await(self, child: Child, kind: type[M], deadline: float) -> M:
+    def _await(self, child: RankProcess, kind: type[M], deadline: float) -> M:
         try:
             received = child.channel.receive(max(0.1, deadline - time.monotonic()))
         except TimeoutError as error:
@@ -190,7 +190,7 @@ class RankedEngine:
             )
         return received
 
-    def _take_ready(self, child: Child, ready: Ready) -> None:
+    def _take_ready(self, child: RankProcess, ready: Ready) -> None:
         if ready.adverts:
             child.link = RankLink(child.transfers, child.rank, dict(ready.adverts), self._lose)
         if (ready.num_pages, ready.weights_digest) != (self.local.num_pages, self.local.weights_digest):
@@ -254,7 +254,7 @@ def _of_rank(config: EngineConfig, rank: int) -> EngineConfig:
     return config if config.device == "cpu" else replace(config, device=f"{config.device}:{rank}")
 
 
-def _spawn(rank: int, config: EngineConfig, settings: RankSettings, store_port: int) -> Child:
+def _spawn(rank: int, config: EngineConfig, settings: RankSettings, store_port: int) -> RankProcess:
     (plans, its_plans), (transfers, its_transfers) = socket.socketpair(), socket.socketpair()
     pulse_fd, pulse_writer = os.pipe()
     its_fds = (its_plans.fileno(), its_transfers.fileno(), pulse_writer)
@@ -273,7 +273,7 @@ def _spawn(rank: int, config: EngineConfig, settings: RankSettings, store_port: 
         its_plans.close()
         its_transfers.close()
         os.close(pulse_writer)
-    child = Child(
+    child = RankProcess(
         rank, process, RankChannel(plans, send_s=settings.silence_s), pulse_fd, os.pidfd_open(process.pid), transfers
     )
     child.channel.send(frame(_start_message(rank, config, settings, store_port)))

@@ -15,14 +15,14 @@ from pdcluster.transfer.backends.base import Arrival, Peer, Permit, Stamp
 from pdcluster.transfer.layout.runs import RunTable, SpanTable, span_table
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class RankMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
 
 # ---------------------------------------------------------------- rank 0 → rank
 
 
-class Allow(Message, frozen=True):
+class Allow(RankMessage, frozen=True):
     """A permit."""
 
     medium: str
@@ -33,13 +33,13 @@ class Allow(Message, frozen=True):
     digests: bool
 
 
-class Revoke(Message, frozen=True):
+class Revoke(RankMessage, frozen=True):
     medium: str
     nonce: int
     question: int
 
 
-class Write(Message, frozen=True):
+class WriteRequest(RankMessage, frozen=True):
     """handle: by which rank 0 knows it. advert: of its ticket, to connect with before. stamp: nonce, chunk, trial,
     nbytes."""
 
@@ -54,20 +54,20 @@ class Write(Message, frozen=True):
     digests: bool
 
 
-class Close(Message, frozen=True):
+class Close(RankMessage, frozen=True):
     medium: str
     peer: tuple[str, str]
     question: int
 
 
-class Digest(Message, frozen=True):
+class Digest(RankMessage, frozen=True):
     """Of these bytes of the rank's pool."""
 
     question: int
     spans: bytes
 
 
-class Mark(Message, frozen=True):
+class Mark(RankMessage, frozen=True):
     """Answered when all before it was done and what arrived until then was told."""
 
     question: int
@@ -76,7 +76,7 @@ class Mark(Message, frozen=True):
 # ---------------------------------------------------------------- rank → rank 0
 
 
-class Settled(Message, frozen=True):
+class Settled(RankMessage, frozen=True):
     """What is known of a write: the value of a WriteStatus. digest, seconds: of one that is done."""
 
     medium: str
@@ -86,7 +86,7 @@ class Settled(Message, frozen=True):
     seconds: float | None = None
 
 
-class Arrived(Message, frozen=True):
+class Arrived(RankMessage, frozen=True):
     medium: str
     stamp: tuple[int, int, int, int]
     digest: int | None
@@ -94,7 +94,7 @@ class Arrived(Message, frozen=True):
     region: int
 
 
-class Fenced(Message, frozen=True):
+class Fenced(RankMessage, frozen=True):
     """To Revoke and Close. advert: as it is now."""
 
     medium: str
@@ -103,15 +103,15 @@ class Fenced(Message, frozen=True):
     advert: bytes
 
 
-class Known(Message, frozen=True):
+class DigestResult(RankMessage, frozen=True):
     """To Digest and Mark (0)."""
 
     question: int
     value: int
 
 
-ToRank = Allow | Revoke | Write | Close | Digest | Mark
-FromRank = Settled | Arrived | Fenced | Known
+ToRank = Allow | Revoke | WriteRequest | Close | Digest | Mark
+FromRank = Settled | Arrived | Fenced | DigestResult
 
 
 # ---------------------------------------------------------------- values

@@ -23,7 +23,7 @@ from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.engine.model.collective import Ranks, join_store
 from pdcluster.engine.model.weights import DTypeChoice
 from pdcluster.engine.ops.quantized import Quantization
-from pdcluster.node.tensor_parallel.channel import Here, Media, Plan, RankChannel, Ready, Start, frame, unpack_plan
+from pdcluster.node.tensor_parallel.channel import Here, Media, RankChannel, RankPlan, Ready, Start, frame, unpack_plan
 from pdcluster.node.tensor_parallel.endpoint import RankEndpoint
 from pdcluster.processes.garbage import collect_seldom
 from pdcluster.settings.config import LogConfig, LogFormat, LogLevel
@@ -75,7 +75,7 @@ def serve(channel: RankChannel, engine: Engine) -> None:
     """Compute what is sent until the stream ends. A step that fails leaves the ranks out of step, so it ends this one,
     and with it the node."""
     while (message := channel.receive()) is not None:
-        assert isinstance(message, Plan)
+        assert isinstance(message, RankPlan)
         engine.step(unpack_plan(message))
 
 

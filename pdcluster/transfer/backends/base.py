@@ -30,7 +30,7 @@ from typing import NamedTuple, NewType, Protocol
 
 import msgspec
 
-from pdcluster.transfer.layout.spans import Runs, Spans
+from pdcluster.transfer.layout.spans import CopyRuns, Spans
 
 Handle = NewType("Handle", int)
 DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError)
@@ -131,7 +131,7 @@ class Backend(Protocol):
         check, microseconds). May be called again."""
 
     def write(
-        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False
+        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: CopyRuns, digests: bool = False
     ) -> Handle:
         """Start copying `runs`; raises PeerUnreachable when the peer is not connected. digests: digest the payload on
         the way, if the medium's mover can."""

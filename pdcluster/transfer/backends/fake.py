@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pdcluster.core.errors import PeerUnreachable
 from pdcluster.transfer.backends.base import Arrival, Fence, Handle, Peer, Permit, Region, Stamp, WriteStatus
 from pdcluster.transfer.backends.ledger import Arrivals, Counts, Doorbell, Permits, Writes, is_inside
-from pdcluster.transfer.layout.spans import Run, Runs
+from pdcluster.transfer.layout.spans import CopyRun, CopyRuns
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class _Write:
     source: Region
     region: int
     stamp: Stamp
-    runs: Runs
+    runs: CopyRuns
     fault: Fault
     cut: bool = False
     """Its connection ended: no further byte lands, the source is not read."""
@@ -155,7 +155,7 @@ class FakeBackend:
         return Fence.FENCED if self.network.checks_permits else Fence.CANNOT_FENCE
 
     def write(
-        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False
+        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: CopyRuns, digests: bool = False
     ) -> Handle:
         if peer not in self._connected:
             raise PeerUnreachable(f"{peer.node} is not connected; call connect first")
@@ -274,7 +274,7 @@ class FakeBackend:
         permitted = self._permits.find(write.writer.me, write.stamp.nonce, write.region, spans) is not None
         return permitted or not self.network.checks_permits
 
-    def _copy(self, write: _Write, run: Run, low: int, high: int, position: int) -> None:
+    def _copy(self, write: _Write, run: CopyRun, low: int, high: int, position: int) -> None:
         region, flip, snapshot = self._regions[write.region], write.fault.flip_byte, write.snapshot
         if self.network.on_land is not None:
             self.network.on_land(self, write.stamp, [(run.target + low, high - low)])

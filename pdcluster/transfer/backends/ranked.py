@@ -26,7 +26,7 @@ from pdcluster.transfer.backends.base import (
     Stamp,
     WriteStatus,
 )
-from pdcluster.transfer.layout.spans import Runs
+from pdcluster.transfer.layout.spans import CopyRuns
 
 MAGIC = b"pdcl\0ranks\n"
 MAX_RANKS = 64
@@ -92,7 +92,7 @@ class RankedBackend:
         return _of_all([end.revoke(nonce) for end in self._ends])
 
     def write(
-        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False
+        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: CopyRuns, digests: bool = False
     ) -> Handle:
         rank, target = source_region - self._first_region, target_region - self._first_region
         adverts = self._adverts.get(peer, ())

@@ -41,11 +41,11 @@ from pdcluster.transfer.backends.shm_frames import (
     MAX_NOTICE_SPANS,
     MAX_REGIONS,
     TOKEN_BYTES,
-    Advert,
-    Hello,
-    Notice,
+    CopyNotice,
     Notices,
-    Shared,
+    SharedRegions,
+    ShmAdvert,
+    ShmHello,
     decode_advert,
     decode_hello,
     decode_shared,
@@ -56,7 +56,7 @@ from pdcluster.transfer.backends.shm_frames import (
 from pdcluster.transfer.backends.shm_memory import MappedMemory, Processes
 from pdcluster.transfer.copying.copy import GilWaits, Payload, Table, copies_inside, native
 from pdcluster.transfer.layout.runs import MOST_BYTES, RunTable, run_table
-from pdcluster.transfer.layout.spans import Runs
+from pdcluster.transfer.layout.spans import CopyRuns
 
 LOG = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class _Mover:
         sock: socket.socket,
         me: Peer,
         peer: Peer,
-        advert: Advert,
+        advert: ShmAdvert,
         settings: ShmSettings,
         writes: Writes,
         waits: GilWaits,
@@ -168,7 +168,7 @@ class _Mover:
             mapping.close()
 
     def _greet(self, sock: socket.socket) -> None:
-        sock.send(encode(Hello(self.advert.token, self.advert.epoch, self._me.node, self._me.incarnation)))
+        sock.send(encode(ShmHello(self.advert.token, self.advert.epoch, self._me.node, self._me.incarnation)))
         _wait(sock, select.POLLIN, self._settings.connect_s)
         data, fds, _, _ = socket.recv_fds(sock, 65536, MAX_REGIONS)
         try:
@@ -219,7 +219,7 @@ class _Mover:
         nbytes, is_told = write.stamp.nbytes, write.stamp.nbytes > TOLD_BYTES and len(spans) <= MAX_NOTICE_SPANS
         burst = TOLD_BYTES if is_told and write.digests else BURST_BYTES
         if is_told:
-            self._notify(sock, pack_notice(Notice(write.stamp, write.region, spans, has_begun=True)))
+            self._notify(sock, pack_notice(CopyNotice(write.stamp, write.region, spans, has_begun=True)))
         for begin in range(0, nbytes, burst):  # bounded, so that `end` is seen soon
             if self.inbox.is_ending:
                 raise ConnectionAbortedError("closed by this node")
@@ -227,7 +227,7 @@ class _Mover:
             if is_told and (write.digests or begin + burst >= nbytes):
                 self._notify(sock, pack_progress(min(begin + burst, nbytes)))
         if not is_told:
-            self._notify(sock, pack_notice(Notice(write.stamp, write.region, spans)))
+            self._notify(sock, pack_notice(CopyNotice(write.stamp, write.region, spans)))
         self._writes.settle(
             write.handle,
             WriteStatus.DONE,
@@ -317,7 +317,7 @@ class ShmBackend:
         self._regions[region.id] = region
 
     def advert(self) -> bytes:
-        return encode(Advert(self._socket_name, self._token, self._epoch))
+        return encode(ShmAdvert(self._socket_name, self._token, self._epoch))
 
     def permit(self, permit: Permit) -> None:
         self._permits.grant(permit)
@@ -358,7 +358,7 @@ class ShmBackend:
             raise PeerUnreachable(f"{peer.node} could not be reached by shared memory a moment ago")
         self._movers[peer] = self._start(peer, decoded)
 
-    def _start(self, peer: Peer, advert: Advert) -> _Mover:
+    def _start(self, peer: Peer, advert: ShmAdvert) -> _Mover:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.setblocking(False)
         try:
@@ -369,7 +369,7 @@ class ShmBackend:
         return _Mover(sock, self._me, peer, advert, self._settings, self._writes, self.gil_waits)
 
     def write(
-        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False
+        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: CopyRuns, digests: bool = False
     ) -> Handle:
         mover, region, rows = self._movers.get(peer), self._regions[source_region], run_table(runs)
         if mover is None:
@@ -508,7 +508,7 @@ class ShmBackend:
             inlet.peer = peer
             self._met.meet(peer, pid, sock)
         regions = list(self._regions.values())
-        shared = Shared(tuple((region.id, region.nbytes) for region in regions))
+        shared = SharedRegions(tuple((region.id, region.nbytes) for region in regions))
         socket.send_fds(sock, [encode(shared)], [region.fd for region in regions if region.fd is not None])
         return peer
 

@@ -36,7 +36,7 @@ TOKEN_BYTES = 16
 MAX_SOCKET_NAME_BYTES = 107
 
 
-class Advert(msgspec.Struct, frozen=True, array_like=True):
+class ShmAdvert(msgspec.Struct, frozen=True, array_like=True):
     """epoch: counts the times when a boot that never came was fenced by refusing what it may still hold, which are
     adverts of older epochs."""
 
@@ -45,30 +45,30 @@ class Advert(msgspec.Struct, frozen=True, array_like=True):
     epoch: int = 0
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True):
+class ShmHello(msgspec.Struct, frozen=True, array_like=True):
     token: bytes
     epoch: int
     node: str
     incarnation: str
 
 
-class Shared(msgspec.Struct, frozen=True, array_like=True):
+class SharedRegions(msgspec.Struct, frozen=True, array_like=True):
     """The reader's regions, (id, nbytes), in the order of the descriptors that travel with it."""
 
     regions: tuple[tuple[int, int], ...]
 
 
-Frame = TypeVar("Frame", Hello, Shared)
+Frame = TypeVar("Frame", ShmHello, SharedRegions)
 
 
-def encode(frame: Advert | Hello | Shared) -> bytes:
+def encode(frame: ShmAdvert | ShmHello | SharedRegions) -> bytes:
     return msgspec.msgpack.encode(frame)
 
 
 @lru_cache(maxsize=1024)
-def decode_advert(data: bytes) -> Advert:
+def decode_advert(data: bytes) -> ShmAdvert:
     try:
-        advert = msgspec.msgpack.decode(data, type=Advert)
+        advert = msgspec.msgpack.decode(data, type=ShmAdvert)
     except DECODE_ERRORS as error:
         raise PeerUnreachable(f"the peer's advert for shm is not readable: {error}") from error
     if not 0 < len(advert.socket) < MAX_SOCKET_NAME_BYTES or len(advert.token) != TOKEN_BYTES:
@@ -78,14 +78,14 @@ def decode_advert(data: bytes) -> Advert:
     return advert
 
 
-def decode_hello(data: bytes) -> Hello:
+def decode_hello(data: bytes) -> ShmHello:
     if len(data) > MAX_HELLO_BYTES:
         raise ProtocolError(f"a hello of more than {MAX_HELLO_BYTES} bytes")
-    return _decode("hello", data, Hello)
+    return _decode("hello", data, ShmHello)
 
 
-def decode_shared(data: bytes) -> Shared:
-    return _decode("answer to the hello", data, Shared)
+def decode_shared(data: bytes) -> SharedRegions:
+    return _decode("answer to the hello", data, SharedRegions)
 
 
 def _decode(name: str, data: bytes, kind: type[Frame]) -> Frame:
@@ -95,7 +95,7 @@ def _decode(name: str, data: bytes, kind: type[Frame]) -> Frame:
         raise ProtocolError(f"the {name} is not readable: {error}") from error
 
 
-class Notice(NamedTuple):
+class CopyNotice(NamedTuple):
     """Of a copy that is finished, or has begun. spans: none where they are too many for a notice; never of one that has
     begun."""
 
@@ -105,7 +105,7 @@ class Notice(NamedTuple):
     has_begun: bool = False
 
 
-def pack_notice(notice: Notice) -> bytes:
+def pack_notice(notice: CopyNotice) -> bytes:
     stamp, region, spans, has_begun = notice
     where = spans.pack() if len(spans) <= MAX_NOTICE_SPANS else b""
     return (
@@ -118,7 +118,7 @@ def pack_progress(nbytes: int) -> bytes:
     return PROGRESS.pack(PROGRESS_MAGIC, nbytes)
 
 
-def decode_notice(data: bytes) -> Notice | int:
+def decode_notice(data: bytes) -> CopyNotice | int:
     """A notice, or the bytes of a progress."""
     if len(data) == PROGRESS.size and data.startswith(PROGRESS_MAGIC):
         return int(PROGRESS.unpack(data)[1])
@@ -133,7 +133,7 @@ def decode_notice(data: bytes) -> Notice | int:
     spans, has_begun = SpanTable.unpack(memoryview(data)[NOTICE.size :]), data.startswith(BEGUN_MAGIC)
     if (has_begun or len(spans)) and not spans.add_up_to(nbytes):
         raise ProtocolError(f"the runs of a notice do not add up to {nbytes} bytes")
-    return Notice(Stamp(nonce, chunk, trial, nbytes), region, spans, has_begun)
+    return CopyNotice(Stamp(nonce, chunk, trial, nbytes), region, spans, has_begun)
 
 
 # What a reader makes of the notices of one connection by shared memory: arrivals, with digests of what lies in its
@@ -149,7 +149,7 @@ class _Copy:
     """One that is under way. permit, payload: None when it is not permitted (any more), and when nobody wants its
     digest. spans: what it says of where it goes when it arrived."""
 
-    notice: Notice
+    notice: CopyNotice
     spans: SpanTable
     permit: Permit | None
     payload: Payload | None

@@ -23,7 +23,7 @@ import msgspec
 from pdcluster.core.errors import IntegrityError, PeerUnreachable, ProtocolError
 from pdcluster.transfer.backends.base import Arrival, Fence, Handle, Peer, Permit, Region, Stamp, WriteStatus
 from pdcluster.transfer.backends.ledger import Arrivals, Counts, Doorbell, Permits, Writes
-from pdcluster.transfer.backends.staged_pump import Pump, SourceReads, Write
+from pdcluster.transfer.backends.staged_pump import Pump, SourceReads, StagedWrite
 from pdcluster.transfer.backends.staging import (
     ANSWER,
     ANSWER_MAGIC,
@@ -35,14 +35,14 @@ from pdcluster.transfer.backends.staging import (
     NOTICE_MAGIC,
     RUN_BYTES,
     Blocks,
-    Engine,
     Grant,
     StagedSettings,
+    TransferLibrary,
 )
-from pdcluster.transfer.backends.tcp_links import Advert, Link, Listener, decode_advert, sealed
+from pdcluster.transfer.backends.tcp_links import Link, Listener, TcpAdvert, decode_advert, sealed
 from pdcluster.transfer.copying.copy import GilWaits, Payload, native, packed, table_of
 from pdcluster.transfer.layout.runs import SpanTable, chained, run_table
-from pdcluster.transfer.layout.spans import Runs
+from pdcluster.transfer.layout.spans import CopyRuns
 
 LOG = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class StagedBackend:
     """See module. Public methods belong to one thread; pumps, listener and receivers have threads of their own."""
 
     def __init__(
-        self, me: Peer, name: str, engine: Engine, settings: StagedSettings, *, owns_engine: bool = True
+        self, me: Peer, name: str, engine: TransferLibrary, settings: StagedSettings, *, owns_engine: bool = True
     ) -> None:
         """owns_engine: close it at `shutdown`; False when the caller shares it."""
         self.name = name
@@ -127,7 +127,7 @@ class StagedBackend:
         else:
             self._living(peer, pump)
 
-    def _start(self, peer: Peer, advert: Advert) -> Pump:
+    def _start(self, peer: Peer, advert: TcpAdvert) -> Pump:
         return Pump(self.name, self._me, peer, advert, self._settings, self._engine, self._reads)
 
     def _living(self, peer: Peer, pump: Pump) -> Pump:
@@ -140,7 +140,7 @@ class StagedBackend:
         return self._pumps[peer]
 
     def write(
-        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False
+        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: CopyRuns, digests: bool = False
     ) -> Handle:
         pump, region = self._pumps.get(peer), self._regions[source_region]
         if pump is None:
@@ -160,7 +160,7 @@ class StagedBackend:
         pump = self._living(peer, pump)
         handle = self._writes.new()
         payload = Payload(table_of(()), digests=digests, cached=True, waits=self.gil_waits)
-        if not pump.inbox.add(Write(handle, region, target_region, stamp, table, payload, digests)):
+        if not pump.inbox.add(StagedWrite(handle, region, target_region, stamp, table, payload, digests)):
             self._writes.settle(handle, WriteStatus.FAILED)
         return handle
 

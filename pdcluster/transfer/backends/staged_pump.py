@@ -25,14 +25,14 @@ from pdcluster.transfer.backends.staging import (
     NOTICE,
     NOTICE_MAGIC,
     Blocks,
-    Engine,
     Grant,
-    Piece,
+    StagedPiece,
     StagedSettings,
+    TransferLibrary,
     cut,
     read_grant,
 )
-from pdcluster.transfer.backends.tcp_links import Advert, Answers, Link, connect, sealed
+from pdcluster.transfer.backends.tcp_links import AnswerReader, Link, TcpAdvert, connect, sealed
 from pdcluster.transfer.copying.copy import Payload
 from pdcluster.transfer.layout.runs import RunTable
 
@@ -68,7 +68,7 @@ class SourceReads:
     word."""
 
     def __init__(
-        self, engine: Engine, writes: Writes, unknown_s: float, clock: Callable[[], float] = time.monotonic
+        self, engine: TransferLibrary, writes: Writes, unknown_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._engine, self._writes, self._unknown_s, self._clock = engine, writes, unknown_s, clock
         self._lock = threading.Lock()
@@ -144,7 +144,7 @@ class SourceReads:
 # Waiting for fractions of a millisecond. For backends' threads.
 #
 # `select` knows such times but no descriptor above 1023, `poll` takes any descriptor but whole milliseconds; ppoll of
-# the C library takes both. `Pace`
+# the C library takes both. `WorkPace`
 # says how long to leave a library alone that must be asked whether it is done: looking takes time of the core that
 # does the work.
 
@@ -167,7 +167,7 @@ class _Time(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-class Waiter:
+class DescriptorWaiter:
     """Waits until one of its descriptors can be read, or is at its end. Used by one thread."""
 
     def __init__(self, *fds: int) -> None:
@@ -192,7 +192,7 @@ class Waiter:
         return tuple(count > 0 and bool(entry.revents) for entry in self._entries)
 
 
-class Pace:
+class WorkPace:
     """How fast the work is done that one looks after, by what was seen of it."""
 
     def __init__(self) -> None:
@@ -215,7 +215,7 @@ CALLED_EVERY_S = 0.0002
 
 
 @dataclass(slots=True, eq=False)
-class Write:
+class StagedWrite:
     handle: Handle
     source: Region
     region: int
@@ -224,7 +224,7 @@ class Write:
     payload: Payload
     """Digests what is sent, piece after piece."""
     digests: bool
-    pieces: deque[Piece] | None = None
+    pieces: deque[StagedPiece] | None = None
     """Not started yet; cut when the size of the peer's blocks is known."""
     unanswered: int = 0
     """Pieces with the engine or with the reader."""
@@ -239,8 +239,8 @@ class Flying:
     """A piece in a block of the ring. staging: where it was gathered; None: it is read from its pages. batches: those
     of its entries that the library has; is_whole: none of them failed so far."""
 
-    write: Write
-    piece: Piece
+    write: StagedWrite
+    piece: StagedPiece
     staging: int | None
     batches: list[int]
     is_whole: bool = True
@@ -257,14 +257,14 @@ class Pump:
         name: str,
         me: Peer,
         peer: Peer,
-        advert: Advert,
+        advert: TcpAdvert,
         settings: StagedSettings,
-        engine: Engine,
+        engine: TransferLibrary,
         reads: SourceReads,
     ) -> None:
         self._name, self._me, self._peer, self.advert = name, me, peer, advert
         self._settings, self._engine, self._reads = settings, engine, reads
-        self.inbox: Inbox[Write] = Inbox()
+        self.inbox: Inbox[StagedWrite] = Inbox()
         """A write stays in it until its last piece was begun."""
         self._free: list[int] = []
         """Blocks of the ring; `_free_staging`: blocks of ours. What was used last goes first, as it is in the
@@ -274,7 +274,7 @@ class Pump:
         self._reader_has: dict[int, Flying] = {}
         self._progress = 0.0
         self._awake_at = 0.0
-        self._pace = Pace()
+        self._pace = WorkPace()
         self.thread = threading.Thread(target=self._run, name=f"kv-{name}-{peer.node}", daemon=True)
         start_or_release(self.thread, peer, self.inbox.fail)
 
@@ -339,7 +339,7 @@ class Pump:
 
     def _serve(self, link: Link, grant: Grant, far: str, staging: Blocks) -> None:
         self._progress = time.monotonic()
-        waiter, answers = Waiter(link.sock.fileno(), self.inbox.fd), Answers(link, ANSWER)
+        waiter, answers = DescriptorWaiter(link.sock.fileno(), self.inbox.fd), AnswerReader(link, ANSWER)
         while not self.inbox.is_ending:
             self._start_piece(grant, far, staging)
             self._keep_awake(link)
@@ -354,7 +354,7 @@ class Pump:
             if not self._can_start():
                 self._wait(waiter)
 
-    def _wait(self, waiter: Waiter) -> None:
+    def _wait(self, waiter: DescriptorWaiter) -> None:
         """While the library has work, an answer of the reader is worth waking up for only if its block is needed, and
         the doorbell only if there is nothing to do after that work."""
         is_idle = not self._engine_has
@@ -389,7 +389,7 @@ class Pump:
             self.inbox.take()
         self._start(grant, far, staging, write, piece)
 
-    def _start(self, grant: Grant, far: str, staging: Blocks, write: Write, piece: Piece) -> None:
+    def _start(self, grant: Grant, far: str, staging: Blocks, write: StagedWrite, piece: StagedPiece) -> None:
         block, own = self._free.pop(), None if piece.is_straight else self._free_staging.pop()
         with_engine = piece.nbytes + sum(each.piece.nbytes for each in self._engine_has.values())
         flying = Flying(write, piece, own, [], with_engine=with_engine)
@@ -416,14 +416,14 @@ class Pump:
                 return
             flying.batches.append(batch)
 
-    def _read(self, write: Write, piece: Piece) -> list[tuple[int, int, int]]:
+    def _read(self, write: StagedWrite, piece: StagedPiece) -> list[tuple[int, int, int]]:
         """Digested just before it is sent, it is still in the caches then."""
         if write.digests:
             write.payload.extend(piece.reading())
             write.payload.advance(piece.nbytes)
         return piece.entries()
 
-    def _gather(self, write: Write, piece: Piece, block: int) -> list[tuple[int, int, int]]:
+    def _gather(self, write: StagedWrite, piece: StagedPiece, block: int) -> list[tuple[int, int, int]]:
         write.payload.extend(piece.packing(block))
         write.payload.advance(piece.nbytes)
         return [(block, 0, piece.nbytes)]
@@ -503,7 +503,7 @@ class Pump:
         self._reader_has[block] = flying
         link.send(sealed(header + piece.targets))
 
-    def _take_answers(self, answers: Answers) -> None:
+    def _take_answers(self, answers: AnswerReader) -> None:
         for magic, block, copied in answers.take():
             self._progress = time.monotonic()
             flying = self._reader_has.get(block)

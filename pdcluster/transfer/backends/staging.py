@@ -49,7 +49,7 @@ class StagedSettings:
     fabric: Fabric = field(default_factory=Fabric)
 
 
-class Engine(Protocol):
+class TransferLibrary(Protocol):
     """One instance of the library, shared by all connections of a backend; every method may be called from any thread.
     Errors are OSErrors."""
 
@@ -95,7 +95,7 @@ class Blocks:
 
     _retired: list[mmap.mmap] = []  # noqa: RUF012  mapped for the life of the process
 
-    def __init__(self, engine: Engine, blocks: int, block_bytes: int) -> None:
+    def __init__(self, engine: TransferLibrary, blocks: int, block_bytes: int) -> None:
         self._engine = engine
         self.block_bytes = block_bytes
         self.nbytes = blocks * block_bytes
@@ -180,7 +180,7 @@ Words = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StagedPiece:
     """rows: of its runs, where in the block they begin (gathered) or 0, where in memory they lie, and bytes. targets:
     its spans at the reader, as a notice says them. is_straight: each row is an entry of its own for the library."""
 
@@ -207,7 +207,7 @@ class Piece:
         return found
 
 
-def cut(runs: RunTable, address: int, block_bytes: int, *, may_be_straight: bool) -> deque[Piece]:
+def cut(runs: RunTable, address: int, block_bytes: int, *, may_be_straight: bool) -> deque[StagedPiece]:
     """The pieces of these runs, whose sources lie in the memory at this address, in order; all but the last fill a
     block."""
     rows, firsts = runs.cut(block_bytes)
@@ -224,11 +224,11 @@ def cut(runs: RunTable, address: int, block_bytes: int, *, may_be_straight: bool
         np.add.reduceat(lengths, firsts).tolist(),
         np.add.reduceat(begins.astype(np.int64), firsts).tolist(),
     )
-    pieces: deque[Piece] = deque()
+    pieces: deque[StagedPiece] = deque()
     for first, end, nbytes, count in zip(firsts.tolist(), ends.tolist(), sizes, entries, strict=True):
         is_straight = may_be_straight and count <= max(1, nbytes // ENTRY_BYTES)
         own = _joined(table[first:end], begins[first:end]) if is_straight else table[first:end]
-        pieces.append(Piece(nbytes, end - first, targets[first * 16 : end * 16], own, is_straight))
+        pieces.append(StagedPiece(nbytes, end - first, targets[first * 16 : end * 16], own, is_straight))
     return pieces
 
 

@@ -37,18 +37,18 @@ from pdcluster.transfer.backends.ledger import (
 from pdcluster.transfer.backends.tcp_links import (
     BURST_BYTES,
     SEND_BYTES,
-    Advert,
-    Answers,
+    AnswerReader,
     Cursor,
     Link,
     Listener,
+    TcpAdvert,
     connect,
     decode_advert,
     sealed,
 )
 from pdcluster.transfer.copying.copy import GilWaits, Payload, native, packed, packing, reads, table_of
 from pdcluster.transfer.layout.runs import RunTable, SpanTable, run_table
-from pdcluster.transfer.layout.spans import Runs
+from pdcluster.transfer.layout.spans import CopyRuns
 
 # Small runs of a socket's write, packed into a block that stays in the cache: one system call and one piece of Python
 # per block instead of per run.
@@ -222,7 +222,7 @@ class _Write:
 class _Lane:
     """One outgoing connection and its thread: sends queued writes, takes their answers in order."""
 
-    def __init__(self, me: Peer, peer: Peer, advert: Advert, settings: TcpSettings, writes: Writes) -> None:
+    def __init__(self, me: Peer, peer: Peer, advert: TcpAdvert, settings: TcpSettings, writes: Writes) -> None:
         self._me, self._peer, self._advert, self._settings, self._writes = me, peer, advert, settings, writes
         self._lock = threading.Lock()
         self._waiting: deque[_Write] = deque()
@@ -284,7 +284,7 @@ class _Lane:
     def _serve(self, link: Link) -> None:
         poller = select.poll()
         poller.register(self._doorbell.fd, select.POLLIN)
-        answers = Answers(link, ACK)
+        answers = AnswerReader(link, ACK)
         self._progress = time.monotonic()
         while not self._ending:
             self._next_write()
@@ -321,7 +321,7 @@ class _Lane:
         self._unanswered.append(write)
         self._sending = None
 
-    def _take_answers(self, answers: Answers) -> None:
+    def _take_answers(self, answers: AnswerReader) -> None:
         for magic, nonce, chunk, trial, landed in answers.take():
             self._progress = time.monotonic()
             self._answered(magic, (nonce, chunk, trial), bool(landed))
@@ -341,7 +341,7 @@ class _Lane:
 
 @dataclass(slots=True)
 class _Remote:
-    advert: Advert
+    advert: TcpAdvert
     lanes: list[_Lane]
 
 
@@ -419,7 +419,7 @@ class TcpBackend:
         return best
 
     def write(
-        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: Runs, digests: bool = False
+        self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: CopyRuns, digests: bool = False
     ) -> Handle:
         remote = self._remotes.get(peer)
         if remote is None:

@@ -58,16 +58,16 @@ def sealed(frame: bytes) -> bytes:
     return frame + xxhash.xxh3_64_digest(frame)
 
 
-class Advert(msgspec.Struct, frozen=True, array_like=True):
+class TcpAdvert(msgspec.Struct, frozen=True, array_like=True):
     host: str
     port: int
     token: bytes
 
 
 @lru_cache(maxsize=1024)
-def decode_advert(data: bytes) -> Advert:
+def decode_advert(data: bytes) -> TcpAdvert:
     try:
-        advert = msgspec.msgpack.decode(data, type=Advert)
+        advert = msgspec.msgpack.decode(data, type=TcpAdvert)
     except DECODE_ERRORS as error:
         raise PeerUnreachable(f"the peer's advert is not readable: {error}") from error
     if not 0 < advert.port < 65536 or len(advert.token) != TOKEN_BYTES:
@@ -209,7 +209,7 @@ class Link:
                 self.wait(select.POLLOUT, self._progress_s)
 
 
-class Answers:
+class AnswerReader:
     """What the other end of a link sends that is all of one format, as much of it as is there."""
 
     def __init__(self, link: Link, form: struct.Struct) -> None:
@@ -248,7 +248,7 @@ class Listener:
         self._thread.start()
 
     def advert(self) -> bytes:
-        return msgspec.msgpack.encode(Advert(self.host, self.port, self._token))
+        return msgspec.msgpack.encode(TcpAdvert(self.host, self.port, self._token))
 
     def barrier(self) -> None:
         with self._lock:
@@ -346,7 +346,7 @@ class Listener:
         return peer
 
 
-def connect(me: Peer, peer: Peer, advert: Advert, *, connect_s: float, progress_s: float) -> Link:
+def connect(me: Peer, peer: Peer, advert: TcpAdvert, *, connect_s: float, progress_s: float) -> Link:
     """A link to the listener behind `advert`; OSError when it fails."""
     node, incarnation = me.node.encode(), me.incarnation.encode()
     if max(len(node), len(incarnation)) > 255:

@@ -46,7 +46,7 @@ def are_below(pages: Pages, count: int, limit: int) -> bool:
     return not count or bool(pages[:count].view(np.uint64).max() < limit)  # a negative one is a very large one
 
 
-class Row(NamedTuple):
+class PageRun(NamedTuple):
     """So many pages in a row, from the one with index `first` on in ours and `their_first` in those of a ticket."""
 
     ours: Pages
@@ -55,7 +55,7 @@ class Row(NamedTuple):
     their_first: int
 
 
-def paired(row: Row, page_bytes: int, start: int, nbytes: int, ends: Sequence[int]) -> list[RunTable]:
+def paired(row: PageRun, page_bytes: int, start: int, nbytes: int, ends: Sequence[int]) -> list[RunTable]:
     """Copies of `nbytes` of each of our pages, from byte `start` of it on, to the same place of the page that stands
     for it in the ticket. As `join_runs_in_parts`: neighbours joined, in parts that end before the pages of these
     numbers."""

@@ -26,7 +26,7 @@ from pdcluster.transfer.layout.runs import RunTable, SpanTable
 Offsets = NDArray[np.int64]
 
 
-class Piece(IntEnum):
+class Contiguity(IntEnum):
     """What is contiguous at one end: one head's tokens, several heads' of a plane, or everything of some layers."""
 
     HEAD = 0
@@ -144,35 +144,35 @@ def part_bytes(shape: PageShape, part: Part) -> int:
     return cells * shape.planes * part.block_tokens * shape.cell_bytes
 
 
-def piece_of(shape: PageShape, rank: int, part: Part) -> Piece:
+def piece_of(shape: PageShape, rank: int, part: Part) -> Contiguity:
     """The largest piece that is contiguous in this end's pages and in the order of the wire."""
     if part.block_tokens != shape.page_tokens:
-        return Piece.HEAD
-    return Piece.LAYERS if (part.first_head, part.end_head) == shape.heads_of(rank) else Piece.HEADS
+        return Contiguity.HEAD
+    return Contiguity.LAYERS if (part.first_head, part.end_head) == shape.heads_of(rank) else Contiguity.HEADS
 
 
-def pieces_per_block(shape: PageShape, part: Part, piece: Piece) -> int:
-    if piece is Piece.LAYERS:
+def pieces_per_block(shape: PageShape, part: Part, piece: Contiguity) -> int:
+    if piece is Contiguity.LAYERS:
         return 1
     planes = (part.end_layer - part.first_layer) * shape.planes
-    return planes if piece is Piece.HEADS else planes * (part.end_head - part.first_head)
+    return planes if piece is Contiguity.HEADS else planes * (part.end_head - part.first_head)
 
 
 def offsets(
-    shape: PageShape, rank: int, pages: Sequence[int] | Offsets, first_page: int, part: Part, piece: Piece
+    shape: PageShape, rank: int, pages: Sequence[int] | Offsets, first_page: int, part: Part, piece: Contiguity
 ) -> tuple[Offsets, int]:
     """Where the pieces of a part begin in a rank's region, in the order of the wire, and the bytes of each. pages: ids,
     the first of them holding tokens from first_page * page_tokens on."""
     starts = (
         _block_starts(shape, np.asarray(pages, dtype=np.int64), first_page, part) + part.first_layer * shape.layer_bytes
     )
-    if piece is Piece.LAYERS:
+    if piece is Contiguity.LAYERS:
         return starts, (part.end_layer - part.first_layer) * shape.layer_bytes
     planes = np.arange((part.end_layer - part.first_layer) * shape.planes, dtype=np.int64) * shape.plane_bytes
     heads = part.end_head - part.first_head
     starts = starts[:, None] + planes + (part.first_head - shape.heads_of(rank)[0]) * shape.head_bytes
     block_bytes = part.block_tokens * shape.cell_bytes
-    if piece is Piece.HEADS:
+    if piece is Contiguity.HEADS:
         return starts.ravel(), heads * block_bytes
     return (starts[:, :, None] + np.arange(heads, dtype=np.int64) * shape.head_bytes).ravel(), block_bytes
 

@@ -13,7 +13,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pdcluster.transfer.layout.spans import Run, Runs, Span, Spans
+from pdcluster.transfer.layout.spans import CopyRun, CopyRuns, Span, Spans
 
 Words = NDArray[np.int64]
 MOST_BYTES = 1 << 40
@@ -109,7 +109,7 @@ def merged(tables: Iterable[SpanTable]) -> SpanTable:
     return SpanTable(rows[np.argsort(rows[:, 0])]).joined()
 
 
-class RunTable(Sequence[Run]):
+class RunTable(Sequence[CopyRun]):
     """A sequence of runs, as rows (source, target, nbytes) of `rows`, which nobody changes any more."""
 
     __slots__ = ("rows",)
@@ -121,14 +121,14 @@ class RunTable(Sequence[Run]):
         return len(self.rows)
 
     @overload
-    def __getitem__(self, index: int) -> Run: ...
+    def __getitem__(self, index: int) -> CopyRun: ...
     @overload
     def __getitem__(self, index: slice) -> RunTable: ...
-    def __getitem__(self, index: int | slice) -> Run | RunTable:
-        return RunTable(self.rows[index]) if isinstance(index, slice) else Run(*self.rows[index].tolist())
+    def __getitem__(self, index: int | slice) -> CopyRun | RunTable:
+        return RunTable(self.rows[index]) if isinstance(index, slice) else CopyRun(*self.rows[index].tolist())
 
-    def __iter__(self) -> Iterator[Run]:
-        return (Run(*row) for row in self.rows.tolist())
+    def __iter__(self) -> Iterator[CopyRun]:
+        return (CopyRun(*row) for row in self.rows.tolist())
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RunTable):
@@ -180,7 +180,7 @@ class RunTable(Sequence[Run]):
         return [RunTable(piece) for piece in np.split(rows, firsts[1:])]
 
 
-def run_table(runs: Runs) -> RunTable:
+def run_table(runs: CopyRuns) -> RunTable:
     if isinstance(runs, RunTable):
         return runs
     return RunTable(np.array([(run.source, run.target, run.nbytes) for run in runs], dtype=np.int64).reshape(-1, 3))

@@ -13,7 +13,7 @@ Spans = Sequence[Span]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class CopyRun:
     """One contiguous copy: from `source` in the local region to `target` in the remote one, offsets in bytes."""
 
     source: int
@@ -21,7 +21,7 @@ class Run:
     nbytes: int
 
 
-Runs = Sequence[Run]
+CopyRuns = Sequence[CopyRun]
 """A tuple, or many of them as a table (`runs.RunTable`)."""
 
 

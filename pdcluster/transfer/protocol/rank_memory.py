@@ -15,13 +15,13 @@ from pdcluster.transfer.layout.spans import digest
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
+class PendingAnswer:
     """value: None until it came, which rings a backend's bell."""
 
     value: int | None = None
 
 
-Answers = Sequence[Answer]
+Answers = Sequence[PendingAnswer]
 
 
 def are_here(answers: Answers) -> bool:
@@ -29,7 +29,7 @@ def are_here(answers: Answers) -> bool:
 
 
 class RankMemories(Protocol):
-    def begin_digest(self, rank: int, spans: SpanTable) -> Answer:
+    def begin_digest(self, rank: int, spans: SpanTable) -> PendingAnswer:
         """xxh3-64 of these bytes of a rank's pool, after everything that its backends were told before."""
 
     def mark(self) -> Answers:
@@ -43,8 +43,8 @@ class OwnMemories:
     def __init__(self, memories: Sequence[memoryview]) -> None:
         self._memories = [memory.cast("B") for memory in memories]
 
-    def begin_digest(self, rank: int, spans: SpanTable) -> Answer:
-        return Answer(digest(self._memories[rank], spans))
+    def begin_digest(self, rank: int, spans: SpanTable) -> PendingAnswer:
+        return PendingAnswer(digest(self._memories[rank], spans))
 
     def mark(self) -> Answers:
         return ()

@@ -16,11 +16,11 @@ from pdcluster.transfer.backends.base import Arrival, Backend, Fence, Peer, Perm
 from pdcluster.transfer.layout.geometry import PageShape, join_spans
 from pdcluster.transfer.layout.runs import SpanTable, merged
 from pdcluster.transfer.layout.spans import Spans
-from pdcluster.transfer.protocol.rank_memory import Answer, OwnMemories, RankMemories, are_here
+from pdcluster.transfer.protocol.rank_memory import OwnMemories, PendingAnswer, RankMemories, are_here
 from pdcluster.transfer.protocol.reader_state import (
+    AbortNotice,
     Incoming,
     Landing,
-    Notice,
     are_in_place,
     covers_all,
     in_token_order,
@@ -33,19 +33,19 @@ from pdcluster.transfer.protocol.reader_state import (
 )
 from pdcluster.transfer.protocol.session import (
     Clock,
-    Failed,
     Landed,
     ReaderEvent,
     Reclaimed,
     Send,
     Settings,
+    TicketFailed,
     TransferStats,
     earliest,
     peer_of,
     reply_to,
 )
 
-__all__ = ["Failed", "Landed", "Reader", "ReaderEvent", "Reclaimed", "Send", "TransferStats"]
+__all__ = ["TicketFailed", "Landed", "Reader", "ReaderEvent", "Reclaimed", "Send", "TransferStats"]
 
 
 class Reader:
@@ -81,7 +81,7 @@ class Reader:
         self._tickets: dict[int, Incoming] = {}
         self._is_owned = np.zeros(min(memory.nbytes for memory in memories) // shape.page_bytes, dtype=np.bool_)
         """Pages that are writable under an open or a quarantined ticket."""
-        self._notices: dict[int, Notice] = {}
+        self._notices: dict[int, AbortNotice] = {}
         self._answers: dict[int, tuple[Peer, CommitAck, float]] = {}
         """Verified tickets: writer, the answer to a repeated Commit, until when we remember."""
         self._held: dict[int, CommitAck] = {}
@@ -290,12 +290,12 @@ class Reader:
         incoming.commit = incoming.missing = incoming.unchecked = incoming.revoked = None
         incoming.asked.clear()
         self._held.pop(ticket.nonce, None)
-        self._events.append(Failed(ticket.nonce, reason))
+        self._events.append(TicketFailed(ticket.nonce, reason))
         self.counters["failed"] += 1
         self._poll_now = True
         if tell:
             until = max(incoming.deadline, now + self._settings.commit_s)
-            self._notices[ticket.nonce] = Notice(ticket.writer, reason, until, now)
+            self._notices[ticket.nonce] = AbortNotice(ticket.writer, reason, until, now)
         incoming.unfenced = {
             name for name in self._order if self._backends[name].revoke(ticket.nonce) is not Fence.FENCED
         }
@@ -464,14 +464,14 @@ class Reader:
         if not self._settings.digests:
             return 0
         if on_arrival is not None:
-            incoming.asked.append((landing.entry, Answer(on_arrival)))
+            incoming.asked.append((landing.entry, PendingAnswer(on_arrival)))
             return 0
         incoming.asked.append(
             (landing.entry, self._ranks.begin_digest(landing.rank, spans_of(self._shape, incoming, landing)))
         )
         return landing.entry.nbytes
 
-    def _is_intact(self, entry: ChunkEntry, answer: Answer) -> bool:
+    def _is_intact(self, entry: ChunkEntry, answer: PendingAnswer) -> bool:
         if answer.value == entry.digest:
             return True
         self.counters["digest_mismatch"] += 1

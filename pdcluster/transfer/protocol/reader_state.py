@@ -26,7 +26,7 @@ from pdcluster.transfer.layout.geometry import (
 )
 from pdcluster.transfer.layout.runs import SpanTable, chained, span_table
 from pdcluster.transfer.layout.spans import page_slice
-from pdcluster.transfer.protocol.rank_memory import Answer, Answers
+from pdcluster.transfer.protocol.rank_memory import Answers, PendingAnswer
 from pdcluster.transfer.protocol.session import TransferStats
 
 
@@ -62,7 +62,7 @@ class Incoming:
     landings: list[Landing] = field(default_factory=list)
     """Of all chunks of the Commit, once it was found to cover the ticket."""
     unchecked: deque[Landing] | None = None
-    asked: list[tuple[ChunkEntry, Answer]] = field(default_factory=list)
+    asked: list[tuple[ChunkEntry, PendingAnswer]] = field(default_factory=list)
     """Digests of the chunks that were taken out of `unchecked`."""
     permitted: Answers = ()
     revoked: Answers | None = None
@@ -83,7 +83,7 @@ class Incoming:
 
 
 @dataclass(slots=True)
-class Notice:
+class AbortNotice:
     """An Abort that is repeated until it is answered (R8)."""
 
     writer: Endpoint

@@ -101,7 +101,7 @@ class Acked(msgspec.Struct, frozen=True):
     stats: TransferStats
 
 
-class GaveUp(msgspec.Struct, frozen=True):
+class TicketGaveUp(msgspec.Struct, frozen=True):
     """Writer: the ticket is dead; tell the router. The source pages may still be read until Drained."""
 
     nonce: int
@@ -123,7 +123,7 @@ class Landed(msgspec.Struct, frozen=True):
     stats: TransferStats
 
 
-class Failed(msgspec.Struct, frozen=True):
+class TicketFailed(msgspec.Struct, frozen=True):
     """Reader: the ticket is dead, its pages are in quarantine until Reclaimed."""
 
     nonce: int
@@ -136,8 +136,8 @@ class Reclaimed(msgspec.Struct, frozen=True):
     nonce: int
 
 
-WriterEvent = Send | Acked | GaveUp | Drained
-ReaderEvent = Send | Landed | Failed | Reclaimed
+WriterEvent = Send | Acked | TicketGaveUp | Drained
+ReaderEvent = Send | Landed | TicketFailed | Reclaimed
 
 
 def peer_of(endpoint: Endpoint) -> Peer:

@@ -23,17 +23,26 @@ from pdcluster.transfer.protocol.session import (
     Acked,
     Clock,
     Drained,
-    GaveUp,
     Send,
     Settings,
+    TicketGaveUp,
     TransferStats,
     WriterEvent,
     peer_of,
     reply_to,
 )
-from pdcluster.transfer.protocol.writer_state import Chunk, Fit, Flight, Outgoing, Push, checked_pages, cut, fit_of
+from pdcluster.transfer.protocol.writer_state import (
+    Chunk,
+    ChunkInFlight,
+    Outgoing,
+    PageFit,
+    Push,
+    checked_pages,
+    cut,
+    fit_of,
+)
 
-__all__ = ["Acked", "Drained", "GaveUp", "Send", "TransferStats", "Writer", "WriterEvent"]
+__all__ = ["Acked", "Drained", "TicketGaveUp", "Send", "TransferStats", "Writer", "WriterEvent"]
 
 MAX_FITS = 64
 """Kinds of pages that are remembered."""
@@ -76,14 +85,14 @@ class Writer:
         self.paths = paths if paths is not None else Paths(order, clock)
         self.ladder = Ladder(self.paths, settings.trials)
         self._open: dict[int, Outgoing] = {}
-        self._flights: dict[tuple[str, Handle], Flight] = {}
+        self._flights: dict[tuple[str, Handle], ChunkInFlight] = {}
         self._tombstones: dict[int, float] = {}
         self._answers: dict[int, tuple[Peer, tuple[str, ...], float]] = {}
         """Tickets that ended: reader, by which media writes were lost (R5), until when we remember; for ever where any
         was."""
         self._lost_before: set[str] = set()
         """Media of the lost writes of tickets that had to be forgotten all the same."""
-        self._fits: dict[tuple[int, int, int], Fit] = {}
+        self._fits: dict[tuple[int, int, int], PageFit] = {}
         """By page_tokens, page_bytes and ranks of tickets."""
         self._turns: dict[Peer, deque[int]] = {}
         self._events: list[WriterEvent] = []
@@ -227,7 +236,7 @@ class Writer:
 
     # ------------------------------------------------------------ opening
 
-    def _fit(self, ticket: Ticket) -> Fit:
+    def _fit(self, ticket: Ticket) -> PageFit:
         """Looked at once for each kind of pages; a ticket that does not fit raises and is not remembered."""
         kind = (ticket.page_tokens, ticket.page_bytes, ticket.ranks)
         fit = self._fits.get(kind)
@@ -384,7 +393,7 @@ class Writer:
         outgoing.waiting.clear()
         self._poll_now = True
         self.counters["given_up"] += 1
-        self._events.append(GaveUp(outgoing.ticket.nonce, reason))
+        self._events.append(TicketGaveUp(outgoing.ticket.nonce, reason))
 
     def _end(self, outgoing: Outgoing) -> None:
         nonce = outgoing.ticket.nonce
@@ -435,14 +444,14 @@ class Writer:
             else:
                 self._ended_badly(outgoing, chunk, status, flight)
 
-    def _keep_unknown(self, outgoing: Outgoing, chunk: Chunk, flight: Flight) -> None:
+    def _keep_unknown(self, outgoing: Outgoing, chunk: Chunk, flight: ChunkInFlight) -> None:
         """R1; it stays in flight, R4."""
         if not flight.is_unknown:
             flight.is_unknown = True
             self.ladder.ended_badly(outgoing.peer, chunk, WriteStatus.UNKNOWN)
         self._give_up(outgoing, f"a write by {flight.backend} has no known outcome")
 
-    def _done(self, outgoing: Outgoing, chunk: Chunk, flight: Flight, handle: Handle) -> None:
+    def _done(self, outgoing: Outgoing, chunk: Chunk, flight: ChunkInFlight, handle: Handle) -> None:
         backend = self._backends[flight.backend]
         digest, seconds = backend.take_digest(handle), backend.take_duration(handle)
         if flight.is_unknown:
@@ -456,7 +465,7 @@ class Writer:
         now."""
         return taken if taken is not None else digest(self._memories[chunk.course.writer_rank], chunk.runs.sources)
 
-    def _ended_badly(self, outgoing: Outgoing, chunk: Chunk, status: WriteStatus, flight: Flight) -> None:
+    def _ended_badly(self, outgoing: Outgoing, chunk: Chunk, status: WriteStatus, flight: ChunkInFlight) -> None:
         if not flight.is_unknown:
             self.ladder.ended_badly(outgoing.peer, chunk, status)
         if status is WriteStatus.LOST:
@@ -524,7 +533,7 @@ class Writer:
             self.ladder.unreachable(outgoing.peer, chunk)
             self._write_again(outgoing, chunk)
             return
-        self._flights[name, handle] = Flight(ticket.nonce, chunk.index, name, chunk.nbytes, len(chunk.runs))
+        self._flights[name, handle] = ChunkInFlight(ticket.nonce, chunk.index, name, chunk.nbytes, len(chunk.runs))
         if not outgoing.in_flight:
             outgoing.busy_from = self._clock()
         outgoing.in_flight += 1

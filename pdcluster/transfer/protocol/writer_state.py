@@ -16,12 +16,12 @@ from pdcluster.core.errors import TransferError
 from pdcluster.core.lifecycle import Writing
 from pdcluster.core.messages import ChunkEntry, Leg, Ticket, TokenLogprobs
 from pdcluster.transfer.backends.base import Peer
-from pdcluster.transfer.copying.page_pairs import Row, TicketPages, are_distinct, paired, unpack_pages
+from pdcluster.transfer.copying.page_pairs import PageRun, TicketPages, are_distinct, paired, unpack_pages
 from pdcluster.transfer.layout.geometry import (
+    Contiguity,
     Course,
     PageShape,
     Part,
-    Piece,
     common_block,
     join_runs_in_parts,
     offsets,
@@ -82,7 +82,7 @@ class Push(NamedTuple):
 
 
 @dataclass(slots=True)
-class Flight:
+class ChunkInFlight:
     nonce: int
     chunk: int
     backend: str
@@ -91,7 +91,7 @@ class Flight:
     is_unknown: bool = False
 
 
-class Fit(NamedTuple):
+class PageFit(NamedTuple):
     """What readers with pages of one kind have in common: `theirs`, their pages; `block_tokens`: see geometry;
     `pieces`: of each course, the largest that is contiguous at both ends."""
 
@@ -99,7 +99,7 @@ class Fit(NamedTuple):
     page_bytes: int
     block_tokens: int
     courses: tuple[Course, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Contiguity, ...]
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class Outgoing:
     adverts: dict[str, bytes]
     backends: list[str]
     deadline: float
-    fit: Fit
+    fit: PageFit
     next_token: int
     """Tokens before it were pushed with all their layers."""
     layered_end: int = 0
@@ -165,12 +165,12 @@ def cut(ours: PageShape, outgoing: Outgoing, leg: int, push: Push, settings: Set
     course, piece, block = fit.courses[leg], fit.pieces[leg], fit.block_tokens
     first, end = push.start // block, -(-push.end // block)
     whole = Part(block, first, end, push.first_layer, push.end_layer, course.first_head, course.end_head)
-    if piece is Piece.LAYERS:
+    if piece is Contiguity.LAYERS:
         layer_bytes = fit.page_bytes // ours.num_layers
         nbytes = (push.end_layer - push.first_layer) * layer_bytes
         ends = _ends(end - first, nbytes, 1, settings)
         runs = paired(
-            Row(push.pages, first - push.first_page, outgoing.pages, first),
+            PageRun(push.pages, first - push.first_page, outgoing.pages, first),
             fit.page_bytes,
             push.first_layer * layer_bytes,
             nbytes,
@@ -185,7 +185,7 @@ def cut(ours: PageShape, outgoing: Outgoing, leg: int, push: Push, settings: Set
 
 
 def _cut_inside(
-    ours: PageShape, outgoing: Outgoing, course: Course, push: Push, whole: Part, piece: Piece, settings: Settings
+    ours: PageShape, outgoing: Outgoing, course: Course, push: Push, whole: Part, piece: Contiguity, settings: Settings
 ) -> tuple[list[int], list[RunTable]]:
     """Of pieces that are no whole layers of pages: where the chunks end, in blocks, and the runs of each."""
     starts, nbytes = offsets(ours, course.writer_rank, push.pages, push.first_page, whole, piece)
@@ -232,16 +232,16 @@ def checked_shape(ticket: Ticket, shape: PageShape, block_tokens: int) -> PageSh
     return theirs
 
 
-def fit_of(ticket: Ticket, shape: PageShape, block_tokens: int) -> Fit:
+def fit_of(ticket: Ticket, shape: PageShape, block_tokens: int) -> PageFit:
     """block_tokens: what pages of readers must be multiples of. TransferError as by `checked_shape`."""
     theirs = checked_shape(ticket, shape, block_tokens)
     block, courses = common_block(shape, theirs.page_tokens), plan_courses(theirs.heads, shape.ranks, theirs.ranks)
-    return Fit(
+    return PageFit(
         theirs, theirs.page_bytes, block, courses, tuple(_piece(shape, theirs, block, course) for course in courses)
     )
 
 
-def _piece(ours: PageShape, theirs: PageShape, block_tokens: int, course: Course) -> Piece:
+def _piece(ours: PageShape, theirs: PageShape, block_tokens: int, course: Course) -> Contiguity:
     some = Part(block_tokens, 0, 1, 0, 1, course.first_head, course.end_head)  # tokens and layers do not matter to it
     return min(piece_of(ours, course.writer_rank, some), piece_of(theirs, course.reader_rank, some))
 

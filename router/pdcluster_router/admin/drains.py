@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from pdcluster.core.errors import BadRequest, DeadlineExceeded
-from pdcluster_router.admin.operations import NodeStatus, Progress
+from pdcluster_router.admin.operations import DrainProgress, NodeStatus
 from pdcluster_router.cluster.events import EventLog
 
 
@@ -24,14 +24,14 @@ class Cordoning(Protocol):
 
 async def drain(
     nodes: Cordoning, name: str, deadline_s: float, log: EventLog, clock: Callable[[], float]
-) -> AsyncIterator[Progress]:
+) -> AsyncIterator[DrainProgress]:
     """Raises DeadlineExceeded when something runs after deadline_s; the node stays cordoned."""
     if not 0.0 <= deadline_s < math.inf:
         raise BadRequest(f"deadline_s is {deadline_s:g}; it must be a number of seconds, 0 or more", "deadline_s")
     deadline = clock() + deadline_s
     found = await nodes.cordon(name, cordoned=True)
     log.add("drain", found.name, f"within {deadline_s:g} s")
-    told: Progress | None = None
+    told: DrainProgress | None = None
     while True:
         progress = progress_of(await nodes.node(found.incarnation))
         if progress is not None and progress != told:
@@ -47,10 +47,10 @@ async def drain(
         await nodes.wait_for_change(left)
 
 
-def progress_of(node: NodeStatus) -> Progress | None:
+def progress_of(node: NodeStatus) -> DrainProgress | None:
     """None while the node has not reported since it was cordoned."""
     load = node.load
     if load is None or not load.draining:
         return None
     is_done = not (load.waiting or load.running or load.pages_parked or load.slots_used or node.in_flight)
-    return Progress(load.waiting, load.running, load.pages_parked, is_done)
+    return DrainProgress(load.waiting, load.running, load.pages_parked, is_done)

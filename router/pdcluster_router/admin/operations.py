@@ -88,7 +88,7 @@ class CacheStatus(msgspec.Struct, frozen=True):
     silent: tuple[str, ...] = ()
 
 
-class Progress(msgspec.Struct, frozen=True):
+class DrainProgress(msgspec.Struct, frozen=True):
     """What is left on a node that drains."""
 
     waiting: int
@@ -109,7 +109,7 @@ class Operations(Protocol):
 
     async def set_role(self, name: str, role: Role) -> NodeStatus: ...
 
-    def drain(self, name: str, deadline_s: float) -> AsyncIterator[Progress]: ...
+    def drain(self, name: str, deadline_s: float) -> AsyncIterator[DrainProgress]: ...
 
     async def requests(self, node: str = "") -> RequestList: ...
 

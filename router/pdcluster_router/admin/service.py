@@ -16,14 +16,14 @@ from pdcluster_router.admin import drains
 from pdcluster_router.admin.operations import (
     CachedNode,
     CacheStatus,
+    DrainProgress,
     NodeStatus,
     PolicyStatus,
-    Progress,
     RequestList,
     RequestStatus,
 )
 from pdcluster_router.cluster.events import Event, EventLog
-from pdcluster_router.cluster.node_table import Cluster
+from pdcluster_router.cluster.node_table import NodeTable
 from pdcluster_router.cluster.view import NodeView
 from pdcluster_router.core.ids import own_id
 from pdcluster_router.explain.recorder import Explainer
@@ -52,7 +52,7 @@ class Admin:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: NodeTable,
         open_requests: OpenRequests,
         policies: PolicyHolder,
         log: EventLog,
@@ -103,7 +103,7 @@ class Admin:
             self.log.add("role", found.card.node, f"{was} becomes {role}: {why}")
         return _status(found)
 
-    def drain(self, name: str, deadline_s: float) -> AsyncIterator[Progress]:
+    def drain(self, name: str, deadline_s: float) -> AsyncIterator[DrainProgress]:
         return drains.drain(self, name, deadline_s, self.log, self._clock)
 
     async def wait_for_change(self, timeout_s: float) -> None:

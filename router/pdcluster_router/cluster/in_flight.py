@@ -14,7 +14,7 @@ import msgspec
 from pdcluster.core.errors import IntegrityError
 from pdcluster.core.messages import HASH_BYTES, Prefill, Reserve
 from pdcluster.cost.cost import num_pairs
-from pdcluster_router.cluster.view import NOTHING_PENDING, Pending
+from pdcluster_router.cluster.view import NOTHING_PENDING, InFlightWork
 
 TOKEN_BYTES = 4
 
@@ -25,7 +25,7 @@ class Sent(msgspec.Struct, frozen=True):
 
     attempt: int
     sequence: int
-    work: Pending
+    work: InFlightWork
     hashes: bytes
 
 
@@ -35,7 +35,7 @@ class Account(msgspec.Struct, eq=False):
 
     sent: dict[str, Sent] = {}
     uncounted: dict[str, Sent] = {}
-    total: Pending = NOTHING_PENDING
+    total: InFlightWork = NOTHING_PENDING
 
 
 class PendingWork:
@@ -94,7 +94,7 @@ class PendingWork:
         self._accounts.pop(incarnation, None)
         self.changed.add(incarnation)
 
-    def of(self, incarnation: str) -> Pending:
+    def of(self, incarnation: str) -> InFlightWork:
         """What to add to the node's last report."""
         account = self._accounts.get(incarnation)
         return NOTHING_PENDING if account is None else account.total
@@ -111,24 +111,28 @@ class PendingWork:
                 raise IntegrityError(f"{account.total} is pending on {incarnation}, its parts make {total}")
 
 
-def work_of(message: Prefill | Reserve, cached_tokens: int) -> Pending:
+def work_of(message: Prefill | Reserve, cached_tokens: int) -> InFlightWork:
     """What the message will make of its node's load, when it holds so much of the prompt already. Only what decodes
     there takes a row for long."""
     num_tokens = len(message.work.token_ids) // TOKEN_BYTES
     if isinstance(message, Reserve):
-        return Pending(1, 0, 0, 1, num_tokens)
+        return InFlightWork(1, 0, 0, 1, num_tokens)
     cached = cached_tokens if cached_tokens < num_tokens and message.fork_of is None else num_tokens - 1
     uncached = num_tokens - cached
     pairs = round(num_pairs(uncached, cached))
-    return Pending(1, uncached, pairs, 0, 0, 1) if message.remote else Pending(1, uncached, pairs, 1, num_tokens, 1)
+    return (
+        InFlightWork(1, uncached, pairs, 0, 0, 1)
+        if message.remote
+        else InFlightWork(1, uncached, pairs, 1, num_tokens, 1)
+    )
 
 
-def _plus(total: Pending, work: Pending) -> Pending:
-    return _new(Pending, map(add, total, work))
+def _plus(total: InFlightWork, work: InFlightWork) -> InFlightWork:
+    return _new(InFlightWork, map(add, total, work))
 
 
-def _minus(total: Pending, work: Pending) -> Pending:
-    return _new(Pending, map(sub, total, work))
+def _minus(total: InFlightWork, work: InFlightWork) -> InFlightWork:
+    return _new(InFlightWork, map(sub, total, work))
 
 
 _new = tuple.__new__

@@ -27,7 +27,7 @@ from pdcluster.core.messages import (
     TokenRow,
 )
 from pdcluster_router.cluster.in_flight import PendingWork
-from pdcluster_router.cluster.view import ClusterView, Pending
+from pdcluster_router.cluster.view import ClusterView, InFlightWork
 from pdcluster_router.core.generation import Take
 
 
@@ -38,7 +38,7 @@ class Way(msgspec.Struct, frozen=True, eq=False):
     fail: Callable[[Exception], object]
 
 
-class Leg(msgspec.Struct, eq=False):
+class RequestLeg(msgspec.Struct, eq=False):
     """emitted: the request's output tokens so far, its own list; way: None while every row has to be read; heard_at:
     when one last went that way, monotonic seconds."""
 
@@ -79,12 +79,12 @@ Read = Callable[[str, Body], None]
 something."""
 
 
-NO_LEGS: Mapping[str, Leg] = {}
+NO_LEGS: Mapping[str, RequestLeg] = {}
 
 
 class Ledger:
     def __init__(self) -> None:
-        self._legs: defaultdict[str, dict[str, Leg]] = defaultdict(dict)
+        self._legs: defaultdict[str, dict[str, RequestLeg]] = defaultdict(dict)
         self._readers: dict[str, Read] = {}
         self.reader_of = self._readers.get
         """Who reads what nodes answer to a request; None for one that ended."""
@@ -105,11 +105,11 @@ class Ledger:
         """Idempotent."""
         self._readers.pop(request, None)
 
-    def enter(self, leg: Leg) -> None:
+    def enter(self, leg: RequestLeg) -> None:
         self._legs[leg.endpoint.incarnation][leg.request] = leg
         self._changed.add(leg.endpoint.incarnation)
 
-    def leave(self, leg: Leg) -> None:
+    def leave(self, leg: RequestLeg) -> None:
         """Idempotent; a newer leg of the same request on the same node stays."""
         legs = self._legs.get(leg.endpoint.incarnation)
         if legs is None or legs.get(leg.request) is not leg:
@@ -123,7 +123,7 @@ class Ledger:
     def in_flight(self, incarnation: str) -> int:
         return len(self._legs.get(incarnation, ()))
 
-    def counts(self, incarnation: str) -> tuple[int, Pending]:
+    def counts(self, incarnation: str) -> tuple[int, InFlightWork]:
         """Of a node: requests in flight, and what its last report does not count."""
         return len(self._legs.get(incarnation, ())), self.pending.of(incarnation)
 
@@ -182,7 +182,7 @@ class Ledger:
             self.deliver(leg.request, incarnation, Lost(reason))
 
 
-class Cluster(Protocol):
+class ClusterLinks(Protocol):
     """What an attempt needs of the cluster."""
 
     ledger: Ledger

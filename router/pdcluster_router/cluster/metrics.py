@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from pdcluster.core.messages import Load, PathLoad
 from pdcluster.cost.cost import DecodeCost, PrefillCost
-from pdcluster_router.cluster.node_table import Cluster
+from pdcluster_router.cluster.node_table import NodeTable
 from pdcluster_router.cluster.view import NodeView
 from pdcluster_router.prefix_index.updates import Caches
 
@@ -21,7 +21,7 @@ BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
 
 
 class NodeCollector(Collector):
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: NodeTable) -> None:
         self._cluster = cluster
 
     def collect(self) -> Iterator[Metric]:

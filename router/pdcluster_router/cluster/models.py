@@ -33,7 +33,7 @@ MOST_CHAINS = 1024
 """Kept until the nodes change: clients may name as many salts as they like."""
 
 
-class Nodes(Protocol):
+class CardSource(Protocol):
     """What this module needs of the cluster."""
 
     def cards(self) -> Iterable[NodeCard]: ...
@@ -46,22 +46,22 @@ class Nodes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedModel:
     info: ModelInfo
     text: TextModel
 
 
-class Models:
+class ModelRegistry:
     """Implements dispatch.Models. Owned by the router's event loop."""
 
     def __init__(
-        self, nodes: Nodes, tokenizer: Path | None, tool_format: str = "auto", reasoning: str = "auto"
+        self, nodes: CardSource, tokenizer: Path | None, tool_format: str = "auto", reasoning: str = "auto"
     ) -> None:
         """tool_format, reasoning: see TextModel."""
         self._nodes = nodes
         self._tokenizer = tokenizer
         self._marks = tool_format, reasoning
-        self._loaded: dict[str, Loaded] = {}
+        self._loaded: dict[str, LoadedModel] = {}
         self._refused: dict[tuple[str, str], str] = {}
         """Why the text files of a model, by name and digest, can never be read."""
         self._infos: tuple[ModelInfo, ...] = ()
@@ -93,7 +93,7 @@ class Models:
                 return _chain(card.hash_block_tokens, salt, card.weights)
         raise Unavailable(f"no node that serves {model} is connected now; retry later")
 
-    def _find(self, model: str) -> Loaded:
+    def _find(self, model: str) -> LoadedModel:
         if model in self._loaded:
             return self._loaded[model]
         if not self._loaded:
@@ -144,7 +144,7 @@ class Models:
             logger.error(self._refused[card.model, card.tokenizer_hash])
             return True
         for name in card.models:
-            self._loaded[name] = Loaded(
+            self._loaded[name] = LoadedModel(
                 ModelInfo(name, int(time.time()), card.max_len, card.vocab_size, card.eos_ids), text
             )
         self._infos = tuple(loaded.info for loaded in self._loaded.values())

@@ -97,7 +97,7 @@ class NodeState:
         return self.link is not None and self.link.state is LinkState.UP
 
 
-class Cluster:
+class NodeTable:
     def __init__(
         self,
         me: Peer,

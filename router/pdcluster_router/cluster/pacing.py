@@ -110,7 +110,7 @@ USUAL_TOKENS, USUAL_ROWS = 1024, 8
 Half = TypeVar("Half", PrefillCost, DecodeCost)
 
 
-class Work(msgspec.Struct, frozen=True, gc=False):
+class NodeWork(msgspec.Struct, frozen=True, gc=False):
     """What is on a node: prompt work still to be computed, rows that decode or will, the KV that these attend to, the
     gap between their tokens lately (0: not known)."""
 
@@ -121,7 +121,7 @@ class Work(msgspec.Struct, frozen=True, gc=False):
     itl_s: float = 0.0
 
 
-class Pace(msgspec.Struct, frozen=True):
+class NodePacing(msgspec.Struct, frozen=True):
     """backlog_s: seconds of prompt work, were it alone; stretch: how much longer prompts take because decode rows share
     their steps; tpot_s: between two tokens of a row while no prompt is computed; itl_s: between two tokens as it was
     lately, prompts and all, or tpot_s where that is longer; prompt_step_s: while prompts are computed beside the rows,
@@ -158,13 +158,13 @@ class Pace(msgspec.Struct, frozen=True):
         return max(self.prefill.seconds(new, cached) - steps * self.decode.fixed_s, 0.0)
 
 
-def pace(cost: NodeCost, work: Work) -> Pace:
+def pace(cost: NodeCost, work: NodeWork) -> NodePacing:
     prefill, decode = cost.prefill, cost.decode
     added_s = decode.added_s(work.rows, work.context_tokens)
     chunk = prefill.chunk_tokens
     depth = max(_depth(work), chunk / 2)
     step_s = prefill.work_s(chunk, chunk * depth)
-    return Pace(
+    return NodePacing(
         prefill,
         decode,
         work.rows,
@@ -177,7 +177,7 @@ def pace(cost: NodeCost, work: Work) -> Pace:
     )
 
 
-def _depth(work: Work) -> float:
+def _depth(work: NodeWork) -> float:
     """Tokens that a token of the prompts there attends to, on average."""
     if work.prefill_tokens > 0:
         return work.prefill_pairs / work.prefill_tokens

@@ -17,7 +17,7 @@ import numpy as np
 
 from pdcluster.core.messages import Endpoint, Load, Role
 from pdcluster.cost.cost import NodeCost
-from pdcluster_router.cluster.pacing import Pace, Work, completed, is_known, pace, typical_cost
+from pdcluster_router.cluster.pacing import NodePacing, NodeWork, completed, is_known, pace, typical_cost
 from pdcluster_router.policy.predicted import compiled
 from pdcluster_router.policy.predicted.cost_model import NUM_STATION
 from pdcluster_router.policy.predicted.node_rows import Column, Pool, Station, Table
@@ -51,7 +51,7 @@ class once(Generic[T]):
         return value
 
 
-class Pending(NamedTuple):
+class InFlightWork(NamedTuple):
     """What this router sent that the node's last report does not count yet; added to the report. prefill_tokens and
     prefill_pairs: prompt work that is not cached there; context_tokens: KV of the rows, when they decode; prompts:
     requests whose prompt is to be computed there."""
@@ -64,7 +64,7 @@ class Pending(NamedTuple):
     prompts: int = 0
 
 
-NOTHING_PENDING = Pending()
+NOTHING_PENDING = InFlightWork()
 
 
 class NodeView(msgspec.Struct, frozen=True, dict=True):
@@ -85,12 +85,12 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
     max_len: int
     backends: tuple[str, ...] = ()
     is_cordoned: bool = False
-    pending: Pending = NOTHING_PENDING
+    pending: InFlightWork = NOTHING_PENDING
     cost: NodeCost | None = None
     bandwidth: Mapping[str, float] = {}
     kv_bytes_per_token: int = 0
 
-    def sent(self, in_flight: int, pending: Pending) -> NodeView:
+    def sent(self, in_flight: int, pending: InFlightWork) -> NodeView:
         """The same node and report, after this router sent it something or heard of the end of it."""
         return msgspec.structs.replace(self, in_flight=in_flight, pending=pending)
 
@@ -129,12 +129,12 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
         return max(self.in_flight, reported + self.pending.requests)
 
     @once
-    def work(self) -> Work:
+    def work(self) -> NodeWork:
         """What the node reported, and what this router sent since."""
         load, pending = self.load, self.pending
         if load is None:
-            return Work(pending.prefill_tokens, pending.prefill_pairs, pending.rows, pending.context_tokens)
-        return Work(
+            return NodeWork(pending.prefill_tokens, pending.prefill_pairs, pending.rows, pending.context_tokens)
+        return NodeWork(
             load.waiting_tokens + pending.prefill_tokens,
             load.waiting_pairs + pending.prefill_pairs,
             load.rows + pending.rows,
@@ -157,7 +157,7 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
         return self.pending.rows + (self.load.slots_used if self.load is not None else 0)
 
     @once
-    def pace(self) -> Pace | None:
+    def pace(self) -> NodePacing | None:
         """None while the node's own cost model is not known."""
         cost = completed(self.cost, None)
         return pace(cost, self.work) if cost is not None else None
@@ -300,7 +300,7 @@ class Roster:
         return is_alike and former.accepts_work == now.accepts_work
 
 
-OnNode = tuple[int, Pending]
+OnNode = tuple[int, InFlightWork]
 """Requests that this router has on a node, and what the node's last report does not count."""
 Counts = Callable[[str], OnNode]
 """By incarnation."""
@@ -410,7 +410,7 @@ class ClusterView:
             found = self._nodes[row] = self._sent_node(row, *found)
         return found
 
-    def _sent_node(self, row: int, in_flight: int, pending: Pending) -> NodeView:
+    def _sent_node(self, row: int, in_flight: int, pending: InFlightWork) -> NodeView:
         """Of a node that was sent something since it reported."""
         assert self._table is not None  # only with a table a view knows more than the reports
         numbers, node = self._table[row].tolist(), self._reported[row].sent(in_flight, pending)
@@ -478,7 +478,7 @@ class ClusterView:
         row = self.roster.row_of.get(incarnation)
         return None if row is None else self.node(row)
 
-    def pace_of(self, node: NodeView) -> Pace | None:
+    def pace_of(self, node: NodeView) -> NodePacing | None:
         """None while nothing is known of steps of some kind, anywhere."""
         if node.pace is not None:
             return node.pace

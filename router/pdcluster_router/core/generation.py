@@ -36,7 +36,7 @@ Take = Callable[[int, tuple[int, ...]], bool]
 comes as one."""
 
 
-class Standing(msgspec.Struct, frozen=True):
+class TenantPriority(msgspec.Struct, frozen=True):
     """In whose name a request runs and how urgent it is. priority: lower goes first."""
 
     tenant: str = ""
@@ -44,7 +44,7 @@ class Standing(msgspec.Struct, frozen=True):
     priority: int = 0
 
 
-ANYBODY = Standing()
+ANYBODY = TenantPriority()
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -63,7 +63,7 @@ class Generation(msgspec.Struct, frozen=True):
     sampling: Sampling
     deadline_s: float
     salt: bytes = b""
-    standing: Standing = ANYBODY
+    standing: TenantPriority = ANYBODY
     mode: Force | None = None
     session: str = ""
     client_id: str = ""
@@ -72,7 +72,7 @@ class Generation(msgspec.Struct, frozen=True):
     leader: str | None = None
 
 
-class Route(msgspec.Struct, frozen=True):
+class RequestRoute(msgspec.Struct, frozen=True):
     """Where a request runs: mode local has no prefill leg of its own, so `prefill` is None there; backend names the
     transfer ("" for none). cached_tokens: of the prompt, None until a node has said so; attempts: the one that runs
     included."""
@@ -85,7 +85,7 @@ class Route(msgspec.Struct, frozen=True):
     attempts: int = 1
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class TokenChunk(msgspec.Struct, frozen=True):
     """New output tokens, the first of them at `position`. prompt_logprobs come with the first chunk, one per prompt
     token but the first."""
 
@@ -93,7 +93,7 @@ class Chunk(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     prompt_logprobs: tuple[TokenLogprobs, ...]
-    route: Route
+    route: RequestRoute
 
 
 class Done(msgspec.Struct, frozen=True):
@@ -104,7 +104,7 @@ class Done(msgspec.Struct, frozen=True):
     stop_token: int | None
     cached_tokens: int
     attempts: int
-    route: Route
+    route: RequestRoute
     timeline: Timeline
 
 
@@ -122,7 +122,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 class Sink(Protocol):
     """Whoever wants the tokens. Called in the router's event loop; it neither blocks nor raises."""
 
-    def on_chunk(self, chunk: Chunk) -> None: ...
+    def on_chunk(self, chunk: TokenChunk) -> None: ...
 
     def way(self) -> Take | None:
         """A short way for what comes after a stream's first two tokens, as long as nothing else happens to it; None:

@@ -22,7 +22,7 @@ class HashChain:
     block_tokens: int
 
 
-class Named:
+class HashedPrompt:
     """A prompt as nodes get it, packed and with the hashes of its blocks. Kept of the prompt that was asked about last:
     the choices of a request come one after the other and have theirs in common, which may take ten milliseconds to
     make. Owned by the router's event loop."""

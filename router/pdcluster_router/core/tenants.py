@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from pdcluster.core.errors import BadRequest, ConfigError, Unauthorized
-from pdcluster_router.core.generation import Standing
+from pdcluster_router.core.generation import TenantPriority
 
 MOST_URGENT, LEAST_URGENT = -10, 10
 MAX_KEY_CHARACTERS = 512
@@ -57,7 +57,7 @@ class Tenant:
     max_requests: int | None = None
     salt: bytes = b""
 
-    def standing(self, priority: int | None) -> Standing:
+    def standing(self, priority: int | None) -> TenantPriority:
         """For a request that asks for this priority, None for the usual one."""
         usual = max(self.priority, 0)
         if priority is not None and priority < self.priority:
@@ -65,7 +65,7 @@ class Tenant:
                 f"priority {priority} is more urgent than {self.priority}, which is the most that this key may ask for",
                 "priority",
             )
-        return Standing(self.name, self.weight, usual if priority is None else priority)
+        return TenantPriority(self.name, self.weight, usual if priority is None else priority)
 
     def cache_salt(self, asked: str | None) -> bytes:
         """What names the prefix cache of a request that sent this cache_salt."""

@@ -23,7 +23,7 @@ from typing import Protocol
 import msgspec
 
 from pdcluster.telemetry.metrics import ExplainMetrics
-from pdcluster_router.core.generation import Standing
+from pdcluster_router.core.generation import TenantPriority
 from pdcluster_router.explain.brief import Brief
 from pdcluster_router.explain.records import (
     NO_HIT,
@@ -36,7 +36,7 @@ from pdcluster_router.explain.records import (
     Weighed,
     worth_keeping,
 )
-from pdcluster_router.policy.base import Choice
+from pdcluster_router.policy.base import RoutingDecision
 from pdcluster_router.policy.placed import Placed
 from pdcluster_router.policy.predicted.placing import BEST, BEST_S
 from pdcluster_router.policy.predicted.scoring import TTFT_S
@@ -128,7 +128,13 @@ class Record:
     _ideal: int | None = None
 
     def __init__(
-        self, explainer: Explainer, request: str, standing: Standing, arrived: float, started: float, client_id: str
+        self,
+        explainer: Explainer,
+        request: str,
+        standing: TenantPriority,
+        arrived: float,
+        started: float,
+        client_id: str,
     ) -> None:
         """arrived: Unix seconds."""
         self._explainer = explainer
@@ -295,7 +301,7 @@ class Explainer:
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def open(self, request: str, standing: Standing, now: float, client_id: str = "") -> Record:
+    def open(self, request: str, standing: TenantPriority, now: float, client_id: str = "") -> Record:
         """A record, until `close`. client_id: what its client calls it, "" for nothing."""
         record = self._open[request] = Record(self, request, standing, self._wall(), now, client_id)
         if client_id:
@@ -462,7 +468,7 @@ def hindsight(decided: Decided, ttft_s: float, hit: Hit | None) -> Judged:
     return ttft_s, ttft_s - expected_s, regret_s if regret_s > 0.0 else 0.0, best, best_ttft_s, hit
 
 
-def _shadow(live: Choice, shadow: Choice) -> ShadowRecord:
+def _shadow(live: RoutingDecision, shadow: RoutingDecision) -> ShadowRecord:
     prefill = shadow.prefill.name if shadow.prefill is not None else None
     same = (shadow.mode, prefill, shadow.decode.name) == (
         live.mode,

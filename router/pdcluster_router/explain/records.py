@@ -188,7 +188,7 @@ class Noted(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return Explanation(**fields)
 
 
-class Compared(Protocol):
+class ComparedNode(Protocol):
     """A candidate."""
 
     @property
@@ -199,7 +199,7 @@ class Compared(Protocol):
     def rejected_by(self) -> str: ...
 
 
-T = TypeVar("T", bound=Compared)
+T = TypeVar("T", bound=ComparedNode)
 
 
 def worth_keeping(candidates: Sequence[T], num_nodes: int) -> Sequence[T]:

@@ -15,12 +15,12 @@ from time import monotonic
 
 import msgspec
 
-from pdcluster.api.text.choice_text import ChoiceText, Piece, Token
+from pdcluster.api.text.choice_text import ChoiceText, TextPiece, Token
 from pdcluster.api.text.detokenizer import ChainDetokenizer, Detokenizer
 from pdcluster.core.errors import BadRequest, IntegrityError, ProtocolError
 from pdcluster.core.grammar import PARAM
 from pdcluster.core.messages import TokenLogprobs
-from pdcluster_router.core.generation import Chunk, Dispatcher, Done, Generation, Route, Running, Timeline
+from pdcluster_router.core.generation import Dispatcher, Done, Generation, RequestRoute, Running, Timeline, TokenChunk
 from pdcluster_router.request.stream import Unread
 
 FINISH_REASONS = {"stop": "stop", "eos": "stop", "length": "length"}
@@ -62,7 +62,7 @@ class Clock(msgspec.Struct):
         return Timeline(ttft_s=first, ttst_s=second, decode_s=decode_s, decode_tokens=max(num_tokens - 1, 0))
 
 
-class Choice(msgspec.Struct):
+class OutputChoice(msgspec.Struct):
     """One choice of a reply, and what becomes known of it. prompt_logprobs: alternatives beside the prompt's tokens,
     None when not asked for."""
 
@@ -73,7 +73,7 @@ class Choice(msgspec.Struct):
     echo: Echo | None = None
     wants_prompt_ids: bool = False
     prompt_logprobs: int | None = None
-    route: Route | None = None
+    route: RequestRoute | None = None
     cached_tokens: int | None = None
     attempts: int | None = None
     timeline: Timeline | None = None
@@ -84,7 +84,7 @@ class Choice(msgspec.Struct):
     """Which field of the request the generation's grammar was made from."""
 
 
-def told_to_client(choice: Choice, error: Exception) -> Exception:
+def told_to_client(choice: OutputChoice, error: Exception) -> Exception:
     """The same; one about what a node calls the grammar names the field that the client knows."""
     if isinstance(error, BadRequest) and error.param == PARAM and choice.grammar_param is not None:
         return BadRequest(str(error), choice.grammar_param)
@@ -95,8 +95,8 @@ class _Pieces:
     """Implements generation.Sink for one choice: events become pieces as they come, so that a stop string ends its
     generation though nobody reads."""
 
-    def __init__(self, choice: Choice) -> None:
-        self.unread = Unread[Piece](choice.generation.hang_up)
+    def __init__(self, choice: OutputChoice) -> None:
+        self.unread = Unread[TextPiece](choice.generation.hang_up)
         self._choice = choice
         self._running: Running | None = None
 
@@ -105,7 +105,7 @@ class _Pieces:
         self._finish_if_stopped()  # it may have been told before
         return self._running
 
-    def on_chunk(self, chunk: Chunk) -> None:
+    def on_chunk(self, chunk: TokenChunk) -> None:
         self._take(chunk)
 
     def way(self) -> None:
@@ -118,7 +118,7 @@ class _Pieces:
         if not self._choice.text.stopped:
             self.unread.fail(told_to_client(self._choice, error))
 
-    def _take(self, event: Chunk | Done) -> None:
+    def _take(self, event: TokenChunk | Done) -> None:
         if self._choice.text.stopped:
             return  # said before its node knew that it may stop
         try:
@@ -135,7 +135,7 @@ class _Pieces:
             self._running.finish(self._choice.text.num_tokens)
 
 
-async def pieces_of(choice: Choice, dispatcher: Dispatcher) -> AsyncGenerator[Piece, None]:
+async def pieces_of(choice: OutputChoice, dispatcher: Dispatcher) -> AsyncGenerator[TextPiece, None]:
     """Ends with the piece whose `finish` is set; closing it early, or a stop string, closes the generation."""
     pieces = _Pieces(choice)
     running = pieces.start(dispatcher)
@@ -149,7 +149,7 @@ async def pieces_of(choice: Choice, dispatcher: Dispatcher) -> AsyncGenerator[Pi
         running.cancel("client left")
 
 
-def advance(choice: Choice, event: Chunk | Done) -> Piece:
+def advance(choice: OutputChoice, event: TokenChunk | Done) -> TextPiece:
     """What an event of its generation adds to the choice. `choice.finish` is set with its last piece; a stop string may
     set it before the generation ended: it is cancelled then."""
     if choice.finish is not None:
@@ -169,14 +169,14 @@ def advance(choice: Choice, event: Chunk | Done) -> Piece:
     return piece
 
 
-def _advance(choice: Choice, chunk: Chunk) -> Piece:
+def _advance(choice: OutputChoice, chunk: TokenChunk) -> TextPiece:
     token_ids = chunk.token_ids
     if token_ids and max(token_ids) >= choice.vocab_size:
         _check_ids(choice, token_ids)
     if chunk.logprobs or chunk.prompt_logprobs:
         for entry in (*chunk.logprobs, *chunk.prompt_logprobs):
             _check_ids(choice, entry.top_ids)
-    piece = Piece()
+    piece = TextPiece()
     if choice.route is None:
         _open(choice, chunk, piece)
     choice.route = chunk.route
@@ -201,7 +201,7 @@ def _advance(choice: Choice, chunk: Chunk) -> Piece:
     return piece
 
 
-def _check_ids(choice: Choice, token_ids: Sequence[int]) -> None:
+def _check_ids(choice: OutputChoice, token_ids: Sequence[int]) -> None:
     """Nodes are asked for the ids of one model: any other one is no token, and would be told as an empty text."""
     if token_ids and (highest := max(token_ids)) >= choice.vocab_size:
         raise ProtocolError(
@@ -210,7 +210,7 @@ def _check_ids(choice: Choice, token_ids: Sequence[int]) -> None:
         )
 
 
-def _open(choice: Choice, chunk: Chunk, piece: Piece) -> None:
+def _open(choice: OutputChoice, chunk: TokenChunk, piece: TextPiece) -> None:
     """What comes with the first chunk only."""
     if choice.wants_prompt_ids:
         piece.prompt_token_ids = choice.generation.token_ids.tolist()
@@ -243,8 +243,8 @@ def _of_prompt(token_ids: Sequence[int], most: int, logprobs: Sequence[TokenLogp
     ]
 
 
-def _finished(choice: Choice, done: Done) -> Piece:
-    piece = Piece()
+def _finished(choice: OutputChoice, done: Done) -> TextPiece:
+    piece = TextPiece()
     if choice.route is None:
         raise IntegrityError(f"the generation of {choice.generation.request} ended without a first token")
     choice.route = done.route
@@ -264,7 +264,7 @@ def _with_clock(timeline: Timeline, clock: Clock) -> Timeline:
     return msgspec.structs.replace(timeline, ttft_s=first, ttst_s=second)
 
 
-def _finish(choice: Choice, piece: Piece, reason: str) -> None:
+def _finish(choice: OutputChoice, piece: TextPiece, reason: str) -> None:
     choice.text.finish(piece, is_cut=reason == "length")
     choice.finish = "stop" if choice.text.stopped else reason
     if choice.finish == "stop" and choice.text.num_calls:
@@ -272,14 +272,14 @@ def _finish(choice: Choice, piece: Piece, reason: str) -> None:
     piece.finish = choice.finish
 
 
-async def merge(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[tuple[int, Piece], None]:
+async def merge(streams: Sequence[AsyncGenerator[TextPiece, None]]) -> AsyncGenerator[tuple[int, TextPiece], None]:
     """Pieces with their choice's index, as they come. When one stream fails, or the caller stops, all are closed."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as stream:
             async for piece in stream:
                 yield 0, piece
         return
-    arrived: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(maxsize=len(streams))
+    arrived: asyncio.Queue[tuple[int, TextPiece | Exception | None]] = asyncio.Queue(maxsize=len(streams))
     pumps = [asyncio.create_task(_pump(index, stream, arrived)) for index, stream in enumerate(streams)]
     try:
         async for index, piece in _until_all_ended(arrived, len(streams)):
@@ -291,7 +291,9 @@ async def merge(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerato
 
 
 async def _pump(
-    index: int, stream: AsyncGenerator[Piece, None], arrived: asyncio.Queue[tuple[int, Piece | Exception | None]]
+    index: int,
+    stream: AsyncGenerator[TextPiece, None],
+    arrived: asyncio.Queue[tuple[int, TextPiece | Exception | None]],
 ) -> None:
     try:
         async with aclosing(stream):
@@ -304,8 +306,8 @@ async def _pump(
 
 
 async def _until_all_ended(
-    arrived: asyncio.Queue[tuple[int, Piece | Exception | None]], num_open: int
-) -> AsyncIterator[tuple[int, Piece]]:
+    arrived: asyncio.Queue[tuple[int, TextPiece | Exception | None]], num_open: int
+) -> AsyncIterator[tuple[int, TextPiece]]:
     while num_open:
         index, item = await arrived.get()
         if isinstance(item, Exception):

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from time import monotonic
 
 from pdcluster_router.core.generation import Take
-from pdcluster_router.frontend.choices import Choice
-from pdcluster_router.http.exchange import Line
+from pdcluster_router.frontend.choices import OutputChoice
+from pdcluster_router.http.exchange import ClientConnection
 
 
-def through(choice: Choice, line: Line, before: Mapping[int, bytes], after: bytes) -> Take:
+def through(choice: OutputChoice, line: ClientConnection, before: Mapping[int, bytes], after: bytes) -> Take:
     """before, after: what stands around an event's text, as JSON, the former by the text's size; line: where it goes.
     Two tokens came before."""
     text, clock, posting, parts = choice.text, choice.clock, line.posting, line.posting.parts

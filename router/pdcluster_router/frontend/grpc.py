@@ -21,7 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdcluster.api.openai.requests import ChatRequest
-from pdcluster.api.text.choice_text import Piece
+from pdcluster.api.text.choice_text import TextPiece
 from pdcluster.core.errors import BadRequest, Cancelled, ConfigError, DeadlineExceeded, PdclusterError
 from pdcluster.rpc import inference as convert
 from pdcluster.rpc import inference_pb2 as pb
@@ -30,7 +30,7 @@ from pdcluster.rpc.status import retry_metadata, status_of
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.core.generation import Dispatcher
 from pdcluster_router.core.random_pool import draw
-from pdcluster_router.frontend.choices import Choice, merge, pieces_of
+from pdcluster_router.frontend.choices import OutputChoice, merge, pieces_of
 from pdcluster_router.frontend.places import Places
 from pdcluster_router.frontend.prepare import (
     MANY_MESSAGES,
@@ -160,7 +160,7 @@ class Inference(stubs.InferenceServicer):
     async def _stream(
         self,
         prepared: Prepared,
-        pieces: AsyncGenerator[tuple[int, Piece], None],
+        pieces: AsyncGenerator[tuple[int, TextPiece], None],
         context: grpc.aio.ServicerContext,
         reader: _Reader,
     ) -> None:
@@ -214,7 +214,7 @@ class _Reader:
             self._waiting.reschedule(asyncio.get_running_loop().time())
 
 
-def _reply(choice: Choice, index: int, piece: Piece, position: int | None) -> pb.GenerateReply:
+def _reply(choice: OutputChoice, index: int, piece: TextPiece, position: int | None) -> pb.GenerateReply:
     """position: of the piece's first token; None for the choice's first piece."""
     reply = convert.piece_to_proto(
         index, piece, position or 0, logprobs=choice.generation.sampling.logprobs is not None

@@ -17,7 +17,7 @@ import msgspec
 
 from pdcluster.api.openai import limits, requests
 from pdcluster.api.openai.dialogue import Dialogue, dialogue_of, marking_of, offered
-from pdcluster.api.openai.replies import ChatFormat, CompletionFormat, Format, Head, UsageSoFar
+from pdcluster.api.openai.replies import ChatFormat, CompletionFormat, Head, ReplyFormat, UsageSoFar
 from pdcluster.api.openai.sampling_fields import shaping_of
 from pdcluster.api.structured import constraints
 from pdcluster.api.text.chat_template import Message
@@ -33,7 +33,7 @@ from pdcluster.core.sampling import Sampling
 from pdcluster_router.core.generation import Dispatcher, Force, Generation, HangUp, ModelInfo
 from pdcluster_router.core.random_pool import draw_bits
 from pdcluster_router.core.tenants import ANYBODY, Tenant
-from pdcluster_router.frontend.choices import Choice, Clock, Echo
+from pdcluster_router.frontend.choices import Clock, Echo, OutputChoice
 
 SEED_BITS = 63
 
@@ -72,14 +72,14 @@ class Terms(msgspec.Struct, frozen=True):
 class Prepared(msgspec.Struct, frozen=True):
     """choices in the order of their indexes: all of the first prompt, then all of the second, and so on."""
 
-    choices: list[Choice]
+    choices: list[OutputChoice]
     num_prompts: int
-    format: Format
+    format: ReplyFormat
     stream: bool
     include_usage: bool
 
 
-class Model(msgspec.Struct, frozen=True):
+class ServedModel(msgspec.Struct, frozen=True):
     info: ModelInfo
     text: TextModel
 
@@ -115,7 +115,7 @@ def mode_of(given: str | None) -> Force | None:
     raise BadRequest(f"x-pdcluster-mode is {given[:100]!r}; it must be auto, remote or local", "x-pdcluster-mode")
 
 
-def find_model(dispatcher: Dispatcher, name: str | None) -> Model:
+def find_model(dispatcher: Dispatcher, name: str | None) -> ServedModel:
     """name None means the only one there is."""
     models = dispatcher.models()
     if not models:
@@ -124,7 +124,7 @@ def find_model(dispatcher: Dispatcher, name: str | None) -> Model:
         raise BadRequest(f"model is missing; it must be one of {', '.join(model.id for model in models)}", "model")
     for info in models:
         if name is None or info.id == name:
-            return Model(info, dispatcher.text(info.id))
+            return ServedModel(info, dispatcher.text(info.id))
     known = [model.id for model in models]
     raise UnknownModel(
         f"model {name[:200] if name else name!r} is not served here{closest(name or '', known)}; served: "
@@ -234,7 +234,7 @@ def prepare_completion(request: requests.CompletionRequest, dispatcher: Dispatch
     return build.prepared(prompts, samplings, CompletionFormat(head))
 
 
-def tokenize(request: requests.TokenizeRequest, model: Model) -> array[int]:
+def tokenize(request: requests.TokenizeRequest, model: ServedModel) -> array[int]:
     if request.prompt is not None:
         limits.check_bytes(request.prompt, model.text.bound, model.info, "prompt")
         return model.text.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
@@ -270,7 +270,7 @@ def render_chat(
 
 
 def _encode_prompt(
-    prompt: str | Sequence[int], request: requests.CompletionRequest, model: Model, param: str
+    prompt: str | Sequence[int], request: requests.CompletionRequest, model: ServedModel, param: str
 ) -> Prompt:
     if isinstance(prompt, str):
         if not prompt:
@@ -289,7 +289,7 @@ def _encode_prompt(
     return Prompt(token_ids, echo)
 
 
-class Plan(msgspec.Struct, frozen=True):
+class RequestPlan(msgspec.Struct, frozen=True):
     """What requests with the same options to the same model have in common. sampling: but for length, seed, logprobs
     and grammar; silent: ids that end a generation; stops: strings that do."""
 
@@ -313,9 +313,9 @@ class Plans:
     is planned anew each time. Threads may share it."""
 
     def __init__(self) -> None:
-        self._made: dict[object, Plan] = {}
+        self._made: dict[object, RequestPlan] = {}
 
-    def of(self, request: requests.Common, model: Model) -> Plan:
+    def of(self, request: requests.Common, model: ServedModel) -> RequestPlan:
         key = _options(request), model
         try:
             found = self._made.get(key)
@@ -328,7 +328,7 @@ class Plans:
         return found
 
 
-def _plan(request: requests.Common, model: Model) -> Plan:
+def _plan(request: requests.Common, model: ServedModel) -> RequestPlan:
     text, info = model.text, model.info
     shaping = shaping_of(request, text.defaults, text, info.vocab_size)
     longest = max(request.min_tokens or 0, 1)  # how long it may be is another matter
@@ -336,18 +336,18 @@ def _plan(request: requests.Common, model: Model) -> Plan:
         request, text.defaults, info, max_tokens=longest, seed=0, logprobs=None, shaping=shaping
     )
     eos = () if request.ignore_eos else info.eos_token_ids
-    return Plan(sampling, frozenset((*eos, *sampling.stop_token_ids)), requests.stops_of(request))
+    return RequestPlan(sampling, frozenset((*eos, *sampling.stop_token_ids)), requests.stops_of(request))
 
 
 _plans = Plans()
 
 
-def find_plan(request: requests.Common, model: Model) -> Plan:
+def find_plan(request: requests.Common, model: ServedModel) -> RequestPlan:
     """Raises BadRequest for options that the model cannot honour."""
     return _plans.of(request, model)
 
 
-def _head(request: requests.Common, reply_id: str, model: Model, num_prompt: int, *, logprobs: bool) -> Head:
+def _head(request: requests.Common, reply_id: str, model: ServedModel, num_prompt: int, *, logprobs: bool) -> Head:
     """num_prompt: tokens of all prompts."""
     options, wants_ids = request.stream_options, bool(request.return_token_ids)
     so_far = UsageSoFar(num_prompt, 0, num_prompt) if options is not None and options.continuous_usage_stats else None
@@ -363,7 +363,13 @@ class _Builder:
     """Makes the choices of one request: n per prompt."""
 
     def __init__(
-        self, request: requests.Common, model: Model, terms: Terms, *, at_start: bool, dialogue: Dialogue | None = None
+        self,
+        request: requests.Common,
+        model: ServedModel,
+        terms: Terms,
+        *,
+        at_start: bool,
+        dialogue: Dialogue | None = None,
     ) -> None:
         self._request = request
         self._model = model
@@ -390,7 +396,7 @@ class _Builder:
         length = max_tokens or 1
         return msgspec.structs.replace(planned, max_tokens=length, seed=seed, logprobs=logprobs, grammar=grammar)
 
-    def prepared(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], reply_format: Format) -> Prepared:
+    def prepared(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], reply_format: ReplyFormat) -> Prepared:
         """Whose number was checked."""
         if len(prompts) == self._num == 1:
             choices = [self._choice(prompts[0], samplings[0], 0)]
@@ -406,7 +412,7 @@ class _Builder:
             ]
         return Prepared(choices, len(prompts), reply_format, bool(self._request.stream), _wants_usage(self._request))
 
-    def _choice(self, prompt: Prompt, sampling: Sampling, index: int) -> Choice:
+    def _choice(self, prompt: Prompt, sampling: Sampling, index: int) -> OutputChoice:
         reports_prompt = prompt.echo is not None and sampling.logprobs is not None
         num_prompt_logprobs = (
             self._request.prompt_logprobs if sampling.choice == 0 else None
@@ -438,7 +444,7 @@ class _Builder:
         )
         text = ChoiceText(detokenizer, StopMatcher(self._plan.stops), self._plan.silent, len(prompt.echo or ""), speech)
         wants_ids = bool(request.return_token_ids)
-        choice = Choice(
+        choice = OutputChoice(
             generation, text, Clock(terms.arrived), model.info.vocab_size, echo, wants_ids, num_prompt_logprobs
         )
         choice.generates = self._generates

@@ -17,12 +17,12 @@ from typing import Protocol
 import msgspec
 
 from pdcluster.api import sse
-from pdcluster.api.openai.replies import PromptTokensDetails, RouteReport, Usage
-from pdcluster.api.text.choice_text import Piece
+from pdcluster.api.openai.replies import PromptTokensDetails, RouteReport, TokenUsage
+from pdcluster.api.text.choice_text import TextPiece
 from pdcluster.core.errors import Cancelled, PdclusterError
 from pdcluster.telemetry.metrics import RouterMetrics
-from pdcluster_router.core.generation import Chunk, Dispatcher, Done, Route, Running, Sink, Take, Timeline
-from pdcluster_router.frontend.choices import Choice, advance, told_to_client
+from pdcluster_router.core.generation import Dispatcher, Done, RequestRoute, Running, Sink, Take, Timeline, TokenChunk
+from pdcluster_router.frontend.choices import OutputChoice, advance, told_to_client
 from pdcluster_router.frontend.fast_tokens import through
 from pdcluster_router.frontend.prepare import Prepared
 from pdcluster_router.http.errors import ClientLeft, fail
@@ -34,15 +34,15 @@ MAX_UNREAD = 1 << 16
 
 NO_TIMELINE = Timeline()
 
-Event = Chunk | Done | Exception
-Said = Piece | Exception
+Event = TokenChunk | Done | Exception
+Said = TextPiece | Exception
 """What an event adds to the answer, or ends it by."""
 
 
-class Writer(Protocol):
+class AnswerWriter(Protocol):
     """How pieces of choices become an answer."""
 
-    def add(self, index: int, piece: Piece) -> None: ...
+    def add(self, index: int, piece: TextPiece) -> None: ...
 
     def through(self, index: int) -> Take | None: ...
 
@@ -53,26 +53,30 @@ class Writer(Protocol):
 
 def answer(exchange: Exchange, prepared: Prepared, dispatcher: Dispatcher, metrics: RouterMetrics) -> None:
     """Starts the generations; from then on they move the answer."""
-    Answer(exchange, prepared.choices, writer_of(exchange, prepared), metrics).start(dispatcher)
+    HttpAnswer(exchange, prepared.choices, writer_of(exchange, prepared), metrics).start(dispatcher)
 
 
-def open_answer(exchange: Exchange, choice: Choice, writer: Writer, metrics: RouterMetrics) -> tuple[Answer, Sink]:
+def open_answer(
+    exchange: Exchange, choice: OutputChoice, writer: AnswerWriter, metrics: RouterMetrics
+) -> tuple[HttpAnswer, Sink]:
     """Of a request with one choice, whose generation runs already: what it is to be told, and the answer that is to
     adopt it."""
-    opened = Answer(exchange, (choice,), writer, metrics)
+    opened = HttpAnswer(exchange, (choice,), writer, metrics)
     return opened, _ChoiceSink(opened, choice, 0)
 
 
-def writer_of(exchange: Exchange, prepared: Prepared) -> Writer:
+def writer_of(exchange: Exchange, prepared: Prepared) -> AnswerWriter:
     return _Stream(exchange, prepared) if prepared.stream else _Whole(exchange, prepared)
 
 
-class Answer:
+class HttpAnswer:
     """Lives from its start until its exchange is over; the generations are cancelled by then."""
 
     __slots__ = ("_choices", "_exchange", "_is_over", "_metrics", "_num_open", "_running", "_unread", "_writer")
 
-    def __init__(self, exchange: Exchange, choices: Sequence[Choice], writer: Writer, metrics: RouterMetrics) -> None:
+    def __init__(
+        self, exchange: Exchange, choices: Sequence[OutputChoice], writer: AnswerWriter, metrics: RouterMetrics
+    ) -> None:
         self._exchange, self._choices, self._writer, self._metrics = exchange, choices, writer, metrics
         self._num_open = len(choices)
         self._running: list[Running] = []
@@ -105,7 +109,7 @@ class Answer:
             if choice.text.stopped:
                 running.finish(choice.text.num_tokens)
 
-    def take(self, index: int, choice: Choice, event: Event) -> None:
+    def take(self, index: int, choice: OutputChoice, event: Event) -> None:
         """An event of a choice's generation. Whatever goes wrong with it answers the client. It is looked at as it
         comes, so that a stop string ends its generation though nobody reads; what it adds to the answer waits until the
         client does."""
@@ -195,13 +199,13 @@ class _ChoiceSink:
 
     __slots__ = ("_answer", "_choice", "_index", "_is_asked", "_through")
 
-    def __init__(self, answer: Answer, choice: Choice, index: int) -> None:
+    def __init__(self, answer: HttpAnswer, choice: OutputChoice, index: int) -> None:
         self._answer, self._choice, self._index = answer, choice, index
         self._through: Take | None = None
         self._is_asked = False
         """Whether there is a way through."""
 
-    def on_chunk(self, chunk: Chunk) -> None:
+    def on_chunk(self, chunk: TokenChunk) -> None:
         self._answer.take(self._index, self._choice, chunk)
 
     def way(self) -> Take | None:
@@ -228,7 +232,7 @@ class _Whole:
         self._exchange, self._prepared = exchange, prepared
         self._collected: dict[int, _Collected] = {}
 
-    def add(self, index: int, piece: Piece) -> None:
+    def add(self, index: int, piece: TextPiece) -> None:
         collected = self._collected.get(index)
         if collected is None:
             self._collected[index] = _Collected(piece, [piece.text], [piece.reasoning])
@@ -258,11 +262,11 @@ class _Whole:
 class _Collected(msgspec.Struct):
     """A choice's first piece with what came after it, but for its text."""
 
-    piece: Piece
+    piece: TextPiece
     texts: list[str]
     thoughts: list[str]
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: TextPiece) -> None:
         """One that is not the first: what comes with the first only is not looked at."""
         whole = self.piece
         self.texts.append(piece.text)
@@ -277,7 +281,7 @@ class _Collected(msgspec.Struct):
             whole.listed += piece.listed
         whole.finish = piece.finish
 
-    def whole(self) -> Piece:
+    def whole(self) -> TextPiece:
         self.piece.text, self.piece.reasoning = "".join(self.texts), "".join(self.thoughts)
         return self.piece
 
@@ -290,7 +294,7 @@ class _Stream:
         self._exchange, self._prepared, self._format = exchange, prepared, prepared.format
         self._opened: set[int] = set()
 
-    def add(self, index: int, piece: Piece) -> None:
+    def add(self, index: int, piece: TextPiece) -> None:
         data = b"" if index in self._opened else self._open(index)
         if piece.text or piece.tokens or piece.finish or piece.prompt_token_ids is not None:
             chunk = self._format.chunk(index, piece)
@@ -319,7 +323,7 @@ class _Stream:
 # ---------------------------------------------------------------- route and usage
 
 
-def _headers(kind: bytes, route: Route | None) -> bytes:
+def _headers(kind: bytes, route: RequestRoute | None) -> bytes:
     """With what was known at the first byte; a part that has no name yet or does not exist is left out."""
     return kind if route is None else named_headers(kind, route.mode, route.prefill, route.decode, route.backend)
 
@@ -338,14 +342,14 @@ def _header_value(text: str) -> bytes:
     return "".join([each if each.isprintable() else "?" for each in text]).encode("latin-1", "replace")
 
 
-def usage_of(prepared: Prepared) -> Usage:
+def usage_of(prepared: Prepared) -> TokenUsage:
     """Every prompt counts once, however many choices it has; cached tokens likewise, when the nodes reported them."""
     choices = prepared.choices
     if len(choices) == 1:
         choice, num_cached = choices[0], choices[0].cached_tokens
         num_prompt, num_output = len(choice.generation.token_ids), choice.text.num_tokens
         details = None if num_cached is None else PromptTokensDetails(num_cached)
-        return Usage(num_prompt, num_output, num_prompt + num_output, details, route_report(choice))
+        return TokenUsage(num_prompt, num_output, num_prompt + num_output, details, route_report(choice))
     num_prompt = num_output = num_cached = 0
     is_known = True
     for choice in choices[:: len(choices) // prepared.num_prompts]:
@@ -355,10 +359,10 @@ def usage_of(prepared: Prepared) -> Usage:
     for choice in choices:
         num_output += choice.text.num_tokens
     details = PromptTokensDetails(num_cached) if is_known else None
-    return Usage(num_prompt, num_output, num_prompt + num_output, details, _report(choices))
+    return TokenUsage(num_prompt, num_output, num_prompt + num_output, details, _report(choices))
 
 
-def _report(choices: Sequence[Choice]) -> RouteReport:
+def _report(choices: Sequence[OutputChoice]) -> RouteReport:
     """The first choice's route; with several, all of them under `choices`."""
     reports = [route_report(choice) for choice in choices]
     report = reports[0]
@@ -368,7 +372,7 @@ def _report(choices: Sequence[Choice]) -> RouteReport:
     return report
 
 
-def route_report(choice: Choice) -> RouteReport:
+def route_report(choice: OutputChoice) -> RouteReport:
     route = choice.route
     assert route is not None  # set before a choice's last piece
     return RouteReport(route.mode, route.prefill, route.decode, route.backend, choice.attempts, choice.timeline)
@@ -377,7 +381,7 @@ def route_report(choice: Choice) -> RouteReport:
 # ---------------------------------------------------------------- metrics
 
 
-def record(choices: Sequence[Choice], metrics: RouterMetrics) -> None:
+def record(choices: Sequence[OutputChoice], metrics: RouterMetrics) -> None:
     """Times to tokens as the client saw them, so measured here."""
     for choice in choices:
         route, timeline, clock, num_output = (

@@ -31,7 +31,7 @@ import httptools
 
 from pdcluster.api.openai.replies import error_body
 from pdcluster.core.errors import BadRequest
-from pdcluster_router.http.exchange import Asked, Exchange
+from pdcluster_router.http.exchange import Exchange, ParsedHead
 from pdcluster_router.http.heads import Form, Heads, Known, path_of, taken_apart
 from pdcluster_router.http.write_coalescing import Posting
 
@@ -116,7 +116,7 @@ class Connection(Protocol):
         self._transport: Transport | None = None
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
-        self._asked: Asked | None = None
+        self._asked: ParsedHead | None = None
         """The head that was parsed last."""
         self._form: Form | None = None
         """Of the last request: one that comes again is worth keeping."""
@@ -292,7 +292,7 @@ class Connection(Protocol):
             return
         keeps_alive = parser.should_keep_alive() and not wants_other and not self._ends_soon
         is_http_1_0 = parser.get_http_version() == "1.0"
-        self._asked = Asked(method, path_of(self._url), self._headers, keeps_alive, is_http_1_0)
+        self._asked = ParsedHead(method, path_of(self._url), self._headers, keeps_alive, is_http_1_0)
         exchange = Exchange(self, self._asked, self._limits.id_prefix)
         self._parsing = exchange
         self._bare_bytes = 0

@@ -35,7 +35,7 @@ STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".enc
 }
 
 
-class Line(Protocol):
+class ClientConnection(Protocol):
     """The connection under an exchange."""
 
     is_paused: bool
@@ -62,7 +62,7 @@ class Line(Protocol):
         ...
 
 
-class Asked(msgspec.Struct, eq=False):
+class ParsedHead(msgspec.Struct, eq=False):
     """A request's head, or one that many requests have in common. headers: names in lower case, the last of equal ones.
     tenant: in whose name such requests run, once the application knows it and finds nothing wrong with the head; None:
     it is looked at."""
@@ -102,7 +102,7 @@ class Exchange:
     on_gone: Callable[[PdclusterError], object] | None = None
     on_resume: Callable[[], None] | None = None
 
-    def __init__(self, line: Line, asked: Asked, id_prefix: str) -> None:
+    def __init__(self, line: ClientConnection, asked: ParsedHead, id_prefix: str) -> None:
         self.line, self.asked = line, asked
         self.path, self.headers, self.keeps_alive = asked.path, asked.headers, asked.keeps_alive
         self.arrived = monotonic()

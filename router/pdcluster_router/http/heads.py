@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import httptools
 from msgspec.structs import replace
 
-from pdcluster_router.http.exchange import Asked
+from pdcluster_router.http.exchange import ParsedHead
 
 MAX_HEADS = 256
 MAX_BYTES = 2048
@@ -51,7 +51,7 @@ class Known:
 
     __slots__ = ("_before", "_rest", "_rest_bytes", "_start", "asked", "is_kept")
 
-    def __init__(self, form: Form, asked: Asked) -> None:
+    def __init__(self, form: Form, asked: ParsedHead) -> None:
         self.asked, self.is_kept = asked, True
         self._before, self._rest = form[0], form[1] + b"\r\n\r\n"
         self._start, self._rest_bytes = len(self._before), len(self._rest)
@@ -87,7 +87,7 @@ class Heads(dict[Form, Known]):
             known.is_kept = False
         self.clear()
 
-    def learn(self, form: Form, asked: Asked, body_bytes: int) -> None:
+    def learn(self, form: Form, asked: ParsedHead, body_bytes: int) -> None:
         """What was parsed, of a request with such a body."""
         if asked.headers.get(b"content-length", b"").lstrip(b"0") != b"%d" % body_bytes:
             return  # there is no body, or the parser found its length somewhere else

@@ -7,7 +7,7 @@ from asyncio import get_running_loop
 from typing import Protocol
 
 
-class Writing(Protocol):
+class CoalescedWriter(Protocol):
     def write(self, data: bytes, /) -> object:
         """Now, whatever was posted."""
         ...
@@ -19,7 +19,7 @@ class Posting:
     __slots__ = ("is_due", "parts")
 
     def __init__(self) -> None:
-        self.parts: dict[Writing, bytes] = {}
+        self.parts: dict[CoalescedWriter, bytes] = {}
         """What each line has to send. Who adds to it looks at `is_due`."""
         self.is_due = False
 

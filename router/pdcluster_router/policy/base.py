@@ -115,7 +115,7 @@ def suits_all(node: NodeView) -> bool:
     return True
 
 
-class Choice(msgspec.Struct, frozen=True, eq=False):
+class RoutingDecision(msgspec.Struct, frozen=True, eq=False):
     """decode is the node that runs the request to its end; prefill is None in mode local. pull: the node from which the
     computing node first copies the prefix that it holds itself no longer, None for none; pull_tokens: how much that
     node holds, filled in by `pull`."""
@@ -132,7 +132,9 @@ class Choice(msgspec.Struct, frozen=True, eq=False):
 
     def __eq__(self, other: object) -> bool:
         """Whatever was compared on the way."""
-        return isinstance(other, Choice) and all(getattr(self, name) == getattr(other, name) for name in DECIDED)
+        return isinstance(other, RoutingDecision) and all(
+            getattr(self, name) == getattr(other, name) for name in DECIDED
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -146,14 +148,14 @@ class Choice(msgspec.Struct, frozen=True, eq=False):
         return self.prefill or self.decode
 
 
-DECIDED = tuple(name for name in Choice.__struct_fields__ if name not in ("record", "suits"))
+DECIDED = tuple(name for name in RoutingDecision.__struct_fields__ if name not in ("record", "suits"))
 
 
 class Policy(Protocol):
     @property
     def name(self) -> str: ...
 
-    def choose(self, query: Query, view: ClusterView) -> Choice:
+    def choose(self, query: Query, view: ClusterView) -> RoutingDecision:
         """Raises Unavailable when no node may take the request."""
         ...
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from pdcluster.core.messages import HASH_BYTES
 from pdcluster_router.cluster.view import ClusterView, NodeView
-from pdcluster_router.policy.base import Choice, LegName, Query, Terms
+from pdcluster_router.policy.base import LegName, Query, RoutingDecision, Terms
 from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scored import Scored
 
@@ -239,7 +239,7 @@ class Conductor:
         self._balance = balance
         self._cold = Scored(Product())
 
-    def choose(self, query: Query, view: ClusterView) -> Choice:
+    def choose(self, query: Query, view: ClusterView) -> RoutingDecision:
         if view.typical_cost is None:
             return replace(self._cold.choose(query, view), policy=self.name)
         rule = Algorithm1(view, self._balance)

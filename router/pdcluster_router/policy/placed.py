@@ -10,14 +10,14 @@ import msgspec
 
 from pdcluster_router.cluster.view import NodeView
 from pdcluster_router.core.generation import Mode
-from pdcluster_router.policy.base import Choice, Fallback, Force, Predicted
+from pdcluster_router.policy.base import Fallback, Force, Predicted, RoutingDecision
 from pdcluster_router.policy.predicted.placing import FIRST_TOLD
 from pdcluster_router.policy.predicted.scoring import FOUND_TPOT_S, TTFT_S
 
 HEAD = struct.Struct(f"={FIRST_TOLD}d")
 
 
-class Asked(msgspec.Struct, frozen=True, eq=False):
+class PlacementQuery(msgspec.Struct, frozen=True, eq=False):
     """Of a request that may go to every node that takes work. numbers: as `scales.asked_of` begins; held, expected:
     leading blocks of so many tokens that nodes hold, and are expected to, by incarnation; usual_tokens: of a prompt;
     room_s: backlog of a node that is open; the others: see Query."""
@@ -53,9 +53,9 @@ class Placed(msgspec.Struct, frozen=True, eq=False):
     head: tuple[float, ...]
     names: tuple[str, ...]
 
-    def choice(self) -> Choice:
+    def choice(self) -> RoutingDecision:
         """But for its record: what was compared stands in `told`."""
         head = self.head
-        return Choice(
+        return RoutingDecision(
             self.mode, self.prefill, self.decode, tuple, Predicted(head[TTFT_S], head[FOUND_TPOT_S]), self.policy
         )

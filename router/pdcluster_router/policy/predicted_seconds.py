@@ -41,13 +41,13 @@ from msgspec.structs import replace
 
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.policy import pools as filters
-from pdcluster_router.policy.base import Choice, Predicted, Query
-from pdcluster_router.policy.placed import HEAD, Asked, Placed
+from pdcluster_router.policy.base import Predicted, Query, RoutingDecision
+from pdcluster_router.policy.placed import HEAD, Placed, PlacementQuery
 from pdcluster_router.policy.predicted import compiled
 from pdcluster_router.policy.predicted import scoring as numbers
 from pdcluster_router.policy.predicted.placing import GOES, SENT_S
 from pdcluster_router.policy.product import Product
-from pdcluster_router.policy.scales import Compared, Suiting, asked_of, known, known_blocks, planned
+from pdcluster_router.policy.scales import Comparison, Suiting, asked_of, known, known_blocks, planned
 from pdcluster_router.policy.scored import Scored
 
 ALONE = (numbers.LOCAL_LEG,)
@@ -67,7 +67,7 @@ class Seconds:
         self._own = float(alpha), float(harm), float(margin), float(gap)
         self._cold = Scored(Product())
 
-    def choose(self, query: Query, view: ClusterView) -> Choice:
+    def choose(self, query: Query, view: ClusterView) -> RoutingDecision:
         if view.typical_cost is None:
             return replace(self._cold.choose(query, view), policy=self.name)
         weighing, roster, asked = compiled.in_use(), view.roster, asked_of(query, self._own)
@@ -97,7 +97,7 @@ class Seconds:
                 raise filters.no_partner(
                     view.node(filters.ready(filters.pools(query, view).prefill, query, view).rows[0])
                 )
-            return self._choice(Compared(weighing, found, ALONE, query, view, plan.is_whole), view, source)
+            return self._choice(Comparison(weighing, found, ALONE, query, view, plan.is_whole), view, source)
         prefill, decode = view.reported(first), plan.decode
         if query.busy:
             decode = weighing.rows(
@@ -114,13 +114,13 @@ class Seconds:
             found,
         )
         choice = self._choice(
-            Compared(weighing, found, EITHER if plan.wants_local else APART, query, view, plan.is_whole), view, source
+            Comparison(weighing, found, EITHER if plan.wants_local else APART, query, view, plan.is_whole), view, source
         )
         if choice.mode == "remote":
             return choice
         return replace(choice, suits=Suiting(query, view, weighing.bears, table, asked, float(found[numbers.BEARABLE])))
 
-    def place(self, asked: Asked, view: ClusterView) -> Placed | None:
+    def place(self, asked: PlacementQuery, view: ClusterView) -> Placed | None:
         """The same for a request that may go to every node that takes work, if it goes at once by `gate` and nothing is
         fetched for it; None: that is to be asked of each. Raises as `choose`."""
         if view.typical_cost is None:
@@ -193,7 +193,7 @@ class Seconds:
         )
         return view.node(row)
 
-    def _choice(self, record: Compared, view: ClusterView, source: int) -> Choice:
+    def _choice(self, record: Comparison, view: ClusterView, source: int) -> RoutingDecision:
         mode, first, row, ttft_s, tpot_s, is_fetched = record.weighing.part(record.found, 0, numbers.SKIPPED)
         pull, predicted, decode = (
             view.node(source) if is_fetched else None,
@@ -201,5 +201,5 @@ class Seconds:
             view.node(int(row)),
         )
         if mode == numbers.LOCAL:
-            return Choice("local", None, decode, record, predicted, self.name, pull)
-        return Choice("remote", view.node(int(first)), decode, record, predicted, self.name, pull)
+            return RoutingDecision("local", None, decode, record, predicted, self.name, pull)
+        return RoutingDecision("remote", view.node(int(first)), decode, record, predicted, self.name, pull)

@@ -15,7 +15,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from pdcluster_router.cluster.view import ClusterView, NodeView
-from pdcluster_router.policy.base import Choice, Query
+from pdcluster_router.policy.base import Query, RoutingDecision
 
 PullMode = Literal["always", "chosen", "never"]
 
@@ -28,7 +28,7 @@ class PullRule:
     mode: PullMode = "always"
     min_tokens: int = 1
 
-    def apply(self, choice: Choice, query: Query, view: ClusterView) -> Choice:
+    def apply(self, choice: RoutingDecision, query: Query, view: ClusterView) -> RoutingDecision:
         """The choice with its pull, the policy's own where it made one, and how much that is."""
         own, always = choice.pull, self.mode == "always"
         if own is None:
@@ -69,7 +69,7 @@ BY_TOKENS = PullRule()
 """Pulls whenever a hash block is saved."""
 
 
-def _was_weighed(choice: Choice, holder: NodeView) -> bool:
+def _was_weighed(choice: RoutingDecision, holder: NodeView) -> bool:
     """The policy knew what the pull would cost in seconds, and chose none."""
     return choice.predicted.ttft_s is not None and holder.bandwidth.get(choice.first.name, 0.0) > 0
 

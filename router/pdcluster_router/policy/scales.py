@@ -10,7 +10,7 @@ import msgspec
 from pdcluster_router.cluster.view import ClusterView, NodeView, Roster
 from pdcluster_router.policy import pools as filters
 from pdcluster_router.policy.base import Candidate, LegName, Query
-from pdcluster_router.policy.predicted.compiled import Weighing
+from pdcluster_router.policy.predicted.compiled import Scoring
 from pdcluster_router.policy.predicted.cost_model import DECODE_TERMS, LOCAL_TERMS, PREFILL_TERMS, Numbers
 from pdcluster_router.policy.predicted.node_rows import Pool
 from pdcluster_router.policy.predicted.scoring import (
@@ -43,7 +43,7 @@ LEGS: tuple[tuple[LegName, tuple[str, ...], int, int], ...] = (
 REJECTED = "holds up running rows"
 
 
-class Plan(msgspec.Struct, frozen=True, gc=False):
+class ScoringPlan(msgspec.Struct, frozen=True, gc=False):
     """What the calls take of the nodes that a request may go to. serving: those that compute prompts for others;
     decoding: those that only decode; then those of each leg, and who can exchange KV. wants_local: mode local is
     weighed though a pair is possible; may_be_local: one node may take the request where no pair is; is_whole: every
@@ -63,20 +63,20 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     """The first eight, as calls take them."""
 
 
-def planned(query: Query, view: ClusterView, weighing: Weighing) -> Plan:
+def planned(query: Query, view: ClusterView, weighing: Scoring) -> ScoringPlan:
     """Kept with the roster for requests that may go to any node that takes work, as nearly all may. Raises as `pools`
     does."""
     roster = view.roster
     if query.excluded or query.busy or query.num_tokens > roster.shortest_max_len:
         return _plan(query, view, weighing)
     key = query.force, query.fallback, weighing
-    plan: Plan | None = roster.plans.get(key)
+    plan: ScoringPlan | None = roster.plans.get(key)
     if plan is None:
         plan = roster.plans[key] = _plan(query, view, weighing)
     return plan
 
 
-def _plan(query: Query, view: ClusterView, weighing: Weighing) -> Plan:
+def _plan(query: Query, view: ClusterView, weighing: Scoring) -> ScoringPlan:
     roster, pools, rows = view.roster, filters.pools(query, view), weighing.rows
     prefill = filters.ready(pools.prefill, query, view) if query.force != "local" else NO_NODES
     taken = (
@@ -88,13 +88,13 @@ def _plan(query: Query, view: ClusterView, weighing: Weighing) -> Plan:
         *weighing.groups(roster),
         query.force == "auto" and (query.fallback == "conditional" or not pools.is_split),
     )
-    return Plan(
+    return ScoringPlan(
         *taken, query.force == "local" or filters.may_be_local(query, pools), not filters.rejected(query, view), taken
     )
 
 
 def known(
-    cached: Mapping[str, int], held: Mapping[str, int] | None, num_tokens: int, roster: Roster, weighing: Weighing
+    cached: Mapping[str, int], held: Mapping[str, int] | None, num_tokens: int, roster: Roster, weighing: Scoring
 ) -> tuple[Numbers, int, float]:
     """Tokens of the prompt that each node has cached, by row; which of those that take work holds most of it, NOWHERE
     for none, the first one where several have as much; and how much that is. cached, held: see Query."""
@@ -121,7 +121,7 @@ def known(
 
 
 def known_blocks(
-    held: Mapping[str, int], expected: Mapping[str, int], block_tokens: int, roster: Roster, weighing: Weighing
+    held: Mapping[str, int], expected: Mapping[str, int], block_tokens: int, roster: Roster, weighing: Scoring
 ) -> tuple[Numbers, int, float, int, int]:
     """The same, of leading blocks that nodes hold and are expected to; then the most tokens that any node holds, in the
     roster or not, and that one of the roster has cached."""
@@ -148,11 +148,11 @@ def known_blocks(
     return found, source, float(most), most_held, most_cached
 
 
-class Compared(msgspec.Struct, eq=False):
+class Comparison(msgspec.Struct, eq=False):
     """The record of a choice, in bare numbers until somebody reads it, which lets go of them and of the view: a choice
     is kept as long as its request runs. is_whole: every node of the view could take the request."""
 
-    weighing: Weighing
+    weighing: Scoring
     found: Numbers
     legs: tuple[int, ...]
     query: Query

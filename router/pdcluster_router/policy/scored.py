@@ -13,7 +13,7 @@ from typing import Protocol
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.generation import Mode
 from pdcluster_router.policy import pools as filters
-from pdcluster_router.policy.base import Candidate, Choice, LegName, Query, Terms
+from pdcluster_router.policy.base import Candidate, LegName, Query, RoutingDecision, Terms
 from pdcluster_router.policy.predicted.node_rows import Pool
 
 
@@ -36,7 +36,7 @@ class Scored:
     def name(self) -> str:
         return self._rule.name
 
-    def choose(self, query: Query, view: ClusterView) -> Choice:
+    def choose(self, query: Query, view: ClusterView) -> RoutingDecision:
         found = filters.pools(query, view)
         if query.force == "local" or (query.force == "auto" and not found.is_split):
             return self._local(found, query, view)
@@ -61,7 +61,7 @@ class Scored:
         pool = filters.partners_of_parked(query, view, prefill)
         return self._rank(pool, "decode", query, view)[0].node if pool else None
 
-    def _local(self, found: filters.Pools, query: Query, view: ClusterView) -> Choice:
+    def _local(self, found: filters.Pools, query: Query, view: ClusterView) -> RoutingDecision:
         ranked = self._rank(filters.ready(found.local, query, view), "local", query, view)
         return self._choice("local", None, ranked[0].node, ranked, query, view)
 
@@ -73,9 +73,9 @@ class Scored:
         compared: tuple[Candidate, ...],
         query: Query,
         view: ClusterView,
-    ) -> Choice:
+    ) -> RoutingDecision:
         candidates = compared + filters.rejected(query, view)
-        return Choice(mode, prefill, decode, lambda: candidates, policy=self.name)
+        return RoutingDecision(mode, prefill, decode, lambda: candidates, policy=self.name)
 
     def _rank(self, pool: Pool, leg: LegName, query: Query, view: ClusterView) -> tuple[Candidate, ...]:
         if not pool:

@@ -18,9 +18,9 @@ from pdcluster.core.errors import Unavailable
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.generation import Mode
 from pdcluster_router.core.job import Job
-from pdcluster_router.policy.base import Choice, Fallback, Force, Policy, Query
+from pdcluster_router.policy.base import Fallback, Force, Policy, Query, RoutingDecision
 from pdcluster_router.policy.cache_pressure import LostPrefixes
-from pdcluster_router.policy.placed import Asked, Placed
+from pdcluster_router.policy.placed import Placed, PlacementQuery
 from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.policy.pull import BY_TOKENS, PullRule
 from pdcluster_router.policy.scales import PREVIOUS
@@ -82,8 +82,8 @@ class Decision(msgspec.Struct, frozen=True):
 
     query: Query
     view: ClusterView
-    choice: Choice
-    shadow: Choice | None = None
+    choice: RoutingDecision
+    shadow: RoutingDecision | None = None
 
 
 NO_NODES: frozenset[str] = frozenset()
@@ -162,7 +162,9 @@ class Chooser:
         numbers = float(num_tokens), float(self._output_left(job)), self._itl_s, 0.0, *lately
         held, expected = self._held(hashes), self._expected(hashes) if self._expected is not None else NOTHING_HELD
         force, usual = job.force or self._force, self._most_prompt
-        asked = Asked(num_tokens, numbers, held, expected, job.chain.block_tokens, force, self._fallback, usual, room_s)
+        asked = PlacementQuery(
+            num_tokens, numbers, held, expected, job.chain.block_tokens, force, self._fallback, usual, room_s
+        )
         placed = live.place(asked, self._glance())
         if placed is None or not self._pulls.leaves(placed.most_held, placed.cached_tokens, placed.first):
             return None
@@ -184,7 +186,7 @@ class Chooser:
         node = view.find(job.fork_on)
         if node is None or not node.accepts_work or job.busy_s(node.endpoint.incarnation, now):
             return None
-        return Decision(self.query(job, now, view), view, Choice("local", None, node, policy=FORK))
+        return Decision(self.query(job, now, view), view, RoutingDecision("local", None, node, policy=FORK))
 
     def choose_decode(self, job: Job, now: float, prefill: NodeView, avoid: Set[str]) -> NodeView | None:
         """For KV that waits on `prefill`. avoid: nodes that just refused or failed it; those that failed earlier
@@ -195,7 +197,7 @@ class Chooser:
         fresh = live.choose_decode(replace(query, excluded=query.excluded | avoid), view, prefill)
         return fresh or live.choose_decode(replace(query, excluded=frozenset(avoid)), view, prefill)
 
-    def note_sent(self, choice: Choice, num_tokens: int, cached_tokens: int, now: float) -> None:
+    def note_sent(self, choice: RoutingDecision, num_tokens: int, cached_tokens: int, now: float) -> None:
         """The prompt goes as chosen; choices are also made that are not acted upon. What is fetched, or shared with
         another choice of the prompt, is not computed there. At least one token is."""
         node = choice.prefill or choice.decode
@@ -274,7 +276,7 @@ def _nobody() -> int:
     return 0
 
 
-def _looked_at(shadow: Policy, query: Query, view: ClusterView) -> Choice | None:
+def _looked_at(shadow: Policy, query: Query, view: ClusterView) -> RoutingDecision | None:
     """A shadow that finds no node where the policy in force did has no say."""
     try:
         return shadow.choose(query, view)

@@ -40,7 +40,7 @@ Key = tuple[str, bytes]
 
 
 @dataclass(slots=True, eq=False)
-class Chain:
+class ExpectedChain:
     """num_named: how many of its marks name it, and no newer chain of its node."""
 
     node: str
@@ -71,12 +71,12 @@ class ExpectedBlocks:
     def __init__(self, *, max_marks: int = MAX_MARKS) -> None:
         self.num_hits = self.num_missed = self.num_crowded_out = 0
         self._max_marks = max_marks
-        self._marks: dict[bytes, dict[str, Chain]] = {}
+        self._marks: dict[bytes, dict[str, ExpectedChain]] = {}
         self._num_marks = 0
-        self._chains: dict[Key, Chain] = {}
+        self._chains: dict[Key, ExpectedChain] = {}
         self._of_node: dict[str, set[bytes]] = {}
         """The last blocks of each node's chains."""
-        self._ends: list[tuple[float, int, Chain]] = []
+        self._ends: list[tuple[float, int, ExpectedChain]] = []
         """A heap of when chains were to end when it was last looked at; those that ended earlier stay in it until
         then."""
         self._order = count()
@@ -101,9 +101,9 @@ class ExpectedBlocks:
                 return
             self._chains[key] = known
             self._end(key)
-        self._enter(key, cuts, Chain(node, hashes, until))
+        self._enter(key, cuts, ExpectedChain(node, hashes, until))
 
-    def _enter(self, key: Key, cuts: Sequence[slice], chain: Chain) -> None:
+    def _enter(self, key: Key, cuts: Sequence[slice], chain: ExpectedChain) -> None:
         node, hashes, marks = chain.node, chain.hashes, self._marks
         self._chains[key] = chain
         self._of_node.setdefault(node, set()).add(key[1])
@@ -188,12 +188,12 @@ class ExpectedBlocks:
                 found[chain.node] = chain.num_common(hashes, known)
         return found
 
-    def _levels(self, hashes: bytes) -> list[tuple[dict[str, Chain], int]]:
+    def _levels(self, hashes: bytes) -> list[tuple[dict[str, ExpectedChain], int]]:
         """(chains there, position) of the deepest mark of each group of nodes, shallow first. Deeper marks have fewer
         nodes, so where two have equally many, so have all between."""
         left, last = 1, _rank(len(hashes) // HASH_BYTES)
         held = self._at(hashes, 1) if last else {}
-        levels: list[tuple[dict[str, Chain], int]] = []
+        levels: list[tuple[dict[str, ExpectedChain], int]] = []
         further = [(last, self._at(hashes, last))] if held else []
         while held:
             while further and len(further[-1][1]) >= len(held):
@@ -210,7 +210,7 @@ class ExpectedBlocks:
                 left, held = further.pop()
         return levels
 
-    def _at(self, hashes: bytes, rank: int) -> dict[str, Chain]:
+    def _at(self, hashes: bytes, rank: int) -> dict[str, ExpectedChain]:
         return self._marks.get(_block(hashes, _position(rank)), {})
 
     def _end(self, key: Key) -> bool:

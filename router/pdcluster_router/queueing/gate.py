@@ -25,7 +25,7 @@ from pdcluster_router.policy.selector import Decision
 from pdcluster_router.queueing.admission import DrainRate, Outlook, Slo, check_service, refusal
 from pdcluster_router.queueing.fairness import Held
 from pdcluster_router.queueing.headroom import MODES, Headroom
-from pdcluster_router.queueing.hold_queue import Answer, Expired, HoldLimits, HoldQueue
+from pdcluster_router.queueing.hold_queue import Expired, HoldLimits, HoldOutcome, HoldQueue
 
 Decide = Callable[[Held], Decision]
 """What the policy would do with a request now; raises Unavailable when no node may take it."""
@@ -113,29 +113,29 @@ class Gate:
         wanted: dict[str, frozenset[str]] = {}
         full: frozenset[Reason] = frozenset()
 
-        def offer(held: Held, claims: Sequence[Held]) -> Answer:
+        def offer(held: Held, claims: Sequence[Held]) -> HoldOutcome:
             nonlocal full
             if len(released) >= most:
-                return Answer.FULL
+                return HoldOutcome.FULL
             if (wish := self._still_wished(held, full, now)) is not None:
                 wanted[held.request] = wish.nodes
-                return Answer.ELSEWHERE
+                return HoldOutcome.ELSEWHERE
             try:
                 decision = decide(held)
             except errors.PdclusterError as error:
                 released.append(Released(held, None, error))
-                return Answer.PLACED
+                return HoldOutcome.PLACED
             choice, query, view = decision.choice, decision.query, decision.view
             if (reason := self._why_held(decision, now - held.arrived, is_paid=held.is_paid)) is not None:
                 wanted[held.request] = nodes = self._headroom.usable(choice, query, view)
                 modes = self._headroom.full_modes(view)
                 full = modes | {PACE} if PACE in (reason, *full) else modes
                 self._wishes[held.request] = Wish(reason, nodes, now)
-                return Answer.FULL if len(modes) == len(MODES) else Answer.ELSEWHERE
+                return HoldOutcome.FULL if len(modes) == len(MODES) else HoldOutcome.ELSEWHERE
             if any(choice.first.endpoint.incarnation in wanted.get(claim.request, ()) for claim in claims):
-                return Answer.ELSEWHERE
+                return HoldOutcome.ELSEWHERE
             released.append(Released(held, _going(decision)))
-            return Answer.PLACED
+            return HoldOutcome.PLACED
 
         for held in self.queue.release(offer, now):
             self._drain.released(held.charge, now)

@@ -18,7 +18,7 @@ from itertools import chain
 
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.generation import Mode
-from pdcluster_router.policy.base import Choice, Query
+from pdcluster_router.policy.base import Query, RoutingDecision
 from pdcluster_router.policy.pools import why_not
 from pdcluster_router.policy.predicted import compiled
 from pdcluster_router.policy.predicted.cost_model import COMFORT, PATIENCE
@@ -80,7 +80,9 @@ class Headroom:
             return self.takes_row(node)
         return has_row or node.load is None or node.load.pages_parked * AHEAD < node.load.pages_total
 
-    def goes(self, choice: Choice, query: Query, view: ClusterView, waited_s: float, *, may_slow: bool) -> bool:
+    def goes(
+        self, choice: RoutingDecision, query: Query, view: ClusterView, waited_s: float, *, may_slow: bool
+    ) -> bool:
         """Whether it is plain from the numbers of the chosen nodes that `has_open` and, unless it may_slow rows,
         `keeps_pace`, as mostly. False: they have to be asked."""
         if query.busy or not view.has_table:
@@ -102,7 +104,7 @@ class Headroom:
             self.backlog_s,
         )
 
-    def has_open(self, choice: Choice, query: Query, view: ClusterView) -> bool:
+    def has_open(self, choice: RoutingDecision, query: Query, view: ClusterView) -> bool:
         """Whether some node is open that could compute this request's prompt in the mode that was chosen; if not, it
         must wait. The chosen nodes are looked at first, since mostly they are."""
         first, mode = choice.first, choice.mode
@@ -118,7 +120,7 @@ class Headroom:
             for node in nodes
         )
 
-    def keeps_pace(self, choice: Choice, query: Query, waited_s: float) -> bool:
+    def keeps_pace(self, choice: RoutingDecision, query: Query, waited_s: float) -> bool:
         """Whether one more row leaves those of the decoding node as fast as they may be, or this request has no time
         left to wait for that."""
         station = choice.decode.own_station  # mostly worked out already, for the choice
@@ -130,7 +132,7 @@ class Headroom:
         alone_s = self.prefill_s(choice.first, max(query.num_tokens, round(query.usual_tokens)))
         return waited_s + (choice.predicted.ttft_s or 0.0) >= HALF * PATIENCE * alone_s
 
-    def usable(self, choice: Choice, query: Query, view: ClusterView) -> frozenset[str]:
+    def usable(self, choice: RoutingDecision, query: Query, view: ClusterView) -> frozenset[str]:
         """Incarnations that could compute this request's prompt in the mode that was chosen, open or not."""
         return frozenset(
             node.endpoint.incarnation

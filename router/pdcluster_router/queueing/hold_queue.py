@@ -49,7 +49,7 @@ class HoldLimits:
     is_shared: bool = False
 
 
-class Answer(Enum):
+class HoldOutcome(Enum):
     """What became of an offered request. PLACED: it has gone; ELSEWHERE: what is free is not for this one; FULL:
     nothing is free for anybody."""
 
@@ -58,7 +58,7 @@ class Answer(Enum):
     FULL = auto()
 
 
-Offer = Callable[[Held, Sequence[Held]], Answer]
+Offer = Callable[[Held, Sequence[Held]], HoldOutcome]
 """Try to place a request. The second argument: requests with a claim, whose nodes this one must leave alone."""
 
 
@@ -141,9 +141,9 @@ class HoldQueue:
         claims: list[Held] = []
         while len(passed) <= self._limits.look_ahead and (turn := self._queue.peek(passed)) is not None:
             answer = offer(turn.held, claims)
-            if answer is Answer.FULL:
+            if answer is HoldOutcome.FULL:
                 break
-            if answer is Answer.PLACED:
+            if answer is HoldOutcome.PLACED:
                 placed.append(self._queue.take(turn))
                 self._gone(turn.held)
                 continue

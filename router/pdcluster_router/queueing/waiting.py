@@ -31,13 +31,13 @@ Answer = Callable[[Decision | errors.PdclusterError], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Waiter:
+class GateWaiter:
     decide: Decide
     answer: Answer
     since: float
 
 
-class Nodes(Protocol):
+class ClusterChanges(Protocol):
     """What tells that something changed."""
 
     version: int
@@ -45,7 +45,7 @@ class Nodes(Protocol):
     async def wait_for_change(self, seen: int) -> None: ...
 
 
-class Waiting:
+class WaitingRequests:
     """Owned by the router's event loop. tick_s: longest pause between two looks at those that wait."""
 
     def __init__(self, gate: Gate, metrics: HoldMetrics, clock: Callable[[], float], tick_s: float = 0.05) -> None:
@@ -53,7 +53,7 @@ class Waiting:
         self._metrics = metrics
         self._clock = clock
         self._tick_s = tick_s
-        self._waiters: dict[str, Waiter] = {}
+        self._waiters: dict[str, GateWaiter] = {}
         self._poked = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
 
@@ -71,7 +71,7 @@ class Waiting:
         if self._waiters:
             self._poked.set()
 
-    async def follow(self, nodes: Nodes) -> None:
+    async def follow(self, nodes: ClusterChanges) -> None:
         """Poke whenever a node came, went or reported, until cancelled."""
         while True:
             await nodes.wait_for_change(nodes.version)
@@ -93,7 +93,7 @@ class Waiting:
         except errors.Overloaded as error:
             self._metrics.refused(error.reason, held.tenant)
             raise
-        self._waiters[held.request] = Waiter(decide, answer, held.arrived)
+        self._waiters[held.request] = GateWaiter(decide, answer, held.arrived)
         self._metrics.held.set(self.num_held)
         self._keep_pumping()
 
@@ -109,7 +109,7 @@ class Waiting:
         if request in self._waiters:
             self._gone(request, outcome).answer(answer)
 
-    def _gone(self, request: str, outcome: str) -> Waiter:
+    def _gone(self, request: str, outcome: str) -> GateWaiter:
         waiter = self._waiters.pop(request)
         now = self._clock()
         self._gate.leave(request, now)

@@ -12,8 +12,8 @@ from pdcluster.core.errors import ConfigError
 from pdcluster_router.policy.registry import DEFAULT, make_policy
 from pdcluster_router.replay.feed import FeedSpec
 from pdcluster_router.replay.fitted import read_cost
-from pdcluster_router.replay.options import Nodes, Routing, Traffic
-from pdcluster_router.replay.report import Figures, Slo, figures
+from pdcluster_router.replay.options import NodeOptions, Routing, Traffic
+from pdcluster_router.replay.report import Figures, ReplaySlo, figures
 from pdcluster_router.replay.scenario import Conditions, Layout, of_cost, oracle, replay
 from pdcluster_router.replay.trace import Trace, read_trace
 from pdcluster_router.replay.workloads import generate
@@ -36,7 +36,7 @@ COLUMNS = (
 """Of the table; JSON has all figures."""
 
 
-def rows(traffic: Traffic, nodes: Nodes, routing: Routing) -> list[Figures]:
+def rows(traffic: Traffic, nodes: NodeOptions, routing: Routing) -> list[Figures]:
     """Raises ConfigError for anything that cannot be replayed, before the first policy runs."""
     policies = split_policies(routing.policy)
     layout, conditions = layout_of(nodes, traffic.seed), _conditions(routing, traffic.seed)
@@ -48,7 +48,7 @@ def rows(traffic: Traffic, nodes: Nodes, routing: Routing) -> list[Figures]:
         trace = trace.head(traffic.requests)
     trace = trace.at_speed(traffic.speedup)
     known = oracle(trace, layout)
-    slo = Slo(layout.cost, trace.mean_tokens)
+    slo = ReplaySlo(layout.cost, trace.mean_tokens)
     return [figures(policy, replay(trace, layout, policy, conditions), slo, known.hit) for policy in policies]
 
 
@@ -66,7 +66,7 @@ def split_policies(text: str) -> list[str]:
     return policies
 
 
-def layout_of(asked: Nodes, seed: int) -> Layout:
+def layout_of(asked: NodeOptions, seed: int) -> Layout:
     """8 prefill and 4 decode nodes unless a role is given."""
     counts = (asked.prefill, asked.decode, asked.mixed)
     if counts == (None, None, None):

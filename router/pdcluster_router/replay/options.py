@@ -11,7 +11,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 
-class Output(StrEnum):
+class OutputFormat(StrEnum):
     TABLE = "table"
     JSON = "json"
 
@@ -36,7 +36,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Nodes:
+class NodeOptions:
     """None: not given."""
 
     prefill: Annotated[int | None, Option(metavar="N", help="prefill nodes (default: 8 when no role is given)")] = None
@@ -76,4 +76,4 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Printing:
-    output: Annotated[Output, Option("-o", "--output", help="how rows are printed")] = Output.TABLE
+    output: Annotated[OutputFormat, Option("-o", "--output", help="how rows are printed")] = OutputFormat.TABLE

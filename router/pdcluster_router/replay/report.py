@@ -15,7 +15,7 @@ from math import ceil
 from pdcluster.cost.cost import NodeCost
 from pdcluster_router.replay.node import SimNode
 from pdcluster_router.replay.scenario import Outcome
-from pdcluster_router.replay.simulation import Flight
+from pdcluster_router.replay.simulation import RequestInFlight
 
 TTFT_FACTOR = 5.0
 TPOT_FACTOR = 2.0
@@ -47,7 +47,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Slo:
+class ReplaySlo:
     cost: NodeCost
     mean_tokens: float
     ttft_factor: float = TTFT_FACTOR
@@ -59,14 +59,14 @@ class Slo:
     def tpot_s(self, num_tokens: int) -> float:
         return self.tpot_factor * self.cost.decode.seconds(1, num_tokens)
 
-    def is_good(self, flight: Flight) -> bool:
+    def is_good(self, flight: RequestInFlight) -> bool:
         tokens = flight.task.request.num_tokens
         return (
             flight.end == "finished" and flight.ttft_s <= self.ttft_s(tokens) and flight.tpot_s <= self.tpot_s(tokens)
         )
 
 
-def figures(policy: str, outcome: Outcome, slo: Slo, hit_oracle: float) -> Figures:
+def figures(policy: str, outcome: Outcome, slo: ReplaySlo, hit_oracle: float) -> Figures:
     flights = outcome.flights
     served = [flight for flight in flights if flight.end == "finished"]
     good = [flight for flight in flights if slo.is_good(flight)]
@@ -93,7 +93,7 @@ def figures(policy: str, outcome: Outcome, slo: Slo, hit_oracle: float) -> Figur
     )
 
 
-def longest(flights: Sequence[Flight]) -> list[Flight]:
+def longest(flights: Sequence[RequestInFlight]) -> list[RequestInFlight]:
     """The tenth with the longest prompts, at least one."""
     ordered = sorted(flights, key=lambda flight: flight.task.request.num_tokens, reverse=True)
     return ordered[: max(ceil(len(ordered) * LONG_SHARE), 1)]

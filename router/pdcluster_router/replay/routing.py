@@ -16,9 +16,9 @@ from pdcluster.core.errors import PdclusterError
 from pdcluster.core.messages import Endpoint, Load, Sampling
 from pdcluster.cost.cost import NodeCost, num_pairs
 from pdcluster_router.cluster.pacing import typical_cost
-from pdcluster_router.cluster.view import ClusterView, NodeView, Pending
+from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView
 from pdcluster_router.core.job import HashChain, Job
-from pdcluster_router.policy.base import Choice, Force, Policy
+from pdcluster_router.policy.base import Force, Policy, RoutingDecision
 from pdcluster_router.policy.pull import BY_TOKENS, PullRule
 from pdcluster_router.policy.selector import Chooser, PolicyHolder
 from pdcluster_router.prefix_index.ideal_cache import SeenBlocks
@@ -86,11 +86,11 @@ class _Account:
             _, context = self.reserved.popleft()
             self.rows, self.context = self.rows - 1, self.context - context
 
-    def pending(self) -> Pending:
-        return Pending(self.requests, self.tokens, round(self.pairs), self.rows, self.context, self.requests)
+    def pending(self) -> InFlightWork:
+        return InFlightWork(self.requests, self.tokens, round(self.pairs), self.rows, self.context, self.requests)
 
 
-class Paths:
+class PathSpeeds:
     """Bytes a second between nodes as they last were, waits for the link included: what nodes report of their paths. A
     path is as fast as the slower of what its source sends and its target receives."""
 
@@ -141,11 +141,11 @@ class Recorded(Job, eq=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class ReplayPlacement:
     """A request that waits no more: where it goes, or why it goes nowhere."""
 
     task: Task
-    choice: Choice | None
+    choice: RoutingDecision | None
     error: PdclusterError | None = None
 
 
@@ -172,7 +172,7 @@ class ReplayRouter:
         self._chooser.num_held = lambda: len(self.gate.queue)
         self._endpoints = {node.name: Endpoint(node.name, node.name, f"sim://{node.name}") for node in nodes}
         self._costs: Mapping[str, NodeCost] = {node.name: node.cost for node in nodes}
-        self._paths = Paths([node.name for node in nodes], spec.bandwidth)
+        self._paths = PathSpeeds([node.name for node in nodes], spec.bandwidth)
         self._accounts = {node.name: _Account(rates=self._paths.rates(node.name)) for node in nodes}
         self._held: dict[str, tuple[Task, Recorded]] = {}
         self._block_tokens = nodes[0].spec.block_tokens
@@ -181,7 +181,7 @@ class ReplayRouter:
 
     # ------------------------------------------------------------ who goes where, and when
 
-    def knock(self, task: Task, now: float) -> Choice | None:
+    def knock(self, task: Task, now: float) -> RoutingDecision | None:
         """Where the request goes at once; None: it is held. Raises what the gate raises."""
         self._hear(now)
         job = self._job(task)
@@ -199,7 +199,7 @@ class ReplayRouter:
     def num_held(self) -> int:
         return len(self._held)
 
-    def release(self, now: float) -> Iterator[Placed]:
+    def release(self, now: float) -> Iterator[ReplayPlacement]:
         """Those whose time is over, then those that have a place, each scored against a view that counts the one
         before."""
         self._hear(now)
@@ -211,8 +211,8 @@ class ReplayRouter:
                 return
             yield self._placed(found[0])
 
-    def _placed(self, one: Released) -> Placed:
-        return Placed(
+    def _placed(self, one: Released) -> ReplayPlacement:
+        return ReplayPlacement(
             self._held.pop(one.held.request)[0], one.decision.choice if one.decision is not None else None, one.error
         )
 
@@ -262,7 +262,7 @@ class ReplayRouter:
 
     # ------------------------------------------------------------ what happens
 
-    def sent(self, task: Task, choice: Choice, now: float) -> None:
+    def sent(self, task: Task, choice: RoutingDecision, now: float) -> None:
         """The request goes as chosen."""
         first, request = choice.first, task.request
         hashes = b"".join(request.blocks)

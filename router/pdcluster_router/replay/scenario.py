@@ -22,7 +22,7 @@ from pdcluster_router.replay.feed import IMMEDIATE, FeedSpec
 from pdcluster_router.replay.fitted import drawn
 from pdcluster_router.replay.node import NodeSpec, SimNode
 from pdcluster_router.replay.routing import ReplayRouter, RouterSpec
-from pdcluster_router.replay.simulation import Flight, LinkSpec, Simulation
+from pdcluster_router.replay.simulation import LinkSpec, RequestInFlight, Simulation
 from pdcluster_router.replay.trace import Trace
 
 COST = NodeCost(
@@ -97,7 +97,7 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    flights: list[Flight]
+    flights: list[RequestInFlight]
     nodes: list[SimNode]
     span_s: float
 

@@ -16,9 +16,9 @@ from math import inf
 from typing import Literal, Protocol
 
 from pdcluster.core.errors import DeadlineExceeded, IntegrityError, Overloaded, PdclusterError
-from pdcluster_router.policy.base import Choice
+from pdcluster_router.policy.base import RoutingDecision
 from pdcluster_router.replay.node import SimNode, Task
-from pdcluster_router.replay.routing import Placed
+from pdcluster_router.replay.routing import ReplayPlacement
 from pdcluster_router.replay.trace import Trace
 
 End = Literal["finished", "refused", "impossible"]
@@ -37,13 +37,13 @@ class Router(Protocol):
     @property
     def num_held(self) -> int: ...
 
-    def knock(self, task: Task, now: float) -> Choice | None: ...
+    def knock(self, task: Task, now: float) -> RoutingDecision | None: ...
 
-    def release(self, now: float) -> Iterator[Placed]: ...
+    def release(self, now: float) -> Iterator[ReplayPlacement]: ...
 
     def next_look(self, now: float) -> float: ...
 
-    def sent(self, task: Task, choice: Choice, now: float) -> None: ...
+    def sent(self, task: Task, choice: RoutingDecision, now: float) -> None: ...
 
     def reserved(self, task: Task, decode: str, now: float) -> None: ...
 
@@ -55,7 +55,7 @@ class Router(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class RequestInFlight:
     """A request, where it went and how it ended."""
 
     task: Task
@@ -81,7 +81,7 @@ class Simulation:
     link: LinkSpec = LinkSpec()
     now: float = 0.0
     num_events: int = 0
-    flights: list[Flight] = field(default_factory=list)
+    flights: list[RequestInFlight] = field(default_factory=list)
     _events: list[tuple[float, int, str, object]] = field(default_factory=list)
     _sends_until: dict[str, float] = field(default_factory=dict)
     _receives_until: dict[str, float] = field(default_factory=dict)
@@ -90,9 +90,9 @@ class Simulation:
     _look_s: float = inf
     _is_freed: bool = False
 
-    def run(self, trace: Trace) -> list[Flight]:
+    def run(self, trace: Trace) -> list[RequestInFlight]:
         """Until the last request has its end."""
-        self.flights = [Flight(Task(number, request)) for number, request in enumerate(trace.requests)]
+        self.flights = [RequestInFlight(Task(number, request)) for number, request in enumerate(trace.requests)]
         self._by_name = {node.name: node for node in self.nodes}
         arrivals = iter(self.flights)
         upcoming = next(arrivals, None)
@@ -131,12 +131,12 @@ class Simulation:
             assert isinstance(subject, tuple)
             self.router.moved(*subject)
         else:
-            assert isinstance(subject, Flight)
+            assert isinstance(subject, RequestInFlight)
             {"started": self._started, "arrived": self._arrived}[what](subject)
 
     # ------------------------------------------------------------ one request
 
-    def _arrive(self, flight: Flight) -> None:
+    def _arrive(self, flight: RequestInFlight) -> None:
         try:
             choice = self.router.knock(flight.task, self.now)
         except PdclusterError as error:
@@ -160,10 +160,10 @@ class Simulation:
         if self.router.num_held:
             self._look_s = self.router.next_look(self.now)
 
-    def _refuse(self, flight: Flight, error: PdclusterError) -> None:
+    def _refuse(self, flight: RequestInFlight, error: PdclusterError) -> None:
         self._finish(flight, "refused" if isinstance(error, Overloaded | DeadlineExceeded) else "impossible")
 
-    def _send(self, flight: Flight, choice: Choice) -> None:
+    def _send(self, flight: RequestInFlight, choice: RoutingDecision) -> None:
         self.router.sent(flight.task, choice, self.now)
         flight.decode = self._by_name[choice.decode.name]
         flight.prefill = self._by_name[choice.prefill.name] if choice.prefill is not None else None
@@ -195,7 +195,7 @@ class Simulation:
             self._at(max(end_s, self.now), "moved", (source.name, target.name, num_bytes, end_s - begun_s))
         return end_s
 
-    def _started(self, flight: Flight) -> None:
+    def _started(self, flight: RequestInFlight) -> None:
         """The prompt is being computed: now the decode node is asked."""
         decode, task = flight.decode, flight.task
         if task.decodes_here or decode is None or flight.end is not None:
@@ -203,7 +203,7 @@ class Simulation:
         decode.reserve(task, self.now)
         self._after(decode)
 
-    def _prefilled(self, flight: Flight) -> None:
+    def _prefilled(self, flight: RequestInFlight) -> None:
         task = flight.task
         if task.decodes_here:
             return
@@ -218,13 +218,13 @@ class Simulation:
         elif task.row_hold is not None:
             self._transfer(flight, task.started_s)
 
-    def _reserved(self, flight: Flight) -> None:
+    def _reserved(self, flight: RequestInFlight) -> None:
         assert flight.decode is not None
         self.router.reserved(flight.task, flight.decode.name, self.now)
         if flight.task.first_token_s:
             self._transfer(flight, self.now)
 
-    def _transfer(self, flight: Flight, begun_s: float) -> None:
+    def _transfer(self, flight: RequestInFlight, begun_s: float) -> None:
         """Called when prompt and place are both there. begun_s: since when KV could flow."""
         source, target, task = flight.prefill, flight.decode, flight.task
         assert source is not None and target is not None
@@ -234,19 +234,19 @@ class Simulation:
         done_s = max(self._move(source, target, begun_s, missing), self.now + last_s) + self.link.fixed_s
         self._at(done_s, "arrived", flight)
 
-    def _arrived(self, flight: Flight) -> None:
+    def _arrived(self, flight: RequestInFlight) -> None:
         self._release(flight)
         assert flight.decode is not None
         flight.decode.join(flight.task, self.now)
         self._after(flight.decode)
 
-    def _release(self, flight: Flight) -> None:
+    def _release(self, flight: RequestInFlight) -> None:
         assert flight.prefill is not None
         flight.prefill.release(flight.task, self.now)
         self.router.left(flight.prefill.name)
         self._after(flight.prefill)
 
-    def _finish(self, flight: Flight, end: End) -> None:
+    def _finish(self, flight: RequestInFlight, end: End) -> None:
         if flight.end is not None:
             raise IntegrityError(f"request {flight.task.number} ended {flight.end} and again {end}")
         flight.end, flight.end_s = end, self.now

@@ -76,7 +76,7 @@ class Trace:
         return Trace(self.name, self.block_tokens, self.requests[:num_requests])
 
 
-class Chain:
+class BlockChain:
     """Names blocks: the hash of a block names all blocks before it, too. Each name exists once."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class _MooncakeRow(msgspec.Struct):
 
 
 def _mooncake(path: Path, text: str) -> Iterator[TraceRequest]:
-    decoder, chain = msgspec.json.Decoder(_MooncakeRow, strict=False), Chain()
+    decoder, chain = msgspec.json.Decoder(_MooncakeRow, strict=False), BlockChain()
     for number, line in _lines(path, io.StringIO(text)):
         try:
             row = decoder.decode(line)
@@ -175,7 +175,7 @@ def _azure(path: Path, text: str) -> Iterator[TraceRequest]:
         raise ConfigError(
             f"{path}:1: columns {', '.join(header)} lack TIMESTAMP, ContextTokens or GeneratedTokens"
         ) from error
-    chain = Chain()
+    chain = BlockChain()
     for number, cells in enumerate(rows, 2):
         if not cells:
             continue

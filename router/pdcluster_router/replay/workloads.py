@@ -15,7 +15,7 @@ from functools import partial
 from math import exp, log
 
 from pdcluster.core.errors import ConfigError
-from pdcluster_router.replay.trace import Blocks, Chain, Trace, TraceRequest, in_order
+from pdcluster_router.replay.trace import BlockChain, Blocks, Trace, TraceRequest, in_order
 
 BLOCK_TOKENS = 512
 ANSWER_TOKEN_S = 0.03
@@ -56,7 +56,7 @@ MOST_CONTEXT = 120_000
 class _Text:
     """Contents of a growing text, as numbers of full blocks; the rest of the last block is unfinished."""
 
-    def __init__(self, chain: Chain, names: Iterator[int]) -> None:
+    def __init__(self, chain: BlockChain, names: Iterator[int]) -> None:
         self._chain, self._names = chain, names
         self.blocks: Blocks = ()
         self.num_tokens = 0
@@ -71,7 +71,7 @@ class _Text:
 
 def sessions(shape: Sessions, num_requests: int, chance: random.Random, rate: float = 1.0) -> list[TraceRequest]:
     """num_requests of a stream of sessions that has run for a while. rate: requests a second."""
-    chain, names = Chain(), _numbers()
+    chain, names = BlockChain(), _numbers()
     found: list[TraceRequest] = []
     opened_s, session = 0.0, 0
     while len(found) < 2 * num_requests + 200:
@@ -110,7 +110,7 @@ def agent(num_requests: int, chance: random.Random) -> list[TraceRequest]:
 def rag(num_requests: int, chance: random.Random) -> list[TraceRequest]:
     """Questions behind documents that many ask about: 300 of them, by Zipf, one to three in a prompt, the most popular
     first."""
-    chain, names = Chain(), _numbers()
+    chain, names = BlockChain(), _numbers()
     documents = [Length(4000, 0.8, 30_000).draw(chance) for _ in range(300)]
     found, now_s = [], 0.0
     for _ in range(num_requests):
@@ -129,7 +129,7 @@ def rag(num_requests: int, chance: random.Random) -> list[TraceRequest]:
 def documents(num_requests: int, chance: random.Random) -> list[TraceRequest]:
     """Questions behind long documents, more than caches hold: two in five bring a new one, the others ask about one of
     the last 200 that came, one in five of those about a part from its beginning."""
-    chain, names = Chain(), _numbers()
+    chain, names = BlockChain(), _numbers()
     lengths: list[int] = []
     found, now_s = [], 0.0
     for _ in range(num_requests):
@@ -152,7 +152,7 @@ def unrelated(
     kind: str, prompt: Length, answer: Length, num_requests: int, chance: random.Random
 ) -> list[TraceRequest]:
     """Prompts that share nothing."""
-    chain, names = Chain(), _numbers()
+    chain, names = BlockChain(), _numbers()
     found, now_s = [], 0.0
     for _ in range(num_requests):
         now_s += chance.expovariate(1.0)
@@ -171,7 +171,7 @@ def mixed(parts: Sequence[tuple[str, float]], num_requests: int, chance: random.
     for number, (kind, share) in enumerate(parts):
         own = KINDS[kind](round(num_requests * share), chance)
         stretch = num_requests / max(own[-1].arrival_s, 1e-9)
-        chain = Chain()
+        chain = BlockChain()
         named = {
             name: chain.extend((), [number, position])[-1]
             for position, name in enumerate(dict.fromkeys(n for r in own for n in r.grown))

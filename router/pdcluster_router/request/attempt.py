@@ -27,6 +27,7 @@ from pdcluster.core.messages import (
     Endpoint,
     Failed,
     Finished,
+    LegTimings,
     Prefill,
     Pull,
     Refused,
@@ -35,21 +36,20 @@ from pdcluster.core.messages import (
     Reserved,
     Scheduled,
     Ticket,
-    Timings,
     TokenRow,
     Work,
 )
-from pdcluster_router.cluster.legs import Body, Cluster, Leg, Lost, Rewelcomed, Way, error_of, refusal
+from pdcluster_router.cluster.legs import Body, ClusterLinks, Lost, RequestLeg, Rewelcomed, Way, error_of, refusal
 from pdcluster_router.cluster.view import NodeView
-from pdcluster_router.core.generation import Chunk, Route
+from pdcluster_router.core.generation import RequestRoute, TokenChunk
 from pdcluster_router.core.job import Job, RetryAttempt
 from pdcluster_router.core.stages import Stage, StageDeadlines
-from pdcluster_router.policy.base import Choice
+from pdcluster_router.policy.base import RoutingDecision
 from pdcluster_router.policy.selector import Chooser
 from pdcluster_router.request.begun import Begun, backend_of
 
 QUEUE, ROOM, HANDSHAKE, TRANSFER, LIVENESS = Stage
-NO_TIMINGS = Timings()
+NO_TIMINGS = LegTimings()
 
 MAX_DECODE_FAILURES = 3
 """Decode legs that may fail (refusals are none) before the prompt is tried anew."""
@@ -59,8 +59,8 @@ class Attempt:
     def __init__(
         self,
         job: Job,
-        choice: Choice,
-        cluster: Cluster,
+        choice: RoutingDecision,
+        cluster: ClusterLinks,
         chooser: Chooser,
         stages: StageDeadlines,
         clock: Callable[[], float],
@@ -72,8 +72,8 @@ class Attempt:
         self._pull = (
             Pull(choice.pull.endpoint, choice.pull_tokens) if choice.pull is not None and choice.pull_tokens else None
         )
-        self._prefill: Leg | None = None
-        self._decode: Leg | None = None
+        self._prefill: RequestLeg | None = None
+        self._decode: RequestLeg | None = None
         self._ticket: Ticket | None = None
         self._ticket_backend = ""
         self._avoid: set[str] = set()
@@ -87,10 +87,10 @@ class Attempt:
         self._clocks: dict[Stage, float] = {}
         self.due = job.deadline
         """Not later than the first clock that runs out; earlier when a clock was stopped or moved since."""
-        self._route: Route | None = None
+        self._route: RequestRoute | None = None
         self.prefill_timings = NO_TIMINGS
         self.finished: Finished | None = None
-        self._finished_by: Leg | None = None
+        self._finished_by: RequestLeg | None = None
         self.first_token_at: float | None = None
         self.second_token_at: float | None = None
 
@@ -146,22 +146,22 @@ class Attempt:
         if decode is not None:
             leave(decode)
 
-    def _note_timings(self, timings: Timings) -> None:
+    def _note_timings(self, timings: LegTimings) -> None:
         self.prefill_timings = timings
         self._route = None
 
-    def route(self) -> Route:
+    def route(self) -> RequestRoute:
         """Asked for with every token, so made anew only when some part of it is another."""
         if self._route is None:
             self._route = self._route_now()
         return self._route
 
-    def _route_now(self) -> Route:
+    def _route_now(self) -> RequestRoute:
         job, decode = self._job, self._decode_node.name if self._decode_node else None
         if self._mode == "local":
-            return Route("local", None, decode, "", job.cached_tokens, job.tries)
+            return RequestRoute("local", None, decode, "", job.cached_tokens, job.tries)
         prefill = self._prefill_node.name if self._prefill_node else None
-        return Route(
+        return RequestRoute(
             "remote",
             prefill,
             decode,
@@ -268,7 +268,7 @@ class Attempt:
         if self._decode is not None:
             self._decode.way = way
 
-    def handle(self, incarnation: str, body: Body) -> Sequence[Chunk]:
+    def handle(self, incarnation: str, body: Body) -> Sequence[TokenChunk]:
         """What the client may see because of what the node said. Answers of legs that are over are ignored, after the
         last token all but a report."""
         leg = self._decode
@@ -283,7 +283,7 @@ class Attempt:
             return ()
         return _ON[type(body)](self, leg, body)
 
-    def _leg_of(self, incarnation: str, body: Body) -> Leg | None:
+    def _leg_of(self, incarnation: str, body: Body) -> RequestLeg | None:
         if type(body) is Refused and body.leg == "deliver":
             from_writer = self._prefill is not None and self._prefill.endpoint.incarnation == incarnation
             return (
@@ -307,7 +307,7 @@ class Attempt:
             None,
         )
 
-    def _on_scheduled(self, leg: Leg, message: Scheduled) -> Sequence[Chunk]:
+    def _on_scheduled(self, leg: RequestLeg, message: Scheduled) -> Sequence[TokenChunk]:
         self._clocks.pop(QUEUE, None)
         if self._job.note_cached(message.cached_tokens):
             self._route = None
@@ -315,7 +315,7 @@ class Attempt:
             self.reserve_anywhere()
         return ()
 
-    def _on_finished(self, leg: Leg, message: Finished) -> Sequence[Chunk]:
+    def _on_finished(self, leg: RequestLeg, message: Finished) -> Sequence[TokenChunk]:
         self.finished, self._finished_by = message, leg
         if leg is self._prefill:
             self._note_timings(message.timings)
@@ -323,7 +323,7 @@ class Attempt:
             self._route = None
         return self._emit_held() if self._held is not None else ()
 
-    def _on_delivered(self, leg: Leg, message: Delivered) -> Sequence[Chunk]:
+    def _on_delivered(self, leg: RequestLeg, message: Delivered) -> Sequence[TokenChunk]:
         self._note_timings(message.timings)
         self._is_delivered = True
         if self._job.awaits_prompt_logprobs:  # its row went before this
@@ -334,7 +334,7 @@ class Attempt:
         self._cluster.ledger.leave(leg)  # the node is done with it: what decodes elsewhere is not its load
         return ()
 
-    def _on_row(self, leg: Leg, row: TokenRow) -> Sequence[Chunk]:
+    def _on_row(self, leg: RequestLeg, row: TokenRow) -> Sequence[TokenChunk]:
         if not row.tokens:
             return ()  # a node says again what was lost, and nothing was
         if leg is not self._decode:
@@ -345,7 +345,7 @@ class Attempt:
         self._start_clock(LIVENESS, self._stages.liveness_s)
         return self._emit(row)
 
-    def _on_first_row(self, row: TokenRow) -> Sequence[Chunk]:
+    def _on_first_row(self, row: TokenRow) -> Sequence[TokenChunk]:
         """Of the prefill leg."""
         self._clocks.pop(QUEUE, None)
         self._has_token = True
@@ -364,7 +364,7 @@ class Attempt:
         if self._has_token and not self._is_delivered:
             self._start_clock(TRANSFER, self._stages.transfer_s)
 
-    def _on_reserved(self, leg: Leg, message: Reserved) -> Sequence[Chunk]:
+    def _on_reserved(self, leg: RequestLeg, message: Reserved) -> Sequence[TokenChunk]:
         if leg is not self._decode or self._prefill is None:
             return ()
         self._clocks.pop(HANDSHAKE, None)
@@ -383,7 +383,7 @@ class Attempt:
         except errors.NodeLost as error:
             self._on_leg_lost(self._prefill, error)
 
-    def _on_rewelcomed(self, leg: Leg, _: Rewelcomed) -> Sequence[Chunk]:
+    def _on_rewelcomed(self, leg: RequestLeg, _: Rewelcomed) -> Sequence[TokenChunk]:
         """The ticket may have been lost with the link; a node that has it does nothing."""
         if (
             leg is self._prefill
@@ -395,7 +395,7 @@ class Attempt:
             self._deliver(self._ticket)
         return ()
 
-    def _on_refused(self, leg: Leg, message: Refused) -> Sequence[Chunk]:
+    def _on_refused(self, leg: RequestLeg, message: Refused) -> Sequence[TokenChunk]:
         cause = refusal(message)
         if message.leg == "deliver":
             self._decode_leg_failed(errors.TransferError(f"KV could not be handed over: {message.reason}"))
@@ -410,18 +410,18 @@ class Attempt:
         self.reserve_anywhere()
         return ()
 
-    def _on_failed(self, leg: Leg, message: Failed) -> Sequence[Chunk]:
+    def _on_failed(self, leg: RequestLeg, message: Failed) -> Sequence[TokenChunk]:
         self._on_leg_lost(leg, error_of(message))
         return ()
 
-    def _on_lost(self, leg: Leg, lost: Lost) -> Sequence[Chunk]:
+    def _on_lost(self, leg: RequestLeg, lost: Lost) -> Sequence[TokenChunk]:
         self._on_leg_lost(leg, errors.NodeLost(f"node {leg.endpoint.node}: {lost.reason}"))
         return ()
 
-    def _leave_alone(self, leg: Leg, seconds: float) -> None:
+    def _leave_alone(self, leg: RequestLeg, seconds: float) -> None:
         self._job.busy[leg.endpoint.incarnation] = self._clock() + max(seconds, self._stages.hold_s)
 
-    def _on_leg_lost(self, leg: Leg, cause: errors.PdclusterError) -> None:
+    def _on_leg_lost(self, leg: RequestLeg, cause: errors.PdclusterError) -> None:
         if leg is self._prefill and (self._decode_spoke or self._is_delivered) and not self._job.awaits_prompt_logprobs:
             self._is_delivered = True
             return
@@ -504,24 +504,24 @@ class Attempt:
 
     # ------------------------------------------------------------ sending and emitting
 
-    def _enter(self, endpoint: Endpoint) -> Leg:
+    def _enter(self, endpoint: Endpoint) -> RequestLeg:
         """A new leg, under the next number."""
         job = self._job
-        leg = Leg(job.request, job.attempts, endpoint, job.emitted)
+        leg = RequestLeg(job.request, job.attempts, endpoint, job.emitted)
         job.attempts += 1
         self._cluster.ledger.enter(leg)
         return leg
 
-    def _work(self, leg: Leg) -> Work:
+    def _work(self, leg: RequestLeg) -> Work:
         return self._job.work(leg.attempt, self._clock(), self._base)
 
-    def _send(self, leg: Leg, message: Prefill | Reserve) -> None:
+    def _send(self, leg: RequestLeg, message: Prefill | Reserve) -> None:
         try:
             self._cluster.send(leg.endpoint, message)
         except errors.NodeLost as error:
             raise RetryAttempt(error, leg.endpoint.incarnation) from error
 
-    def _cancel(self, leg: Leg, reason: str) -> None:
+    def _cancel(self, leg: RequestLeg, reason: str) -> None:
         try:
             self._cluster.send(leg.endpoint, Cancel(self._job.request, leg.attempt, reason))
             if leg is self._prefill:
@@ -529,11 +529,11 @@ class Attempt:
         except errors.NodeLost:
             return  # a node that is gone holds nothing; if it comes back, its Hello shows that we no longer wait for it
 
-    def _emit_held(self) -> Sequence[Chunk]:
+    def _emit_held(self) -> Sequence[TokenChunk]:
         row, self._held = self._held, None
         return self._emit(row) if row is not None else ()
 
-    def _emit(self, row: TokenRow) -> Sequence[Chunk]:
+    def _emit(self, row: TokenRow) -> Sequence[TokenChunk]:
         """The part of `row` (and of rows that came early) that continues the stream; what was emitted before is
         dropped. The first has the prompt's logprobs, where they are asked for."""
         job = self._job
@@ -550,7 +550,7 @@ class Attempt:
         self._early = [r for r in self._early if r.position + len(r.tokens) > len(self._job.emitted)]
         return chunks
 
-    def _continue(self, row: TokenRow) -> Chunk | None:
+    def _continue(self, row: TokenRow) -> TokenChunk | None:
         job, tokens = self._job, row.tokens
         emitted = len(job.emitted)
         seen = emitted - row.position
@@ -570,10 +570,10 @@ class Attempt:
                 self.second_token_at = now
         prompt_logprobs = () if job.has_prompt_logprobs else row.prompt_logprobs
         job.has_prompt_logprobs = True
-        return Chunk(emitted, tokens, row.logprobs[seen:], prompt_logprobs, self._route or self.route())
+        return TokenChunk(emitted, tokens, row.logprobs[seen:], prompt_logprobs, self._route or self.route())
 
 
-_ON: Mapping[type[Body], Callable[[Attempt, Leg, Any], Sequence[Chunk]]] = {
+_ON: Mapping[type[Body], Callable[[Attempt, RequestLeg, Any], Sequence[TokenChunk]]] = {
     TokenRow: Attempt._on_row,
     Scheduled: Attempt._on_scheduled,
     Reserved: Attempt._on_reserved,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdcluster.core.messages import Ticket, Timings, TokenRow
-from pdcluster_router.cluster.legs import Leg
+from pdcluster.core.messages import LegTimings, Ticket, TokenRow
+from pdcluster_router.cluster.legs import RequestLeg
 from pdcluster_router.core.stages import Stage
 
 
@@ -14,13 +14,13 @@ class Begun:
     """How far an attempt has come that was begun elsewhere. held: the first token, while no decode node has reserved;
     clocks: that run."""
 
-    prefill: Leg | None
-    decode: Leg | None
+    prefill: RequestLeg | None
+    decode: RequestLeg | None
     clocks: dict[Stage, float]
     has_token: bool
     ticket: Ticket | None = None
     held: TokenRow | None = None
-    delivered: Timings | None = None
+    delivered: LegTimings | None = None
     decode_spoke: bool = False
     first_token_at: float | None = None
     second_token_at: float | None = None

@@ -14,16 +14,16 @@ from prometheus_client import CollectorRegistry
 
 from pdcluster.core import errors
 from pdcluster.telemetry.metrics import ExplainMetrics, HoldMetrics
-from pdcluster_router.cluster.legs import Cluster
-from pdcluster_router.core.generation import Chunk, Done, Generation, ModelInfo, Running, Sink
+from pdcluster_router.cluster.legs import ClusterLinks
+from pdcluster_router.core.generation import Done, Generation, ModelInfo, Running, Sink, TokenChunk
 from pdcluster_router.explain.recorder import Explainer
 from pdcluster_router.policy.selector import Chooser
 from pdcluster_router.queueing.gate import Gate
-from pdcluster_router.queueing.waiting import Waiting
+from pdcluster_router.queueing.waiting import WaitingRequests
 from pdcluster_router.request.open_requests import OpenRequests
 from pdcluster_router.request.retries import DispatchSettings
 from pdcluster_router.request.run import Run, Shared
-from pdcluster_router.request.serving import Models
+from pdcluster_router.request.serving import ServedModels
 from pdcluster_router.request.stream import events_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Dispatch", "DispatchSettings"]
 
 
-class Refused:
+class RefusedRequest:
     """Implements generation.Running for a request that never ran: there is nothing to cancel."""
 
     def cancel(self, reason: str) -> None:
@@ -47,8 +47,8 @@ class Dispatch:
 
     def __init__(
         self,
-        cluster: Cluster,
-        models: Models,
+        cluster: ClusterLinks,
+        models: ServedModels,
         chooser: Chooser,
         settings: DispatchSettings,
         clock: Callable[[], float] = time.monotonic,
@@ -57,7 +57,7 @@ class Dispatch:
     ) -> None:
         self.explainer = explainer or Explainer(settings.headroom, ExplainMetrics(CollectorRegistry()), time.time)
         gate = Gate(settings.hold, settings.headroom, settings.slo)
-        self.waiting = Waiting(gate, metrics or HoldMetrics(CollectorRegistry()), clock, settings.stages.hold_s)
+        self.waiting = WaitingRequests(gate, metrics or HoldMetrics(CollectorRegistry()), clock, settings.stages.hold_s)
         chooser.num_held = gate.queue.__len__
         self.shared = Shared(cluster, models, chooser, settings, self.waiting, self.explainer, clock)
 
@@ -83,10 +83,10 @@ class Dispatch:
             run = Run.of(self.shared, generation, sink)
         except errors.PdclusterError as error:
             sink.on_error(error)
-            return Refused()
+            return RefusedRequest()
         run.start()
         return run
 
-    def generate(self, generation: Generation) -> AsyncGenerator[Chunk | Done, None]:
+    def generate(self, generation: Generation) -> AsyncGenerator[TokenChunk | Done, None]:
         """The same as a stream of events."""
         return events_of(self, generation)

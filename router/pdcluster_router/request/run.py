@@ -17,22 +17,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from pdcluster.core import errors
-from pdcluster.core.messages import Finished, Timings, TokenRow
-from pdcluster_router.cluster.legs import Body, Cluster, Way
-from pdcluster_router.core.generation import Chunk, Done, Generation, Sink, Timeline
-from pdcluster_router.core.job import Job, Named, RetryAttempt
+from pdcluster.core.messages import Finished, LegTimings, TokenRow
+from pdcluster_router.cluster.legs import Body, ClusterLinks, Way
+from pdcluster_router.core.generation import Done, Generation, Sink, Timeline, TokenChunk
+from pdcluster_router.core.job import HashedPrompt, Job, RetryAttempt
 from pdcluster_router.explain.recorder import Explainer, Record
-from pdcluster_router.policy.base import Choice
+from pdcluster_router.policy.base import RoutingDecision
 from pdcluster_router.policy.selector import Chooser, Decision
 from pdcluster_router.queueing.admission import check_fits
 from pdcluster_router.queueing.fairness import Held
-from pdcluster_router.queueing.waiting import Waiting
+from pdcluster_router.queueing.waiting import WaitingRequests
 from pdcluster_router.request.attempt import Attempt
 from pdcluster_router.request.begun import Begun
 from pdcluster_router.request.forks import Leaders
 from pdcluster_router.request.open_requests import OpenRequest, OpenRequests
 from pdcluster_router.request.retries import DispatchSettings, RetryBudget, Shut
-from pdcluster_router.request.serving import Models
+from pdcluster_router.request.serving import ServedModels
 from pdcluster_router.request.timers import Alarms
 
 logger = logging.getLogger(__name__)
@@ -45,18 +45,18 @@ BYTES_PER_TOKEN = 16
 class Shared:
     """What all requests of one router share."""
 
-    cluster: Cluster
-    models: Models
+    cluster: ClusterLinks
+    models: ServedModels
     chooser: Chooser
     settings: DispatchSettings
-    waiting: Waiting
+    waiting: WaitingRequests
     explainer: Explainer
     clock: Callable[[], float] = time.monotonic
     open: OpenRequests = field(default_factory=OpenRequests)
     shut: Shut = field(default_factory=Shut)
     alarms: Alarms = field(default_factory=Alarms)
     leaders: Leaders = field(default_factory=Leaders)
-    named: Named = field(default_factory=Named)
+    named: HashedPrompt = field(default_factory=HashedPrompt)
 
 
 def job_of(shared: Shared, generation: Generation, started: float) -> Job:
@@ -123,7 +123,7 @@ class Run:
         self._alarm: int | None = None
         self._due = 0.0
         self._pause: asyncio.TimerHandle | None = None
-        self._choice: Choice | None = None
+        self._choice: RoutingDecision | None = None
 
     @classmethod
     def of(cls, shared: Shared, generation: Generation, sink: Sink) -> Run:
@@ -157,7 +157,7 @@ class Run:
         """It has none, and may not go where this would send it."""
         self._step(self._hold, decision, now)
 
-    def go_on(self, choice: Choice, placed_at: float, begun: Begun | None) -> None:
+    def go_on(self, choice: RoutingDecision, placed_at: float, begun: Begun | None) -> None:
         """It has nodes. begun: None when nothing was sent to them."""
         shared = self._shared
         self._choice, self._placed_at, self._num_placed = choice, placed_at, 1
@@ -273,7 +273,7 @@ class Run:
             attempt.open_way(Way(take, self.fail))
             self._has_way = True
         else:
-            self._step(self._tell, attempt, Chunk(row.position, row.tokens, row.logprobs, (), attempt.route()))
+            self._step(self._tell, attempt, TokenChunk(row.position, row.tokens, row.logprobs, (), attempt.route()))
 
     def _hear(self, incarnation: str, body: Body) -> None:
         attempt = self._attempt
@@ -288,7 +288,7 @@ class Run:
         if attempt.finished is not None and attempt.is_done:
             self._done_or_wait(attempt)
 
-    def _tell(self, attempt: Attempt, chunk: Chunk) -> None:
+    def _tell(self, attempt: Attempt, chunk: TokenChunk) -> None:
         self._sink.on_chunk(chunk)
         if self._generation.leads and not self._is_over:
             self._shared.leaders.settle(self._job.request, attempt.decodes_on)
@@ -435,7 +435,9 @@ class Run:
         job = self._job
         info = next((info for info in self._shared.models.models() if info.id == self._generation.model), None)
         ending = job.ending(info.eos_token_ids, info.max_len) if info is not None else job.ending((), None)
-        return None if ending is None else Finished(job.request, 0, ending[0], len(job.emitted), Timings(), ending[1])
+        return (
+            None if ending is None else Finished(job.request, 0, ending[0], len(job.emitted), LegTimings(), ending[1])
+        )
 
     def _done_or_wait(self, attempt: Attempt) -> None:
         """The prefill node's timings may come a moment after the decode node's last word."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pdcluster.api.text.model_text import TextModel
 
 
-class Models(Protocol):
+class ServedModels(Protocol):
     def models(self) -> Sequence[ModelInfo]: ...
 
     def text(self, model: str) -> TextModel: ...

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from typing import Generic, TypeVar
 
 from pdcluster.core.errors import Cancelled
-from pdcluster_router.core.generation import Chunk, Dispatcher, Done, Generation, HangUp, Running
+from pdcluster_router.core.generation import Dispatcher, Done, Generation, HangUp, Running, TokenChunk
 from pdcluster_router.request.open_requests import HANG_UP_S
 
 T = TypeVar("T")
@@ -63,9 +63,9 @@ class Events:
 
     def __init__(self, hang_up: HangUp | None = None) -> None:
         self.running: Running | None = None
-        self._unread = Unread[Chunk | Done](hang_up)
+        self._unread = Unread[TokenChunk | Done](hang_up)
 
-    def on_chunk(self, chunk: Chunk) -> None:
+    def on_chunk(self, chunk: TokenChunk) -> None:
         if not self._unread.put(chunk) and self.running is not None:
             self.running.cancel("the client does not read")
 
@@ -78,12 +78,12 @@ class Events:
     def on_error(self, error: Exception) -> None:
         self._unread.fail(error)
 
-    async def next(self) -> Chunk | Done:
+    async def next(self) -> TokenChunk | Done:
         """Raises the error that ended the generation."""
         return await self._unread.next()
 
 
-async def events_of(dispatcher: Dispatcher, generation: Generation) -> AsyncGenerator[Chunk | Done, None]:
+async def events_of(dispatcher: Dispatcher, generation: Generation) -> AsyncGenerator[TokenChunk | Done, None]:
     """Chunks, then one Done, or the error. Closing it before its end, or cancelling the task that waits in it, cancels
     the request on the nodes."""
     events = Events(generation.hang_up)

@@ -74,7 +74,7 @@ class Channel:
         number, answer = self._num_asked, asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         try:
-            self._send(frames.Asked(number, question))
+            self._send(frames.WorkerQuestion(number, question))
             async with asyncio.timeout(timeout_s):
                 return msgspec.msgpack.decode(await answer, type=kind)
         except TimeoutError:
@@ -90,7 +90,7 @@ class Channel:
         self._send(frame)
 
     def tell(self, event: Event) -> None:
-        self._send(frames.Told(event))
+        self._send(frames.WorkerEvent(event))
 
     def _send(self, frame: frames.Frame) -> None:
         if not self.is_open:
@@ -102,16 +102,16 @@ class Channel:
         self._writer.write(frames.encode(frame))
 
     def _take(self, frame: frames.Frame) -> None:
-        if isinstance(frame, frames.Told):
+        if isinstance(frame, frames.WorkerEvent):
             self._hear(frame.event)
-        elif isinstance(frame, frames.Answered):
+        elif isinstance(frame, frames.WorkerAnswer):
             self._resolve(frame)
-        elif isinstance(frame, frames.Asked):
+        elif isinstance(frame, frames.WorkerQuestion):
             self._take_question(frame)
         else:
             raise ProtocolError(f"{type(frame).__name__} came in the middle of a connection")
 
-    def _resolve(self, frame: frames.Answered) -> None:
+    def _resolve(self, frame: frames.WorkerAnswer) -> None:
         waiting = self._waiting.get(frame.number)
         if waiting is None or waiting.done():
             return  # its deadline passed
@@ -120,25 +120,25 @@ class Channel:
         else:
             waiting.set_result(frame.value)
 
-    def _take_question(self, asked: frames.Asked) -> None:
+    def _take_question(self, asked: frames.WorkerQuestion) -> None:
         if len(self._answering) >= MAX_QUESTIONS:
             refusal = Overloaded(f"{MAX_QUESTIONS} questions are being answered already")
-            self._send(frames.Answered(asked.number, problem=frames.problem_of(refusal)))
+            self._send(frames.WorkerAnswer(asked.number, problem=frames.problem_of(refusal)))
             return
         task = asyncio.create_task(self._answer(asked))
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
-    async def _answer(self, asked: frames.Asked) -> None:
+    async def _answer(self, asked: frames.WorkerQuestion) -> None:
         try:
             value = msgspec.msgpack.encode(await self._reply(asked.question))
-            answered = frames.Answered(asked.number, value)
+            answered = frames.WorkerAnswer(asked.number, value)
             frames.encode(answered)  # too large an answer is an error of its own
         except PdclusterError as error:
-            answered = frames.Answered(asked.number, problem=frames.problem_of(error))
+            answered = frames.WorkerAnswer(asked.number, problem=frames.problem_of(error))
         except Exception as error:  # the top of this task: a bug of ours, which whoever asked must hear of
             logger.exception("a question of %s failed", self.name)
-            answered = frames.Answered(
+            answered = frames.WorkerAnswer(
                 asked.number, problem=frames.Problem("PdclusterError", f"internal error: {error}; see the log")
             )
         if self.is_open:

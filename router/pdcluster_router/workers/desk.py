@@ -16,7 +16,7 @@ from pdcluster_router.admin.operations import Operations
 from pdcluster_router.workers import frames
 from pdcluster_router.workers.channel import Channel
 from pdcluster_router.workers.exposition import families_of
-from pdcluster_router.workers.worker import Worker
+from pdcluster_router.workers.worker import WorkerIdentity
 
 SUPERVISOR = "the router's supervisor"
 SCRAPE_S = 5.0
@@ -37,7 +37,7 @@ class Desk:
             raise Unavailable("the router's supervisor is not reached yet; ask again")
         return await self._channel.ask(frames.AskExposition(), bytes, SCRAPE_S)
 
-    async def serve(self, worker: Worker, incarnation: str) -> None:
+    async def serve(self, worker: WorkerIdentity, incarnation: str) -> None:
         """Answer until cancelled; raises when the supervisor is gone."""
         try:
             reader, writer = await asyncio.open_unix_connection(str(worker.control))
@@ -81,7 +81,7 @@ class Desk:
                 return await operations.policy()
             case frames.SetPolicy(live, shadow, dry_run):
                 return await operations.set_policy(live=live, shadow=shadow, dry_run=dry_run)
-            case frames.AskCache(digests):
+            case frames.AskCacheState(digests):
                 return await operations.cache(digests=digests)
             case frames.AskMetrics():
                 return families_of(self._registry)

@@ -19,7 +19,14 @@ import msgspec
 from pdcluster.core.errors import PdclusterError, ProtocolError, Unavailable, UnknownName
 from pdcluster.core.messages import Role
 from pdcluster_router.admin import drains
-from pdcluster_router.admin.operations import CachedNode, CacheStatus, NodeStatus, PolicyStatus, Progress, RequestList
+from pdcluster_router.admin.operations import (
+    CachedNode,
+    CacheStatus,
+    DrainProgress,
+    NodeStatus,
+    PolicyStatus,
+    RequestList,
+)
 from pdcluster_router.cluster.events import Event, EventLog
 from pdcluster_router.core.ids import worker_of
 from pdcluster_router.explain.records import Explanation
@@ -42,7 +49,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Answers(Generic[T]):
+class WorkerAnswers(Generic[T]):
     """By worker. errors: what workers raised; silent: those that did not answer."""
 
     told: dict[int, T] = field(default_factory=dict)
@@ -120,9 +127,9 @@ class Fleet:
             raise Silent(f"worker {number} is gone; it is being started again")
         return await channel.ask(question, kind, timeout_s)
 
-    async def _ask_all(self, question: frames.AnyQuestion, kind: type[T]) -> Answers[T]:
+    async def _ask_all(self, question: frames.AnyQuestion, kind: type[T]) -> WorkerAnswers[T]:
         """Raises Unavailable when no worker answers."""
-        answers: Answers[T] = Answers()
+        answers: WorkerAnswers[T] = WorkerAnswers()
 
         async def ask(number: int) -> None:
             try:
@@ -193,7 +200,7 @@ class Fleet:
     async def set_role(self, name: str, role: Role) -> NodeStatus:
         return await self._ask_any(frames.AskRole(name, role), NodeStatus, MANAGE_S)
 
-    def drain(self, name: str, deadline_s: float) -> AsyncIterator[Progress]:
+    def drain(self, name: str, deadline_s: float) -> AsyncIterator[DrainProgress]:
         return drains.drain(self, name, deadline_s, self.log, self._clock)
 
     async def wait_for_change(self, timeout_s: float) -> None:
@@ -238,7 +245,7 @@ class Fleet:
     # ------------------------------------------------------------ caches and events
 
     async def cache(self, *, digests: bool) -> CacheStatus:
-        answers = await self._ask_all(frames.AskCache(digests), CacheStatus)
+        answers = await self._ask_all(frames.AskCacheState(digests), CacheStatus)
         views = tuple(msgspec.structs.replace(told, worker=str(number)) for number, told in answers.told.items())
         fullest = max(views, key=lambda view: view.entries)
         nodes = (

@@ -64,7 +64,7 @@ class SetPolicy(Question, frozen=True):
     dry_run: bool
 
 
-class AskCache(Question, frozen=True):
+class AskCacheState(Question, frozen=True):
     digests: bool
 
 
@@ -77,7 +77,7 @@ class AskExposition(Question, frozen=True):
 
 
 AnyQuestion = (
-    AskNodes | AskCordon | AskRole | AskRequests | AskCancel | AskExplain | AskPolicy | SetPolicy | AskCache
+    AskNodes | AskCordon | AskRole | AskRequests | AskCancel | AskExplain | AskPolicy | SetPolicy | AskCacheState
     | AskMetrics | AskExposition
 )  # fmt: skip
 
@@ -99,12 +99,12 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
     pid: int
 
 
-class Asked(msgspec.Struct, frozen=True, tag=True):
+class WorkerQuestion(msgspec.Struct, frozen=True, tag=True):
     number: int
     question: AnyQuestion
 
 
-class Answered(msgspec.Struct, frozen=True, tag=True):
+class WorkerAnswer(msgspec.Struct, frozen=True, tag=True):
     """value: msgpack of what the question asks for, when there is no problem."""
 
     number: int
@@ -112,11 +112,11 @@ class Answered(msgspec.Struct, frozen=True, tag=True):
     problem: Problem | None = None
 
 
-class Told(msgspec.Struct, frozen=True, tag=True):
+class WorkerEvent(msgspec.Struct, frozen=True, tag=True):
     event: Event
 
 
-Frame = Joined | Asked | Answered | Told
+Frame = Joined | WorkerQuestion | WorkerAnswer | WorkerEvent
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)

@@ -21,11 +21,11 @@ from pathlib import Path
 from pdcluster.core.errors import ConfigError
 from pdcluster.processes.ready import announce
 from pdcluster.processes.supervisor import Facts, Spec, Supervisor
-from pdcluster.settings.config import Loaded, RouterConfig, set_library_environment
+from pdcluster.settings.config import LoadedSection, RouterConfig, set_library_environment
 from pdcluster.telemetry.log import resolve_format
 from pdcluster_router.workers import ports
 from pdcluster_router.workers.fleet import Fleet
-from pdcluster_router.workers.worker import Worker
+from pdcluster_router.workers.worker import WorkerIdentity
 
 PROGRAM = "pdcluster_router.cli"
 """What a worker runs, whether it is started afresh or was the spare."""
@@ -47,12 +47,12 @@ start takes a second."""
 SOCKET_NAME = "control"
 
 
-def run(loaded: Loaded[RouterConfig]) -> int:
+def run(loaded: LoadedSection[RouterConfig]) -> int:
     """Serve until a signal; the exit code is 0 after a drain, 1 when a worker had to be killed or crashed too often."""
     return asyncio.run(_serve(loaded))
 
 
-async def _serve(loaded: Loaded[RouterConfig]) -> int:
+async def _serve(loaded: LoadedSection[RouterConfig]) -> int:
     config = loaded.config
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -65,7 +65,7 @@ async def _serve(loaded: Loaded[RouterConfig]) -> int:
         control = await stack.enter_async_context(_control(fleet))
         admin = await _serve_admin(config, fleet, stack)
         specs = [
-            worker_spec(loaded, f"{name}-{i}", Worker(i, config.workers, control), http, grpc)
+            worker_spec(loaded, f"{name}-{i}", WorkerIdentity(i, config.workers, control), http, grpc)
             for i in range(config.workers)
         ]
         stack.push_async_callback(supervisor.stop, [[spec.name for spec in specs]])
@@ -145,7 +145,9 @@ async def _serve_admin(config: RouterConfig, fleet: Fleet, stack: AsyncExitStack
     return await stack.enter_async_context(admin_api.listening(fleet, config.admin, config.admin_token()))
 
 
-def worker_spec(loaded: Loaded[RouterConfig], name: str, worker: Worker, http: str, grpc: str | None) -> Spec:
+def worker_spec(
+    loaded: LoadedSection[RouterConfig], name: str, worker: WorkerIdentity, http: str, grpc: str | None
+) -> Spec:
     """A worker is told what this process was told, but for what is its own."""
     own: dict[str, object] = {
         "router.name": name,

@@ -17,7 +17,7 @@ from pdcluster.settings.config import RouterConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WorkerIdentity:
     """number counts from 0; control: the supervisor's socket."""
 
     number: int

@@ -7,7 +7,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcluster.api.tools.calls import Rules
+from pdcluster.api.tools.calls import CallRules
 from pdcluster.api.tools.parsers import HermesParser
 from pdcluster.api.tools.reasoning import ReasoningSplitter, is_left_open, knows_reasoning
 from pdcluster.api.tools.speech import Speech
@@ -71,7 +71,7 @@ def test_pieces_change_nothing(words, data, is_open):
 
 
 def test_calls_are_looked_for_in_the_answer_only():
-    speech = Speech(ReasoningSplitter(is_open=False), HermesParser(Rules(lambda: "id", lambda _: True)))
+    speech = Speech(ReasoningSplitter(is_open=False), HermesParser(CallRules(lambda: "id", lambda _: True)))
     said = [
         speech.feed(piece)
         for piece in '<think>I could <tool_call>{"name": "a"}</tool_call></think>Ok <tool_call>{"name": "f"}</tool_call>'

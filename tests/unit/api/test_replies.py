@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcluster.api.openai.replies import ChatFormat, CompletionFormat, Head
-from pdcluster.api.text.choice_text import Piece
+from pdcluster.api.text.choice_text import TextPiece
 from pdcluster.api.text.model_text import TextModel
 from tests.unit.api.tiny_tokenizers import byte_level_files
 
@@ -22,7 +22,7 @@ def test_a_chunk_of_the_first_choice_is_that_of_another_but_for_its_index(
     kind: type, text: str, name: str, include_usage: bool
 ) -> None:
     made = kind(Head("id", 7, name, PIECES, False, False, include_usage))
-    first, second = (made.chunk(index, Piece(text=text)) for index in (0, 1))
+    first, second = (made.chunk(index, TextPiece(text=text)) for index in (0, 1))
     assert first == second.replace(b'"index":1', b'"index":0', 1)
     assert (b'"usage":null' in first.partition(b'"choices"')[2]) >= include_usage
     before, after = made.around(0)

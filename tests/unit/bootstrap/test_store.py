@@ -7,7 +7,7 @@ from bootstrap_cards import FINGERPRINT, LAYOUT, make_card
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdcluster.bootstrap.store import Store, StoreSettings, differences
+from pdcluster.bootstrap.store import NodeStore, StoreSettings, differences
 from pdcluster.core.errors import BadRequest, ConfigError, Overloaded
 from pdcluster.transfer.backends.base import Peer
 
@@ -28,15 +28,15 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def store(clock: Clock) -> Store:
-    return Store(StoreSettings(lease_s=LEASE_S, max_nodes=3), clock)
+def store(clock: Clock) -> NodeStore:
+    return NodeStore(StoreSettings(lease_s=LEASE_S, max_nodes=3), clock)
 
 
-def names(store: Store) -> list[tuple[str, str]]:
+def names(store: NodeStore) -> list[tuple[str, str]]:
     return [(card.node, card.incarnation) for card in store.snapshot().nodes]
 
 
-def test_a_registered_node_is_in_until_its_lease_ends(store: Store, clock: Clock) -> None:
+def test_a_registered_node_is_in_until_its_lease_ends(store: NodeStore, clock: Clock) -> None:
     store.register(make_card())
     clock.now += LEASE_S - 0.01
     assert store.expire() == () and names(store) == [("prefill-0", "boot-1")]
@@ -44,7 +44,7 @@ def test_a_registered_node_is_in_until_its_lease_ends(store: Store, clock: Clock
     assert store.expire() == (Peer("prefill-0", "boot-1"),) and names(store) == []
 
 
-def test_keeping_alive_renews_the_lease_and_takes_over_role_and_drain(store: Store, clock: Clock) -> None:
+def test_keeping_alive_renews_the_lease_and_takes_over_role_and_drain(store: NodeStore, clock: Clock) -> None:
     store.register(make_card())
     clock.now += LEASE_S - 1
     version = store.version
@@ -55,7 +55,7 @@ def test_keeping_alive_renews_the_lease_and_takes_over_role_and_drain(store: Sto
     assert store.version > version
 
 
-def test_keeping_alive_without_a_change_is_no_new_version(store: Store) -> None:
+def test_keeping_alive_without_a_change_is_no_new_version(store: NodeStore) -> None:
     store.register(make_card())
     version = store.version
     assert store.keep_alive(Peer("prefill-0", "boot-1"), role="prefill", draining=False)
@@ -64,12 +64,12 @@ def test_keeping_alive_without_a_change_is_no_new_version(store: Store) -> None:
 
 
 @pytest.mark.parametrize("peer", [Peer("prefill-0", "boot-2"), Peer("other", "boot-1")])
-def test_a_boot_that_is_not_in_cannot_be_kept_alive(store: Store, peer: Peer) -> None:
+def test_a_boot_that_is_not_in_cannot_be_kept_alive(store: NodeStore, peer: Peer) -> None:
     store.register(make_card())
     assert not store.keep_alive(peer, role="prefill", draining=False)
 
 
-def test_a_boot_whose_lease_ended_may_register_again(store: Store, clock: Clock) -> None:
+def test_a_boot_whose_lease_ended_may_register_again(store: NodeStore, clock: Clock) -> None:
     store.register(make_card())
     clock.now += LEASE_S
     assert not store.keep_alive(Peer("prefill-0", "boot-1"), role="prefill", draining=False)
@@ -77,7 +77,7 @@ def test_a_boot_whose_lease_ended_may_register_again(store: Store, clock: Clock)
     assert names(store) == [("prefill-0", "boot-1")]
 
 
-def test_a_newer_boot_replaces_the_older_one_which_cannot_come_back(store: Store) -> None:
+def test_a_newer_boot_replaces_the_older_one_which_cannot_come_back(store: NodeStore) -> None:
     store.register(make_card(incarnation="boot-1"))
     store.register(make_card(incarnation="boot-2"))
     assert names(store) == [("prefill-0", "boot-2")]
@@ -86,7 +86,7 @@ def test_a_newer_boot_replaces_the_older_one_which_cannot_come_back(store: Store
     assert names(store) == [("prefill-0", "boot-2")]
 
 
-def test_leaving_is_idempotent_and_never_hits_another_boot(store: Store) -> None:
+def test_leaving_is_idempotent_and_never_hits_another_boot(store: NodeStore) -> None:
     store.register(make_card(incarnation="boot-2"))
     store.leave(Peer("prefill-0", "boot-1"))
     assert names(store) == [("prefill-0", "boot-2")]
@@ -95,7 +95,7 @@ def test_leaving_is_idempotent_and_never_hits_another_boot(store: Store) -> None
     assert names(store) == []
 
 
-def test_a_node_that_does_not_fit_is_refused_with_every_field_that_differs(store: Store) -> None:
+def test_a_node_that_does_not_fit_is_refused_with_every_field_that_differs(store: NodeStore) -> None:
     store.register(make_card("prefill-0"))
     other = replace(FINGERPRINT, weights="sha-2", layout=replace(LAYOUT, dtype="bfloat16"))
     with pytest.raises(ConfigError) as refusal:
@@ -110,7 +110,7 @@ def test_a_node_that_does_not_fit_is_refused_with_every_field_that_differs(store
     assert "head_dim" not in str(refusal.value) and names(store) == [("prefill-0", "boot-1")]
 
 
-def test_a_node_that_promises_equal_bits_and_one_that_does_not_are_no_cluster(store: Store) -> None:
+def test_a_node_that_promises_equal_bits_and_one_that_does_not_are_no_cluster(store: NodeStore) -> None:
     store.register(make_card("prefill-0"))
     other = replace(FINGERPRINT, arithmetic="invariant, bf16 pairs, 1 rank")
     with pytest.raises(
@@ -120,13 +120,13 @@ def test_a_node_that_promises_equal_bits_and_one_that_does_not_are_no_cluster(st
         store.register(make_card("decode-0", fingerprint=other))
 
 
-def test_a_node_that_serves_another_model_name_is_refused(store: Store) -> None:
+def test_a_node_that_serves_another_model_name_is_refused(store: NodeStore) -> None:
     store.register(make_card("prefill-0"))
     with pytest.raises(ConfigError, match="served model 'big' here, 'tiny' there"):
         store.register(make_card("decode-0", model="big"))
 
 
-def test_the_last_node_may_come_back_with_another_layout(store: Store) -> None:
+def test_the_last_node_may_come_back_with_another_layout(store: NodeStore) -> None:
     store.register(make_card("prefill-0"))
     store.register(make_card("prefill-0", "boot-2", fingerprint=replace(FINGERPRINT, weights="sha-2")))
     assert store.snapshot().nodes[0].weights == "sha-2"
@@ -142,7 +142,7 @@ def test_differences_name_fields_of_the_layout_too() -> None:
     )
 
 
-def test_the_number_of_nodes_is_bounded(store: Store) -> None:
+def test_the_number_of_nodes_is_bounded(store: NodeStore) -> None:
     for number in range(3):
         store.register(make_card(f"n{number}"))
     with pytest.raises(Overloaded, match="max_nodes"):
@@ -151,14 +151,14 @@ def test_the_number_of_nodes_is_bounded(store: Store) -> None:
     assert len(names(store)) == 3
 
 
-def test_a_bad_card_is_refused_and_changes_nothing(store: Store) -> None:
+def test_a_bad_card_is_refused_and_changes_nothing(store: NodeStore) -> None:
     version = store.version
     with pytest.raises(BadRequest):
         store.register(make_card(max_len=0))
     assert store.version == version
 
 
-def test_a_young_store_says_that_it_is_settling_for_one_lease(store: Store, clock: Clock) -> None:
+def test_a_young_store_says_that_it_is_settling_for_one_lease(store: NodeStore, clock: Clock) -> None:
     assert store.snapshot().settling
     version = store.version
     clock.now += LEASE_S
@@ -167,7 +167,7 @@ def test_a_young_store_says_that_it_is_settling_for_one_lease(store: Store, cloc
 
 
 def test_two_boots_of_a_store_have_different_ids(clock: Clock) -> None:
-    assert Store(StoreSettings(), clock).boot != Store(StoreSettings(), clock).boot
+    assert NodeStore(StoreSettings(), clock).boot != NodeStore(StoreSettings(), clock).boot
 
 
 @pytest.mark.parametrize("changes", [{"lease_s": 0.0}, {"max_nodes": 0}])
@@ -185,7 +185,7 @@ class AnyHistory(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.store = Store(StoreSettings(lease_s=LEASE_S, max_nodes=4), self.clock)
+        self.store = NodeStore(StoreSettings(lease_s=LEASE_S, max_nodes=4), self.clock)
         self.model: dict[str, tuple[str, float]] = {}
         self.replaced: set[Peer] = set()
         self.last = self.store.snapshot()

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from pdcluster import cli
 from pdcluster.core.errors import Unavailable
 from pdcluster.settings import flags
-from pdcluster.settings.config import BootstrapConfig, Loaded, NodeConfig
+from pdcluster.settings.config import BootstrapConfig, LoadedSection, NodeConfig
 from pdcluster_router import cli as router_cli
 
 
@@ -86,7 +86,7 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(words: list[str], what: str
 
 
 def test_flags_reach_the_config_and_the_return_value_is_the_exit_code() -> None:
-    seen: list[Loaded[NodeConfig]] = []
+    seen: list[LoadedSection[NodeConfig]] = []
     app = typer.Typer()
     flags.command(app, NodeConfig, "node", "help", lambda loaded: seen.append(loaded) or 7)
     done = CliRunner().invoke(
@@ -105,7 +105,7 @@ def test_flags_reach_the_config_and_the_return_value_is_the_exit_code() -> None:
 
 
 def test_a_flag_wins_over_set() -> None:
-    seen: list[Loaded[BootstrapConfig]] = []
+    seen: list[LoadedSection[BootstrapConfig]] = []
     app = typer.Typer()
     flags.command(app, BootstrapConfig, "bootstrap", "help", lambda loaded: seen.append(loaded) or 0)
     CliRunner().invoke(app, ["--set", "bootstrap.lease_s=7", "--lease-s", "8"])
@@ -113,7 +113,7 @@ def test_a_flag_wins_over_set() -> None:
 
 
 def test_our_errors_at_run_time_are_one_line_and_exit_code_1() -> None:
-    def fail(loaded: Loaded[BootstrapConfig]) -> int:
+    def fail(loaded: LoadedSection[BootstrapConfig]) -> int:
         raise Unavailable("nothing there; start it")
 
     app = typer.Typer(pretty_exceptions_enable=False)

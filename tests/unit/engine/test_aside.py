@@ -6,14 +6,21 @@ import time
 from collections.abc import Callable
 
 from pdcluster.engine.sampling import deadline_pool as aside_module
-from pdcluster.engine.sampling.deadline_pool import LEAST_PATIENCE, MAX_LEFT, TURNED_AWAY, Aside, Late, TurnedAway
+from pdcluster.engine.sampling.deadline_pool import (
+    LEAST_PATIENCE,
+    MAX_LEFT,
+    TURNED_AWAY,
+    DeadlinePool,
+    Late,
+    TurnedAway,
+)
 
 LATE = Late(is_starved=True)
 """Of a job that waits, and computes nothing."""
 
 
 def test_answers_come_in_the_order_of_the_jobs():
-    aside = Aside[int]("test", 30.0)
+    aside = DeadlinePool[int]("test", 30.0)
     try:
         for _ in range(3):
             assert aside.run([lambda number=number: number for number in range(5)]) == list(range(5))
@@ -23,7 +30,7 @@ def test_answers_come_in_the_order_of_the_jobs():
 
 
 def test_a_late_job_is_left_behind_and_those_behind_it_are_done():
-    aside, may_end = Aside[str]("test", 0.1), threading.Event()
+    aside, may_end = DeadlinePool[str]("test", 0.1), threading.Event()
 
     def hangs() -> str:
         may_end.wait(60)
@@ -43,7 +50,7 @@ def test_a_late_job_is_left_behind_and_those_behind_it_are_done():
 
 
 def test_no_more_threads_than_allowed_are_left_behind():
-    aside, may_end = Aside[bool]("test", 0.05, max_left=2), threading.Event()
+    aside, may_end = DeadlinePool[bool]("test", 0.05, max_left=2), threading.Event()
     try:
         hangs = [lambda: may_end.wait(60)] * 5
         assert aside.run(hangs) == [LATE, LATE, TURNED_AWAY, TURNED_AWAY, TURNED_AWAY] and aside.num_left == 2
@@ -59,7 +66,7 @@ def test_no_more_threads_than_allowed_are_left_behind():
 
 
 def test_of_a_kind_that_was_late_no_other_job_is_begun():
-    aside, may_end, begun = Aside[str]("test", 0.1), threading.Event(), []
+    aside, may_end, begun = DeadlinePool[str]("test", 0.1), threading.Event(), []
 
     def job(name: str, *, hangs: bool = False) -> Callable[[], str]:
         def work() -> str:
@@ -88,7 +95,7 @@ def test_of_a_kind_that_was_late_no_other_job_is_begun():
 
 def test_a_job_of_a_kind_that_was_late_is_late_too_and_not_turned_away():
     """It was told to come back later, and hung in another place then."""
-    aside, may_end = Aside[bool]("test", 0.1, max_left=1), threading.Event()
+    aside, may_end = DeadlinePool[bool]("test", 0.1, max_left=1), threading.Event()
     try:
         assert aside.run([lambda: may_end.wait(60)] * 4, ["x", "y", "x", "y"]) == [LATE, TURNED_AWAY, LATE, TURNED_AWAY]
     finally:
@@ -98,7 +105,7 @@ def test_a_job_of_a_kind_that_was_late_is_late_too_and_not_turned_away():
 
 def test_the_more_are_left_the_less_time_the_next_one_gets(monkeypatch):
     """All together hold up nobody for more than a few times what one may take."""
-    aside, may_end, limits = Aside[bool]("test", 0.08), threading.Event(), []
+    aside, may_end, limits = DeadlinePool[bool]("test", 0.08), threading.Event(), []
     run = aside_module._Helper.run
     monkeypatch.setattr(
         aside_module._Helper, "run", lambda self, jobs, limit_s: (limits.append(limit_s), run(self, jobs, limit_s))[1]
@@ -113,7 +120,7 @@ def test_the_more_are_left_the_less_time_the_next_one_gets(monkeypatch):
 
 
 def test_its_thread_ends_with_it():
-    aside = Aside[int]("test", 30.0)
+    aside = DeadlinePool[int]("test", 30.0)
     aside.run([lambda: 1])
     helper = aside._helper
     aside.close()
@@ -134,7 +141,7 @@ def test_a_job_that_computes_is_told_from_one_that_gets_no_cpu():
         return may_end.is_set()
 
     def told() -> list[bool | Late | TurnedAway]:
-        aside = Aside[bool]("test", 0.2)
+        aside = DeadlinePool[bool]("test", 0.2)
         try:
             return aside.run([computes, lambda: may_end.wait(60), lambda: True])
         finally:
@@ -155,7 +162,7 @@ def test_a_starved_job_that_ends_just_when_it_is_left_is_told_by_what_it_used(mo
         return told(thread)
 
     monkeypatch.setattr(aside_module, "_cpu_s", told_late)
-    aside = Aside[bool]("test", 0.2)
+    aside = DeadlinePool[bool]("test", 0.2)
     try:
         assert aside.run([lambda: may_end.wait(60)]) == [LATE]
     finally:
@@ -178,7 +185,7 @@ class SlowToHear(queue.SimpleQueue):
 
 
 def test_no_job_is_done_twice_when_the_one_before_it_answers_at_the_last_moment():
-    aside, has_begun, done = Aside[str]("test", 30.0), threading.Event(), []
+    aside, has_begun, done = DeadlinePool[str]("test", 30.0), threading.Event(), []
 
     def second() -> str:
         has_begun.set()

@@ -18,7 +18,7 @@ from pdcluster.engine.kernels.loader import (
     load_kernels,
     load_pair_kernels,
 )
-from pdcluster.engine.model.batch import Batch, Limits, build_batch
+from pdcluster.engine.model.batch import Batch, PlanLimits, build_batch
 from pdcluster.engine.ops.attention import Angles, Attention, AttentionShape, HeadNorms, ReferenceAttention
 from pdcluster.engine.ops.attention_cpu import QUERY_BLOCK, CpuAttention
 from pdcluster.engine.ops.batch_invariant import InvariantAttention
@@ -84,7 +84,7 @@ def batch_of(mix: list[Sequence], num_pages: int) -> Batch:
         needed = -(-(sequence.start + sequence.count) // PAGE)
         rows.append(Row("r", np.zeros(sequence.count, np.int32), sequence.start, free[:needed]))
         free = free[needed:]
-    return build_batch(StepPlan(tuple(rows)), Limits(1, num_pages, PAGE, 4096), "cpu")
+    return build_batch(StepPlan(tuple(rows)), PlanLimits(1, num_pages, PAGE, 4096), "cpu")
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import pytest
 
 from pdcluster.core.errors import IntegrityError
 from pdcluster.core.step import Row, StepPlan
-from pdcluster.engine.model.batch import Limits, build_batch
+from pdcluster.engine.model.batch import PlanLimits, build_batch
 
-LIMITS = Limits(vocab_size=50, num_pages=10, page_tokens=4, max_len=30)
+LIMITS = PlanLimits(vocab_size=50, num_pages=10, page_tokens=4, max_len=30)
 
 
 def row(tokens: list[int], start: int, pages: list[int]) -> Row:

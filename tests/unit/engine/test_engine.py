@@ -27,9 +27,9 @@ from pdcluster.core.messages import Sampling
 from pdcluster.core.sampling import Shaping
 from pdcluster.core.step import Row, StepPlan, StepResult
 from pdcluster.engine.engine import NO_NUMBERS, Engine, EngineConfig
-from pdcluster.engine.model.base import Progress
+from pdcluster.engine.model.base import LayerProgress
 from pdcluster.engine.sampling.constraint import MAX_IDLE_STEPS
-from pdcluster.engine.worker import Worker
+from pdcluster.engine.worker import EngineWorker
 
 PAGE = 8
 SHAPE = Shape("qwen3", hidden_size=32, intermediate_size=48, head_dim=16, vocab_size=97, num_layers=3)
@@ -207,7 +207,7 @@ def test_a_bell_that_nobody_heard_says_nothing_about_the_next_step(
 
 def test_progress_advances_by_layers_and_may_live_in_shared_memory(config: EngineConfig) -> None:
     cell = ctypes.c_uint64()
-    engine = Engine(config, Progress(cell))
+    engine = Engine(config, LayerProgress(cell))
     engine.step(StepPlan((row(),)))
     engine.step(StepPlan((row(),)))
     assert engine.progress == cell.value == 2 * SHAPE.num_layers
@@ -331,7 +331,7 @@ def test_a_step_that_takes_too_long_can_be_collected_later() -> None:
         assert gate.wait(30)
         return StepResult((), 1.0)
 
-    worker = Worker(compute, threads=1)
+    worker = EngineWorker(compute, threads=1)
     worker.launch(StepPlan(()))
     with pytest.raises(DeadlineExceeded, match="not done"):
         worker.collect(timeout=0.01)

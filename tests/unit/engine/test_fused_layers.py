@@ -21,8 +21,8 @@ from pdcluster.core.step import Row, StepPlan
 from pdcluster.engine.decoder import Decoder
 from pdcluster.engine.kernels import loader
 from pdcluster.engine.kernels.layer_arrays import BLOCK
-from pdcluster.engine.model.base import Progress
-from pdcluster.engine.model.batch import Batch, Limits, build_batch
+from pdcluster.engine.model.base import LayerProgress
+from pdcluster.engine.model.batch import Batch, PlanLimits, build_batch
 from pdcluster.engine.model.collective import Alone
 from pdcluster.engine.model.config import ModelConfig, read_config
 from pdcluster.engine.model.shard import share_of
@@ -34,7 +34,7 @@ from pdcluster.engine.ops.select import CpuOps, TorchOps, select_ops
 from pdcluster.processes.kernel_cache import filling
 
 PAGE, PAGES, VOCABULARY = 8, 200, 97
-LIMITS = Limits(VOCABULARY, PAGES, PAGE, 800)
+LIMITS = PlanLimits(VOCABULARY, PAGES, PAGE, 800)
 ROUNDING = 2.0**-6
 """Two steps of bfloat16. Kernels may add up in any order (fastmath), and of a kernel that others call each has a
 compiled copy of its own; which copy runs depends on what a process loaded first. Heads that are normalised, where that
@@ -126,7 +126,7 @@ def assert_same_as_separate_calls(model: tuple[ModelConfig, Weights], ops: CpuOp
     separate = Separate(ops._kernels, ops._pairs, ops._parallel, pack=True, panels=ops._panels is not None)
     found = []
     for chosen in (ops, separate):
-        pages, progress = pool(model[0]), Progress()
+        pages, progress = pool(model[0]), LayerProgress()
         computed = decoder(model, pages, chosen)
         assert (computed._fused is not None and computed._fused.takes(slots)) == (chosen is ops)
         wanted = (slots.begins[1:] - 1).tolist()
@@ -182,8 +182,8 @@ def test_scratch_of_a_larger_step_serves_smaller_ones(model: tuple[ModelConfig, 
     used = decoder(model, pages := pool(model[0]), ops)
     for step in steps:
         pages.copy_(pool(model[0]))
-        found = used.forward(step, Progress(), [0])
-        expected = decoder(model, pool(model[0]), ops).forward(step, Progress(), [0])
+        found = used.forward(step, LayerProgress(), [0])
+        expected = decoder(model, pool(model[0]), ops).forward(step, LayerProgress(), [0])
         assert torch.equal(found.hidden(), expected.hidden()) and torch.equal(found.logits(), expected.logits())
 
 
@@ -205,7 +205,7 @@ def test_a_step_rings_after_the_layers_that_it_was_asked_to(
 ) -> None:
     heard = []
     monkeypatch.setattr(os, "eventfd_write", lambda fd, value: heard.append(progress.layers_done))
-    computed, progress = decoder(model, pool(model[0]), ops), Progress()
+    computed, progress = decoder(model, pool(model[0]), ops), LayerProgress()
     last = model[0].num_layers
     for bells in (tuple({1, last}), (last,), ()):
         heard.clear()
@@ -220,9 +220,9 @@ def test_a_layer_is_counted_when_its_kv_is_in_the_pool(model: tuple[ModelConfig,
     """The counter lies where a layer's values go, which write over what was counted before them: this layer and those
     behind it are left."""
     slots, num_layers = batch(decodes(3, 40)), model[0].num_layers
-    decoder(model, expected := pool(model[0]), ops).forward(slots, Progress())
+    decoder(model, expected := pool(model[0]), ops).forward(slots, LayerProgress())
     for layer in range(num_layers):
-        progress, pages = Progress(), pool(model[0])
+        progress, pages = LayerProgress(), pool(model[0])
         place = int(slots.slot_pages[1]), layer, 1, 0, int(slots.slot_offsets[1])
         progress.counter = loader.as_array(pages)[place].view(np.uint64)[:1]
         decoder(model, pages, ops).forward(slots, progress)
@@ -263,7 +263,7 @@ def test_the_kernel_is_compiled_at_the_start(model: tuple[ModelConfig, Weights],
     used._fused._kernel = lambda *arguments: called.add(tuple(map(numba.typeof, arguments)))
     for rows in (decodes(3, 4), decodes(0), [(3, 1), (0, 70)], [(0, 9)]):
         if used._fused.takes(step := batch(rows)):
-            used.forward(step, Progress(), [0])
+            used.forward(step, LayerProgress(), [0])
     assert called == compiled and len(called) == 1
 
 

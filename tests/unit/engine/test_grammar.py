@@ -17,7 +17,7 @@ from scheduled import run
 from pdcluster.api.structured import constraints as structured
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.api.tools.formats import FORMATS
-from pdcluster.api.tools.offered import Function, Offer, Tool
+from pdcluster.api.tools.offered import Function, Offer, ToolDefinition
 from pdcluster.checkpoint.bundled import path
 from pdcluster.core.errors import BadRequest, Overloaded
 from pdcluster.core.grammar import MAX_DEPTH, Grammar
@@ -143,7 +143,7 @@ def test_a_row_that_moved_within_the_mark_of_a_strict_call_goes_on_with_that_cal
         "additionalProperties": False,
     }
     tool = Function("find", parameters=schema, strict=True)
-    form = FORMATS[name].free_form(offer := Offer([tool], [Tool(tool)], False, False), reasons=False)
+    form = FORMATS[name].free_form(offer := Offer([tool], [ToolDefinition(tool)], False, False), reasons=False)
     emitted = list(TEXT.encode(begun, add_special_tokens=False))
     sampling = ask(engine, grammar(form), max_tokens=120, temperature=1.5)
     (output,), _ = run(engine, TEXT.encode("find it", add_special_tokens=False), [sampling], emitted=emitted, name=name)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pdcluster.core.history import history_of
 from pdcluster.core.messages import Sampling
 from pdcluster.core.sampling import LEAST_REPETITION, MOST_REPETITION, Shaping
-from pdcluster.engine.sampling.penalties import Choice
+from pdcluster.engine.sampling.penalties import SamplingRow
 from pdcluster.engine.sampling.sampler import FIRST_CANDIDATES, sample, sample_alone, token_logprobs
 
 DRAWS = 20_000
@@ -32,7 +32,7 @@ def logits_of(probabilities: list[float]) -> torch.Tensor:
 def frequencies(probabilities: list[float], **fields: object) -> np.ndarray:
     """How often each token comes, over DRAWS positions."""
     logits = logits_of(probabilities).expand(DRAWS, -1)
-    tokens = sample(logits, [Choice(sampling(seed=5, **fields), position) for position in range(DRAWS)], ())
+    tokens = sample(logits, [SamplingRow(sampling(seed=5, **fields), position) for position in range(DRAWS)], ())
     return np.bincount(tokens, minlength=len(probabilities)) / DRAWS
 
 
@@ -42,7 +42,7 @@ def support(probabilities: list[float], **fields: object) -> set[int]:
 
 def test_temperature_zero_takes_the_best_token() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 1.0, 0.0]])
-    assert sample(logits, [Choice(sampling(temperature=0.0), 4)] * 2, ()) == [1, 0]
+    assert sample(logits, [SamplingRow(sampling(temperature=0.0), 4)] * 2, ()) == [1, 0]
 
 
 def test_tokens_come_as_often_as_their_probability_says() -> None:
@@ -65,7 +65,7 @@ def test_a_tiny_temperature_is_greedy_without_overflow() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-308, 5e-324])
 def test_no_temperature_is_so_low_that_scores_are_infinite(temperature: float) -> None:
-    choice = Choice(sampling(temperature=temperature), 1)
+    choice = SamplingRow(sampling(temperature=temperature), 1)
     assert sample(torch.tensor([[-3.0, 20.0, 19.0], [-900.0, -901.0, -902.0]]), [choice, choice], ()) == [1, 0]
 
 
@@ -79,7 +79,7 @@ def test_no_temperature_is_so_low_that_scores_are_infinite(temperature: float) -
 def test_a_row_that_is_not_of_numbers_has_no_token_and_the_others_have_theirs(
     draw: Draw, broken: list[float], fields: dict[str, object]
 ) -> None:
-    choices = [Choice(sampling(**fields), position) for position in range(3)]
+    choices = [SamplingRow(sampling(**fields), position) for position in range(3)]
     fine = torch.tensor([[1.0, -math.inf, 0.9], [0.1, 0.2, 0.3], [3.0, 2.0, 3.0]])
     first, _, last = draw(fine, choices, (2,))
     fine[1] = torch.tensor(broken)
@@ -93,13 +93,13 @@ def test_no_penalty_that_a_request_may_have_makes_logits_infinite(
 ) -> None:
     shaping = Shaping(repetition=repetition)
     history = history_of(shaping, np.array([1], np.int32), np.array([], np.int32))
-    choice = Choice(sampling(temperature=temperature, shaping=shaping), 1, history=history)
+    choice = SamplingRow(sampling(temperature=temperature, shaping=shaping), 1, history=history)
     assert sample(torch.tensor([[-1e34, 2e34, 1e34]]), [choice], ()) == [token]
 
 
 def test_a_row_that_may_say_nothing_is_of_numbers_all_the_same() -> None:
     """Its grammar says why it can not go on."""
-    choice = Choice(sampling(temperature=0.0), 1)
+    choice = SamplingRow(sampling(temperature=0.0), 1)
     assert sample(torch.tensor([[1.0, 2.0, 3.0]]), [choice], (), {0: np.zeros(1, np.int32)}) == [0]
 
 
@@ -137,7 +137,7 @@ def test_tokens_that_tie_with_the_last_kept_one_are_kept() -> None:
 def test_top_p_over_a_flat_large_vocabulary_needs_more_than_the_first_candidates() -> None:
     vocabulary = 6 * FIRST_CANDIDATES
     logits = torch.linspace(0.0, 0.01, vocabulary)[None].expand(300, -1)
-    tokens = sample(logits, [Choice(sampling(top_p=0.5), position) for position in range(300)], ())
+    tokens = sample(logits, [SamplingRow(sampling(top_p=0.5), position) for position in range(300)], ())
     assert min(tokens) >= vocabulary * 0.49
     assert min(tokens) < vocabulary * 0.55
 
@@ -164,7 +164,7 @@ def test_a_token_does_not_depend_on_the_other_rows_or_their_order(
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(len(fields), 2000, generator=generator) * 3).bfloat16().float()
     choices = [
-        Choice(sampling(temperature=t, top_k=k, top_p=p, min_p=m, seed=s, choice=index % 3), position)
+        SamplingRow(sampling(temperature=t, top_k=k, top_p=p, min_p=m, seed=s, choice=index % 3), position)
         for index, (t, k, p, m, s, position) in enumerate(fields)
     ]
     together = sample(logits, choices, ())
@@ -176,8 +176,12 @@ def test_a_token_does_not_depend_on_the_other_rows_or_their_order(
 
 def test_the_token_depends_on_seed_choice_and_position() -> None:
     logits = torch.zeros(1, 1000)
-    base = Choice(sampling(seed=1), 7)
-    others = [Choice(sampling(seed=2), 7), Choice(sampling(seed=1, choice=1), 7), Choice(sampling(seed=1), 8)]
+    base = SamplingRow(sampling(seed=1), 7)
+    others = [
+        SamplingRow(sampling(seed=2), 7),
+        SamplingRow(sampling(seed=1, choice=1), 7),
+        SamplingRow(sampling(seed=1), 8),
+    ]
     first = sample(logits, [base], ())
     assert first == sample(logits, [base], ())
     assert all(sample(logits, [other], ()) != first for other in others)
@@ -187,21 +191,21 @@ def test_the_token_depends_on_seed_choice_and_position() -> None:
 def test_ending_tokens_are_banned_until_min_tokens(temperature: float) -> None:
     logits = torch.tensor([[9.0, 8.0, 7.0, 0.0]]).repeat(3, 1)
     short = sampling(temperature=temperature, top_k=1, min_tokens=2, stop_token_ids=(1,))
-    tokens = sample(logits, [Choice(short, 10 + index, index) for index in range(3)], eos_token_ids=(0,))
+    tokens = sample(logits, [SamplingRow(short, 10 + index, index) for index in range(3)], eos_token_ids=(0,))
     assert tokens == [2, 2, 0]
 
 
 def test_bans_leave_the_logits_alone_and_skip_ids_outside_the_vocabulary() -> None:
     logits = torch.tensor([[9.0, 8.0]])
     before = logits.clone()
-    assert sample(logits, [Choice(sampling(temperature=0.0, min_tokens=1, stop_token_ids=(0, 99)), 0)], ()) == [1]
+    assert sample(logits, [SamplingRow(sampling(temperature=0.0, min_tokens=1, stop_token_ids=(0, 99)), 0)], ()) == [1]
     assert torch.equal(logits, before)
 
 
 def test_ignored_end_tokens_are_not_banned() -> None:
     logits = torch.tensor([[9.0, 8.0]])
     assert sample(
-        logits, [Choice(sampling(temperature=0.0, min_tokens=1, ignore_eos=True), 0)], eos_token_ids=(0,)
+        logits, [SamplingRow(sampling(temperature=0.0, min_tokens=1, ignore_eos=True), 0)], eos_token_ids=(0,)
     ) == [0]
 
 

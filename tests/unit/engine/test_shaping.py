@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pdcluster.core.history import History
 from pdcluster.core.messages import Sampling, Shaping
-from pdcluster.engine.sampling.penalties import Choice, shaped
+from pdcluster.engine.sampling.penalties import SamplingRow, shaped
 from pdcluster.engine.sampling.sampler import sample
 
 VOCAB = 24
@@ -77,7 +77,7 @@ def test_logits_change_as_a_plain_implementation_changes_them_whatever_shares_th
             history = History(shaping, ids(prompt), ids(output[: len(output) // 2]))
             for token in output[len(output) // 2 :]:
                 history.add(token)
-        choices.append(Choice(sampling, len(prompt) + len(output), len(output), history))
+        choices.append(SamplingRow(sampling, len(prompt) + len(output), len(output), history))
         expected.append(plain(logits[row].tolist(), shaping or Shaping(), prompt, output, sampling))
     torch.testing.assert_close(shaped(logits, choices, EOS), torch.tensor(expected), rtol=1e-6, atol=1e-6)
     assert torch.equal(logits, before)
@@ -100,7 +100,7 @@ def test_a_history_that_grew_equals_one_that_was_made_of_all_tokens(
 
 def test_rows_without_shaping_are_not_touched() -> None:
     logits = torch.randn(3, VOCAB)
-    assert shaped(logits, [Choice(Sampling(max_tokens=4, seed=0), 5)] * 3, EOS) is logits
+    assert shaped(logits, [SamplingRow(Sampling(max_tokens=4, seed=0), 5)] * 3, EOS) is logits
 
 
 def test_penalties_look_at_no_more_than_the_distinct_tokens_of_a_long_prompt() -> None:
@@ -114,11 +114,11 @@ def test_a_row_whose_every_token_is_ruled_out_still_gets_a_token_of_the_vocabula
     words = Shaping(bad_words=tuple((token,) for token in range(VOCAB)))
     for temperature in (0.0, 1.0):
         sampling = Sampling(max_tokens=4, seed=0, temperature=temperature, shaping=words)
-        choice = Choice(sampling, 3, 0, History(words, ids([1]), ids([])))
+        choice = SamplingRow(sampling, 3, 0, History(words, ids([1]), ids([])))
         assert 0 <= sample(torch.randn(1, VOCAB), [choice], EOS)[0] < VOCAB
 
 
 def test_a_large_bias_decides() -> None:
     shaping = Shaping(biases=((11, 100.0),))
-    choice = Choice(Sampling(max_tokens=4, seed=0, shaping=shaping), 3, 0, History(shaping, ids([1]), ids([])))
+    choice = SamplingRow(Sampling(max_tokens=4, seed=0, shaping=shaping), 3, 0, History(shaping, ids([1]), ids([])))
     assert sample(torch.randn(1, VOCAB), [choice], EOS) == [11]

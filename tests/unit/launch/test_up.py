@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from pdcluster.core.errors import ConfigError, ModelError
 from pdcluster.launch.demo import check_open
-from pdcluster.launch.up import BUNDLED_KV_BYTES, Cluster, Output, Serving, check_free, plan_nodes
+from pdcluster.launch.up import BUNDLED_KV_BYTES, ClusterOutput, LocalCluster, Serving, check_free, plan_nodes
 from pdcluster.processes.supervisor import Spec
-from pdcluster.settings.config import Loaded, UpConfig, load
+from pdcluster.settings.config import LoadedSection, UpConfig, load
 
 
-def loaded(values: dict[str, object] | None = None, file: Path | None = None) -> Loaded[UpConfig]:
+def loaded(values: dict[str, object] | None = None, file: Path | None = None) -> LoadedSection[UpConfig]:
     return load(UpConfig, values or {}, file, {})
 
 
-def cluster(values: dict[str, object] | None = None, file: Path | None = None) -> Cluster:
-    return Cluster(
-        loaded(values, file), Output(io.StringIO(), io.StringIO(), as_json=False, width=9), log_format="text"
+def cluster(values: dict[str, object] | None = None, file: Path | None = None) -> LocalCluster:
+    return LocalCluster(
+        loaded(values, file), ClusterOutput(io.StringIO(), io.StringIO(), as_json=False, width=9), log_format="text"
     )
 
 
@@ -203,13 +203,13 @@ def test_the_ready_line_says_url_model_nodes_transfer_and_time() -> None:
 
 def test_childrens_lines_carry_their_names() -> None:
     err = io.StringIO()
-    Output(io.StringIO(), err, as_json=False, width=9).forward("decode-0", "hello")
+    ClusterOutput(io.StringIO(), err, as_json=False, width=9).forward("decode-0", "hello")
     assert err.getvalue() == "decode-0  | hello\n"
 
 
 def test_json_stays_json() -> None:
     err = io.StringIO()
-    output = Output(io.StringIO(), err, as_json=True, width=9)
+    output = ClusterOutput(io.StringIO(), err, as_json=True, width=9)
     output.forward("decode-0", '{"event": "a"}')
     output.forward("decode-0", "a library's print")
     assert [json.loads(line) for line in err.getvalue().splitlines()] == [

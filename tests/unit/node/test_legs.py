@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.core.messages import Finished, Sampling, Timings, TokenLogprobs, TokenRow, Tokens, Work, pack_tokens
-from pdcluster.node.legs import Ended, EndedLegs, Output, key_of
+from pdcluster.core.messages import Finished, LegTimings, Sampling, TokenLogprobs, TokenRow, Tokens, Work, pack_tokens
+from pdcluster.node.legs import EmittedTokens, Ended, EndedLegs, key_of
 from pdcluster.node.outbox import Outbox
 from pdcluster.transfer.backends.base import Peer
 
@@ -19,7 +19,7 @@ def make_work(num_prompt: int = 3, emitted: int = 0, attempt: int = 0) -> Work:
 
 
 def test_positions_count_over_the_whole_request() -> None:
-    output = Output.of(make_work(num_prompt=3, emitted=4))
+    output = EmittedTokens.of(make_work(num_prompt=3, emitted=4))
     row = output.append(77, None)
     assert (row.position, row.tokens) == (4, (77,))
     assert output.num_output == 5
@@ -27,7 +27,7 @@ def test_positions_count_over_the_whole_request() -> None:
 
 @given(first=st.integers(0, 5), count=st.integers(0, 10), asked=st.integers(0, 20))
 def test_what_is_said_again_continues_what_was_heard(first: int, count: int, asked: int) -> None:
-    output = Output.of(make_work(emitted=first))
+    output = EmittedTokens.of(make_work(emitted=first))
     for token in range(count):
         output.append(100 + first + token, TokenLogprobs(-float(token)))
     row = output.since(asked)
@@ -40,7 +40,7 @@ def test_what_is_said_again_continues_what_was_heard(first: int, count: int, ask
 
 
 def test_prompt_logprobs_go_with_the_first_token_only() -> None:
-    output = Output.of(make_work())
+    output = EmittedTokens.of(make_work())
     output.prompt_logprobs.extend([TokenLogprobs(-1.0), TokenLogprobs(-2.0)])
     assert len(output.append(5, None).prompt_logprobs) == 2
     assert output.append(6, None).prompt_logprobs == ()
@@ -50,8 +50,8 @@ def test_prompt_logprobs_go_with_the_first_token_only() -> None:
 def test_only_the_most_recent_last_words_are_kept() -> None:
     ended = EndedLegs(capacity=2)
     for attempt in range(3):
-        word = Finished("r1", attempt, "length", 0, Timings())
-        ended.add(Ended(ROUTER, Output("r1", attempt, 0), word))
+        word = Finished("r1", attempt, "length", 0, LegTimings())
+        ended.add(Ended(ROUTER, EmittedTokens("r1", attempt, 0), word))
     assert ended.get("r1", 0) is None
     assert ended.get("r1", 2) is not None
 
@@ -71,7 +71,7 @@ class Recorder:
 
 def test_a_turn_is_one_token_frame_per_router_and_what_follows_the_tokens() -> None:
     outbox, recorder, other = Outbox(), Recorder(), Peer("router-2", "boot")
-    word = Finished("r1", 0, "length", 1, Timings())
+    word = Finished("r1", 0, "length", 1, LegTimings())
     outbox.message(ROUTER, word)
     outbox.row(ROUTER, TokenRow("r1", 0, 0, (5,)))
     outbox.row(other, TokenRow("r2", 0, 0, (6,)))
@@ -86,8 +86,8 @@ def test_a_turn_is_one_token_frame_per_router_and_what_follows_the_tokens() -> N
     assert len(recorder.sent) == 3, "nothing is sent twice"
 
 
-def long_output(request: str, tokens: int, alternatives: int = 0) -> Output:
-    output = Output(request, 0, 0)
+def long_output(request: str, tokens: int, alternatives: int = 0) -> EmittedTokens:
+    output = EmittedTokens(request, 0, 0)
     for token in range(tokens):
         output.append(
             token, TokenLogprobs(-1.0, tuple(range(alternatives)), (-2.0,) * alternatives) if alternatives else None
@@ -98,19 +98,19 @@ def long_output(request: str, tokens: int, alternatives: int = 0) -> Output:
 def test_long_outputs_are_forgotten_before_many_short_ones_fill_the_memory() -> None:
     ended = EndedLegs(capacity=100, max_numbers=50)
     for index in range(4):
-        ended.add(Ended(ROUTER, long_output(f"r{index}", 20), Finished(f"r{index}", 0, "length", 20, Timings())))
+        ended.add(Ended(ROUTER, long_output(f"r{index}", 20), Finished(f"r{index}", 0, "length", 20, LegTimings())))
     assert [ended.get(f"r{index}", 0) is not None for index in range(4)] == [False, False, True, True]
-    ended.add(Ended(ROUTER, long_output("wide", 2, alternatives=20), Finished("wide", 0, "length", 2, Timings())))
+    ended.add(Ended(ROUTER, long_output("wide", 2, alternatives=20), Finished("wide", 0, "length", 2, LegTimings())))
     assert len(ended) == 0, "two tokens with 20 alternatives each hold more than 50 numbers"
-    ended.add(Ended(ROUTER, long_output("r9", 5), Finished("r9", 0, "length", 5, Timings())))
+    ended.add(Ended(ROUTER, long_output("r9", 5), Finished("r9", 0, "length", 5, LegTimings())))
     assert len(ended) == 1, "what was forgotten no longer counts"
 
 
 def test_a_word_said_twice_counts_once_and_a_router_that_is_gone_asks_no_more() -> None:
     ended, other = EndedLegs(max_numbers=50), Peer("router-2", "boot")
     for _ in range(10):
-        ended.add(Ended(ROUTER, long_output("r1", 20), Finished("r1", 0, "length", 20, Timings())))
-    ended.add(Ended(other, long_output("r2", 20), Finished("r2", 0, "length", 20, Timings())))
+        ended.add(Ended(ROUTER, long_output("r1", 20), Finished("r1", 0, "length", 20, LegTimings())))
+    ended.add(Ended(other, long_output("r2", 20), Finished("r2", 0, "length", 20, LegTimings())))
     assert len(ended) == 2
     ended.forget_router(ROUTER)
     assert ended.get("r1", 0) is None and ended.get("r2", 0) is not None

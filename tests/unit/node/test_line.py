@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.node.decode import Line
+from pdcluster.node.decode import WaitQueue
 
 
 def test_a_refused_request_is_overtaken_only_so_often() -> None:
-    line = Line(max_overtakes=2)
+    line = WaitQueue(max_overtakes=2)
     line.refused("large", 0.0)
     for small in ("a", "b"):
         assert line.may_try(small, 0.1)
@@ -21,14 +21,14 @@ def test_a_refused_request_is_overtaken_only_so_often() -> None:
 
 
 def test_a_place_is_given_up_by_not_asking_again() -> None:
-    line = Line(max_overtakes=0, patience_s=1.0)
+    line = WaitQueue(max_overtakes=0, patience_s=1.0)
     line.refused("large", 0.0)
     assert not line.may_try("small", 0.9)
     assert line.may_try("small", 1.1) and len(line) == 0
 
 
 def test_the_line_is_bounded() -> None:
-    line = Line(capacity=3)
+    line = WaitQueue(capacity=3)
     for index in range(10):
         line.refused(f"r{index}", 0.0)
     assert len(line) == 3
@@ -37,7 +37,7 @@ def test_the_line_is_bounded() -> None:
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=200))
 def test_no_request_that_keeps_asking_is_passed_more_than_allowed(history: list[tuple[int, bool]]) -> None:
     """Each entry: who asks, and whether there would be room for it."""
-    line, passed, waiting = Line(max_overtakes=3), dict.fromkeys(range(10), 0), []
+    line, passed, waiting = WaitQueue(max_overtakes=3), dict.fromkeys(range(10), 0), []
     for who, room in history:
         if line.may_try(str(who), 0.0) and room:
             for other in waiting[: waiting.index(who)] if who in waiting else waiting:

@@ -28,7 +28,7 @@ from pdcluster.node.tensor_parallel.engine import RankedEngine, RankSettings
 from pdcluster.node.tensor_parallel.messages import Revoke
 from pdcluster.transfer.backends.base import Peer, Permit, Region, Stamp, WriteStatus
 from pdcluster.transfer.backends.tcp import TcpBackend
-from pdcluster.transfer.layout.spans import Run
+from pdcluster.transfer.layout.spans import CopyRun
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -89,7 +89,7 @@ def fetched(engine: RankedEngine) -> np.ndarray:
     (link,) = engine.links
     end = link.ends["tcp"]
     end.connect(READER, here.advert())
-    handle = end.write(READER, MEDIA.region + 1, 0, Stamp(7, 0, 1, nbytes), (Run(0, 0, nbytes),))
+    handle = end.write(READER, MEDIA.region + 1, 0, Stamp(7, 0, 1, nbytes), (CopyRun(0, 0, nbytes),))
     deadline = time.monotonic() + 30
     while (status := end.poll(handle)) is WriteStatus.PENDING:
         assert time.monotonic() < deadline

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdcluster.core.messages import Manage, Managed, Role
-from pdcluster.node.availability import Standing
+from pdcluster.node.availability import NodeAvailability
 
 
 class Card:
@@ -19,7 +19,7 @@ class Card:
 
 def test_a_role_is_changed_and_told_once() -> None:
     card = Card()
-    standing = Standing("prefill", card)
+    standing = NodeAvailability("prefill", card)
     assert standing.apply(Manage(1, "decode")) == Managed(1, "decode", False)
     assert standing.apply(Manage(2, "decode")) == Managed(2, "decode", False)
     assert card.told == ["decode"] and standing.takes_work
@@ -27,21 +27,21 @@ def test_a_role_is_changed_and_told_once() -> None:
 
 def test_a_cordon_is_put_up_and_taken_down() -> None:
     card = Card()
-    standing = Standing("mixed", card)
+    standing = NodeAvailability("mixed", card)
     assert standing.apply(Manage(1, cordoned=True)).cordoned and not standing.takes_work
     assert not standing.apply(Manage(2, cordoned=False)).cordoned and standing.takes_work
     assert card.told == [True, False]
 
 
 def test_a_wish_for_nothing_says_how_it_is() -> None:
-    standing = Standing("mixed", Card())
+    standing = NodeAvailability("mixed", Card())
     standing.apply(Manage(1, "prefill", True))
     assert standing.apply(Manage(9)) == Managed(9, "prefill", True)
 
 
 def test_a_node_on_its_way_out_takes_no_work_again() -> None:
     card = Card()
-    standing = Standing("mixed", card)
+    standing = NodeAvailability("mixed", card)
     standing.drain()
     standing.apply(Manage(1, cordoned=True))
     standing.apply(Manage(2, cordoned=False))

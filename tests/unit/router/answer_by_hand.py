@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from scripted_dispatcher import MODEL, ROUTE, TEXT, ScriptedDispatcher
 
 from pdcluster.api.openai import requests
-from pdcluster_router.core.generation import Chunk, Generation, Sink
+from pdcluster_router.core.generation import Generation, Sink, TokenChunk
 from pdcluster_router.frontend.prepare import Terms, prepare_chat, prepare_completion
 from pdcluster_router.frontend.response import answer
 from pdcluster_router.frontend.server import router_metrics
-from pdcluster_router.http.exchange import Asked, Exchange
+from pdcluster_router.http.exchange import Exchange, ParsedHead
 from pdcluster_router.http.write_coalescing import Posting
 
 
@@ -69,7 +69,7 @@ class ByHand(ScriptedDispatcher):
 
     def says(self, choice: int, position: int, text: str) -> int:
         token_ids = tuple(TEXT.encode(text, add_special_tokens=False))
-        self.sinks[choice].on_chunk(Chunk(position, token_ids, (), (), ROUTE))
+        self.sinks[choice].on_chunk(TokenChunk(position, token_ids, (), (), ROUTE))
         return position + len(token_ids)
 
 
@@ -77,7 +77,7 @@ def asked(
     dispatcher: ByHand, *, is_chat: bool = False, is_http_1_0: bool = False, **fields: object
 ) -> tuple[Line, Exchange]:
     line = Line()
-    exchange = Exchange(line, Asked("POST", "/v1/completions", {}, True, is_http_1_0), "")
+    exchange = Exchange(line, ParsedHead("POST", "/v1/completions", {}, True, is_http_1_0), "")
     terms, common = Terms("r", time.monotonic(), 128, 60.0), {"model": MODEL, "max_tokens": 50, **fields}
     if is_chat:
         prepared = prepare_chat(

@@ -40,7 +40,7 @@ from pdcluster_router.frontend.app import HttpSettings, create_app
 from pdcluster_router.frontend.places import Places
 from pdcluster_router.frontend.server import router_metrics
 from pdcluster_router.http.errors import ClientLeft
-from pdcluster_router.http.exchange import Asked, Exchange
+from pdcluster_router.http.exchange import Exchange, ParsedHead
 from pdcluster_router.policy.base import Force
 from pdcluster_router.policy.placed import Placed
 from pdcluster_router.policy.registry import make_policy
@@ -124,7 +124,7 @@ class CountingCluster(FakeCluster):
         ledger = self.ledger
         return ClusterView(tuple(node.sent(*ledger.counts(node.incarnation)) for node in super().view().nodes))
 
-    def send(self, to: m.Endpoint, message: m.Message) -> None:
+    def send(self, to: m.Endpoint, message: m.NodeMessage) -> None:
         super().send(to, message)
         if isinstance(message, m.Prefill | m.Reserve):
             work = message.work
@@ -254,7 +254,7 @@ class Scene:
 
     def ask(self, headers: dict[bytes, bytes] | None = None, **fields: object) -> None:
         path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
-        asked = Asked("POST", path, {b"content-type": b"application/json", **(headers or {})}, True, False)
+        asked = ParsedHead("POST", path, {b"content-type": b"application/json", **(headers or {})}, True, False)
         line = Line()
         line.end = self.app.over  # type: ignore[method-assign]
         exchange = Exchange(line, asked, "")
@@ -294,7 +294,7 @@ class Scene:
         first, decode = self.leg(m.Prefill), self.leg(m.Reserve) or self.leg(m.Prefill)
         reserve = self.leg(m.Reserve)
         leg = (first, decode)[number % 2]
-        timings = m.Timings(0.25, 0.5, 0.1, 0.05, 4096, 0.75, 3, number % 5, ("tcp", "")[number % 2], number % 3)
+        timings = m.LegTimings(0.25, 0.5, 0.1, 0.05, 4096, 0.75, 3, number % 5, ("tcp", "")[number % 2], number % 3)
         match what:
             case "scheduled":
                 self.says(first, lambda work: m.Scheduled(work.request, work.attempt, number % 7))

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from pdcluster.core.messages import Endpoint, Load, Role
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
-from pdcluster_router.cluster.view import ClusterView, NodeView, Pending
+from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView
 from pdcluster_router.policy.base import Query
 
 COST = NodeCost(PrefillCost(0.005, 1e-4, 1e-9, 512, 100), DecodeCost(0.008, 2e-4, 1e-8, 100))
@@ -109,7 +109,7 @@ def clusters(draw: st.DrawFn, max_nodes: int = 6) -> ClusterView:
                 is_cordoned=draw(st.integers(0, 4)) == 0,
                 max_len=draw(st.sampled_from([100, 32768])),
                 backends=draw(st.sampled_from([("shm",), ("tcp",), ("shm", "tcp"), ()])),
-                pending=draw(st.builds(Pending, *[st.integers(0, 1000)] * 6)),
+                pending=draw(st.builds(InFlightWork, *[st.integers(0, 1000)] * 6)),
                 bandwidth={f"n{other}": draw(st.sampled_from([0.0, 1e6, 1e9])) for other in range(3)},
             )
         )

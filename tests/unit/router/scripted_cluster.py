@@ -53,16 +53,16 @@ class FakeCluster:
     request's inbox; deaf: nodes that are up, but to which nothing can be sent."""
 
     nodes: list[NodeView]
-    handlers: dict[str, Callable[[m.Message, Callable[[object], None]], None]] = field(default_factory=dict)
+    handlers: dict[str, Callable[[m.NodeMessage, Callable[[object], None]], None]] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
-    sent: list[tuple[str, m.Message]] = field(default_factory=list)
+    sent: list[tuple[str, m.NodeMessage]] = field(default_factory=list)
     dead: set[str] = field(default_factory=set)
     deaf: set[str] = field(default_factory=set)
 
     def view(self) -> ClusterView:
         return ClusterView(tuple(node for node in self.nodes if node.name not in self.dead))
 
-    def send(self, to: m.Endpoint, message: m.Message) -> None:
+    def send(self, to: m.Endpoint, message: m.NodeMessage) -> None:
         if to.node in self.dead:
             raise NodeLost(f"{to.node} is dead")
         if to.node in self.deaf:
@@ -72,7 +72,7 @@ class FakeCluster:
         if handler is not None:
             handler(message, lambda body: self.answer(to, message, body))
 
-    def answer(self, to: m.Endpoint, message: m.Message, body: object) -> None:
+    def answer(self, to: m.Endpoint, message: m.NodeMessage, body: object) -> None:
         request = (
             message.work.request
             if isinstance(message, m.Prefill | m.Reserve)
@@ -80,7 +80,7 @@ class FakeCluster:
         )
         self.ledger.deliver(request, to.incarnation, body)
 
-    def sent_to(self, node: str, kind: type) -> list[m.Message]:
+    def sent_to(self, node: str, kind: type) -> list[m.NodeMessage]:
         return [message for name, message in self.sent if name == node and isinstance(message, kind)]
 
     def kill(self, node: NodeView, reason: str = "link lost") -> None:
@@ -121,7 +121,7 @@ class ScriptedPair:
         self.cluster.kill(node)
         return True
 
-    def on_prefill(self, message: m.Message, answer: Callable[[object], None]) -> None:
+    def on_prefill(self, message: m.NodeMessage, answer: Callable[[object], None]) -> None:
         if isinstance(message, m.Prefill):
             work = message.work
             self.works[self.prefill.name] = work
@@ -137,7 +137,7 @@ class ScriptedPair:
             if self._dies(self.prefill, "before_commit"):
                 return
             work = self.works[self.prefill.name]
-            answer(m.Delivered(work.request, work.attempt, m.Timings(prefill_s=0.1, backend="shm")))
+            answer(m.Delivered(work.request, work.attempt, m.LegTimings(prefill_s=0.1, backend="shm")))
             if not self._dies(self.decode, "after_commit"):
                 reserved = self.works[self.decode.name]
                 self.run(
@@ -147,7 +147,7 @@ class ScriptedPair:
                     self.emitted(work),
                 )
 
-    def on_decode(self, message: m.Message, answer: Callable[[object], None]) -> None:
+    def on_decode(self, message: m.NodeMessage, answer: Callable[[object], None]) -> None:
         if isinstance(message, m.Reserve):
             self.works[self.decode.name] = message.work
             if self.refusals:
@@ -169,7 +169,7 @@ class ScriptedPair:
                 return
         answer(
             m.Finished(
-                work.request, work.attempt, "length", self.num_tokens, m.Timings(decode_tokens=self.num_tokens - 1)
+                work.request, work.attempt, "length", self.num_tokens, m.LegTimings(decode_tokens=self.num_tokens - 1)
             )
         )
 

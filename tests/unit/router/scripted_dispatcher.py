@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.core.errors import PdclusterError, UnknownModel
 from pdcluster.core.messages import FinishReason, TokenLogprobs
-from pdcluster_router.core.generation import Chunk, Done, Generation, ModelInfo, Route, Sink, Timeline
+from pdcluster_router.core.generation import Done, Generation, ModelInfo, RequestRoute, Sink, Timeline, TokenChunk
 from pdcluster_router.frontend.app import HttpSettings, create_app
 from pdcluster_router.frontend.places import Places
 from pdcluster_router.frontend.server import listening, router_metrics
@@ -22,7 +22,7 @@ TEXT = TextModel(byte_level_files())
 EOS = TEXT.eos_token_ids[0]
 MAX_LEN = 256
 VOCAB = TEXT.vocab_size + 8  # padded, as models have it
-ROUTE = Route("remote", "p-1", "d-1", "shm")
+ROUTE = RequestRoute("remote", "p-1", "d-1", "shm")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def logprobs_of(token_id: int, wanted: int) -> TokenLogprobs:
 class Played:
     """Implements generation.Running: tells a sink what a stream of events says, in a task of its own."""
 
-    def __init__(self, events: AsyncGenerator[Chunk | Done, None], sink: Sink) -> None:
+    def __init__(self, events: AsyncGenerator[TokenChunk | Done, None], sink: Sink) -> None:
         self._task = asyncio.create_task(self._tell(events, sink))
 
     def finish(self, num_output: int) -> None:
@@ -66,7 +66,7 @@ class Played:
     def cancel(self, reason: str) -> None:
         self._task.cancel()
 
-    async def _tell(self, events: AsyncGenerator[Chunk | Done, None], sink: Sink) -> None:
+    async def _tell(self, events: AsyncGenerator[TokenChunk | Done, None], sink: Sink) -> None:
         try:
             async with aclosing(events):
                 async for event in events:
@@ -81,7 +81,7 @@ class Played:
 @dataclass
 class ScriptedDispatcher:
     script: Callable[[Generation], Iterable[Step]] = lambda _: says("hello world")
-    route: Route = ROUTE
+    route: RequestRoute = ROUTE
     cached_tokens: int = 3
     is_up: bool = True
     max_len: int = MAX_LEN
@@ -92,7 +92,7 @@ class ScriptedDispatcher:
     def start(self, generation: Generation, sink: Sink) -> Played:
         return Played(self.generate(generation), sink)
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Chunk | Done, None]:
+    async def generate(self, generation: Generation) -> AsyncGenerator[TokenChunk | Done, None]:
         self.started.append(generation)
         completed = False
         try:
@@ -102,7 +102,7 @@ class ScriptedDispatcher:
         finally:
             (self.ended if completed else self.cancelled).append(generation.request)
 
-    async def _play(self, generation: Generation) -> AsyncIterator[Chunk | Done]:
+    async def _play(self, generation: Generation) -> AsyncIterator[TokenChunk | Done]:
         position, last = 0, None
         sampling = generation.sampling
         for step in self.script(generation):
@@ -122,7 +122,7 @@ class ScriptedDispatcher:
         timeline = Timeline(queue_s=0.25, prefill_s=0.5, transfer_bytes=4096, decode_tokens=position - 1)
         yield Done(reason, last if stopped else None, self.cached_tokens, 1, self.route, timeline)
 
-    def _chunk(self, generation: Generation, position: int, ids: tuple[int, ...]) -> Chunk:
+    def _chunk(self, generation: Generation, position: int, ids: tuple[int, ...]) -> TokenChunk:
         wanted, prompt = generation.sampling.logprobs, generation.sampling.prompt_logprobs
         logprobs = () if wanted is None else tuple(logprobs_of(token_id, wanted) for token_id in ids)
         prompt_logprobs = (
@@ -130,7 +130,7 @@ class ScriptedDispatcher:
             if prompt is None or position
             else tuple(logprobs_of(token_id, prompt) for token_id in generation.token_ids[1:])
         )
-        return Chunk(position, ids, logprobs, prompt_logprobs, self.route)
+        return TokenChunk(position, ids, logprobs, prompt_logprobs, self.route)
 
     def models(self) -> Sequence[ModelInfo]:
         return [ModelInfo(MODEL, 1_700_000_000, self.max_len, VOCAB, (EOS,))] if self.is_up else []

@@ -13,9 +13,9 @@ from heapq import nsmallest
 from msgspec.structs import replace
 
 from pdcluster.core.errors import Unavailable
-from pdcluster_router.cluster.pacing import Pace
+from pdcluster_router.cluster.pacing import NodePacing
 from pdcluster_router.cluster.view import ClusterView, NodeView
-from pdcluster_router.policy.base import Candidate, Choice, LegName, Predicted, Query
+from pdcluster_router.policy.base import Candidate, LegName, Predicted, Query, RoutingDecision
 from pdcluster_router.policy.predicted.cost_model import (
     COMFORT,
     COPY_WEIGHT,
@@ -57,7 +57,7 @@ class Station:
     """A node and its pace, side by side."""
 
     node: NodeView
-    pace: Pace
+    pace: NodePacing
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def prompt_on(station: Station, query: Query, source: NodeView | None) -> Prompt
     return fetched if fetched.fetch_s + fetched.compute_s < alone.compute_s else alone
 
 
-def _compute_s(pace: Pace, query: Query, cached: int) -> float:
+def _compute_s(pace: NodePacing, query: Query, cached: int) -> float:
     """The prompt's own work, from its first step to its first token."""
     return pace.prefill.seconds(max(query.num_tokens - cached, 1), cached) * pace.stretch
 
@@ -174,13 +174,13 @@ def strained(station: Station, query: Query, share: float) -> tuple[float, float
     return tpot_s, 1.0 + STRAIN * max(tpot_s / limit_s - 1.0, 0.0) if limit_s > 0 else 1.0
 
 
-def busy_tpot_s(pace: Pace, share: float, row_s: float) -> float:
+def busy_tpot_s(pace: NodePacing, share: float, row_s: float) -> float:
     """Of a row that adds row_s to each step, when prompts are computed for that share of the time."""
     quiet, busy = pace.tpot_s + row_s, pace.prompt_step_s + row_s
     return 1.0 / ((1.0 - share) / quiet + share / busy) if quiet > 0 else 0.0
 
 
-def paused_tpot_s(pace: Pace, output: int, row_s: float) -> float:
+def paused_tpot_s(pace: NodePacing, output: int, row_s: float) -> float:
     """Of a row that adds row_s to each step, when what waits now is computed beside it, and then no more."""
     quiet, busy = pace.tpot_s + row_s, pace.prompt_step_s + row_s
     share = min(pace.wait_s / busy / output, 1.0) if quiet > 0 else 0.0
@@ -269,7 +269,7 @@ class PlainSeconds:
         self._gap = gap
         self._cold = Scored(Product())
 
-    def choose(self, query: Query, view: ClusterView) -> Choice:
+    def choose(self, query: Query, view: ClusterView) -> RoutingDecision:
         if view.typical_cost is None:
             return replace(self._cold.choose(query, view), policy=self.name)
         found = pools(query, view)
@@ -361,7 +361,7 @@ class PlainSeconds:
         local: Ranked | None,
         market: Market,
         stations: Sequence[Station],
-    ) -> Choice:
+    ) -> RoutingDecision:
         if remote is None:
             assert local is not None
             return self._local_choice(local, market, query, local.candidates(query))
@@ -408,8 +408,10 @@ class PlainSeconds:
             return local_cost + margin < remote_cost
         return local_cost < remote_cost + (margin if query.previous == "local" else 0.0)
 
-    def _local_choice(self, local: Ranked, market: Market, query: Query, record: tuple[Candidate, ...]) -> Choice:
-        return Choice(
+    def _local_choice(
+        self, local: Ranked, market: Market, query: Query, record: tuple[Candidate, ...]
+    ) -> RoutingDecision:
+        return RoutingDecision(
             "local",
             None,
             local.best.node,
@@ -421,10 +423,12 @@ class PlainSeconds:
 
     def _remote_choice(
         self, remote: tuple[Ranked, Ranked], market: Market, query: Query, record: tuple[Candidate, ...]
-    ) -> Choice:
+    ) -> RoutingDecision:
         prefills, decodes = remote
         predicted, pull = _predicted(prefills, decodes, market, query), _pull(prefills.best, market, query)
-        return Choice("remote", prefills.best.node, decodes.best.node, lambda: record, predicted, self.name, pull)
+        return RoutingDecision(
+            "remote", prefills.best.node, decodes.best.node, lambda: record, predicted, self.name, pull
+        )
 
 
 def _num_slowed(station: Station) -> float:

@@ -14,7 +14,7 @@ from test_dispatch import EXPECTED, NoModels, collect, make_dispatch, make_gener
 from pdcluster.core import errors
 from pdcluster.core import messages as m
 from pdcluster_router.cluster.legs import Lost
-from pdcluster_router.core.generation import Chunk, Generation, ModelInfo
+from pdcluster_router.core.generation import Generation, ModelInfo, TokenChunk
 from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 
@@ -40,7 +40,7 @@ async def test_kv_goes_to_another_decode_node_after_its_first_token_was_streamed
     serve_prefill = second.on_prefill
     second.install()
 
-    def prefill(message: m.Message, answer) -> None:
+    def prefill(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Deliver) and message.ticket.reader.node == "d0":
             cluster.kill(cluster.nodes[1], "it died during the transfer")
             return
@@ -59,11 +59,11 @@ async def test_a_decode_node_that_breaks_every_transfer_is_not_asked_for_ever() 
     cluster, pair, _ = make_pair()
     serve = cluster.handlers["p0"]
 
-    def prefill(message: m.Message, answer) -> None:
+    def prefill(message: m.NodeMessage, answer) -> None:
         if not isinstance(message, m.Deliver):
             serve(message, answer)
 
-    def broken(message: m.Message, answer) -> None:
+    def broken(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Reserve):
             answer(m.Reserved(make_ticket(message.work, pair.decode, message.writer)))
             answer(m.Failed(message.work.request, message.work.attempt, "transfer_failed", "digest mismatch", True))
@@ -85,12 +85,12 @@ async def test_who_waits_for_room_loses_no_time_of_handshake_or_transfer() -> No
 async def test_a_transfer_clock_runs_for_the_second_decode_node_too() -> None:
     cluster = FakeCluster([make_node("p0", "prefill"), make_node("d0", "decode")])
 
-    def prefill(message: m.Message, answer) -> None:
+    def prefill(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Prefill):
             answer(m.Scheduled(message.work.request, message.work.attempt))
             answer(m.TokenRow(message.work.request, message.work.attempt, 0, (100,)))
 
-    def decode(message: m.Message, answer) -> None:
+    def decode(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Reserve):
             answer(m.Reserved(make_ticket(message.work, cluster.nodes[1], message.writer)))
 
@@ -104,7 +104,7 @@ async def test_a_transfer_clock_runs_for_the_second_decode_node_too() -> None:
 async def test_what_of_the_work_is_at_fault_is_told_whether_a_node_refused_it_or_failed_at_it(how: str) -> None:
     cluster = FakeCluster([make_node("m0", "mixed")])
 
-    def end(message: m.Message, answer) -> None:
+    def end(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Prefill):
             key = message.work.request, message.work.attempt
             failed = m.Failed(*key, errors.BadRequest.code, "too slow", False, "grammar")
@@ -125,14 +125,14 @@ async def test_a_prompt_that_is_never_scheduled_runs_into_the_queue_clock() -> N
 async def test_a_stream_that_falls_silent_is_replayed_elsewhere() -> None:
     cluster = FakeCluster([make_node("m0", "mixed"), make_node("m1", "mixed", in_flight=2)])
 
-    def mute(message: m.Message, answer) -> None:
+    def mute(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Prefill):
             answer(m.TokenRow(message.work.request, message.work.attempt, 0, (100, 101)))
 
-    def serve(message: m.Message, answer) -> None:
+    def serve(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Prefill):
             answer(m.TokenRow(message.work.request, message.work.attempt, 2, (102, 103)))
-            answer(m.Finished(message.work.request, message.work.attempt, "length", 4, m.Timings()))
+            answer(m.Finished(message.work.request, message.work.attempt, "length", 4, m.LegTimings()))
 
     cluster.handlers = {"m0": mute, "m1": serve}
     dispatch = Dispatch(
@@ -161,7 +161,7 @@ async def test_a_node_that_dies_between_its_last_token_and_its_last_word_is_not_
 ) -> None:
     cluster = FakeCluster([make_node("m0", "mixed"), make_node("m1", "mixed", in_flight=2)])
 
-    def die(message: m.Message, answer) -> None:
+    def die(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Prefill):
             answer(m.TokenRow(message.work.request, message.work.attempt, 0, tuple(EXPECTED)))
             cluster.kill(cluster.nodes[0])
@@ -178,7 +178,7 @@ async def test_a_decode_node_that_dies_after_its_last_word_costs_nothing() -> No
     cluster, pair, _ = make_pair()
     serve = cluster.handlers["p0"]
 
-    def prefill(message: m.Message, answer) -> None:
+    def prefill(message: m.NodeMessage, answer) -> None:
         def without_report(body: object) -> None:
             if not isinstance(body, m.Delivered):
                 answer(body)
@@ -197,7 +197,7 @@ async def test_what_was_cached_is_known_even_when_the_prefill_nodes_report_comes
     cluster, pair, _ = make_pair()
     serve = cluster.handlers["p0"]
 
-    def prefill(message: m.Message, answer) -> None:
+    def prefill(message: m.NodeMessage, answer) -> None:
         def changed(body: object) -> None:
             if isinstance(body, m.Scheduled):
                 answer(m.Scheduled(body.request, body.attempt, cached_tokens=8))
@@ -217,7 +217,7 @@ async def test_a_refusal_after_a_long_stream_is_held_like_any_other() -> None:
     cluster = FakeCluster([make_node("m0", "mixed")])
     calls: list[m.Work] = []
 
-    def serve(message: m.Message, answer) -> None:
+    def serve(message: m.NodeMessage, answer) -> None:
         if not isinstance(message, m.Prefill):
             return
         work = message.work
@@ -228,7 +228,7 @@ async def test_a_refusal_after_a_long_stream_is_held_like_any_other() -> None:
             answer(m.Refused(work.request, work.attempt, "prefill", "full", 0.01))
         else:
             answer(m.TokenRow(work.request, work.attempt, 2, (102, 103)))
-            answer(m.Finished(work.request, work.attempt, "length", 4, m.Timings()))
+            answer(m.Finished(work.request, work.attempt, "length", 4, m.LegTimings()))
 
     cluster.handlers["m0"] = serve
     settings = DispatchSettings(hold_s=0.2, stages=StageDeadlines(liveness_s=0.3, hold_s=0.01))
@@ -241,7 +241,7 @@ async def test_a_busy_prefill_node_is_passed_over_and_a_busy_pool_is_waited_for(
         [make_node("p0", "prefill"), make_node("p1", "prefill", in_flight=1), make_node("d0", "decode")]
     )
 
-    def refuse(message: m.Message, answer) -> None:
+    def refuse(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Prefill):
             answer(m.Refused(message.work.request, message.work.attempt, "prefill", "finished KV waits here", 5.0))
 
@@ -262,7 +262,7 @@ async def test_an_answer_about_an_older_attempt_does_not_end_the_present_one() -
     cluster = FakeCluster([make_node("m0", "mixed")])
     started = asyncio.Event()
 
-    def serve(message: m.Message, answer) -> None:
+    def serve(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Prefill):
             started.set()
 
@@ -286,8 +286,8 @@ def with_prompt_logprobs(max_tokens: int = 4) -> Generation:
     )
 
 
-async def chunks_of(dispatch: Dispatch, generation: Generation) -> list[Chunk]:
-    return [event async for event in dispatch.generate(generation) if isinstance(event, Chunk)]
+async def chunks_of(dispatch: Dispatch, generation: Generation) -> list[TokenChunk]:
+    return [event async for event in dispatch.generate(generation) if isinstance(event, TokenChunk)]
 
 
 @pytest.mark.parametrize("fate", ["late", "lost", "its node died"])
@@ -302,11 +302,11 @@ async def test_a_prompts_logprobs_come_with_the_first_token_even_when_the_decode
         for said in (
             row(work, 0, (100, 101)),
             row(work, 2, (102, 103)),
-            m.Finished(work.request, work.attempt, "length", 4, m.Timings()),
+            m.Finished(work.request, work.attempt, "length", 4, m.LegTimings()),
         ):
             cluster.ledger.deliver(work.request, boot, said)
 
-    def prefill(message: m.Message, answer) -> None:
+    def prefill(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Prefill):
             prompts.append(message.work)
             answer(m.Scheduled(message.work.request, message.work.attempt))
@@ -318,9 +318,9 @@ async def test_a_prompts_logprobs_come_with_the_first_token_even_when_the_decode
                 return
             if fate == "late" or is_second:
                 answer(m.TokenRow(work.request, work.attempt, 0, (100,), prompt_logprobs=PROMPT_LOGPROBS))
-            answer(m.Delivered(work.request, work.attempt, m.Timings()))
+            answer(m.Delivered(work.request, work.attempt, m.LegTimings()))
 
-    def decode(message: m.Message, answer) -> None:
+    def decode(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Reserve):
             reserved.append(message.work)
             answer(m.Reserved(make_ticket(message.work, cluster.nodes[1], message.writer)))

@@ -11,10 +11,10 @@ from scripted_cluster import FakeCluster, make_chooser, make_node, make_ticket
 from pdcluster.core import messages as m
 from pdcluster.core.sampling import Sampling
 from pdcluster.kv.hashing import chain_root
-from pdcluster_router.core.generation import Chunk, Mode
+from pdcluster_router.core.generation import Mode, TokenChunk
 from pdcluster_router.core.job import HashChain, Job
 from pdcluster_router.core.stages import StageDeadlines
-from pdcluster_router.policy.base import Choice
+from pdcluster_router.policy.base import RoutingDecision
 from pdcluster_router.request.attempt import Attempt
 
 TOKENS = tuple(range(100, 112))
@@ -37,10 +37,10 @@ class World:
         prefill, decode = cluster.nodes
         chain = HashChain(chain_root(block_tokens=4), 4)
         self.job = Job("r1", list(range(10)), Sampling(12, 1, prompt_logprobs=prompt_logprobs), 600.0, chain)
-        choice = Choice(mode, prefill if mode == "remote" else None, decode)
+        choice = RoutingDecision(mode, prefill if mode == "remote" else None, decode)
         self.attempt = kind(self.job, choice, cluster, make_chooser(cluster), StageDeadlines(), lambda: self.now)
         self.attempt.start()
-        self.chunks: list[Chunk] = []
+        self.chunks: list[TokenChunk] = []
         (self.work,) = [
             sent.work for _, sent in cluster.sent if isinstance(sent, m.Prefill if mode == "local" else m.Reserve)
         ]
@@ -48,10 +48,10 @@ class World:
             self.hear("p0-boot", m.TokenRow("r1", 0, 0, TOKENS[:1], LOGPROBS[:1]))
             self.hear("d0-boot", m.Reserved(make_ticket(self.work, decode, prefill.endpoint)))
 
-    def hear(self, incarnation: str, body: m.Message | m.TokenRow) -> None:
+    def hear(self, incarnation: str, body: m.NodeMessage | m.TokenRow) -> None:
         self.now += 1.0
         if isinstance(body, m.TokenRow) and self.attempt.goes_on(incarnation, body):
-            self.chunks.append(Chunk(body.position, body.tokens, body.logprobs, (), self.attempt.route()))
+            self.chunks.append(TokenChunk(body.position, body.tokens, body.logprobs, (), self.attempt.route()))
         else:
             self.chunks += self.attempt.handle(incarnation, body)
 
@@ -99,7 +99,7 @@ def test_rows_in_any_order_lead_to_the_same_by_both_ways(
     for world in worlds:
         for sent in rows_of(world, [(position, 1) for position in range(goes_on)] + cuts, is_told):
             world.hear("d0-boot", sent)
-        world.hear("d0-boot", m.Finished("r1", world.work.attempt, "length", len(TOKENS), m.Timings()))
+        world.hear("d0-boot", m.Finished("r1", world.work.attempt, "length", len(TOKENS), m.LegTimings()))
     assert worlds[0].seen == worlds[1].seen
     emitted = worlds[0].job.emitted
     assert tuple(emitted) == TOKENS[: len(emitted)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pdcluster.core.bounds import MAX_SECONDS
 from pdcluster.cost.cost import CostError, DecodeCost, NodeCost, PrefillCost, num_pairs
-from pdcluster.cost.fit import Fit, Step
+from pdcluster.cost.fit import CostFit, Step
 from pdcluster_router.cluster.pacing import SURE_SAMPLES, blended_decode, blended_prefill, completed
 
 TYPICAL = NodeCost(PrefillCost(5e-3, 5e-5, 4e-9, 512, 5000), DecodeCost(8e-3, 1e-4, 3e-8, 5000))
@@ -18,7 +18,7 @@ TYPICAL = NodeCost(PrefillCost(5e-3, 5e-5, 4e-9, 512, 5000), DecodeCost(8e-3, 1e
 
 def own(num_steps: int, factor: float = 1.3) -> NodeCost:
     """Of a node `factor` times as slow, fitted to so many short prompts and to no decode step."""
-    fit, chance = Fit(512), random.Random(7)
+    fit, chance = CostFit(512), random.Random(7)
     for _ in range(num_steps):
         tokens = chance.randrange(16, 65)
         pairs = num_pairs(tokens, 0)

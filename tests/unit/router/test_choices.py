@@ -12,13 +12,13 @@ from test_answer import ByHand
 from pdcluster.api.openai import requests
 from pdcluster.core.errors import Cancelled, IntegrityError, ProtocolError
 from pdcluster.core.messages import TokenLogprobs
-from pdcluster_router.core.generation import Chunk
-from pdcluster_router.frontend.choices import Choice, pieces_of
+from pdcluster_router.core.generation import TokenChunk
+from pdcluster_router.frontend.choices import OutputChoice, pieces_of
 from pdcluster_router.frontend.prepare import Terms, prepare_completion
 from pdcluster_router.request import stream
 
 
-def one_choice(dispatcher: ByHand, **fields: object) -> Choice:
+def one_choice(dispatcher: ByHand, **fields: object) -> OutputChoice:
     request = requests.decode_completion(
         json.dumps({"model": MODEL, "prompt": "hi", "max_tokens": 50, **fields}).encode()
     )
@@ -60,13 +60,13 @@ async def test_a_reader_that_is_too_far_behind_gets_what_waits_and_then_is_told(
 @pytest.mark.parametrize(
     "chunk",
     [
-        Chunk(0, (VOCAB,), (), (), ROUTE),
-        Chunk(0, (5,), (TokenLogprobs(-0.5, (5, VOCAB), (-0.5, -1.0)),), (), ROUTE),
-        Chunk(0, (5,), (TokenLogprobs(-0.5, (5,), (-0.5,)),), (TokenLogprobs(-0.5, (VOCAB,), (-0.5,)),), ROUTE),
+        TokenChunk(0, (VOCAB,), (), (), ROUTE),
+        TokenChunk(0, (5,), (TokenLogprobs(-0.5, (5, VOCAB), (-0.5, -1.0)),), (), ROUTE),
+        TokenChunk(0, (5,), (TokenLogprobs(-0.5, (5,), (-0.5,)),), (TokenLogprobs(-0.5, (VOCAB,), (-0.5,)),), ROUTE),
     ],
     ids=["token", "alternative", "alternative in the prompt"],
 )
-async def test_a_token_that_the_model_does_not_have_ends_the_choice_with_an_error(chunk: Chunk) -> None:
+async def test_a_token_that_the_model_does_not_have_ends_the_choice_with_an_error(chunk: TokenChunk) -> None:
     dispatcher = ByHand()
     pieces = pieces_of(one_choice(dispatcher, logprobs=2, echo=True), dispatcher)
     dispatcher.on_start = lambda: dispatcher.sinks[0].on_chunk(chunk)
@@ -78,7 +78,7 @@ async def test_a_token_that_the_model_does_not_have_ends_the_choice_with_an_erro
 async def test_tokens_that_skip_a_position_end_the_choice_with_an_error() -> None:
     dispatcher = ByHand()
     pieces = pieces_of(one_choice(dispatcher), dispatcher)
-    dispatcher.on_start = lambda: dispatcher.sinks[0].on_chunk(Chunk(1, (5,), (), (), ROUTE))
+    dispatcher.on_start = lambda: dispatcher.sinks[0].on_chunk(TokenChunk(1, (5,), (), (), ROUTE))
     with pytest.raises(IntegrityError, match="position 1 came after 0"):
         await anext(pieces)
     assert dispatcher.ends, "and its nodes are told"

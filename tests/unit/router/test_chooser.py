@@ -10,9 +10,9 @@ from pdcluster.core.messages import Sampling
 from pdcluster.kv.hashing import chain_root
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.job import HashChain, Job
-from pdcluster_router.policy.base import Choice, Query
+from pdcluster_router.policy.base import Query, RoutingDecision
 from pdcluster_router.policy.cache_pressure import NEWEST, PRIOR
-from pdcluster_router.policy.placed import Asked
+from pdcluster_router.policy.placed import PlacementQuery
 from pdcluster_router.policy.predicted.cost_model import LOST
 from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.policy.registry import make_policy
@@ -126,7 +126,7 @@ def test_what_is_expected_counts_as_cached_where_it_is_more_but_cannot_be_fetche
 class Broken:
     name = "broken"
 
-    def choose(self, query: Query, view: ClusterView) -> Choice:
+    def choose(self, query: Query, view: ClusterView) -> RoutingDecision:
         raise ZeroDivisionError("a bug of the policy's author")
 
     def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:
@@ -174,10 +174,10 @@ def test_a_policy_is_told_how_much_of_what_prompts_had_before_is_lost() -> None:
 
 def test_the_short_way_tells_a_policy_the_same_numbers() -> None:
     """What `Chooser.query` says in names, `place` says in the order in which compiled functions take it."""
-    found: list[Asked] = []
+    found: list[PlacementQuery] = []
 
     class Listening(Seconds):
-        def place(self, asked: Asked, view: ClusterView) -> None:
+        def place(self, asked: PlacementQuery, view: ClusterView) -> None:
             found.append(asked)
 
     chooser = make_chooser(itl_s=0.03)
@@ -194,14 +194,14 @@ def test_the_short_way_tells_a_policy_the_same_numbers() -> None:
 def test_what_a_prompt_fetches_or_shares_keeps_no_node_busy() -> None:
     """A pulled prefix counted as if it were computed: nodes that fetch much looked busy with prompts."""
 
-    def busy(choice: Choice, cached: int = 0) -> float:
+    def busy(choice: RoutingDecision, cached: int = 0) -> float:
         chooser = make_chooser("seconds")
         chooser.note_sent(choice, 1000, cached, 1.0)
         return chooser.query(make_job(), 1.0, NODES).busy_serving
 
     prefill, decode = NODES.find("p0-boot"), NODES.find("d1-boot")
     assert prefill is not None and decode is not None
-    alone = Choice("remote", prefill, decode)
+    alone = RoutingDecision("remote", prefill, decode)
     assert busy(replace(alone, pull=decode, pull_tokens=600)) == busy(alone, cached=600) < busy(alone)
     assert busy(replace(alone, pull=decode, pull_tokens=600), cached=800) == busy(alone, cached=800)
     assert busy(replace(alone, policy=FORK)) == busy(alone, cached=999) > 0.0

@@ -13,16 +13,27 @@ from msgspec.structs import replace
 from policy_cases import COST, make_load
 
 from pdcluster.bootstrap.card import NodeCard
-from pdcluster.core.messages import HASH_BYTES, Cancel, Endpoint, Failed, Load, Message, Prefill, Refused, Reserve, Work
+from pdcluster.core.messages import (
+    HASH_BYTES,
+    Cancel,
+    Endpoint,
+    Failed,
+    Load,
+    NodeMessage,
+    Prefill,
+    Refused,
+    Reserve,
+    Work,
+)
 from pdcluster.core.sampling import Sampling
 from pdcluster.kv.layout import Fingerprint, KVLayout
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.router_link import LinkState
 from pdcluster.wire.sockets import WireSettings
 from pdcluster_router.cluster.in_flight import Sent
-from pdcluster_router.cluster.legs import Leg
-from pdcluster_router.cluster.node_table import Cluster, NodeState
-from pdcluster_router.cluster.view import ClusterView, Pending
+from pdcluster_router.cluster.legs import RequestLeg
+from pdcluster_router.cluster.node_table import NodeState, NodeTable
+from pdcluster_router.cluster.view import ClusterView, InFlightWork
 
 FINGERPRINT = Fingerprint(
     "tiny", "sha-1", 1, 32, KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, page_tokens=32, dtype="float32")
@@ -37,7 +48,7 @@ class StandingLink:
     lost_because: str = "cut by the test"
     num_sent: int = 0
 
-    def send(self, message: Message) -> int:
+    def send(self, message: NodeMessage) -> int:
         self.num_sent += 1
         return self.num_sent
 
@@ -50,10 +61,10 @@ class World:
 
     def __init__(self, number: int, seed: int) -> None:
         self.chance = random.Random(seed)
-        self.cluster = Cluster(
+        self.cluster = NodeTable(
             Peer("router", "boot"), context=cast("zmq.Context[zmq.Socket[bytes]]", None), settings=WireSettings()
         )
-        self.legs: list[Leg] = []
+        self.legs: list[RequestLeg] = []
         self.sequence = 0
         for index in range(number):
             self.join(f"n{index}")
@@ -102,10 +113,10 @@ class World:
         if self.names:
             self.sequence += 1
             incarnation = self.chance.choice(self.names)
-            leg = Leg(f"r{self.sequence}", 0, self.cluster._nodes[incarnation].endpoint, [])
+            leg = RequestLeg(f"r{self.sequence}", 0, self.cluster._nodes[incarnation].endpoint, [])
             self.cluster.ledger.enter(leg)
             self.cluster.ledger.pending.enter(
-                incarnation, leg.request, Sent(0, self.sequence, Pending(1, 100, 5000, 1, 100), b"")
+                incarnation, leg.request, Sent(0, self.sequence, InFlightWork(1, 100, 5000, 1, 100), b"")
             )
             self.legs.append(leg)
 
@@ -210,7 +221,7 @@ async def test_the_first_cost_that_a_node_reports_is_typical_at_once() -> None:
 
 
 WORK = Work("r", 1, bytes(4 * 64), 64, bytes(range(2 * HASH_BYTES)), Sampling(max_tokens=4, seed=1), 60.0)
-ENDS: list[tuple[Message, bool]] = [
+ENDS: list[tuple[NodeMessage, bool]] = [
     (Cancel("r", 1, "its client left"), True), (Cancel("r", 0, "of an earlier attempt"), False), (Cancel("other", 1,
     "of another one"), False),
     (Refused("r", 1, "reserve", "full", 0.01), True), (Failed("r", 1, "internal", "broke", retryable=True), True),
@@ -220,7 +231,7 @@ ENDS: list[tuple[Message, bool]] = [
 @pytest.mark.parametrize(("end", "is_over"), ENDS)
 @pytest.mark.parametrize("computes", [False, True])
 async def test_a_slot_that_is_cancelled_is_not_expected_to_get_the_prompt(
-    end: Message, *, is_over: bool, computes: bool
+    end: NodeMessage, *, is_over: bool, computes: bool
 ) -> None:
     """One that computes the prompt keeps what it has of it by then."""
     world = World(1, 0)

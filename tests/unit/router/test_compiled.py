@@ -81,7 +81,7 @@ def test_nothing_is_compiled_until_a_process_asks_for_it() -> None:
 
 async def test_a_router_that_starts_takes_what_is_kept_or_compiles_it() -> None:
     await process.compile_choices()
-    assert isinstance(compiled.in_use(), compiled.Compiled)
+    assert isinstance(compiled.in_use(), compiled.CompiledScoring)
     assert compiled.is_kept(KERNEL_CACHE)
 
 
@@ -90,7 +90,7 @@ async def test_what_is_not_kept_is_compiled_by_another_process(monkeypatch: pyte
     for."""
     monkeypatch.setattr(compiled, "is_kept", lambda cache_dir: False)
     await process.compile_choices()
-    assert isinstance(compiled.in_use(), compiled.Compiled)
+    assert isinstance(compiled.in_use(), compiled.CompiledScoring)
 
 
 async def test_a_router_goes_on_in_python_when_that_process_fails(
@@ -123,7 +123,7 @@ async def test_a_file_of_the_cache_that_cannot_be_read_does_not_stop_a_router(
 ) -> None:
     """numba reads what is kept with pickle, and a power cut may leave half of it."""
 
-    def broken() -> compiled.Compiled:
+    def broken() -> compiled.CompiledScoring:
         raise failure
 
     monkeypatch.setattr(compiled, "Compiled", broken)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_dispatcher import MODEL, TEXT, ScriptedDispatcher, logprobs_of, says, served
 
-from pdcluster.api.text.choice_text import ChoiceText, Piece
+from pdcluster.api.text.choice_text import ChoiceText, TextPiece
 from pdcluster.api.text.stop_strings import StopMatcher
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
@@ -98,11 +98,11 @@ STOPS = st.lists(st.sampled_from(["STOP", "b a", "\u65e5a", "aa"]), min_size=1, 
 def test_what_is_listed_begins_in_the_text(words: list[str], stops: list[str]) -> None:
     choice, pieces = ChoiceText(TEXT.detokenizer(), StopMatcher(stops), frozenset()), []
     for token_id in TEXT.encode("".join(words), add_special_tokens=False):
-        pieces.append(Piece())
+        pieces.append(TextPiece())
         choice.push(token_id, logprobs_of(token_id, 0), pieces[-1])
         if choice.stopped:
             break
-    pieces.append(Piece())
+    pieces.append(TextPiece())
     choice.finish(pieces[-1])
     seen = 0
     for piece in pieces:

@@ -13,7 +13,7 @@ from scripted_cluster import EMPTY_LOAD, FakeCluster, ScriptedPair, make_chooser
 from pdcluster.core import errors
 from pdcluster.core import messages as m
 from pdcluster.kv.hashing import block_hashes, chain_root
-from pdcluster_router.core.generation import Chunk, Done, Generation, Take
+from pdcluster_router.core.generation import Done, Generation, Take, TokenChunk
 from pdcluster_router.core.job import HashChain, Job, RetryAttempt
 from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.policy.base import Force
@@ -58,7 +58,7 @@ async def collect(dispatch: Dispatch, generation: Generation) -> tuple[list[int]
         async for event in events:
             if isinstance(event, Done):
                 return tokens, event
-            assert isinstance(event, Chunk)
+            assert isinstance(event, TokenChunk)
             assert event.position == len(tokens), "chunks come strictly by position"
             tokens.extend(event.token_ids)
     raise AssertionError("a generation ended without Done")
@@ -123,7 +123,7 @@ async def test_a_path_that_is_cut_for_a_moment_costs_a_pause_even_when_every_dec
     dispatch = make_dispatch(cluster, force="remote")
     refusals = 7
 
-    def refuse_delivery(message: m.Message, answer) -> None:
+    def refuse_delivery(message: m.NodeMessage, answer) -> None:
         nonlocal refusals
         if isinstance(message, m.Deliver) and refusals:
             refusals -= 1
@@ -266,7 +266,7 @@ async def test_parked_kv_goes_to_another_decode_node_without_computing_again() -
     second.works = first.works
     second.install()
 
-    def dying_decode(message: m.Message, answer) -> None:
+    def dying_decode(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Reserve):
             cluster.kill(cluster.nodes[1], "it died with the reservation")
 
@@ -290,7 +290,7 @@ async def test_a_request_with_no_node_left_gets_a_clear_error() -> None:
 async def test_failures_stop_at_the_retry_budget() -> None:
     cluster = FakeCluster([make_node("m0", "mixed"), make_node("m1", "mixed")])
 
-    def fail(message: m.Message, answer) -> None:
+    def fail(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Prefill):
             answer(m.Failed(message.work.request, message.work.attempt, "transfer_failed", "the disk ate it", True))
 
@@ -303,7 +303,7 @@ async def test_failures_stop_at_the_retry_budget() -> None:
 async def test_a_full_cluster_is_overloaded_after_the_hold_time() -> None:
     cluster = FakeCluster([make_node("m0", "mixed")])
 
-    def refuse(message: m.Message, answer) -> None:
+    def refuse(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Prefill):
             answer(m.Refused(message.work.request, message.work.attempt, "prefill", "queue is full", 0.01))
 
@@ -337,15 +337,15 @@ async def test_a_silent_node_runs_into_the_request_deadline() -> None:
 async def test_a_node_that_lives_but_says_nothing_is_left(first_row: bool, stage: str) -> None:
     cluster = FakeCluster([make_node("m0", "mixed"), make_node("m1", "mixed", in_flight=5)])
 
-    def stall(message: m.Message, answer) -> None:
+    def stall(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Prefill) and first_row:
             answer(m.TokenRow("r1", message.work.attempt, 0, (100,)))
 
-    def serve(message: m.Message, answer) -> None:
+    def serve(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Prefill):
             emitted = len(message.work.token_ids) // 4 - message.work.num_prompt
             answer(m.TokenRow("r1", message.work.attempt, emitted, tuple(EXPECTED[emitted:])))
-            answer(m.Finished("r1", message.work.attempt, "length", 4, m.Timings()))
+            answer(m.Finished("r1", message.work.attempt, "length", 4, m.LegTimings()))
 
     cluster.handlers = {"m0": stall, "m1": serve}
     stages = StageDeadlines(queue_s=0.05, liveness_s=0.05)
@@ -364,7 +364,7 @@ async def test_a_delivery_that_keeps_breaking_is_a_failure_and_not_want_of_room(
     cluster, pair, dispatch = make_pair()
     inner, broken = cluster.handlers["p0"], []
 
-    def break_deliveries(message: m.Message, answer) -> None:
+    def break_deliveries(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Deliver) and len(broken) < times:
             broken.append(message)
             answer(m.Refused("r1", message.ticket.attempt, "deliver", "the medium broke", 0.05))
@@ -384,7 +384,7 @@ async def test_a_ticket_that_was_lost_with_the_link_is_said_again() -> None:
     cluster, pair, dispatch = make_pair()
     inner, lost = cluster.handlers["p0"], []
 
-    def lose_first(message: m.Message, answer) -> None:
+    def lose_first(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Deliver) and not lost:
             lost.append(message)
             cluster.ledger.rewelcome("p0-boot")
@@ -419,7 +419,7 @@ async def test_a_request_that_has_all_that_is_wanted_of_it_ends_well() -> None:
     dispatch = Dispatch(cluster, NoModels(), chooser, DispatchSettings())
     events = Events()
     running = dispatch.start(make_generation(max_tokens=8), events)
-    assert isinstance(await events.next(), Chunk) and len(dispatch.open) == 1
+    assert isinstance(await events.next(), TokenChunk) and len(dispatch.open) == 1
     running.finish(1)
     running.cancel("too late")
     assert noted == [(10, 1)] and not len(dispatch.open)
@@ -430,10 +430,10 @@ async def test_a_request_that_has_all_that_is_wanted_of_it_ends_well() -> None:
 async def test_a_first_token_that_ends_the_request_needs_no_decode_node() -> None:
     cluster = FakeCluster([make_node("p0", "prefill"), make_node("d0", "decode")])
 
-    def finish(message: m.Message, answer) -> None:
+    def finish(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Prefill):
             answer(m.TokenRow(message.work.request, message.work.attempt, 0, (7,)))
-            answer(m.Finished(message.work.request, message.work.attempt, "eos", 1, m.Timings(prefill_s=0.5), 7))
+            answer(m.Finished(message.work.request, message.work.attempt, "eos", 1, m.LegTimings(prefill_s=0.5), 7))
 
     cluster.handlers["p0"] = finish
     tokens, done = await collect(make_dispatch(cluster), make_generation(max_tokens=8))
@@ -445,13 +445,13 @@ async def test_a_first_token_that_ends_the_request_needs_no_decode_node() -> Non
 async def test_frames_out_of_order_or_twice_are_put_right() -> None:
     cluster = FakeCluster([make_node("m0", "mixed")])
 
-    def jumble(message: m.Message, answer) -> None:
+    def jumble(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Prefill):
             request, attempt = message.work.request, message.work.attempt
             answer(m.TokenRow(request, attempt, 2, (102,)))
             answer(m.TokenRow(request, attempt, 0, (100,)))
             answer(m.TokenRow(request, attempt, 0, (100, 101)))
-            answer(m.Finished(request, attempt, "length", 4, m.Timings()))
+            answer(m.Finished(request, attempt, "length", 4, m.LegTimings()))
             answer(m.TokenRow(request, attempt, 2, (102, 103)))
 
     cluster.handlers["m0"] = jumble
@@ -463,17 +463,17 @@ async def test_answers_of_an_older_attempt_are_ignored() -> None:
     cluster = FakeCluster([make_node("m0", "mixed"), make_node("m1", "mixed", in_flight=3)])
     first: list[m.Work] = []
 
-    def fail_then_babble(message: m.Message, answer) -> None:
+    def fail_then_babble(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Prefill):
             first.append(message.work)
             answer(m.Failed(message.work.request, message.work.attempt, "transfer_failed", "gone", True))
 
-    def serve(message: m.Message, answer) -> None:
+    def serve(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Prefill):
             cluster.ledger.deliver("r1", "m0-boot", m.TokenRow("r1", first[0].attempt, 0, (666,)))
             request, attempt = message.work.request, message.work.attempt
             answer(m.TokenRow(request, attempt, 0, tuple(EXPECTED)))
-            answer(m.Finished(request, attempt, "length", 4, m.Timings()))
+            answer(m.Finished(request, attempt, "length", 4, m.LegTimings()))
 
     cluster.handlers = {"m0": fail_then_babble, "m1": serve}
     tokens, done = await collect(make_dispatch(cluster), make_generation())
@@ -488,7 +488,7 @@ async def test_reservation_waits_for_the_schedule_when_the_decode_node_has_no_sl
     pair.install()
     inner = cluster.handlers["p0"]
 
-    def late_schedule(message: m.Message, answer) -> None:
+    def late_schedule(message: m.NodeMessage, answer) -> None:
         if isinstance(message, m.Prefill):
             assert not cluster.sent_to("d0", m.Reserve)
             order.append("prefill")

@@ -21,13 +21,13 @@ from pdcluster.cost.cost import CostError, DecodeCost, NodeCost, PrefillCost
 from pdcluster.kv.hashing import chain_root, extend
 from pdcluster.telemetry.metrics import ExplainMetrics
 from pdcluster_router.cluster.view import ClusterView, NodeView
-from pdcluster_router.core.generation import ANYBODY, Done, Generation, Standing
+from pdcluster_router.core.generation import ANYBODY, Done, Generation, TenantPriority
 from pdcluster_router.core.job import HashChain
 from pdcluster_router.explain import recorder
 from pdcluster_router.explain.recorder import MAX_ALIKE, MAX_DECISIONS, Explainer, Kept, Record
 from pdcluster_router.explain.records import MAX_CANDIDATES, Explanation
 from pdcluster_router.explain.text import text_of
-from pdcluster_router.policy.base import Choice, Predicted, Query
+from pdcluster_router.policy.base import Predicted, Query, RoutingDecision
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.policy.selector import Decision
 from pdcluster_router.prefix_index.ideal_cache import SeenBlocks
@@ -48,7 +48,7 @@ def make_nodes(number: int = 3, **waiting: int) -> list[NodeView]:
 
 
 def decide(
-    nodes: list[NodeView], query: Query, shadow: Choice | None = None, predicted: Predicted | None = None
+    nodes: list[NodeView], query: Query, shadow: RoutingDecision | None = None, predicted: Predicted | None = None
 ) -> Decision:
     view = ClusterView(tuple(nodes))
     choice = make_policy("product").choose(query, view)
@@ -62,7 +62,7 @@ def make_explainer(kept: Kept | None = None) -> tuple[Explainer, CollectorRegist
 
 @contextmanager
 def entered(
-    explainer: Explainer, request: str, standing: Standing, now: float, client_id: str = ""
+    explainer: Explainer, request: str, standing: TenantPriority, now: float, client_id: str = ""
 ) -> Iterator[Record]:
     """A request that runs as long as the block does."""
     record = explainer.open(request, standing, now, client_id)
@@ -83,7 +83,7 @@ def test_a_decision_is_kept_with_its_candidates_terms_and_filters() -> None:
     nodes = make_nodes(3, m1=200)
     nodes[2] = replace(nodes[2], is_cordoned=True)
     query = Query(100, cached={"m0-boot": 60})
-    with entered(explainer, "r1", Standing("acme", 1.0, -1), 10.0) as record:
+    with entered(explainer, "r1", TenantPriority("acme", 1.0, -1), 10.0) as record:
         record.decided(decide(nodes, query, predicted=Predicted(0.07, 0.01)), asked=10.0, now=10.5)
     found = explainer.explain("r1")
     assert found is not None and (found.tenant, found.priority, found.arrived) == ("acme", -1, 1_700_000_000.0)
@@ -175,9 +175,11 @@ def test_the_shadow_is_compared_with_what_was_done() -> None:
     explainer, registry = make_explainer()
     nodes = make_nodes()
     with entered(explainer, "r1", ANYBODY, 0.0) as record:
-        record.decided(decide(nodes, Query(100), shadow=Choice("local", None, nodes[0], policy="random")), 0.0, 0.0)
         record.decided(
-            decide(nodes, Query(100), shadow=Choice("remote", nodes[1], nodes[2], policy="random")), 0.0, 0.0
+            decide(nodes, Query(100), shadow=RoutingDecision("local", None, nodes[0], policy="random")), 0.0, 0.0
+        )
+        record.decided(
+            decide(nodes, Query(100), shadow=RoutingDecision("remote", nodes[1], nodes[2], policy="random")), 0.0, 0.0
         )
     found = explainer.explain("r1")
     assert found is not None
@@ -238,7 +240,7 @@ def test_an_estimate_has_the_error_bar_of_the_node_that_it_is_about() -> None:
     sure, unsure = make_nodes(2)
     error = CostError(0.3, 0.4, (1e-4, 0.0, 0.0, 0.0, 0.0, 0.0))
     unsure = replace(unsure, cost=NodeCost(PrefillCost(0.0, 0.001, error=error), COST.decode))
-    with entered(explainer, "r1", Standing("acme"), 0.0) as record:
+    with entered(explainer, "r1", TenantPriority("acme"), 0.0) as record:
         record.decided(decide([sure, unsure], Query(100, excluded=frozenset({sure.incarnation}))), 0.0, 0.0)
     found = explainer.explain("r1")
     assert found is not None
@@ -250,8 +252,10 @@ def test_an_estimate_has_the_error_bar_of_the_node_that_it_is_about() -> None:
 def test_an_explanation_is_json_and_reads_back_and_is_a_table_for_people() -> None:
     explainer, _ = make_explainer()
     nodes = make_nodes(2)
-    with entered(explainer, "r1", Standing("acme"), 0.0) as record:
-        record.decided(decide(nodes, Query(100), shadow=Choice("local", None, nodes[1], policy="random")), 0.0, 0.25)
+    with entered(explainer, "r1", TenantPriority("acme"), 0.0) as record:
+        record.decided(
+            decide(nodes, Query(100), shadow=RoutingDecision("local", None, nodes[1], policy="random")), 0.0, 0.25
+        )
         record.first_token(0.4)
         record.cached_tokens = 0
     found = explainer.explain("r1")

@@ -20,7 +20,7 @@ from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire import codec
 from pdcluster.wire.router_link import LinkState
 from pdcluster.wire.sockets import WireSettings
-from pdcluster_router.cluster.node_table import Cluster, NodeState
+from pdcluster_router.cluster.node_table import NodeState, NodeTable
 from pdcluster_router.policy.base import Query
 from pdcluster_router.policy.predicted_seconds import Seconds
 
@@ -65,8 +65,8 @@ class StandingLink:
     state: LinkState = LinkState.UP
 
 
-def cluster_of(roles: tuple[Role, ...], loads: list[Load]) -> Cluster:
-    cluster = Cluster(
+def cluster_of(roles: tuple[Role, ...], loads: list[Load]) -> NodeTable:
+    cluster = NodeTable(
         Peer("router", "boot"), context=cast("zmq.Context[zmq.Socket[bytes]]", None), settings=WireSettings()
     )
     fields: dict[str, Any] = {

@@ -13,7 +13,7 @@ from scripted_cluster import make_node
 from pdcluster.core import errors
 from pdcluster.core import messages as m
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
-from pdcluster_router.cluster.view import ClusterView, NodeView, Pending
+from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView
 from pdcluster_router.policy.base import Query, suits_all
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.policy.selector import Decision
@@ -278,7 +278,7 @@ def test_a_client_that_leaves_frees_its_place() -> None:
 
 def test_a_node_that_does_nothing_is_open_whatever_is_believed_of_it() -> None:
     world, gate = make_world("mixed"), make_gate()
-    world.nodes = [replace(world.nodes[0], pending=Pending(requests=9, prefill_tokens=10**6, rows=9))]
+    world.nodes = [replace(world.nodes[0], pending=InFlightWork(requests=9, prefill_tokens=10**6, rows=9))]
     assert gate.knock(held("r1"), world.decide, 0.0) is not None
     world.nodes = [replace(world.nodes[0], in_flight=1)]
     assert gate.knock(held("r2"), world.decide, 0.0) is None

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from policy_cases import batch, clusters, make_load, make_node, queries, queue, view
 
 from pdcluster.core.errors import Unavailable
-from pdcluster_router.cluster.view import ClusterView, Pending
-from pdcluster_router.policy.base import Choice, Query
+from pdcluster_router.cluster.view import ClusterView, InFlightWork
+from pdcluster_router.policy.base import Query, RoutingDecision
 from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scored import Scored
@@ -26,7 +26,7 @@ UNHURRIED = settings(
 HEADROOM = Headroom()
 
 
-def looked_at(choice: Choice, query: Query, cluster: ClusterView, waited_s: float, *, may_slow: bool) -> bool:
+def looked_at(choice: RoutingDecision, query: Query, cluster: ClusterView, waited_s: float, *, may_slow: bool) -> bool:
     return HEADROOM.has_open(choice, query, cluster) and (may_slow or HEADROOM.keeps_pace(choice, query, waited_s))
 
 
@@ -46,7 +46,7 @@ def test_who_goes_by_the_numbers_goes_by_a_look_at_all_nodes(
     if cluster.typical_cost is not None:
         assert cluster.table is not None
     rows = {cluster.node(row).incarnation: rows for row, rows in sent.items() if row < cluster.size}
-    cluster = cluster.sent(rows, lambda name: (rows[name], Pending(rows[name], rows=rows[name])))
+    cluster = cluster.sent(rows, lambda name: (rows[name], InFlightWork(rows[name], rows=rows[name])))
     try:
         choice = policy.choose(query, cluster)
     except Unavailable:

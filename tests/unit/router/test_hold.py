@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdcluster_router.queueing.fairness import Held
-from pdcluster_router.queueing.hold_queue import Answer, HoldLimits, HoldQueue
+from pdcluster_router.queueing.hold_queue import HoldLimits, HoldOutcome, HoldQueue
 
 
 def held(
@@ -32,10 +32,10 @@ def make_queue(**limits) -> HoldQueue:
 def release(queue: HoldQueue, num_places: int, now: float = 0.0) -> list[str]:
     left = num_places
 
-    def offer(_: Held, __: Sequence[Held]) -> Answer:
+    def offer(_: Held, __: Sequence[Held]) -> HoldOutcome:
         nonlocal left
         left -= 1
-        return Answer.PLACED if left >= 0 else Answer.FULL
+        return HoldOutcome.PLACED if left >= 0 else HoldOutcome.FULL
 
     return [one.request for one in queue.release(offer, now)]
 
@@ -135,9 +135,9 @@ def test_a_request_that_cannot_use_what_is_free_is_passed_but_not_for_ever() -> 
     push_all(queue, held("choosy"), held("r1"), held("r2"))
     claims_seen: list[tuple[str, list[str]]] = []
 
-    def offer(one: Held, claims: Sequence[Held]) -> Answer:
+    def offer(one: Held, claims: Sequence[Held]) -> HoldOutcome:
         claims_seen.append((one.request, [claim.request for claim in claims]))
-        return Answer.ELSEWHERE if one.request == "choosy" or claims else Answer.PLACED
+        return HoldOutcome.ELSEWHERE if one.request == "choosy" or claims else HoldOutcome.PLACED
 
     assert [one.request for one in queue.release(offer, 4.0)] == ["r1", "r2"]
     queue.push(held("r3", arrived=5.0))
@@ -149,9 +149,9 @@ def test_only_so_many_are_passed_over() -> None:
     queue, offered = make_queue(look_ahead=3), []
     push_all(queue, *(held(f"r{number}") for number in range(10)))
 
-    def refuse(one: Held, _: Sequence[Held]) -> Answer:
+    def refuse(one: Held, _: Sequence[Held]) -> HoldOutcome:
         offered.append(one.request)
-        return Answer.ELSEWHERE
+        return HoldOutcome.ELSEWHERE
 
     assert queue.release(refuse, 0.0) == []
     assert offered == ["r0", "r1", "r2", "r3"]
@@ -214,16 +214,16 @@ class HoldMachine(RuleBasedStateMachine):
         """Some requests cannot use what is free."""
         left = num_places
 
-        def offer(one: Held, claims: Sequence[Held]) -> Answer:
+        def offer(one: Held, claims: Sequence[Held]) -> HoldOutcome:
             nonlocal left
             assert one.request in self.inside
             assert all(self.now >= self._due(claim) for claim in claims)
             if left == 0:
-                return Answer.FULL
+                return HoldOutcome.FULL
             if int(one.request[1:]) in picky:
-                return Answer.ELSEWHERE
+                return HoldOutcome.ELSEWHERE
             left -= 1
-            return Answer.PLACED
+            return HoldOutcome.PLACED
 
         before = dict(self.inside)
         placed = self.queue.release(offer, self.now)

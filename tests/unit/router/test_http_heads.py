@@ -17,7 +17,7 @@ from pdcluster_router.frontend.places import Places
 from pdcluster_router.frontend.server import _sweep, router_metrics
 from pdcluster_router.http import connection as http_connection
 from pdcluster_router.http.connection import Connection, Connections, LineLimits
-from pdcluster_router.http.exchange import Asked, Exchange
+from pdcluster_router.http.exchange import Exchange, ParsedHead
 from pdcluster_router.http.heads import KEPT_S, MAX_BYTES, MAX_HEADS, Heads, Known, taken_apart
 
 Heard = tuple[str, str, dict[bytes, bytes], bytes, bool]
@@ -114,7 +114,7 @@ def test_a_head_that_means_more_than_its_request_is_parsed_each_time(headers: tu
     assert not open_ones.heads
 
 
-LIKE_IT = Asked("POST", "/v1/completions", {b"content-length": b"1"}, True, False)
+LIKE_IT = ParsedHead("POST", "/v1/completions", {b"content-length": b"1"}, True, False)
 WRONG_LENGTHS = ("2", "0", "+1", "1 ", "0x1", "1, 1", "9999999999999", "", "\u0661", "0000000000001")
 
 
@@ -160,11 +160,11 @@ def test_what_only_looks_like_a_length_is_no_length() -> None:
     heads = Heads()
     apart = taken_apart(said(b"a"))
     assert apart is not None
-    heads.learn(apart[0], Asked("POST", "/", {b"content-length": b"7"}, True, False), 1)
-    heads.learn(apart[0], Asked("POST", "/", {}, True, False), 1)
-    heads.learn(apart[0], Asked("GET", "/", {b"content-length": b"1"}, True, False), 1)
-    heads.learn(apart[0], Asked("POST", "/", {b"content-length": b"1"}, False, False), 1)
-    heads.learn(apart[0], Asked("POST", "/", {b"content-length": b"1"}, True, True), 1)
+    heads.learn(apart[0], ParsedHead("POST", "/", {b"content-length": b"7"}, True, False), 1)
+    heads.learn(apart[0], ParsedHead("POST", "/", {}, True, False), 1)
+    heads.learn(apart[0], ParsedHead("GET", "/", {b"content-length": b"1"}, True, False), 1)
+    heads.learn(apart[0], ParsedHead("POST", "/", {b"content-length": b"1"}, False, False), 1)
+    heads.learn(apart[0], ParsedHead("POST", "/", {b"content-length": b"1"}, True, True), 1)
     assert not heads
 
 
@@ -197,7 +197,7 @@ def test_what_is_known_is_bounded() -> None:
     for number in range(MAX_HEADS + 5):
         apart = taken_apart(said(b"a", f"x: {number}"))
         assert apart is not None
-        heads.learn(apart[0], Asked("POST", "/", {b"content-length": b"1"}, True, False), 1)
+        heads.learn(apart[0], ParsedHead("POST", "/", {b"content-length": b"1"}, True, False), 1)
     assert len(heads) == 5
     assert taken_apart(said(b"a", "x: " + "y" * MAX_BYTES)) is None
 

@@ -16,7 +16,7 @@ import pytest
 from scripted_dispatcher import MAX_LEN, MODEL, TEXT, ScriptedDispatcher, Step, Wait, says, served, until
 
 from pdcluster.core.errors import Cancelled, ConfigError, DeadlineExceeded, NodeLost
-from pdcluster_router.core.generation import Chunk, Done, Generation, Running, Sink
+from pdcluster_router.core.generation import Done, Generation, Running, Sink, TokenChunk
 from pdcluster_router.frontend.app import HttpSettings, create_app
 from pdcluster_router.frontend.server import listening, router_metrics
 from pdcluster_router.request.open_requests import OpenRequest, OpenRequests
@@ -129,7 +129,7 @@ class Cancellable(ScriptedDispatcher):
         self.open.enter(generation.request, lambda: OpenRequest(generation.request, MODEL, 1, 0.0, end))
         return running
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Chunk | Done, None]:
+    async def generate(self, generation: Generation) -> AsyncGenerator[TokenChunk | Done, None]:
         async with aclosing(super().generate(generation)) as events:
             async for event in events:
                 self.num_events += 1
@@ -254,7 +254,7 @@ async def test_a_stream_ends_with_done(client: httpx.AsyncClient, dispatcher: Sc
 
 
 class RepeatsAPosition(ScriptedDispatcher):
-    async def generate(self, generation: Generation) -> AsyncGenerator[Chunk | Done, None]:
+    async def generate(self, generation: Generation) -> AsyncGenerator[TokenChunk | Done, None]:
         async for event in super().generate(generation):
             yield event
             yield event

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 from scripted_dispatcher import EOS, MAX_LEN, MODEL, TEXT, ScriptedDispatcher, Step, Tokens, Wait, says, served
 
 from pdcluster.core.errors import Overloaded, Unavailable
-from pdcluster_router.core.generation import Generation, Route
+from pdcluster_router.core.generation import Generation, RequestRoute
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -362,7 +362,7 @@ async def test_models_are_listed_and_found(client: AsyncOpenAI) -> None:
 
 
 async def test_a_local_route_has_no_prefill_header(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
-    dispatcher.route = Route("local", None, "d-2", "")
+    dispatcher.route = RequestRoute("local", None, "d-2", "")
     raw = await client.completions.with_raw_response.create(model=MODEL, prompt="x")
     assert raw.headers["x-pdcluster-mode"] == "local"
     assert raw.headers["x-pdcluster-decode"] == "d-2"

@@ -6,7 +6,7 @@ from array import array
 
 from pdcluster.core.messages import HASH_BYTES, Sampling, pack_tokens
 from pdcluster.kv.hashing import block_hashes, chain_root
-from pdcluster_router.core.job import HashChain, Job, Named
+from pdcluster_router.core.job import HashChain, HashedPrompt, Job
 
 ROOT = chain_root(block_tokens=4, salt=b"")
 
@@ -47,7 +47,7 @@ def test_what_a_later_attempt_finds_cached_was_computed_for_this_request_and_doe
 
 
 def test_choices_of_one_prompt_have_its_packed_tokens_and_hashes_in_common() -> None:
-    named, prompt, chain = Named(), array("i", range(10)), HashChain(ROOT, 4)
+    named, prompt, chain = HashedPrompt(), array("i", range(10)), HashChain(ROOT, 4)
     packed, hashes = named.of(prompt, chain)
     assert packed == pack_tokens(prompt) and hashes == block_hashes(packed, block_tokens=4)
     again = named.of(prompt, HashChain(ROOT, 4))
@@ -55,7 +55,7 @@ def test_choices_of_one_prompt_have_its_packed_tokens_and_hashes_in_common() -> 
 
 
 def test_another_prompt_or_another_tenant_has_names_of_its_own() -> None:
-    named, prompt = Named(), array("i", range(10))
+    named, prompt = HashedPrompt(), array("i", range(10))
     _, hashes = named.of(prompt, HashChain(ROOT, 4))
     other = chain_root(block_tokens=4, salt=b"other")
     assert named.of(prompt, HashChain(other, 4))[1] == block_hashes(prompt, block_tokens=4, salt=b"other") != hashes

@@ -15,7 +15,7 @@ from pdcluster.core.errors import NodeLost
 from pdcluster.core.messages import FileChunk
 from pdcluster.kv.layout import Fingerprint, KVLayout
 from pdcluster_router.cluster import models as module
-from pdcluster_router.cluster.models import Models
+from pdcluster_router.cluster.models import ModelRegistry
 from tests.unit.api.tiny_tokenizers import byte_level_files
 
 WAIT_S = 20.0
@@ -67,7 +67,7 @@ async def until(condition: object) -> None:
 
 async def test_files_that_can_never_be_read_are_told_and_not_asked_for_again() -> None:
     nodes = Nodes(byte_level_files() | {"chat_template.jinja": b"{% for m in messages %}"}, "a", "b")
-    models = Models(nodes, None)
+    models = ModelRegistry(nodes, None)
     loading = asyncio.create_task(models.keep_loaded())
     await until(models.refusal)
     assert "cannot be served" in str(models.refusal()) and "template" in str(models.refusal())
@@ -85,7 +85,7 @@ async def test_a_node_that_is_lost_meanwhile_is_asked_again(monkeypatch: pytest.
     monkeypatch.setattr(module, "RETRY_S", 0.01)
     nodes = Nodes(byte_level_files(), "a")
     nodes.failures = 2
-    models = Models(nodes, None)
+    models = ModelRegistry(nodes, None)
     loading = asyncio.create_task(models.keep_loaded())
     await until(models.models)
     assert nodes.failures == 0 and models.refusal() is None
@@ -93,7 +93,7 @@ async def test_a_node_that_is_lost_meanwhile_is_asked_again(monkeypatch: pytest.
 
 
 async def test_a_tokenizer_of_its_own_that_is_not_there_is_told(tmp_path: Path) -> None:
-    models = Models(Nodes(byte_level_files(), "a"), tmp_path / "gone")
+    models = ModelRegistry(Nodes(byte_level_files(), "a"), tmp_path / "gone")
     loading = asyncio.create_task(models.keep_loaded())
     await until(models.refusal)
     assert "gone holds none of tokenizer.json" in str(models.refusal())
@@ -101,4 +101,4 @@ async def test_a_tokenizer_of_its_own_that_is_not_there_is_told(tmp_path: Path) 
 
 
 async def test_without_nodes_nothing_is_refused() -> None:
-    assert Models(Nodes(byte_level_files()), None).refusal() is None
+    assert ModelRegistry(Nodes(byte_level_files()), None).refusal() is None

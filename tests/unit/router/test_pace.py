@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
-from pdcluster_router.cluster.pacing import MIN_SAMPLES, SURE_SAMPLES, Pace, Work, pace, typical_cost
+from pdcluster_router.cluster.pacing import MIN_SAMPLES, SURE_SAMPLES, NodePacing, NodeWork, pace, typical_cost
 
 COST = NodeCost(PrefillCost(0.005, 1e-4, 2e-9, 256, 100), DecodeCost(0.02, 1e-4, 1e-8, 100))
 
 
-def _pace(tokens: int = 0, cached: int = 0, rows: int = 10) -> Pace:
-    return pace(COST, Work(tokens, round(num_pairs(tokens, cached)), rows, rows * 1000))
+def _pace(tokens: int = 0, cached: int = 0, rows: int = 10) -> NodePacing:
+    return pace(COST, NodeWork(tokens, round(num_pairs(tokens, cached)), rows, rows * 1000))
 
 
 def test_rows_beside_a_long_prompt_wait_longer_for_each_token_than_beside_a_short_one() -> None:

@@ -13,7 +13,7 @@ from policy_cases import make_node
 from pdcluster.core.errors import IntegrityError
 from pdcluster.core.messages import Endpoint, Prefill, Reserve, Sampling, Work, pack_tokens
 from pdcluster_router.cluster.in_flight import PendingWork, Sent, work_of
-from pdcluster_router.cluster.view import NOTHING_PENDING, Pending
+from pdcluster_router.cluster.view import NOTHING_PENDING, InFlightWork
 
 NODES = st.sampled_from(["a", "b"])
 REQUESTS = st.sampled_from(["r1", "r2", "r3", "r4"])
@@ -24,9 +24,9 @@ def work(num_tokens: int) -> Work:
 
 
 def test_a_remote_prompt_is_prefill_work_and_its_reservation_a_row() -> None:
-    assert work_of(Prefill(work(100), True), 60) == Pending(1, 40, 40 * 60 + 800, 0, 0, 1)
-    assert work_of(Reserve(work(100), Endpoint("p", "p-1", "h:1")), 60) == Pending(1, 0, 0, 1, 100)
-    assert work_of(Prefill(work(100), False), 0) == Pending(1, 100, 5000, 1, 100, 1)
+    assert work_of(Prefill(work(100), True), 60) == InFlightWork(1, 40, 40 * 60 + 800, 0, 0, 1)
+    assert work_of(Reserve(work(100), Endpoint("p", "p-1", "h:1")), 60) == InFlightWork(1, 0, 0, 1, 100)
+    assert work_of(Prefill(work(100), False), 0) == InFlightWork(1, 100, 5000, 1, 100, 1)
 
 
 def test_a_prompt_that_is_cached_whole_still_computes_a_token() -> None:
@@ -45,7 +45,7 @@ class PendingMachine(RuleBasedStateMachine):
     @rule(node=NODES, request=REQUESTS, tokens=st.integers(1, 50))
     def send(self, node: str, request: str, tokens: int) -> None:
         self.sent[node] += 1
-        self.pending.enter(node, request, Sent(0, self.sent[node], Pending(1, tokens, tokens * 2, 1, tokens), b""))
+        self.pending.enter(node, request, Sent(0, self.sent[node], InFlightWork(1, tokens, tokens * 2, 1, tokens), b""))
         self.model[node, request] = (self.sent[node], tokens, False)
 
     @rule(node=NODES, back=st.integers(0, 5))
@@ -75,7 +75,7 @@ class PendingMachine(RuleBasedStateMachine):
             ]
             total, count = sum(open_ones), len(open_ones)
             assert self.pending.of(node) == (
-                Pending(count, total, 2 * total, count, total) if count else NOTHING_PENDING
+                InFlightWork(count, total, 2 * total, count, total) if count else NOTHING_PENDING
             )
             for request in ("r1", "r2", "r3", "r4"):
                 assert (self.pending.find(node, request, 0) is not None) == ((node, request) in self.model)
@@ -85,10 +85,10 @@ TestPending = PendingMachine.TestCase
 TestPending.settings = settings(max_examples=50, stateful_step_count=20, deadline=None)
 
 
-@pytest.mark.parametrize("wrong", [Pending(1), Pending(1, -5), Pending(2, 7)])
-def test_sums_that_are_not_those_of_their_parts_are_found(wrong: Pending) -> None:
+@pytest.mark.parametrize("wrong", [InFlightWork(1), InFlightWork(1, -5), InFlightWork(2, 7)])
+def test_sums_that_are_not_those_of_their_parts_are_found(wrong: InFlightWork) -> None:
     pending = PendingWork()
-    pending.enter("a", "r1", Sent(0, 1, Pending(1, 7), b""))
+    pending.enter("a", "r1", Sent(0, 1, InFlightWork(1, 7), b""))
     pending.check_integrity()
     pending._accounts["a"].total = wrong
     with pytest.raises(IntegrityError, match="its parts make"):
@@ -97,7 +97,7 @@ def test_sums_that_are_not_those_of_their_parts_are_found(wrong: Pending) -> Non
 
 def test_a_part_below_zero_is_found_though_the_sum_is_right() -> None:
     pending = PendingWork()
-    pending.enter("a", "r1", Sent(0, 1, Pending(1, -7), b""))
+    pending.enter("a", "r1", Sent(0, 1, InFlightWork(1, -7), b""))
     with pytest.raises(IntegrityError):
         pending.check_integrity()
 

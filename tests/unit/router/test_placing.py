@@ -20,13 +20,13 @@ from prometheus_client import CollectorRegistry
 from pdcluster.core.errors import Unavailable
 from pdcluster.cost.cost import CostError
 from pdcluster.telemetry.metrics import ExplainMetrics
-from pdcluster_router.cluster.view import ClusterView, NodeView, Pending
-from pdcluster_router.core.generation import Standing
+from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView
+from pdcluster_router.core.generation import TenantPriority
 from pdcluster_router.explain.brief import Brief
 from pdcluster_router.explain.recorder import BRIEF_BYTES, Explainer, Kept, Record
 from pdcluster_router.explain.records import MAX_CANDIDATES
 from pdcluster_router.policy.base import Query
-from pdcluster_router.policy.placed import Asked, Placed
+from pdcluster_router.policy.placed import Placed, PlacementQuery
 from pdcluster_router.policy.predicted.placing import ESTIMATE_S
 from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.policy.pull import PullMode, PullRule
@@ -53,7 +53,9 @@ def placed_of(query: Query, cluster: ClusterView) -> Placed | None:
         round(query.usual_tokens),
     )
     return POLICY.place(
-        Asked(query.num_tokens, numbers, held, expected, 1, query.force, query.fallback, usual, HEADROOM.backlog_s),
+        PlacementQuery(
+            query.num_tokens, numbers, held, expected, 1, query.force, query.fallback, usual, HEADROOM.backlog_s
+        ),
         cluster,
     )
 
@@ -93,7 +95,7 @@ def measured(draw: st.DrawFn) -> ClusterView:
     if cluster.typical_cost is not None:
         assert cluster.table is not None
     sent = draw(st.dictionaries(st.sampled_from([node.incarnation for node in nodes]), st.integers(0, 40)))
-    return cluster.sent(sent, lambda name: (sent[name], Pending(sent[name], 100 * sent[name], rows=sent[name])))
+    return cluster.sent(sent, lambda name: (sent[name], InFlightWork(sent[name], 100 * sent[name], rows=sent[name])))
 
 
 @pytest.mark.usefixtures("way")
@@ -148,9 +150,9 @@ def test_what_goes_at_once_goes_where_all_who_are_asked_send_it_and_is_told_the_
     assert placed.sent_s == first.cost.prefill.seconds(query.num_tokens - known, known)
     assert placed.head[ESTIMATE_S] == HEADROOM.ttft_s(first, query)
     mine_told, theirs = explainer(), explainer()
-    record = mine_told.open("r", Standing("", 0), 10.0)
+    record = mine_told.open("r", TenantPriority("", 0), 10.0)
     record.placed(placed, query.hashes, 11.0, 12.0)
-    other = theirs.open("r", Standing("", 0), 10.0)
+    other = theirs.open("r", TenantPriority("", 0), 10.0)
     other.decided(decision, 11.0, 12.0)
     assert told(record, mine_told, has_token=has_token) == told(other, theirs, has_token=has_token)
 
@@ -200,7 +202,7 @@ def test_a_decision_that_is_followed_by_another_is_told_before_it() -> None:
     placed, decision = placed_of(query, cluster), decided(query, cluster)
     assert placed is not None and decision is not None
     explained = explainer()
-    record = explained.open("r", Standing("", 0), 10.0)
+    record = explained.open("r", TenantPriority("", 0), 10.0)
     record.placed(placed, b"", 10.0, 10.5)
     running = explained.explain("r")
     assert running is not None and [each.at_s for each in running.decisions] == [0.5]
@@ -221,7 +223,7 @@ def test_what_is_kept_of_a_request_that_went_at_once_is_counted_with_what_it_tak
     try:
         before = tracemalloc.get_traced_memory()[0]
         for number in range(300):
-            record = explained.open(f"request-{number:020}", Standing("", 0), 10.0 + number)
+            record = explained.open(f"request-{number:020}", TenantPriority("", 0), 10.0 + number)
             record.placed(replace(placed, told=bytes(bytearray(placed.told))), bytes(16), 11.0 + number, 12.0 + number)
             record.first_token(12.5 + number)
             explained.close(record, None)
@@ -239,7 +241,7 @@ def test_kept_requests_that_went_at_once_are_bounded_by_their_bytes() -> None:
         HEADROOM, ExplainMetrics(CollectorRegistry()), lambda: 1.0, Kept(requests=100, size_bytes=3 * size)
     )
     for number in range(5):
-        record = explained.open(f"r{number}", Standing("", 0), 10.0)
+        record = explained.open(f"r{number}", TenantPriority("", 0), 10.0)
         record.placed(placed, b"", 11.0, 12.0)
         explained.close(record, None)
     assert [told.request for told in explained.recent(10)] == ["r4", "r3", "r2"]

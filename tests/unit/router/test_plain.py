@@ -95,7 +95,7 @@ def test_a_node_that_takes_no_more_frames_is_passed_over_at_once(nodes: str, dea
     ("nodes", "node", "kind"), [("one node", "m0", m.Prefill), ("a pair", "p0", m.Prefill), ("a pair", "d0", m.Reserve)]
 )
 async def test_no_leg_is_left_when_sending_fails_by_a_bug(nodes: str, node: str, kind: type) -> None:
-    def break_down(message: m.Message, answer: object) -> None:
+    def break_down(message: m.NodeMessage, answer: object) -> None:
         if isinstance(message, kind):
             raise RuntimeError("it cannot be sent")
 
@@ -110,7 +110,7 @@ async def test_no_leg_is_left_when_sending_fails_by_a_bug(nodes: str, node: str,
 async def test_a_node_gets_its_work_before_that_is_noted() -> None:
     seen: list[object] = []
 
-    def look(message: m.Message, answer: object) -> None:
+    def look(message: m.NodeMessage, answer: object) -> None:
         if isinstance(message, m.Prefill | m.Reserve):
             seen.append([told.brief for told in opened])
 

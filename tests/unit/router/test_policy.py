@@ -8,7 +8,7 @@ from scripted_cluster import EMPTY_LOAD, make_node
 
 from pdcluster.core.errors import Unavailable
 from pdcluster_router.cluster.view import ClusterView, NodeView
-from pdcluster_router.policy.base import Choice, Force, Query
+from pdcluster_router.policy.base import Force, Query, RoutingDecision
 from pdcluster_router.policy.registry import make_policy
 
 PRODUCT = make_policy("product")
@@ -25,7 +25,7 @@ def view(*nodes) -> ClusterView:
 QUERY = Query(num_tokens=40, hashes=hashes(10))
 
 
-def pick(nodes: ClusterView, query: Query, force: Force = "auto") -> Choice:
+def pick(nodes: ClusterView, query: Query, force: Force = "auto") -> RoutingDecision:
     return PRODUCT.choose(replace(query, force=force), nodes)
 
 

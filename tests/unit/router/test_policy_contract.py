@@ -17,7 +17,7 @@ from policy_cases import batch, clusters, make_node, queries, queue, view
 
 from pdcluster.core.errors import Unavailable
 from pdcluster_router.cluster.view import ClusterView
-from pdcluster_router.policy.base import Choice, Policy, Query
+from pdcluster_router.policy.base import Policy, Query, RoutingDecision
 from pdcluster_router.policy.registry import POLICIES, make_policy
 
 MADE = [make_policy(name) for name in POLICIES]
@@ -28,7 +28,7 @@ UNHURRIED = settings(max_examples=examples(60, 200), deadline=None, suppress_hea
 LOADED = [name for name in POLICIES if name not in ("round-robin", "random", "session", "power-of-two")]
 
 
-def choices(query: Query, cluster: ClusterView) -> Iterator[tuple[Policy, Choice]]:
+def choices(query: Query, cluster: ClusterView) -> Iterator[tuple[Policy, RoutingDecision]]:
     """What each policy chooses, of those that can; clusters take longer to draw than to judge, so one is for all of
     them."""
     made = []

@@ -47,9 +47,9 @@ def said(**fields) -> requests.ChatRequest:
         chat([requests.ContentPart(type="text", text=LONG)]),
         said(reasoning_content=LONG),
         said(name=LONG),
-        said(tool_calls=[requests.ToolCall(id="1", function=requests.FunctionCall(name=LONG, arguments="{}"))]),
+        said(tool_calls=[requests.HistoryToolCall(id="1", function=requests.FunctionCall(name=LONG, arguments="{}"))]),
         said(
-            tool_calls=[requests.ToolCall(id="1", function=requests.FunctionCall(name="f", arguments="{}"))]
+            tool_calls=[requests.HistoryToolCall(id="1", function=requests.FunctionCall(name="f", arguments="{}"))]
             * (SHORT_CHARACTERS // 16)
         ),
         requests.ChatRequest(model="tiny", messages=[], chat_template_kwargs={"documents": [LONG]}),

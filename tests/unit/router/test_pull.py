@@ -11,7 +11,7 @@ from test_dispatch import EXPECTED, NoModels, collect, make_generation, make_pai
 
 from pdcluster.core import messages as m
 from pdcluster_router.cluster.view import ClusterView
-from pdcluster_router.policy.base import Choice, Predicted, Query
+from pdcluster_router.policy.base import Predicted, Query, RoutingDecision
 from pdcluster_router.policy.pull import PullRule
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.policy.selector import Chooser, PolicyHolder
@@ -20,7 +20,7 @@ from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 P0 = make_node("p0", "prefill")
 D0, D1, D2 = (make_node(f"d{number}", "decode") for number in range(3))
 VIEW = ClusterView((P0, D0, D1, D2))
-CHOICE = Choice("remote", P0, D0)
+CHOICE = RoutingDecision("remote", P0, D0)
 
 
 def query(num_tokens: int = 40, **cached: int) -> Query:
@@ -73,10 +73,10 @@ def test_a_cordoned_node_still_gives_what_it_has() -> None:
 @given(
     cached=st.dictionaries(st.sampled_from(["p0", "d0", "d1", "gone"]), st.integers(0, 40), max_size=3),
     held=st.none() | st.dictionaries(st.sampled_from(["p0", "d0", "d1", "gone"]), st.integers(0, 40), max_size=3),
-    choice=st.sampled_from([CHOICE, Choice("local", None, D0)]),
+    choice=st.sampled_from([CHOICE, RoutingDecision("local", None, D0)]),
 )
 def test_what_needs_no_look_at_the_nodes_is_what_looking_would_say(
-    cached: dict[str, int], held: dict[str, int] | None, choice: Choice
+    cached: dict[str, int], held: dict[str, int] | None, choice: RoutingDecision
 ) -> None:
     asked = (
         query(**cached)
@@ -106,7 +106,7 @@ def test_a_policy_that_knew_the_seconds_of_a_pull_and_made_none_is_believed() ->
 
 
 def test_on_one_node_the_pull_is_for_that_node() -> None:
-    assert PullRule().apply(Choice("local", None, D0), query(d0=8, d1=24), VIEW).pull is D1
+    assert PullRule().apply(RoutingDecision("local", None, D0), query(d0=8, d1=24), VIEW).pull is D1
 
 
 @given(st.lists(st.integers(0, 50), min_size=4, max_size=4), st.integers(1, 50))

@@ -16,7 +16,7 @@ from policy_cases import batch, make_load, make_node, queue, view
 from pdcluster.core.messages import Endpoint, Load, Role
 from pdcluster.cost.cost import CostError, DecodeCost, NodeCost, PrefillCost
 from pdcluster_router.cluster.view import ClusterView, NodeView
-from pdcluster_router.policy.base import Choice, Query
+from pdcluster_router.policy.base import Query, RoutingDecision
 from pdcluster_router.policy.predicted.cost_model import (
     COMFORT,
     COPY_WEIGHT,
@@ -39,17 +39,17 @@ def node(name: str, role: Role, load: Load | None = None, cost: NodeCost = COST,
     return make_node(name, role, load, cost, **{"kv_bytes_per_token": 1000, **changes})
 
 
-def choose(query: Query, *nodes: NodeView, **constants: float) -> Choice:
+def choose(query: Query, *nodes: NodeView, **constants: float) -> RoutingDecision:
     return Seconds(**constants).choose(query, view(*nodes))
 
 
-def terms(choice: Choice, leg: str, name: str) -> dict[str, float]:
+def terms(choice: RoutingDecision, leg: str, name: str) -> dict[str, float]:
     (found,) = [c for c in choice.candidates if c.leg == leg and c.node.name == name]
     assert found.cost == pytest.approx(sum(value for _, value in found.terms))
     return dict(found.terms)
 
 
-def two_prefills(first: Load, second: Load, **query: object) -> tuple[Choice, Query]:
+def two_prefills(first: Load, second: Load, **query: object) -> tuple[RoutingDecision, Query]:
     asked = replace(PAIR, **query)  # type: ignore[arg-type]
     return choose(asked, node("p0", "prefill", first), node("p1", "prefill", second), node("d0", "decode")), asked
 
@@ -503,7 +503,7 @@ def test_rule_6_the_product_score_while_nobody_has_run_enough_steps() -> None:
     assert terms_of_product(choice, "p0") == (601.0, 2.0) and choice.prefill is not None and choice.prefill.name == "p1"
 
 
-def terms_of_product(choice: Choice, name: str) -> tuple[float, ...]:
+def terms_of_product(choice: RoutingDecision, name: str) -> tuple[float, ...]:
     (found,) = [c for c in choice.candidates if c.leg == "prefill" and c.node.name == name]
     return tuple(value for _, value in found.terms)
 

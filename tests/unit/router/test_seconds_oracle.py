@@ -19,10 +19,10 @@ from pdcluster.core.errors import Unavailable
 from pdcluster.core.messages import Endpoint
 from pdcluster.cost.cost import NodeCost
 from pdcluster.settings.config import cache_directory
-from pdcluster_router.cluster.view import ClusterView, NodeView, Pending
-from pdcluster_router.policy.base import Candidate, Choice, Policy, Query
+from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView
+from pdcluster_router.policy.base import Candidate, Policy, Query, RoutingDecision
 from pdcluster_router.policy.predicted import compiled
-from pdcluster_router.policy.predicted.compiled import Weighing
+from pdcluster_router.policy.predicted.compiled import Scoring
 from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.queueing.headroom import Headroom
 
@@ -35,7 +35,7 @@ CLOSE = 1e-9
 
 
 @pytest.fixture(scope="session")
-def by_compiler() -> Weighing:
+def by_compiler() -> Scoring:
     assert compiled.load(cache_directory()), "tests run where numba works"
     found = compiled.in_use()
     compiled.use(compiled.PLAIN)
@@ -43,13 +43,13 @@ def by_compiler() -> Weighing:
 
 
 @pytest.fixture(params=["plain", "compiled"])
-def way(request: pytest.FixtureRequest, by_compiler: Weighing) -> Iterator[None]:
+def way(request: pytest.FixtureRequest, by_compiler: Scoring) -> Iterator[None]:
     compiled.use(by_compiler if request.param == "compiled" else compiled.PLAIN)
     yield
     compiled.use(compiled.PLAIN)
 
 
-def answer(policy: Policy, query: Query, view: ClusterView) -> Choice | None:
+def answer(policy: Policy, query: Query, view: ClusterView) -> RoutingDecision | None:
     try:
         return policy.choose(query, view)
     except Unavailable:
@@ -60,11 +60,11 @@ def is_close(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=CLOSE, abs_tol=CLOSE)
 
 
-def costs(choice: Choice) -> dict[tuple[str, str], Candidate]:
+def costs(choice: RoutingDecision) -> dict[tuple[str, str], Candidate]:
     return {(c.leg, c.node.name): c for c in choice.candidates if not c.node.is_cordoned and c.terms}
 
 
-def total(choice: Choice) -> float:
+def total(choice: RoutingDecision) -> float:
     """What the policy compared: the cost of the whole choice."""
     by_leg = costs(choice)
     if choice.prefill is None:
@@ -72,7 +72,7 @@ def total(choice: Choice) -> float:
     return by_leg["prefill", choice.prefill.name].cost + by_leg["decode", choice.decode.name].cost
 
 
-def agree(ours: Choice, plain: Choice) -> None:
+def agree(ours: RoutingDecision, plain: RoutingDecision) -> None:
     if (ours.mode, ours.prefill, ours.decode) != (plain.mode, plain.prefill, plain.decode):
         assert is_close(total(ours), total(plain)), (
             "another choice is only right where both cost the same but for the last digits"
@@ -146,7 +146,7 @@ def test_parked_kv_goes_where_the_plain_policy_sends_it(cluster: ClusterView, qu
 @UNHURRIED
 @given(cluster=clusters(max_nodes=40), query=queries())
 def test_compiled_choices_are_the_plain_ones_to_the_last_bit(
-    by_compiler: Weighing, cluster: ClusterView, query: Query
+    by_compiler: Scoring, cluster: ClusterView, query: Query
 ) -> None:
     found = []
     for way in (by_compiler, compiled.PLAIN):
@@ -174,7 +174,7 @@ def test_what_was_sent_makes_the_view_that_a_new_one_would_be(cluster: ClusterVi
         changed = data.draw(incarnations)
         if data.draw(st.booleans()):
             counted |= {
-                name: (data.draw(st.integers(0, 9)), Pending(*data.draw(st.tuples(*[st.integers(0, 10**6)] * 6))))
+                name: (data.draw(st.integers(0, 9)), InFlightWork(*data.draw(st.tuples(*[st.integers(0, 10**6)] * 6))))
                 for name in changed
             }
             view = view.sent(changed, counted.__getitem__)
@@ -242,7 +242,7 @@ def odd_nodes(draw: st.DrawFn) -> NodeView:
 @UNHURRIED
 @given(nodes=st.lists(odd_nodes(), min_size=1, max_size=4), query=queries(), waited_s=st.sampled_from([0.0, 1.0, 1e6]))
 def test_whatever_nodes_report_there_is_one_choice(
-    by_compiler: Weighing, nodes: list[NodeView], query: Query, waited_s: float
+    by_compiler: Scoring, nodes: list[NodeView], query: Query, waited_s: float
 ) -> None:
     named = [replace(node, endpoint=Endpoint(f"n{row}", f"n{row}-boot", "n:1")) for row, node in enumerate(nodes)]
     found = []

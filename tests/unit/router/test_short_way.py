@@ -15,7 +15,7 @@ from scripted_cluster import FakeCluster, make_chooser, make_node
 from test_dispatch import NoModels, make_dispatch, make_generation
 
 from pdcluster.core import messages as m
-from pdcluster_router.core.generation import Chunk, Done, Take
+from pdcluster_router.core.generation import Done, Take, TokenChunk
 from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.request.dispatcher import Dispatch
 from pdcluster_router.request.retries import DispatchSettings
@@ -34,7 +34,7 @@ class Sink:
         self.fails = False
         self.end: Done | Exception | None = None
 
-    def on_chunk(self, chunk: Chunk) -> None:
+    def on_chunk(self, chunk: TokenChunk) -> None:
         assert chunk.position == len(self.tokens)
         self.tokens += chunk.token_ids
 
@@ -72,7 +72,7 @@ def say(cluster: FakeCluster, position: int, *tokens: int, attempt: int = 0, boo
 
 
 def finished(num_output: int, attempt: int = 0) -> m.Finished:
-    return m.Finished("r1", attempt, "length", num_output, m.Timings(decode_tokens=num_output))
+    return m.Finished("r1", attempt, "length", num_output, m.LegTimings(decode_tokens=num_output))
 
 
 STEPS = st.lists(

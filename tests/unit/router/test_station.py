@@ -14,7 +14,7 @@ from policy_cases import make_load
 from pdcluster.core.messages import Endpoint, Load, Role
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster_router.cluster.pacing import pace
-from pdcluster_router.cluster.view import NodeView, Pending
+from pdcluster_router.cluster.view import InFlightWork, NodeView
 
 COUNTS = st.integers(0, 5000)
 SAMPLES = st.sampled_from([0, 1, 7, 8, 31, 32, 63, 64, 500, 5000])
@@ -32,7 +32,7 @@ costs = st.builds(
     ),
     st.builds(DecodeCost, st.floats(0, 0.01), st.floats(0, 1e-3), st.floats(0, 1e-8), st.just(100)),
 )
-pendings = st.builds(Pending, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS)
+pendings = st.builds(InFlightWork, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS)
 
 
 @st.composite
@@ -51,7 +51,7 @@ def loads(draw: st.DrawFn) -> Load | None:
 
 @given(load=loads(), pending=pendings, cost=costs, role=ROLES, in_flight=COUNTS)
 def test_a_station_says_of_a_nodes_work_what_its_pace_says(
-    load: Load | None, pending: Pending, cost: NodeCost, role: Role, in_flight: int
+    load: Load | None, pending: InFlightWork, cost: NodeCost, role: Role, in_flight: int
 ) -> None:
     node = NodeView(
         Endpoint("n", "boot", "n:1"), role, in_flight, load, 32, 4096, pending=pending, cost=cost, kv_bytes_per_token=7
@@ -90,7 +90,7 @@ def test_a_node_has_a_station_of_its_own_whenever_it_has_a_pace(
 
 @given(load=loads(), pending=pendings, cost=costs)
 def test_a_stations_room_is_what_the_report_and_the_work_on_its_way_leave(
-    load: Load | None, pending: Pending, cost: NodeCost
+    load: Load | None, pending: InFlightWork, cost: NodeCost
 ) -> None:
     station = NodeView(Endpoint("n", "boot", "n:1"), "mixed", 0, load, 32, 4096, pending=pending).station(cost)
     if load is None:

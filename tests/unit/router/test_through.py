@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scripted_dispatcher import EOS, ROUTE, TEXT, VOCAB
 
 from pdcluster.core.errors import NodeLost
-from pdcluster_router.core.generation import Chunk, Done, Timeline
+from pdcluster_router.core.generation import Done, Timeline, TokenChunk
 from pdcluster_router.http.errors import ClientLeft
 
 LETTERS = TEXT.encode("stop this, \u00e9\u4e16 \U0001f642 END", add_special_tokens=False)
@@ -76,7 +76,7 @@ class Player:
         if take is not None and take(position, token_ids):
             self.num_short += 1
         else:
-            sink.on_chunk(Chunk(position, token_ids, (), (), ROUTE))
+            sink.on_chunk(TokenChunk(position, token_ids, (), (), ROUTE))
 
     def _end(self, dispatcher: ByHand, on_gone: object, end: str) -> None:
         if end == "wrong token":
@@ -122,18 +122,18 @@ async def test_a_stream_that_needs_more_than_text_is_not_taken(fields: dict[str,
     asked(dispatcher, stream=True, **fields)  # type: ignore[arg-type]
     sink = dispatcher.sinks[-1]
     if "logprobs" not in fields:
-        sink.on_chunk(Chunk(0, tuple(LETTERS[:2]), (), (), ROUTE))
+        sink.on_chunk(TokenChunk(0, tuple(LETTERS[:2]), (), (), ROUTE))
     assert sink.way() is None
 
 
 async def test_an_answer_that_is_whole_and_a_client_that_does_not_read_take_the_long_way() -> None:
     dispatcher = ByHand()
     asked(dispatcher)
-    dispatcher.sinks[0].on_chunk(Chunk(0, tuple(LETTERS[:2]), (), (), ROUTE))
+    dispatcher.sinks[0].on_chunk(TokenChunk(0, tuple(LETTERS[:2]), (), (), ROUTE))
     assert dispatcher.sinks[0].way() is None
     dispatcher = ByHand()
     line, _ = asked(dispatcher, stream=True)
-    dispatcher.sinks[0].on_chunk(Chunk(0, tuple(LETTERS[:2]), (), (), ROUTE))
+    dispatcher.sinks[0].on_chunk(TokenChunk(0, tuple(LETTERS[:2]), (), (), ROUTE))
     take = dispatcher.sinks[0].way()
     assert take is not None
     line.is_paused = True
@@ -147,7 +147,7 @@ async def test_a_client_that_did_not_read_at_first_gets_the_rest_the_short_way()
     line, exchange = asked(dispatcher, stream=True)
     sink = dispatcher.sinks[0]
     line.is_paused = True
-    sink.on_chunk(Chunk(0, tuple(LETTERS[:2]), (), (), ROUTE))
+    sink.on_chunk(TokenChunk(0, tuple(LETTERS[:2]), (), (), ROUTE))
     assert sink.way() is None
     line.is_paused = False
     assert exchange.on_resume is not None
@@ -161,7 +161,7 @@ async def test_no_token_is_said_twice_or_out_of_its_place(is_known: bool) -> Non
     dispatcher = ByHand()
     line, _ = asked(dispatcher, stream=True)
     sink, (first, second, *_) = dispatcher.sinks[0], LETTERS
-    sink.on_chunk(Chunk(0, (first, first), (), (), ROUTE))
+    sink.on_chunk(TokenChunk(0, (first, first), (), (), ROUTE))
     take = sink.way()
     assert take is not None
     if not is_known:

@@ -16,7 +16,7 @@ from pdcluster.core import errors
 from pdcluster.core import messages as m
 from pdcluster.kv.hashing import chain_root
 from pdcluster.telemetry.metrics import HoldMetrics
-from pdcluster_router.core.generation import Chunk, Done, Generation, Standing
+from pdcluster_router.core.generation import Done, Generation, TenantPriority, TokenChunk
 from pdcluster_router.core.job import HashChain
 from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.queueing.admission import Slo
@@ -42,7 +42,7 @@ class OneModel:
 def generation_of(request: str, tenant: str = "a", deadline_s: float = 5.0, priority: int = 0) -> Generation:
     sampling = m.Sampling(max_tokens=1, seed=1)
     return Generation(
-        request, "model", array("i", range(10)), sampling, deadline_s, standing=Standing(tenant, 1.0, priority)
+        request, "model", array("i", range(10)), sampling, deadline_s, standing=TenantPriority(tenant, 1.0, priority)
     )
 
 
@@ -55,7 +55,7 @@ class Choices:
         generations = [generation_of(f"{request}-{number}", deadline_s=deadline_s) for number in range(num_choices)]
         self.running = [bench.dispatch.start(generation, self) for generation in generations]
 
-    def on_chunk(self, chunk: Chunk) -> None:
+    def on_chunk(self, chunk: TokenChunk) -> None:
         raise AssertionError("there is no node for it")
 
     def on_done(self, done: Done) -> None:
@@ -88,7 +88,7 @@ class Bench:
             if self.occupies:
                 self.report(BUSY)
             answer(m.TokenRow(request, attempt, 0, (7,)))
-            answer(m.Finished(request, attempt, "length", 1, m.Timings()))
+            answer(m.Finished(request, attempt, "length", 1, m.LegTimings()))
 
     def report(self, load: m.Load) -> None:
         self.cluster.nodes[0] = replace(self.cluster.nodes[0], load=load)

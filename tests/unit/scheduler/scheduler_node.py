@@ -7,7 +7,7 @@ from fake_engine import FakeEngine, draw, kv_of, make_sequence, reference
 
 from pdcluster.core.step import StepPlan
 from pdcluster.kv.pages import PagePool
-from pdcluster.scheduler.scheduler import Limits, Scheduler, Update
+from pdcluster.scheduler.scheduler import SchedulerLimits, Scheduler, Update
 from pdcluster.scheduler.sequence import Sequence
 
 PAGE = 4
@@ -21,7 +21,7 @@ class Node:
     def __init__(self, num_pages: int = 32, **limits: object) -> None:
         chosen = {"token_budget": 16, "max_rows": 4, "max_waiting": 8, "max_len": 64, "reserve_tokens": 4, **limits}
         self.pool = PagePool(num_pages, PAGE, PAGE)
-        self.limits = Limits(**chosen)  # type: ignore[arg-type]
+        self.limits = SchedulerLimits(**chosen)  # type: ignore[arg-type]
         self.now = 0.0
         self.scheduler = Scheduler(self.pool, self.limits, clock=lambda: self.now)
         self.engine = FakeEngine(num_pages, PAGE)

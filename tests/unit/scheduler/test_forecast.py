@@ -8,7 +8,7 @@ from fake_engine import FakeEngine, make_sequence
 from pdcluster.core.errors import Overloaded
 from pdcluster.kv.pages import PagePool
 from pdcluster.scheduler.forecast import LONGEST_S, SHORTEST_S
-from pdcluster.scheduler.scheduler import Limits, Scheduler
+from pdcluster.scheduler.scheduler import SchedulerLimits, Scheduler
 
 PAGE = 4
 DEFAULT_S = 0.5
@@ -22,7 +22,7 @@ class Node:
         self.step_s = step_s
         chosen = {"token_budget": 16, "max_rows": 2, "max_waiting": 2, "max_len": 200, "reserve_tokens": 4, **limits}
         self.scheduler = Scheduler(
-            PagePool(num_pages, PAGE, PAGE), Limits(**chosen, retry_after_s=DEFAULT_S), clock=lambda: self.now
+            PagePool(num_pages, PAGE, PAGE), SchedulerLimits(**chosen, retry_after_s=DEFAULT_S), clock=lambda: self.now
         )
         self.engine = FakeEngine(num_pages, PAGE)
 

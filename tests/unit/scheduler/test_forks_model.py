@@ -15,7 +15,7 @@ from pdcluster.core.errors import IntegrityError, Overloaded
 from pdcluster.core.lifecycle import Residence
 from pdcluster.core.step import StepPlan
 from pdcluster.kv.pages import PagePool
-from pdcluster.scheduler.scheduler import Limits, Scheduler
+from pdcluster.scheduler.scheduler import SchedulerLimits, Scheduler
 from pdcluster.scheduler.sequence import Sequence
 
 PAGE = 4
@@ -29,7 +29,7 @@ class ForkMachine(RuleBasedStateMachine):
     @initialize(num_pages=st.integers(8, 24), reserve=st.integers(0, 8))
     def start(self, num_pages: int, reserve: int) -> None:
         self.pool = PagePool(num_pages, PAGE, PAGE)
-        limits = Limits(token_budget=7, max_rows=6, max_waiting=32, max_len=48, reserve_tokens=reserve)
+        limits = SchedulerLimits(token_budget=7, max_rows=6, max_waiting=32, max_len=48, reserve_tokens=reserve)
         self.scheduler = Scheduler(self.pool, limits)
         self.engine = FakeEngine(num_pages, PAGE)
         self.leaders: list[Sequence] = []
@@ -165,7 +165,7 @@ test_forks_share_pages_and_never_write_to_them = ForkMachine.TestCase
 
 def scheduler(num_pages: int = 16) -> tuple[Scheduler, PagePool]:
     pool = PagePool(num_pages, PAGE, PAGE)
-    return Scheduler(pool, Limits(token_budget=32, max_rows=8, max_waiting=32, max_len=48, reserve_tokens=0)), pool
+    return Scheduler(pool, SchedulerLimits(token_budget=32, max_rows=8, max_waiting=32, max_len=48, reserve_tokens=0)), pool
 
 
 @pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE])

@@ -11,7 +11,7 @@ from pdcluster.core.messages import Sampling
 from pdcluster.core.sampling import Shaping
 from pdcluster.core.step import StepPlan
 from pdcluster.kv.pages import PagePool
-from pdcluster.scheduler.scheduler import Limits, Scheduler, Update
+from pdcluster.scheduler.scheduler import SchedulerLimits, Scheduler, Update
 from pdcluster.scheduler.sequence import Sequence
 
 PAGE = 4
@@ -23,7 +23,7 @@ class Node:
         self.pool = PagePool(num_pages, PAGE, PAGE)
         self.scheduler = Scheduler(
             self.pool,
-            Limits(**{"token_budget": 16, "max_rows": 4, "max_waiting": 8, "max_len": 64, **limits}),
+            SchedulerLimits(**{"token_budget": 16, "max_rows": 4, "max_waiting": 8, "max_len": 64, **limits}),
             lambda: 0.0,
         )
         self.engine = FakeEngine(num_pages, PAGE)

@@ -23,7 +23,7 @@ from pdcluster.core.lifecycle import Residence
 from pdcluster.core.messages import HASH_BYTES, Sampling
 from pdcluster.core.step import StepPlan, StepResult
 from pdcluster.kv.pages import PagePool
-from pdcluster.scheduler.scheduler import Limits, Scheduler, Update
+from pdcluster.scheduler.scheduler import SchedulerLimits, Scheduler, Update
 from pdcluster.scheduler.sequence import Sequence
 
 EOS = frozenset({0})
@@ -98,7 +98,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def build(self, num_pages: int, blocks: int, reserve_tokens: int, max_rows: int) -> None:
         page_tokens = BLOCK * blocks
         self.pool = PagePool(num_pages, page_tokens, BLOCK)
-        limits = Limits(
+        limits = SchedulerLimits(
             token_budget=max_rows + 5,
             max_rows=max_rows,
             max_waiting=6,

@@ -13,7 +13,7 @@ import numpy as np
 from pdcluster.transfer.backends.base import Handle, Peer, Permit, Region, Stamp, WriteStatus
 from pdcluster.transfer.backends.staged import StagedBackend
 from pdcluster.transfer.backends.staging import StagedSettings
-from pdcluster.transfer.layout.spans import Run
+from pdcluster.transfer.layout.spans import CopyRun
 
 WRITER, READER = Peer("w", "w1"), Peer("r", "r1")
 BLOCK, BLOCKS, FLYING = 4096, 4, 3
@@ -148,7 +148,7 @@ class Ends:
     def write(self, chunk: int, first: int, blocks: int) -> WriteStatus:
         """Blocks [first, first + blocks), to where they are at the source."""
         nbytes = blocks * BLOCK
-        stamp, runs = Stamp(7, chunk, 1, nbytes), (Run(first * BLOCK, first * BLOCK, nbytes),)
+        stamp, runs = Stamp(7, chunk, 1, nbytes), (CopyRun(first * BLOCK, first * BLOCK, nbytes),)
         return self.result(self.writer.write(READER, 0, 0, stamp, runs))
 
     def result(self, handle: Handle) -> WriteStatus:

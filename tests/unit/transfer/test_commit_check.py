@@ -12,7 +12,7 @@ from transfer_harness import PAGE_BYTES, PAGE_TOKENS, QUICK, READER, WRITER, Pai
 from pdcluster.core.messages import ChunkEntry, Commit, Leg
 from pdcluster.transfer.backends.base import Fence, Stamp
 from pdcluster.transfer.backends.fake import Fault
-from pdcluster.transfer.layout.spans import Run
+from pdcluster.transfer.layout.spans import CopyRun
 from pdcluster.transfer.protocol import reader
 
 PAGES, SOURCE, TOKENS = [10, 11, 30, 31], [3, 4, 5, 20], 16
@@ -107,7 +107,7 @@ def test_bytes_that_arrived_and_were_asked_for_again_do_not_stand_for_those_that
             0,
             0,
             Stamp(ticket.nonce, 0, round_, 2 * PAGE_BYTES),
-            (Run(0, PAGES[0] * PAGE_BYTES, 2 * PAGE_BYTES),),
+            (CopyRun(0, PAGES[0] * PAGE_BYTES, 2 * PAGE_BYTES),),
         )
         pair.poll()
         pair.reader.handle(WRITER, commit_of(ticket.nonce, round_, *sizes))

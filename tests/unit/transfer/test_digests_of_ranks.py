@@ -11,7 +11,7 @@ from transfer_harness import PAGE_BYTES, QUICK, Pair
 
 from pdcluster.transfer.layout.runs import SpanTable
 from pdcluster.transfer.layout.spans import digest
-from pdcluster.transfer.protocol.rank_memory import Answer, Answers
+from pdcluster.transfer.protocol.rank_memory import Answers, PendingAnswer
 from pdcluster.transfer.protocol.reader import Reader
 
 PAGES = list(range(16))
@@ -21,11 +21,11 @@ class SlowRanks:
     """Digests when the test says so."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Answer, SpanTable]] = []
+        self.asked: list[tuple[PendingAnswer, SpanTable]] = []
         self.num_asked = 0
 
-    def begin_digest(self, rank: int, spans: SpanTable) -> Answer:
-        self.asked.append((Answer(), spans))
+    def begin_digest(self, rank: int, spans: SpanTable) -> PendingAnswer:
+        self.asked.append((PendingAnswer(), spans))
         self.num_asked += 1
         return self.asked[-1][0]
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcluster.transfer.layout.geometry import (
+    Contiguity,
     PageShape,
     Part,
-    Piece,
     are_pieces,
     common_block,
     join_runs,
@@ -156,8 +156,8 @@ def test_only_one_copy_of_a_shared_latent_is_sent_and_the_copies_share_the_work(
 def test_equal_layouts_move_whole_pages() -> None:
     shape = PageShape(16, 3, 2, 4, 8)
     part = Part(16, 0, 3, 0, 3, 0, 4)
-    assert piece_of(shape, 0, part) is Piece.LAYERS
-    starts, nbytes = offsets(shape, 0, [4, 5, 9], 0, part, Piece.LAYERS)
+    assert piece_of(shape, 0, part) is Contiguity.LAYERS
+    starts, nbytes = offsets(shape, 0, [4, 5, 9], 0, part, Contiguity.LAYERS)
     assert nbytes == shape.page_bytes and [run.nbytes for run in join_runs(starts, starts, nbytes)] == [
         2 * nbytes,
         nbytes,
@@ -167,9 +167,9 @@ def test_equal_layouts_move_whole_pages() -> None:
 
 def test_a_head_range_of_equal_pages_is_one_run_per_layer_and_plane() -> None:
     part = Part(16, 0, 1, 0, 3, 2, 4)
-    assert piece_of(PageShape(16, 3, 2, 4, 8), 0, part) is Piece.HEADS
-    assert piece_of(PageShape(16, 3, 2, 4, 8, ranks=2), 1, part) is Piece.LAYERS
-    starts, nbytes = offsets(PageShape(16, 3, 2, 4, 8), 0, [0], 0, part, Piece.HEADS)
+    assert piece_of(PageShape(16, 3, 2, 4, 8), 0, part) is Contiguity.HEADS
+    assert piece_of(PageShape(16, 3, 2, 4, 8, ranks=2), 1, part) is Contiguity.LAYERS
+    starts, nbytes = offsets(PageShape(16, 3, 2, 4, 8), 0, [0], 0, part, Contiguity.HEADS)
     assert len(starts) == 6 and nbytes == 2 * 16 * 8
 
 

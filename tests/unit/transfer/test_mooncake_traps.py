@@ -33,7 +33,7 @@ from staged_ends import (
 from pdcluster.core.errors import PeerUnreachable
 from pdcluster.transfer.backends import staged, staging
 from pdcluster.transfer.backends.base import Stamp, WriteStatus
-from pdcluster.transfer.layout.spans import Run
+from pdcluster.transfer.layout.spans import CopyRun
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_never_more_writes_are_under_way_than_a_ring_has_blocks(make_ends: Calla
     engine = Unreliable()
     ends = make_ends(engine)
     stamps = [Stamp(7, chunk, 1, 16 * BLOCK) for chunk in range(40)]
-    handles = [ends.writer.write(READER, 0, 0, stamp, (Run(0, 0, stamp.nbytes),)) for stamp in stamps]
+    handles = [ends.writer.write(READER, 0, 0, stamp, (CopyRun(0, 0, stamp.nbytes),)) for stamp in stamps]
     assert {ends.result(handle) for handle in handles} == {WriteStatus.DONE}
     assert 0 < engine.most <= BLOCKS and len(engine.writes) == 40 * 16
 
@@ -118,7 +118,7 @@ def test_the_library_has_only_a_few_writes_at_a_time_although_blocks_are_free(
 ) -> None:
     engine = Slow()
     ends = make_ends(engine)
-    handle = ends.writer.write(READER, 0, 0, Stamp(7, 0, 1, 16 * BLOCK), (Run(0, 0, 16 * BLOCK),))
+    handle = ends.writer.write(READER, 0, 0, Stamp(7, 0, 1, 16 * BLOCK), (CopyRun(0, 0, 16 * BLOCK),))
     eventually(lambda: len(engine.writes) == FLYING, "as many as it may have")
     looks = engine.looks
     eventually(lambda: engine.looks > looks + 20 * FLYING, "turns of the pump that could have submitted more")
@@ -154,7 +154,12 @@ def test_short_runs_are_gathered_and_long_ones_are_not(make_ends: Callable[[Unre
     engine = Straight()
     ends = make_ends(engine)
     half = BLOCK // 2
-    runs = (Run(0, 0, half), Run(4 * half, half, half), Run(8 * half, 2 * half, half), Run(9 * half, 3 * half, half))
+    runs = (
+        CopyRun(0, 0, half),
+        CopyRun(4 * half, half, half),
+        CopyRun(8 * half, 2 * half, half),
+        CopyRun(9 * half, 3 * half, half),
+    )
     assert ends.result(ends.writer.write(READER, 0, 0, Stamp(7, 0, 1, 2 * BLOCK), runs)) is WriteStatus.DONE
     (gathered, _, first), (straight, _, second) = engine.writes
     low, high = ends.source.ctypes.data, ends.source.ctypes.data + ends.source.nbytes
@@ -171,7 +176,7 @@ def test_pages_of_a_write_of_unknown_outcome_stay_with_it_until_the_library_says
     ends = make_ends(engine)
     ends.writer._reads._unknown_s = 0.05
     stamp = Stamp(7, 0, 1, BLOCK)
-    handle = ends.writer.write(READER, 0, 0, stamp, (Run(0, 0, BLOCK),))
+    handle = ends.writer.write(READER, 0, 0, stamp, (CopyRun(0, 0, BLOCK),))
     assert ends.result(handle) is WriteStatus.UNKNOWN
     for chunk in range(1, 13):
         assert ends.write(chunk, chunk, 1) is WriteStatus.DONE, "others go on meanwhile"
@@ -209,7 +214,7 @@ def test_a_connection_that_ends_frees_no_page_that_the_library_may_still_read(
 ) -> None:
     engine = SlowStraight()
     ends = make_ends(engine)
-    handle = ends.writer.write(READER, 0, 0, Stamp(7, 0, 1, 16 * BLOCK), (Run(0, 0, 16 * BLOCK),))
+    handle = ends.writer.write(READER, 0, 0, Stamp(7, 0, 1, 16 * BLOCK), (CopyRun(0, 0, 16 * BLOCK),))
     eventually(lambda: len(engine.writes) == FLYING, "the library has some")
     if ends_by == "close":
         ends.writer.close(READER)
@@ -232,8 +237,8 @@ def test_an_error_of_the_library_in_the_middle_of_a_piece_frees_no_page_that_it_
     monkeypatch.setattr(staging, "ENTRY_BYTES", half)
     engine = Breaking()
     ends = make_ends(engine)
-    runs = [Run(0, 0, BLOCK), Run(2 * BLOCK, BLOCK, half), Run(4 * BLOCK, BLOCK + half, half)]
-    runs += [] if is_last else [Run(6 * BLOCK, 2 * BLOCK, BLOCK)]
+    runs = [CopyRun(0, 0, BLOCK), CopyRun(2 * BLOCK, BLOCK, half), CopyRun(4 * BLOCK, BLOCK + half, half)]
+    runs += [] if is_last else [CopyRun(6 * BLOCK, 2 * BLOCK, BLOCK)]
     handle = ends.writer.write(READER, 0, 0, Stamp(7, 0, 1, sum(run.nbytes for run in runs)), runs)
     eventually(lambda: len(ends.writer._reads) == 1, "its pump let go of it")
     engine.may_answer = True
@@ -253,7 +258,7 @@ def test_an_error_of_the_library_when_all_is_over_leaves_no_write_open(make_ends
     ends = make_ends(engine)
     handles = [
         ends.writer.write(
-            READER, 0, 0, Stamp(7, chunk, 1, 2 * BLOCK), (Run(2 * chunk * BLOCK, 2 * chunk * BLOCK, 2 * BLOCK),)
+            READER, 0, 0, Stamp(7, chunk, 1, 2 * BLOCK), (CopyRun(2 * chunk * BLOCK, 2 * chunk * BLOCK, 2 * BLOCK),)
         )
         for chunk in range(3)
     ]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pdcluster.transfer.copying import copy
 from pdcluster.transfer.copying.copy import GilWaits, Payload, copies, copies_inside, packed, packing, reads, table_of
 from pdcluster.transfer.layout.runs import RunTable, run_table
-from pdcluster.transfer.layout.spans import Run
+from pdcluster.transfer.layout.spans import CopyRun
 
 SIZE = 1 << 16
 
@@ -134,7 +134,7 @@ def test_a_machine_without_the_compiled_loop_says_so_and_goes_on(
 
 def test_tables_of_addresses_name_the_bytes_that_runs_and_spans_mean() -> None:
     source, target = buffers()
-    block, runs = np.zeros(300, dtype=np.uint8), run_table([Run(5000, 7, 100), Run(64, 900, 200)])
+    block, runs = np.zeros(300, dtype=np.uint8), run_table([CopyRun(5000, 7, 100), CopyRun(64, 900, 200)])
     for table in (
         packing(runs, source.ctypes.data, block.ctypes.data),
         packed(runs.targets, target.ctypes.data, block.ctypes.data),
@@ -170,7 +170,7 @@ def test_runs_are_taken_only_when_all_lie_inside_of_both_memories_and_add_up(
 
 
 def test_without_the_compiled_loop_runs_are_judged_alike(loop: str) -> None:
-    runs = run_table([Run(0, 16, 8), Run(24, 0, 8)])
+    runs = run_table([CopyRun(0, 16, 8), CopyRun(24, 0, 8)])
     table = copies_inside(runs, (4096, 32), (8192, 24), 16)
     assert table is not None and np.array_equal(table, copies(runs, 8192, 4096)), loop
     assert copies_inside(runs, (4096, 31), (8192, 24), 16) is None

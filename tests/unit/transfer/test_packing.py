@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pdcluster.transfer.backends.tcp import BLOCK_BYTES, SCATTERED_BYTES, Block, Packer, Unpacker, straight
 from pdcluster.transfer.copying.copy import Payload, table_of
 from pdcluster.transfer.layout.runs import RunTable, SpanTable, run_table, span_table
-from pdcluster.transfer.layout.spans import Run
+from pdcluster.transfer.layout.spans import CopyRun
 
 SIZE = 4 * BLOCK_BYTES
 
@@ -23,7 +23,10 @@ def scattered(seed: int) -> RunTable:
     lengths = rng.integers(1, 9000, 140)
     starts = np.cumsum(lengths + rng.integers(0, 50, 140)) - lengths
     return run_table(
-        [Run(int(start), int(SIZE - start - count), int(count)) for start, count in zip(starts, lengths, strict=True)]
+        [
+            CopyRun(int(start), int(SIZE - start - count), int(count))
+            for start, count in zip(starts, lengths, strict=True)
+        ]
     )
 
 

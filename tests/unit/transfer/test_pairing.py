@@ -13,7 +13,7 @@ from pdcluster.core.errors import IntegrityError
 from pdcluster.core.messages import pack_tokens
 from pdcluster.transfer.copying import page_pairs
 from pdcluster.transfer.copying.page_kernel import MOST_PAGES
-from pdcluster.transfer.copying.page_pairs import Row, are_below, are_distinct, paired, unpack_pages
+from pdcluster.transfer.copying.page_pairs import PageRun, are_below, are_distinct, paired, unpack_pages
 from pdcluster.transfer.layout.geometry import join_runs_in_parts
 
 PAGES = st.lists(
@@ -61,7 +61,7 @@ def test_pages_are_below_a_limit_when_enough_are_there_and_none_is_outside(
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> tuple[Row, list[int]]:
+def rows(draw: st.DrawFn) -> tuple[PageRun, list[int]]:
     """Pages that often follow each other, and where parts end."""
     ends = sorted(draw(st.sets(st.integers(1, 20), min_size=1, max_size=4)))
     starts = [draw(st.integers(0, 3)) for _ in range(2)]
@@ -69,11 +69,11 @@ def rows(draw: st.DrawFn) -> tuple[Row, list[int]]:
         draw(st.lists(st.sampled_from([1, 1, 1, 2, -1, 5]), min_size=ends[-1] + start, max_size=25)) for start in starts
     ]
     ours, theirs = (np.cumsum(each) + 40 for each in steps)
-    return Row(ours.astype(np.int64), starts[0], theirs.astype(np.int32), starts[1]), ends
+    return PageRun(ours.astype(np.int64), starts[0], theirs.astype(np.int32), starts[1]), ends
 
 
 @given(rows(), st.sampled_from([(0, PAGE_BYTES), (0, 16), (16, 16), (16, 32)]))
-def test_paired_pages_are_the_runs_of_the_general_way(case: tuple[Row, list[int]], layers: tuple[int, int]) -> None:
+def test_paired_pages_are_the_runs_of_the_general_way(case: tuple[PageRun, list[int]], layers: tuple[int, int]) -> None:
     (row, ends), (start, nbytes) = case, layers
     count = ends[-1]
     sources = row.ours[row.first : row.first + count] * PAGE_BYTES + start
@@ -82,7 +82,7 @@ def test_paired_pages_are_the_runs_of_the_general_way(case: tuple[Row, list[int]
 
 
 def test_runs_of_the_last_page_ids_do_not_overflow() -> None:
-    row, page_bytes = Row(np.array([5], dtype=np.int64), 0, np.array([2**31 - 1], dtype=np.int32), 0), 3_670_016
+    row, page_bytes = PageRun(np.array([5], dtype=np.int64), 0, np.array([2**31 - 1], dtype=np.int32), 0), 3_670_016
     assert paired(row, page_bytes, 0, page_bytes, [1])[0].rows.tolist() == [
         [5 * page_bytes, (2**31 - 1) * page_bytes, page_bytes]
     ]
@@ -90,6 +90,6 @@ def test_runs_of_the_last_page_ids_do_not_overflow() -> None:
 
 @pytest.mark.parametrize(("first", "their_first"), [(0, 2), (2, 0), (-1, 0), (0, -1)])
 def test_pages_that_are_not_there_are_not_read(first: int, their_first: int) -> None:
-    row = Row(np.arange(3), first, np.arange(3, dtype=np.int32), their_first)
+    row = PageRun(np.arange(3), first, np.arange(3, dtype=np.int32), their_first)
     with pytest.raises(IntegrityError, match="3 here and 3 in the ticket"):
         paired(row, PAGE_BYTES, 0, PAGE_BYTES, [2])

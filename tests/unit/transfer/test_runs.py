@@ -19,14 +19,16 @@ from pdcluster.transfer.layout.runs import (
     run_table,
     span_table,
 )
-from pdcluster.transfer.layout.spans import Run
+from pdcluster.transfer.layout.spans import CopyRun
 
 WORDS = st.one_of(
     st.integers(-3, 200), st.sampled_from([-(1 << 63), (1 << 63) - 1, 1 << 62, MOST_BYTES, MOST_BYTES + 1])
 )
 WILD = st.lists(st.tuples(WORDS, WORDS), max_size=8)
 SPANS = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), min_size=1, max_size=20)
-RUNS = st.lists(st.builds(Run, st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 50)), min_size=1, max_size=20)
+RUNS = st.lists(
+    st.builds(CopyRun, st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 50)), min_size=1, max_size=20
+)
 
 
 def is_inside(offset: int, nbytes: int, limit: int) -> bool:
@@ -47,9 +49,9 @@ def test_checks_of_wild_numbers_agree_with_numbers_that_do_not_overflow(
 
 @given(RUNS, st.integers(-60, 60), st.integers(-60, 60), st.sampled_from([(0, 0), (0, -51), (-1001, 0)]))
 def test_our_own_runs_read_so_many_bytes_within_the_region_or_not(
-    runs: list[Run], more: int, room: int, wrong: tuple[int, int]
+    runs: list[CopyRun], more: int, room: int, wrong: tuple[int, int]
 ) -> None:
-    runs = [*runs, Run(runs[0].source + wrong[0], runs[0].target, runs[0].nbytes + wrong[1])]
+    runs = [*runs, CopyRun(runs[0].source + wrong[0], runs[0].target, runs[0].nbytes + wrong[1])]
     nbytes, end = sum(run.nbytes for run in runs), max(run.source + run.nbytes for run in runs)
     inside = all(is_inside(run.source, run.nbytes, end + room) for run in runs)
     assert run_table(runs).read_inside(nbytes + more, end + room) == (inside and not more)
@@ -85,7 +87,7 @@ def test_joining_keeps_bytes_and_order(spans: list[tuple[int, int]]) -> None:
 
 
 @given(RUNS, st.integers(1, 70))
-def test_pieces_are_the_same_bytes_in_full_blocks(runs: list[Run], block_bytes: int) -> None:
+def test_pieces_are_the_same_bytes_in_full_blocks(runs: list[CopyRun], block_bytes: int) -> None:
     pieces = run_table(runs).pieces(block_bytes)
     assert [piece.nbytes for piece in pieces[:-1]] == [block_bytes] * (len(pieces) - 1) and 0 < pieces[
         -1
@@ -97,7 +99,7 @@ def test_pieces_are_the_same_bytes_in_full_blocks(runs: list[Run], block_bytes: 
 
 
 @given(RUNS)
-def test_tables_are_sequences_of_what_they_hold(runs: list[Run]) -> None:
+def test_tables_are_sequences_of_what_they_hold(runs: list[CopyRun]) -> None:
     table = run_table(tuple(runs))
     assert (
         list(table) == runs
@@ -109,7 +111,7 @@ def test_tables_are_sequences_of_what_they_hold(runs: list[Run]) -> None:
     assert run_table(table) is table and table.nbytes == sum(run.nbytes for run in runs)
     assert list(table.sources) == [(run.source, run.nbytes) for run in runs]
     assert table.targets == [(run.target, run.nbytes) for run in runs] and hash(table) == hash(run_table(runs))
-    assert table != run_table([*runs, Run(0, 0, 1)])
+    assert table != run_table([*runs, CopyRun(0, 0, 1)])
 
 
 def test_spans_survive_the_wire_and_words_of_peers_beyond_their_sign_are_refused() -> None:

@@ -13,7 +13,7 @@ from pdcluster.core.messages import Abort, AbortAck, ChunkEntry, Commit, CommitA
 from pdcluster.transfer.backends.base import Peer, Stamp, WriteStatus
 from pdcluster.transfer.backends.fake import Fault
 from pdcluster.transfer.protocol import writer
-from pdcluster.transfer.protocol.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
+from pdcluster.transfer.protocol.session import Acked, Drained, Landed, Reclaimed, TicketFailed, TicketGaveUp
 from pdcluster.transfer.protocol.writer import Writer
 
 PAGES = [10, 11, 30, 31, 32, 5]
@@ -298,9 +298,9 @@ def test_after_bounded_failures_the_writer_gives_up_and_the_reader_gets_its_page
     pair.send_all(ticket, SOURCE)
     pair.run(1.0)
     (gave_up,) = pair.gave_up
-    assert isinstance(gave_up, GaveUp) and "failed 3 times" in gave_up.reason
+    assert isinstance(gave_up, TicketGaveUp) and "failed 3 times" in gave_up.reason
     (failed,) = pair.failed
-    assert isinstance(failed, Failed) and "gave up" in failed.reason
+    assert isinstance(failed, TicketFailed) and "gave up" in failed.reason
     assert pair.drained == [Drained(ticket.nonce)] and pair.reclaimed == [Reclaimed(ticket.nonce)]
     assert_idle(pair)
 
@@ -464,7 +464,7 @@ def test_a_reader_that_can_fence_reclaims_at_once_and_late_writes_do_not_land() 
     pair.step(0.6)  # nothing or half of it landed
     pair.reader.abort(ticket.nonce, "client left")
     pair.poll()
-    assert pair.failed == [Failed(ticket.nonce, "client left")] and pair.reclaimed == [Reclaimed(ticket.nonce)]
+    assert pair.failed == [TicketFailed(ticket.nonce, "client left")] and pair.reclaimed == [Reclaimed(ticket.nonce)]
     for page in PAGES:
         pair.target.fill(page, 0xEE)
     pair.run(3.0)
@@ -533,7 +533,7 @@ def test_the_writers_abort_reaches_the_reader_unasked() -> None:
     pair.writer.push(ticket.nonce, SOURCE, 0, TOKENS)
     pair.writer.finish(ticket.nonce, 1, None)
     pair.run(0.3)
-    assert pair.gave_up == [GaveUp(ticket.nonce, "out of memory")]
+    assert pair.gave_up == [TicketGaveUp(ticket.nonce, "out of memory")]
     assert pair.reclaimed == [Reclaimed(ticket.nonce)] and "out of memory" in str(pair.failed)
     assert_idle(pair)
 
@@ -647,8 +647,8 @@ def test_a_dead_reader_frees_the_writer() -> None:
     pair.poll()
     pair.network.kill(READER)
     pair.writer.peer_gone(READER)
-    pair.writer_events += [event for event in pair.writer.poll() if isinstance(event, (GaveUp, Drained))]
-    assert [type(event) for event in pair.writer_events] == [GaveUp, Drained]
+    pair.writer_events += [event for event in pair.writer.poll() if isinstance(event, (TicketGaveUp, Drained))]
+    assert [type(event) for event in pair.writer_events] == [TicketGaveUp, Drained]
     assert pair.writer.is_idle()
 
 

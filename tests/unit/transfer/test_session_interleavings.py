@@ -29,7 +29,7 @@ from pdcluster.transfer.backends.base import Fence, Peer, Stamp, WriteStatus
 from pdcluster.transfer.backends.fake import FakeBackend, Fault
 from pdcluster.transfer.protocol.reader import Reader
 from pdcluster.transfer.protocol.reader_state import Incoming
-from pdcluster.transfer.protocol.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed
+from pdcluster.transfer.protocol.session import Acked, Drained, Landed, Reclaimed, TicketFailed, TicketGaveUp
 from pdcluster.transfer.protocol.writer import Writer
 
 FAULTS = (
@@ -207,9 +207,9 @@ class Interleavings(RuleBasedStateMachine):
         assert self.seen[nonce, kind] == 1, f"{kind} came twice for {nonce:x}"
 
     def on_reader_event(self, event: object) -> None:
-        assert isinstance(event, (Landed, Failed, Reclaimed))
+        assert isinstance(event, (Landed, TicketFailed, Reclaimed))
         nonce = event.nonce
-        self.once(nonce, "end" if isinstance(event, (Landed, Failed)) else "reclaimed")
+        self.once(nonce, "end" if isinstance(event, (Landed, TicketFailed)) else "reclaimed")
         if isinstance(event, Landed):
             self.check_landed(nonce)
         elif isinstance(event, Reclaimed):
@@ -233,7 +233,7 @@ class Interleavings(RuleBasedStateMachine):
         del self.tickets[nonce]
 
     def on_writer_event(self, event: object) -> None:
-        assert isinstance(event, (Acked, GaveUp, Drained))
+        assert isinstance(event, (Acked, TicketGaveUp, Drained))
         nonce = event.nonce
         self.once(nonce, "drained" if isinstance(event, Drained) else "writer end")
         if isinstance(event, Drained):

@@ -9,7 +9,7 @@ from pdcluster.transfer.backends.base import Peer, Permit, Region, Stamp
 from pdcluster.transfer.backends.ledger import Arrivals, Counts, Doorbell, Permits
 from pdcluster.transfer.backends.shm_frames import (
     MAX_NOTICE_SPANS,
-    Notice,
+    CopyNotice,
     Notices,
     decode_notice,
     pack_notice,
@@ -51,7 +51,7 @@ def reader() -> Reader:
 
 
 def begun(stamp: Stamp = STAMP) -> bytes:
-    return pack_notice(Notice(stamp, 0, SPANS, has_begun=True))
+    return pack_notice(CopyNotice(stamp, 0, SPANS, has_begun=True))
 
 
 def test_a_copy_that_tells_its_progress_lands_with_its_last_byte_and_the_digest_of_all(reader: Reader) -> None:
@@ -65,7 +65,7 @@ def test_a_copy_that_tells_its_progress_lands_with_its_last_byte_and_the_digest_
 def test_spans_that_follow_each_other_are_one_in_the_arrival_of_a_copy_that_told_its_progress(reader: Reader) -> None:
     """The reader's loop compares them with its pages when nothing else is left to wait for."""
     spans = span_table([(4096, 512), (4608, 512), (512, 512)])
-    reader.hear(pack_notice(Notice(STAMP, 0, spans, has_begun=True)), pack_progress(1536))
+    reader.hear(pack_notice(CopyNotice(STAMP, 0, spans, has_begun=True)), pack_progress(1536))
     (arrival,) = reader.arrivals.take()
     assert (list(arrival.spans), arrival.digest) == (list(SPANS), reader.expected())
 
@@ -80,7 +80,7 @@ def test_what_is_digested_is_what_lay_there_when_the_writer_told_of_it(reader: R
 
 
 def test_a_finished_copy_lands_by_one_notice_and_the_same_digest(reader: Reader) -> None:
-    reader.hear(pack_notice(Notice(STAMP, 0, SPANS)))
+    reader.hear(pack_notice(CopyNotice(STAMP, 0, SPANS)))
     assert reader.arrivals.take()[0].digest == reader.expected()
 
 
@@ -130,10 +130,10 @@ def test_progress_of_nothing_ends_the_connection(reader: Reader) -> None:
 
 def test_a_copy_does_not_begin_without_its_places() -> None:
     with pytest.raises(ProtocolError):
-        decode_notice(pack_notice(Notice(STAMP, 0, span_table(()), has_begun=True)))
+        decode_notice(pack_notice(CopyNotice(STAMP, 0, span_table(()), has_begun=True)))
 
 
 def test_a_notice_with_too_many_places_comes_without_them() -> None:
     many = span_table([(2 * number, 1) for number in range(MAX_NOTICE_SPANS + 1)])
-    notice = decode_notice(pack_notice(Notice(Stamp(7, 0, 1, len(many)), 0, many)))
-    assert isinstance(notice, Notice) and len(notice.spans) == 0
+    notice = decode_notice(pack_notice(CopyNotice(Stamp(7, 0, 1, len(many)), 0, many)))
+    assert isinstance(notice, CopyNotice) and len(notice.spans) == 0

@@ -8,16 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcluster.transfer.backends import staging
-from pdcluster.transfer.backends.staged_pump import LEAST_S, MOST_S, Pace
-from pdcluster.transfer.backends.staging import ENTRY_BYTES, Piece, cut
+from pdcluster.transfer.backends.staged_pump import LEAST_S, MOST_S, WorkPace
+from pdcluster.transfer.backends.staging import ENTRY_BYTES, StagedPiece, cut
 from pdcluster.transfer.layout.runs import SpanTable, run_table
-from pdcluster.transfer.layout.spans import Run
+from pdcluster.transfer.layout.spans import CopyRun
 
 ADDRESS = 1 << 30
-RUNS = st.lists(st.builds(Run, st.integers(0, 300), st.integers(0, 1000), st.integers(1, 50)), min_size=1, max_size=20)
+RUNS = st.lists(
+    st.builds(CopyRun, st.integers(0, 300), st.integers(0, 1000), st.integers(1, 50)), min_size=1, max_size=20
+)
 
 
-def sent(piece: Piece) -> list[int]:
+def sent(piece: StagedPiece) -> list[int]:
     """Of which address each byte of the block is."""
     if piece.is_straight:
         entries = piece.entries()
@@ -34,7 +36,7 @@ def sent(piece: Piece) -> list[int]:
 
 @given(RUNS, st.integers(1, 70), st.booleans(), st.sampled_from([1, 8, 40]))
 def test_pieces_hold_all_bytes_in_order_and_say_where_they_go(
-    runs: list[Run], block_bytes: int, may_be_straight: bool, entry_bytes: int
+    runs: list[CopyRun], block_bytes: int, may_be_straight: bool, entry_bytes: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging, "ENTRY_BYTES", entry_bytes)
@@ -56,8 +58,8 @@ def test_pieces_hold_all_bytes_in_order_and_say_where_they_go(
 
 
 def test_only_long_runs_or_a_single_one_go_straight() -> None:
-    long, short = Run(0, 0, ENTRY_BYTES), Run(4 * ENTRY_BYTES, ENTRY_BYTES, ENTRY_BYTES // 2)
-    apart = Run(6 * ENTRY_BYTES, ENTRY_BYTES + short.nbytes, short.nbytes)
+    long, short = CopyRun(0, 0, ENTRY_BYTES), CopyRun(4 * ENTRY_BYTES, ENTRY_BYTES, ENTRY_BYTES // 2)
+    apart = CopyRun(6 * ENTRY_BYTES, ENTRY_BYTES + short.nbytes, short.nbytes)
     found = [
         cut(run_table(runs), 0, 8 * ENTRY_BYTES, may_be_straight=True)[0].is_straight
         for runs in [(long,), (short,), (long, short), (long, short, apart)]
@@ -67,7 +69,7 @@ def test_only_long_runs_or_a_single_one_go_straight() -> None:
 
 @given(st.floats(0, 10), st.integers(1, 1 << 24), st.lists(st.floats(1e-5, 0.1), max_size=20))
 def test_looks_are_neither_too_often_nor_too_seldom(age_s: float, nbytes: int, seen_s: list[float]) -> None:
-    pace = Pace()
+    pace = WorkPace()
     for each in seen_s:
         pace.done(each, nbytes)
     assert LEAST_S <= pace.next_look_s(age_s, nbytes) <= MOST_S

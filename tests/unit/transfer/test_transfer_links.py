@@ -25,10 +25,10 @@ from pdcluster.transfer.backends.tcp_links import (
     MAGIC,
     MAX_VECTOR,
     UNPACED,
-    Advert,
     Cursor,
     Link,
     Listener,
+    TcpAdvert,
     connect,
     decode_advert,
     is_same_host,
@@ -144,7 +144,7 @@ def test_a_hello_with_the_token_gets_in_and_names_its_boot() -> None:
 def test_a_wrong_token_stays_out_and_is_counted() -> None:
     echo = Echo()
     with pytest.raises(OSError):
-        connect(ME, OTHER, Advert(echo.advert.host, echo.advert.port, bytes(16)), connect_s=5, progress_s=5)
+        connect(ME, OTHER, TcpAdvert(echo.advert.host, echo.advert.port, bytes(16)), connect_s=5, progress_s=5)
     echo.listener.close()
     assert echo.counts.by_reason["bad_frame"] == 1 and echo.peers == []
 
@@ -161,7 +161,7 @@ def test_a_name_that_is_no_text_stays_out() -> None:
 
 def test_a_name_too_long_for_the_hello_is_refused_before_connecting() -> None:
     with pytest.raises(ProtocolError, match="longer than 255"):
-        connect(Peer("n" * 300, "a"), OTHER, Advert("127.0.0.1", 9, bytes(16)), connect_s=1, progress_s=1)
+        connect(Peer("n" * 300, "a"), OTHER, TcpAdvert("127.0.0.1", 9, bytes(16)), connect_s=1, progress_s=1)
 
 
 def test_a_peer_that_is_silent_in_the_middle_times_out() -> None:

@@ -9,13 +9,22 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import xxhash
 
-from pdcluster.core.messages import Endpoint, Message, Ticket, TokenLogprobs
+from pdcluster.core.messages import Endpoint, NodeMessage, Ticket, TokenLogprobs
 from pdcluster.transfer.backends.base import Arrival, Handle, Peer, Region, Stamp
 from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork, Fault
 from pdcluster.transfer.layout.geometry import PageShape
-from pdcluster.transfer.layout.spans import Runs, Spans
+from pdcluster.transfer.layout.spans import CopyRuns, Spans
 from pdcluster.transfer.protocol.reader import Reader
-from pdcluster.transfer.protocol.session import Acked, Drained, Failed, GaveUp, Landed, Reclaimed, Send, Settings
+from pdcluster.transfer.protocol.session import (
+    Acked,
+    Drained,
+    Landed,
+    Reclaimed,
+    Send,
+    Settings,
+    TicketFailed,
+    TicketGaveUp,
+)
 from pdcluster.transfer.protocol.writer import Writer
 
 PAGE_TOKENS = 4
@@ -91,7 +100,7 @@ class Pair:
         self.reader = reader_class(
             me, self.target.backends, media, memories=[memoryview(self.target.memory)], rng=random.Random(5), **shape
         )
-        self.inbox: list[tuple[Peer, Message]] = []
+        self.inbox: list[tuple[Peer, NodeMessage]] = []
         self.writer_events: list[object] = []
         self.reader_events: list[object] = []
 
@@ -126,7 +135,7 @@ class Pair:
         for receiver, message in batch:
             self.hand_over(receiver, message)
 
-    def hand_over(self, receiver: Peer, message: Message) -> None:
+    def hand_over(self, receiver: Peer, message: NodeMessage) -> None:
         if receiver == READER:
             self.reader.handle(WRITER, message)
         elif receiver == WRITER:
@@ -162,7 +171,7 @@ class Pair:
 
     @property
     def gave_up(self) -> list[object]:
-        return self.of(GaveUp)
+        return self.of(TicketGaveUp)
 
     @property
     def drained(self) -> list[object]:
@@ -174,7 +183,7 @@ class Pair:
 
     @property
     def failed(self) -> list[object]:
-        return self.of(Failed)
+        return self.of(TicketFailed)
 
     @property
     def reclaimed(self) -> list[object]:
@@ -191,7 +200,7 @@ def _take_digests(pair: Pair, source: FakeBackend, target: FakeBackend, change: 
     spans: dict[Stamp, tuple[tuple[int, int], ...]] = {}
     write, add = source.write, target._arrivals.add
 
-    def noting(peer: Peer, near: int, far: int, stamp: Stamp, runs: Runs, digests: bool = False) -> Handle:
+    def noting(peer: Peer, near: int, far: int, stamp: Stamp, runs: CopyRuns, digests: bool = False) -> Handle:
         spans[stamp] = tuple((run.target, run.nbytes) for run in runs)
         return write(peer, near, far, stamp, runs, digests)
 

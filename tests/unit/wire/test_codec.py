@@ -23,7 +23,7 @@ READER = m.Endpoint("decode-0", "inc-d", "127.0.0.1:4000", (("tcp", b"\x01\x02")
 WRITER = m.Endpoint("prefill-0", "inc-p", "[::1]:4001")
 TICKET = m.Ticket(2**64 - 1, "req-1", 0, READER, WRITER, 0, m.pack_tokens([4, 9, 1]), 32, 65536, 70, 32, 9.5)
 LOGPROBS = m.TokenLogprobs(-0.5, (3, 4), (-0.5, -math.inf))
-TIMINGS = m.Timings(queue_s=0.1, transfer_bytes=1 << 40, backend="shm")
+TIMINGS = m.LegTimings(queue_s=0.1, transfer_bytes=1 << 40, backend="shm")
 ROOT = (1e-3, -1e-5, 1e-6, 0.0, -1e-9, 1e-10)
 COST = m.CostReport(0.01, 1e-4, 1e-9, 0.004, 1e-4, 1e-8, 512, 9, 1 << 40, 0.1, 0.02, ROOT, 0.2, 10.0, ROOT)
 MESSAGES: tuple[m.AnyMessage, ...] = (
@@ -166,14 +166,14 @@ BAD: tuple[m.AnyMessage, ...] = (
     0, (1, 2), (LOGPROBS,)),)),
     m.Tokens((m.TokenRow("r", 0, 0, (1,), (m.TokenLogprobs(math.nan),)),)), m.Tokens((m.TokenRow("r", 0, 0, (1,),
     (m.TokenLogprobs(0.0, (1,)),)),)),
-    finished(timings=m.Timings(decode_s=-1.0)), finished(stop_token=-1), finished(num_output=-1),
+    finished(timings=m.LegTimings(decode_s=-1.0)), finished(stop_token=-1), finished(num_output=-1),
     m.Failed("r", 0, "", "", True), m.Failed("r", 0, "c", "x" * 20000, True), m.Refused("", 0, "reserve", "", 0.0),
     m.Scheduled("r", 0, -1),
     m.Scheduled("r", 2**31), m.Tokens((m.TokenRow("r", 0, 2**64 - 1, (1,)),)), m.Tokens((m.TokenRow("r", 0, 0,
     (2**63,)),)),
-    m.Tokens((m.TokenRow("", 0, 0, (1,)),)), finished(timings=m.Timings(queue_s=math.nan)),
-    finished(timings=m.Timings(transfer_bytes=2**63)),
-    finished(timings=m.Timings(backend="x" * 20000)), work(hash_root=bytes(15)), m.Commit(1, 32, (), 0, round=-1),
+    m.Tokens((m.TokenRow("", 0, 0, (1,)),)), finished(timings=m.LegTimings(queue_s=math.nan)),
+    finished(timings=m.LegTimings(transfer_bytes=2**63)),
+    finished(timings=m.LegTimings(backend="x" * 20000)), work(hash_root=bytes(15)), m.Commit(1, 32, (), 0, round=-1),
     m.CommitAck(1, round=-1),
     m.Commit(1, 0, (), 0), ticket(ranks=0), m.Commit(1, 32, (m.Leg(0, 0, 0, 0, ()),), 0), m.Commit(1, 32, (m.Leg(0,
     9999, 0, 1, ()),), 0),
@@ -202,7 +202,7 @@ BAD: tuple[m.AnyMessage, ...] = (
     m.Prefill(WORK, True, m.Pull(replace(READER, address="nowhere"), 64)),
     m.Fetch(TICKET, b""), m.Fetch(TICKET, bytes(17)), m.Fetch(replace(TICKET, num_tokens=0), bytes(16)),
     m.Declined(-1, ""), m.Declined(1, "x" * 20000),
-    finished(timings=m.Timings(cached_tokens=4, pulled_tokens=5)), finished(timings=m.Timings(cached_tokens=4,
+    finished(timings=m.LegTimings(cached_tokens=4, pulled_tokens=5)), finished(timings=m.LegTimings(cached_tokens=4,
     pulled_tokens=-1)),
 )  # fmt: skip
 

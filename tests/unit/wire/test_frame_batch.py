@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pdcluster.core import messages as m
 from pdcluster.core.errors import ProtocolError
 from pdcluster.transfer.backends.base import Peer
-from pdcluster.wire.batch import MAX_BATCH_BYTES, Batch
+from pdcluster.wire.batch import MAX_BATCH_BYTES, MessageBatch
 from pdcluster.wire.codec import MAX_FRAME_BYTES, decode, encode, seal
 
 ME = Peer("prefill-0", "inc-p")
@@ -20,8 +20,8 @@ def envelope(sequence: int, *messages: m.AnyMessage) -> m.Envelope:
     return m.Envelope(m.PROTOCOL_VERSION, ME.node, ME.incarnation, "inc-r", sequence, messages)
 
 
-def filled(*messages: m.AnyMessage, max_frame_bytes: int = MAX_FRAME_BYTES) -> Batch:
-    batch = Batch(ME, "inc-r", max_frame_bytes=max_frame_bytes)
+def filled(*messages: m.AnyMessage, max_frame_bytes: int = MAX_FRAME_BYTES) -> MessageBatch:
+    batch = MessageBatch(ME, "inc-r", max_frame_bytes=max_frame_bytes)
     for message in messages:
         assert batch.put(message)
     return batch
@@ -78,7 +78,7 @@ def test_a_batch_has_a_bound_in_messages_and_one_in_bytes() -> None:
 
 @pytest.mark.parametrize("limit", [200, 1000, 70_000, 1 << 20])
 def test_no_frame_of_a_batch_exceeds_the_limit_and_what_cannot_fit_is_refused(limit: int) -> None:
-    batch = Batch(ME, "inc-r", max_frame_bytes=limit)
+    batch = MessageBatch(ME, "inc-r", max_frame_bytes=limit)
     largest = 0
     for size in range(limit - 150, limit):
         message = m.FileChunk("f", 0, 1 << 30, bytes(size))

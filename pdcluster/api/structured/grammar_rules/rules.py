@@ -31,12 +31,12 @@ class Class:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedRule:
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RuleSequence:
     parts: tuple[Part, ...]
 
 
@@ -54,15 +54,15 @@ class Many:
     most: int | None
 
 
-Part = Text | Regex | Class | Named | Row | OneOf | Many
+Part = Text | Regex | Class | NamedRule | RuleSequence | OneOf | Many
 SIGNS = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}
 
 NOTHING = OneOf(())
-EMPTY = Row(())
+EMPTY = RuleSequence(())
 
 
 def row(*parts: Part) -> Part:
-    return Row(parts)
+    return RuleSequence(parts)
 
 
 def one_of(options: list[Part]) -> Part:
@@ -71,25 +71,25 @@ def one_of(options: list[Part]) -> Part:
     return different[0] if len(different) == 1 else OneOf(different)
 
 
-class Rules:
+class GrammarRules:
     """name: gives a part a name that stands for it wherever it is the same; reserve and define: a name before its part
     is known."""
 
     def __init__(self) -> None:
         self._parts: dict[str, Part] = {}
-        self._names: dict[Part, Named] = {}
-        self._circular: dict[Hashable, Named] = {}
+        self._names: dict[Part, NamedRule] = {}
+        self._circular: dict[Hashable, NamedRule] = {}
 
-    def reserve(self) -> Named:
-        named = Named(f"r{len(self._parts)}")
+    def reserve(self) -> NamedRule:
+        named = NamedRule(f"r{len(self._parts)}")
         self._parts[named.name] = NOTHING
         return named
 
-    def define(self, named: Named, part: Part) -> None:
+    def define(self, named: NamedRule, part: Part) -> None:
         self._parts[named.name] = part
 
     def name(self, part: Part) -> Part:
-        if isinstance(part, Named | Text) or part == NOTHING:
+        if isinstance(part, NamedRule | Text) or part == NOTHING:
             return part
         if part not in self._names:
             self._names[part] = named = self.reserve()
@@ -135,9 +135,9 @@ class Rules:
 
 
 def _ends(part: Part, ending: set[str]) -> bool:
-    if isinstance(part, Named):
+    if isinstance(part, NamedRule):
         return part.name in ending
-    if isinstance(part, Row):
+    if isinstance(part, RuleSequence):
         return all(_ends(each, ending) for each in part.parts)
     if isinstance(part, OneOf):
         return any(_ends(each, ending) for each in part.options)
@@ -148,8 +148,8 @@ def _pruned(part: Part, ending: set[str]) -> Part:
     """Without options that never end."""
     if not _ends(part, ending):
         return NOTHING
-    if isinstance(part, Row):
-        return Row(tuple(_pruned(each, ending) for each in part.parts))
+    if isinstance(part, RuleSequence):
+        return RuleSequence(tuple(_pruned(each, ending) for each in part.parts))
     if isinstance(part, OneOf):
         return one_of([_pruned(each, ending) for each in part.options if _ends(each, ending)])
     if isinstance(part, Many):
@@ -159,16 +159,16 @@ def _pruned(part: Part, ending: set[str]) -> Part:
 
 
 def _names_in(part: Part) -> list[str]:
-    if isinstance(part, Named):
+    if isinstance(part, NamedRule):
         return [part.name]
     if isinstance(part, Many):
         return _names_in(part.part)
-    inner = part.parts if isinstance(part, Row) else part.options if isinstance(part, OneOf) else ()
+    inner = part.parts if isinstance(part, RuleSequence) else part.options if isinstance(part, OneOf) else ()
     return [name for each in inner for name in _names_in(each)]
 
 
 def _written(part: Part) -> str:
-    if isinstance(part, Named):
+    if isinstance(part, NamedRule):
         return part.name
     if isinstance(part, Text):
         return quoted(part.text)
@@ -178,7 +178,7 @@ def _written(part: Part) -> str:
         return part.expression + count(part.least, part.most)
     if isinstance(part, Many):
         return f"({_written(part.part)}){count(part.least, part.most)}"
-    if isinstance(part, Row):
+    if isinstance(part, RuleSequence):
         return " ".join(_written(each) for each in part.parts) or '""'
     return f"({' | '.join(_written(option) for option in part.options)})"
 

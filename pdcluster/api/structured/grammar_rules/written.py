@@ -6,13 +6,13 @@ They become rules, not expressions that xgrammar compiles itself: (b|(b){1,2}) o
 
 from __future__ import annotations
 
-from pdcluster.api.structured.grammar_rules.rules import EMPTY, Class, Many, Part, Rules, Text, one_of, row
+from pdcluster.api.structured.grammar_rules.rules import EMPTY, Class, GrammarRules, Many, Part, Text, one_of, row
 from pdcluster.api.structured.regex.characters import NAMED_ESCAPES, Ranges, bracketed, escaped
-from pdcluster.api.structured.regex.tree import Anchor, Chars, Choice, Node, Repeat, Sequence
+from pdcluster.api.structured.regex.tree import Alternation, Anchor, Chars, Concatenation, Node, Repeat
 
 
-class Writer:
-    def __init__(self, rules: Rules, *, in_json: bool) -> None:
+class RuleWriter:
+    def __init__(self, rules: GrammarRules, *, in_json: bool) -> None:
         self._rules = rules
         self._in_json = in_json
 
@@ -22,7 +22,7 @@ class Writer:
             return one_of(self._character(node.ranges))
         if isinstance(node, Repeat):
             return self._repeat(node)
-        if isinstance(node, Choice):
+        if isinstance(node, Alternation):
             return one_of([self.part(option) for option in node.options])
         return self._sequence(node)
 
@@ -56,7 +56,7 @@ class Writer:
 
         return self._rules.circular(("endless", ranges), written)
 
-    def _sequence(self, node: Sequence) -> Part:
+    def _sequence(self, node: Concatenation) -> Part:
         parts: list[Part] = []
         text = ""
         for item in node.items:
@@ -75,5 +75,5 @@ class Writer:
 
 def grammar_of(node: Node) -> str:
     """EBNF of the texts that fit a node without anchors."""
-    rules = Rules()
-    return rules.written(Writer(rules, in_json=False).part(node)) or ""
+    rules = GrammarRules()
+    return rules.written(RuleWriter(rules, in_json=False).part(node)) or ""

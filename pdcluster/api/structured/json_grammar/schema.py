@@ -15,17 +15,17 @@ from typing import Any
 from pdcluster.api.structured.grammar_rules.rules import (
     EMPTY,
     NOTHING,
+    GrammarRules,
     Many,
-    Named,
+    NamedRule,
     OneOf,
     Part,
     Regex,
-    Rules,
     Text,
     one_of,
     row,
 )
-from pdcluster.api.structured.grammar_rules.written import Writer
+from pdcluster.api.structured.grammar_rules.written import RuleWriter
 from pdcluster.api.structured.json_grammar.arrays import array
 from pdcluster.api.structured.json_grammar.disjoint import differ, identity, telling_property
 from pdcluster.api.structured.json_grammar.kinds import (
@@ -88,9 +88,9 @@ class _Grammar:
         self._whole = whole
         self._param = param
         self._num_nodes = self._depth = 0
-        self._referred: dict[str, Named] = {}
-        self._waiting: list[tuple[Named, object, str]] = []
-        self.rules = Rules()
+        self._referred: dict[str, NamedRule] = {}
+        self._waiting: list[tuple[NamedRule, object, str]] = []
+        self.rules = GrammarRules()
         self.space = self.rules.name(Regex(rf"[ \n\t]{{0,{MAX_WHITESPACE}}}"))
 
     def written(self) -> str:
@@ -292,7 +292,7 @@ class _Grammar:
         return self._matching(expression)
 
     def _matching(self, expression: str) -> Part:
-        return Writer(self.rules, in_json=False).part(parse(expression, "number"))
+        return RuleWriter(self.rules, in_json=False).part(parse(expression, "number"))
 
     def any_value(self) -> Part:
         key = ""
@@ -301,7 +301,7 @@ class _Grammar:
             self._define_any(named)
         return self._referred[key]
 
-    def _define_any(self, value: Named) -> None:
+    def _define_any(self, value: NamedRule) -> None:
         comma = row(Text(","), self.space)
         text = self.rules.name(plain_string())
         member = self.rules.name(row(text, self.space, Text(":"), self.space, value, self.space))

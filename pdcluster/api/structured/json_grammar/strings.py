@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pdcluster.api.structured.grammar_rules.rules import Class, Part, Regex, Rules, Text, count, row
-from pdcluster.api.structured.grammar_rules.written import Writer
+from pdcluster.api.structured.grammar_rules.rules import Class, GrammarRules, Part, Regex, Text, count, row
+from pdcluster.api.structured.grammar_rules.written import RuleWriter
 from pdcluster.api.structured.json_grammar.string_formats import KEPT, NOT_KEPT, expression_of
 from pdcluster.api.structured.json_grammar.values import not_kept, whole_number
 from pdcluster.api.structured.regex.characters import CONTROLS, alternatives, bracketed, complement, of_text, union
@@ -74,7 +74,7 @@ def variants_of(pattern: object, path: str) -> Mapping[Sides, Node]:
     return variants
 
 
-def string(rules: Rules, node: Schema, path: str) -> Part:
+def string(rules: GrammarRules, node: Schema, path: str) -> Part:
     least, most = _bounds(node, path)
     expression = expression_in(node, path, least, most)
     if expression is not None:
@@ -89,9 +89,9 @@ def string(rules: Rules, node: Schema, path: str) -> Part:
     return row(Text('"'), Class(itself, least, most), Text('"'))
 
 
-def quoted(rules: Rules, expression: Node) -> Part:
+def quoted(rules: GrammarRules, expression: Node) -> Part:
     """A JSON string with such a text in it."""
-    return row(Text('"'), Writer(rules, in_json=True).part(expression), Text('"'))
+    return row(Text('"'), RuleWriter(rules, in_json=True).part(expression), Text('"'))
 
 
 def expression_in(node: Schema, path: str, least: int, most: int | None) -> Node | None:

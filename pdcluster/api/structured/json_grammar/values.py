@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from pdcluster.api.structured.grammar_rules.rules import Part, Rules
+from pdcluster.api.structured.grammar_rules.rules import GrammarRules, Part
 from pdcluster.api.validate import shown
 from pdcluster.core.errors import BadRequest
 
@@ -56,7 +56,7 @@ def mapping(node: Mapping[str, Any], keyword: str, path: str) -> Mapping[str, An
 class Converter(Protocol):
     """What makes parts of a grammar from schemas."""
 
-    rules: Rules
+    rules: GrammarRules
     space: Part
 
     def convert(self, schema: object, path: str) -> Part:

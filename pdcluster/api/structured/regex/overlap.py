@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 
 from pdcluster.api.structured.regex.characters import ANY, Ranges, intersection
-from pdcluster.api.structured.regex.tree import Anchor, Chars, Choice, Node, Repeat, sequence
+from pdcluster.api.structured.regex.tree import Alternation, Anchor, Chars, Node, Repeat, sequence
 
 MAX_STATES = 2_000
 MAX_PAIRS = 20_000
@@ -36,7 +36,7 @@ class _Machine:
         assert not isinstance(node, Anchor)
         if isinstance(node, Chars):
             self.steps[begin].append((node.ranges, end))
-        elif isinstance(node, Choice):
+        elif isinstance(node, Alternation):
             for option in node.options:
                 self._build(option, begin, end)
         elif isinstance(node, Repeat):

@@ -30,13 +30,13 @@ class Anchor:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class Concatenation:
     items: tuple[Node, ...]
     has_anchor: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Alternation:
     """One of the options; without any, nothing at all fits."""
 
     options: tuple[Node, ...]
@@ -53,8 +53,8 @@ class Repeat:
     has_anchor = False
 
 
-Node = Chars | Anchor | Sequence | Choice | Repeat
-EMPTY = Sequence(())
+Node = Chars | Anchor | Concatenation | Alternation | Repeat
+EMPTY = Concatenation(())
 
 Sides = tuple[bool, bool]
 """Whether a text has to stand where all begins, and where all ends."""
@@ -62,11 +62,13 @@ Sides = tuple[bool, bool]
 
 def sequence(items: list[Node]) -> Node:
     items = [item for item in items if item != EMPTY]
-    return items[0] if len(items) == 1 else Sequence(tuple(items), any(item.has_anchor for item in items))
+    return items[0] if len(items) == 1 else Concatenation(tuple(items), any(item.has_anchor for item in items))
 
 
 def choice(options: list[Node]) -> Node:
-    return options[0] if len(options) == 1 else Choice(tuple(options), any(option.has_anchor for option in options))
+    return (
+        options[0] if len(options) == 1 else Alternation(tuple(options), any(option.has_anchor for option in options))
+    )
 
 
 def lengths(node: Node) -> tuple[int, int | None]:
@@ -80,9 +82,9 @@ def lengths(node: Node) -> tuple[int, int | None]:
         if most == 0 or node.most == 0:
             return 0, 0
         return least * node.least, None if most is None or node.most is None else most * node.most
-    bounds = [lengths(each) for each in (node.items if isinstance(node, Sequence) else node.options)]
+    bounds = [lengths(each) for each in (node.items if isinstance(node, Concatenation) else node.options)]
     ends = [most for _, most in bounds if most is not None]
-    if isinstance(node, Sequence):
+    if isinstance(node, Concatenation):
         return sum(least for least, _ in bounds), sum(ends) if len(ends) == len(bounds) else None
     return min((least for least, _ in bounds), default=0), max(ends, default=0) if len(ends) == len(bounds) else None
 
@@ -96,8 +98,8 @@ def without_anchors(node: Node) -> Mapping[Sides, Node]:
         return {(False, False): node}
     if isinstance(node, Anchor):
         return {(node.is_start, not node.is_start): EMPTY}
-    assert isinstance(node, Sequence | Choice)
-    if isinstance(node, Choice):
+    assert isinstance(node, Concatenation | Alternation)
+    if isinstance(node, Alternation):
         return _joined(pair for option in node.options for pair in without_anchors(option).items())
     states: Mapping[Sides, list[Node]] = {(False, False): []}
     for item in node.items:
@@ -145,16 +147,16 @@ def with_length(node: Node, least: int, most: int | None) -> Node | None:
         return node
     if (most is not None and (shortest > most or least > most)) or (longest is not None and longest < least):
         return None
-    if isinstance(node, Choice):
+    if isinstance(node, Alternation):
         options = [fit for option in node.options if (fit := with_length(option, least, most)) is not None]
         return choice(options) if options else None
     if isinstance(node, Repeat):
         return _repeat_with_length(node, least, most)
-    assert isinstance(node, Sequence)
+    assert isinstance(node, Concatenation)
     return _sequence_with_length(node, least, most)
 
 
-def _sequence_with_length(node: Sequence, least: int, most: int | None) -> Node | None:
+def _sequence_with_length(node: Concatenation, least: int, most: int | None) -> Node | None:
     bounds = [lengths(item) for item in node.items]
     num_variable = sum(low != high for low, high in bounds)
     room = None if most is None else most - sum(low for low, _ in bounds)

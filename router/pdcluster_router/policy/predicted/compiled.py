@@ -38,7 +38,7 @@ SOURCES = (cost_model, node_state, scoring, passing, placing, token_id_scan)
 KEPT = "choice"
 
 
-class Weighing(Protocol):
+class Scoring(Protocol):
     """Functions, and what they take. The arrays that it gives are not to be written to, but for those of `blank` and
     `zeros`."""
 
@@ -84,7 +84,7 @@ def _note_sent(table: Array, row: int, *counts: int) -> None:
     table[row] = numbers
 
 
-class Plain:
+class PythonScoring:
     """Implements Weighing."""
 
     first_leg = staticmethod(scoring.first_leg)
@@ -127,7 +127,7 @@ class Plain:
         return array("d", told[:num]).tobytes()
 
 
-class Compiled:
+class CompiledScoring:
     """Implements Weighing. Raises RuntimeError where numba does not work."""
 
     def __init__(self) -> None:
@@ -223,16 +223,16 @@ def _signatures(types: Any) -> dict[str, Any]:
     }
 
 
-PLAIN = Plain()
-_in_use: Weighing = PLAIN
+PLAIN = PythonScoring()
+_in_use: Scoring = PLAIN
 
 
-def in_use() -> Weighing:
+def in_use() -> Scoring:
     """What this process uses."""
     return _in_use
 
 
-def use(functions: Weighing) -> None:
+def use(functions: Scoring) -> None:
     global _in_use
     _in_use = functions
     use_scan(functions.scan_ids)
@@ -249,7 +249,7 @@ def load(cache_dir: Path) -> bool:
         folder.mkdir(exist_ok=True)
         importlib.import_module("numba").config.CACHE_DIR = str(folder)
         with filling(folder, KEPT):
-            use(Compiled())
+            use(CompiledScoring())
     except ImportError as error:
         log.info("choices of nodes are weighed in plain Python, which is slower: numba is not installed (%s)", error)
         return False

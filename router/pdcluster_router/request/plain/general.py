@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pdcluster.core.errors import PdclusterError
-from pdcluster_router.core.generation import Chunk, Sink
+from pdcluster_router.core.generation import Sink, TokenChunk
 from pdcluster_router.core.stages import Stage
-from pdcluster_router.frontend.choices import Choice
+from pdcluster_router.frontend.choices import OutputChoice
 from pdcluster_router.frontend.response import open_answer, writer_of
 from pdcluster_router.request.begun import Begun
 from pdcluster_router.request.open_requests import OpenRequest
@@ -89,8 +89,8 @@ def _begun(plain: PlainRun) -> Begun:
     )  # fmt: skip
 
 
-def _tell(plain: PlainRun, choice: Choice, sink: Sink) -> None:
+def _tell(plain: PlainRun, choice: OutputChoice, sink: Sink) -> None:
     """What was emitted, as one chunk: nobody has seen it yet."""
     choice.clock.first, choice.clock.second = plain.first_seen, plain.second_seen
-    sink.on_chunk(Chunk(0, tuple(plain.job.emitted), (), (), plain.route()))
+    sink.on_chunk(TokenChunk(0, tuple(plain.job.emitted), (), (), plain.route()))
     choice.clock.last = plain.last_seen

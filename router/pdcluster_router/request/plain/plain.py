@@ -16,7 +16,7 @@ from pdcluster.api.openai.requests import CompletionRequest
 from pdcluster.core.errors import PdclusterError
 from pdcluster.kv.hashing import extend
 from pdcluster.telemetry.metrics import RouterMetrics
-from pdcluster_router.core.generation import ModelInfo, Standing
+from pdcluster_router.core.generation import ModelInfo, TenantPriority
 from pdcluster_router.core.job import Job
 from pdcluster_router.frontend.prepare import DEADLINE, MODE, Prepared
 from pdcluster_router.frontend.response import writer_of
@@ -40,7 +40,7 @@ class Plain:
         self._kinds: dict[tuple[object, ...], Kind] = {}
         self._infos: Sequence[ModelInfo] = ()
         """The models that kinds are of."""
-        self._standings: dict[str, Standing] = {}
+        self._standings: dict[str, TenantPriority] = {}
         """By tenant, which do not change."""
 
     def take(self, exchange: Exchange, request: CompletionRequest, deadline_s: float) -> bool:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from pdcluster.api.openai.limits import DEFAULT_COMPLETION_TOKENS, wire_seed
-from pdcluster.api.openai.replies import CompletionChoice, CompletionReply, Usage
+from pdcluster.api.openai.replies import CompletionChoice, CompletionReply, TokenUsage
 from pdcluster.api.openai.requests import CompletionRequest
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.api.text.segments import SHORT_CHARACTERS
@@ -20,7 +20,7 @@ from pdcluster.core.errors import PdclusterError
 from pdcluster.core.sampling import Sampling
 from pdcluster_router.core.generation import ModelInfo
 from pdcluster_router.core.random_pool import draw_bits
-from pdcluster_router.frontend.prepare import OPTIONS, SEED_BITS, Model, find_plan
+from pdcluster_router.frontend.prepare import OPTIONS, SEED_BITS, ServedModel, find_plan
 
 IN_KIND = ("model", *OPTIONS, "skip_special_tokens", "n", "stream")
 FREE = (
@@ -74,7 +74,7 @@ class Asked(msgspec.Struct, frozen=True, eq=False):
     created: int
     salt: bytes
 
-    def completion(self, request: str, model: str, token_ids: Sequence[int], reason: str, usage: Usage) -> bytes:
+    def completion(self, request: str, model: str, token_ids: Sequence[int], reason: str, usage: TokenUsage) -> bytes:
         """The whole reply, of one choice."""
         said = CompletionChoice(0, self.kind.say(token_ids), reason, None)
         return _encode(CompletionReply("cmpl-" + request, self.created, model, [said], usage))
@@ -92,7 +92,7 @@ def kind_of(request: CompletionRequest, infos: Sequence[ModelInfo], text_of: Cal
         return None
     try:
         text = text_of(info.id)
-        plan = find_plan(request, Model(info, text))
+        plan = find_plan(request, ServedModel(info, text))
     except PdclusterError:
         return None
     skip = request.skip_special_tokens is not False

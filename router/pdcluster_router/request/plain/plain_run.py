@@ -16,34 +16,34 @@ from time import monotonic
 
 import msgspec
 
-from pdcluster.api.openai.replies import PromptTokensDetails, RouteReport, Timeline, Usage
+from pdcluster.api.openai.replies import PromptTokensDetails, RouteReport, Timeline, TokenUsage
 from pdcluster.core import errors
 from pdcluster.core.messages import (
     Cancel,
     Deliver,
     Delivered,
     Finished,
+    LegTimings,
     Prefill,
     Pull,
     Reserve,
     Reserved,
     Scheduled,
     Ticket,
-    Timings,
     TokenRow,
     Work,
 )
 from pdcluster.telemetry.metrics import RouterMetrics
-from pdcluster_router.cluster.legs import Body, Leg, Way
+from pdcluster_router.cluster.legs import Body, RequestLeg, Way
 from pdcluster_router.cluster.view import NodeView
-from pdcluster_router.core.generation import Chunk, Done, Route, Standing
+from pdcluster_router.core.generation import Done, RequestRoute, TenantPriority, TokenChunk
 from pdcluster_router.core.job import Job
 from pdcluster_router.explain.recorder import Record
 from pdcluster_router.frontend.choices import FINISH_REASONS
 from pdcluster_router.frontend.response import named_headers
 from pdcluster_router.http.errors import fail
 from pdcluster_router.http.exchange import JSON, Exchange
-from pdcluster_router.policy.base import Choice
+from pdcluster_router.policy.base import RoutingDecision
 from pdcluster_router.policy.placed import Placed
 from pdcluster_router.policy.selector import Decision
 from pdcluster_router.request.begun import backend_of
@@ -73,19 +73,19 @@ class PlainRun(msgspec.Struct, eq=False):
     model: str
     vocab_size: int
     job: Job
-    standing: Standing
+    standing: TenantPriority
     started: float
     record: Record
     local_rounds: Rounds
     remote_rounds: Rounds
     asked: Asked | None = None
     stream: PlainStream | None = None
-    choice: Choice | None = None
-    prefill: Leg | None = None
-    decode: Leg | None = None
+    choice: RoutingDecision | None = None
+    prefill: RequestLeg | None = None
+    decode: RequestLeg | None = None
     ticket: Ticket | None = None
     held: TokenRow | None = None
-    delivered: Timings | None = None
+    delivered: LegTimings | None = None
     backend: str = ""
     is_scheduled: bool = False
     has_token: bool = False
@@ -173,7 +173,7 @@ class PlainRun(msgspec.Struct, eq=False):
             shared.chooser.note_prefix(*record.prefix)
         go_on()
 
-    def _send(self, choice: Choice, now: float) -> Callable[[], object]:
+    def _send(self, choice: RoutingDecision, now: float) -> Callable[[], object]:
         """What is to be done once that is noted."""
         shared, job, first, is_remote = self.shared, self.job, choice.first, choice.mode == "remote"
         self.choice = choice
@@ -211,18 +211,18 @@ class PlainRun(msgspec.Struct, eq=False):
             return False
         return True
 
-    def _enter(self, node: NodeView) -> Leg:
-        leg = Leg(self.job.request, self.job.attempts, node.endpoint, self.job.emitted)
+    def _enter(self, node: NodeView) -> RequestLeg:
+        leg = RequestLeg(self.job.request, self.job.attempts, node.endpoint, self.job.emitted)
         self.job.attempts += 1
         self.shared.cluster.ledger.enter(leg)
         return leg
 
-    def _withdraw(self, leg: Leg) -> None:
+    def _withdraw(self, leg: RequestLeg) -> None:
         """Of which no node knows."""
         self.shared.cluster.ledger.leave(leg)
         self.job.attempts -= 1
 
-    def _work(self, leg: Leg, now: float) -> Work:
+    def _work(self, leg: RequestLeg, now: float) -> Work:
         """The prompt: nothing else was there when its first leg began."""
         job = self.job
         left_s = job.deadline - now
@@ -319,7 +319,7 @@ class PlainRun(msgspec.Struct, eq=False):
         self.job.note_cached(message.cached_tokens)
         return True
 
-    def _takes_row(self, leg: Leg, row: TokenRow) -> bool:
+    def _takes_row(self, leg: RequestLeg, row: TokenRow) -> bool:
         """Of the leg that decodes."""
         emitted, tokens = self.job.emitted, row.tokens
         seen = len(emitted) - row.position
@@ -360,7 +360,7 @@ class PlainRun(msgspec.Struct, eq=False):
             self._emit(tokens, now)
         return True
 
-    def _takes_ticket(self, prefill: Leg, ticket: Ticket) -> bool:
+    def _takes_ticket(self, prefill: RequestLeg, ticket: Ticket) -> bool:
         if self.exchange.line.is_paused:
             return False
         try:
@@ -374,7 +374,7 @@ class PlainRun(msgspec.Struct, eq=False):
             self._emit(row.tokens, now)
         return True
 
-    def _takes_delivered(self, prefill: Leg, message: Delivered) -> bool:
+    def _takes_delivered(self, prefill: RequestLeg, message: Delivered) -> bool:
         if self.ticket is None or self.delivered is not None:
             return False
         self.delivered, self.carried_since = message.timings, 0.0
@@ -414,7 +414,7 @@ class PlainRun(msgspec.Struct, eq=False):
         if self.second_at is None and len(emitted) > 1:
             self.second_at = now
         if self.stream is not None:
-            self.stream.say(Chunk(position, tokens, (), (), self.route()))
+            self.stream.say(TokenChunk(position, tokens, (), (), self.route()))
             return
         self.last_seen = seen = monotonic()
         if not position:
@@ -424,7 +424,7 @@ class PlainRun(msgspec.Struct, eq=False):
 
     # ------------------------------------------------------------ the end
 
-    def _finish(self, finished: Finished, prefill: Timings) -> None:
+    def _finish(self, finished: Finished, prefill: LegTimings) -> None:
         """The one answer. prefill: what the node says that computed the prompt."""
         job, choice, exchange, backend, started = self.job, self.choice, self.exchange, self.backend, self.started
         first_at, second_at, decoded = self.first_at, self.second_at, finished.timings
@@ -444,7 +444,7 @@ class PlainRun(msgspec.Struct, eq=False):
             return
         reason, mode, decode = FINISH_REASONS[finished.reason], choice.mode, choice.decode.endpoint.node
         name = None if choice.prefill is None else choice.prefill.endpoint.node
-        usage = Usage(
+        usage = TokenUsage(
             num_prompt, num_output, num_prompt + num_output, PromptTokensDetails(cached), RouteReport(mode, name,
             decode, backend, 1, timeline)
         )  # fmt: skip
@@ -510,12 +510,12 @@ class PlainRun(msgspec.Struct, eq=False):
             self.shared.alarms.drop(self.alarm, self.ring)
         self.round = self.alarm = None
 
-    def route(self) -> Route:
+    def route(self) -> RequestRoute:
         """As far as it is known."""
         choice = self.choice
         assert choice is not None  # it has nodes
         prefill = None if choice.prefill is None else choice.prefill.endpoint.node
-        return Route(choice.mode, prefill, choice.decode.endpoint.node, self.backend, self.job.cached_tokens)
+        return RequestRoute(choice.mode, prefill, choice.decode.endpoint.node, self.backend, self.job.cached_tokens)
 
     def _become(self) -> Run:
         """The general machine, as it would be by now; everything comes there from now on."""

@@ -16,10 +16,10 @@ from pdcluster.api.openai.replies import CompletionFormat, Head
 from pdcluster.api.text.choice_text import ChoiceText
 from pdcluster.api.text.stop_strings import StopMatcher
 from pdcluster.telemetry.metrics import RouterMetrics
-from pdcluster_router.core.generation import Chunk, Done, Generation, Take
-from pdcluster_router.frontend.choices import Choice, Clock, advance
+from pdcluster_router.core.generation import Done, Generation, Take, TokenChunk
+from pdcluster_router.frontend.choices import Clock, OutputChoice, advance
 from pdcluster_router.frontend.prepare import Prepared
-from pdcluster_router.frontend.response import Writer, record, writer_of
+from pdcluster_router.frontend.response import AnswerWriter, record, writer_of
 from pdcluster_router.request.plain.plain_kind import Asked
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 class PlainStream(msgspec.Struct, eq=False):
     """Nobody else writes to its exchange, whose client reads."""
 
-    choice: Choice
-    writer: Writer
+    choice: OutputChoice
+    writer: AnswerWriter
 
-    def say(self, chunk: Chunk) -> None:
+    def say(self, chunk: TokenChunk) -> None:
         self.writer.add(0, advance(self.choice, chunk))
 
     def way(self) -> Take | None:
@@ -61,7 +61,7 @@ def prepared_of(plain: PlainRun, asked: Asked, *, is_stream: bool = False, wants
         exchange.client_id
     )  # fmt: skip
     detokenizer = text.detokenizer(skip_special_tokens=kind.skips, at_start=False)
-    choice = Choice(
+    choice = OutputChoice(
         generation, ChoiceText(detokenizer, StopMatcher(()), kind.silent), Clock(exchange.arrived), info.vocab_size
     )
     head = Head("cmpl-" + exchange.id, asked.created, info.id, text.pieces, False, False, wants_usage)

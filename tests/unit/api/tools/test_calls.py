@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdcluster.api.tools.calls import CallReader, Rules
+from pdcluster.api.tools.calls import CallReader, CallRules
 
 
 class Piece(str):
@@ -39,7 +39,7 @@ LONG = "x" * 5_000
 )
 def test_what_comes_in_many_pieces_is_not_copied_with_each(text):
     Piece.copied = 0
-    reader, arguments = CallReader(0, Rules(lambda: "id", lambda name: name == "add")), ""
+    reader, arguments = CallReader(0, CallRules(lambda: "id", lambda name: name == "add")), ""
     for character in text:
         deltas, rest = reader.feed(Piece(character))
         assert not rest

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcluster.api.structured.constraints import grammar_of
-from pdcluster.api.tools.calls import CallDelta
+from pdcluster.api.tools.calls import ToolCallDelta
 from pdcluster.api.tools.formats import FORMATS
-from pdcluster.api.tools.offered import Function, NamedChoice, NamedFunction, Offer, Tool, offer_of
+from pdcluster.api.tools.offered import Function, NamedChoice, NamedFunction, Offer, ToolDefinition, offer_of
 from pdcluster.core.errors import BadRequest
 
 STRICT = {
@@ -25,7 +25,10 @@ STRICT = {
     "additionalProperties": False,
 }
 LOOSE = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "uniqueItems": True}
-TOOLS = [Tool(Function("get_weather", parameters=STRICT, strict=True)), Tool(Function("add", parameters=LOOSE))]
+TOOLS = [
+    ToolDefinition(Function("get_weather", parameters=STRICT, strict=True)),
+    ToolDefinition(Function("add", parameters=LOOSE)),
+]
 PIECES = [bytes([code]) for code in range(32, 127)] + [b"\n"] + [
     b"<tool_call>", b"</tool_call>", b"[TOOL_CALLS]", b"[ARGS]", b"<|python_tag|>", b"<think>", b"</think>",
     b'{"name": "', b'"get_weather', b'"parameters', b'"arguments": {', "größe".encode(),
@@ -38,7 +41,7 @@ COMPILER = xgrammar.GrammarCompiler(
 )
 
 
-def offer(*, parallel: bool = True, tools: list[Tool] = TOOLS) -> Offer:
+def offer(*, parallel: bool = True, tools: list[ToolDefinition] = TOOLS) -> Offer:
     made = offer_of(tools, "auto", parallel)
     assert made is not None
     return made
@@ -64,7 +67,7 @@ def calls_in(name: str, text: str, asked: Offer) -> list[tuple[str, str]]:
     parser = FORMATS[name].parse(asked)
     calls: dict[int, list[str]] = {}
     for part in [*parser.feed(text), *parser.flush()]:
-        if isinstance(part, CallDelta):
+        if isinstance(part, ToolCallDelta):
             calls.setdefault(part.index, [part.name or "", ""])[1] += part.arguments
     return [(called, arguments) for called, arguments in calls.values()]
 
@@ -195,7 +198,7 @@ def test_a_strict_schema_that_can_not_be_kept_is_refused_by_its_tools_name_and_o
     )
     for name in FORMATS:
         with pytest.raises(BadRequest, match=r"tools\.find\.parameters\.properties\.x uses uniqueItems"):
-            FORMATS[name].free_form(offer(tools=[*TOOLS, Tool(bad)]), reasons=False)
+            FORMATS[name].free_form(offer(tools=[*TOOLS, ToolDefinition(bad)]), reasons=False)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -8,19 +8,19 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcluster.api.tools.calls import CallDelta, Part, Rules
+from pdcluster.api.tools.calls import CallRules, Part, ToolCallDelta
 from pdcluster.api.tools.formats import FORMATS, detect
-from pdcluster.api.tools.offered import Function, Offer, Tool, offer_of
+from pdcluster.api.tools.offered import Function, Offer, ToolDefinition, offer_of
 from pdcluster.api.tools.parsers import Parser
 
 NAMES = ("get_weather", "add")
 FUNCTIONS = [Function(name) for name in NAMES]
-OFFER = Offer(FUNCTIONS, [Tool(function) for function in FUNCTIONS], False, True)
+OFFER = Offer(FUNCTIONS, [ToolDefinition(function) for function in FUNCTIONS], False, True)
 
 
 def parser_of(name: str) -> Parser:
     ids = itertools.count()
-    return FORMATS[name].parser(Rules(lambda: f"id{next(ids)}", OFFER.knows, NAMES))
+    return FORMATS[name].parser(CallRules(lambda: f"id{next(ids)}", OFFER.knows, NAMES))
 
 
 def parse(
@@ -32,9 +32,9 @@ def parse(
     for piece in pieces:
         parts += parser.feed(piece)
     parts += parser.flush(is_cut=is_cut)
-    calls: list[list[CallDelta]] = []
+    calls: list[list[ToolCallDelta]] = []
     for part in parts:
-        if isinstance(part, CallDelta):
+        if isinstance(part, ToolCallDelta):
             if part.id is not None:
                 assert part.index == len(calls)
                 calls.append([])
@@ -265,7 +265,7 @@ def test_any_text_is_the_same_in_any_pieces(data):
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_what_a_forced_grammar_writes_is_what_the_parser_reads(name):
-    tool_format, offer = FORMATS[name], offer_of([Tool(function) for function in FUNCTIONS], "required", True)
+    tool_format, offer = FORMATS[name], offer_of([ToolDefinition(function) for function in FUNCTIONS], "required", True)
     begin, end = tool_format.begin.replace("{name}", "get_weather"), tool_format.end
     one = f"{begin}{ROME}{end}"
     two = tool_format.begin.replace("{name}", "add") + SUM + end

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster_router.replay.scenario import Layout
 from pdcluster_router.replay.simulation import LinkSpec
-from pdcluster_router.replay.trace import Chain, Trace, TraceRequest
+from pdcluster_router.replay.trace import BlockChain, Trace, TraceRequest
 
 CHUNK = 512
 COST = NodeCost(PrefillCost(0.01, 1e-3, 1e-7, CHUNK, 10), DecodeCost(0.02, 1e-3, 1e-6, 10))
-CHAIN = Chain()
+CHAIN = BlockChain()
 
 
 def request(

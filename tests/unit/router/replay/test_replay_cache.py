@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcluster_router.replay.cache import Hold, PrefixCache, pooled_depths
-from pdcluster_router.replay.trace import Blocks, Chain
+from pdcluster_router.replay.trace import BlockChain, Blocks
 
-CHAIN = Chain()
+CHAIN = BlockChain()
 PROMPTS: list[Blocks] = [
     CHAIN.extend((), contents) for contents in ([1, 2, 3, 4], [1, 2, 5], [1, 6, 7, 8, 9], [10, 11], [10, 12, 13], [14])
 ]

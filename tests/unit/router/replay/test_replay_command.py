@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from pdcluster.core.errors import ConfigError
 from pdcluster_router.pdctl import app
 from pdcluster_router.replay.command import layout_of, split_policies
-from pdcluster_router.replay.options import Nodes, Routing
+from pdcluster_router.replay.options import NodeOptions, Routing
 
 RUN = CliRunner()
 FIELDS = {
@@ -110,7 +110,10 @@ def test_the_policies_that_the_help_shows_can_be_asked_for() -> None:
 def test_roles_default_to_a_disaggregated_cluster_only_when_none_is_given() -> None:
     sizes = [
         (found.prefill, found.decode, found.mixed)
-        for found in (layout_of(asked, seed=0) for asked in (Nodes(), Nodes(mixed=3), Nodes(prefill=1, decode=2)))
+        for found in (
+            layout_of(asked, seed=0)
+            for asked in (NodeOptions(), NodeOptions(mixed=3), NodeOptions(prefill=1, decode=2))
+        )
     ]
     assert sizes == [(8, 4, 0), (0, 0, 3), (1, 2, 0)]
 

@@ -6,14 +6,14 @@ import random
 import pytest
 from replay_cases import COST, random_trace
 
-from pdcluster_router.policy.base import Choice
+from pdcluster_router.policy.base import RoutingDecision
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.prefix_index.index import PrefixIndex
 from pdcluster_router.replay.feed import IMMEDIATE, REPORT_S, Feed, FeedSpec
 from pdcluster_router.replay.node import NodeSpec, SimNode, Task
 from pdcluster_router.replay.routing import ReplayRouter, RouterSpec
 from pdcluster_router.replay.simulation import Simulation
-from pdcluster_router.replay.trace import Chain
+from pdcluster_router.replay.trace import BlockChain
 
 
 def _nodes(count: int = 3, cache_tokens: int = 2048) -> list[SimNode]:
@@ -23,7 +23,7 @@ def _nodes(count: int = 3, cache_tokens: int = 2048) -> list[SimNode]:
 class Watched(ReplayRouter):
     """At each choice, compares what the index says with what nodes hold."""
 
-    def knock(self, task: Task, now: float) -> Choice | None:
+    def knock(self, task: Task, now: float) -> RoutingDecision | None:
         choice = super().knock(task, now)
         blocks = task.request.blocks
         told = self.index.depths(b"".join(blocks)) if blocks else {}
@@ -41,7 +41,7 @@ def test_without_delay_the_index_says_what_nodes_hold(seed: int) -> None:
     assert sum(node.cache.num_kept for node in nodes) > 0
 
 
-def _grow(node: SimNode, chain: Chain, number: int) -> bytes:
+def _grow(node: SimNode, chain: BlockChain, number: int) -> bytes:
     blocks = chain.extend((), [number, number + 1])
     hold = node.cache.open(blocks, 2)
     assert hold is not None
@@ -51,7 +51,7 @@ def _grow(node: SimNode, chain: Chain, number: int) -> bytes:
 
 
 def test_a_delayed_feed_says_what_was_true_before() -> None:
-    (node,), index, chain = _nodes(1), PrefixIndex(), Chain()
+    (node,), index, chain = _nodes(1), PrefixIndex(), BlockChain()
     feed = Feed(node, index, FeedSpec(delay_s=1.0), random.Random(0))
     hashes = _grow(node, chain, 1)
     feed.update(0.0)
@@ -63,7 +63,7 @@ def test_a_delayed_feed_says_what_was_true_before() -> None:
 
 
 def test_a_lost_message_is_noticed_and_a_snapshot_repairs_the_index() -> None:
-    (node,), index, chain = _nodes(1), PrefixIndex(), Chain()
+    (node,), index, chain = _nodes(1), PrefixIndex(), BlockChain()
     feed = Feed(node, index, FeedSpec(delay_s=0.1, loss=0.3), random.Random(2))
     grown = []
     for step in range(100):

@@ -17,7 +17,7 @@ from pdcluster.cost.cost import CostError, DecodeCost, NodeCost, PrefillCost
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster_router.replay.command import layout_of, rows
 from pdcluster_router.replay.fitted import drawn, read_cost
-from pdcluster_router.replay.options import Nodes, Routing, Traffic
+from pdcluster_router.replay.options import NodeOptions, Routing, Traffic
 from pdcluster_router.replay.scenario import replay
 
 COST = NodeCost(
@@ -93,12 +93,12 @@ def test_a_certain_cost_is_every_nodes() -> None:
 def test_a_replay_takes_the_fitted_cost_and_repeats_itself_by_seed(tmp_path: Path) -> None:
     path = tmp_path / "node.json"
     path.write_text(MessageToJson(described()))
-    layout = layout_of(Nodes(mixed=2, cost=path), 3)
+    layout = layout_of(NodeOptions(mixed=2, cost=path), 3)
     assert layout.cost == COST
     assert layout.chunk_tokens == 512
     ends = [[flight.end_s for flight in replay(random_trace(1), layout, "seconds").flights] for _ in range(2)]
     assert ends[0] == ends[1]
-    other = layout_of(Nodes(mixed=2, cost=path), 4)
+    other = layout_of(NodeOptions(mixed=2, cost=path), 4)
     assert [flight.end_s for flight in replay(random_trace(1), other, "seconds").flights] != ends[0]
 
 
@@ -109,6 +109,6 @@ def test_the_command_prints_figures_of_the_fitted_nodes(tmp_path: Path) -> None:
     )
     traffic, routing = Traffic("generate:chat:40"), Routing()
     assert (
-        rows(traffic, Nodes(mixed=2, cost=path), routing)[0].ttft_mean_s
-        < rows(traffic, Nodes(mixed=2), routing)[0].ttft_mean_s
+        rows(traffic, NodeOptions(mixed=2, cost=path), routing)[0].ttft_mean_s
+        < rows(traffic, NodeOptions(mixed=2), routing)[0].ttft_mean_s
     )

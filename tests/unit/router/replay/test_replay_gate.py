@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from replay_cases import COST, layout, request, trace
 
-from pdcluster_router.policy.base import Choice
+from pdcluster_router.policy.base import RoutingDecision
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.queueing.admission import Slo
 from pdcluster_router.queueing.headroom import Headroom
@@ -14,7 +14,7 @@ from pdcluster_router.queueing.hold_queue import HoldLimits
 from pdcluster_router.replay.node import NodeSpec, SimNode, Task
 from pdcluster_router.replay.routing import PATIENT, ReplayRouter, RouterSpec
 from pdcluster_router.replay.scenario import Conditions, replay
-from pdcluster_router.replay.simulation import Flight, Simulation
+from pdcluster_router.replay.simulation import RequestInFlight, Simulation
 from pdcluster_router.replay.trace import Trace
 
 SPEC = RouterSpec(make_policy("least-load"))
@@ -25,13 +25,13 @@ class Counting(ReplayRouter):
 
     most_held = 0
 
-    def knock(self, task: Task, now: float) -> Choice | None:
+    def knock(self, task: Task, now: float) -> RoutingDecision | None:
         choice = super().knock(task, now)
         self.most_held = max(self.most_held, self.num_held)
         return choice
 
 
-def _run(workload: Trace, spec: RouterSpec, num_nodes: int = 1) -> tuple[list[Flight], Counting]:
+def _run(workload: Trace, spec: RouterSpec, num_nodes: int = 1) -> tuple[list[RequestInFlight], Counting]:
     nodes = [SimNode(f"n{number}", "mixed", NodeSpec(COST, 65_536, 16)) for number in range(num_nodes)]
     router = Counting(nodes, spec)
     return Simulation(nodes, router).run(workload), router

@@ -3,10 +3,10 @@
 import pytest
 from replay_cases import COST, layout, request, trace
 
-from pdcluster_router.replay.report import Slo, figures, imbalance, longest, quantile
+from pdcluster_router.replay.report import ReplaySlo, figures, imbalance, longest, quantile
 from pdcluster_router.replay.scenario import at_load, oracle, replay
 
-SLO = Slo(COST, mean_tokens=100)
+SLO = ReplaySlo(COST, mean_tokens=100)
 
 
 def test_goodput_counts_requests_within_both_limits_over_all_that_were_offered() -> None:

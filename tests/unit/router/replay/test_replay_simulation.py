@@ -15,7 +15,7 @@ from pdcluster_router.policy.base import Force
 from pdcluster_router.policy.registry import POLICIES
 from pdcluster_router.replay.feed import FeedSpec
 from pdcluster_router.replay.node import Task
-from pdcluster_router.replay.report import Slo, figures
+from pdcluster_router.replay.report import ReplaySlo, figures
 from pdcluster_router.replay.scenario import Conditions, Layout, replay
 from pdcluster_router.replay.trace import Trace
 
@@ -112,7 +112,7 @@ def test_a_prompt_that_no_node_can_hold_is_refused_and_the_rest_is_served() -> N
 
 
 def _figures(workload: Trace, where: Layout, policy: str, conditions: Conditions) -> object:
-    return figures(policy, replay(workload, where, policy, conditions), Slo(COST, workload.mean_tokens), 0.0)
+    return figures(policy, replay(workload, where, policy, conditions), ReplaySlo(COST, workload.mean_tokens), 0.0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pdcluster.core.errors import ConfigError
-from pdcluster_router.replay.trace import Chain, read_trace
+from pdcluster_router.replay.trace import BlockChain, read_trace
 
 
 def _write(path: Path, *rows: object) -> Path:
@@ -144,5 +144,5 @@ def test_a_file_that_is_no_text_or_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_equal_names_are_one_object() -> None:
-    chain = Chain()
+    chain = BlockChain()
     assert chain.extend((), [1, 2])[1] is chain.extend((), [1, 2])[1]

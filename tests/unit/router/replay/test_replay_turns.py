@@ -16,9 +16,9 @@ from pdcluster_router.core.job import HashChain
 from pdcluster_router.policy.base import Force
 from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.replay.node import NodeSpec, SimNode, Task
-from pdcluster_router.replay.report import Slo
+from pdcluster_router.replay.report import ReplaySlo
 from pdcluster_router.replay.routing import Recorded, ReplayRouter, RouterSpec
-from pdcluster_router.replay.simulation import Flight, LinkSpec, Simulation
+from pdcluster_router.replay.simulation import LinkSpec, RequestInFlight, Simulation
 from pdcluster_router.replay.trace import TraceRequest, in_order
 
 COST = NodeCost(PrefillCost(0.0095, 0.00072, 3e-7, 512, 1000), DecodeCost(0.0038, 0.001, 5e-7, 1000))
@@ -49,7 +49,7 @@ class TurnsRouter(ReplayRouter):
         )
 
 
-def in_turns(rate: float) -> list[tuple[Force, Flight]]:
+def in_turns(rate: float) -> list[tuple[Force, RequestInFlight]]:
     """The same requests through each way, a turn each, the ways in every order."""
     asked: list[TraceRequest] = []
     modes: list[Force] = []
@@ -75,7 +75,7 @@ def test_auto_is_as_good_as_two_nodes_for_every_request_where_prompts_make_all_r
     """It was in time with 3 to 6 % fewer: it put rows on an idle prefill node, where the next prompt stopped them,
     because it took what waited on the decode node for more than it was, what forced requests did there for its own
     choice, and their mode for its own last one."""
-    flights, slo = in_turns(rate), Slo(COST, 500.0)
+    flights, slo = in_turns(rate), ReplaySlo(COST, 500.0)
     good = {way: sum(slo.is_good(flight) for mode, flight in flights if mode == way) for way in WAYS}
     assert good["auto"] >= 0.99 * max(good["local"], good["remote"])
     rows_beside_prompts = sum(

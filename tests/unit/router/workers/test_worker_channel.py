@@ -182,5 +182,5 @@ QUESTIONS = (
 
 @given(st.sampled_from(QUESTIONS), st.integers(0))
 def test_a_frame_comes_back_as_it_was(question: frames.AnyQuestion, number: int) -> None:
-    asked = frames.Asked(number % 2**63, question)
+    asked = frames.WorkerQuestion(number % 2**63, question)
     assert frames.decode(frames.encode(asked)[4:]) == asked

@@ -16,7 +16,7 @@ from pdcluster_router.core.tenants import read_tenants
 from pdcluster_router.frontend.server import bind
 from pdcluster_router.workers import ports
 from pdcluster_router.workers.supervisor import worker_spec
-from pdcluster_router.workers.worker import Worker, share_of
+from pdcluster_router.workers.worker import WorkerIdentity, share_of
 
 
 @given(st.integers(1, 2**31), st.integers(1, 64))
@@ -25,7 +25,7 @@ def test_all_shares_together_keep_to_the_bound_unless_it_is_less_than_the_worker
 
 
 def test_a_worker_divides_what_is_held_and_accepted() -> None:
-    config = Worker(1, 4, Path("/x")).share(RouterConfig(max_requests=100))
+    config = WorkerIdentity(1, 4, Path("/x")).share(RouterConfig(max_requests=100))
     assert (config.max_requests, config.hold.requests, config.hold.memory_bytes) == (25, 256, 64 * 2**20)
     assert config.hold.age_s == RouterConfig().hold.age_s
 
@@ -41,14 +41,14 @@ def test_tenants_share_out_their_bounds(tmp_path: Path) -> None:
 
 
 def test_a_worker_is_named_by_its_text_and_by_the_ids_it_gives() -> None:
-    worker = Worker.parse("2/4@/tmp/a b/control")
-    assert worker == Worker(2, 4, Path("/tmp/a b/control")) and Worker.parse(str(worker)) == worker
+    worker = WorkerIdentity.parse("2/4@/tmp/a b/control")
+    assert worker == WorkerIdentity(2, 4, Path("/tmp/a b/control")) and WorkerIdentity.parse(str(worker)) == worker
     assert worker_of(f"{worker.id_prefix}42474cff8be94e1d52277be5-0") == 2
     assert worker_of(f"chatcmpl-{worker.id_prefix}42474cff8be94e1d52277be5") == 2, "as in the body of its answer"
     assert [worker_of(name) for name in ("cmpl-w1-mine", "w1-job", "0123abcd", "w-1", "xw1-a", "")] == [None] * 6
     for text in ("4/4@/x", "1@/x", "", "a/b@c"):
         with pytest.raises(ConfigError, match="--workers"):
-            Worker.parse(text)
+            WorkerIdentity.parse(text)
 
 
 def test_a_worker_is_told_what_its_supervisor_was_told_but_for_its_own(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_worker_is_told_what_its_supervisor_was_told_but_for_its_own(tmp_path:
         "router.ready_fd": "5",
     }
     loaded = load(RouterConfig, flags, file, {})
-    specs = [worker_spec(loaded, f"r-{i}", Worker(i, 2, Path("/c")), "127.0.0.1:81", None) for i in range(2)]
+    specs = [worker_spec(loaded, f"r-{i}", WorkerIdentity(i, 2, Path("/c")), "127.0.0.1:81", None) for i in range(2)]
     found = []
     for spec in specs:
         pairs = dict(spec.argv[i + 1].partition("=")[::2] for i, part in enumerate(spec.argv) if part == "--set")

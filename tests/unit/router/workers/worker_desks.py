@@ -18,9 +18,9 @@ from pdcluster.core.messages import Load, Role
 from pdcluster_router.admin.operations import (
     CachedNode,
     CacheStatus,
+    DrainProgress,
     NodeStatus,
     PolicyStatus,
-    Progress,
     RequestList,
     RequestStatus,
 )
@@ -28,7 +28,7 @@ from pdcluster_router.cluster.events import Event, EventLog
 from pdcluster_router.explain.records import Explanation
 from pdcluster_router.workers.desk import Desk
 from pdcluster_router.workers.fleet import Fleet
-from pdcluster_router.workers.worker import Worker
+from pdcluster_router.workers.worker import WorkerIdentity
 
 KNOWN = ("seconds", "random")
 
@@ -82,7 +82,7 @@ class ScriptedWorker:
         await self._note("role")
         return self.node_list[0]
 
-    def drain(self, name: str, deadline_s: float) -> AsyncIterator[Progress]:
+    def drain(self, name: str, deadline_s: float) -> AsyncIterator[DrainProgress]:
         raise PdclusterError("nobody asks a worker to drain")
 
     async def requests(self, node: str = "") -> RequestList:
@@ -154,7 +154,7 @@ class Workers:
     async def join(self, number: int, worker: ScriptedWorker | None = None) -> ScriptedWorker:
         scripted = self.scripted[number] = worker or ScriptedWorker()
         desk = self.desks[number] = Desk(scripted, registry_of(number))
-        self._tasks[number] = asyncio.create_task(desk.serve(Worker(number, 2, self._path), f"boot-{number}"))
+        self._tasks[number] = asyncio.create_task(desk.serve(WorkerIdentity(number, 2, self._path), f"boot-{number}"))
         await self.until(lambda: self.fleet.is_there(number))
         return scripted
 
