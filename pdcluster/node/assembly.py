@@ -21,7 +21,7 @@ from pdcluster.node.outbox import Outbox
 from pdcluster.node.prefill import LayerGroups, Parking, PrefillSide
 from pdcluster.node.step_timer import Stopwatch
 from pdcluster.node.tensor_parallel.endpoint_client import LinkedMemories, RankLink
-from pdcluster.scheduler.scheduler import SchedulerLimits, Scheduler
+from pdcluster.scheduler.scheduler import Scheduler, SchedulerLimits
 from pdcluster.transfer.backends.base import Backend, Peer, Region
 from pdcluster.transfer.backends.ranked import RankedBackend
 from pdcluster.transfer.layout.geometry import PageShape

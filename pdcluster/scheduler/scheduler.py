@@ -43,7 +43,7 @@ from pdcluster.scheduler.rows import Draft, Occupancy, Update, can_be_followed, 
 from pdcluster.scheduler.sequence import Sequence
 from pdcluster.scheduler.sharing import Forks, can_fork, publish
 
-__all__ = ["SchedulerLimits", "Occupancy", "Scheduler", "Update"]
+__all__ = ["Occupancy", "Scheduler", "SchedulerLimits", "Update"]
 
 _LOOKAHEAD = 8
 """How many requests are tried in one step beyond those that there are rows for."""

@@ -23,8 +23,7 @@ import torch
 from checkpoints import Shape
 from fake_hub import FakeHub
 from safetensors.torch import load_file, save_file
-
-from tests.unit.api.tiny_tokenizers import byte_level_files
+from tiny_tokenizers import byte_level_files
 
 ENDS_S = 10.0
 MARGIN = 3.0

@@ -5,7 +5,7 @@ A run is a whole simulated cluster. Every token depends on every byte of KV, so:
 process or with a clear error; once the network is good again, no node holds a page, and the same prompts give the right
 tokens from whatever was cached.
 
-    PYTHONPATH=.:router:tests/harness python tests/faults/fault_matrix.py [RUNS]
+    PYTHONPATH=.:router:$(echo tests/harness/* | tr " " :) python tests/faults/fault_matrix.py [RUNS]
 """
 
 from __future__ import annotations

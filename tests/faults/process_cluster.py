@@ -29,7 +29,12 @@ from pdcluster_router.policy.selector import Chooser, PolicyHolder
 from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 
 HERE = Path(__file__).parent
-PATH = [str(HERE), str(HERE.parent / "harness"), str(HERE.parents[1]), str(HERE.parents[1] / "router")]
+PATH = [
+    str(HERE),
+    *map(str, sorted((HERE.parent / "harness").iterdir())),
+    str(HERE.parents[1]),
+    str(HERE.parents[1] / "router"),
+]
 REPLY_S = 30.0
 START_S = 120.0
 STAGES = StageDeadlines(queue_s=6.0, handshake_s=2.0, transfer_s=2.0, liveness_s=4.0, hold_s=0.02)

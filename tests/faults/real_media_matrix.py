@@ -5,7 +5,7 @@ whose step the fault is due is held there meanwhile.
 Afterwards: every request ended with the tokens of one process or with a clear error, every node is idle with books that
 add up, and the same prompt gives the right tokens.
 
-    PYTHONPATH=.:router:tests/harness:tests/faults python tests/faults/real_media_matrix.py BACKEND [SEED]
+    PYTHONPATH=.:router:tests/faults:$(echo tests/harness/* | tr " " :) python tests/faults/real_media_matrix.py BACKEND [SEED]
 """
 
 from __future__ import annotations

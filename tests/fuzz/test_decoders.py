@@ -156,8 +156,8 @@ def test_no_decoder_is_left_out(every: dict[str, Decoder]) -> None:
         # a model's files
         "engine/model/config.py", "engine/model/weights.py", "api/text/model_text.py", "checkpoint/end_tokens.py",
         "checkpoint/inspection.py", "checkpoint/hub.py",
-        "api/tools/arguments.py",  # of calls that a client sends back: tests/unit/api/test_histories.py
-        # HTTP bodies: tests/unit/router/test_http_fuzz.py
+        "api/tools/arguments.py",  # of calls that a client sends back: tests/unit/api/openai/test_histories.py
+        # HTTP bodies: tests/unit/router/frontend/openai/test_http_fuzz.py
         "api/openai/requests.py", "api/validate.py", "api/structured/constraints.py",
         "api/tools/calls.py",  # what a model says: tests/unit/api/tools
         "launch/demo.py", "launch/up.py",  # our own router's answers

@@ -1,7 +1,7 @@
 """The seam between a decoder layer and the ways to attend over pages. Implementations: `engine.ops.reference` (any
 device), `engine.ops.attention_cpu`.
 
-One contract test (tests/unit/engine/test_attention.py) runs over all of them.
+One contract test (tests/unit/engine/ops/test_attention.py) runs over all of them.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from pdcluster.transfer.protocol.session import (
     reply_to,
 )
 
-__all__ = ["TicketFailed", "Landed", "Reader", "ReaderEvent", "Reclaimed", "Send", "TransferStats"]
+__all__ = ["Landed", "Reader", "ReaderEvent", "Reclaimed", "Send", "TicketFailed", "TransferStats"]
 
 
 class Reader:

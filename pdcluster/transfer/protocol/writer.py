@@ -42,7 +42,7 @@ from pdcluster.transfer.protocol.writer_state import (
     fit_of,
 )
 
-__all__ = ["Acked", "Drained", "TicketGaveUp", "Send", "TransferStats", "Writer", "WriterEvent"]
+__all__ = ["Acked", "Drained", "Send", "TicketGaveUp", "TransferStats", "Writer", "WriterEvent"]
 
 MAX_FITS = 64
 """Kinds of pages that are remembered."""

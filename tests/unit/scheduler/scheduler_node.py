@@ -7,7 +7,7 @@ from fake_engine import FakeEngine, draw, kv_of, make_sequence, reference
 
 from pdcluster.core.step import StepPlan
 from pdcluster.kv.pages import PagePool
-from pdcluster.scheduler.scheduler import SchedulerLimits, Scheduler, Update
+from pdcluster.scheduler.scheduler import Scheduler, SchedulerLimits, Update
 from pdcluster.scheduler.sequence import Sequence
 
 PAGE = 4

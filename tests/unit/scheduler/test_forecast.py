@@ -8,7 +8,7 @@ from fake_engine import FakeEngine, make_sequence
 from pdcluster.core.errors import Overloaded
 from pdcluster.kv.pages import PagePool
 from pdcluster.scheduler.forecast import LONGEST_S, SHORTEST_S
-from pdcluster.scheduler.scheduler import SchedulerLimits, Scheduler
+from pdcluster.scheduler.scheduler import Scheduler, SchedulerLimits
 
 PAGE = 4
 DEFAULT_S = 0.5

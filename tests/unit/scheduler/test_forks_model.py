@@ -15,7 +15,7 @@ from pdcluster.core.errors import IntegrityError, Overloaded
 from pdcluster.core.lifecycle import Residence
 from pdcluster.core.step import StepPlan
 from pdcluster.kv.pages import PagePool
-from pdcluster.scheduler.scheduler import SchedulerLimits, Scheduler
+from pdcluster.scheduler.scheduler import Scheduler, SchedulerLimits
 from pdcluster.scheduler.sequence import Sequence
 
 PAGE = 4
@@ -165,7 +165,9 @@ test_forks_share_pages_and_never_write_to_them = ForkMachine.TestCase
 
 def scheduler(num_pages: int = 16) -> tuple[Scheduler, PagePool]:
     pool = PagePool(num_pages, PAGE, PAGE)
-    return Scheduler(pool, SchedulerLimits(token_budget=32, max_rows=8, max_waiting=32, max_len=48, reserve_tokens=0)), pool
+    return Scheduler(
+        pool, SchedulerLimits(token_budget=32, max_rows=8, max_waiting=32, max_len=48, reserve_tokens=0)
+    ), pool
 
 
 @pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE])

@@ -11,7 +11,7 @@ from pdcluster.core.messages import Sampling
 from pdcluster.core.sampling import Shaping
 from pdcluster.core.step import StepPlan
 from pdcluster.kv.pages import PagePool
-from pdcluster.scheduler.scheduler import SchedulerLimits, Scheduler, Update
+from pdcluster.scheduler.scheduler import Scheduler, SchedulerLimits, Update
 from pdcluster.scheduler.sequence import Sequence
 
 PAGE = 4

@@ -23,7 +23,7 @@ from pdcluster.core.lifecycle import Residence
 from pdcluster.core.messages import HASH_BYTES, Sampling
 from pdcluster.core.step import StepPlan, StepResult
 from pdcluster.kv.pages import PagePool
-from pdcluster.scheduler.scheduler import SchedulerLimits, Scheduler, Update
+from pdcluster.scheduler.scheduler import Scheduler, SchedulerLimits, Update
 from pdcluster.scheduler.sequence import Sequence
 
 EOS = frozenset({0})

@@ -1,0 +1,128 @@
+"""From which node a prompt's KV is fetched, when nobody knows seconds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from scripted_cluster import make_node
+from test_dispatcher import EXPECTED, NoModels, collect, make_generation, make_pair
+
+from pdcluster.core import messages as m
+from pdcluster_router.cluster.view import ClusterView
+from pdcluster_router.policy.base import Predicted, Query, RoutingDecision
+from pdcluster_router.policy.pull import PullRule
+from pdcluster_router.policy.registry import make_policy
+from pdcluster_router.policy.selector import Chooser, PolicyHolder
+from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
+
+P0 = make_node("p0", "prefill")
+D0, D1, D2 = (make_node(f"d{number}", "decode") for number in range(3))
+VIEW = ClusterView((P0, D0, D1, D2))
+CHOICE = RoutingDecision("remote", P0, D0)
+
+
+def query(num_tokens: int = 40, **cached: int) -> Query:
+    return Query(num_tokens, cached={f"{name}-boot": tokens for name, tokens in cached.items()})
+
+
+def test_the_deepest_holder_is_asked() -> None:
+    assert PullRule().holder(P0, query(d0=8, d1=24, d2=16), VIEW) is D1
+    applied = PullRule().apply(CHOICE, query(d1=24), VIEW)
+    assert applied.pull is D1 and applied.pull_tokens == 24
+
+
+def test_between_equals_the_one_with_fewer_requests() -> None:
+    view = ClusterView((P0, replace(D0, in_flight=2), replace(D1, in_flight=1)))
+    assert PullRule().holder(P0, query(d0=8, d1=8), view).name == "d1"
+
+
+@pytest.mark.parametrize(
+    ("own", "held", "min_tokens", "pulls"),
+    [
+        (0, 4, 1, True),
+        (0, 3, 1, False),
+        (8, 8, 1, False),
+        (8, 12, 1, True),
+        (12, 8, 1, False),
+        (0, 16, 17, False),
+        (0, 17, 17, True),
+        (36, 40, 1, False),
+    ],
+)
+def test_enough_must_be_saved_a_block_at_least_and_the_last_token_never_counts(
+    own: int, held: int, min_tokens: int, pulls: bool
+) -> None:
+    assert (PullRule(min_tokens=min_tokens).holder(P0, query(p0=own, d0=held), VIEW) is not None) == pulls
+
+
+def test_a_node_without_a_common_medium_is_not_asked() -> None:
+    assert PullRule().holder(P0, query(d0=24), ClusterView((P0, replace(D0, backends=("tcp",))))) is None
+
+
+def test_neither_the_node_itself_nor_one_that_failed_the_request_is_asked() -> None:
+    assert PullRule().holder(P0, replace(query(p0=8, d0=24), excluded=frozenset({"d0-boot"})), VIEW) is None
+    assert PullRule().holder(D0, query(d0=24), VIEW) is None
+
+
+def test_a_cordoned_node_still_gives_what_it_has() -> None:
+    assert PullRule().holder(P0, query(d0=24), ClusterView((P0, replace(D0, is_cordoned=True)))) is not None
+
+
+@given(
+    cached=st.dictionaries(st.sampled_from(["p0", "d0", "d1", "gone"]), st.integers(0, 40), max_size=3),
+    held=st.none() | st.dictionaries(st.sampled_from(["p0", "d0", "d1", "gone"]), st.integers(0, 40), max_size=3),
+    choice=st.sampled_from([CHOICE, RoutingDecision("local", None, D0)]),
+)
+def test_what_needs_no_look_at_the_nodes_is_what_looking_would_say(
+    cached: dict[str, int], held: dict[str, int] | None, choice: RoutingDecision
+) -> None:
+    asked = (
+        query(**cached)
+        if held is None
+        else replace(query(**cached), held={f"{name}-boot": tokens for name, tokens in held.items()})
+    )
+    holder = PullRule().holder(choice.first, asked, VIEW)
+    applied = PullRule().apply(choice, asked, VIEW)
+    assert applied.pull is holder and applied.pull_tokens == (asked.held_on(holder) if holder is not None else 0)
+
+
+def test_never_means_never_and_a_policy_that_chose_is_left_alone() -> None:
+    chosen = replace(CHOICE, pull=D2)
+    assert PullRule("never").apply(chosen, query(d1=24), VIEW).pull is None
+    assert PullRule("chosen").apply(CHOICE, query(d1=24), VIEW).pull is None
+    assert PullRule("chosen").apply(chosen, query(d1=24, d2=12), VIEW) == replace(chosen, pull_tokens=12)
+    assert PullRule().apply(chosen, query(d1=24, d2=12), VIEW) == replace(chosen, pull_tokens=12)
+
+
+def test_a_policy_that_knew_the_seconds_of_a_pull_and_made_none_is_believed() -> None:
+    measured = replace(D1, bandwidth={"p0": 1e9})
+    weighed = replace(CHOICE, predicted=Predicted(0.02, 0.01))
+    asked, view = query(d1=24), ClusterView((P0, D0, measured))
+    assert PullRule().apply(weighed, asked, view).pull is None
+    assert PullRule().apply(weighed, asked, VIEW).pull is D1, "nobody knows the bandwidth before the first pull"
+    assert PullRule().apply(CHOICE, asked, view).pull is measured, "a policy without seconds has no say"
+
+
+def test_on_one_node_the_pull_is_for_that_node() -> None:
+    assert PullRule().apply(RoutingDecision("local", None, D0), query(d0=8, d1=24), VIEW).pull is D1
+
+
+@given(st.lists(st.integers(0, 50), min_size=4, max_size=4), st.integers(1, 50))
+def test_a_pull_always_saves_what_it_promises(cached: list[int], min_tokens: int) -> None:
+    asked = query(40, **dict(zip(("p0", "d0", "d1", "d2"), cached, strict=True)))
+    holder = PullRule(min_tokens=min_tokens).holder(P0, asked, VIEW)
+    if holder is not None:
+        assert min(asked.cached_on(holder), 39) - asked.cached_on(P0) >= max(min_tokens, P0.block_tokens)
+        assert all(asked.cached_on(holder) >= asked.cached_on(node) for node in VIEW.nodes)
+
+
+async def test_the_prefill_message_carries_the_pull() -> None:
+    cluster, _, _ = make_pair()
+    chooser = Chooser(
+        PolicyHolder(make_policy("product")), cluster.view, lambda hashes: {"d0-boot": len(hashes) // m.HASH_BYTES}
+    )
+    tokens, _ = await collect(Dispatch(cluster, NoModels(), chooser, DispatchSettings()), make_generation())
+    (prefill,) = cluster.sent_to("p0", m.Prefill)
+    assert tokens == EXPECTED and prefill.pull == m.Pull(cluster.nodes[1].endpoint, 8)
