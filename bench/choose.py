@@ -33,7 +33,7 @@ from pdcluster_router.policy.predicted import compiled
 from pdcluster_router.policy.pull import BY_TOKENS
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.policy.selector import Decision
-from pdcluster_router.prefix_index.ideal_cache import SeenBlocks
+from pdcluster_router.prefix_index.ideal_cache import IdealCache
 from pdcluster_router.queueing.headroom import Headroom
 
 GOALS_US = {8: 50.0, 1000: 1000.0}
@@ -123,7 +123,7 @@ def microseconds(call: Callable[[int], object], num_calls: int, prepare: Callabl
 
 def measure(case: Case, num_calls: int) -> list[Row]:
     policy, headroom = make_policy("seconds"), Headroom()
-    explainer, seen = Explainer(headroom, ExplainMetrics(CollectorRegistry()), time.time), SeenBlocks()
+    explainer, seen = Explainer(headroom, ExplainMetrics(CollectorRegistry()), time.time), IdealCache()
     views = [case.view] * BATCH
     choices = [policy.choose(case.query, case.view)]
 

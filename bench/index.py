@@ -25,7 +25,7 @@ from bench.report import Row, print_rows, row, write_json
 from pdcluster.core.messages import HASH_BYTES, CacheDelta
 from pdcluster.kv.hashing import chain_root, extend
 from pdcluster_router.prefix_index.index import PrefixIndex
-from pdcluster_router.prefix_index.updates import Caches
+from pdcluster_router.prefix_index.updates import CacheUpdates
 
 NUM_SYSTEM = 50
 SYSTEM_BLOCKS = 40
@@ -216,7 +216,7 @@ def run(num_nodes: int, num_entries: int, num_prompts: int) -> list[Row]:
 
     gc.freeze()  # the rival's sets are not looked through again in the middle of a slice
     before, index, slices = rss_bytes(), PrefixIndex(), list[float]()
-    caches = Caches(index)
+    caches = CacheUpdates(index)
     started = time.process_time()
     for node, hashes in told:
         caches.apply(f"n{node}", CacheDelta(0, True, hashes, b""), 0.0)

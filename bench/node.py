@@ -73,14 +73,14 @@ def mark_seams(mark: Marks) -> None:
 
 
 def push_in_bulk() -> None:
-    advance, bells = PrefillSide._advance, PrefillSide.bells
+    advance, milestones = PrefillSide._advance, PrefillSide.milestones
 
     def late_advance(side: PrefillSide, leg: Any) -> None:
         if leg.first_token is not None:
             advance(side, leg)
 
     PrefillSide._advance = late_advance  # type: ignore[method-assign,assignment]
-    PrefillSide.bells = lambda side, plan: bells(side, plan)[:0]  # type: ignore[method-assign,assignment]
+    PrefillSide.milestones = lambda side, plan: milestones(side, plan)[:0]  # type: ignore[method-assign,assignment]
 
 
 class SlowLink:

@@ -30,7 +30,7 @@ from pdcluster_router.frontend.app import HttpSettings, create_app
 from pdcluster_router.frontend.places import Places
 from pdcluster_router.frontend.server import listening, router_metrics
 from pdcluster_router.policy.registry import DEFAULT, make_policy
-from pdcluster_router.policy.selector import Chooser, PolicyHolder
+from pdcluster_router.policy.selector import PolicyHolder, PolicySelector
 from pdcluster_router.queueing.admission import Slo
 from pdcluster_router.queueing.hold_queue import HoldLimits
 from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
@@ -61,10 +61,10 @@ def capacity(pace: NodePace) -> float:
 @asynccontextmanager
 async def router(scenario: Scenario, pace: NodePace) -> AsyncIterator[Target]:
     cluster = PacedCluster(NUM_NODES, pace)
-    chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), cluster.view, lambda hashes: {})
+    selector = PolicySelector(PolicyHolder(make_policy(DEFAULT)), cluster.view, lambda hashes: {})
     is_shared = len(scenario.offered) > 1
     settings = DispatchSettings(slo=scenario.slo, hold=HoldLimits(is_shared=is_shared))
-    dispatch = Dispatch(cluster, cluster, chooser, settings)
+    dispatch = Dispatch(cluster, cluster, selector, settings)
     entries = {tenant: Entry(keys=[f"key-of-{tenant}"]) for tenant in scenario.offered} if is_shared else None
     app = create_app(dispatch, HttpSettings(max_requests=4096), router_metrics(), Places(4096, Tenants(entries)))
     async with listening(app, "127.0.0.1:0", drain_s=1.0) as address:

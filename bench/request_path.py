@@ -171,7 +171,7 @@ class Client:
 class Router:
     """The parts of a router process but for its sockets to clients, in the loop that runs."""
 
-    def __init__(self, parts: process.Parts, config: RouterConfig) -> None:
+    def __init__(self, parts: process.RouterComponents, config: RouterConfig) -> None:
         self._parts = parts
         front = parts.front
         plain = Plain(front.dispatch.shared, front.metrics)

@@ -38,7 +38,7 @@ from pdcluster.transfer.copying.copy import GilWaits, Payload, table_of
 from pdcluster.transfer.layout.geometry import PageShape
 from pdcluster.transfer.paths.choose import create_backends
 from pdcluster.transfer.protocol.reader import Reader
-from pdcluster.transfer.protocol.session import Acked, Drained, Send, Settings, TicketGaveUp, peer_of
+from pdcluster.transfer.protocol.session import Acked, Drained, LocalPages, Send, Settings, TicketGaveUp, peer_of
 from pdcluster.transfer.protocol.writer import Writer
 
 NEAR, FAR = Peer("bench-p", "near"), Peer("bench-d", "far")
@@ -225,9 +225,7 @@ class Far:
             Endpoint(FAR.node, FAR.incarnation, "bench"),
             {shape.backend: self._backend},
             (shape.backend,),
-            region=0,
-            shape=shape.far,
-            memories=self._end.memories,
+            local=LocalPages(0, shape.far, self._end.memories),
             clock=time.monotonic,
             settings=shape.settings,
             ranks=LinkedMemories(self._end.memories[0], [rank.link for rank in self._end.ranks])
@@ -365,9 +363,7 @@ class Near:
             NEAR,
             {shape.backend: self._backend},
             (shape.backend,),
-            region=0,
-            shape=shape.near,
-            memories=self._end.memories,
+            local=LocalPages(0, shape.near, self._end.memories),
             clock=time.monotonic,
             settings=shape.settings,
         )

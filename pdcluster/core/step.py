@@ -56,7 +56,7 @@ class StepPlan:
     after whose computing the engine rings, so that their KV can leave while the others are computed."""
 
     rows: tuple[Row, ...]
-    bells: tuple[int, ...] = ()
+    milestones: tuple[int, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
 
     @property

@@ -47,7 +47,7 @@ from pdcluster.kv.pool import KVPool
 
 
 @dataclass(frozen=True, slots=True)
-class Fed:
+class HandoffRows:
     """By index of a plan's rows: the tokens that they go on with, and why some got none. Those compute on token 0 in
     pages of their own, draw nothing, and end."""
 
@@ -61,26 +61,26 @@ class Fed:
         return replace(row, output=np.append(row.output, np.int32(self.tokens[index])))
 
 
-NOTHING_FED = Fed()
+NOTHING_FED = HandoffRows()
 
 
-class Following:
+class TokenHandoff:
     """Used by the engine's worker thread alone."""
 
     def __init__(self) -> None:
         self._drawn: dict[str, RowResult] | None = {}
 
-    def begin(self, plan: StepPlan) -> Fed:
+    def begin(self, plan: StepPlan) -> HandoffRows:
         """A step starts; until `end` it counts as one that failed. Raises ModelError when it follows one that did."""
         drawn, self._drawn = self._drawn, None
-        followers = [(index, row.request) for index, row in enumerate(plan.rows) if row.follows]
-        if not followers:
+        forks = [(index, row.request) for index, row in enumerate(plan.rows) if row.follows]
+        if not forks:
             return NOTHING_FED
         if drawn is None:
             raise ModelError("the step failed whose tokens this one was to go on with")
-        results = [(index, drawn[request]) for index, request in followers]
+        results = [(index, drawn[request]) for index, request in forks]
         tokens = {index: 0 if result.token is None else result.token for index, result in results}
-        return Fed(tokens, {index: result.error for index, result in results if result.error is not None})
+        return HandoffRows(tokens, {index: result.error for index, result in results if result.error is not None})
 
     def end(self, plan: StepPlan, results: tuple[RowResult, ...]) -> None:
         """The step is done. Histories grow here, and not where its results are taken in: the next step may have begun
@@ -162,7 +162,7 @@ class Engine:
             lambda: vocabulary_of(config.model_dir, self.config.vocab_size, self.config.eos_token_ids)
         )
         self._constraints = Constraints(self.grammars, self.config.eos_token_ids)
-        self._following = Following()
+        self._following = TokenHandoff()
         self._worker = EngineWorker(self._compute, config.threads)
         log.info(
             "engine: %s, %s on %s (%s), %d pages",
@@ -186,7 +186,7 @@ class Engine:
     @property
     def layer_fd(self) -> int:
         """Readable when one of the running plan's bells rang; whoever waits for it clears it."""
-        return self._progress.bell_fd
+        return self._progress.milestone_fd
 
     @property
     def layers_done(self) -> int:
@@ -198,10 +198,10 @@ class Engine:
     def launch(self, plan: StepPlan) -> None:
         """Start a step, or queue it behind the one that runs; raises IntegrityError when two were not collected."""
         self._worker.require_place()
-        if self._worker.num_in_flight and plan.bells:
+        if self._worker.num_in_flight and plan.milestones:
             raise IntegrityError("a step with bells was launched behind another; collect that first")
         if not self._worker.num_in_flight:
-            self._progress.begin(plan.bells if self._device == "cpu" else ())
+            self._progress.begin(plan.milestones if self._device == "cpu" else ())
         self._worker.launch(plan)
 
     def collect(self, timeout: float | None = None) -> StepResult:
@@ -261,7 +261,7 @@ class Engine:
         return StepResult(rows, time.perf_counter() - begin)
 
     def _rows(
-        self, plan: StepPlan, batch: Batch, computed: Computed, drawing: list[int], fed: Fed
+        self, plan: StepPlan, batch: Batch, computed: Computed, drawing: list[int], fed: HandoffRows
     ) -> tuple[RowResult, ...]:
         prompt = [self._prompt_logprobs(row, computed, span) for row, span in zip(plan.rows, batch.spans, strict=True)]
         sampled: dict[int, Sampled] = {index: (None, None, error) for index, error in fed.errors.items()}
@@ -274,7 +274,7 @@ class Engine:
         )
 
     def _sample(
-        self, plan: StepPlan, batch: Batch, logits: Tensor, drawing: list[int], fed: Fed = NOTHING_FED
+        self, plan: StepPlan, batch: Batch, logits: Tensor, drawing: list[int], fed: HandoffRows = NOTHING_FED
     ) -> dict[int, Sampled]:
         """Token and logprobs, or why there are none, by index of the rows that sample."""
         if self._group.rank:

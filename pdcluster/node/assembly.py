@@ -11,21 +11,22 @@ import zmq
 from pdcluster.core.messages import Endpoint, Role
 from pdcluster.kv.pages import PagePool
 from pdcluster.node.availability import NodeAvailability
-from pdcluster.node.components import Neighbours, NodeParts, StepEngine
+from pdcluster.node.components import Neighbours, NodeComponents, StepEngine
 from pdcluster.node.decode import DecodeSide
 from pdcluster.node.grammar_queue import GrammarQueue, GrammarSource
 from pdcluster.node.kv_fetch import ExportSide, FetchSide
 from pdcluster.node.legs import EndedLegs, SequenceFactory
 from pdcluster.node.load_report import ModelFiles
 from pdcluster.node.outbox import Outbox
-from pdcluster.node.prefill import LayerGroups, Parking, PrefillSide
-from pdcluster.node.step_timer import Stopwatch
+from pdcluster.node.prefill import LayerGroups, ParkedKV, PrefillSide
+from pdcluster.node.step_timer import StepTimer
 from pdcluster.node.tensor_parallel.endpoint_client import LinkedMemories, RankLink
 from pdcluster.scheduler.scheduler import Scheduler, SchedulerLimits
 from pdcluster.transfer.backends.base import Backend, Peer, Region
 from pdcluster.transfer.backends.ranked import RankedBackend
 from pdcluster.transfer.layout.geometry import PageShape
 from pdcluster.transfer.protocol.reader import Reader
+from pdcluster.transfer.protocol.session import LocalPages
 from pdcluster.transfer.protocol.session import Settings as TransferSettings
 from pdcluster.transfer.protocol.writer import Writer
 from pdcluster.wire.hub import Hub
@@ -90,7 +91,7 @@ def assemble(
     neighbours: Neighbours,
     clock: Callable[[], float],
     grammars: GrammarSource | None = None,
-) -> NodeParts:
+) -> NodeComponents:
     """Everything the loop needs. grammars: None when the engine knows none. The hub is bound when this returns; nothing
     was said yet."""
     hub = Hub(wiring.me, listen=wiring.listen, context=wiring.context, settings=wiring.wire, clock=clock)
@@ -98,7 +99,7 @@ def assemble(
     pages = PagePool(shape.num_pages, shape.pages.page_tokens, shape.block_tokens)
     writer, reader = _writer(wiring, shape, backends, clock), _reader(wiring, shape, backends, hub.address, clock)
     shared = NodeContext(Scheduler(pages, limits, clock), pages, writer, reader, Outbox(), EndedLegs(), clock)
-    return NodeParts(
+    return NodeComponents(
         me=wiring.me,
         standing=NodeAvailability(wiring.role, neighbours),
         max_rows=limits.max_rows,
@@ -119,7 +120,7 @@ def assemble(
         fetch=FetchSide(shared.scheduler, pages, reader, shared.outbox, pull_s=wiring.pull_s, clock=clock),
         export=ExportSide(shared.scheduler, pages, writer, shared.outbox),
         files=files,
-        stopwatch=Stopwatch(limits.token_budget, clock),
+        stopwatch=StepTimer(limits.token_budget, clock),
         neighbours=neighbours,
         grammars=GrammarQueue(grammars, shared.outbox, clock),
     )
@@ -142,9 +143,7 @@ def _writer(wiring: Wiring, shape: Shape, backends: Mapping[str, Backend], clock
         wiring.me,
         backends,
         tuple(backends),
-        region=KV_REGION,
-        shape=shape.pages,
-        memories=shape.memories,
+        local=LocalPages(KV_REGION, shape.pages, shape.memories),
         clock=clock,
         settings=wiring.transfer,
         block_tokens=shape.block_tokens,
@@ -158,9 +157,7 @@ def _reader(
         Endpoint(wiring.me.node, wiring.me.incarnation, address),
         backends,
         tuple(backends),
-        region=KV_REGION,
-        shape=shape.pages,
-        memories=shape.memories,
+        local=LocalPages(KV_REGION, shape.pages, shape.memories),
         ranks=LinkedMemories(shape.memories[0], shape.links),
         clock=clock,
         settings=wiring.transfer,
@@ -175,7 +172,6 @@ def _prefill_side(wiring: Wiring, shape: Shape, shared: NodeContext) -> PrefillS
         shared.outbox,
         shared.ended,
         groups=LayerGroups(shape.pages.num_layers, shape.pages.page_bytes * shape.pages.ranks, group_s=wiring.group_s),
-        parking=Parking(max(int(shape.num_pages * wiring.parking_share), 1), shared.clock),
-        parking_s=wiring.parking_s,
+        parking=ParkedKV(max(int(shape.num_pages * wiring.parking_share), 1), shared.clock, wiring.parking_s),
         clock=shared.clock,
     )

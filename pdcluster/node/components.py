@@ -18,7 +18,7 @@ from pdcluster.node.legs import EndedLegs, SequenceFactory
 from pdcluster.node.load_report import ModelFiles
 from pdcluster.node.outbox import Outbox
 from pdcluster.node.prefill import PrefillSide
-from pdcluster.node.step_timer import Stopwatch
+from pdcluster.node.step_timer import StepTimer
 from pdcluster.scheduler.scheduler import Scheduler
 from pdcluster.transfer.backends.base import Backend, Peer
 from pdcluster.transfer.protocol.reader import Reader
@@ -60,7 +60,7 @@ class Neighbours(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeParts:
+class NodeComponents:
     """Everything the loop composes, built by `server`."""
 
     me: Peer
@@ -81,6 +81,6 @@ class NodeParts:
     fetch: FetchSide
     export: ExportSide
     files: ModelFiles
-    stopwatch: Stopwatch
+    stopwatch: StepTimer
     neighbours: Neighbours
     grammars: GrammarQueue

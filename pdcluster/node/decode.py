@@ -20,7 +20,7 @@ from pdcluster.kv.pages import PagePool
 from pdcluster.node.legs import (
     REFUSALS,
     EmittedTokens,
-    Ended,
+    EndedLeg,
     EndedLegs,
     check_newest,
     key_of,
@@ -146,17 +146,17 @@ class DecodeSide:
         self.cancel(work.request, work.attempt, "a newer attempt came")
         try:
             check_newest(work, self._legs.get(work.request))
-            leader = self._legs.get(message.fork_of) if message.fork_of is not None else None
-            sequence.leader = leader.sequence if leader is not None and leader.router == router else None
+            parent = self._legs.get(message.fork_of) if message.fork_of is not None else None
+            sequence.parent = parent.sequence if parent is not None and parent.router == router else None
             self._scheduler.add(sequence)
         except REFUSALS as error:
             self._outbox.message(router, refusal(work, "prefill", error))
             return
         leg = self._enter(router, work, sequence)
         self._queued[leg.key] = leg
-        if leader is not None and sequence.leader is not None and not leader.output.tokens:
+        if parent is not None and sequence.parent is not None and not parent.output.tokens:
             self._scheduler.hold(sequence)
-            self._forks.setdefault(leader.request, []).append(leg)
+            self._forks.setdefault(parent.request, []).append(leg)
 
     def reserve(self, router: Peer, message: Reserve, sequence: Sequence) -> None:
         """Reserve a slot and answer with its ticket, or refuse."""
@@ -221,7 +221,7 @@ class DecodeSide:
             word = Finished(
                 leg.request, leg.attempt, update.finished, leg.output.num_output, self._timings(leg), update.stop_token
             )
-            self._ended.add(Ended(leg.router, leg.output, word))
+            self._ended.add(EndedLeg(leg.router, leg.output, word))
             self._outbox.message(leg.router, word)
             self._forget(leg)
 

@@ -48,7 +48,7 @@ WELL = ("ok", "declined")
 
 
 @dataclass(slots=True)
-class Pulling:
+class PullInProgress:
     """pages: in token order from the prompt's first on, all held by the pull while it is open; the first num_cached of
     them were cached here."""
 
@@ -82,7 +82,7 @@ class FetchSide:
         self._outbox = outbox
         self._pull_s = pull_s
         self._clock = clock
-        self._pulls: dict[int, Pulling] = {}
+        self._pulls: dict[int, PullInProgress] = {}
         """By nonce, until the ticket's writer can write no more."""
         self._breakers: dict[Peer, Breaker] = {}
         self.counters: Counter[str] = Counter()
@@ -193,7 +193,9 @@ class FetchSide:
         self._pages.attach_writer(fresh, ticket.nonce)
         self._scheduler.hold(sequence)
         self._breaker(holder).begin(now)
-        self._pulls[ticket.nonce] = Pulling(sequence, holder, ticket.nonce, pages, len(cached), now, now + seconds)
+        self._pulls[ticket.nonce] = PullInProgress(
+            sequence, holder, ticket.nonce, pages, len(cached), now, now + seconds
+        )
         # All that the holder has: its pages may be larger than ours, and are named by their last hash.
         num_hashes = pull.num_tokens // self._pages.block_tokens
         fetch = Fetch(ticket, bytes(sequence.hashes[: num_hashes * HASH_BYTES]))
@@ -210,7 +212,7 @@ class FetchSide:
 
     # ------------------------------------------------------------ ends
 
-    def _publish(self, pulling: Pulling) -> int:
+    def _publish(self, pulling: PullInProgress) -> int:
         """Enter the pages into the prefix cache, and say how many; where it got one of the same contents meanwhile,
         that one stays. None behind one that was forgotten meanwhile."""
         hashes, width = pulling.sequence.hashes, self._pages.page_tokens // self._pages.block_tokens * HASH_BYTES
@@ -224,11 +226,11 @@ class FetchSide:
             )
         return len(pulling.pages) - pulling.num_cached
 
-    def _abort(self, pulling: Pulling, reason: str, result: str) -> None:
+    def _abort(self, pulling: PullInProgress, reason: str, result: str) -> None:
         self._reader.abort(pulling.nonce, reason)
         self._end(pulling, result, reason)
 
-    def _end(self, pulling: Pulling, result: str, reason: str = "") -> None:
+    def _end(self, pulling: PullInProgress, result: str, reason: str = "") -> None:
         """Give up the pages, and let the sequence go on with what is cached now."""
         now, breaker, key, node = (
             self._clock(),

@@ -71,7 +71,7 @@ class EmittedTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedLeg:
     """The last word on a leg, with its tokens, for a router that lost the frame that said so."""
 
     router: Peer
@@ -86,9 +86,9 @@ class EndedLegs:
         self._capacity = capacity
         self._max_numbers = max_numbers
         self._num_numbers = 0
-        self._ended: OrderedDict[tuple[str, int], Ended] = OrderedDict()
+        self._ended: OrderedDict[tuple[str, int], EndedLeg] = OrderedDict()
 
-    def add(self, ended: Ended) -> None:
+    def add(self, ended: EndedLeg) -> None:
         key = ended.output.request, ended.output.attempt
         self._drop(self._ended.pop(key, None))
         self._ended[key] = ended
@@ -96,7 +96,7 @@ class EndedLegs:
         while len(self._ended) > self._capacity or self._num_numbers > self._max_numbers:
             self._drop(self._ended.popitem(last=False)[1])
 
-    def get(self, request: str, attempt: int) -> Ended | None:
+    def get(self, request: str, attempt: int) -> EndedLeg | None:
         return self._ended.get((request, attempt))
 
     def forget_router(self, router: Peer) -> None:
@@ -107,7 +107,7 @@ class EndedLegs:
     def __len__(self) -> int:
         return len(self._ended)
 
-    def _drop(self, ended: Ended | None) -> None:
+    def _drop(self, ended: EndedLeg | None) -> None:
         if ended is not None:
             self._num_numbers -= ended.output.num_numbers
 

@@ -43,7 +43,7 @@ from pdcluster.core.messages import (
     Work,
 )
 from pdcluster.core.step import RowError, StepPlan
-from pdcluster.node.components import NodeParts
+from pdcluster.node.components import NodeComponents
 from pdcluster.node.load_report import Reporter, by_reason, path_loads
 from pdcluster.scheduler.sequence import Sequence
 from pdcluster.transfer.backends.base import Peer
@@ -73,7 +73,7 @@ LONGEST_WAIT_S = 0.1
 class NodeLoop:
     def __init__(
         self,
-        parts: NodeParts,
+        parts: NodeComponents,
         *,
         report_s: float,
         drain_s: float,
@@ -102,8 +102,8 @@ class NodeLoop:
         self._polled: list[object] = []
         self._done = select.poll()
         self._done.register(parts.engine.done_fd, select.POLLIN)
-        self._bell = select.poll()
-        self._bell.register(parts.engine.layer_fd, select.POLLIN)
+        self._milestone = select.poll()
+        self._milestone.register(parts.engine.layer_fd, select.POLLIN)
 
     def stop(self) -> None:
         """Ask the loop to drain and return; safe from signal handlers and other threads."""
@@ -328,7 +328,7 @@ class NodeLoop:
     def _watch_layers(self) -> None:
         """Layers of the running step that are ready to leave."""
         engine = self._parts.engine
-        if not self._bell.poll(0):
+        if not self._milestone.poll(0):
             return
         os.eventfd_read(engine.layer_fd)
         if self._in_flight:
@@ -398,7 +398,7 @@ class NodeLoop:
         plan = self._parts.scheduler.schedule()
         if plan is not None:
             self._parts.stopwatch.launched()
-            self._parts.engine.launch(replace(plan, bells=self._parts.prefill.bells(plan)))
+            self._parts.engine.launch(replace(plan, milestones=self._parts.prefill.milestones(plan)))
             self._in_flight.append(plan)
             self._parts.prefill.on_launch(plan)
             self._parts.decode.on_launch(plan)

@@ -36,7 +36,7 @@ from pdcluster.kv.pages import PagePool
 from pdcluster.node.legs import (
     REFUSALS,
     EmittedTokens,
-    Ended,
+    EndedLeg,
     EndedLegs,
     check_newest,
     key_of,
@@ -67,12 +67,14 @@ LONGEST_S = 1.0
 GAP_WEIGHT = 0.3
 
 
-class Parking:
+class ParkedKV:
     """Pages shared by several parked requests count once. Owned by the node loop's thread; the pages belong to the
     scheduler's sequences."""
 
-    def __init__(self, limit_pages: int, clock: Callable[[], float]) -> None:
+    def __init__(self, limit_pages: int, clock: Callable[[], float], deadline_s: float) -> None:
+        """deadline_s: how long a request's KV may wait for a decode node."""
         self.limit_pages = limit_pages
+        self.deadline_s = deadline_s
         self._clock = clock
         self._parked: dict[str, tuple[int, ...]] = {}
         self._holders: Counter[int] = Counter()
@@ -150,7 +152,7 @@ class LayerGroups:
         """Bytes per second."""
         return self._bandwidth.get(backend, FIRST_GUESS_BYTES_S)
 
-    def bells(self, num_pages: int, backend: str) -> tuple[int, ...]:
+    def milestones(self, num_pages: int, backend: str) -> tuple[int, ...]:
         """After which numbers of layers to send what is there of these pages; the rest leaves with the end of the step.
         Empty for a small prompt."""
         groups = round(math.sqrt(num_pages * self._page_bytes / (self.bandwidth(backend) * self._group_s)))
@@ -206,8 +208,7 @@ class PrefillSide:
         ended: EndedLegs,
         *,
         groups: LayerGroups,
-        parking: Parking,
-        parking_s: float,
+        parking: ParkedKV,
         clock: Callable[[], float],
     ) -> None:
         self._scheduler = scheduler
@@ -217,7 +218,6 @@ class PrefillSide:
         self._ended = ended
         self._groups = groups
         self._parking = parking
-        self._parking_s = parking_s
         self._clock = clock
         self._legs: dict[str, PrefillLeg] = {}
         self._by_key: dict[str, PrefillLeg] = {}
@@ -323,22 +323,22 @@ class PrefillSide:
             self._outbox.message(leg.router, Scheduled(leg.request, leg.attempt, leg.sequence.num_cached))
             self._advance(leg)
 
-    def bells(self, plan: StepPlan) -> tuple[int, ...]:
+    def milestones(self, plan: StepPlan) -> tuple[int, ...]:
         """Before a step is launched: after which layers of it something can leave. A ticket may still come while the
         step runs."""
         self._layered.clear()
-        bells: set[int] = set()
+        milestones: set[int] = set()
         for row in plan.rows:
             leg = self._by_key.get(row.request)
             if leg is None or row.sampling is None:
                 continue
-            own = self._groups.bells(
+            own = self._groups.milestones(
                 self._pages.pages_for(leg.num_tokens) - row.start // self._pages.page_tokens, leg.backend
             )
             if own:
                 self._layered.append(leg)
-                bells.update(own)
-        return tuple(sorted(bells))
+                milestones.update(own)
+        return tuple(sorted(milestones))
 
     def on_layers(self, layers_done: int) -> None:
         """While a step runs: push the layers that it computed of the last tokens."""
@@ -364,7 +364,7 @@ class PrefillSide:
             word = Finished(
                 leg.request, leg.attempt, update.finished, leg.output.num_output, self._timings(leg), update.stop_token
             )
-            self._ended.add(Ended(leg.router, leg.output, word))
+            self._ended.add(EndedLeg(leg.router, leg.output, word))
             self._outbox.message(leg.router, word)
             self._end(leg, "finished with its first token")
             return
@@ -394,7 +394,7 @@ class PrefillSide:
             return
         self._groups.observe(event.stats)
         word = Delivered(leg.request, leg.attempt, self._timings(leg, event.stats))
-        self._ended.add(Ended(leg.router, leg.output, word))
+        self._ended.add(EndedLeg(leg.router, leg.output, word))
         self._outbox.message(leg.router, word)
         self._end(leg, "delivered")
 
@@ -408,7 +408,7 @@ class PrefillSide:
             reason = (
                 "the request's deadline passed"
                 if is_late
-                else f"no decode node took the KV within {self._parking_s:g} s"
+                else f"no decode node took the KV within {self._parking.deadline_s:g} s"
             )
             code = errors.DeadlineExceeded.code if is_late else errors.Overloaded.code
             word = Failed(leg.request, leg.attempt, code, f"prefill node gave up: {reason}", retryable=not is_late)
@@ -497,7 +497,7 @@ class PrefillSide:
 
     def _start_parking_clock(self, leg: PrefillLeg) -> None:
         if leg.first_token is not None:
-            leg.parking_deadline = self._clock() + self._parking_s
+            leg.parking_deadline = self._clock() + self._parking.deadline_s
 
     # ------------------------------------------------------------ ends
 

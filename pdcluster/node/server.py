@@ -9,7 +9,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from pdcluster.engine.ops.batch_invariant import invariant_arithmetic
 from pdcluster.engine.ops.quantized import int8_arithmetic
 from pdcluster.kv.layout import DEFAULT_ARITHMETIC, Fingerprint
 from pdcluster.node.assembly import KV_REGION, Shape, Wiring, assemble
-from pdcluster.node.components import NodeParts
+from pdcluster.node.components import NodeComponents
 from pdcluster.node.engine_start import NodeEngine, start_engine
 from pdcluster.node.load_report import ModelFiles
 from pdcluster.node.loop import NodeLoop
@@ -67,18 +67,7 @@ def run(config: NodeConfig) -> int:
             stack.callback(backend.shutdown)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack.callback(context.destroy, 0)
-        wiring = Wiring(
-            me,
-            config.role,
-            config.listen,
-            context,
-            wire_settings(config),
-            backends,
-            transfer_settings(config),
-            config.transfer.parking_s,
-            parking_share=config.transfer.parking_percent / 100,
-            pull_s=config.transfer.pull_s,
-        )
+        wiring = wiring_of(config, me, context, backends)
         limits = limits_of(config, engine.local)
         agent = NodeAgent(config.bootstrap, heartbeat_s=config.heartbeat_s)
         stack.callback(agent.stop)
@@ -110,6 +99,23 @@ def run(config: NodeConfig) -> int:
         loop.run()
     logger.info("node %s is done", me.node)
     return 0
+
+
+def wiring_of(
+    config: NodeConfig, me: Peer, context: zmq.Context[zmq.Socket[bytes]], backends: Mapping[str, Backend]
+) -> Wiring:
+    return Wiring(
+        me,
+        config.role,
+        config.listen,
+        context,
+        wire_settings(config),
+        backends,
+        transfer_settings(config),
+        config.transfer.parking_s,
+        parking_share=config.transfer.parking_percent / 100,
+        pull_s=config.transfer.pull_s,
+    )
 
 
 class Sticky(Protocol):
@@ -242,7 +248,7 @@ def card_of(
     config: NodeConfig,
     me: Peer,
     engine: Engine,
-    parts: NodeParts,
+    parts: NodeComponents,
     files: ModelFiles,
     backends: tuple[str, ...],
     model_dir: Path,

@@ -14,7 +14,7 @@ from pdcluster.cost.cost import lately
 from pdcluster.cost.fit import CostFit, step_of
 
 
-class Stopwatch:
+class StepTimer:
     def __init__(self, chunk_tokens: int, clock: Callable[[], float]) -> None:
         self._fit = CostFit(chunk_tokens)
         self._clock = clock

@@ -35,7 +35,7 @@ class StepInFlight:
     is_void: bool = False
 
 
-class Flights:
+class StepsInFlight:
     """Of one scheduler, oldest first."""
 
     def __init__(self, pool: PagePool) -> None:

@@ -36,7 +36,7 @@ from pdcluster.core.step import Row, RowResult, StepPlan, StepResult
 from pdcluster.kv.pages import PagePool
 from pdcluster.scheduler.backlog import backlog, blocks_by_then, decoding
 from pdcluster.scheduler.credit import Credit
-from pdcluster.scheduler.flight import Flights
+from pdcluster.scheduler.flight import StepsInFlight
 from pdcluster.scheduler.forecast import Forecast
 from pdcluster.scheduler.limits import SchedulerLimits, longest
 from pdcluster.scheduler.rows import Draft, Occupancy, Update, can_be_followed, finish
@@ -70,7 +70,7 @@ class Scheduler:
         self._credit = Credit(pages, limits.reserve_tokens)
         self._forks = Forks(pages)
         self._num_arrived = 0
-        self._flights = Flights(pages)
+        self._flights = StepsInFlight(pages)
         self._forecast = Forecast(limits.token_budget, limits.retry_after_s)
         self.admit_remote = True
         """False: remote prefills stay in the queue, because too much finished KV waits to be taken already. Others pass
@@ -92,7 +92,7 @@ class Scheduler:
         cached = self._pool.match_length(sequence.hashes) * self._pool.page_tokens
         soon = blocks_by_then(sequence, chain(self._running, self._waiting.values())) * sequence.block_tokens
         sequence.num_cached = (
-            sequence.num_tokens - 1 if sequence.leader is not None else max(cached, min(soon, sequence.num_tokens - 1))
+            sequence.num_tokens - 1 if sequence.parent is not None else max(cached, min(soon, sequence.num_tokens - 1))
         )
         self._waiting[sequence.key] = sequence
 

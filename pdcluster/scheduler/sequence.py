@@ -43,7 +43,6 @@ class Sequence:
         "history",
         "key",
         "last_token_at",
-        "leader",
         "max_total",
         "num_cached",
         "num_computed",
@@ -55,6 +54,7 @@ class Sequence:
         "num_pulled",
         "num_tokens",
         "order",
+        "parent",
         "prompt_logprobs",
         "remote",
         "request",
@@ -88,7 +88,7 @@ class Sequence:
         self._hash_root = work.hash_root
         self.block_tokens = block_tokens
         self.state = Residence.WAITING
-        self.leader: Sequence | None = None
+        self.parent: Sequence | None = None
         """Another choice of the same prompt, whose KV it may take over when it is admitted."""
         self.num_in_flight = 0
         """Launched steps that compute it, and so write to its pages."""

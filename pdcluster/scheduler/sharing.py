@@ -34,10 +34,10 @@ class Forks:
     def take(self, sequence: Sequence) -> None:
         """All pages of the prompt from the leader; at least one page must be available. Only the last token is computed
         anew, for its logits."""
-        pool, leader = self._pool, sequence.leader
-        assert leader is not None
+        pool, parent = self._pool, sequence.parent
+        assert parent is not None
         num_shared = (sequence.num_tokens - 1) // pool.page_tokens
-        pages: list[int] = leader.pages[: num_shared + 1].tolist()
+        pages: list[int] = parent.pages[: num_shared + 1].tolist()
         pool.acquire(pages)
         source = pages[num_shared]
         target = pool.make_private(source)
@@ -47,8 +47,8 @@ class Forks:
         self.sequences.append(sequence)
         sequence.add_pages([*pages[:num_shared], target])
         sequence.num_computed = sequence.num_tokens - 1
-        sequence.num_published = min(leader.num_published, num_shared)
-        sequence.leader = None
+        sequence.num_published = min(parent.num_published, num_shared)
+        sequence.parent = None
 
     def land(self) -> None:
         """The step is over (2)."""
@@ -59,11 +59,11 @@ class Forks:
 def can_fork(sequence: Sequence) -> bool:
     """Whether its leader has, now and here, the KV of the very prompt that it has; otherwise the sequence is like any
     other."""
-    leader = sequence.leader
-    if leader is None or leader.state is not Residence.RUNNING or sequence.wants_prompt_logprobs:
+    parent = sequence.parent
+    if parent is None or parent.state is not Residence.RUNNING or sequence.wants_prompt_logprobs:
         return False
     num_tokens = sequence.num_tokens
-    return leader.num_computed >= num_tokens and np.array_equal(leader.tokens[:num_tokens], sequence.tokens)
+    return parent.num_computed >= num_tokens and np.array_equal(parent.tokens[:num_tokens], sequence.tokens)
 
 
 def publish(pool: PagePool, sequence: Sequence) -> list[int]:
@@ -84,11 +84,11 @@ def publish(pool: PagePool, sequence: Sequence) -> list[int]:
         if index and not pool.is_published(int(sequence.pages[index - 1])):
             break
         page = int(sequence.pages[index])
-        parent = bytes(sequence.hashes[start - HASH_BYTES : start]) if index else None
+        parent_hash = bytes(sequence.hashes[start - HASH_BYTES : start]) if index else None
         if sequence.num_in_flight:
             pool.acquire((page,))
             kept_for_step.append(page)
-        kept = pool.publish(page, bytes(sequence.hashes[start : start + width]), parent)
+        kept = pool.publish(page, bytes(sequence.hashes[start : start + width]), parent_hash)
         if kept != page:
             sequence.replace_page(index, kept)
         sequence.num_published += 1

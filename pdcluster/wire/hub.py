@@ -119,20 +119,20 @@ class Hub:
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """What to poll for reading, with zmq.Poller (their descriptors are edge-triggered). Ask again after every
         receive, send and tick."""
-        return [self._router, *(socket for dialer in self._dialers.values() for socket in dialer.sockets())]
+        return [self._router, *(socket for client_link in self._dialers.values() for socket in client_link.sockets())]
 
     def receive(self) -> list[Received]:
         """Whatever came, about max_drain messages per socket at most (frames are taken whole); never blocks."""
         self._now = self._clock()
         received = self._receive_calls()
-        for peer, dialer in list(self._dialers.items()):
-            gaps = dialer.gaps
-            messages, _ = dialer.receive(self._now)
-            dialer.release()
+        for peer, client_link in list(self._dialers.items()):
+            gaps = client_link.gaps
+            messages, _ = client_link.receive(self._now)
+            client_link.release()
             received += (Received(peer, "node", message) for message in messages)
-            if dialer.gaps > gaps:
+            if client_link.gaps > gaps:
                 self._note_gap(peer)
-            self._forget_if_lost(peer, dialer)
+            self._forget_if_lost(peer, client_link)
         self.flush()
         return received
 
@@ -149,16 +149,16 @@ class Hub:
         peer = Peer(to.node, to.incarnation)
         if peer in self._retired:
             return self._counted(False, "old_incarnation")
-        dialer = self._dialers.get(peer) or self._dial(peer, to)
-        return dialer is not None and self._counted(dialer.send(message, self._now) > 0, "high_water")
+        client_link = self._dialers.get(peer) or self._dial(peer, to)
+        return client_link is not None and self._counted(client_link.send(message, self._now) > 0, "high_water")
 
     def flush(self) -> None:
         """Let everything that was sent leave, one frame per peer."""
         for peer, route in self._unsent.items():
             self._flush_route(peer, route)
         self._unsent.clear()
-        for dialer in self._dialers.values():
-            dialer.flush(self._now)
+        for client_link in self._dialers.values():
+            client_link.flush(self._now)
 
     def events(self) -> list[Event]:
         """What happened to links since the last call."""
@@ -172,9 +172,9 @@ class Hub:
         for peer, route in self._routes.items():
             if route.alive:
                 self._keep(peer, route)
-        for peer, dialer in list(self._dialers.items()):
-            dialer.tick(self._now)
-            self._forget_if_lost(peer, dialer)
+        for peer, client_link in list(self._dialers.items()):
+            client_link.tick(self._now)
+            self._forget_if_lost(peer, client_link)
         self.flush()
 
     def peers(self, kind: Kind) -> list[Peer]:
@@ -184,10 +184,10 @@ class Hub:
     def forget(self, peer: Peer) -> None:
         """The bootstrap says that this boot of a node is gone: drop its links, without an event. It may come back with
         a Hello."""
-        dialer = self._dialers.pop(peer, None)
-        if dialer is not None:
-            dialer.close()
-            dialer.release()
+        client_link = self._dialers.pop(peer, None)
+        if client_link is not None:
+            client_link.close()
+            client_link.release()
         self._routes.pop(peer, None)
         self._unsent.pop(peer, None)
 
@@ -205,9 +205,9 @@ class Hub:
         callers, and what still waits for one, may go out."""
         if linger_s:
             self.flush()
-        for dialer in self._dialers.values():
-            dialer.close()
-            dialer.release()
+        for client_link in self._dialers.values():
+            client_link.close()
+            client_link.release()
         self._dialers.clear()
         self._router.close(int(linger_s * 1000))
         self._close_gatekeeper()
@@ -218,8 +218,8 @@ class Hub:
         route = self._routes.get(peer)
         if route is not None and route.alive:
             return self._send_on(peer, route, message)
-        dialer = self._dialers.get(peer)
-        return self._counted(dialer is not None and dialer.send(message, self._now) > 0, "unreachable")
+        client_link = self._dialers.get(peer)
+        return self._counted(client_link is not None and client_link.send(message, self._now) > 0, "unreachable")
 
     def _send_on(self, peer: Peer, route: _Route, message: m.AnyMessage) -> bool:
         if not route.batch.put(message):
@@ -270,7 +270,7 @@ class Hub:
             self.dropped["too_many_peers"] += 1
             return None
         try:
-            dialer = ClientLink(
+            client_link = ClientLink(
                 self._me, endpoint, kind="node", open_line=partial(ZmqLinkSocket, self._context, endpoint.address,
                 self._settings),
                 settings=self._settings, open_attempts=tuple, now=self._now, dropped=self.dropped,
@@ -278,8 +278,8 @@ class Hub:
         except ProtocolError:
             self.dropped["bad_address"] += 1
             return None
-        self._dialers[peer] = dialer
-        return dialer
+        self._dialers[peer] = client_link
+        return client_link
 
     # ------------------------------------------------------------ receiving
 
@@ -407,13 +407,13 @@ class Hub:
         elif self._now - route.sent_at >= self._settings.heartbeat_s:
             self._ping(peer, route)
 
-    def _forget_if_lost(self, peer: Peer, dialer: ClientLink) -> None:
-        if dialer.state is LinkState.LOST:
+    def _forget_if_lost(self, peer: Peer, client_link: ClientLink) -> None:
+        if client_link.state is LinkState.LOST:
             del self._dialers[peer]
-            dialer.release()
-            if dialer.replaced:
+            client_link.release()
+            if client_link.replaced:
                 self._retire(peer)
-            self._events.append(LinkLost(peer, dialer.lost_because))
+            self._events.append(LinkLost(peer, client_link.lost_because))
 
     def _note_gap(self, peer: Peer) -> None:
         self._gaps += 1

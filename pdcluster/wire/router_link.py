@@ -59,7 +59,7 @@ class NodeLink:
         self._loop = asyncio.get_running_loop()
         self._context, self._settings = context, settings
         self._has_edges = context is not None
-        self._dialer = ClientLink(
+        self._client_link = ClientLink(
             me, endpoint, kind="router", open_line=self._open_line, settings=settings, open_attempts=open_attempts,
             now=self._loop.time()
         )  # fmt: skip
@@ -92,26 +92,26 @@ class NodeLink:
 
     @property
     def state(self) -> LinkState:
-        return self._dialer.state
+        return self._client_link.state
 
     @property
     def lost_because(self) -> str:
         """Why the link is LOST, "" while it is not."""
-        return self._dialer.lost_because
+        return self._client_link.lost_because
 
     @property
     def dropped(self) -> Counter[str]:
         """Frames that were not accepted, by reason."""
-        return self._dialer.dropped
+        return self._client_link.dropped
 
     @property
     def gaps(self) -> int:
-        return self._dialer.gaps
+        return self._client_link.gaps
 
     def send(self, message: AnyMessage) -> int:
         """Put one message into this turn's frame, and return that frame's number; raises NodeLost when the link is
         lost, broken just now, or too much waits."""
-        number = self._dialer.put(message) or self._make_room(message)
+        number = self._client_link.put(message) or self._make_room(message)
         self._num_sent += 1
         if self._is_calm:
             self._is_calm = False
@@ -129,7 +129,7 @@ class NodeLink:
     def _make_room(self, message: AnyMessage) -> int:
         """For a message that does not go with what waits."""
         self._held_since, self._has_flushed = 0.0, self._has_edges
-        number = self._dialer.send(message, self._loop.time())
+        number = self._client_link.send(message, self._loop.time())
         if number:
             return number
         node, state = self.endpoint.node, self.state
@@ -138,15 +138,15 @@ class NodeLink:
 
     def _flush(self) -> None:
         self._held_since = 0.0
-        if self._dialer.has_unsent:
+        if self._client_link.has_unsent:
             self._has_flushed = self._has_edges
-            self._dialer.flush(self._loop.time())
+            self._client_link.flush(self._loop.time())
 
     def close(self) -> None:
         """Let go of the sockets; on_state is not called. Idempotent."""
         self._closed = True
         self._timer.cancel()
-        self._dialer.close()
+        self._client_link.close()
         self._watch()
 
     def _end_turn_soon(self) -> None:
@@ -171,7 +171,7 @@ class NodeLink:
             self._has_flushed = self._is_behind = False
             self._drain()
             self._flush()
-        if self._dialer.has_unsent:
+        if self._client_link.has_unsent:
             self._retry_later()
         elif self._has_flushed:
             self._end_turn_soon()
@@ -184,7 +184,7 @@ class NodeLink:
 
     def _on_readable(self) -> None:
         self._drain()
-        if self._dialer.has_unsent:
+        if self._client_link.has_unsent:
             self._end_turn_soon()
 
     def _on_connection(self) -> None:
@@ -193,7 +193,7 @@ class NodeLink:
 
     def _drain(self) -> None:
         looks_at_connection, self._is_connection_due = self._is_connection_due, False
-        messages, more = self._dialer.receive(self._loop.time(), looks_at_connection=looks_at_connection)
+        messages, more = self._client_link.receive(self._loop.time(), looks_at_connection=looks_at_connection)
         if more:
             self._is_behind = True
             self._end_turn_soon()
@@ -223,7 +223,7 @@ class NodeLink:
         self._timer = self._loop.call_later(self._tick_s, self._tick)
         self._is_connection_due = True
         self._drain()
-        self._dialer.tick(self._loop.time())
+        self._client_link.tick(self._loop.time())
         self._watch()
         self._tell()
         self._has_flushed = self._has_edges
@@ -239,7 +239,7 @@ class NodeLink:
 
     def _watch(self) -> None:
         """Follow the dialer's sockets, which change with every connection."""
-        sockets = self._dialer.sockets()
+        sockets = self._client_link.sockets()
         if sockets is not self._watched:
             for socket in self._watched:
                 self._loop.remove_reader(socket.fileno())
@@ -248,4 +248,4 @@ class NodeLink:
             self._watched = sockets
             self._is_connection_due = True
             self._end_turn_soon()
-        self._dialer.release()
+        self._client_link.release()

@@ -57,7 +57,7 @@ class StreamLine(asyncio.Protocol):
         self._room = self._most = min(settings.high_water * MAX_BATCH_BYTES, MAX_WAITING_BYTES)
         self._is_open = self._is_closed = False
         """is_open: what is sent goes straight to the transport."""
-        self._is_deaf = False
+        self._read_paused = False
         """More came than was taken; the other end waits."""
         self._happened: list[str] = []
         self._loop = asyncio.get_running_loop()
@@ -86,8 +86,8 @@ class StreamLine(asyncio.Protocol):
     def take(self) -> bytes | None:
         if self._frames:
             return self._frames.popleft()
-        if self._is_deaf and self._transport is not None:
-            self._is_deaf = False
+        if self._read_paused and self._transport is not None:
+            self._read_paused = False
             self._transport.resume_reading()
         return None
 
@@ -182,7 +182,7 @@ class StreamLine(asyncio.Protocol):
             self._answer(was_ready)
         if self._frames:
             if len(self._frames) > self._settings.high_water and self._transport is not None:
-                self._is_deaf = True
+                self._read_paused = True
                 self._transport.pause_reading()
             self._run(self._wake)
 

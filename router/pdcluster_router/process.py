@@ -41,13 +41,13 @@ from pdcluster_router.frontend.server import http_settings, listening, router_me
 from pdcluster_router.policy.predicted import compiled
 from pdcluster_router.policy.pull import PullRule
 from pdcluster_router.policy.registry import make_policy
-from pdcluster_router.policy.selector import Chooser, PolicyHolder
+from pdcluster_router.policy.selector import PolicyHolder, PolicySelector
 from pdcluster_router.queueing.admission import Slo
 from pdcluster_router.queueing.headroom import Headroom
 from pdcluster_router.queueing.hold_queue import HoldLimits
 from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 from pdcluster_router.request.plain.plain import Plain
-from pdcluster_router.workers.desk import Desk
+from pdcluster_router.workers.desk import WorkerEndpoint
 from pdcluster_router.workers.worker import WorkerIdentity, show
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ async def _serve(config: RouterConfig) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class RouterComponents:
     """What a router is made of, before anything of it runs."""
 
     cluster: NodeTable
@@ -114,12 +114,12 @@ class Parts:
     front: FrontDoors
 
 
-def assemble(config: RouterConfig, me: Peer, worker: WorkerIdentity | None, stack: AsyncExitStack) -> Parts:
+def assemble(config: RouterConfig, me: Peer, worker: WorkerIdentity | None, stack: AsyncExitStack) -> RouterComponents:
     """stack: closes what has to be closed."""
     events = EventLog()
     cluster = _cluster(config, me, events, stack)
     models = ModelRegistry(cluster, config.tokenizer, config.tool_format, config.reasoning)
-    chooser = _chooser(config, cluster)
+    selector = _selector(config, cluster)
     tenants = read_tenants(config.tenants, worker.count if worker is not None else 1)
     metrics = router_metrics()
     hold_metrics = HoldMetrics(metrics.registry)
@@ -127,10 +127,10 @@ def assemble(config: RouterConfig, me: Peer, worker: WorkerIdentity | None, stac
     metrics.registry.register(IndexCollector(cluster.caches))
     settings = dispatch_settings(config, is_shared=tenants.is_configured)
     explainer = Explainer(settings.headroom, ExplainMetrics(metrics.registry), time.time)
-    dispatch = Dispatch(cluster, models, chooser, settings, metrics=hold_metrics, explainer=explainer)
-    admin = Admin(cluster, dispatch.open, chooser.holder, events, explainer, time.monotonic)
+    dispatch = Dispatch(cluster, models, selector, settings, metrics=hold_metrics, explainer=explainer)
+    admin = Admin(cluster, dispatch.open, selector.holder, events, explainer, time.monotonic)
     front = FrontDoors(dispatch, metrics, Places(config.max_requests, tenants, hold_metrics))
-    return Parts(cluster, models, admin, settings, front)
+    return RouterComponents(cluster, models, admin, settings, front)
 
 
 def _cluster(config: RouterConfig, me: Peer, events: EventLog, stack: AsyncExitStack) -> NodeTable:
@@ -146,15 +146,14 @@ def _cluster(config: RouterConfig, me: Peer, events: EventLog, stack: AsyncExitS
     return cluster
 
 
-def _chooser(config: RouterConfig, cluster: NodeTable) -> Chooser:
-    return Chooser(
+def _selector(config: RouterConfig, cluster: NodeTable) -> PolicySelector:
+    return PolicySelector(
         _policies(config),
         cluster.view,
         cluster.held,
         force=config.mode,
         fallback=config.fallback,
         itl_s=config.itl_s or 0.0,
-        pulls=PullRule(config.pull, config.pull_min_tokens),
         expected=cluster.expected,
         glance=cluster.glance,
     )
@@ -190,10 +189,10 @@ def _compiling() -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", compiled.__name__], start_new_session=True)
 
 
-async def _join(worker: WorkerIdentity, me: Peer, parts: Parts, tasks: Tasks) -> FrontDoors:
+async def _join(worker: WorkerIdentity, me: Peer, parts: RouterComponents, tasks: Tasks) -> FrontDoors:
     """One of several: answer the supervisor, and know the cluster before listening."""
     front = parts.front
-    desk = Desk(parts.admin, front.metrics.registry)
+    desk = WorkerEndpoint(parts.admin, front.metrics.registry)
     await tasks.run(desk.serve(worker, me.incarnation))
     WorkerMetrics(front.metrics.registry).warm_seconds.set(await warm(parts.cluster, front.dispatch))
     return replace(front, worker=worker, exposition=desk.exposition)
@@ -279,7 +278,11 @@ async def keep_roles(admin: Admin, controller: RoleController) -> None:
 
 def _policies(config: RouterConfig) -> PolicyHolder:
     shadow = config.shadow_policy
-    return PolicyHolder(make_policy(config.policy), make_policy(shadow) if shadow is not None else None)
+    return PolicyHolder(
+        make_policy(config.policy),
+        make_policy(shadow) if shadow is not None else None,
+        PullRule(config.pull, config.pull_min_tokens),
+    )
 
 
 def wire_settings(config: RouterConfig) -> WireSettings:

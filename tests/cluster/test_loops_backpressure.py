@@ -150,7 +150,7 @@ async def test_two_mixed_nodes_that_park_for_each_other_do_not_wait_for_ever() -
 async def test_kv_that_nobody_has_room_for_is_given_up_after_its_parking_time_and_the_request_lives_on() -> None:
     async with Watched(PAIR, num_pages=64, force="remote") as cluster:
         prefill, decode = cluster.nodes["p0"], cluster.nodes["d0"]
-        prefill.parts.prefill._parking_s = 0.1
+        prefill.parts.prefill._parking.deadline_s = 0.1
         hold(decode)
         running = [asyncio.create_task(cluster.run(prompt_of(20, seed), 6)) for seed in range(12)]
         await cluster.until(lambda: bool(cluster.refusals("reserve")))

@@ -102,7 +102,7 @@ async def test_what_a_node_reported_before_its_cordon_does_not_say_that_it_is_em
         admin = Admin(
             router,
             cluster.dispatch.open,
-            cluster.chooser.holder,
+            cluster.selector.holder,
             router.events,
             cluster.dispatch.explainer,
             time.monotonic,

@@ -22,7 +22,7 @@ from pdcluster.wire.sockets import WireSettings
 from pdcluster_router.cluster.node_table import NodeTable
 from pdcluster_router.core.generation import Done, Generation
 from pdcluster_router.policy.registry import DEFAULT, make_policy
-from pdcluster_router.policy.selector import Chooser, PolicyHolder
+from pdcluster_router.policy.selector import PolicyHolder, PolicySelector
 from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 
 BLOCK = 4
@@ -42,9 +42,9 @@ class Router:
     def __init__(self, name: str, context: zmq.Context[zmq.Socket[bytes]], snapshot: ClusterSnapshot) -> None:
         self.cluster = NodeTable(Peer(name, f"{name}-{random.getrandbits(32):08x}"), context=context, settings=WIRE)
         self._following = asyncio.create_task(self.cluster.follow(only(snapshot)))
-        chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), self.cluster.view, self.cluster.cached)
+        selector = PolicySelector(PolicyHolder(make_policy(DEFAULT)), self.cluster.view, self.cluster.cached)
         self.dispatch = Dispatch(
-            self.cluster, OneModel(BLOCK), chooser, DispatchSettings(hold_s=10.0), asyncio.get_running_loop().time
+            self.cluster, OneModel(BLOCK), selector, DispatchSettings(hold_s=10.0), asyncio.get_running_loop().time
         )
 
     async def close(self) -> None:

@@ -22,7 +22,7 @@ from pdcluster.transfer.backends.base import Backend, Peer
 from pdcluster.transfer.backends.ranked import RankedBackend
 from pdcluster.transfer.layout.geometry import PageShape
 from pdcluster.transfer.protocol.reader import Reader
-from pdcluster.transfer.protocol.session import Send, Settings
+from pdcluster.transfer.protocol.session import LocalPages, Send, Settings
 from pdcluster.transfer.protocol.writer import Writer
 
 NUM_PAGES, HEADS, LAYERS, PLANES, CELL = 24, 4, 3, 2, 32
@@ -50,7 +50,7 @@ class RankNode:
             self.go()
         ends: list[Backend] = [self.own[0], *(link.ends[medium] for link in self.links)]
         self.backend = RankedBackend(ends, 0)
-        self.common = {"region": 0, "shape": self.shape, "memories": [memoryview(self.memories[0].bytes)]}
+        self.local = LocalPages(0, self.shape, [memoryview(self.memories[0].bytes)])
 
     def _start_rank(self, rank: int) -> RankLink:
         near, far = socket.socketpair()
@@ -127,10 +127,12 @@ class RankNodes:
         self.source = RankNode(WRITER, medium, ranks[0], page_tokens[0])
         self.target = RankNode(READER, medium, ranks[1], page_tokens[1], waiting=waiting, patience_s=patience_s)
         now = {"clock": time.monotonic, "settings": SETTINGS}
-        self.writer = Writer(WRITER, {medium: self.source.backend}, [medium], **self.source.common, **now)
-        memories = LinkedMemories(self.target.common["memories"][0], self.target.links)
+        self.writer = Writer(WRITER, {medium: self.source.backend}, [medium], local=self.source.local, **now)
+        memories = LinkedMemories(self.target.local.memories[0], self.target.links)
         me = Endpoint(READER.node, READER.incarnation, "r")
-        self.reader = Reader(me, {medium: self.target.backend}, [medium], ranks=memories, **self.target.common, **now)
+        self.reader = Reader(
+            me, {medium: self.target.backend}, [medium], ranks=memories, local=self.target.local, **now
+        )
         self.events: list[object] = []
         self.pass_on: Callable[[Peer, object], bool] = lambda _to, _message: True
 

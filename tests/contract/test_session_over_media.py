@@ -22,6 +22,7 @@ from pdcluster.transfer.protocol.session import (
     Acked,
     Drained,
     Landed,
+    LocalPages,
     Reclaimed,
     Send,
     Settings,
@@ -40,21 +41,20 @@ class Nodes:
 
     def __init__(self, name: str, *others: str) -> None:
         self.ends = Ends(name, NUM_PAGES * PAGE_BYTES)
-        shape = {
-            "region": 0,
-            "shape": PageShape.plain(PAGE_TOKENS, PAGE_BYTES),
-            "clock": time.monotonic,
-            "settings": SETTINGS,
-        }
+        shape, common = PageShape.plain(PAGE_TOKENS, PAGE_BYTES), {"clock": time.monotonic, "settings": SETTINGS}
         self.others = [(start(each, WRITER), start(each, READER)) for each in others]
         for ours, theirs in self.others:
             ours.register(self.ends.source.region)
             theirs.register(self.ends.target.region)
         writers = {name: self.ends.writer, **{ours.name: ours for ours, _ in self.others}}
         readers = {name: self.ends.reader, **{theirs.name: theirs for _, theirs in self.others}}
-        self.writer = Writer(WRITER, writers, list(writers), memories=[memoryview(self.ends.source.bytes)], **shape)
+        self.writer = Writer(
+            WRITER, writers, list(writers), local=LocalPages(0, shape, [memoryview(self.ends.source.bytes)]), **common
+        )
         me = Endpoint(READER.node, READER.incarnation, "r")
-        self.reader = Reader(me, readers, list(readers), memories=[memoryview(self.ends.target.bytes)], **shape)
+        self.reader = Reader(
+            me, readers, list(readers), local=LocalPages(0, shape, [memoryview(self.ends.target.bytes)]), **common
+        )
         self.events: list[object] = []
 
     def close(self) -> None:

@@ -70,11 +70,11 @@ class BusyOracle(OracleEngine):
 
     def launch(self, plan: StepPlan) -> None:
         super().launch(plan)
-        if plan.bells:
-            threading.Thread(target=self._ring, args=(len(plan.bells),), daemon=True).start()
+        if plan.milestones:
+            threading.Thread(target=self._ring, args=(len(plan.milestones),), daemon=True).start()
 
-    def _ring(self, bells: int) -> None:
-        for _ in range(bells + 1):
+    def _ring(self, milestones: int) -> None:
+        for _ in range(milestones + 1):
             self.tick()
 
 

@@ -184,8 +184,8 @@ class Ownership(RuleBasedStateMachine):
 
     def take_turn(self, node: object) -> None:
         node.turn()  # type: ignore[attr-defined]
-        mine = [letter for letter in self.cluster.letters if letter.to == ROUTER]
-        self.cluster.letters[:] = [letter for letter in self.cluster.letters if letter.to != ROUTER]
+        mine = [letter for letter in self.cluster.pending_messages if letter.to == ROUTER]
+        self.cluster.pending_messages[:] = [letter for letter in self.cluster.pending_messages if letter.to != ROUTER]
         for letter in mine:
             self.on_router(letter.message)
 
@@ -193,14 +193,14 @@ class Ownership(RuleBasedStateMachine):
 
     @rule()
     def deliver_all(self) -> None:
-        letters, self.cluster.letters[:] = list(self.cluster.letters), []
-        for letter in letters:
+        pending_messages, self.cluster.pending_messages[:] = list(self.cluster.pending_messages), []
+        for letter in pending_messages:
             self.cluster.hand_over(letter)
 
-    @precondition(lambda self: self.cluster.letters)
+    @precondition(lambda self: self.cluster.pending_messages)
     @rule(which=st.integers(0, 9), fate=st.sampled_from(["deliver", "drop", "duplicate", "keep for later"]))
     def treat_letter(self, which: int, fate: str) -> None:
-        letter = self.cluster.letters.pop(which % len(self.cluster.letters))
+        letter = self.cluster.pending_messages.pop(which % len(self.cluster.pending_messages))
         if fate in ("duplicate", "keep for later"):
             self.old.append(letter)
         if fate in ("deliver", "duplicate"):

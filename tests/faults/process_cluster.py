@@ -25,7 +25,7 @@ from pdcluster.transfer.backends.base import Peer
 from pdcluster_router.cluster.node_table import NodeTable
 from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.policy.registry import DEFAULT, make_policy
-from pdcluster_router.policy.selector import Chooser, PolicyHolder
+from pdcluster_router.policy.selector import PolicyHolder, PolicySelector
 from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 
 HERE = Path(__file__).parent
@@ -178,9 +178,11 @@ class ProcessCluster(LocalCluster):
 
     async def _start_all(self) -> None:
         self.router = NodeTable(Peer("router", "router-1"), context=self.context, settings=self.wire)
-        chooser = Chooser(PolicyHolder(make_policy(DEFAULT)), self.router.view, self.router.cached, force="remote")
+        selector = PolicySelector(
+            PolicyHolder(make_policy(DEFAULT)), self.router.view, self.router.cached, force="remote"
+        )
         model = OneModel(kit_of_all().shape.block_tokens)
-        self.dispatch = Dispatch(self.router, model, chooser, DispatchSettings(stages=self.stages, hold_s=5.0))
+        self.dispatch = Dispatch(self.router, model, selector, DispatchSettings(stages=self.stages, hold_s=5.0))
         self._follower = asyncio.create_task(self.router.follow(self._later_snapshots()))
         await asyncio.gather(*(self.boot(name) for name in self.roles))
         await self.until_listed()

@@ -30,7 +30,7 @@ from pdcluster.transfer.backends.base import Peer, Region
 from pdcluster.transfer.layout.geometry import PageShape
 from pdcluster.transfer.paths.choose import create_backends
 from pdcluster.transfer.protocol.reader import Reader
-from pdcluster.transfer.protocol.session import Send, Settings
+from pdcluster.transfer.protocol.session import LocalPages, Send, Settings
 from pdcluster.transfer.protocol.writer import Writer
 
 READER, WRITER = Peer("r", "r1"), Peer("w", "w1")
@@ -66,8 +66,8 @@ class Side:
         self.bytes = np.frombuffer(mmap.mmap(self._fd, NUM_PAGES * PAGE_BYTES), dtype=np.uint8)
         self.backend = create_backends(backend, self.me, host="127.0.0.1", staging_bytes=8 << 20)[backend]
         self.backend.register(Region(0, self.bytes.ctypes.data, self.bytes.nbytes, self._fd))
-        common = {"region": 0, "shape": PageShape.plain(PAGE_TOKENS, PAGE_BYTES), "memories": [memoryview(self.bytes)]}
-        common |= {"clock": time.monotonic, "settings": SETTINGS}
+        local = LocalPages(0, PageShape.plain(PAGE_TOKENS, PAGE_BYTES), [memoryview(self.bytes)])
+        common = {"local": local, "clock": time.monotonic, "settings": SETTINGS}
         media, self._tickets = {backend: self.backend}, {}
         if role == "reader":
             self.half: Reader | Writer = Reader(Endpoint("r", "r1", "127.0.0.1:1"), media, [backend], **common)

@@ -14,7 +14,7 @@ from ownership_machine import Ownership
 from pdcluster.core.errors import IntegrityError
 from pdcluster.core.messages import Ticket
 from pdcluster.node.decode import DecodeLeg, DecodeSide
-from pdcluster.node.kv_fetch import ExportSide, FetchSide, Pulling
+from pdcluster.node.kv_fetch import ExportSide, FetchSide, PullInProgress
 from pdcluster.node.prefill import Pins, PrefillSide
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.protocol.reader import Reader
@@ -132,7 +132,7 @@ class AsksTheFirstMediumOnly(Reader):
 class FreesPullsAtOnce(FetchSide):
     """Gives the pages of a broken pull back at once, although its holder may still write to them."""
 
-    def _end(self, pulling: Pulling, result: str, reason: str = "") -> None:
+    def _end(self, pulling: PullInProgress, result: str, reason: str = "") -> None:
         super()._end(pulling, result, reason)
         if result != "ok":
             self._pages.detach_writer(pulling.nonce)

@@ -443,7 +443,7 @@ def pump_decoder() -> Decoder:
             for n in range(3)
         ]
         piece = cut(run, 0, 4096, may_be_straight=True)[0]
-        pump._reader_has = {n: staged_pump.Flying(write, piece, None, []) for n, write in enumerate(writes)}
+        pump._reader_has = {n: staged_pump.PieceInFlight(write, piece, None, []) for n, write in enumerate(writes)}
         answers = AnswerReader(FedLink(data), staging.ANSWER)  # type: ignore[arg-type]
         while True:
             pump._take_answers(answers)

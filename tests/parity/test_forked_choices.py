@@ -117,7 +117,7 @@ async def test_choices_outlive_the_node_that_they_share(moment: int) -> None:
         results = await running
         assert [tokens for tokens, _ in results] == [reference(given, 60, choice=number) for number in range(4)]
         await cluster.until_idle()
-        assert not cluster.dispatch.shared.leaders, "nobody waits for a leader"
+        assert not cluster.dispatch.shared.fork_groups, "nobody waits for a leader"
 
 
 async def test_a_leader_that_is_cancelled_leaves_its_followers_a_way() -> None:
@@ -132,7 +132,7 @@ async def test_a_leader_that_is_cancelled_leaves_its_followers_a_way() -> None:
         sampling = Sampling(max_tokens=9, seed=1, choice=1)
         await asyncio.sleep(0)
         second = asyncio.create_task(
-            cluster._events(Generation(f"{name}-1", "model", array("i", given), sampling, 20.0, leader=f"{name}-0"))
+            cluster._events(Generation(f"{name}-1", "model", array("i", given), sampling, 20.0, parent=f"{name}-0"))
         )
         await cluster.until(lambda: cluster.router.ledger.num_requests() == 2)
         first.cancel()

@@ -21,7 +21,7 @@ class LayerProgress:
     """Counts the layers computed since start. One writer (the worker), any number of readers, also in other processes
     when `cell` is shared."""
 
-    __slots__ = ("_bells", "_cell", "_start", "bell_fd", "counter")
+    __slots__ = ("_cell", "_milestones", "_start", "counter", "milestone_fd")
 
     def __init__(self, cell: ctypes.c_uint64 | None = None) -> None:
         self._cell = ctypes.c_uint64() if cell is None else cell
@@ -29,20 +29,20 @@ class LayerProgress:
         """The cell, for kernels that count layers themselves; they compute `runs` of them, and whoever calls them
         rings."""
         self._start = self._cell.value
-        self._bells: tuple[int, ...] = ()
-        self.bell_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._milestones: tuple[int, ...] = ()
+        self.milestone_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable when a layer was done after which the step was asked to ring."""
 
-    def begin(self, bells: tuple[int, ...]) -> None:
+    def begin(self, milestones: tuple[int, ...]) -> None:
         """A step is about to start: no layer of it is done, and no ring of an earlier one is left. Ring after these
         numbers of its layers.
 
         Called by the thread that launches, before the worker sees the step: a late look at an earlier step's bell must
         not find this one's KV done."""
         with contextlib.suppress(BlockingIOError):  # it did not ring, or was heard
-            os.eventfd_read(self.bell_fd)
+            os.eventfd_read(self.milestone_fd)
         self._start = self._cell.value
-        self._bells = bells
+        self._milestones = milestones
 
     @property
     def layers_done(self) -> int:
@@ -60,18 +60,20 @@ class LayerProgress:
     def ring(self) -> None:
         """To be called after the layers that the step was asked to ring after, and as often as one likes after
         others."""
-        if self._bells and self.layers_done in self._bells:
-            os.eventfd_write(self.bell_fd, 1)
+        if self._milestones and self.layers_done in self._milestones:
+            os.eventfd_write(self.milestone_fd, 1)
 
     def runs(self, count: int) -> tuple[tuple[int, int], ...]:
         """The step's next `count` layers, [begin, end) from the first of them on, cut where it has to ring."""
-        inner = sorted({bell - self.layers_done for bell in self._bells if 0 < bell - self.layers_done < count})
+        inner = sorted(
+            {milestone - self.layers_done for milestone in self._milestones if 0 < milestone - self.layers_done < count}
+        )
         return tuple(pairwise((0, *inner, count)))
 
     def close(self) -> None:
-        if self.bell_fd >= 0:
-            os.close(self.bell_fd)
-            self.bell_fd = -1
+        if self.milestone_fd >= 0:
+            os.close(self.milestone_fd)
+            self.milestone_fd = -1
 
 
 @dataclass(frozen=True, slots=True)

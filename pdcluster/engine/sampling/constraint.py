@@ -26,7 +26,7 @@ from pdcluster.core.errors import BadRequest
 from pdcluster.core.grammar import PARAM, Grammar
 from pdcluster.core.sampling import Sampling
 from pdcluster.core.step import Row, RowError
-from pdcluster.engine.sampling.deadline_pool import DeadlinePool, Late, TurnedAway
+from pdcluster.engine.sampling.deadline_pool import DeadlinePool, MissedDeadline, PoolFull
 from pdcluster.engine.sampling.grammar import Constraint, Grammars, Mask
 
 MAX_IDLE_STEPS = 64
@@ -49,14 +49,14 @@ STARVED = RowError(
 
 
 @dataclass(frozen=True, slots=True)
-class Dead:
+class DeadRow:
     """The row cannot go on; says why. is_lost: only because this node no longer has the grammar."""
 
     reason: str
     is_lost: bool = False
 
 
-class Stand(NamedTuple):
+class GrammarPosition(NamedTuple):
     """Where a row stands in its grammar, what it may say next, and how long a CPU took to find that."""
 
     constraint: Constraint
@@ -73,7 +73,7 @@ class Constraints:
         self._rows: dict[str, tuple[Constraint, int]] = {}
         self._step = 0
         self._slow_s = mask_s * SLOW
-        self._aside = DeadlinePool[Stand | Dead]("masks", mask_s)
+        self._aside = DeadlinePool[GrammarPosition | DeadRow]("masks", mask_s)
 
     def of_step(self, rows: Sequence[Row]) -> tuple[dict[int, Mask], dict[int, RowError]]:
         """By place: what the rows that have a grammar may say next, and which of them can not go on."""
@@ -88,7 +88,7 @@ class Constraints:
         for (place, row, grammar), answer in zip(
             asked, self._answers([(row, grammar) for _, row, grammar in asked]), strict=True
         ):
-            if isinstance(answer, Stand) and answer.cpu_s < self._slow_s:
+            if isinstance(answer, GrammarPosition) and answer.cpu_s < self._slow_s:
                 masks[place] = answer.mask
                 self._rows[row.request] = answer.constraint, self._step
                 continue
@@ -109,11 +109,13 @@ class Constraints:
     def close(self) -> None:
         self._aside.close()
 
-    def _job(self, row: Row, grammar: Grammar) -> partial[Stand | Dead]:
+    def _job(self, row: Row, grammar: Grammar) -> partial[GrammarPosition | DeadRow]:
         kept = self._rows.get(row.request)
         return partial(_advanced, row, None if kept is None else kept[0], self._grammars.find(grammar), self._eos)
 
-    def _answers(self, asked: Sequence[tuple[Row, Grammar]]) -> list[Stand | Dead | Late | TurnedAway]:
+    def _answers(
+        self, asked: Sequence[tuple[Row, Grammar]]
+    ) -> list[GrammarPosition | DeadRow | MissedDeadline | PoolFull]:
         """Nothing is begun for a grammar that was refused while its rows ran."""
         refused = {
             grammar: str(error) for _, grammar in asked if (error := self._grammars.refusal(grammar)) is not None
@@ -124,14 +126,16 @@ class Constraints:
             if begun
             else ()
         )
-        return [Dead(refused[grammar]) if grammar in refused else next(found) for _, grammar in asked]
+        return [DeadRow(refused[grammar]) if grammar in refused else next(found) for _, grammar in asked]
 
-    def _error(self, answer: Stand | Dead | Late | TurnedAway, row: Row, grammar: Grammar) -> RowError:
-        if isinstance(answer, Late) and answer.is_starved:
+    def _error(
+        self, answer: GrammarPosition | DeadRow | MissedDeadline | PoolFull, row: Row, grammar: Grammar
+    ) -> RowError:
+        if isinstance(answer, MissedDeadline) and answer.is_starved:
             return STARVED
-        if isinstance(answer, Late | Stand):
+        if isinstance(answer, MissedDeadline | GrammarPosition):
             return self._too_slow(row, grammar)
-        if isinstance(answer, TurnedAway):
+        if isinstance(answer, PoolFull):
             return RowError(
                 f"{self._aside.num_left} other grammars take too long on this node; retry later", retryable=True
             )
@@ -146,19 +150,21 @@ class Constraints:
         return RowError(reason, retryable=False, param=PARAM)
 
 
-def _advanced(row: Row, kept: Constraint | None, compiled: Any, eos_token_ids: Sequence[int]) -> Stand | Dead:
+def _advanced(
+    row: Row, kept: Constraint | None, compiled: Any, eos_token_ids: Sequence[int]
+) -> GrammarPosition | DeadRow:
     """kept: the row's state at an earlier step; compiled: its grammar, None when this node has it no longer."""
     assert row.sampling is not None and row.sampling.grammar is not None
     output = np.empty(0, np.int32) if row.output is None else row.output
     if kept is not None and kept.grammar == row.sampling.grammar and kept.num_tokens <= len(output):
         constraint = kept
     elif compiled is None:
-        return Dead("this node no longer has the request's grammar", is_lost=True)
+        return DeadRow("this node no longer has the request's grammar", is_lost=True)
     else:
         constraint = Constraint(compiled, row.sampling.grammar)
     for token in output[constraint.num_tokens :].tolist():
         if not constraint.accept(token):
-            return Dead(
+            return DeadRow(
                 f"output token {token} at position {constraint.num_tokens - 1} does not fit the request's grammar"
             )
     began_s = time.thread_time()
@@ -166,11 +172,11 @@ def _advanced(row: Row, kept: Constraint | None, compiled: Any, eos_token_ids: S
     cpu_s = time.thread_time() - began_s
     mask = _long_enough(mask, row, row.sampling, eos_token_ids)
     if not mask.any():
-        return Dead(
+        return DeadRow(
             f"after {row.output_index} tokens the request's grammar allows none of the model's tokens; change the "
             "grammar"
         )
-    return Stand(constraint, mask, cpu_s)
+    return GrammarPosition(constraint, mask, cpu_s)
 
 
 def _long_enough(mask: Mask, row: Row, sampling: Sampling, eos_token_ids: Sequence[int]) -> Mask:

@@ -28,18 +28,18 @@ LOWEST = 19
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
+class MissedDeadline:
     """What a job answers that was left behind. is_starved: it had less than half of its time on a CPU, so that it may
     be the machine that is slow."""
 
     is_starved: bool = False
 
 
-class TurnedAway:
+class PoolFull:
     """What a job answers that was not begun: too many were left behind."""
 
 
-TURNED_AWAY = TurnedAway()
+TURNED_AWAY = PoolFull()
 
 MAX_LEFT = 16
 """Threads that may go on behind; each has a stack, and whatever its job has taken."""
@@ -75,12 +75,12 @@ class DeadlinePool(Generic[Answer]):
 
     def run(
         self, jobs: Sequence[Callable[[], Answer]], kinds: Sequence[Hashable] | None = None
-    ) -> list[Answer | Late | TurnedAway]:
+    ) -> list[Answer | MissedDeadline | PoolFull]:
         """Their answers, in their order. What a job raises is a bug: its thread ends, and it is late. kinds: of a kind
         that was late no other job of these is begun; None: each is its own."""
         kinds = range(len(jobs)) if kinds is None else kinds
-        late: dict[Hashable, Late] = {}
-        answers: list[Answer | Late | TurnedAway] = []
+        late: dict[Hashable, MissedDeadline] = {}
+        answers: list[Answer | MissedDeadline | PoolFull] = []
         while (done := len(answers)) < len(jobs):
             if kinds[done] in late:
                 answers.append(late[kinds[done]])
@@ -93,7 +93,7 @@ class DeadlinePool(Generic[Answer]):
             helper = self._helper = self._helper or _Helper[Answer](self._name)
             answers += helper.run(jobs[done:until], limit_s)
             if len(answers) < until:
-                late[kinds[len(answers)]] = word = Late(is_starved=helper.used_s < limit_s / 2)
+                late[kinds[len(answers)]] = word = MissedDeadline(is_starved=helper.used_s < limit_s / 2)
                 answers.append(word)
                 self._leave(helper)
         return answers

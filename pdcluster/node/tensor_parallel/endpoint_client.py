@@ -52,7 +52,7 @@ LOOK_S = 1.0
 MAX_UNSENT_BYTES = 256 << 20
 
 
-class Silence:
+class RankSilent:
     """How long a rank has said nothing, counted at every look. A pause of this very process (it was stopped) says
     nothing about the rank."""
 
@@ -158,7 +158,7 @@ class RankLink:
     def _serve(self) -> None:
         """Until the channel ends, or the rank is silent for too long. One that lives answers a Mark, so silence is
         looked into by one."""
-        silence = Silence(min(LOOK_S, self._patience_s / 4))
+        silence = RankSilent(min(LOOK_S, self._patience_s / 4))
         while silence.seconds < self._patience_s:
             events = self._wait(silence.look_s)
             silence.count()

@@ -235,7 +235,7 @@ class StagedWrite:
 
 
 @dataclass(slots=True)
-class Flying:
+class PieceInFlight:
     """A piece in a block of the ring. staging: where it was gathered; None: it is read from its pages. batches: those
     of its entries that the library has; is_whole: none of them failed so far."""
 
@@ -270,8 +270,8 @@ class Pump:
         """Blocks of the ring; `_free_staging`: blocks of ours. What was used last goes first, as it is in the
         caches."""
         self._free_staging: list[int] = []
-        self._engine_has: dict[int, Flying] = {}
-        self._reader_has: dict[int, Flying] = {}
+        self._engine_has: dict[int, PieceInFlight] = {}
+        self._reader_has: dict[int, PieceInFlight] = {}
         self._progress = 0.0
         self._awake_at = 0.0
         self._pace = WorkPace()
@@ -332,7 +332,7 @@ class Pump:
         for flying in self._engine_has.values():
             steps.callback(self._let_go, flying)
 
-    def _let_go(self, flying: Flying) -> None:
+    def _let_go(self, flying: PieceInFlight) -> None:
         """Of what the library has not ended, it may still read the pages; staging blocks are nobody's."""
         if flying.staging is None and flying.batches:
             self._reads.keep(flying.write.handle, flying.batches, flying.submitted)
@@ -358,8 +358,8 @@ class Pump:
         """While the library has work, an answer of the reader is worth waking up for only if its block is needed, and
         the doorbell only if there is nothing to do after that work."""
         is_idle = not self._engine_has
-        _, was_rung = waiter.wait(self._timeout_s(), (is_idle or not self._free, is_idle or not self.inbox))
-        if was_rung:
+        _, was_reached = waiter.wait(self._timeout_s(), (is_idle or not self._free, is_idle or not self.inbox))
+        if was_reached:
             self.inbox.was_heard()
 
     def _timeout_s(self) -> float | None:
@@ -392,7 +392,7 @@ class Pump:
     def _start(self, grant: Grant, far: str, staging: Blocks, write: StagedWrite, piece: StagedPiece) -> None:
         block, own = self._free.pop(), None if piece.is_straight else self._free_staging.pop()
         with_engine = piece.nbytes + sum(each.piece.nbytes for each in self._engine_has.values())
-        flying = Flying(write, piece, own, [], with_engine=with_engine)
+        flying = PieceInFlight(write, piece, own, [], with_engine=with_engine)
         self._engine_has[block] = (
             # from now on, so that no error in between leaves a write without an answer or the library with its pages
             flying
@@ -408,7 +408,7 @@ class Pump:
             self._free_staging.append(own)
         self._answered(flying, copied=False)
 
-    def _submit(self, flying: Flying, far: str, target: int, entries: list[tuple[int, int, int]]) -> None:
+    def _submit(self, flying: PieceInFlight, far: str, target: int, entries: list[tuple[int, int, int]]) -> None:
         for address, at, nbytes in entries:
             batch = self._engine.submit(far, address, target + at, nbytes)
             if batch is None:
@@ -453,7 +453,7 @@ class Pump:
             else:
                 self._failed(flying)
 
-    def _look(self, flying: Flying) -> WriteStatus:
+    def _look(self, flying: PieceInFlight) -> WriteStatus:
         """DONE: all of it landed. UNKNOWN: it did not, or nobody knows, and what the library did not end is left in
         `batches`."""
         while flying.batches:
@@ -466,13 +466,13 @@ class Pump:
             flying.batches.pop(0)
         return WriteStatus.DONE if flying.is_whole else WriteStatus.UNKNOWN
 
-    def _landed(self, link: Link, block: int, flying: Flying) -> None:
+    def _landed(self, link: Link, block: int, flying: PieceInFlight) -> None:
         self._pace.done(time.monotonic() - flying.submitted, flying.with_engine)
         if flying.staging is not None:
             self._free_staging.append(flying.staging)
         self._notify(link, block, flying)
 
-    def _failed(self, flying: Flying) -> None:
+    def _failed(self, flying: PieceInFlight) -> None:
         """Its block does not become free: the engine may still write it. Nor does its staging block."""
         LOG.warning(
             "%s does not know what became of %d bytes to %s; a block is retired",
@@ -483,7 +483,7 @@ class Pump:
         self._let_go(flying)
         self._answered(flying, copied=False)
 
-    def _notify(self, link: Link, block: int, flying: Flying) -> None:
+    def _notify(self, link: Link, block: int, flying: PieceInFlight) -> None:
         write, piece = flying.write, flying.piece
         stamp = write.stamp
         header = NOTICE.pack(
@@ -515,7 +515,7 @@ class Pump:
             flying.write.refused = flying.write.refused or not copied
             self._answered(flying, copied=bool(copied))
 
-    def _answered(self, flying: Flying, *, copied: bool) -> None:
+    def _answered(self, flying: PieceInFlight, *, copied: bool) -> None:
         write = flying.write
         write.unanswered -= 1
         write.failed = write.failed or not copied

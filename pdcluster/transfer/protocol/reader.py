@@ -13,7 +13,7 @@ from pdcluster.core.errors import IntegrityError
 from pdcluster.core.lifecycle import READING, Reading, advance
 from pdcluster.core.messages import Abort, AbortAck, ChunkEntry, Commit, CommitAck, Endpoint, Ticket, pack_tokens
 from pdcluster.transfer.backends.base import Arrival, Backend, Fence, Peer, Permit
-from pdcluster.transfer.layout.geometry import PageShape, join_spans
+from pdcluster.transfer.layout.geometry import join_spans
 from pdcluster.transfer.layout.runs import SpanTable, merged
 from pdcluster.transfer.layout.spans import Spans
 from pdcluster.transfer.protocol.rank_memory import OwnMemories, PendingAnswer, RankMemories, are_here
@@ -34,6 +34,7 @@ from pdcluster.transfer.protocol.reader_state import (
 from pdcluster.transfer.protocol.session import (
     Clock,
     Landed,
+    LocalPages,
     ReaderEvent,
     Reclaimed,
     Send,
@@ -58,28 +59,25 @@ class Reader:
         backends: Mapping[str, Backend],
         order: Sequence[str],
         *,
-        region: int,
-        shape: PageShape,
-        memories: Sequence[memoryview],
+        local: LocalPages,
         clock: Clock,
         settings: Settings,
         ranks: RankMemories | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """me: this boot's endpoint (its adverts are ignored); region: id of rank 0's region, those of other ranks
-        follow; memories: the bytes of those that are in this process, in the order of ranks; order: best first; ranks:
-        who digests; default: memories has them all."""
+        """me: this boot's endpoint (its adverts are ignored); order: best first; ranks: who digests; default: `local`
+        has the memory of all ranks."""
         self._me = me
         self._backends = backends
         self._order = tuple(order)
-        self._region = region
-        self._shape = shape
-        self._ranks: RankMemories = ranks if ranks is not None else OwnMemories(memories)
+        self._region = local.region
+        self._shape = shape = local.shape
+        self._ranks: RankMemories = ranks if ranks is not None else OwnMemories(local.memories)
         self._clock = clock
         self._settings = settings
         self._random = rng if rng is not None else random.SystemRandom()
         self._tickets: dict[int, Incoming] = {}
-        self._is_owned = np.zeros(min(memory.nbytes for memory in memories) // shape.page_bytes, dtype=np.bool_)
+        self._is_owned = np.zeros(min(memory.nbytes for memory in local.memories) // shape.page_bytes, dtype=np.bool_)
         """Pages that are writable under an open or a quarantined ticket."""
         self._notices: dict[int, AbortNotice] = {}
         self._answers: dict[int, tuple[Peer, CommitAck, float]] = {}

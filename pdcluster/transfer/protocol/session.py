@@ -36,15 +36,27 @@ Reader.poll before Writer.poll (see base.Backend.wakeup_fd).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from pdcluster.core.messages import Abort, AbortAck, Commit, CommitAck, Endpoint, TokenLogprobs
 from pdcluster.transfer.backends.base import Peer
+from pdcluster.transfer.layout.geometry import PageShape
 
 Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPages:
+    """The KV pages of this node, as transfers see them."""
+
+    region: int
+    """Id of rank 0's registered region; the regions of other ranks follow."""
+    shape: PageShape
+    memories: Sequence[memoryview]
+    """The bytes of the ranks that are in this process, in the order of ranks."""
 
 
 @dataclass(frozen=True, slots=True)

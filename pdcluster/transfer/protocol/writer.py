@@ -15,7 +15,7 @@ from pdcluster.core.messages import Abort, AbortAck, Commit, CommitAck, Ticket, 
 from pdcluster.transfer.backends.base import Backend, Handle, Peer, Stamp, WriteStatus
 from pdcluster.transfer.copying.copy import native
 from pdcluster.transfer.copying.page_pairs import are_below
-from pdcluster.transfer.layout.geometry import PageShape, part_bytes
+from pdcluster.transfer.layout.geometry import part_bytes
 from pdcluster.transfer.layout.spans import digest
 from pdcluster.transfer.paths.measure import Paths
 from pdcluster.transfer.protocol.ladder import Ladder
@@ -23,6 +23,7 @@ from pdcluster.transfer.protocol.session import (
     Acked,
     Clock,
     Drained,
+    LocalPages,
     Send,
     Settings,
     TicketGaveUp,
@@ -60,25 +61,22 @@ class Writer:
         backends: Mapping[str, Backend],
         order: Sequence[str],
         *,
-        region: int,
-        shape: PageShape,
-        memories: Sequence[memoryview],
+        local: LocalPages,
         clock: Clock,
         settings: Settings,
         block_tokens: int = 1,
         paths: Paths | None = None,
     ) -> None:
-        """region: id of rank 0's region, those of other ranks follow; memories: their bytes (for digests), in the order
-        of ranks; order: backend names, best first; block_tokens: what pages of readers must be multiples of; paths:
-        which of them carries what; default: as measured, with the usual settings."""
+        """local: its memories are digested; order: backend names, best first; block_tokens: what pages of readers must
+        be multiples of; paths: which of them carries what; default: as measured, with the usual settings."""
         native()  # loaded now and not during the first transfer
         self._me = me
         self._backends = backends
         self._order = tuple(order)
-        self._region = region
-        self._shape = shape
+        self._region = local.region
+        self._shape = shape = local.shape
         self._block_tokens = block_tokens
-        self._memories = [memory.cast("B") for memory in memories]
+        self._memories = [memory.cast("B") for memory in local.memories]
         self._num_pages = min(map(len, self._memories)) // shape.page_bytes
         self._clock = clock
         self._settings = settings

@@ -19,7 +19,7 @@ from pdcluster_router.cluster.view import NOTHING_PENDING, InFlightWork
 TOKEN_BYTES = 4
 
 
-class Sent(msgspec.Struct, frozen=True):
+class SentWork(msgspec.Struct, frozen=True):
     """One leg's work. sequence: of the frame that carried it; hashes: blocks that the node will hold when it is
     done."""
 
@@ -29,27 +29,27 @@ class Sent(msgspec.Struct, frozen=True):
     hashes: bytes
 
 
-class Account(msgspec.Struct, eq=False):
+class NodeAccount(msgspec.Struct, eq=False):
     """Of one node, by request. sent: every leg that is open; uncounted: those that no report counts, in the order of
     their frames; total: their sum."""
 
-    sent: dict[str, Sent] = {}
-    uncounted: dict[str, Sent] = {}
+    sent: dict[str, SentWork] = {}
+    uncounted: dict[str, SentWork] = {}
     total: InFlightWork = NOTHING_PENDING
 
 
-class PendingWork:
+class WorkInFlight:
     def __init__(self) -> None:
-        self._accounts: dict[str, Account] = {}
+        self._accounts: dict[str, NodeAccount] = {}
         """Of nodes that were sent something since they came."""
         self.changed: set[str] = set()
         """Nodes whose sum is another since somebody took this set."""
 
-    def enter(self, incarnation: str, request: str, sent: Sent) -> None:
+    def enter(self, incarnation: str, request: str, sent: SentWork) -> None:
         """A newer attempt on the same node takes the place of the older one."""
         account = self._accounts.get(incarnation)
         if account is None:
-            account = self._accounts[incarnation] = Account()
+            account = self._accounts[incarnation] = NodeAccount()
         elif request in account.sent:
             self.leave(incarnation, request)
         account.sent[request] = account.uncounted[request] = sent
@@ -67,12 +67,12 @@ class PendingWork:
             account.total = _minus(account.total, sent.work)
             self.changed.add(incarnation)
 
-    def find(self, incarnation: str, request: str, attempt: int) -> Sent | None:
+    def find(self, incarnation: str, request: str, attempt: int) -> SentWork | None:
         account = self._accounts.get(incarnation)
         sent = None if account is None else account.sent.get(request)
         return sent if sent is not None and sent.attempt == attempt else None
 
-    def has_alike(self, incarnation: str, sent: Sent) -> bool:
+    def has_alike(self, incarnation: str, sent: SentWork) -> bool:
         """Whether the node will hold these blocks for another leg, too."""
         account, block = self._accounts.get(incarnation), sent.hashes[-HASH_BYTES:]
         return account is not None and any(

@@ -26,12 +26,12 @@ from pdcluster.core.messages import (
     Scheduled,
     TokenRow,
 )
-from pdcluster_router.cluster.in_flight import PendingWork
+from pdcluster_router.cluster.in_flight import WorkInFlight
 from pdcluster_router.cluster.view import ClusterView, InFlightWork
 from pdcluster_router.core.generation import Take
 
 
-class Way(msgspec.Struct, frozen=True, eq=False):
+class FastTokenPath(msgspec.Struct, frozen=True, eq=False):
     """A short way to the client for rows that just go on. fail: hears what `take` raised, which ends the request."""
 
     take: Take
@@ -46,7 +46,7 @@ class RequestLeg(msgspec.Struct, eq=False):
     attempt: int
     endpoint: Endpoint
     emitted: list[int]
-    way: Way | None = None
+    way: FastTokenPath | None = None
     heard_at: float = 0.0
 
     @property
@@ -56,7 +56,7 @@ class RequestLeg(msgspec.Struct, eq=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LegLost:
     """The node's link is gone (attempt None), or this boot of it does not know the attempt (any more)."""
 
     reason: str
@@ -64,13 +64,13 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Rewelcomed:
+class NodeReconnected:
     """The link to the node was cut and is there again: what was sent meanwhile may be lost."""
 
     attempt: None = None
 
 
-Body = TokenRow | Scheduled | Reserved | Delivered | Finished | Refused | Failed | Lost | Rewelcomed
+Body = TokenRow | Scheduled | Reserved | Delivered | Finished | Refused | Failed | LegLost | NodeReconnected
 """What is said of a request. attempt None: it is about the whole node."""
 
 
@@ -88,7 +88,7 @@ class Ledger:
         self._readers: dict[str, Read] = {}
         self.reader_of = self._readers.get
         """Who reads what nodes answer to a request; None for one that ended."""
-        self.pending = PendingWork()
+        self.pending = WorkInFlight()
         self._changed = self.pending.changed
 
     def take_changed(self) -> set[str]:
@@ -174,12 +174,12 @@ class Ledger:
 
     def rewelcome(self, incarnation: str) -> None:
         for leg in list(self._legs.get(incarnation, {}).values()):
-            self.deliver(leg.request, incarnation, Rewelcomed())
+            self.deliver(leg.request, incarnation, NodeReconnected())
 
     def lose_node(self, incarnation: str, reason: str) -> None:
         self.pending.lose(incarnation)
         for leg in list(self._legs.get(incarnation, {}).values()):
-            self.deliver(leg.request, incarnation, Lost(reason))
+            self.deliver(leg.request, incarnation, LegLost(reason))
 
 
 class ClusterLinks(Protocol):

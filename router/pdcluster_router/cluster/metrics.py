@@ -12,7 +12,7 @@ from pdcluster.core.messages import Load, PathLoad
 from pdcluster.cost.cost import DecodeCost, PrefillCost
 from pdcluster_router.cluster.node_table import NodeTable
 from pdcluster_router.cluster.view import NodeView
-from pdcluster_router.prefix_index.updates import Caches
+from pdcluster_router.prefix_index.updates import CacheUpdates
 
 EXAMPLE_TOKENS = 512
 LABELS = ("node", "role")
@@ -161,7 +161,7 @@ def _pages(nodes: tuple[NodeView, ...]) -> Metric:
 
 
 class IndexCollector(Collector):
-    def __init__(self, caches: Caches) -> None:
+    def __init__(self, caches: CacheUpdates) -> None:
         self._caches = caches
 
     def collect(self) -> Iterator[Metric]:

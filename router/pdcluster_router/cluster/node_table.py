@@ -50,11 +50,11 @@ from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.router_link import LinkState, NodeLink
 from pdcluster.wire.sockets import WireSettings
 from pdcluster_router.cluster.events import EventLog
-from pdcluster_router.cluster.in_flight import Sent, work_of
-from pdcluster_router.cluster.legs import Body, Ledger, Lost
+from pdcluster_router.cluster.in_flight import SentWork, work_of
+from pdcluster_router.cluster.legs import Body, Ledger, LegLost
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.prefix_index.index import MAX_BLOCKS, PrefixIndex
-from pdcluster_router.prefix_index.updates import Caches
+from pdcluster_router.prefix_index.updates import CacheUpdates
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class NodeTable:
     ) -> None:
         self._clock: Callable[[], float] | None = None
         self.ledger = Ledger()
-        self.caches = Caches(PrefixIndex(max_blocks=index_blocks))
+        self.caches = CacheUpdates(PrefixIndex(max_blocks=index_blocks))
         self.version = 0
         self.events = events or EventLog()
         self.unmatched: Counter[str] = Counter()
@@ -269,7 +269,7 @@ class NodeTable:
 
     def _on_welcome(self, state: NodeState, message: Welcome) -> None:
         for request, attempt in message.lost:
-            self._deliver(request, state.card.incarnation, Lost("it does not know the request (any more)", attempt))
+            self._deliver(request, state.card.incarnation, LegLost("it does not know the request (any more)", attempt))
         self.ledger.rewelcome(state.card.incarnation)
         self._notify()
 
@@ -452,7 +452,7 @@ class NodeTable:
         work, incarnation, now = message.work, state.card.incarnation, self._now()
         depth = self.caches.index.depth(incarnation, work.hashes)
         pending = work_of(message, depth * state.card.hash_block_tokens)
-        sent = Sent(work.attempt, sequence, pending, work.hashes if depth * HASH_BYTES < len(work.hashes) else b"")
+        sent = SentWork(work.attempt, sequence, pending, work.hashes if depth * HASH_BYTES < len(work.hashes) else b"")
         self.ledger.pending.enter(incarnation, work.request, sent)
         if sent.hashes:
             total = self.ledger.pending.of(incarnation)

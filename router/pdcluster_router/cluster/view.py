@@ -20,7 +20,7 @@ from pdcluster.cost.cost import NodeCost
 from pdcluster_router.cluster.pacing import NodePacing, NodeWork, completed, is_known, pace, typical_cost
 from pdcluster_router.policy.predicted import compiled
 from pdcluster_router.policy.predicted.cost_model import NUM_STATION
-from pdcluster_router.policy.predicted.node_rows import Column, Pool, Station, Table
+from pdcluster_router.policy.predicted.node_rows import Column, NodeRow, Pool, Table
 from pdcluster_router.policy.predicted.node_state import IS_OWN, NUM_COLUMNS, settle
 
 # A property that is worked out when it is first asked for, and kept in the object's `__dict__`.
@@ -31,19 +31,19 @@ from pdcluster_router.policy.predicted.node_state import IS_OWN, NUM_COLUMNS, se
 T = TypeVar("T")
 
 
-class once(Generic[T]):
+class lazy_property(Generic[T]):
     def __init__(self, work: Callable[[Any], T]) -> None:
         self._work = work
         self._name = work.__name__
         self.__doc__ = work.__doc__
 
     @overload
-    def __get__(self, owner: None, kind: type[Any]) -> once[T]: ...
+    def __get__(self, owner: None, kind: type[Any]) -> lazy_property[T]: ...
 
     @overload
     def __get__(self, owner: object, kind: type[Any]) -> T: ...
 
-    def __get__(self, owner: object | None, kind: type[Any]) -> T | once[T]:
+    def __get__(self, owner: object | None, kind: type[Any]) -> T | lazy_property[T]:
         """Asked only while the object's own `__dict__` has no such name: this is no data descriptor."""
         if owner is None:
             return self
@@ -121,14 +121,14 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
             and 4 * (load.pages_free + load.pages_cached) >= load.pages_total
         )
 
-    @once
+    @lazy_property
     def num_requests(self) -> int:
         """Requests on the node: what it reported and what is on its way, or this router's own count where that is
         more."""
         reported = self.load.waiting + self.load.running if self.load is not None else 0
         return max(self.in_flight, reported + self.pending.requests)
 
-    @once
+    @lazy_property
     def work(self) -> NodeWork:
         """What the node reported, and what this router sent since."""
         load, pending = self.load, self.pending
@@ -156,13 +156,13 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
         """Rows that are taken, by whatever: reservations, remote prefills and what is on its way, too."""
         return self.pending.rows + (self.load.slots_used if self.load is not None else 0)
 
-    @once
+    @lazy_property
     def pace(self) -> NodePacing | None:
         """None while the node's own cost model is not known."""
         cost = completed(self.cost, None)
         return pace(cost, self.work) if cost is not None else None
 
-    @once
+    @lazy_property
     def num_prompts(self) -> int:
         """Requests that wait for their prompt to be computed, or whose prompt is being computed."""
         return self.pending.prompts + (self.load.waiting if self.load is not None else 0) + (self.prefill_tokens > 0)
@@ -172,17 +172,17 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
         """Whether its own steps say what they cost."""
         return self.cost is not None and is_known(self.cost)
 
-    @once
-    def own_station(self) -> Station | None:
+    @lazy_property
+    def own_node_row(self) -> NodeRow | None:
         """None while the node's own cost model is not known."""
         cost = self.cost
-        return self.station(cost) if cost is not None and is_known(cost) else None
+        return self.node_row(cost) if cost is not None and is_known(cost) else None
 
-    def station(self, cost: NodeCost) -> Station:
+    def node_row(self, cost: NodeCost) -> NodeRow:
         """The node in numbers, when steps cost that."""
         numbers = self.numbers(cost)
         settle(numbers)
-        return Station(*numbers[:NUM_STATION])
+        return NodeRow(*numbers[:NUM_STATION])
 
     def numbers(self, cost: NodeCost) -> list[float]:
         """A row of a table, as far as it does not follow from other numbers of the row
@@ -267,12 +267,12 @@ class Roster:
         media = frozenset(node.backends)
         return pool.part(media, lambda row: not media.isdisjoint(self._media[row]))
 
-    @once
+    @lazy_property
     def groups(self) -> Groups:
         """Of nodes with the same media."""
         return Groups(self._media)
 
-    @once
+    @lazy_property
     def nothing(self) -> Column:
         """A zero for each node; not to be written to."""
         return np.zeros(len(self.names))
@@ -396,7 +396,7 @@ class ClusterView:
     def size(self) -> int:
         return len(self._nodes)
 
-    @once
+    @lazy_property
     def nodes(self) -> tuple[NodeView, ...]:
         return tuple([self.node(row) for row in range(len(self._nodes))])
 
@@ -415,10 +415,10 @@ class ClusterView:
         assert self._table is not None  # only with a table a view knows more than the reports
         numbers, node = self._table[row].tolist(), self._reported[row].sent(in_flight, pending)
         if numbers[IS_OWN]:
-            node.__dict__["own_station"] = Station(*numbers[:NUM_STATION])
+            node.__dict__["own_node_row"] = NodeRow(*numbers[:NUM_STATION])
         return node
 
-    @once
+    @lazy_property
     def roster(self) -> Roster:
         return Roster(self.nodes)
 
@@ -436,19 +436,19 @@ class ClusterView:
             self._table = np.array(rows, np.float64).reshape(len(rows), NUM_COLUMNS)
         return self._table
 
-    @once
+    @lazy_property
     def rows(self) -> list[list[float]]:
         """The same, for code that is not compiled."""
         rows: list[list[float]] = self.table.tolist()
         return rows
 
-    def station_of(self, node: NodeView) -> Station:
+    def node_row_of(self, node: NodeView) -> NodeRow:
         """Of one that may have left the view since."""
         row = self.roster.row_of.get(node.incarnation)
-        return node.station(self._cost_of(node)) if row is None else self.station(row)
+        return node.node_row(self._cost_of(node)) if row is None else self.node_row(row)
 
-    def station(self, row: int) -> Station:
-        return Station(*self.table[row, :NUM_STATION].tolist())
+    def node_row(self, row: int) -> NodeRow:
+        return NodeRow(*self.table[row, :NUM_STATION].tolist())
 
     def _numbers(self, node: NodeView) -> list[float]:
         numbers = node.numbers(self._cost_of(node))
@@ -460,12 +460,12 @@ class ClusterView:
         assert cost is not None  # it is asked for where a typical one is known
         return cost
 
-    @once
+    @lazy_property
     def accepting(self) -> tuple[NodeView, ...]:
         """Nodes that take work."""
         return tuple([self.node(row) for row in self.roster.accepting.rows])
 
-    @once
+    @lazy_property
     def typical_cost(self) -> NodeCost | None:
         """For nodes that have not run a kind of step; None while nobody has."""
         return self.typical if self.typical is not None or self._is_told else self.typical_now()

@@ -69,7 +69,7 @@ class Generation(msgspec.Struct, frozen=True):
     client_id: str = ""
     hang_up: HangUp | None = None
     leads: bool = False
-    leader: str | None = None
+    parent: str | None = None
 
 
 class RequestRoute(msgspec.Struct, frozen=True):

@@ -41,7 +41,7 @@ from pdcluster_router.policy.placed import Placed
 from pdcluster_router.policy.predicted.placing import BEST, BEST_S
 from pdcluster_router.policy.predicted.scoring import TTFT_S
 from pdcluster_router.policy.selector import Decision
-from pdcluster_router.prefix_index.ideal_cache import SeenBlocks
+from pdcluster_router.prefix_index.ideal_cache import IdealCache
 from pdcluster_router.queueing.headroom import Headroom
 
 # Who keeps a view of the cluster for later, and how much of that there may be. For explanations of requests that
@@ -284,7 +284,7 @@ class Explainer:
         self._metrics = metrics
         self._wall = wall
         self._kept = kept or Kept()
-        self._seen = SeenBlocks()
+        self._seen = IdealCache()
         self._open: dict[str, Record] = {}
         self._kept_views = KeptViews()
         self.keeps_view, self.keeps_no_view = self._kept_views.keep, self._kept_views.drop

@@ -84,7 +84,7 @@ class OutputChoice(msgspec.Struct):
     """Which field of the request the generation's grammar was made from."""
 
 
-def told_to_client(choice: OutputChoice, error: Exception) -> Exception:
+def sent_to_client(choice: OutputChoice, error: Exception) -> Exception:
     """The same; one about what a node calls the grammar names the field that the client knows."""
     if isinstance(error, BadRequest) and error.param == PARAM and choice.grammar_param is not None:
         return BadRequest(str(error), choice.grammar_param)
@@ -116,7 +116,7 @@ class _Pieces:
 
     def on_error(self, error: Exception) -> None:
         if not self._choice.text.stopped:
-            self.unread.fail(told_to_client(self._choice, error))
+            self.unread.fail(sent_to_client(self._choice, error))
 
     def _take(self, event: TokenChunk | Done) -> None:
         if self._choice.text.stopped:

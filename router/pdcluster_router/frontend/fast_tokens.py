@@ -19,7 +19,7 @@ from pdcluster_router.http.exchange import ClientConnection
 def through(choice: OutputChoice, line: ClientConnection, before: Mapping[int, bytes], after: bytes) -> Take:
     """before, after: what stands around an event's text, as JSON, the former by the text's size; line: where it goes.
     Two tokens came before."""
-    text, clock, posting, parts = choice.text, choice.clock, line.posting, line.posting.parts
+    text, clock, write_coalescer, parts = choice.text, choice.clock, line.write_coalescer, line.write_coalescer.parts
     texts = text.known(choice.vocab_size)
 
     def take(position: int, token_ids: tuple[int, ...]) -> bool:
@@ -35,8 +35,8 @@ def through(choice: OutputChoice, line: ClientConnection, before: Mapping[int, b
             line.post(data)
         else:
             parts[line] = data
-            if not posting.is_due:
-                posting.flush_soon()
+            if not write_coalescer.is_due:
+                write_coalescer.flush_soon()
         return True
 
     def take_unknown(position: int, token_ids: tuple[int, ...]) -> bool:

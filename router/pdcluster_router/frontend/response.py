@@ -22,7 +22,7 @@ from pdcluster.api.text.choice_text import TextPiece
 from pdcluster.core.errors import Cancelled, PdclusterError
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.core.generation import Dispatcher, Done, RequestRoute, Running, Sink, Take, Timeline, TokenChunk
-from pdcluster_router.frontend.choices import OutputChoice, advance, told_to_client
+from pdcluster_router.frontend.choices import OutputChoice, advance, sent_to_client
 from pdcluster_router.frontend.fast_tokens import through
 from pdcluster_router.frontend.prepare import Prepared
 from pdcluster_router.http.errors import ClientLeft, fail
@@ -118,7 +118,7 @@ class HttpAnswer:
             return  # said before its node knew that it may stop
         said: Said
         if isinstance(event, Exception):
-            said = told_to_client(choice, event)
+            said = sent_to_client(choice, event)
         else:
             try:
                 said = advance(choice, event)

@@ -33,7 +33,7 @@ from pdcluster.api.openai.replies import error_body
 from pdcluster.core.errors import BadRequest
 from pdcluster_router.http.exchange import Exchange, ParsedHead
 from pdcluster_router.http.heads import Form, Heads, Known, path_of, taken_apart
-from pdcluster_router.http.write_coalescing import Posting
+from pdcluster_router.http.write_coalescing import WriteCoalescer
 
 MAX_HEAD_BYTES = 64 * 1024
 DISCARD_FACTOR = 8
@@ -94,7 +94,7 @@ class Connections(set["Connection"]):
         super().__init__()
         self.heads = Heads()
         self._none: Event | None = None
-        self.posting = Posting()
+        self.write_coalescer = WriteCoalescer()
 
     def ended(self, connection: Connection) -> None:
         self.discard(connection)
@@ -134,11 +134,11 @@ class Connection(Protocol):
         """What came behind those that are early, not parsed yet."""
         self._is_wish = False
         """What is read is a head that asked for another protocol: up to its end, and then from its start again."""
-        self._ends_soon = self._is_deaf = False
+        self._ends_soon = self._read_paused = False
         self._is_reading = True
         self._is_settling = False
-        self.posting = open_ones.posting
-        self._posted = open_ones.posting.parts
+        self.write_coalescer = open_ones.write_coalescer
+        self._posted = open_ones.write_coalescer.parts
         self.write: Callable[[bytes], object] = nowhere
         self.is_paused = False
         self.deadline = math.inf
@@ -179,7 +179,7 @@ class Connection(Protocol):
             current.on_resume()
 
     def data_received(self, data: bytes) -> None:
-        if self._is_deaf:
+        if self._read_paused:
             return
         if not self._early and not self._ahead:
             if not self._is_between or self._current is not None or not self._take(data):
@@ -232,7 +232,7 @@ class Connection(Protocol):
         before = self._asked
         self._parse(data)
         asked = self._asked
-        if asked is not None and asked is not before and not self._is_deaf:
+        if asked is not None and asked is not before and not self._read_paused:
             self._open_ones.heads.learn(form, asked, body_bytes)
         return True
 
@@ -255,7 +255,7 @@ class Connection(Protocol):
         except httptools.HttpParserUpgrade as wish:
             if self._is_wish:
                 return self._without_wish() + data[wish.args[0] :]
-            self._is_deaf = True  # CONNECT: what follows is no HTTP
+            self._read_paused = True  # CONNECT: what follows is no HTTP
         except httptools.HttpParserError:
             self._refuse(b"400 Bad Request", "invalid HTTP request")
         return b""
@@ -420,8 +420,8 @@ class Connection(Protocol):
         posted[self] = data
         if len(data) > MOST_POSTED_BYTES:
             self._flush()
-        elif not self.posting.is_due:
-            self.posting.flush_soon()
+        elif not self.write_coalescer.is_due:
+            self.write_coalescer.flush_soon()
 
     def _flush(self) -> None:
         """What was posted is sent."""
@@ -474,7 +474,7 @@ class Connection(Protocol):
         """The bytes are no request. Those before them get their answers first, and the connection ends with the last;
         when there are none, this is said."""
         broken, self._parsing = self._parsing, None
-        self._is_deaf = True
+        self._read_paused = True
         if broken is not None and broken is not self._current:
             self._early.remove(broken)
         before = self._early[-1] if self._early else self._current

@@ -20,7 +20,7 @@ import msgspec
 from pdcluster.core.errors import PdclusterError
 from pdcluster_router.core.random_pool import draw
 from pdcluster_router.core.tenants import Tenant
-from pdcluster_router.http.write_coalescing import Posting
+from pdcluster_router.http.write_coalescing import WriteCoalescer
 
 JSON = b"content-type: application/json\r\n"
 NO_BUFFERING = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
@@ -39,7 +39,7 @@ class ClientConnection(Protocol):
     """The connection under an exchange."""
 
     is_paused: bool
-    posting: Posting
+    write_coalescer: WriteCoalescer
 
     def write(self, data: bytes, /) -> object:
         """Now, where nothing was posted."""

@@ -13,7 +13,7 @@ class CoalescedWriter(Protocol):
         ...
 
 
-class Posting:
+class WriteCoalescer:
     """Of all lines of one server, in its loop."""
 
     __slots__ = ("is_due", "parts")

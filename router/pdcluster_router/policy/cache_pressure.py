@@ -16,7 +16,7 @@ PRIOR = 16 * NEWEST
 asked for again."""
 
 
-class LostPrefixes:
+class CachePressure:
     """Means over prompts, in tokens. Owned by one thread."""
 
     __slots__ = ("_kept", "_lost")

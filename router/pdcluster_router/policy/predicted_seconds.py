@@ -70,17 +70,15 @@ class Seconds:
     def choose(self, query: Query, view: ClusterView) -> RoutingDecision:
         if view.typical_cost is None:
             return replace(self._cold.choose(query, view), policy=self.name)
-        weighing, roster, asked = compiled.in_use(), view.roster, asked_of(query, self._own)
-        plan, table, found = planned(query, view, weighing), weighing.table(view), weighing.blank()
-        cached, source, held = known(query.cached, query.held, query.num_tokens, roster, weighing)
-        first = weighing.first_leg(
+        scorer, roster, asked = compiled.in_use(), view.roster, asked_of(query, self._own)
+        plan, table, found = planned(query, view, scorer), scorer.table(view), scorer.blank()
+        cached, source, held = known(query.cached, query.held, query.num_tokens, roster, scorer)
+        first = scorer.first_leg(
             table,
             cached,
             held,
             source,
-            weighing.paths(roster, source, view.reported(source).bandwidth)
-            if source >= 0
-            else weighing.nothing(roster),
+            scorer.paths(roster, source, view.reported(source).bandwidth) if source >= 0 else scorer.nothing(roster),
             plan.serving,
             plan.decoding,
             plan.prefill,
@@ -97,16 +95,16 @@ class Seconds:
                 raise filters.no_partner(
                     view.node(filters.ready(filters.pools(query, view).prefill, query, view).rows[0])
                 )
-            return self._choice(Comparison(weighing, found, ALONE, query, view, plan.is_whole), view, source)
+            return self._choice(Comparison(scorer, found, ALONE, query, view, plan.is_whole), view, source)
         prefill, decode = view.reported(first), plan.decode
         if query.busy:
-            decode = weighing.rows(
+            decode = scorer.rows(
                 filters.ready(filters.partners(filters.pools(query, view).decode, prefill, view), query, view)
             )
-        weighing.pair(
+        scorer.pair(
             table,
             cached,
-            weighing.paths(roster, first, prefill.bandwidth),
+            scorer.paths(roster, first, prefill.bandwidth),
             decode,
             plan.groups,
             plan.exchange,
@@ -114,18 +112,18 @@ class Seconds:
             found,
         )
         choice = self._choice(
-            Comparison(weighing, found, EITHER if plan.wants_local else APART, query, view, plan.is_whole), view, source
+            Comparison(scorer, found, EITHER if plan.wants_local else APART, query, view, plan.is_whole), view, source
         )
         if choice.mode == "remote":
             return choice
-        return replace(choice, suits=Suiting(query, view, weighing.bears, table, asked, float(found[numbers.BEARABLE])))
+        return replace(choice, suits=Suiting(query, view, scorer.bears, table, asked, float(found[numbers.BEARABLE])))
 
     def place(self, asked: PlacementQuery, view: ClusterView) -> Placed | None:
         """The same for a request that may go to every node that takes work, if it goes at once by `gate` and nothing is
         fetched for it; None: that is to be asked of each. Raises as `choose`."""
         if view.typical_cost is None:
             return None
-        weighing, roster, num_tokens, numbers_asked = (
+        scorer, roster, num_tokens, numbers_asked = (
             compiled.in_use(),
             view.roster,
             asked.num_tokens,
@@ -134,31 +132,27 @@ class Seconds:
         if num_tokens > roster.shortest_max_len or roster.has_namesakes:
             return None
         force, fallback = asked.force, asked.fallback
-        plan = roster.plans.get((force, fallback, weighing)) or planned(
-            Query(num_tokens, force=force, fallback=fallback), view, weighing
+        plan = roster.plans.get((force, fallback, scorer)) or planned(
+            Query(num_tokens, force=force, fallback=fallback), view, scorer
         )
         if not plan.is_whole:
             return None
-        table, (found, told) = weighing.table(view), weighing.scratch
+        table, (found, told) = scorer.table(view), scorer.scratch
         cached, source, held, most_held, most_cached = known_blocks(
-            asked.held, asked.expected, asked.block_tokens, roster, weighing
+            asked.held, asked.expected, asked.block_tokens, roster, scorer
         )
-        paths = (
-            weighing.paths(roster, source, view.reported(source).bandwidth) if source >= 0 else weighing.nothing(roster)
-        )
+        paths = scorer.paths(roster, source, view.reported(source).bandwidth) if source >= 0 else scorer.nothing(roster)
         usual, room_s = asked.usual_tokens, asked.room_s
-        first = weighing.place(
-            table, cached, held, source, paths, *plan.pools, numbers_asked, usual, room_s, found, told
-        )
+        first = scorer.place(table, cached, held, source, paths, *plan.pools, numbers_asked, usual, room_s, found, told)
         if first < 0:
             if not plan.may_be_local:
                 return None
-            packed = weighing.packed(told, -first)
+            packed = scorer.packed(told, -first)
         else:
-            paths = weighing.paths(roster, first, view.reported(first).bandwidth)
+            paths = scorer.paths(roster, first, view.reported(first).bandwidth)
             pools = plan.decode, plan.groups, plan.exchange, plan.wants_local
-            packed = weighing.packed(
-                told, weighing.place_pair(table, cached, paths, *pools, numbers_asked, usual, room_s, found, told)
+            packed = scorer.packed(
+                told, scorer.place_pair(table, cached, paths, *pools, numbers_asked, usual, room_s, found, told)
             )
         head = HEAD.unpack_from(packed)
         if head[GOES] == 0.0 or head[numbers.IS_FETCHED] != 0.0:
@@ -178,23 +172,23 @@ class Seconds:
         pool = filters.partners_of_parked(query, view, prefill)
         if not pool:
             return None
-        weighing, roster = compiled.in_use(), view.roster
-        row = weighing.parked(
-            weighing.table(view),
-            known(query.cached, query.held, query.num_tokens, roster, weighing)[0],
-            weighing.paths(roster, roster.row_of.get(prefill.incarnation, -1), prefill.bandwidth),
-            weighing.rows(roster.prefill),
-            weighing.rows(roster.decode_only),
-            weighing.rows(pool),
-            *weighing.groups(roster),
-            float(view.station_of(prefill).chunk_tokens),
+        scorer, roster = compiled.in_use(), view.roster
+        row = scorer.parked(
+            scorer.table(view),
+            known(query.cached, query.held, query.num_tokens, roster, scorer)[0],
+            scorer.paths(roster, roster.row_of.get(prefill.incarnation, -1), prefill.bandwidth),
+            scorer.rows(roster.prefill),
+            scorer.rows(roster.decode_only),
+            scorer.rows(pool),
+            *scorer.groups(roster),
+            float(view.node_row_of(prefill).chunk_tokens),
             asked_of(query, self._own),
-            weighing.blank(),
+            scorer.blank(),
         )
         return view.node(row)
 
     def _choice(self, record: Comparison, view: ClusterView, source: int) -> RoutingDecision:
-        mode, first, row, ttft_s, tpot_s, is_fetched = record.weighing.part(record.found, 0, numbers.SKIPPED)
+        mode, first, row, ttft_s, tpot_s, is_fetched = record.scorer.part(record.found, 0, numbers.SKIPPED)
         pull, predicted, decode = (
             view.node(source) if is_fetched else None,
             Predicted(ttft_s, tpot_s),

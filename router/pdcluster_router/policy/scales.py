@@ -63,21 +63,21 @@ class ScoringPlan(msgspec.Struct, frozen=True, gc=False):
     """The first eight, as calls take them."""
 
 
-def planned(query: Query, view: ClusterView, weighing: Scoring) -> ScoringPlan:
+def planned(query: Query, view: ClusterView, scorer: Scoring) -> ScoringPlan:
     """Kept with the roster for requests that may go to any node that takes work, as nearly all may. Raises as `pools`
     does."""
     roster = view.roster
     if query.excluded or query.busy or query.num_tokens > roster.shortest_max_len:
-        return _plan(query, view, weighing)
-    key = query.force, query.fallback, weighing
+        return _plan(query, view, scorer)
+    key = query.force, query.fallback, scorer
     plan: ScoringPlan | None = roster.plans.get(key)
     if plan is None:
-        plan = roster.plans[key] = _plan(query, view, weighing)
+        plan = roster.plans[key] = _plan(query, view, scorer)
     return plan
 
 
-def _plan(query: Query, view: ClusterView, weighing: Scoring) -> ScoringPlan:
-    roster, pools, rows = view.roster, filters.pools(query, view), weighing.rows
+def _plan(query: Query, view: ClusterView, scorer: Scoring) -> ScoringPlan:
+    roster, pools, rows = view.roster, filters.pools(query, view), scorer.rows
     prefill = filters.ready(pools.prefill, query, view) if query.force != "local" else NO_NODES
     taken = (
         rows(roster.prefill),
@@ -85,7 +85,7 @@ def _plan(query: Query, view: ClusterView, weighing: Scoring) -> ScoringPlan:
         rows(prefill),
         rows(pools.decode),
         rows(filters.ready(pools.local, query, view)),
-        *weighing.groups(roster),
+        *scorer.groups(roster),
         query.force == "auto" and (query.fallback == "conditional" or not pools.is_split),
     )
     return ScoringPlan(
@@ -94,14 +94,14 @@ def _plan(query: Query, view: ClusterView, weighing: Scoring) -> ScoringPlan:
 
 
 def known(
-    cached: Mapping[str, int], held: Mapping[str, int] | None, num_tokens: int, roster: Roster, weighing: Scoring
+    cached: Mapping[str, int], held: Mapping[str, int] | None, num_tokens: int, roster: Roster, scorer: Scoring
 ) -> tuple[Numbers, int, float]:
     """Tokens of the prompt that each node has cached, by row; which of those that take work holds most of it, NOWHERE
     for none, the first one where several have as much; and how much that is. cached, held: see Query."""
     if not cached and not held:
-        return weighing.nothing(roster), NOWHERE, 0.0
+        return scorer.nothing(roster), NOWHERE, 0.0
     row_of, members, limit = roster.row_of, roster.accepting.members, num_tokens
-    found, source, most = weighing.zeros(len(roster.names)), NOWHERE, 0
+    found, source, most = scorer.zeros(len(roster.names)), NOWHERE, 0
     for incarnation, tokens in cached.items():
         row = row_of.get(incarnation)
         if row is not None:
@@ -121,13 +121,13 @@ def known(
 
 
 def known_blocks(
-    held: Mapping[str, int], expected: Mapping[str, int], block_tokens: int, roster: Roster, weighing: Scoring
+    held: Mapping[str, int], expected: Mapping[str, int], block_tokens: int, roster: Roster, scorer: Scoring
 ) -> tuple[Numbers, int, float, int, int]:
     """The same, of leading blocks that nodes hold and are expected to; then the most tokens that any node holds, in the
     roster or not, and that one of the roster has cached."""
     if not held and not expected:
-        return weighing.nothing(roster), NOWHERE, 0.0, 0, 0
-    row_of, members, found = roster.row_of, roster.accepting.members, weighing.zeros(len(roster.names))
+        return scorer.nothing(roster), NOWHERE, 0.0, 0, 0
+    row_of, members, found = roster.row_of, roster.accepting.members, scorer.zeros(len(roster.names))
     source, most, most_held, most_cached = NOWHERE, 0, 0, 0
     for incarnation, num_blocks in held.items():
         row, tokens = row_of.get(incarnation), num_blocks * block_tokens
@@ -152,7 +152,7 @@ class Comparison(msgspec.Struct, eq=False):
     """The record of a choice, in bare numbers until somebody reads it, which lets go of them and of the view: a choice
     is kept as long as its request runs. is_whole: every node of the view could take the request."""
 
-    weighing: Scoring
+    scorer: Scoring
     found: Numbers
     legs: tuple[int, ...]
     query: Query
@@ -161,7 +161,7 @@ class Comparison(msgspec.Struct, eq=False):
     told: tuple[Candidate, ...] = ()
 
     def __call__(self) -> tuple[Candidate, ...]:
-        view, found, part = self.view, self.found, self.weighing.part
+        view, found, part = self.view, self.found, self.scorer.part
         if view is None:
             return self.told
         head = part(found, 0, HEADER)

@@ -19,7 +19,7 @@ from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.generation import Mode
 from pdcluster_router.core.job import Job
 from pdcluster_router.policy.base import Fallback, Force, Policy, Query, RoutingDecision
-from pdcluster_router.policy.cache_pressure import LostPrefixes
+from pdcluster_router.policy.cache_pressure import CachePressure
 from pdcluster_router.policy.placed import Placed, PlacementQuery
 from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.policy.pull import BY_TOKENS, PullRule
@@ -35,7 +35,7 @@ LATELY_S = 5.0
 """A few answers of a usual model, some tens of requests of a node that is worth being asked about."""
 
 
-class SentWork:
+class RecentWork:
     """Seconds of work with exponential forgetting. Owned by one thread."""
 
     def __init__(self, lately_s: float = LATELY_S) -> None:
@@ -75,6 +75,8 @@ class PolicyHolder:
 
     live: Policy
     shadow: Policy | None = None
+    pulls: PullRule = BY_TOKENS
+    """For policies that choose no pull."""
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -103,9 +105,9 @@ FEW = 1 / NEWEST
 """Least weight of the answer that ended last; while there were few, all of them weigh the same."""
 
 
-class Chooser:
+class PolicySelector:
     """held: leading blocks of a chain of hashes that each node holds; expected: that it will soon, None: none; glance:
-    a view of which nothing is kept. pulls: for policies that choose no pull. num_held: how many requests wait for a
+    a view of which nothing is kept. num_held: how many requests wait for a
     node; whoever owns the hold queue sets it. force and fallback are the router's own settings; a request may have
     others. Owned by the router's event loop."""
 
@@ -118,7 +120,6 @@ class Chooser:
         force: Force = "auto",
         fallback: Fallback = "conditional",
         itl_s: float = 0.0,
-        pulls: PullRule = BY_TOKENS,
         expected: Cached | None = None,
         glance: Callable[[], ClusterView] | None = None,
     ) -> None:
@@ -127,7 +128,6 @@ class Chooser:
         self._held = held
         self._expected = expected
         self.num_held: Callable[[], int] = _nobody
-        self._pulls = pulls
         self._force = force
         self._fallback = fallback
         self._itl_s = itl_s
@@ -137,16 +137,16 @@ class Chooser:
         self._num_ended = 0
         self._counter = 0
         self._previous: Mode | None = None
-        self._sent_serving, self._sent_decoding = SentWork(), SentWork()
+        self._sent_serving, self._sent_decoding = RecentWork(), RecentWork()
         """To nodes that compute prompts for others, and to decode nodes."""
-        self._lost = LostPrefixes()
+        self._lost = CachePressure()
 
     def choose(self, job: Job, now: float) -> Decision:
         """Raises Unavailable when no node may take it."""
         view = self._view()
         query = self.query(job, now, view)
         live, shadow = self.holder.live, self.holder.shadow
-        choice = self._pulls.apply(live.choose(query, view), query, view)
+        choice = self.holder.pulls.apply(live.choose(query, view), query, view)
         self._chose(query.force, choice.mode)
         return Decision(query, view, choice, _looked_at(shadow, query, view) if shadow is not None else None)
 
@@ -166,7 +166,7 @@ class Chooser:
             num_tokens, numbers, held, expected, job.chain.block_tokens, force, self._fallback, usual, room_s
         )
         placed = live.place(asked, self._glance())
-        if placed is None or not self._pulls.leaves(placed.most_held, placed.cached_tokens, placed.first):
+        if placed is None or not self.holder.pulls.leaves(placed.most_held, placed.cached_tokens, placed.first):
             return None
         self._chose(force, placed.mode)
         return placed

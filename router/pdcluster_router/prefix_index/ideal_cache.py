@@ -18,7 +18,7 @@ TABLE_BLOCKS = 1 << 20
 FEW_BLOCKS = 24
 
 
-class SeenBlocks:
+class IdealCache:
     """Owned by one thread."""
 
     def __init__(self, num_blocks: int = TABLE_BLOCKS) -> None:

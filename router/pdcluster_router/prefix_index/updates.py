@@ -39,7 +39,7 @@ class _Feed:
     pieces: deque[Piece] = field(default_factory=deque)
 
 
-class Caches:
+class CacheUpdates:
     """num_deltas, num_snapshots: taken in; num_gaps: times when deltas were missing; num_stale: deltas that an awaited
     snapshot will contain."""
 

@@ -27,7 +27,7 @@ import msgspec
 from pdcluster.core.errors import IntegrityError
 
 
-class Held(msgspec.Struct, frozen=True, gc=False):
+class QueuedRequest(msgspec.Struct, frozen=True, gc=False):
     """One request in the hold queue. priority: lower goes first; work: what it is expected to cost a node (one unit for
     all, such as seconds); arrived and deadline: moments of one clock. is_paid: it was released before and came back, so
     that its tenant is not charged again."""
@@ -48,12 +48,12 @@ class Held(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
+class QueuePosition:
     """A request's place among those of its tenant and tier."""
 
     due: float
     sequence: int
-    held: Held = field(compare=False)
+    held: QueuedRequest = field(compare=False)
 
 
 @dataclass(slots=True)
@@ -63,12 +63,12 @@ class Flow:
 
     tenant: str
     weight: float
-    places: list[Place] = field(default_factory=list)
+    places: list[QueuePosition] = field(default_factory=list)
     deficit: float = 0.0
     unused: float = 0.0
     """Work ÷ weight that it had in hand, began without, as nobody else waited, and has not taken since."""
 
-    def head(self, skip: Container[str]) -> Held | None:
+    def head(self, skip: Container[str]) -> QueuedRequest | None:
         return next((place.held for place in self.places if place.held.request not in skip), None)
 
     @property
@@ -108,7 +108,7 @@ class Turn:
     """What goes next. visits: how many visits of the round it takes to get there, with the tenants that are in it, in
     their order."""
 
-    held: Held
+    held: QueuedRequest
     tier: int
     visits: int
     ring: tuple[str, ...]
@@ -133,7 +133,7 @@ class Tier:
     def flows(self) -> dict[str, Flow]:
         return self._flows
 
-    def add(self, held: Held, due: float, sequence: int) -> None:
+    def add(self, held: QueuedRequest, due: float, sequence: int) -> None:
         flow = self._flows.get(held.tenant)
         if flow is None:
             in_hand = self._savings.withdraw(held.tenant)
@@ -145,11 +145,11 @@ class Tier:
             self._flows[held.tenant] = flow
             self._ring.insert(len(self._ring) - (self._serving is not None), held.tenant)
         flow.weight = held.weight
-        insort(flow.places, Place(due, sequence, held))
+        insort(flow.places, QueuePosition(due, sequence, held))
 
-    def remove(self, held: Held, due: float, sequence: int) -> None:
+    def remove(self, held: QueuedRequest, due: float, sequence: int) -> None:
         flow = self._flows[held.tenant]
-        index = bisect_left(flow.places, Place(due, sequence, held))
+        index = bisect_left(flow.places, QueuePosition(due, sequence, held))
         if index == len(flow.places) or flow.places[index].sequence != sequence:
             raise IntegrityError(f"request {held.request} is not where its tenant's queue should have it")
         del flow.places[index]
@@ -172,10 +172,10 @@ class Tier:
         )
         return Turn(heads[tenant], self.priority, visits, ring)
 
-    def _fits(self, head: Held) -> bool:
+    def _fits(self, head: QueuedRequest) -> bool:
         return head.charge <= self._flows[head.tenant].deficit
 
-    def _visits_until(self, head: Held, index: int, num_tenants: int) -> int:
+    def _visits_until(self, head: QueuedRequest, index: int, num_tenants: int) -> int:
         flow = self._flows[head.tenant]
         rounds = max(math.ceil((head.charge - flow.deficit) / (self._quantum * flow.weight)), 1)
         return (rounds - 1) * num_tenants + index + 1
@@ -222,7 +222,7 @@ class FairQueue:
         self._floor = floor
         self._savings = Savings(burst)
         self._tiers: dict[int, Tier] = {}
-        self._where: dict[str, tuple[Held, float, int]] = {}
+        self._where: dict[str, tuple[QueuedRequest, float, int]] = {}
         self._num_added = 0
 
     def __len__(self) -> int:
@@ -231,17 +231,17 @@ class FairQueue:
     def __contains__(self, request: str) -> bool:
         return request in self._where
 
-    def get(self, request: str) -> Held | None:
+    def get(self, request: str) -> QueuedRequest | None:
         found = self._where.get(request)
         return None if found is None else found[0]
 
-    def all(self) -> Iterator[Held]:
+    def all(self) -> Iterator[QueuedRequest]:
         return (held for held, _, _ in self._where.values())
 
     def has_any_of(self, tenant: str) -> bool:
         return any(tenant in tier.flows for tier in self._tiers.values())
 
-    def add(self, held: Held, due: float) -> None:
+    def add(self, held: QueuedRequest, due: float) -> None:
         if held.request in self._where:
             raise IntegrityError(f"request {held.request} waits already")
         tier = self._tiers.get(held.priority)
@@ -251,7 +251,7 @@ class FairQueue:
         self._where[held.request] = held, due, self._num_added
         tier.add(held, due, self._num_added)
 
-    def remove(self, request: str) -> Held:
+    def remove(self, request: str) -> QueuedRequest:
         held, due, sequence = self._where.pop(request)
         tier = self._tiers[held.priority]
         tier.remove(held, due, sequence)
@@ -272,7 +272,7 @@ class FairQueue:
                 return Turn(turn.held, turn.tier, turn.visits, turn.ring, by_floor=True)
         return first
 
-    def take(self, turn: Turn) -> Held:
+    def take(self, turn: Turn) -> QueuedRequest:
         """Release what `peek` gave; nothing may have changed in between."""
         tier, charge = self._tiers[turn.tier], turn.held.charge
         if turn.by_floor:
@@ -283,7 +283,7 @@ class FairQueue:
             other.owed += self._floor * charge / len(passed)
         return self.remove(turn.held.request)
 
-    def work_before(self, new: Held, due: float) -> float:
+    def work_before(self, new: QueuedRequest, due: float) -> float:
         """Work that is expected to go before the last of a new request's: all of more urgent tiers, what its tenant has
         that is due before it, and of the others of its tier what their weights let them have meanwhile. The floors of
         less urgent tiers are not counted, nor is what will come."""

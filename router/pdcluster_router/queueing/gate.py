@@ -23,11 +23,11 @@ from pdcluster_router.core.generation import Mode
 from pdcluster_router.policy.base import suits_all
 from pdcluster_router.policy.selector import Decision
 from pdcluster_router.queueing.admission import DrainRate, Outlook, Slo, check_service, refusal
-from pdcluster_router.queueing.fairness import Held
+from pdcluster_router.queueing.fairness import QueuedRequest
 from pdcluster_router.queueing.headroom import MODES, Headroom
 from pdcluster_router.queueing.hold_queue import Expired, HoldLimits, HoldOutcome, HoldQueue
 
-Decide = Callable[[Held], Decision]
+Decide = Callable[[QueuedRequest], Decision]
 """What the policy would do with a request now; raises Unavailable when no node may take it."""
 
 Reason = Mode | Literal["pace"]
@@ -54,7 +54,7 @@ class Wish:
 class Released:
     """A request that waits no more: where it goes, or why it cannot go anywhere."""
 
-    held: Held
+    held: QueuedRequest
     decision: Decision | None
     error: errors.PdclusterError | None = None
 
@@ -72,7 +72,7 @@ class Gate:
         self._wishes: dict[str, Wish] = {}
         """Of those that were passed over lately."""
 
-    def knock(self, held: Held, decide: Decide, now: float) -> Decision | None:
+    def try_admit(self, held: QueuedRequest, decide: Decide, now: float) -> Decision | None:
         """Where the request goes at once; None: it is held (`release` may find it a place right away). held.work is
         filled in here. Raises Overloaded when it may not come in, and what `decide` raises; one that was let in before
         (is_paid) always may."""
@@ -98,7 +98,7 @@ class Gate:
         promised, when it has to knock."""
         return -1.0 if len(self.queue) or self._slo.ttft_s is not None else self._headroom.backlog_s
 
-    def hold(self, held: Held, decision: Decision, now: float) -> None:
+    def hold(self, held: QueuedRequest, decision: Decision, now: float) -> None:
         """One that could not go at once. Raises Overloaded as `knock` does."""
         held = replace(held, work=self._headroom.own_s(decision.choice.first, decision.query))
         if not held.is_paid:
@@ -113,7 +113,7 @@ class Gate:
         wanted: dict[str, frozenset[str]] = {}
         full: frozenset[Reason] = frozenset()
 
-        def offer(held: Held, claims: Sequence[Held]) -> HoldOutcome:
+        def offer(held: QueuedRequest, claims: Sequence[QueuedRequest]) -> HoldOutcome:
             nonlocal full
             if len(released) >= most:
                 return HoldOutcome.FULL
@@ -156,7 +156,7 @@ class Gate:
             return choice.mode
         return None if may_slow or self._headroom.keeps_pace(choice, query, waited_s) else PACE
 
-    def _still_wished(self, held: Held, full: Set[Reason], now: float) -> Wish | None:
+    def _still_wished(self, held: QueuedRequest, full: Set[Reason], now: float) -> Wish | None:
         wish = self._wishes.get(held.request)
         return wish if wish is not None and wish.reason in full and now < wish.moment + RESCORE_S else None
 
@@ -171,13 +171,13 @@ class Gate:
         self._drain.is_held(bool(len(self.queue)), now)
         return [Released(one.held, None, self._late(one, now)) for one in expired]
 
-    def wait_s(self, held: Held, num_nodes: int) -> float:
+    def wait_s(self, held: QueuedRequest, num_nodes: int) -> float:
         """Predicted wait in the queue of a request that is not in it; none may be longer than the queue's age."""
         return min(self.queue.work_before(held) / self._drain.rate(max(num_nodes, 1)), self._age_s)
 
     # ------------------------------------------------------------ refusals
 
-    def _admit(self, held: Held, decision: Decision) -> None:
+    def _admit(self, held: QueuedRequest, decision: Decision) -> None:
         pool = [
             node
             for node in decision.view.nodes

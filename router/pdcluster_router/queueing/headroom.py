@@ -55,9 +55,9 @@ class Headroom:
 
     def waiting_s(self, node: NodeView) -> float:
         """Prompt work that waits on the node."""
-        station = node.own_station  # mostly worked out already, for the choice
-        if station is not None:
-            return station.backlog_s
+        node_row = node.own_node_row  # mostly worked out already, for the choice
+        if node_row is not None:
+            return node_row.backlog_s
         if node.cost is None:
             return self.cold_token_s * node.prefill_tokens
         tokens = node.prefill_tokens
@@ -123,11 +123,11 @@ class Headroom:
     def keeps_pace(self, choice: RoutingDecision, query: Query, waited_s: float) -> bool:
         """Whether one more row leaves those of the decoding node as fast as they may be, or this request has no time
         left to wait for that."""
-        station = choice.decode.own_station  # mostly worked out already, for the choice
-        if station is None or not station.rows:
+        node_row = choice.decode.own_node_row  # mostly worked out already, for the choice
+        if node_row is None or not node_row.rows:
             return True
-        row_s = station.each_row_s + station.context_s * (query.num_tokens + query.expected_output / 2)
-        if station.tpot_s + row_s <= (query.itl_s or COMFORT * (station.decode_fixed_s + row_s)):
+        row_s = node_row.each_row_s + node_row.context_s * (query.num_tokens + query.expected_output / 2)
+        if node_row.tpot_s + row_s <= (query.itl_s or COMFORT * (node_row.decode_fixed_s + row_s)):
             return True
         alone_s = self.prefill_s(choice.first, max(query.num_tokens, round(query.usual_tokens)))
         return waited_s + (choice.predicted.ttft_s or 0.0) >= HALF * PATIENCE * alone_s

@@ -24,7 +24,7 @@ from typing import Literal
 
 from pdcluster.core.errors import IntegrityError
 from pdcluster_router.policy.predicted.cost_model import PATIENCE
-from pdcluster_router.queueing.fairness import FairQueue, Held
+from pdcluster_router.queueing.fairness import FairQueue, QueuedRequest
 from pdcluster_router.queueing.shares import GREED, Shares
 
 Bound = Literal["count", "bytes"]
@@ -58,13 +58,13 @@ class HoldOutcome(Enum):
     FULL = auto()
 
 
-Offer = Callable[[Held, Sequence[Held]], HoldOutcome]
+Offer = Callable[[QueuedRequest, Sequence[QueuedRequest]], HoldOutcome]
 """Try to place a request. The second argument: requests with a claim, whose nodes this one must leave alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    held: Held
+    held: QueuedRequest
     reason: Reason
 
 
@@ -89,7 +89,7 @@ class HoldQueue:
     def num_bytes(self) -> int:
         return self._bytes.used
 
-    def waiting(self) -> list[Held]:
+    def waiting(self) -> list[QueuedRequest]:
         """All of them, in the order they came."""
         return list(self._queue.all())
 
@@ -98,20 +98,20 @@ class HoldQueue:
 
     # ------------------------------------------------------------ in and out
 
-    def lacks_room(self, held: Held) -> Bound | None:
+    def lacks_room(self, held: QueuedRequest) -> Bound | None:
         """The bound that keeps the request out, None when it may come in."""
         return next(
             (bound for bound, shares, amount in self._amounts(held) if not shares.has_room(held.tenant, amount)), None
         )
 
-    def push(self, held: Held) -> None:
+    def push(self, held: QueuedRequest) -> None:
         """The caller has asked `lacks_room`. One that comes back is due at once."""
         self._queue.add(held, self._due(held))
         for _, shares, amount in self._amounts(held):
             shares.take(held.tenant, amount)
         heapq.heappush(self._expiries, (self._expiry(held), held.request))
 
-    def remove(self, request: str) -> Held | None:
+    def remove(self, request: str) -> QueuedRequest | None:
         """Its client left. None when it does not wait here (any more)."""
         if request not in self._queue:
             return None
@@ -134,11 +134,11 @@ class HoldQueue:
             heapq.heappop(self._expiries)
         return self._expiries[0][0] if self._expiries else None
 
-    def release(self, offer: Offer, now: float) -> list[Held]:
+    def release(self, offer: Offer, now: float) -> list[QueuedRequest]:
         """Offer requests in their order until nothing is free; those that were placed."""
-        placed: list[Held] = []
+        placed: list[QueuedRequest] = []
         passed: set[str] = set()
-        claims: list[Held] = []
+        claims: list[QueuedRequest] = []
         while len(passed) <= self._limits.look_ahead and (turn := self._queue.peek(passed)) is not None:
             answer = offer(turn.held, claims)
             if answer is HoldOutcome.FULL:
@@ -154,20 +154,20 @@ class HoldQueue:
 
     # ------------------------------------------------------------ what will be
 
-    def work_before(self, held: Held) -> float:
+    def work_before(self, held: QueuedRequest) -> float:
         """Work that is expected to be released before a request that is not here yet."""
         return self._queue.work_before(held, self._due(held))
 
     # ------------------------------------------------------------ books
 
-    def _amounts(self, held: Held) -> tuple[tuple[Bound, Shares, int], ...]:
+    def _amounts(self, held: QueuedRequest) -> tuple[tuple[Bound, Shares, int], ...]:
         """What a request takes. One that comes back was let in before and may not be lost now: it takes nothing, and
         the number of requests that a router works on bounds how many there are."""
         if held.is_paid:
             return ()
         return ("count", self._places, 1), ("bytes", self._bytes, held.size_bytes)
 
-    def _due(self, held: Held) -> float:
+    def _due(self, held: QueuedRequest) -> float:
         if held.is_paid:
             return min(held.deadline, held.arrived)
         urgency, patience_s = self._limits.urgency, self._limits.patience_s
@@ -175,14 +175,14 @@ class HoldQueue:
             held.deadline, held.arrived + (patience_s if urgency is None else min(urgency * held.work, patience_s))
         )
 
-    def _expiry(self, held: Held) -> float:
+    def _expiry(self, held: QueuedRequest) -> float:
         return min(held.deadline, held.arrived + self._limits.age_s)
 
     def _is_current(self, moment: float, request: str) -> bool:
         held = self._queue.get(request)
         return held is not None and self._expiry(held) == moment
 
-    def _gone(self, held: Held) -> None:
+    def _gone(self, held: QueuedRequest) -> None:
         for _, shares, amount in self._amounts(held):
             shares.give_back(held.tenant, amount)
         if len(self._expiries) > 2 * len(self._queue) + 16:

@@ -18,7 +18,7 @@ from typing import Protocol
 from pdcluster.core import errors
 from pdcluster.telemetry.metrics import HoldMetrics
 from pdcluster_router.policy.selector import Decision
-from pdcluster_router.queueing.fairness import Held
+from pdcluster_router.queueing.fairness import QueuedRequest
 from pdcluster_router.queueing.gate import Gate, Released
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class WaitingRequests:
             self._metrics.refused(error.reason, tenant)
             raise
 
-    def hold(self, held: Held, decision: Decision, decide: Decide, answer: Answer) -> None:
+    def hold(self, held: QueuedRequest, decision: Decision, decide: Decide, answer: Answer) -> None:
         """It waits, and `answer` hears of it when it is its turn, unless it leaves before. decision: what `decide` said
         just now."""
         try:

@@ -20,11 +20,11 @@ from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView
 from pdcluster_router.core.job import HashChain, Job
 from pdcluster_router.policy.base import Force, Policy, RoutingDecision
 from pdcluster_router.policy.pull import BY_TOKENS, PullRule
-from pdcluster_router.policy.selector import Chooser, PolicyHolder
-from pdcluster_router.prefix_index.ideal_cache import SeenBlocks
+from pdcluster_router.policy.selector import PolicyHolder, PolicySelector
+from pdcluster_router.prefix_index.ideal_cache import IdealCache
 from pdcluster_router.prefix_index.index import PrefixIndex
 from pdcluster_router.queueing.admission import Slo, check_fits
-from pdcluster_router.queueing.fairness import Held
+from pdcluster_router.queueing.fairness import QueuedRequest
 from pdcluster_router.queueing.gate import Gate, Released
 from pdcluster_router.queueing.headroom import MODES, Headroom
 from pdcluster_router.queueing.hold_queue import HoldLimits
@@ -160,16 +160,15 @@ class ReplayRouter:
         self._headroom = spec.headroom
         self._is_gated = spec.is_gated
         self._now = 0.0
-        self._chooser = Chooser(
-            PolicyHolder(spec.policy),
+        self._selector = PolicySelector(
+            PolicyHolder(spec.policy, pulls=spec.pulls),
             self._view,
             self.index.depths,
             force=spec.force,
-            pulls=spec.pulls,
             expected=self._expected,
         )
-        self._known = SeenBlocks()
-        self._chooser.num_held = lambda: len(self.gate.queue)
+        self._known = IdealCache()
+        self._selector.num_held = lambda: len(self.gate.queue)
         self._endpoints = {node.name: Endpoint(node.name, node.name, f"sim://{node.name}") for node in nodes}
         self._costs: Mapping[str, NodeCost] = {node.name: node.cost for node in nodes}
         self._paths = PathSpeeds([node.name for node in nodes], spec.bandwidth)
@@ -181,15 +180,15 @@ class ReplayRouter:
 
     # ------------------------------------------------------------ who goes where, and when
 
-    def knock(self, task: Task, now: float) -> RoutingDecision | None:
+    def try_admit(self, task: Task, now: float) -> RoutingDecision | None:
         """Where the request goes at once; None: it is held. Raises what the gate raises."""
         self._hear(now)
         job = self._job(task)
         check_fits(task.request.num_tokens, self._view())
         if not self._is_gated:
-            return self._chooser.choose(job, now).choice
-        held = Held(job.request, "", 0.0, BYTES_PER_TOKEN * task.request.num_tokens, now, job.deadline)
-        decision = self.gate.knock(held, lambda _: self._chooser.choose(job, now), now)
+            return self._selector.choose(job, now).choice
+        held = QueuedRequest(job.request, "", 0.0, BYTES_PER_TOKEN * task.request.num_tokens, now, job.deadline)
+        decision = self.gate.try_admit(held, lambda _: self._selector.choose(job, now), now)
         if decision is not None:
             return decision.choice
         self._held[job.request] = task, job
@@ -206,7 +205,7 @@ class ReplayRouter:
         for late in self.gate.expire(now):
             yield self._placed(late)
         while self._held and not self._is_full():
-            found = self.gate.release(lambda held: self._chooser.choose(self._held[held.request][1], now), now)
+            found = self.gate.release(lambda held: self._selector.choose(self._held[held.request][1], now), now)
             if not found:
                 return
             yield self._placed(found[0])
@@ -270,8 +269,8 @@ class ReplayRouter:
         self._accounts[first.name].send_prompt(
             now, request.num_tokens - cached, num_pairs(request.num_tokens - cached, cached)
         )
-        self._chooser.note_sent(choice, request.num_tokens, cached, now)
-        self._chooser.note_prefix(
+        self._selector.note_sent(choice, request.num_tokens, cached, now)
+        self._selector.note_prefix(
             self._known.note(hashes) * first.block_tokens, self._kept_blocks(hashes) * first.block_tokens
         )
         if choice.prefill is not None:
@@ -294,7 +293,7 @@ class ReplayRouter:
 
     def ended(self, task: Task) -> None:
         """An answer is complete."""
-        self._chooser.note_end(task.request.num_tokens, task.request.num_output)
+        self._selector.note_end(task.request.num_tokens, task.request.num_output)
 
     def _changed(self, feed: Feed) -> NodeView | None:
         """What is believed of the node now; None when that is what it was."""

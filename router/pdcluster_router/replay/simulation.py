@@ -37,7 +37,7 @@ class Router(Protocol):
     @property
     def num_held(self) -> int: ...
 
-    def knock(self, task: Task, now: float) -> RoutingDecision | None: ...
+    def try_admit(self, task: Task, now: float) -> RoutingDecision | None: ...
 
     def release(self, now: float) -> Iterator[ReplayPlacement]: ...
 
@@ -138,7 +138,7 @@ class Simulation:
 
     def _arrive(self, flight: RequestInFlight) -> None:
         try:
-            choice = self.router.knock(flight.task, self.now)
+            choice = self.router.try_admit(flight.task, self.now)
         except PdclusterError as error:
             self._refuse(flight, error)
             return

@@ -39,13 +39,22 @@ from pdcluster.core.messages import (
     TokenRow,
     Work,
 )
-from pdcluster_router.cluster.legs import Body, ClusterLinks, Lost, RequestLeg, Rewelcomed, Way, error_of, refusal
+from pdcluster_router.cluster.legs import (
+    Body,
+    ClusterLinks,
+    FastTokenPath,
+    LegLost,
+    NodeReconnected,
+    RequestLeg,
+    error_of,
+    refusal,
+)
 from pdcluster_router.cluster.view import NodeView
 from pdcluster_router.core.generation import RequestRoute, TokenChunk
 from pdcluster_router.core.job import Job, RetryAttempt
 from pdcluster_router.core.stages import Stage, StageDeadlines
 from pdcluster_router.policy.base import RoutingDecision
-from pdcluster_router.policy.selector import Chooser
+from pdcluster_router.policy.selector import PolicySelector
 from pdcluster_router.request.begun import Begun, backend_of
 
 QUEUE, ROOM, HANDSHAKE, TRANSFER, LIVENESS = Stage
@@ -61,11 +70,11 @@ class Attempt:
         job: Job,
         choice: RoutingDecision,
         cluster: ClusterLinks,
-        chooser: Chooser,
+        selector: PolicySelector,
         stages: StageDeadlines,
         clock: Callable[[], float],
     ) -> None:
-        self._job, self._cluster, self._chooser, self._stages, self._clock = job, cluster, chooser, stages, clock
+        self._job, self._cluster, self._selector, self._stages, self._clock = job, cluster, selector, stages, clock
         self._mode = choice.mode
         self._prefill_node = choice.prefill
         self._decode_node: NodeView | None = choice.decode
@@ -262,7 +271,7 @@ class Attempt:
         emitted += tokens
         return True
 
-    def open_way(self, way: Way | None) -> None:
+    def open_way(self, way: FastTokenPath | None) -> None:
         """Rows that go on like one that did need not come here, until something else happens to the request. None: all
         of them."""
         if self._decode is not None:
@@ -383,7 +392,7 @@ class Attempt:
         except errors.NodeLost as error:
             self._on_leg_lost(self._prefill, error)
 
-    def _on_rewelcomed(self, leg: RequestLeg, _: Rewelcomed) -> Sequence[TokenChunk]:
+    def _on_rewelcomed(self, leg: RequestLeg, _: NodeReconnected) -> Sequence[TokenChunk]:
         """The ticket may have been lost with the link; a node that has it does nothing."""
         if (
             leg is self._prefill
@@ -414,7 +423,7 @@ class Attempt:
         self._on_leg_lost(leg, error_of(message))
         return ()
 
-    def _on_lost(self, leg: RequestLeg, lost: Lost) -> Sequence[TokenChunk]:
+    def _on_lost(self, leg: RequestLeg, lost: LegLost) -> Sequence[TokenChunk]:
         self._on_leg_lost(leg, errors.NodeLost(f"node {leg.endpoint.node}: {lost.reason}"))
         return ()
 
@@ -477,7 +486,7 @@ class Attempt:
 
     def _pick_decode(self, now: float) -> NodeView | None:
         assert self._prefill_node is not None
-        return self._chooser.choose_decode(self._job, now, self._prefill_node, self._avoid)
+        return self._selector.choose_decode(self._job, now, self._prefill_node, self._avoid)
 
     def _wait_for_room(self, seconds: float) -> None:
         self._decode_node = self._route = None
@@ -581,6 +590,6 @@ _ON: Mapping[type[Body], Callable[[Attempt, RequestLeg, Any], Sequence[TokenChun
     Finished: Attempt._on_finished,
     Refused: Attempt._on_refused,
     Failed: Attempt._on_failed,
-    Lost: Attempt._on_lost,
-    Rewelcomed: Attempt._on_rewelcomed,
+    LegLost: Attempt._on_lost,
+    NodeReconnected: Attempt._on_rewelcomed,
 }

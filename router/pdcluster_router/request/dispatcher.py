@@ -17,7 +17,7 @@ from pdcluster.telemetry.metrics import ExplainMetrics, HoldMetrics
 from pdcluster_router.cluster.legs import ClusterLinks
 from pdcluster_router.core.generation import Done, Generation, ModelInfo, Running, Sink, TokenChunk
 from pdcluster_router.explain.recorder import Explainer
-from pdcluster_router.policy.selector import Chooser
+from pdcluster_router.policy.selector import PolicySelector
 from pdcluster_router.queueing.gate import Gate
 from pdcluster_router.queueing.waiting import WaitingRequests
 from pdcluster_router.request.open_requests import OpenRequests
@@ -49,7 +49,7 @@ class Dispatch:
         self,
         cluster: ClusterLinks,
         models: ServedModels,
-        chooser: Chooser,
+        selector: PolicySelector,
         settings: DispatchSettings,
         clock: Callable[[], float] = time.monotonic,
         metrics: HoldMetrics | None = None,
@@ -58,8 +58,8 @@ class Dispatch:
         self.explainer = explainer or Explainer(settings.headroom, ExplainMetrics(CollectorRegistry()), time.time)
         gate = Gate(settings.hold, settings.headroom, settings.slo)
         self.waiting = WaitingRequests(gate, metrics or HoldMetrics(CollectorRegistry()), clock, settings.stages.hold_s)
-        chooser.num_held = gate.queue.__len__
-        self.shared = Shared(cluster, models, chooser, settings, self.waiting, self.explainer, clock)
+        selector.num_held = gate.queue.__len__
+        self.shared = Shared(cluster, models, selector, settings, self.waiting, self.explainer, clock)
 
     @property
     def open(self) -> OpenRequests:

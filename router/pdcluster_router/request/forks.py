@@ -13,7 +13,7 @@ Heard = Callable[[str | None], None]
 """Hears of the boot of the node that decodes the leader; None: there is none to follow."""
 
 
-class Leaders:
+class ForkGroups:
     def __init__(self) -> None:
         self._waiting: dict[str, list[Heard]] = {}
 
@@ -27,10 +27,10 @@ class Leaders:
 
     def follow(self, request: str, heard: Heard) -> bool:
         """Whether there is something to wait for: `heard` is called once then."""
-        followers = self._waiting.get(request)
-        if followers is not None:
-            followers.append(heard)
-        return followers is not None
+        forks = self._waiting.get(request)
+        if forks is not None:
+            forks.append(heard)
+        return forks is not None
 
     def settle(self, request: str, incarnation: str | None) -> None:
         """Idempotent."""

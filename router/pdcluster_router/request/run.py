@@ -18,22 +18,22 @@ from dataclasses import dataclass, field, replace
 
 from pdcluster.core import errors
 from pdcluster.core.messages import Finished, LegTimings, TokenRow
-from pdcluster_router.cluster.legs import Body, ClusterLinks, Way
+from pdcluster_router.cluster.legs import Body, ClusterLinks, FastTokenPath
 from pdcluster_router.core.generation import Done, Generation, Sink, Timeline, TokenChunk
 from pdcluster_router.core.job import HashedPrompt, Job, RetryAttempt
 from pdcluster_router.explain.recorder import Explainer, Record
 from pdcluster_router.policy.base import RoutingDecision
-from pdcluster_router.policy.selector import Chooser, Decision
+from pdcluster_router.policy.selector import Decision, PolicySelector
 from pdcluster_router.queueing.admission import check_fits
-from pdcluster_router.queueing.fairness import Held
+from pdcluster_router.queueing.fairness import QueuedRequest
 from pdcluster_router.queueing.waiting import WaitingRequests
 from pdcluster_router.request.attempt import Attempt
 from pdcluster_router.request.begun import Begun
-from pdcluster_router.request.forks import Leaders
+from pdcluster_router.request.forks import ForkGroups
 from pdcluster_router.request.open_requests import OpenRequest, OpenRequests
 from pdcluster_router.request.retries import DispatchSettings, RetryBudget, Shut
 from pdcluster_router.request.serving import ServedModels
-from pdcluster_router.request.timers import Alarms
+from pdcluster_router.request.timers import Timers
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +47,15 @@ class Shared:
 
     cluster: ClusterLinks
     models: ServedModels
-    chooser: Chooser
+    selector: PolicySelector
     settings: DispatchSettings
     waiting: WaitingRequests
     explainer: Explainer
     clock: Callable[[], float] = time.monotonic
     open: OpenRequests = field(default_factory=OpenRequests)
     shut: Shut = field(default_factory=Shut)
-    alarms: Alarms = field(default_factory=Alarms)
-    leaders: Leaders = field(default_factory=Leaders)
+    timers: Timers = field(default_factory=Timers)
+    fork_groups: ForkGroups = field(default_factory=ForkGroups)
     named: HashedPrompt = field(default_factory=HashedPrompt)
 
 
@@ -83,7 +83,6 @@ class Run:
     `on_error` once, or nothing after a cancel."""
 
     __slots__ = (
-        "_alarm",
         "_attempt",
         "_budget",
         "_choice",
@@ -94,9 +93,9 @@ class Run:
         "_is_at_work",
         "_is_over",
         "_job",
-        "_letters",
         "_num_placed",
         "_pause",
+        "_pending_messages",
         "_placed_at",
         "_record",
         "_report_by",
@@ -104,6 +103,7 @@ class Run:
         "_shared",
         "_sink",
         "_started",
+        "_timer",
     )  # fmt: skip
 
     def __init__(
@@ -113,14 +113,14 @@ class Run:
         self._job, self._record, self._started = job, record, started
         self._budget = RetryBudget(shared.settings)
         self._attempt: Attempt | None = None
-        self._letters: deque[tuple[str, Body]] = deque()
+        self._pending_messages: deque[tuple[str, Body]] = deque()
         self._first_token_at: float | None = None
         self._second_token_at: float | None = None
         self._report_by: float | None = None
         self._placed_at = started
         self._is_at_work = self._is_over = self._has_way = False
         self._num_placed = 0
-        self._alarm: int | None = None
+        self._timer: int | None = None
         self._due = 0.0
         self._pause: asyncio.TimerHandle | None = None
         self._choice: RoutingDecision | None = None
@@ -141,10 +141,10 @@ class Run:
 
     def start(self) -> None:
         self.enter()
-        generation, leaders = self._generation, self._shared.leaders
+        generation, fork_groups = self._generation, self._shared.fork_groups
         if generation.leads:
-            leaders.enter(generation.request)
-        if generation.leader is None or not leaders.follow(generation.leader, self._led):
+            fork_groups.enter(generation.request)
+        if generation.parent is None or not fork_groups.follow(generation.parent, self._led):
             self._step(self._place)
 
     # ------------------------------------------------------------ what was begun elsewhere (`plain_run`)
@@ -162,7 +162,7 @@ class Run:
         shared = self._shared
         self._choice, self._placed_at, self._num_placed = choice, placed_at, 1
         self._attempt = attempt = Attempt(
-            self._job, choice, shared.cluster, shared.chooser, shared.settings.stages, shared.clock
+            self._job, choice, shared.cluster, shared.selector, shared.settings.stages, shared.clock
         )
         if begun is None:
             self._step(attempt.start)
@@ -182,14 +182,14 @@ class Run:
     def _led(self, incarnation: str | None) -> None:
         """It is known where its leader decodes. Until then its leader's deadline is its own."""
         if not self._is_over:
-            self._job.fork_of, self._job.fork_on = self._generation.leader, incarnation
+            self._job.fork_of, self._job.fork_on = self._generation.parent, incarnation
             self._step(self._place)
 
     def read(self, incarnation: str, body: Body) -> None:
         """A node said something."""
         attempt = self._attempt
         if self._is_at_work or attempt is None:
-            self._letters.append((incarnation, body))
+            self._pending_messages.append((incarnation, body))
         elif type(body) is TokenRow and body.position > 1 and not self._is_over and attempt.goes_on(incarnation, body):
             self._go_on(attempt, body)
         else:
@@ -215,7 +215,7 @@ class Run:
     def finish(self, num_output: int) -> None:
         """Implements generation.Running."""
         if not self._is_over:
-            self._shared.chooser.note_end(len(self._job.prompt), num_output)
+            self._shared.selector.note_end(len(self._job.prompt), num_output)
             self._close(None, "a stop string came")
 
     def fail(self, error: Exception) -> None:
@@ -233,15 +233,15 @@ class Run:
             while not self._is_over:
                 try:
                     action(*words)
-                    if self._letters:
-                        self._read_letters()
+                    if self._pending_messages:
+                        self._read_messages()
                     break
                 except RetryAttempt as failure:
                     action, words = self._after(failure), ()
             attempt = self._attempt
             if attempt is not None and not self._is_over:
                 due = attempt.due if self._report_by is None else self._report_by
-                if self._alarm is None or due < self._due:
+                if self._timer is None or due < self._due:
                     self._watch(due)
         except Exception as error:  # the top of what happens to a request: its sink hears of it
             if self._is_over:
@@ -256,9 +256,9 @@ class Run:
         if self._attempt is not None:
             self._attempt.open_way(None)
 
-    def _read_letters(self) -> None:
-        while self._letters and self._attempt is not None and not self._is_over:
-            self._hear(*self._letters.popleft())
+    def _read_messages(self) -> None:
+        while self._pending_messages and self._attempt is not None and not self._is_over:
+            self._hear(*self._pending_messages.popleft())
 
     def _go_on(self, attempt: Attempt, row: TokenRow) -> None:
         """Nothing of the request is another but that there is more. Where its sink takes that without a Chunk, most
@@ -270,7 +270,7 @@ class Run:
             self.fail(error)
             return
         if take is not None and is_taken:
-            attempt.open_way(Way(take, self.fail))
+            attempt.open_way(FastTokenPath(take, self.fail))
             self._has_way = True
         else:
             self._step(self._tell, attempt, TokenChunk(row.position, row.tokens, row.logprobs, (), attempt.route()))
@@ -291,15 +291,15 @@ class Run:
     def _tell(self, attempt: Attempt, chunk: TokenChunk) -> None:
         self._sink.on_chunk(chunk)
         if self._generation.leads and not self._is_over:
-            self._shared.leaders.settle(self._job.request, attempt.decodes_on)
+            self._shared.fork_groups.settle(self._job.request, attempt.decodes_on)
 
     # ------------------------------------------------------------ clocks
 
     def _watch(self, due: float) -> None:
         """Have an alarm that is not later than what comes next. Without an attempt there is none: the gate has its own
         clocks, a pause is one."""
-        if self._alarm is not None:
-            self._drop_alarm()
+        if self._timer is not None:
+            self._drop_timer()
         shared = self._shared
         seconds = max(due - shared.clock(), 0.0)
         if self._report_by is None and seconds > shared.settings.stages.liveness_s:
@@ -308,10 +308,10 @@ class Run:
                 due - seconds + shared.settings.stages.liveness_s,
             )  # its first row moves it no more
         self._due = due
-        self._alarm = shared.alarms.set(seconds, self._ring)
+        self._timer = shared.timers.set(seconds, self._ring)
 
     def _ring(self) -> None:
-        self._alarm = None
+        self._timer = None
         self.look()
 
     def look(self) -> None:
@@ -330,10 +330,10 @@ class Run:
             attempt.expire()
             attempt.next_deadline()
 
-    def _drop_alarm(self) -> None:
-        if self._alarm is not None:
-            self._shared.alarms.drop(self._alarm, self._ring)
-            self._alarm = None
+    def _drop_timer(self) -> None:
+        if self._timer is not None:
+            self._shared.timers.drop(self._timer, self._ring)
+            self._timer = None
 
     # ------------------------------------------------------------ places
 
@@ -354,7 +354,7 @@ class Run:
         """Until it is its turn."""
         job, standing = self._job, self._generation.standing
         size_bytes = BYTES_PER_TOKEN * len(job.prompt)
-        held = Held(
+        held = QueuedRequest(
             job.request,
             standing.tenant,
             0.0,
@@ -382,11 +382,11 @@ class Run:
         self._job.tries = self._budget.attempts
         self._record.decided(decision, asked, now)
         choice, query = decision.choice, decision.query
-        shared.chooser.note_sent(choice, query.num_tokens, query.cached_on(choice.first), now)
-        if self._num_placed == 1 and self._generation.leader is None:
-            shared.chooser.note_prefix(*self._record.prefix)
+        shared.selector.note_sent(choice, query.num_tokens, query.cached_on(choice.first), now)
+        if self._num_placed == 1 and self._generation.parent is None:
+            shared.selector.note_prefix(*self._record.prefix)
         self._attempt = Attempt(
-            self._job, decision.choice, shared.cluster, shared.chooser, shared.settings.stages, shared.clock
+            self._job, decision.choice, shared.cluster, shared.selector, shared.settings.stages, shared.clock
         )
         self._attempt.start()
 
@@ -394,7 +394,7 @@ class Run:
         job, shared = self._job, self._shared
         shared.shut.apply(job, now)
         try:
-            decision = shared.chooser.follow(job, now) or shared.chooser.choose(job, now)
+            decision = shared.selector.follow(job, now) or shared.selector.choose(job, now)
             self._record.consider(decision, now)
             return decision
         except errors.Unavailable:
@@ -403,7 +403,9 @@ class Run:
         except errors.PdclusterError:
             raise
         except Exception as error:  # a policy's bug, which must not take those with it that wait beside this request
-            logger.exception("the routing policy %s failed on request %s", shared.chooser.holder.live.name, job.request)
+            logger.exception(
+                "the routing policy %s failed on request %s", shared.selector.holder.live.name, job.request
+            )
             raise errors.PdclusterError(
                 f"internal error: the routing policy failed ({type(error).__name__}); see the router's log"
             ) from error
@@ -455,7 +457,7 @@ class Run:
     def _done(self, attempt: Attempt) -> Done:
         finished, started, route = attempt.finished, self._started, attempt.route()
         assert finished is not None
-        self._shared.chooser.note_end(len(self._job.prompt), finished.num_output)
+        self._shared.selector.note_end(len(self._job.prompt), finished.num_output)
         prefill = attempt.prefill_timings if route.mode == "remote" else finished.timings
         timeline = Timeline(  # by position, which costs half
             prefill.queue_s,
@@ -479,7 +481,7 @@ class Run:
         a good end."""
         shared, request = self._shared, self._job.request
         self._is_over = True
-        self._drop_alarm()
+        self._drop_timer()
         if self._pause is not None:
             self._pause.cancel()
         if self._attempt is not None:
@@ -489,7 +491,7 @@ class Run:
         shared.cluster.ledger.close(request)
         shared.open.leave(request)
         if self._generation.leads:
-            shared.leaders.settle(request, None)
+            shared.fork_groups.settle(request, None)
         self._record.attempts, self._record.cached_tokens = self._budget.attempts, self._job.cached_tokens
         shared.explainer.close(self._record, error, reason)
         shared.waiting.poke()

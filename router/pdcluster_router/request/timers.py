@@ -24,7 +24,7 @@ FAR_S = 1.0
 Ring = Callable[[], None]
 
 
-class Alarms:
+class Timers:
     """Owned by one event loop, which it finds when an alarm is set. tick_s: how late a near one may ring."""
 
     def __init__(self, tick_s: float = TICK_S) -> None:
@@ -109,12 +109,12 @@ Round = dict[Member, None]
 """In the order in which they came. Whoever leaves takes itself out."""
 
 
-class Rounds:
+class TimerBuckets:
     """Owned by one event loop. seconds: until a round rings, from its start on."""
 
-    def __init__(self, alarms: Alarms, seconds: float) -> None:
+    def __init__(self, timers: Timers, seconds: float) -> None:
         self.seconds = seconds
-        self._alarms = alarms
+        self._timers = timers
         self._open_s = min(OPEN_S, seconds / 4)
         self._round: Round = {}
         self._until = -math.inf
@@ -124,7 +124,7 @@ class Rounds:
         members' clock."""
         if now >= self._until:
             self._round, self._until = {}, now + self._open_s
-            self._alarms.set(self.seconds - self._open_s, partial(self._ring, self._round))
+            self._timers.set(self.seconds - self._open_s, partial(self._ring, self._round))
         self._round[member] = None
         return self._round
 
@@ -138,4 +138,4 @@ class Rounds:
                 member.ring()
         finally:
             if members:  # what one of them raises does not cost the others theirs
-                self._alarms.set(0.0, partial(self._ring, members))
+                self._timers.set(0.0, partial(self._ring, members))

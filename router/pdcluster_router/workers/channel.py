@@ -31,7 +31,7 @@ MAX_UNSENT_BYTES = 2 * frames.MAX_FRAME_BYTES
 """More than this waiting to be read means that the other end does not read."""
 
 
-class Silent(Unavailable):
+class WorkerSilent(Unavailable):
     """No answer came: the other end is gone, or too busy."""
 
 
@@ -65,7 +65,7 @@ class Channel:
             task.cancel()
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(Silent(f"{self.name} is gone; if it died, it is being started again"))
+                waiting.set_exception(WorkerSilent(f"{self.name} is gone; if it died, it is being started again"))
         self._writer.close()
 
     async def ask(self, question: frames.AnyQuestion, kind: type[T], timeout_s: float) -> T:
@@ -78,7 +78,7 @@ class Channel:
             async with asyncio.timeout(timeout_s):
                 return msgspec.msgpack.decode(await answer, type=kind)
         except TimeoutError:
-            raise Silent(f"{self.name} did not answer within {timeout_s:g} s; it may be stuck") from None
+            raise WorkerSilent(f"{self.name} did not answer within {timeout_s:g} s; it may be stuck") from None
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(
                 f"{self.name} answered {type(question).__name__} with something else: {error}"
@@ -94,11 +94,11 @@ class Channel:
 
     def _send(self, frame: frames.Frame) -> None:
         if not self.is_open:
-            raise Silent(f"{self.name} is gone; if it died, it is being started again")
+            raise WorkerSilent(f"{self.name} is gone; if it died, it is being started again")
         if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.close()
             self._writer.transport.abort()  # nobody will read what waits
-            raise Silent(f"{self.name} reads nothing; its control connection is closed")
+            raise WorkerSilent(f"{self.name} reads nothing; its control connection is closed")
         self._writer.write(frames.encode(frame))
 
     def _take(self, frame: frames.Frame) -> None:

@@ -23,7 +23,7 @@ SCRAPE_S = 5.0
 """Longest wait for the metrics of all workers."""
 
 
-class Desk:
+class WorkerEndpoint:
     """Owned by the worker's event loop."""
 
     def __init__(self, operations: Operations, registry: CollectorRegistry) -> None:

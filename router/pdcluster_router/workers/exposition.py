@@ -47,7 +47,7 @@ def _family(metric: Metric) -> Family:
     )
 
 
-class Together(Collector):
+class MergedFamilies(Collector):
     """The families of those workers that answered. restarts: by worker, of all workers."""
 
     def __init__(self, told: Mapping[str, list[Family]], restarts: Mapping[str, int]) -> None:
@@ -104,5 +104,5 @@ def _by_worker(
 
 def exposition(told: Mapping[str, list[Family]], restarts: Mapping[str, int]) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Together(told, restarts))
+    registry.register(MergedFamilies(told, restarts))
     return generate_latest(registry)

@@ -31,7 +31,7 @@ from pdcluster_router.cluster.events import Event, EventLog
 from pdcluster_router.core.ids import worker_of
 from pdcluster_router.explain.records import Explanation
 from pdcluster_router.workers import frames
-from pdcluster_router.workers.channel import Channel, Silent
+from pdcluster_router.workers.channel import Channel, WorkerSilent
 from pdcluster_router.workers.exposition import Family, exposition
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class Fleet:
     async def _ask(self, number: int, question: frames.AnyQuestion, kind: type[T], timeout_s: float = ASK_S) -> T:
         channel = self._channels[number]
         if channel is None:
-            raise Silent(f"worker {number} is gone; it is being started again")
+            raise WorkerSilent(f"worker {number} is gone; it is being started again")
         return await channel.ask(question, kind, timeout_s)
 
     async def _ask_all(self, question: frames.AnyQuestion, kind: type[T]) -> WorkerAnswers[T]:
@@ -134,7 +134,7 @@ class Fleet:
         async def ask(number: int) -> None:
             try:
                 answers.told[number] = await self._ask(number, question, kind)
-            except Silent:
+            except WorkerSilent:
                 answers.silent.append(f"worker {number}")
             except PdclusterError as error:
                 answers.errors[number] = error
@@ -151,7 +151,7 @@ class Fleet:
         for number in self._channels:
             try:
                 return await self._ask(number, question, kind, timeout_s)
-            except Silent:
+            except WorkerSilent:
                 continue
         raise Unavailable(f"none of the {len(self._channels)} workers answers; see the router's log")
 
@@ -161,7 +161,7 @@ class Fleet:
         if named in self._channels:
             try:
                 return {named: await self._ask(named, question, kind)}
-            except (Silent, UnknownName):
+            except (WorkerSilent, UnknownName):
                 pass  # asked of all, who say what is wrong; a client may call its requests as we do
         answers = await self._ask_all(question, kind)
         if answers.told:

@@ -36,7 +36,7 @@ from pdcluster_router.core.job import HashChain
 from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.policy.base import Force
 from pdcluster_router.policy.registry import DEFAULT, make_policy
-from pdcluster_router.policy.selector import Chooser, PolicyHolder
+from pdcluster_router.policy.selector import PolicyHolder, PolicySelector
 from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 
 BLOCK = 4
@@ -247,13 +247,13 @@ class LocalCluster:
         for name, role in self.roles.items():
             self.start(name, role)
         block_tokens = next(iter(self.nodes.values())).kit.shape.block_tokens
-        self.chooser = Chooser(
+        self.selector = PolicySelector(
             PolicyHolder(make_policy(DEFAULT)), self.router.view, self.router.cached, force=self.force
         )
         self.dispatch = Dispatch(
             self.router,
             OneModel(block_tokens),
-            self.chooser,
+            self.selector,
             DispatchSettings(stages=self.stages, hold_s=20.0),
             self.clock,
         )
@@ -312,7 +312,7 @@ class LocalCluster:
         name, tokens = f"r{next(self.versions)}", array("i", prompt)
         first = Generation(f"{name}-0", "model", tokens, samplings[0], deadline_s, leads=len(samplings) > 1)
         others = [
-            Generation(f"{name}-{n}", "model", tokens, each, deadline_s, leader=first.request)
+            Generation(f"{name}-{n}", "model", tokens, each, deadline_s, parent=first.request)
             for n, each in enumerate(samplings[1:], 1)
         ]
         return await asyncio.gather(*(self._events(generation) for generation in (first, *others)))

@@ -51,7 +51,7 @@ class TimedOracle(OracleEngine):
         if self.due is None or self._clock() < self.due or self._plan is None:
             return
         self.hold = False
-        if self._plan.bells:
+        if self._plan.milestones:
             self.tick()
         else:
             self.finish()

@@ -83,7 +83,7 @@ class SteppedNode(LocalNode):
         os.close(self.loop._stop_fd)
         os.close(self.neighbours.wakeup_fd)
         self.neighbours = Watch()
-        self.box = LetterBox(self.me, self.parts.hub.address, cluster.letters.append)
+        self.box = LetterBox(self.me, self.parts.hub.address, cluster.pending_messages.append)
         self.parts = replace(self.parts, hub=self.box, neighbours=self.neighbours)
         writer = (
             self.parts.writer
@@ -130,7 +130,7 @@ class SteppedNodes:
         self.transfer = Settings(chunk_bytes=128, window_bytes=512, verify_bytes=256)
         self.boots = itertools.count()
         self.networks = networks
-        self.letters: list[Letter] = []
+        self.pending_messages: list[Letter] = []
         self._sockets = Wire(None)  # type: ignore[arg-type]  # only bound, never used
         self.nodes = {name: SteppedNode(self, name, role) for name, role in roles.items()}
 

@@ -31,7 +31,7 @@ def allows(grammar: xgrammar.CompiledGrammar, text: str | bytes) -> bool:
     return all(matcher.accept_token(byte) for byte in data) and matcher.accept_token(EOS)
 
 
-def texts(grammar: xgrammar.CompiledGrammar, letters: str, most: int) -> list[str]:
+def texts(grammar: xgrammar.CompiledGrammar, pending_messages: str, most: int) -> list[str]:
     """All that it allows of so many letters at most."""
     matcher, found = xgrammar.GrammarMatcher(grammar), list[str]()
 
@@ -39,7 +39,7 @@ def texts(grammar: xgrammar.CompiledGrammar, letters: str, most: int) -> list[st
         if matcher.accept_token(EOS):
             found.append(text)
             matcher.rollback(1)
-        for letter in letters if len(text) < most else "":
+        for letter in pending_messages if len(text) < most else "":
             if matcher.accept_token(ord(letter)):
                 walk(text + letter)
                 matcher.rollback(1)

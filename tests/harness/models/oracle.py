@@ -82,7 +82,7 @@ class OracleEngine:
     def launch(self, plan: StepPlan) -> None:
         in_flight = len(self._outcomes) + (self._plan is not None) + (self._next is not None)
         assert in_flight < 2, "a step was launched while two are in flight"
-        assert not (in_flight and plan.bells), "a step with bells was launched behind another"
+        assert not (in_flight and plan.milestones), "a step with bells was launched behind another"
         self.num_ahead += in_flight
         if self._plan is not None:
             self._next = plan
@@ -104,15 +104,17 @@ class OracleEngine:
             self.finish()
 
     def finish(self) -> None:
-        if self._plan is not None and not self._plan.bells:
+        if self._plan is not None and not self._plan.milestones:
             self._write(NUM_LAYERS)
             self._end()
 
     def tick(self) -> None:
         """A step with bells gets on: to its next bell, or to its end."""
-        if self._plan is None or not self._plan.bells or self.hold:
+        if self._plan is None or not self._plan.milestones or self.hold:
             return
-        self._write(next((bell for bell in self._plan.bells if bell > self.layers_done), NUM_LAYERS))
+        self._write(
+            next((milestone for milestone in self._plan.milestones if milestone > self.layers_done), NUM_LAYERS)
+        )
         if self.layers_done == NUM_LAYERS:
             self._end()
         else:

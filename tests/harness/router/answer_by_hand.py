@@ -15,7 +15,7 @@ from pdcluster_router.frontend.prepare import Terms, prepare_chat, prepare_compl
 from pdcluster_router.frontend.response import answer
 from pdcluster_router.frontend.server import router_metrics
 from pdcluster_router.http.exchange import Exchange, ParsedHead
-from pdcluster_router.http.write_coalescing import Posting
+from pdcluster_router.http.write_coalescing import WriteCoalescer
 
 
 class Line:
@@ -23,22 +23,22 @@ class Line:
 
     def __init__(self) -> None:
         self.is_paused = self.is_cut = False
-        self.posting = Posting()
+        self.write_coalescer = WriteCoalescer()
         self._written = b""
 
     @property
     def sent(self) -> bytes:
         """And posted."""
-        return self._written + self.posting.parts.get(self, b"")
+        return self._written + self.write_coalescer.parts.get(self, b"")
 
     def write(self, data: bytes, /) -> None:
         self._written += data
 
     def send(self, data: bytes) -> None:
-        self.write(self.posting.parts.pop(self, b"") + data)
+        self.write(self.write_coalescer.parts.pop(self, b"") + data)
 
     def post(self, data: bytes) -> None:
-        self.posting.parts[self] = self.posting.parts.get(self, b"") + data
+        self.write_coalescer.parts[self] = self.write_coalescer.parts.get(self, b"") + data
 
     def end(self, exchange: Exchange) -> None:
         pass

@@ -29,7 +29,7 @@ from pdcluster.core.errors import Overloaded, UnknownModel
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster.kv.hashing import chain_root
 from pdcluster.telemetry.metrics import ExplainMetrics, HoldMetrics
-from pdcluster_router.cluster.in_flight import Sent, work_of
+from pdcluster_router.cluster.in_flight import SentWork, work_of
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.generation import ModelInfo
 from pdcluster_router.core.job import HashChain, RetryAttempt
@@ -129,7 +129,7 @@ class CountingCluster(FakeCluster):
         if isinstance(message, m.Prefill | m.Reserve):
             work = message.work
             self.ledger.pending.enter(
-                to.incarnation, work.request, Sent(work.attempt, len(self.sent), work_of(message, 0), work.hashes)
+                to.incarnation, work.request, SentWork(work.attempt, len(self.sent), work_of(message, 0), work.hashes)
             )
 
     def report(self, number: int, load: m.Load) -> None:
@@ -205,15 +205,15 @@ class Scene:
 
     def __post_init__(self) -> None:
         setting = self.setting
-        self.alarms = AlarmsByHand(lambda: self.moment)
-        self.chooser = make_chooser(self.cluster, setting.policy, force=self.force)
+        self.timers = AlarmsByHand(lambda: self.moment)
+        self.selector = make_chooser(self.cluster, setting.policy, force=self.force)
         if setting.shadow:
-            self.chooser.holder.shadow = BrokenPolicy() if setting.shadow == "broken" else make_policy(setting.shadow)  # type: ignore[assignment]
+            self.selector.holder.shadow = BrokenPolicy() if setting.shadow == "broken" else make_policy(setting.shadow)  # type: ignore[assignment]
         self.metrics = router_metrics()
         settings, hold = setting.dispatch(), HoldMetrics(self.metrics.registry)
         explainer = Explainer(settings.headroom, ExplainMetrics(self.metrics.registry), lambda: 0.0)
-        dispatch = Dispatch(self.cluster, Models(), self.chooser, settings, lambda: self.moment, hold, explainer)  # type: ignore[arg-type]
-        dispatch.shared = dataclasses.replace(dispatch.shared, alarms=self.alarms)  # type: ignore[arg-type]
+        dispatch = Dispatch(self.cluster, Models(), self.selector, settings, lambda: self.moment, hold, explainer)  # type: ignore[arg-type]
+        dispatch.shared = dataclasses.replace(dispatch.shared, timers=self.timers)  # type: ignore[arg-type]
         self.dispatch, self.places = (
             dispatch,
             Places(setting.places, Tenants(TENANTS) if setting.has_tenants else None, hold),
@@ -222,11 +222,11 @@ class Scene:
         self.app = create_app(
             dispatch, HttpSettings(deadline_s=self.deadline_s), self.metrics, self.places, plain=plain
         )
-        choose, place = self.chooser.choose, self.chooser.place
-        self.chooser.choose = lambda *words: (choose(*words), self.wait(setting.choosing_s))[0]  # type: ignore[method-assign,func-returns-value]
-        self.chooser.place = lambda *words: self._slow(place(*words))  # type: ignore[method-assign]
+        choose, place = self.selector.choose, self.selector.place
+        self.selector.choose = lambda *words: (choose(*words), self.wait(setting.choosing_s))[0]  # type: ignore[method-assign,func-returns-value]
+        self.selector.place = lambda *words: self._slow(place(*words))  # type: ignore[method-assign]
         self.prefixes: list[tuple[int, int]] = []
-        self.chooser.note_prefix = lambda *tokens: self.prefixes.append(tokens)  # type: ignore[method-assign]
+        self.selector.note_prefix = lambda *tokens: self.prefixes.append(tokens)  # type: ignore[method-assign]
 
     def wait(self, seconds: float) -> None:
         self.moment += seconds
@@ -363,7 +363,7 @@ class Scene:
                 self.dispatch.open.cancel(self.exchange.id, "enough")
             case "time":
                 self.moment += (0.5, 2.9, 5.0, 10.0)[number % 4]
-                self.alarms.ring()
+                self.timers.ring()
                 self.dispatch.waiting.poke()
             case "ask" if len(self.exchanges) < MOST_ASKED:
                 key = KEYS[number % len(KEYS)]
@@ -404,10 +404,10 @@ class Scene:
         seen = (
             asked, self.places.num_taken, open_ones, legs, pending, sent, ledger.num_requests(),
             self.dispatch.waiting.num_held,
-            (self.chooser._num_ended, self.chooser._usual_output, self.chooser._usual_prompt, self.chooser._counter),
+            (self.selector._num_ended, self.selector._usual_output, self.selector._usual_prompt, self.selector._counter),
             self.prefixes,
-            (self.chooser._previous, *((sent._work_s, sent._moment) for sent in (self.chooser._sent_serving,
-            self.chooser._sent_decoding))),
+            (self.selector._previous, *((sent._work_s, sent._moment) for sent in (self.selector._sent_serving,
+            self.selector._sent_decoding))),
         )  # fmt: skip
         text = json.dumps(seen, default=str)
         for number, exchange in enumerate(self.exchanges):
@@ -504,7 +504,7 @@ async def _play(scene: Scene, steps: Steps, fields: dict[str, object]) -> None:
             scene.app._end(exchange, ClientLeft("the test is over"))
     scene.told.append(scene.look())
     scene.told.append(scene.counted())
-    scene.told.append((len(scene.alarms), len(scene.dispatch.open)))
+    scene.told.append((len(scene.timers), len(scene.dispatch.open)))
     await settle()
 
 

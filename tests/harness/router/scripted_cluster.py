@@ -12,7 +12,7 @@ from pdcluster_router.cluster.legs import Ledger
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.policy.base import Force
 from pdcluster_router.policy.registry import make_policy
-from pdcluster_router.policy.selector import Chooser, PolicyHolder
+from pdcluster_router.policy.selector import PolicyHolder, PolicySelector
 
 EMPTY_LOAD = m.Load(0, 0, 0, 0, 100, 100, 0, 0, 0, 8, 0)
 
@@ -88,8 +88,8 @@ class FakeCluster:
         self.ledger.lose_node(node.endpoint.incarnation, reason)
 
 
-def make_chooser(cluster: FakeCluster, policy: str = "product", force: Force = "auto") -> Chooser:
-    return Chooser(PolicyHolder(make_policy(policy)), cluster.view, lambda hashes: {}, force=force)
+def make_chooser(cluster: FakeCluster, policy: str = "product", force: Force = "auto") -> PolicySelector:
+    return PolicySelector(PolicyHolder(make_policy(policy)), cluster.view, lambda hashes: {}, force=force)
 
 
 def row(work_or: m.Work, position: int, tokens: tuple[int, ...]) -> m.TokenRow:

@@ -192,13 +192,13 @@ def test_a_bell_that_nobody_heard_says_nothing_about_the_next_step(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise pages whose KV is not computed yet would be taken for done, and sent."""
-    engine.launch(StepPlan((row(),), bells=(1, 2)))
+    engine.launch(StepPlan((row(),), milestones=(1, 2)))
     engine.collect(10)
     assert engine.layers_done == SHAPE.num_layers
     gate = threading.Event()
     forward = engine._model.forward
     monkeypatch.setattr(engine._model, "forward", lambda *args: (gate.wait(10), forward(*args))[1])
-    engine.launch(StepPlan((row(),), bells=(1,)))
+    engine.launch(StepPlan((row(),), milestones=(1,)))
     assert engine.layers_done == 0 and not readable(engine.layer_fd)
     gate.set()
     engine.collect(10)

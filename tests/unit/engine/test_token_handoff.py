@@ -16,7 +16,7 @@ from pdcluster.core.errors import IntegrityError, ModelError
 from pdcluster.core.history import History, history_of
 from pdcluster.core.sampling import Sampling, Shaping
 from pdcluster.core.step import NOT_DRAWN_YET, Row, RowError, RowResult, StepPlan
-from pdcluster.engine.engine import Engine, EngineConfig, Following
+from pdcluster.engine.engine import Engine, EngineConfig, TokenHandoff
 
 PAGE = 8
 SHAPE = Shape("qwen3", hidden_size=32, intermediate_size=48, head_dim=16, vocab_size=97, num_layers=2)
@@ -117,12 +117,12 @@ def test_done_fd_is_readable_until_both_steps_are_collected(engine: Engine) -> N
 def test_a_step_with_bells_is_not_launched_behind_another(engine: Engine) -> None:
     engine.launch(StepPlan((first_row(),)))
     with pytest.raises(IntegrityError, match="bells"):
-        engine.launch(StepPlan((next_row(),), bells=(1,)))
+        engine.launch(StepPlan((next_row(),), milestones=(1,)))
     engine.collect(30)
 
 
 def test_a_row_behind_one_that_could_not_go_on_gets_its_error_and_no_token() -> None:
-    following, error = Following(), RowError("the grammar allows nothing", retryable=False)
+    following, error = TokenHandoff(), RowError("the grammar allows nothing", retryable=False)
     following.begin(StepPlan((first_row(),)))
     following.end(StepPlan((first_row(),)), (RowResult("0", None, error=error),))
     fed = following.begin(StepPlan((next_row(),)))
@@ -130,7 +130,7 @@ def test_a_row_behind_one_that_could_not_go_on_gets_its_error_and_no_token() -> 
 
 
 def test_a_grammar_is_told_of_the_token_that_its_row_goes_on_with() -> None:
-    following = Following()
+    following = TokenHandoff()
     following.begin(StepPlan((first_row(),)))
     following.end(StepPlan((first_row(),)), (RowResult("0", 42),))
     fed = following.begin(StepPlan((next_row(),)))

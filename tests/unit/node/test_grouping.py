@@ -13,15 +13,15 @@ STATS = TransferStats(backend="tcp", nbytes=1 << 24, chunks=4, resent=0, transfe
 
 
 def test_a_small_prompt_leaves_in_one_piece() -> None:
-    assert LayerGroups(28, page_bytes=1 << 16).bells(1, "tcp") == ()
+    assert LayerGroups(28, page_bytes=1 << 16).milestones(1, "tcp") == ()
 
 
 def test_a_slow_link_gets_more_groups_than_a_fast_one() -> None:
     groups = LayerGroups(28, page_bytes=1 << 20)
-    before = groups.bells(32, "tcp")
+    before = groups.milestones(32, "tcp")
     groups.observe(replace(STATS, busy_s=1.0))
-    assert len(groups.bells(32, "tcp")) > len(before)
-    assert groups.bells(32, "shm") == before, "each backend has a bandwidth of its own"
+    assert len(groups.milestones(32, "tcp")) > len(before)
+    assert groups.milestones(32, "shm") == before, "each backend has a bandwidth of its own"
 
 
 def test_bandwidth_is_learnt_from_the_time_in_which_something_moved() -> None:
@@ -35,6 +35,6 @@ def test_bandwidth_is_learnt_from_the_time_in_which_something_moved() -> None:
 
 @given(num_layers=st.integers(1, 96), pages=st.integers(1, 5000), page_bytes=st.integers(1, 1 << 24))
 def test_bells_are_ordered_layers_before_the_last(num_layers: int, pages: int, page_bytes: int) -> None:
-    bells = LayerGroups(num_layers, page_bytes).bells(pages, "tcp")
-    assert list(bells) == sorted(set(bells))
-    assert all(0 < bell < num_layers for bell in bells)
+    milestones = LayerGroups(num_layers, page_bytes).milestones(pages, "tcp")
+    assert list(milestones) == sorted(set(milestones))
+    assert all(0 < milestone < num_layers for milestone in milestones)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcluster.core.messages import Finished, LegTimings, Sampling, TokenLogprobs, TokenRow, Tokens, Work, pack_tokens
-from pdcluster.node.legs import EmittedTokens, Ended, EndedLegs, key_of
+from pdcluster.node.legs import EmittedTokens, EndedLeg, EndedLegs, key_of
 from pdcluster.node.outbox import Outbox
 from pdcluster.transfer.backends.base import Peer
 
@@ -51,7 +51,7 @@ def test_only_the_most_recent_last_words_are_kept() -> None:
     ended = EndedLegs(capacity=2)
     for attempt in range(3):
         word = Finished("r1", attempt, "length", 0, LegTimings())
-        ended.add(Ended(ROUTER, EmittedTokens("r1", attempt, 0), word))
+        ended.add(EndedLeg(ROUTER, EmittedTokens("r1", attempt, 0), word))
     assert ended.get("r1", 0) is None
     assert ended.get("r1", 2) is not None
 
@@ -98,19 +98,19 @@ def long_output(request: str, tokens: int, alternatives: int = 0) -> EmittedToke
 def test_long_outputs_are_forgotten_before_many_short_ones_fill_the_memory() -> None:
     ended = EndedLegs(capacity=100, max_numbers=50)
     for index in range(4):
-        ended.add(Ended(ROUTER, long_output(f"r{index}", 20), Finished(f"r{index}", 0, "length", 20, LegTimings())))
+        ended.add(EndedLeg(ROUTER, long_output(f"r{index}", 20), Finished(f"r{index}", 0, "length", 20, LegTimings())))
     assert [ended.get(f"r{index}", 0) is not None for index in range(4)] == [False, False, True, True]
-    ended.add(Ended(ROUTER, long_output("wide", 2, alternatives=20), Finished("wide", 0, "length", 2, LegTimings())))
+    ended.add(EndedLeg(ROUTER, long_output("wide", 2, alternatives=20), Finished("wide", 0, "length", 2, LegTimings())))
     assert len(ended) == 0, "two tokens with 20 alternatives each hold more than 50 numbers"
-    ended.add(Ended(ROUTER, long_output("r9", 5), Finished("r9", 0, "length", 5, LegTimings())))
+    ended.add(EndedLeg(ROUTER, long_output("r9", 5), Finished("r9", 0, "length", 5, LegTimings())))
     assert len(ended) == 1, "what was forgotten no longer counts"
 
 
 def test_a_word_said_twice_counts_once_and_a_router_that_is_gone_asks_no_more() -> None:
     ended, other = EndedLegs(max_numbers=50), Peer("router-2", "boot")
     for _ in range(10):
-        ended.add(Ended(ROUTER, long_output("r1", 20), Finished("r1", 0, "length", 20, LegTimings())))
-    ended.add(Ended(other, long_output("r2", 20), Finished("r2", 0, "length", 20, LegTimings())))
+        ended.add(EndedLeg(ROUTER, long_output("r1", 20), Finished("r1", 0, "length", 20, LegTimings())))
+    ended.add(EndedLeg(other, long_output("r2", 20), Finished("r2", 0, "length", 20, LegTimings())))
     assert len(ended) == 2
     ended.forget_router(ROUTER)
     assert ended.get("r1", 0) is None and ended.get("r2", 0) is not None

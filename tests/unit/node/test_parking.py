@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.node.prefill import LONGEST_S, SHORTEST_S, Parking
+from pdcluster.node.prefill import LONGEST_S, SHORTEST_S, ParkedKV
 
 
 class Lot:
     def __init__(self, limit: int = 4) -> None:
         self.now = 100.0
-        self.parking = Parking(limit, lambda: self.now)
+        self.parking = ParkedKV(limit, lambda: self.now, 30.0)
 
 
 def test_pages_that_two_requests_share_count_once() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from pdcluster.core.step import Row, StepPlan
 from pdcluster.cost.cost import NodeCost
-from pdcluster.node.step_timer import Stopwatch
+from pdcluster.node.step_timer import StepTimer
 
 
 def plan(*rows: tuple[int, int]) -> StepPlan:
@@ -20,7 +20,7 @@ def plan(*rows: tuple[int, int]) -> StepPlan:
 
 def test_steps_are_timed_with_what_the_loop_does_after_them() -> None:
     now = [0.0]
-    watch = Stopwatch(512, lambda: now[0])
+    watch = StepTimer(512, lambda: now[0])
     assert watch.report() is None
     for _ in range(300):
         for rows, took in ((((1, 99),), 0.010), (((1, 99), (256, 0)), 0.100), (((1, 999),), 0.019)):

@@ -32,7 +32,7 @@ class ForkMachine(RuleBasedStateMachine):
         limits = SchedulerLimits(token_budget=7, max_rows=6, max_waiting=32, max_len=48, reserve_tokens=reserve)
         self.scheduler = Scheduler(self.pool, limits)
         self.engine = FakeEngine(num_pages, PAGE)
-        self.leaders: list[Sequence] = []
+        self.fork_groups: list[Sequence] = []
         self.prompts: dict[str, list[int]] = {}
         self.said: dict[str, list[int]] = {}
         self.plan: StepPlan | None = None
@@ -45,14 +45,14 @@ class ForkMachine(RuleBasedStateMachine):
         self.prompts[sequence.key], self.said[sequence.key] = prompt, []
         return sequence
 
-    @precondition(lambda self: len(self.leaders) < 6)
+    @precondition(lambda self: len(self.fork_groups) < 6)
     @rule(prompt=st.lists(st.integers(0, 3), min_size=1, max_size=14), max_tokens=st.integers(1, 9))
     def lead(self, prompt: list[int], max_tokens: int) -> None:
         sequence = self._make(prompt, 0, max_tokens)
         self.scheduler.add(sequence)
-        self.leaders.append(sequence)
+        self.fork_groups.append(sequence)
 
-    @precondition(lambda self: len(self.leaders) < 6)
+    @precondition(lambda self: len(self.fork_groups) < 6)
     @rule(prompt=st.lists(st.integers(0, 3), min_size=1, max_size=14), max_tokens=st.integers(1, 9))
     def reserve(self, prompt: list[int], max_tokens: int) -> None:
         sequence = self._make(prompt, 0, max_tokens)
@@ -61,23 +61,23 @@ class ForkMachine(RuleBasedStateMachine):
         except Overloaded:
             return
         self.engine.write(pages, 0, kv_of(prompt))
-        self.leaders.append(sequence)
+        self.fork_groups.append(sequence)
 
     @rule(pick=st.randoms(use_true_random=False))
     def land(self, pick) -> None:
-        slots = [leader for leader in self.leaders if leader.state is Residence.RESERVED]
+        slots = [parent for parent in self.fork_groups if parent.state is Residence.RESERVED]
         if slots:
-            leader = pick.choice(slots)
-            token = reference(self.prompts[leader.key], leader.sampling, eos=EOS, max_len=48)[0][0]
-            self._take([self.scheduler.commit(leader.key, token)])
+            parent = pick.choice(slots)
+            token = reference(self.prompts[parent.key], parent.sampling, eos=EOS, max_len=48)[0][0]
+            self._take([self.scheduler.commit(parent.key, token)])
 
-    @precondition(lambda self: self.leaders)
+    @precondition(lambda self: self.fork_groups)
     @rule(pick=st.randoms(use_true_random=False), choice=st.integers(1, 5), max_tokens=st.integers(1, 9))
     def fork(self, pick, choice: int, max_tokens: int) -> None:
-        leader = pick.choice(self.leaders)
+        parent = pick.choice(self.fork_groups)
         if self.scheduler.load().waiting < 20:
-            sequence = self._make(self.prompts[leader.key], choice, max_tokens)
-            sequence.leader = leader
+            sequence = self._make(self.prompts[parent.key], choice, max_tokens)
+            sequence.parent = parent
             self.scheduler.add(sequence)
 
     @precondition(lambda self: self.plan is None)
@@ -123,7 +123,7 @@ class ForkMachine(RuleBasedStateMachine):
         if live := list(self.scheduler._live.values()):
             sequence = pick.choice(live)
             self.scheduler.cancel(sequence.key)
-            self.leaders = [leader for leader in self.leaders if leader is not sequence]
+            self.fork_groups = [parent for parent in self.fork_groups if parent is not sequence]
 
     def _take(self, updates) -> None:
         for update in updates:
@@ -136,7 +136,7 @@ class ForkMachine(RuleBasedStateMachine):
             right = reference(self.prompts[update.key], sequence.sampling, eos=EOS, max_len=48)[0]
             assert said == right[: len(said)], f"{update.key}, choice {sequence.sampling.choice}"
             if update.finished is not None:
-                self.leaders = [leader for leader in self.leaders if leader is not sequence]
+                self.fork_groups = [parent for parent in self.fork_groups if parent is not sequence]
 
     @invariant()
     def books_add_up(self) -> None:
@@ -148,8 +148,8 @@ class ForkMachine(RuleBasedStateMachine):
             return
         if self.plan is not None:
             self.land_step()
-        for leader in [leader for leader in self.leaders if leader.state is Residence.RESERVED]:
-            self.scheduler.cancel(leader.key)
+        for parent in [parent for parent in self.fork_groups if parent.state is Residence.RESERVED]:
+            self.scheduler.cancel(parent.key)
         for _ in range(2000):
             self.launch()
             if self.plan is None:
@@ -174,8 +174,8 @@ def scheduler(num_pages: int = 16) -> tuple[Scheduler, PagePool]:
 def test_a_fork_computes_one_token_and_takes_one_page(length: int) -> None:
     node, pool = scheduler()
     engine = FakeEngine(16, PAGE)
-    leader = make_sequence(list(range(length)), key="leader", max_tokens=8)
-    node.add(leader)
+    parent = make_sequence(list(range(length)), key="parent", max_tokens=8)
+    node.add(parent)
     plan = node.schedule()
     assert plan is not None
     node.update(plan, engine.run(plan))
@@ -184,11 +184,11 @@ def test_a_fork_computes_one_token_and_takes_one_page(length: int) -> None:
         make_sequence(list(range(length)), key=f"fork{choice}", choice=choice, max_tokens=8) for choice in (1, 2, 3)
     ]
     for fork in forks:
-        fork.leader = leader
+        fork.parent = parent
         node.add(fork)
     plan = node.schedule()
     assert plan is not None
-    assert [(row.request, row.start, len(row.tokens)) for row in plan.rows if row.request != "leader"] == [
+    assert [(row.request, row.start, len(row.tokens)) for row in plan.rows if row.request != "parent"] == [
         (f.key, length - 1, 1) for f in forks
     ]
     assert len(plan.copies) == 3 and pool.num_used <= used + 3 + 1, (
@@ -201,15 +201,15 @@ def test_another_prompt_shares_nothing() -> None:
     """Only a router that is wrong could say so."""
     node, _ = scheduler()
     engine = FakeEngine(16, PAGE)
-    leader, fork = (
-        make_sequence([1, 2, 3, 4, 5], key="leader", max_tokens=8),
+    parent, fork = (
+        make_sequence([1, 2, 3, 4, 5], key="parent", max_tokens=8),
         make_sequence([1, 2, 3, 4, 6], key="fork", max_tokens=8),
     )
-    node.add(leader)
+    node.add(parent)
     plan = node.schedule()
     assert plan is not None
     node.update(plan, engine.run(plan))
-    fork.leader = leader
+    fork.parent = parent
     node.add(fork)
     plan = node.schedule()
     assert plan is not None and plan.copies == ()

@@ -150,9 +150,9 @@ def test_nothing_is_launched_behind_a_prompts_chunk_or_a_remote_prefill_or_witho
 
 def test_nothing_is_launched_behind_a_fork_whose_page_is_copied_by_the_step():
     node = Node()
-    leader = node.decoding("leader")
+    parent = node.decoding("leader")
     fork = make_sequence(PROMPT, key="fork", choice=1, max_tokens=20)
-    fork.leader = leader
+    fork.parent = parent
     node.scheduler.add(fork)
     plan = node.schedule()
     assert plan.copies and node.scheduler.look_ahead() is None

@@ -180,7 +180,7 @@ def test_a_lease_that_ends_is_told_in_the_tick_that_sees_it(
         settings = WireSettings(heartbeat_s=120.0, lease_s=130.0, rewelcome_s=0.1)
         router = Router(own, m.Endpoint("decode-0", "boot-1", f"127.0.0.1:{silent.getsockname()[1]}"), settings)
         await asyncio.sleep(0.05)
-        router.link._dialer._up_by = asyncio.get_running_loop().time() - 1.0
+        router.link._client_link._up_by = asyncio.get_running_loop().time() - 1.0
         router.link._tick()
         for _ in range(5):
             await asyncio.sleep(0)
@@ -307,14 +307,14 @@ async def test_a_full_queue_is_not_tried_in_every_turn_of_the_loop(own: Own, mon
     with pytest.raises(NodeLost, match="takes no more frames"):
         for _ in range(20):
             router.link.send(m.FileChunk("f", 0, 1 << 20, bytes(1 << 20)))
-    flush, tries = router.link._dialer.flush, 0
+    flush, tries = router.link._client_link.flush, 0
 
     def counted(now: float) -> bool:
         nonlocal tries
         tries += 1
         return flush(now)
 
-    monkeypatch.setattr(router.link._dialer, "flush", counted)
+    monkeypatch.setattr(router.link._client_link, "flush", counted)
     for _ in range(100):
         await asyncio.sleep(0)
     assert tries <= 4
@@ -432,7 +432,7 @@ async def test_what_is_sent_alone_leaves_at_once(
     for number in range(5):
         listener.frames()
         caller.link.send(m.Release(f"alone {number}"))
-        assert not caller.link._dialer.has_unsent
+        assert not caller.link._client_link.has_unsent
         await asyncio.sleep(0)
         frames: list[m.Envelope] = []
         await until(lambda frames=frames: frames.extend(listener.frames()) or frames)  # type: ignore[misc]
@@ -488,7 +488,7 @@ async def test_a_frame_leaves_as_soon_as_a_turn_sends_nothing(
     monkeypatch.setattr(router_link, "HELD_S", 1e9)
     await make_busy(caller, listener)
     caller.link.send(m.Release("alone"))
-    assert caller.link._dialer.has_unsent
+    assert caller.link._client_link.has_unsent
     for _ in range(3):
         await asyncio.sleep(0)
     assert listener.socket.poll(10_000)  # without a further turn

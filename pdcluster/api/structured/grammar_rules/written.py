@@ -30,10 +30,10 @@ class RuleWriter:
         """Ways of writing one of them."""
         if not self._in_json:
             return [Class(bracketed(ranges))]
-        plain, letters, coded = escaped(ranges)
+        plain, pending_messages, coded = escaped(ranges)
         ways: list[Part] = [Class(bracketed(plain))] if plain else []
-        if letters:
-            ways.append(row(Text("\\"), Class(bracketed(letters))))
+        if pending_messages:
+            ways.append(row(Text("\\"), Class(bracketed(pending_messages))))
         return ways + [row(Text(f"\\u00{high}"), Class(bracketed(low))) for high, low in coded.items()]
 
     def _repeat(self, node: Repeat) -> Part:

@@ -122,7 +122,7 @@ class Escaped(NamedTuple):
     digits."""
 
     plain: Ranges
-    letters: Ranges
+    pending_messages: Ranges
     coded: Mapping[str, Ranges]
 
 
@@ -131,10 +131,10 @@ def escaped(ranges: Ranges) -> Escaped:
     special = ranges_of((code, code) for code in NAMED_ESCAPES)
     coded = minus(intersection(ranges, CONTROLS), special)
     digits = {str(high): "".join(f"{low:x}" for low in range(16) if _has(coded, 16 * high + low)) for high in range(2)}
-    letters = "".join(letter[1] for code, letter in NAMED_ESCAPES.items() if _has(ranges, code))
+    pending_messages = "".join(letter[1] for code, letter in NAMED_ESCAPES.items() if _has(ranges, code))
     return Escaped(
         minus(ranges, union(CONTROLS, special)),
-        of_text(letters),
+        of_text(pending_messages),
         {high: of_text(low) for high, low in digits.items() if low},
     )
 

@@ -17,7 +17,7 @@ Column = NDArray[np.float64]
 Table = NDArray[np.float64]
 
 
-class Station(msgspec.Struct, frozen=True, gc=False):
+class NodeRow(msgspec.Struct, frozen=True, gc=False):
     """One node. Its fields in this order are the first columns of a table (`policy.predicted.cost_model` names them).
 
     is_server: 1 on nodes that compute prompts for others, 0 on decode nodes. chunk_tokens: inf when a prompt is one

@@ -54,7 +54,7 @@ MOST_TOLD = FIRST_TOLD + 3 * MOST_CANDIDATES * TOLD_ENTRY
 
 
 def place(
-    stations: Table,
+    node_rows: Table,
     cached: Numbers,
     held: float,
     source: int,
@@ -76,7 +76,7 @@ def place(
     """As `first_leg`: a prefill node, for `place_pair`; else minus how many numbers are told of a choice of mode
     local."""
     first = first_leg(
-        stations,
+        node_rows,
         cached,
         held,
         source,
@@ -94,11 +94,11 @@ def place(
     )
     if first >= 0:
         return first
-    return -tell(stations, cached, False, True, asked, usual_tokens, backlog_s, found, told)
+    return -tell(node_rows, cached, False, True, asked, usual_tokens, backlog_s, found, told)
 
 
 def place_pair(
-    stations: Table,
+    node_rows: Table,
     cached: Numbers,
     paths: Numbers,
     decode: Rows,
@@ -112,12 +112,12 @@ def place_pair(
     told: Told,
 ) -> int:
     """As `pair`, after `place`: how many numbers are told."""
-    pair(stations, cached, paths, decode, groups, exchange, asked, found)
-    return tell(stations, cached, True, wants_local, asked, usual_tokens, backlog_s, found, told)
+    pair(node_rows, cached, paths, decode, groups, exchange, asked, found)
+    return tell(node_rows, cached, True, wants_local, asked, usual_tokens, backlog_s, found, told)
 
 
 def tell(
-    stations: Table,
+    node_rows: Table,
     cached: Numbers,
     is_apart: bool,
     is_alone: bool,
@@ -133,7 +133,7 @@ def tell(
     first = decode if is_local else int(found[PREFILL])
     for place in range(SKIPPED):
         told[place] = found[place]
-    node, tokens = stations[first], asked[NUM_TOKENS]
+    node, tokens = node_rows[first], asked[NUM_TOKENS]
     known = min(cached[first], tokens - 1.0)
     told[SENT_S], told[ESTIMATE_S] = alone_s(node, tokens - known, known), estimate_s(node, cached[first], tokens)
     told[BEST], told[BEST_S] = -1.0, 0.0
@@ -147,16 +147,16 @@ def tell(
         skipped = int(found[SKIPPED]) if leg == PREFILL_LEG else 0
         has_estimate = leg != DECODE_LEG and (leg != LOCAL_LEG or is_calm)
         for rank in range(skipped, int(found[NUM_LEG + leg])):
-            tell_node(stations, cached, start_of(leg, rank), at, has_estimate, asked, found, told)
+            tell_node(node_rows, cached, start_of(leg, rank), at, has_estimate, asked, found, told)
             row = int(told[at])
-            is_own = is_own and (not has_estimate or stations[row][IS_OWN] > 0.0)
+            is_own = is_own and (not has_estimate or node_rows[row][IS_OWN] > 0.0)
             if has_estimate and row != first and is_sooner(told, at):
                 told[BEST], told[BEST_S] = told[at], told[at + TOLD_ESTIMATE]
             told[NUM_TOLD + leg] += 1.0
             at += TOLD_ENTRY
     told[GOES] = 0.0
     if is_own and goes(
-        stations,
+        node_rows,
         first,
         decode,
         is_local,
@@ -174,12 +174,12 @@ def tell(
 
 
 def tell_node(
-    stations: Table, cached: Numbers, entry: int, at: int, has_estimate: bool, asked: Numbers, found: Found, told: Told
+    node_rows: Table, cached: Numbers, entry: int, at: int, has_estimate: bool, asked: Numbers, found: Found, told: Told
 ) -> None:
     for place in range(ENTRY):
         told[at + place] = found[entry + place]
     row = int(found[entry])
-    node = stations[row]
+    node = node_rows[row]
     told[at + TOLD_ESTIMATE] = estimate_s(node, cached[row], asked[NUM_TOKENS]) if has_estimate else -1.0
     told[at + TOLD_SPREAD], told[at + TOLD_DOUBT] = (node[SPREAD], node[DOUBT]) if has_estimate else (0.0, 0.0)
 

@@ -95,10 +95,12 @@ HEADER = NUM_LEG + 3
 NUM_FOUND = HEADER + 3 * MOST_CANDIDATES * ENTRY
 
 
-def weigh_market(stations: Table, cached: Numbers, serving: Rows, decoding: Rows, asked: Numbers, found: Found) -> None:
+def weigh_market(
+    node_rows: Table, cached: Numbers, serving: Rows, decoding: Rows, asked: Numbers, found: Found
+) -> None:
     """What holds for all nodes now. serving: nodes that compute prompts for others; decoding: those that only
     decode."""
-    of_serving, of_decoding = totals(stations, serving), totals(stations, decoding)
+    of_serving, of_decoding = totals(node_rows, serving), totals(node_rows, decoding)
     num_held = asked[NUM_HELD]
     least_s, prompts, backlog_s, _, _, _ = of_serving if len(serving) else of_decoding
     num_nodes = len(serving) if len(serving) else len(decoding)
@@ -106,7 +108,7 @@ def weigh_market(stations: Table, cached: Numbers, serving: Rows, decoding: Rows
     if least_s > 0.0:
         prompts = max(prompts, 1.0)
         price = asked[ALPHA] * (least_s * prompts / backlog_s + num_held / num_nodes)
-        first = stations[
+        first = node_rows[
             min(serving[0], decoding[0])
             if len(serving) and len(decoding)
             else serving[0]
@@ -119,7 +121,7 @@ def weigh_market(stations: Table, cached: Numbers, serving: Rows, decoding: Rows
     if len(serving):
         # How many prompts are there or wait for them tells it of now: with Poisson arrivals ρ = N ÷ (1 + N).
         share = (of_serving[1] + num_held) / (of_serving[1] + num_held + len(serving))
-        share = max(share, share_later(stations, cached, serving, of_serving, of_decoding, asked))
+        share = max(share, share_later(node_rows, cached, serving, of_serving, of_decoding, asked))
         if len(decoding):
             # What decode nodes computed themselves counts, too: the next such prompt may come here, and takes all the
             # time of a row that is here.
@@ -134,11 +136,11 @@ def market_of(found: Numbers) -> Market:
     return found[PRICE], found[SHARE], found[LOCAL_SHARE]
 
 
-def totals(stations: Table, rows: Rows) -> tuple[float, float, float, float, float, float]:
+def totals(node_rows: Table, rows: Rows) -> tuple[float, float, float, float, float, float]:
     """The least wait of any of them; sums of prompts, backlog, rows, context and TPOT × rows."""
     least_s, prompts, backlog_s, num_rows, context, tpot_rows = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     for place in range(len(rows)):
-        node = stations[rows[place]]
+        node = node_rows[rows[place]]
         if place == 0 or node[WAIT_S] < least_s:
             least_s = node[WAIT_S]
         prompts += node[NUM_PROMPTS]
@@ -150,7 +152,7 @@ def totals(stations: Table, rows: Rows) -> tuple[float, float, float, float, flo
 
 
 def share_later(
-    stations: Table, cached: Numbers, serving: Rows, of_serving: Numbers, of_decoding: Numbers, asked: Numbers
+    node_rows: Table, cached: Numbers, serving: Rows, of_serving: Numbers, of_decoding: Numbers, asked: Numbers
 ) -> float:
     """Of the time of nodes that compute prompts for others, over the life of an answer. By Little's law the rows that
     run came at rows ÷ (output × TPOT) a second, each with a prompt about as long as what it attends to now, and cached
@@ -164,7 +166,7 @@ def share_later(
     for row in serving:
         most = max(most, cached[row])
     known = most / asked[NUM_TOKENS]
-    work_s = alone_s(stations[serving[0]], mean * (1 - known), mean * known)
+    work_s = alone_s(node_rows[serving[0]], mean * (1 - known), mean * known)
     return min(work_s * num_rows / life_s / len(serving), MOST_SHARE)
 
 
@@ -172,14 +174,14 @@ def start_of(leg: int, rank: int) -> int:
     return HEADER + (leg * MOST_CANDIDATES + rank) * ENTRY
 
 
-def enter(found: Found, leg: int, row: int, cost: float, stations: Table) -> int:
+def enter(found: Found, leg: int, row: int, cost: float, node_rows: Table) -> int:
     """Where the terms of that node go, whose rows come ascending; -1 when MOST_CANDIDATES are better. Ties go to the
     node with fewer requests, then to the first."""
     num = int(found[NUM_LEG + leg])
     if num == MOST_CANDIDATES:
         worst = start_of(leg, num - 1)
         last = found[worst + ENTRY_COST]
-        if cost > last or (cost == last and stations[row][NUM_REQUESTS] >= stations[int(found[worst])][NUM_REQUESTS]):
+        if cost > last or (cost == last and node_rows[row][NUM_REQUESTS] >= node_rows[int(found[worst])][NUM_REQUESTS]):
             return -1
         rank = num - 1
     else:
@@ -189,7 +191,7 @@ def enter(found: Found, leg: int, row: int, cost: float, stations: Table) -> int
         before, here = start_of(leg, rank - 1), start_of(leg, rank)
         other = found[before + ENTRY_COST]
         if other < cost or (
-            other == cost and stations[int(found[before])][NUM_REQUESTS] <= stations[row][NUM_REQUESTS]
+            other == cost and node_rows[int(found[before])][NUM_REQUESTS] <= node_rows[row][NUM_REQUESTS]
         ):
             break
         for place in range(ENTRY):
@@ -207,31 +209,38 @@ def note(found: Found, at: int, row: int, cost: float, is_fetched: float, cached
     )
 
 
-def most_kept(stations: Table, cached: Numbers, pool: Rows) -> float:
+def most_kept(node_rows: Table, cached: Numbers, pool: Rows) -> float:
     """Tokens of the prompt that some node of the pool which computes prompts for others has, or soon will have."""
     most = 0.0
     for row in pool:
-        if cached[row] > most and stations[row][IS_SERVER] > 0.0:
+        if cached[row] > most and node_rows[row][IS_SERVER] > 0.0:
             most = cached[row]
     return most
 
 
 def weigh_prefill(
-    stations: Table, cached: Numbers, held: float, source: int, paths: Numbers, pool: Rows, asked: Numbers, found: Found
+    node_rows: Table,
+    cached: Numbers,
+    held: float,
+    source: int,
+    paths: Numbers,
+    pool: Rows,
+    asked: Numbers,
+    found: Found,
 ) -> None:
     """slowed: what running rows lose by the prompt. Work that is done on a decode node delays no prompt of the others,
     so it has no price."""
-    kept = most_kept(stations, cached, pool)
+    kept = most_kept(node_rows, cached, pool)
     found[NUM_LEG + PREFILL_LEG] = 0.0
     for row in pool:
-        node = stations[row]
+        node = node_rows[row]
         fetch_s, compute_s, paused_s, is_fetched = prompt_on(
             node, cached[row], held, 0.0 if row == source else paths[row], asked
         )
         price_s, slowed_s = node[IS_SERVER] * found[PRICE] * compute_s, asked[HARM] * paused_s * node[ROWS]
         copied_s = copy_s(node, cached[row], kept, asked)
         cost = node[WAIT_S] + compute_s + fetch_s + price_s + slowed_s + copied_s
-        at = enter(found, PREFILL_LEG, row, cost, stations)
+        at = enter(found, PREFILL_LEG, row, cost, node_rows)
         if at >= 0:
             note(found, at, row, cost, is_fetched, cached[row])
             at += ENTRY_VALUES
@@ -246,12 +255,19 @@ def weigh_prefill(
 
 
 def weigh_local(
-    stations: Table, cached: Numbers, held: float, source: int, paths: Numbers, pool: Rows, asked: Numbers, found: Found
+    node_rows: Table,
+    cached: Numbers,
+    held: float,
+    source: int,
+    paths: Numbers,
+    pool: Rows,
+    asked: Numbers,
+    found: Found,
 ) -> None:
-    market, kept = market_of(found), most_kept(stations, cached, pool)
+    market, kept = market_of(found), most_kept(node_rows, cached, pool)
     found[NUM_LEG + LOCAL_LEG] = 0.0
     for row in pool:
-        node = stations[row]
+        node = node_rows[row]
         fetch_s, compute_s, paused_s, is_fetched = prompt_on(
             node, cached[row], held, 0.0 if row == source else paths[row], asked
         )
@@ -271,7 +287,7 @@ def weigh_local(
             + others_s
             + row_price_s
         )
-        at = enter(found, LOCAL_LEG, row, cost, stations)
+        at = enter(found, LOCAL_LEG, row, cost, node_rows)
         if at >= 0:
             note(found, at, row, cost, is_fetched, cached[row])
             at += ENTRY_VALUES
@@ -303,7 +319,7 @@ def exposed_s(
 
 
 def weigh_decode(
-    stations: Table,
+    node_rows: Table,
     cached: Numbers,
     paths: Numbers,
     pool: Rows,
@@ -322,12 +338,12 @@ def weigh_decode(
     for row in pool:
         if first >= 0 and not is_partner(first, row, groups, exchange):
             continue
-        node = stations[row]
+        node = node_rows[row]
         _, _, room_s, decode_s, others_s, price_s = row_on(node, cached[row], asked, market)
         exposed = exposed_s(node, cached[row], paths[row], chunk_tokens, compute_s, asked)
         copied_s = copy_s(node, cached[row], asked[NUM_TOKENS], asked)
         cost = room_s + exposed + decode_s + others_s + price_s + copied_s
-        at = enter(found, DECODE_LEG, row, cost, stations)
+        at = enter(found, DECODE_LEG, row, cost, node_rows)
         if at >= 0:
             note(found, at, row, cost, 0.0, cached[row])
             at += ENTRY_VALUES
@@ -350,7 +366,7 @@ def is_partner(prefill: int, decode: int, groups: Rows, exchange: Table) -> bool
 
 
 def first_leg(
-    stations: Table,
+    node_rows: Table,
     cached: Numbers,
     held: float,
     source: int,
@@ -368,12 +384,12 @@ def first_leg(
 ) -> int:
     """The best prefill node that has a partner, or -1: then the best node for both legs is found. held: tokens on the
     node from which KV may be fetched (source, -1 for none), over paths of so many bytes a second."""
-    weigh_market(stations, cached, serving, decoding, asked, found)
+    weigh_market(node_rows, cached, serving, decoding, asked, found)
     found[NUM_LEG + PREFILL_LEG] = found[NUM_LEG + DECODE_LEG] = found[NUM_LEG + LOCAL_LEG] = 0.0
     found[SKIPPED] = 0.0
     first = -1
     if len(prefill) and len(decode) and not (len(prefill) == 1 and len(decode) == 1 and prefill[0] == decode[0]):
-        weigh_prefill(stations, cached, held, source, paths, prefill, asked, found)
+        weigh_prefill(node_rows, cached, held, source, paths, prefill, asked, found)
         for rank in range(int(found[NUM_LEG + PREFILL_LEG])):
             row = int(found[start_of(PREFILL_LEG, rank)])
             for other in decode:
@@ -384,14 +400,14 @@ def first_leg(
                 found[SKIPPED] = rank
                 break
     if first < 0 or wants_local:
-        weigh_local(stations, cached, held, source, paths, local, asked, found)
+        weigh_local(node_rows, cached, held, source, paths, local, asked, found)
     if first < 0:
-        settle_local(stations, cached, 0, asked, found)
+        settle_local(node_rows, cached, 0, asked, found)
     return first
 
 
 def pair(
-    stations: Table,
+    node_rows: Table,
     cached: Numbers,
     paths: Numbers,
     decode: Rows,
@@ -402,31 +418,41 @@ def pair(
 ) -> None:
     """The best partner of the prefill node that `first_leg` found, and which mode is less. paths: from that node."""
     leg = start_of(PREFILL_LEG, int(found[SKIPPED]))
-    first, compute_s = stations[int(found[leg])], found[leg + ENTRY_VALUES + 1]
+    first, compute_s = node_rows[int(found[leg])], found[leg + ENTRY_VALUES + 1]
     weigh_decode(
-        stations, cached, paths, decode, groups, exchange, int(found[leg]), first[CHUNK_TOKENS], compute_s, asked, found
+        node_rows,
+        cached,
+        paths,
+        decode,
+        groups,
+        exchange,
+        int(found[leg]),
+        first[CHUNK_TOKENS],
+        compute_s,
+        asked,
+        found,
     )
     rank = -1
     if found[NUM_LEG + LOCAL_LEG] > 0.0:
         row = int(found[leg])
         found[BEARABLE] = -1.0 if keeps_pace(first, cached[row], asked) else num_slowed(first)
-        rank = calm_rank(stations, cached, asked, found)
+        rank = calm_rank(node_rows, cached, asked, found)
         found[IS_CALM] = 1.0 if rank >= 0 else 0.0
-    if rank >= 0 and is_local_better(stations, rank, cached, asked, found):
-        settle_local(stations, cached, rank, asked, found)
+    if rank >= 0 and is_local_better(node_rows, rank, cached, asked, found):
+        settle_local(node_rows, cached, rank, asked, found)
         return
     row = int(found[start_of(DECODE_LEG, 0)])
     found[MODE], found[PREFILL], found[DECODE] = REMOTE, found[leg], row
     found[TTFT_S], found[IS_FETCHED] = ttft_s(found, leg), found[leg + ENTRY_FETCHED]
-    found[FOUND_TPOT_S] = row_on(stations[row], cached[row], asked, market_of(found))[0]
+    found[FOUND_TPOT_S] = row_on(node_rows[row], cached[row], asked, market_of(found))[0]
 
 
-def settle_local(stations: Table, cached: Numbers, rank: int, asked: Numbers, found: Found) -> None:
+def settle_local(node_rows: Table, cached: Numbers, rank: int, asked: Numbers, found: Found) -> None:
     leg = start_of(LOCAL_LEG, rank)
     row = int(found[leg])
     found[MODE], found[PREFILL], found[DECODE] = LOCAL, -1.0, row
     found[TTFT_S], found[IS_FETCHED] = ttft_s(found, leg), found[leg + ENTRY_FETCHED]
-    found[FOUND_TPOT_S] = row_on(stations[row], cached[row], asked, market_of(found))[0]
+    found[FOUND_TPOT_S] = row_on(node_rows[row], cached[row], asked, market_of(found))[0]
 
 
 def ttft_s(found: Numbers, leg: int) -> float:
@@ -434,17 +460,17 @@ def ttft_s(found: Numbers, leg: int) -> float:
     return found[leg + ENTRY_VALUES] + found[leg + ENTRY_VALUES + 1] + found[leg + ENTRY_VALUES + 2]
 
 
-def calm_rank(stations: Table, cached: Numbers, asked: Numbers, found: Numbers) -> int:
+def calm_rank(node_rows: Table, cached: Numbers, asked: Numbers, found: Numbers) -> int:
     """Of the best local node that holds up no running rows for long; where the prefill node would, too, no more rows
     than that. -1 for none."""
     for rank in range(int(found[NUM_LEG + LOCAL_LEG])):
         row = int(found[start_of(LOCAL_LEG, rank)])
-        if bears(stations[row], cached[row], asked, found[BEARABLE]):
+        if bears(node_rows[row], cached[row], asked, found[BEARABLE]):
             return rank
     return -1
 
 
-def is_local_better(stations: Table, rank: int, cached: Numbers, asked: Numbers, found: Numbers) -> bool:
+def is_local_better(node_rows: Table, rank: int, cached: Numbers, asked: Numbers, found: Numbers) -> bool:
     """The price counts only as far as first tokens are nearer to being late than these rows are to being slow; beyond
     that it is forgotten with the third power: by replays of generated mixes, where 1, 2 and 5 gave less goodput."""
     prefill, decode, local = (
@@ -453,7 +479,7 @@ def is_local_better(stations: Table, rank: int, cached: Numbers, asked: Numbers,
         start_of(LOCAL_LEG, rank),
     )
     row = int(found[local])
-    slow = slowness(stations[row], row_on(stations[row], cached[row], asked, market_of(found))[0], asked)
+    slow = slowness(node_rows[row], row_on(node_rows[row], cached[row], asked, market_of(found))[0], asked)
     nearer = min(found[LATE] / max(slow, LEAST_STRAIN), 1.0)
     uncounted = 1.0 - nearer * nearer * nearer
     price = ENTRY_VALUES + 3
@@ -461,22 +487,22 @@ def is_local_better(stations: Table, rank: int, cached: Numbers, asked: Numbers,
     local_cost = found[local + ENTRY_COST] - uncounted * found[local + price]
     margin = (
         asked[MARGIN] * min(ttft_s(found, prefill), ttft_s(found, local))
-        + doubt_s(stations, found, prefill)
-        + doubt_s(stations, found, local)
+        + doubt_s(node_rows, found, prefill)
+        + doubt_s(node_rows, found, local)
     )
     if asked[PREVIOUS] == REMOTE:
         return local_cost + margin < remote_cost
     return local_cost < remote_cost + (margin if asked[PREVIOUS] == LOCAL else 0.0)
 
 
-def doubt_s(stations: Table, found: Numbers, leg: int) -> float:
+def doubt_s(node_rows: Table, found: Numbers, leg: int) -> float:
     """Of a prompt's time there: of what is computed, whose cost the node fitted."""
-    doubt = stations[int(found[leg])][DOUBT]
+    doubt = node_rows[int(found[leg])][DOUBT]
     return (doubt if doubt < MOST_DOUBT else MOST_DOUBT) * (found[leg + ENTRY_VALUES] + found[leg + ENTRY_VALUES + 1])
 
 
 def parked(
-    stations: Table,
+    node_rows: Table,
     cached: Numbers,
     paths: Numbers,
     serving: Rows,
@@ -489,6 +515,6 @@ def parked(
     found: Found,
 ) -> int:
     """The best node of a pool for KV that is computed already."""
-    weigh_market(stations, cached, serving, decoding, asked, found)
-    weigh_decode(stations, cached, paths, pool, groups, exchange, -1, chunk_tokens, 0.0, asked, found)
+    weigh_market(node_rows, cached, serving, decoding, asked, found)
+    weigh_decode(node_rows, cached, paths, pool, groups, exchange, -1, chunk_tokens, 0.0, asked, found)
     return int(found[start_of(DECODE_LEG, 0)])

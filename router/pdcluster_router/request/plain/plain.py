@@ -25,7 +25,7 @@ from pdcluster_router.request.plain.plain_kind import Asked, Kind, key_of, kind_
 from pdcluster_router.request.plain.plain_run import PlainRun
 from pdcluster_router.request.plain.plain_stream import PlainStream, stream_of
 from pdcluster_router.request.run import Shared, job_of
-from pdcluster_router.request.timers import Rounds
+from pdcluster_router.request.timers import TimerBuckets
 
 MAX_KINDS = 256
 
@@ -36,7 +36,7 @@ class Plain:
     def __init__(self, shared: Shared, metrics: RouterMetrics) -> None:
         stages = shared.settings.stages
         self._shared, self._metrics = shared, metrics
-        self._rounds = Rounds(shared.alarms, stages.local_s), Rounds(shared.alarms, stages.remote_s)
+        self._rounds = TimerBuckets(shared.timers, stages.local_s), TimerBuckets(shared.timers, stages.remote_s)
         self._kinds: dict[tuple[object, ...], Kind] = {}
         self._infos: Sequence[ModelInfo] = ()
         """The models that kinds are of."""

@@ -34,7 +34,7 @@ from pdcluster.core.messages import (
     Work,
 )
 from pdcluster.telemetry.metrics import RouterMetrics
-from pdcluster_router.cluster.legs import Body, RequestLeg, Way
+from pdcluster_router.cluster.legs import Body, FastTokenPath, RequestLeg
 from pdcluster_router.cluster.view import NodeView
 from pdcluster_router.core.generation import Done, RequestRoute, TenantPriority, TokenChunk
 from pdcluster_router.core.job import Job
@@ -52,7 +52,7 @@ from pdcluster_router.request.plain import general
 from pdcluster_router.request.plain.plain_kind import Asked
 from pdcluster_router.request.plain.plain_stream import PlainStream
 from pdcluster_router.request.run import Run, Shared
-from pdcluster_router.request.timers import Round, Rounds
+from pdcluster_router.request.timers import Round, TimerBuckets
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +76,8 @@ class PlainRun(msgspec.Struct, eq=False):
     standing: TenantPriority
     started: float
     record: Record
-    local_rounds: Rounds
-    remote_rounds: Rounds
+    local_rounds: TimerBuckets
+    remote_rounds: TimerBuckets
     asked: Asked | None = None
     stream: PlainStream | None = None
     choice: RoutingDecision | None = None
@@ -100,10 +100,10 @@ class PlainRun(msgspec.Struct, eq=False):
     second_seen: float | None = None
     last_seen: float = 0.0
     round: Round | None = None
-    alarm: int | None = None
+    timer: int | None = None
     is_at_work: bool = False
     is_over: bool = False
-    letters: list[tuple[str, Body]] = []
+    pending_messages: list[tuple[str, Body]] = []
     run: Run | None = None  # that it has become
 
     # ------------------------------------------------------------ start
@@ -118,8 +118,8 @@ class PlainRun(msgspec.Struct, eq=False):
             self._place(self.started)
             if self.run is None:
                 self._watch(self.placed_at, job.deadline)
-            if self.letters:
-                self._read_letters()
+            if self.pending_messages:
+                self._read_messages()
         except Exception as error:  # the top of what happens to a request
             self._fail(error)
         finally:
@@ -132,17 +132,17 @@ class PlainRun(msgspec.Struct, eq=False):
             return
         shared.shut.apply(job, now)
         try:
-            going = shared.chooser.place(job, shared.waiting.room_s, now)
-            decision = shared.chooser.choose(job, now) if going is None else None
+            going = shared.selector.place(job, shared.waiting.room_s, now)
+            decision = shared.selector.choose(job, now) if going is None else None
         except Exception as error:  # what is told of it is the general way's
             general.place_after(job.request, self._become(), error)
             return
         if going is not None:
             self._go(going, now)
         elif decision is not None:
-            self._knock(decision, now)
+            self._try_admit(decision, now)
 
-    def _knock(self, decision: Decision, asked: float) -> None:
+    def _try_admit(self, decision: Decision, asked: float) -> None:
         shared, record = self.shared, self.record
         try:
             admitted = shared.waiting.at_once(decision, self.standing.tenant, is_paid=False)
@@ -157,8 +157,8 @@ class PlainRun(msgspec.Struct, eq=False):
         choice, query = admitted.choice, admitted.query
         self.placed_at = now = shared.clock()
         record.decided(admitted, asked, now)
-        shared.chooser.note_sent(choice, query.num_tokens, query.cached_on(choice.first), now)
-        shared.chooser.note_prefix(*record.prefix)
+        shared.selector.note_sent(choice, query.num_tokens, query.cached_on(choice.first), now)
+        shared.selector.note_prefix(*record.prefix)
         self._send(choice, now)()
 
     def _go(self, placed: Placed, asked: float) -> None:
@@ -169,8 +169,8 @@ class PlainRun(msgspec.Struct, eq=False):
             go_on = self._send(placed.choice(), now)
         finally:
             record.placed(placed, self.job.hashes, asked, now)
-            shared.chooser.note_going(placed, now)
-            shared.chooser.note_prefix(*record.prefix)
+            shared.selector.note_going(placed, now)
+            shared.selector.note_prefix(*record.prefix)
         go_on()
 
     def _send(self, choice: RoutingDecision, now: float) -> Callable[[], object]:
@@ -236,7 +236,7 @@ class PlainRun(msgspec.Struct, eq=False):
     def read(self, incarnation: str, body: Body) -> None:
         """A node said something."""
         if self.is_at_work:
-            self.letters.append((incarnation, body))
+            self.pending_messages.append((incarnation, body))
             return
         try:
             if self.prefill is None:
@@ -247,17 +247,17 @@ class PlainRun(msgspec.Struct, eq=False):
             try:
                 if not self._takes_remote(incarnation, body):
                     self._become().read(incarnation, body)
-                if self.letters:
-                    self._read_letters()
+                if self.pending_messages:
+                    self._read_messages()
             finally:
                 self.is_at_work = False
         except Exception as error:  # the top of what happens to a request
             self._fail(error)
 
-    def _read_letters(self) -> None:
+    def _read_messages(self) -> None:
         """What came while it was at work."""
-        while self.letters and not self.is_over:
-            incarnation, body = self.letters.pop(0)
+        while self.pending_messages and not self.is_over:
+            incarnation, body = self.pending_messages.pop(0)
             if self.run is not None:
                 self.run.read(incarnation, body)
             elif not (self._takes_local if self.prefill is None else self._takes_remote)(incarnation, body):
@@ -333,7 +333,7 @@ class PlainRun(msgspec.Struct, eq=False):
             self._emit(tokens[seen:] if seen else tokens, now)
             if leg.way is None and len(emitted) > 1:
                 take = self._take if self.stream is None else self.stream.way()
-                leg.way = None if take is None else Way(take, self._fail)
+                leg.way = None if take is None else FastTokenPath(take, self._fail)
         return True
 
     def _take(self, position: int, token_ids: tuple[int, ...]) -> bool:
@@ -466,8 +466,8 @@ class PlainRun(msgspec.Struct, eq=False):
         shared, job, record, prefill, decode = self.shared, self.job, self.record, self.prefill, self.decode
         ledger, request = shared.cluster.ledger, job.request
         self.is_over, self.exchange.on_gone = True, None
-        self._drop_alarm()
-        shared.chooser.note_end(len(job.prompt), len(job.emitted))
+        self._drop_timer()
+        shared.selector.note_end(len(job.prompt), len(job.emitted))
         if prefill is not None:
             ledger.leave(prefill)
         if decode is not None:
@@ -487,11 +487,11 @@ class PlainRun(msgspec.Struct, eq=False):
         if seconds >= rounds.seconds:
             self.round = rounds.join(self, now)
         else:
-            self.alarm = self.shared.alarms.set(max(seconds, 0.0), self.ring)
+            self.timer = self.shared.timers.set(max(seconds, 0.0), self.ring)
 
     def ring(self) -> None:
         """Time to look at the clocks."""
-        self.alarm = self.round = None
+        self.timer = self.round = None
         if self.is_over or self.run is not None:
             return
         try:
@@ -503,12 +503,12 @@ class PlainRun(msgspec.Struct, eq=False):
         except Exception as error:  # the top of what happens to a request
             self._fail(error)
 
-    def _drop_alarm(self) -> None:
+    def _drop_timer(self) -> None:
         if self.round is not None:
             self.round.pop(self, None)
-        elif self.alarm is not None:
-            self.shared.alarms.drop(self.alarm, self.ring)
-        self.round = self.alarm = None
+        elif self.timer is not None:
+            self.shared.timers.drop(self.timer, self.ring)
+        self.round = self.timer = None
 
     def route(self) -> RequestRoute:
         """As far as it is known."""
@@ -519,7 +519,7 @@ class PlainRun(msgspec.Struct, eq=False):
 
     def _become(self) -> Run:
         """The general machine, as it would be by now; everything comes there from now on."""
-        self._drop_alarm()
+        self._drop_timer()
         if self.decode is not None:
             self.decode.way = None
         self.run = general.become(self)

@@ -230,7 +230,9 @@ def test_no_expression_takes_long_to_read(piece):
 
 # ---------------------------------------------------------------- against Python
 
-LETTERS = ["".join(letters) for length in range(6) for letters in itertools.product("ab", repeat=length)]
+LETTERS = [
+    "".join(pending_messages) for length in range(6) for pending_messages in itertools.product("ab", repeat=length)
+]
 ATOMS = st.sampled_from(["a", "b", "[ab]", "[^a]", ".", "^", "$", ""])
 EXPRESSIONS = st.recursive(
     ATOMS,

@@ -207,11 +207,11 @@ def test_a_step_rings_after_the_layers_that_it_was_asked_to(
     monkeypatch.setattr(os, "eventfd_write", lambda fd, value: heard.append(progress.layers_done))
     computed, progress = decoder(model, pool(model[0]), ops), LayerProgress()
     last = model[0].num_layers
-    for bells in (tuple({1, last}), (last,), ()):
+    for milestones in (tuple({1, last}), (last,), ()):
         heard.clear()
-        progress.begin(bells)
+        progress.begin(milestones)
         computed.forward(batch(decodes(3, 4)), progress)
-        assert heard == sorted(bells) and progress.layers_done == last
+        assert heard == sorted(milestones) and progress.layers_done == last
     computed.forward(batch(decodes(3, 4)), progress)  # launched behind it, without bells
     assert progress.layers_done == 2 * last
 

@@ -11,11 +11,11 @@ from pdcluster.engine.sampling.deadline_pool import (
     MAX_LEFT,
     TURNED_AWAY,
     DeadlinePool,
-    Late,
-    TurnedAway,
+    MissedDeadline,
+    PoolFull,
 )
 
-LATE = Late(is_starved=True)
+LATE = MissedDeadline(is_starved=True)
 """Of a job that waits, and computes nothing."""
 
 
@@ -140,7 +140,7 @@ def test_a_job_that_computes_is_told_from_one_that_gets_no_cpu():
             sum(range(100))
         return may_end.is_set()
 
-    def told() -> list[bool | Late | TurnedAway]:
+    def told() -> list[bool | MissedDeadline | PoolFull]:
         aside = DeadlinePool[bool]("test", 0.2)
         try:
             return aside.run([computes, lambda: may_end.wait(60), lambda: True])
@@ -148,7 +148,7 @@ def test_a_job_that_computes_is_told_from_one_that_gets_no_cpu():
             aside.close()
 
     try:
-        assert any(told() == [Late(is_starved=False), LATE, True] for _ in range(10))
+        assert any(told() == [MissedDeadline(is_starved=False), LATE, True] for _ in range(10))
     finally:
         may_end.set()
 

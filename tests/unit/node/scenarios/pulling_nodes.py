@@ -100,8 +100,8 @@ class PullingNodes:
         self.now += seconds
         for node in self.cluster.living():
             node.turn()
-        letters, self.cluster.letters[:] = list(self.cluster.letters), []
-        for letter in letters:
+        pending_messages, self.cluster.pending_messages[:] = list(self.cluster.pending_messages), []
+        for letter in pending_messages:
             self._carry(letter)
 
     def turns(self, count: int, seconds: float = 0.002) -> None:

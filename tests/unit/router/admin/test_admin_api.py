@@ -44,7 +44,12 @@ def prompt_of(length: int) -> list[int]:
 def admin_of(cluster: LocalCluster) -> Admin:
     dispatch = cluster.dispatch
     return Admin(
-        cluster.router, dispatch.open, cluster.chooser.holder, cluster.router.events, dispatch.explainer, time.monotonic
+        cluster.router,
+        dispatch.open,
+        cluster.selector.holder,
+        cluster.router.events,
+        dispatch.explainer,
+        time.monotonic,
     )
 
 

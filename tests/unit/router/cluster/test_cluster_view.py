@@ -30,7 +30,7 @@ from pdcluster.kv.layout import Fingerprint, KVLayout
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.router_link import LinkState
 from pdcluster.wire.sockets import WireSettings
-from pdcluster_router.cluster.in_flight import Sent
+from pdcluster_router.cluster.in_flight import SentWork
 from pdcluster_router.cluster.legs import RequestLeg
 from pdcluster_router.cluster.node_table import NodeState, NodeTable
 from pdcluster_router.cluster.view import ClusterView, InFlightWork
@@ -116,7 +116,7 @@ class World:
             leg = RequestLeg(f"r{self.sequence}", 0, self.cluster._nodes[incarnation].endpoint, [])
             self.cluster.ledger.enter(leg)
             self.cluster.ledger.pending.enter(
-                incarnation, leg.request, Sent(0, self.sequence, InFlightWork(1, 100, 5000, 1, 100), b"")
+                incarnation, leg.request, SentWork(0, self.sequence, InFlightWork(1, 100, 5000, 1, 100), b"")
             )
             self.legs.append(leg)
 

@@ -12,7 +12,7 @@ from policy_cases import make_node
 
 from pdcluster.core.errors import IntegrityError
 from pdcluster.core.messages import Endpoint, Prefill, Reserve, Sampling, Work, pack_tokens
-from pdcluster_router.cluster.in_flight import PendingWork, Sent, work_of
+from pdcluster_router.cluster.in_flight import SentWork, WorkInFlight, work_of
 from pdcluster_router.cluster.view import NOTHING_PENDING, InFlightWork
 
 NODES = st.sampled_from(["a", "b"])
@@ -38,14 +38,16 @@ class PendingMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pending = PendingWork()
+        self.pending = WorkInFlight()
         self.model: dict[tuple[str, str], tuple[int, int, bool]] = {}
         self.sent = {"a": 0, "b": 0}
 
     @rule(node=NODES, request=REQUESTS, tokens=st.integers(1, 50))
     def send(self, node: str, request: str, tokens: int) -> None:
         self.sent[node] += 1
-        self.pending.enter(node, request, Sent(0, self.sent[node], InFlightWork(1, tokens, tokens * 2, 1, tokens), b""))
+        self.pending.enter(
+            node, request, SentWork(0, self.sent[node], InFlightWork(1, tokens, tokens * 2, 1, tokens), b"")
+        )
         self.model[node, request] = (self.sent[node], tokens, False)
 
     @rule(node=NODES, back=st.integers(0, 5))
@@ -87,8 +89,8 @@ TestPending.settings = settings(max_examples=50, stateful_step_count=20, deadlin
 
 @pytest.mark.parametrize("wrong", [InFlightWork(1), InFlightWork(1, -5), InFlightWork(2, 7)])
 def test_sums_that_are_not_those_of_their_parts_are_found(wrong: InFlightWork) -> None:
-    pending = PendingWork()
-    pending.enter("a", "r1", Sent(0, 1, InFlightWork(1, 7), b""))
+    pending = WorkInFlight()
+    pending.enter("a", "r1", SentWork(0, 1, InFlightWork(1, 7), b""))
     pending.check_integrity()
     pending._accounts["a"].total = wrong
     with pytest.raises(IntegrityError, match="its parts make"):
@@ -96,8 +98,8 @@ def test_sums_that_are_not_those_of_their_parts_are_found(wrong: InFlightWork) -
 
 
 def test_a_part_below_zero_is_found_though_the_sum_is_right() -> None:
-    pending = PendingWork()
-    pending.enter("a", "r1", Sent(0, 1, InFlightWork(1, -7), b""))
+    pending = WorkInFlight()
+    pending.enter("a", "r1", SentWork(0, 1, InFlightWork(1, -7), b""))
     with pytest.raises(IntegrityError):
         pending.check_integrity()
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from pdcluster_router.cluster.view import once
+from pdcluster_router.cluster.view import lazy_property
 
 
 class Rows(msgspec.Struct, frozen=True, dict=True):
     numbers: tuple[int, ...]
 
-    @once
+    @lazy_property
     def total(self) -> int:
         """Of all."""
         asked.append(self.numbers)
@@ -33,4 +33,4 @@ def test_a_changed_copy_works_it_out_anew() -> None:
 
 
 def test_of_the_class_it_tells_itself() -> None:
-    assert isinstance(Rows.total, once) and Rows.total.__doc__ == "Of all."
+    assert isinstance(Rows.total, lazy_property) and Rows.total.__doc__ == "Of all."

@@ -56,15 +56,15 @@ def test_a_station_says_of_a_nodes_work_what_its_pace_says(
     node = NodeView(
         Endpoint("n", "boot", "n:1"), role, in_flight, load, 32, 4096, pending=pending, cost=cost, kv_bytes_per_token=7
     )
-    station, said = node.station(cost), pace(cost, node.work)
-    assert (station.wait_s, station.backlog_s, station.stretch) == (said.wait_s, said.backlog_s, said.stretch)
-    assert (station.tpot_s, station.itl_s, station.prompt_step_s) == (said.tpot_s, said.itl_s, said.prompt_step_s)
-    assert (station.rows, station.context_tokens) == (said.rows, said.context_tokens)
-    assert station.added_s == cost.decode.added_s(said.rows, said.context_tokens)
-    assert (station.num_prompts, station.num_requests) == (node.num_prompts, node.num_requests)
+    node_row, said = node.node_row(cost), pace(cost, node.work)
+    assert (node_row.wait_s, node_row.backlog_s, node_row.stretch) == (said.wait_s, said.backlog_s, said.stretch)
+    assert (node_row.tpot_s, node_row.itl_s, node_row.prompt_step_s) == (said.tpot_s, said.itl_s, said.prompt_step_s)
+    assert (node_row.rows, node_row.context_tokens) == (said.rows, said.context_tokens)
+    assert node_row.added_s == cost.decode.added_s(said.rows, said.context_tokens)
+    assert (node_row.num_prompts, node_row.num_requests) == (node.num_prompts, node.num_requests)
     assert (node.prefill_tokens, node.prefill_pairs) == (node.work.prefill_tokens, node.work.prefill_pairs)
-    assert station.chunk_tokens == (cost.prefill.chunk_tokens or inf) and station.is_server == (role != "decode")
-    assert (station.decode_fixed_s, station.each_row_s, station.context_s) == (
+    assert node_row.chunk_tokens == (cost.prefill.chunk_tokens or inf) and node_row.is_server == (role != "decode")
+    assert (node_row.decode_fixed_s, node_row.each_row_s, node_row.context_s) == (
         cost.decode.fixed_s,
         cost.decode.row_s,
         cost.decode.context_s,
@@ -75,7 +75,7 @@ def test_a_station_says_of_a_nodes_work_what_its_pace_says(
 def test_gaps_between_tokens_count_while_there_are_rows_that_have_them(rows: int, itl_s: float) -> None:
     cost = NodeCost(PrefillCost(0.01, 1e-3, samples=100), DecodeCost(0.25, 0.0, samples=100))
     load = msgspec.structs.replace(make_load(rows=rows), itl_s=itl_s if rows else 9.0)
-    assert NodeView(Endpoint("n", "boot", "n:1"), "mixed", 0, load, 32, 4096, cost=cost).station(cost).itl_s == itl_s
+    assert NodeView(Endpoint("n", "boot", "n:1"), "mixed", 0, load, 32, 4096, cost=cost).node_row(cost).itl_s == itl_s
 
 
 @given(load=loads(), cost=st.none() | costs, prefill_samples=SAMPLES, decode_samples=SAMPLES)
@@ -85,19 +85,19 @@ def test_a_node_has_a_station_of_its_own_whenever_it_has_a_pace(
     if cost is not None:
         cost = NodeCost(replace(cost.prefill, samples=prefill_samples), replace(cost.decode, samples=decode_samples))
     node = NodeView(Endpoint("n", "boot", "n:1"), "mixed", 0, load, 32, 4096, cost=cost)
-    assert (node.own_station is None) == (node.pace is None)
+    assert (node.own_node_row is None) == (node.pace is None)
 
 
 @given(load=loads(), pending=pendings, cost=costs)
 def test_a_stations_room_is_what_the_report_and_the_work_on_its_way_leave(
     load: Load | None, pending: InFlightWork, cost: NodeCost
 ) -> None:
-    station = NodeView(Endpoint("n", "boot", "n:1"), "mixed", 0, load, 32, 4096, pending=pending).station(cost)
+    node_row = NodeView(Endpoint("n", "boot", "n:1"), "mixed", 0, load, 32, 4096, pending=pending).node_row(cost)
     if load is None:
-        assert (station.missing_rows, station.tight, station.spare_pages) == (0.0, 0.0, 0.0)
+        assert (node_row.missing_rows, node_row.tight, node_row.spare_pages) == (0.0, 0.0, 0.0)
         return
     left = load.pages_free + load.pages_cached
     missing = load.slots_used + pending.rows - load.slots + 1
-    assert station.missing_rows == (max(missing, 0) / load.slots if load.slots else 0.0)
-    assert (station.tight > 0) == (load.pages_total > 0 and left < load.pages_total // 4)
-    assert station.spare_pages == left - pending.context_tokens / 32
+    assert node_row.missing_rows == (max(missing, 0) / load.slots if load.slots else 0.0)
+    assert (node_row.tight > 0) == (load.pages_total > 0 and left < load.pages_total // 4)
+    assert node_row.spare_pages == left - pending.context_tokens / 32

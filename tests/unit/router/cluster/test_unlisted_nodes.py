@@ -29,7 +29,7 @@ async def test_a_listed_node_whose_link_breaks_is_called_again() -> None:
         follower = asyncio.create_task(cluster.router.follow(never()))
         state = cluster.router._nodes[cluster.nodes["m0"].me.incarnation]
         assert state.link is not None
-        state.link._dialer.close("cut by the test")
+        state.link._client_link.close("cut by the test")
         await cluster.until(lambda: len(cluster.router.view().nodes) == 1)
         await cluster.until(lambda: len(cluster.router.view().nodes) == 2)
         follower.cancel()

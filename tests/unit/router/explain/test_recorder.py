@@ -30,7 +30,7 @@ from pdcluster_router.explain.text import text_of
 from pdcluster_router.policy.base import Predicted, Query, RoutingDecision
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.policy.selector import Decision
-from pdcluster_router.prefix_index.ideal_cache import SeenBlocks
+from pdcluster_router.prefix_index.ideal_cache import IdealCache
 from pdcluster_router.queueing.headroom import Headroom
 from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 
@@ -372,7 +372,7 @@ def test_an_attempt_that_failed_says_why_and_one_with_a_pull_from_where() -> Non
 
 
 def test_blocks_that_were_seen_are_a_prefix_that_some_request_had() -> None:
-    seen, tokens = SeenBlocks(), list(range(64))
+    seen, tokens = IdealCache(), list(range(64))
     assert seen.note(hashes_of(tokens)) == 0
     assert seen.note(hashes_of(tokens)) == 16
     assert seen.note(hashes_of(tokens[:32] + [7] * 32)) == 8
@@ -380,7 +380,7 @@ def test_blocks_that_were_seen_are_a_prefix_that_some_request_had() -> None:
 
 
 def test_a_small_table_forgets_and_never_invents() -> None:
-    seen = SeenBlocks(num_blocks=8)
+    seen = IdealCache(num_blocks=8)
     chains = [hashes_of([base + offset for offset in range(32)]) for base in range(0, 10_000, 100)]
     for chain in chains:
         assert seen.note(chain) == 0

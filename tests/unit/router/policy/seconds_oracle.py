@@ -71,9 +71,9 @@ class Prompt:
     is_fetched: bool = False
 
 
-def prompt_on(station: Station, query: Query, source: NodeView | None) -> Prompt:
+def prompt_on(node_row: Station, query: Query, source: NodeView | None) -> Prompt:
     """By its own cache, or by a copy of what `source` holds, if that is sooner."""
-    node, pace = station.node, station.pace
+    node, pace = node_row.node, node_row.pace
     own = query.cached_on(node)
     alone = Prompt(0.0, own, _compute_s(pace, query, own))
     if (
@@ -94,57 +94,57 @@ def _compute_s(pace: NodePacing, query: Query, cached: int) -> float:
     return pace.prefill.seconds(max(query.num_tokens - cached, 1), cached) * pace.stretch
 
 
-def prefill_values(station: Station, query: Query, market: Market, kept: int, weight: float = 1.0) -> Values:
+def prefill_values(node_row: Station, query: Query, market: Market, kept: int, weight: float = 1.0) -> Values:
     """slowed: what running rows lose by the prompt; weight: how much more that weighs."""
-    pace, prompt = station.pace, prompt_on(station, query, market.source)
+    pace, prompt = node_row.pace, prompt_on(node_row, query, market.source)
     paused = pace.paused_s(max(query.num_tokens - prompt.cached, 1), prompt.cached)
-    price = price_on(station, market) * prompt.compute_s
+    price = price_on(node_row, market) * prompt.compute_s
     return (
         pace.wait_s,
         prompt.compute_s,
         prompt.fetch_s,
         price,
         market.harm * weight * paused * pace.rows,
-        copy_s(station, query, kept),
+        copy_s(node_row, query, kept),
     )
 
 
-def most_kept(stations: Sequence[Station], query: Query) -> int:
+def most_kept(node_rows: Sequence[Station], query: Query) -> int:
     """Tokens of the prompt on a node that computes prompts for others."""
-    return max((query.cached_on(station.node) for station in stations if station.node.role != "decode"), default=0)
+    return max((query.cached_on(node_row.node) for node_row in node_rows if node_row.node.role != "decode"), default=0)
 
 
-def copy_s(station: Station, query: Query, kept: int) -> float:
+def copy_s(node_row: Station, query: Query, kept: int) -> float:
     """What others lose by the room of tokens that another node keeps."""
-    own, pace = query.cached_on(station.node), station.pace
-    if station.node.role == "decode" or kept <= own:
+    own, pace = query.cached_on(node_row.node), node_row.pace
+    if node_row.node.role == "decode" or kept <= own:
         return 0.0
     return (
         COPY_WEIGHT * min(query.lost / MUCH_LOST, 1.0) * (_compute_s(pace, query, own) - _compute_s(pace, query, kept))
     )
 
 
-def pause_weight(station: Station, query: Query, late: float) -> float:
+def pause_weight(node_row: Station, query: Query, late: float) -> float:
     """On a decode node as many times more as rows have less to lose until they are slow than a prompt has until it is
     late, from 1 to 4; as far as none is late."""
-    pace = station.pace
+    pace = node_row.pace
     alone_s = pace.decode.fixed_s + pace.row_s(query.num_tokens + query.expected_output / 2)
     bearable_s = query.expected_output * max((query.itl_s or COMFORT * alone_s) - alone_s, 1e-300)
     weight = min(max(PATIENCE * pace.prefill.seconds(max(query.num_tokens, query.usual_tokens)) / bearable_s, 1.0), 4.0)
-    return 1.0 + (1.0 - min(late, 1.0)) ** 2 * (weight - 1.0) if station.node.role == "decode" else 1.0
+    return 1.0 + (1.0 - min(late, 1.0)) ** 2 * (weight - 1.0) if node_row.node.role == "decode" else 1.0
 
 
-def decode_values(station: Station, query: Query, exposed_s: float, market: Market) -> Values:
+def decode_values(node_row: Station, query: Query, exposed_s: float, market: Market) -> Values:
     """exposed_s: the transfer that no computing hides. others: what the running rows lose by one more beside them.
     row_price: the row's share of the steps that compute prompts, priced."""
-    pace, output = station.pace, query.expected_output
+    pace, output = node_row.pace, query.expected_output
     row_s = pace.row_s(query.num_tokens + output / 2)
-    share = share_on(station, market)
-    tpot_s, strain = strained(station, query, share)
-    price = price_on(station, market) * share * output * row_s
-    copy = copy_s(station, query, query.num_tokens)  # of what the computing node has by then
+    share = share_on(node_row, market)
+    tpot_s, strain = strained(node_row, query, share)
+    price = price_on(node_row, market) * share * output * row_s
+    copy = copy_s(node_row, query, query.num_tokens)  # of what the computing node has by then
     return (
-        room_s(station, query, tpot_s),
+        room_s(node_row, query, tpot_s),
         exposed_s,
         strain * output * tpot_s,
         strain * output * row_s * pace.rows,
@@ -153,19 +153,19 @@ def decode_values(station: Station, query: Query, exposed_s: float, market: Mark
     )
 
 
-def local_values(station: Station, query: Query, market: Market, kept: int) -> Values:
-    room, _, decode, others, row_price, _ = decode_values(station, query, 0.0, market)
-    _, strain = strained(station, query, share_on(station, market))
-    weight = strain * pause_weight(station, query, market.late)
-    return *prefill_values(station, query, market, kept, weight), room, decode, others, row_price
+def local_values(node_row: Station, query: Query, market: Market, kept: int) -> Values:
+    room, _, decode, others, row_price, _ = decode_values(node_row, query, 0.0, market)
+    _, strain = strained(node_row, query, share_on(node_row, market))
+    weight = strain * pause_weight(node_row, query, market.late)
+    return *prefill_values(node_row, query, market, kept, weight), room, decode, others, row_price
 
 
-def strained(station: Station, query: Query, share: float) -> tuple[float, float]:
+def strained(node_row: Station, query: Query, share: float) -> tuple[float, float]:
     """Between tokens of this row, with prompts beside it for that share of the time and while what waits now is
     computed; and how much more a second weighs there, because rows are slower than is comfortable."""
-    pace = station.pace
+    pace = node_row.pace
     row_s = pace.row_s(query.num_tokens + query.expected_output / 2)
-    if station.node.role == "decode":
+    if node_row.node.role == "decode":
         tpot_s = max(busy_tpot_s(pace, share, row_s), paused_tpot_s(pace, query.expected_output, row_s))
     else:
         now = min(pace.wait_s / max(query.expected_output * (pace.tpot_s + row_s), 1e-9), 1.0)
@@ -187,13 +187,13 @@ def paused_tpot_s(pace: NodePacing, output: int, row_s: float) -> float:
     return (1.0 - share) * quiet + share * busy
 
 
-def price_on(station: Station, market: Market) -> float:
+def price_on(node_row: Station, market: Market) -> float:
     """Work that is done on a decode node delays no prompt of the others."""
-    return 0.0 if station.node.role == "decode" else market.price
+    return 0.0 if node_row.node.role == "decode" else market.price
 
 
-def share_on(station: Station, market: Market) -> float:
-    return market.local_share if station.node.role == "decode" else market.share
+def share_on(node_row: Station, market: Market) -> float:
+    return market.local_share if node_row.node.role == "decode" else market.share
 
 
 def exposed_s(prefill: Station, decode: NodeView, query: Query, compute: float) -> float:
@@ -204,16 +204,16 @@ def exposed_s(prefill: Station, decode: NodeView, query: Query, compute: float) 
     return HANDOVER_S + max(missing * token_s - compute, last * token_s)
 
 
-def room_s(station: Station, query: Query, tpot_s: float) -> float:
+def room_s(node_row: Station, query: Query, tpot_s: float) -> float:
     """Until there is a row and pages, when those that run give them back at an even rate."""
-    load, pending = station.node.load, station.node.pending
+    load, pending = node_row.node.load, node_row.node.pending
     if load is None:
         return 0.0
     life_s = query.expected_output * tpot_s
     rows = load.slots_used + pending.rows - load.slots + 1
     wait = life_s * rows / load.slots if rows > 0 and load.slots else 0.0
     if load.pages_total and load.pages_free + load.pages_cached < load.pages_total // 4:
-        wait += life_s * _missing_share(station.node, query)
+        wait += life_s * _missing_share(node_row.node, query)
     return wait
 
 
@@ -250,8 +250,8 @@ class Ranked:
 
     def candidates(self, query: Query, rejected_by: str = "") -> tuple[Candidate, ...]:
         return tuple(
-            Candidate(station.node, self.leg, query.cached_on(station.node), self.names, values, cost, rejected_by)
-            for cost, station, values in self.entries
+            Candidate(node_row.node, self.leg, query.cached_on(node_row.node), self.names, values, cost, rejected_by)
+            for cost, node_row, values in self.entries
         )
 
 
@@ -296,61 +296,63 @@ class PlainSeconds:
     # ------------------------------------------------------------ legs
 
     def _market(self, view: ClusterView, query: Query) -> Market:
-        stations = _stations(view, view.accepting)
-        computing = [station for station in stations if station.node.role != "decode"]
-        decoding = [station for station in stations if station.node.role == "decode"]
+        node_rows = _stations(view, view.accepting)
+        computing = [node_row for node_row in node_rows if node_row.node.role != "decode"]
+        decoding = [node_row for node_row in node_rows if node_row.node.role == "decode"]
         lately = min((query.busy_serving + query.busy_decoding) / len(computing), MOST_SHARE) if computing else 0.0
         return Market(
-            price=self._price(computing or stations, query.num_held),
+            price=self._price(computing or node_rows, query.num_held),
             harm=self._harm,
-            late=_lateness(query, stations) if stations else 0.0,
+            late=_lateness(query, node_rows) if node_rows else 0.0,
             share=max(
                 _share_now(computing, query.num_held),
-                _share_later(stations, computing, query),
+                _share_later(node_rows, computing, query),
                 lately if decoding else 0.0,
             ),
             local_share=min(query.busy_decoding / len(decoding), MOST_SHARE) if decoding else 0.0,
             source=max(view.accepting, key=query.held_on, default=None),
         )
 
-    def _price(self, stations: Sequence[Station], num_held: int) -> float:
+    def _price(self, node_rows: Sequence[Station], num_held: int) -> float:
         """Rule 1: the shortest queue in average prompts, with its part of those that wait in the router, times
         alpha."""
-        shortest = min((station.pace.wait_s for station in stations), default=0.0)
+        shortest = min((node_row.pace.wait_s for node_row in node_rows), default=0.0)
         if shortest <= 0.0:
             return 0.0
-        prompts = sum(station.node.num_prompts for station in stations)
-        queue = shortest * max(prompts, 1) / sum(station.pace.backlog_s for station in stations)
-        return self._alpha * (queue + num_held / len(stations))
+        prompts = sum(node_row.node.num_prompts for node_row in node_rows)
+        queue = shortest * max(prompts, 1) / sum(node_row.pace.backlog_s for node_row in node_rows)
+        return self._alpha * (queue + num_held / len(node_rows))
 
     def _remote(self, found: Pools, query: Query, view: ClusterView, market: Market) -> tuple[Ranked, Ranked] | None:
         """The best prefill node that has a partner, and its best partner."""
         if not (found.prefill and found.decode):
             return None
         prefills = self._rank_prefill(_stations(view, ready(found.prefill, query)), query, market)
-        for index, (_, station, values) in enumerate(prefills.entries):
-            able = ready(partners(found.decode, station.node), query)
+        for index, (_, node_row, values) in enumerate(prefills.entries):
+            able = ready(partners(found.decode, node_row.node), query)
             if able:
-                decodes = self._rank_decode(_stations(view, able), query, station, values[1], market)
+                decodes = self._rank_decode(_stations(view, able), query, node_row, values[1], market)
                 return of_legs(prefills, entries=prefills.entries[index:]), decodes
         return None
 
-    def _rank_prefill(self, stations: Sequence[Station], query: Query, market: Market) -> Ranked:
-        kept = most_kept(stations, query)
-        values = [prefill_values(station, query, market, kept) for station in stations]
-        return _rank("prefill", PREFILL_TERMS, stations, values)
+    def _rank_prefill(self, node_rows: Sequence[Station], query: Query, market: Market) -> Ranked:
+        kept = most_kept(node_rows, query)
+        values = [prefill_values(node_row, query, market, kept) for node_row in node_rows]
+        return _rank("prefill", PREFILL_TERMS, node_rows, values)
 
     def _rank_decode(
-        self, stations: Sequence[Station], query: Query, prefill: Station, compute: float, market: Market
+        self, node_rows: Sequence[Station], query: Query, prefill: Station, compute: float, market: Market
     ) -> Ranked:
-        exposed = [exposed_s(prefill, station.node, query, compute) for station in stations]
-        values = [decode_values(station, query, late, market) for station, late in zip(stations, exposed, strict=True)]
-        return _rank("decode", DECODE_TERMS, stations, values)
+        exposed = [exposed_s(prefill, node_row.node, query, compute) for node_row in node_rows]
+        values = [
+            decode_values(node_row, query, late, market) for node_row, late in zip(node_rows, exposed, strict=True)
+        ]
+        return _rank("decode", DECODE_TERMS, node_rows, values)
 
-    def _rank_local(self, stations: Sequence[Station], query: Query, market: Market) -> Ranked:
-        kept = most_kept(stations, query)
-        values = [local_values(station, query, market, kept) for station in stations]
-        return _rank("local", LOCAL_TERMS, stations, values)
+    def _rank_local(self, node_rows: Sequence[Station], query: Query, market: Market) -> Ranked:
+        kept = most_kept(node_rows, query)
+        values = [local_values(node_row, query, market, kept) for node_row in node_rows]
+        return _rank("local", LOCAL_TERMS, node_rows, values)
 
     # ------------------------------------------------------------ modes
 
@@ -360,7 +362,7 @@ class PlainSeconds:
         remote: tuple[Ranked, Ranked] | None,
         local: Ranked | None,
         market: Market,
-        stations: Sequence[Station],
+        node_rows: Sequence[Station],
     ) -> RoutingDecision:
         if remote is None:
             assert local is not None
@@ -370,7 +372,7 @@ class PlainSeconds:
             return self._remote_choice(remote, market, query, record)
         calm = self._without_long_pauses(local, remote[0].best, query)
         record += local.candidates(query) if calm is not None else local.candidates(query, "holds up running rows")
-        if calm is not None and self._is_local_better(query, remote, calm, market, stations):
+        if calm is not None and self._is_local_better(query, remote, calm, market, node_rows):
             return self._local_choice(calm, market, query, record)
         return self._remote_choice(remote, market, query, record)
 
@@ -381,23 +383,23 @@ class PlainSeconds:
         )
         return of_legs(local, entries=entries) if entries else None
 
-    def _keeps_pace(self, station: Station, query: Query) -> bool:
-        pace = station.pace
-        if pace.rows == 0 and (station.node.role != "decode" or station.node.num_prompts == 0):
+    def _keeps_pace(self, node_row: Station, query: Query) -> bool:
+        pace = node_row.pace
+        if pace.rows == 0 and (node_row.node.role != "decode" or node_row.node.num_prompts == 0):
             return True
         limit_s = query.itl_s if query.itl_s > 0 else self._gap * pace.tpot_s
-        cached = query.cached_on(station.node)
+        cached = query.cached_on(node_row.node)
         if pace.gap_s(query.num_tokens - cached, cached) > limit_s:
             return False
         added_s = pace.decode.added_s(pace.rows, pace.context_tokens)
         row_s = added_s / pace.rows if pace.rows else pace.decode.row_s
-        return _paced_s(station, query) <= WELL * (query.itl_s or COMFORT * (pace.decode.fixed_s + row_s))
+        return _paced_s(node_row, query) <= WELL * (query.itl_s or COMFORT * (pace.decode.fixed_s + row_s))
 
     def _is_local_better(
-        self, query: Query, remote: tuple[Ranked, Ranked], local: Ranked, market: Market, stations: Sequence[Station]
+        self, query: Query, remote: tuple[Ranked, Ranked], local: Ranked, market: Market, node_rows: Sequence[Station]
     ) -> bool:
         """Of the price, whose term comes after those of the time to first token, only a part counts here."""
-        counted = min(_lateness(query, stations) / max(_slowness(local.best, query, market), 0.05), 1.0) ** 3
+        counted = min(_lateness(query, node_rows) / max(_slowness(local.best, query, market), 0.05), 1.0) ** 3
         remote_cost = remote[0].cost + remote[1].cost - (1.0 - counted) * remote[0].values[3]
         local_cost = local.cost - (1.0 - counted) * local.values[3]
         doubt_s = sum(
@@ -431,15 +433,15 @@ class PlainSeconds:
         )
 
 
-def _num_slowed(station: Station) -> float:
-    own = station.node.num_prompts if station.node.role == "decode" else 0
-    return station.pace.rows + own
+def _num_slowed(node_row: Station) -> float:
+    own = node_row.node.num_prompts if node_row.node.role == "decode" else 0
+    return node_row.pace.rows + own
 
 
-def _paced_s(station: Station, query: Query) -> float:
+def _paced_s(node_row: Station, query: Query) -> float:
     """Between tokens of the rows that run there: in the steps of this prompt and those before it, and as lately for the
     rest of an answer."""
-    pace, cached, new = station.pace, query.cached_on(station.node), query.uncached_on(station.node)
+    pace, cached, new = node_row.pace, query.cached_on(node_row.node), query.uncached_on(node_row.node)
     steps = max(new / pace.prefill.chunk_tokens, 1.0) if pace.prefill.chunk_tokens else 1.0
     busy_s = max(pace.prefill.seconds(new, cached) / steps, pace.decode.fixed_s) + pace.decode.added_s(
         pace.rows, pace.context_tokens
@@ -462,8 +464,8 @@ def _predicted(first: Ranked, decodes: Ranked, market: Market, query: Query) -> 
     return Predicted(_ttft(first.values), tpot_s)
 
 
-def _pull(station: Station, market: Market, query: Query) -> NodeView | None:
-    return market.source if prompt_on(station, query, market.source).is_fetched else None
+def _pull(node_row: Station, market: Market, query: Query) -> NodeView | None:
+    return market.source if prompt_on(node_row, query, market.source).is_fetched else None
 
 
 def _ttft(values: Values) -> float:
@@ -471,64 +473,66 @@ def _ttft(values: Values) -> float:
     return sum(values[:3])
 
 
-def _lateness(query: Query, stations: Sequence[Station]) -> float:
+def _lateness(query: Query, node_rows: Sequence[Station]) -> float:
     """What a request has to wait, in the router and on the least loaded node, as a share of the time to its first token
     that is well."""
-    computing = [station for station in stations if station.node.role != "decode"] or list(stations)
-    least_s = min(station.pace.wait_s for station in computing)
+    computing = [node_row for node_row in node_rows if node_row.node.role != "decode"] or list(node_rows)
+    least_s = min(node_row.pace.wait_s for node_row in computing)
     if least_s <= 0.0:
         return 0.0
-    usual_s = sum(station.pace.backlog_s for station in computing) / max(
-        sum(station.node.num_prompts for station in computing), 1
+    usual_s = sum(node_row.pace.backlog_s for node_row in computing) / max(
+        sum(node_row.node.num_prompts for node_row in computing), 1
     )
-    alone_s = stations[0].pace.prefill.seconds(max(query.num_tokens, query.usual_tokens))
+    alone_s = node_rows[0].pace.prefill.seconds(max(query.num_tokens, query.usual_tokens))
     return (least_s + query.num_held / len(computing) * usual_s) / max(5.0 * alone_s, 1e-300)
 
 
-def _slowness(station: Station, query: Query, market: Market) -> float:
+def _slowness(node_row: Station, query: Query, market: Market) -> float:
     """0: the row would be as fast as alone; 1: as slow as it may be."""
-    alone_s = station.pace.decode.fixed_s + station.pace.row_s(query.num_tokens + query.expected_output / 2)
-    tpot_s, _ = strained(station, query, share_on(station, market))
+    alone_s = node_row.pace.decode.fixed_s + node_row.pace.row_s(query.num_tokens + query.expected_output / 2)
+    tpot_s, _ = strained(node_row, query, share_on(node_row, market))
     if tpot_s - alone_s <= 1e-9 * tpot_s:
         return 0.0
     return (tpot_s - alone_s) / max((query.itl_s or 2.0 * alone_s) - alone_s, 1e-300)
 
 
-def _share_now(stations: Sequence[Station], num_held: int = 0) -> float:
+def _share_now(node_rows: Sequence[Station], num_held: int = 0) -> float:
     """Of the time in which such nodes compute prompts, told from how many are there or wait for them: with Poisson
     arrivals ρ = N ÷ (1 + N)."""
-    prompts = sum(station.node.num_prompts for station in stations) + num_held
-    return prompts / (prompts + len(stations)) if stations else 0.0
+    prompts = sum(node_row.node.num_prompts for node_row in node_rows) + num_held
+    return prompts / (prompts + len(node_rows)) if node_rows else 0.0
 
 
-def _share_later(stations: Sequence[Station], computing: Sequence[Station], query: Query) -> float:
+def _share_later(node_rows: Sequence[Station], computing: Sequence[Station], query: Query) -> float:
     """The same over the life of an answer. By Little's law the rows that run came at rows ÷ (output × TPOT) a second,
     each with a prompt about as long as what it attends to now, and cached about as far as this one is at best."""
-    rows = sum(station.pace.rows for station in stations)
-    life_s = query.expected_output * sum(station.pace.tpot_s * station.pace.rows for station in stations) / max(rows, 1)
+    rows = sum(node_row.pace.rows for node_row in node_rows)
+    life_s = (
+        query.expected_output * sum(node_row.pace.tpot_s * node_row.pace.rows for node_row in node_rows) / max(rows, 1)
+    )
     if life_s <= 0.0 or not computing:
         return 0.0
-    mean = sum(station.pace.context_tokens for station in stations) / rows
-    known = max(query.cached_on(station.node) for station in computing) / query.num_tokens
+    mean = sum(node_row.pace.context_tokens for node_row in node_rows) / rows
+    known = max(query.cached_on(node_row.node) for node_row in computing) / query.num_tokens
     work_s = computing[0].pace.prefill.seconds(mean * (1 - known), mean * known)
     return min(work_s * rows / life_s / len(computing), MOST_SHARE)
 
 
-def _rank(leg: LegName, names: tuple[str, ...], stations: Sequence[Station], values: Sequence[Values]) -> Ranked:
+def _rank(leg: LegName, names: tuple[str, ...], node_rows: Sequence[Station], values: Sequence[Values]) -> Ranked:
     """Ties go to the node with fewer requests, then by name: stations come sorted by name."""
     costs = [sum(terms) for terms in values]
-    best = nsmallest(MOST_CANDIDATES, range(len(stations)), key=lambda i: (costs[i], stations[i].node.num_requests))
-    return Ranked(leg, names, tuple((costs[i], stations[i], values[i]) for i in best))
+    best = nsmallest(MOST_CANDIDATES, range(len(node_rows)), key=lambda i: (costs[i], node_rows[i].node.num_requests))
+    return Ranked(leg, names, tuple((costs[i], node_rows[i], values[i]) for i in best))
 
 
 def _stations(view: ClusterView, nodes: Sequence[NodeView]) -> Sequence[Station]:
     """For a view that has a typical cost: every node has a pace then."""
-    stations = []
+    node_rows = []
     for node in nodes:
         pace = view.pace_of(node)
         assert pace is not None
-        stations.append(Station(node, pace))
-    return stations
+        node_rows.append(Station(node, pace))
+    return node_rows
 
 
 # ---------------------------------------------------------------- which nodes

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster_router.policy.cache_pressure import NEWEST, PRIOR, LostPrefixes
+from pdcluster_router.policy.cache_pressure import NEWEST, PRIOR, CachePressure
 from pdcluster_router.policy.predicted.cost_model import MUCH_LOST
 
 TOKENS = st.integers(0, 200_000)
 
 
 def test_nothing_is_lost_before_the_first_answer_and_while_all_is_kept() -> None:
-    lost = LostPrefixes()
+    lost = CachePressure()
     assert lost.share(0.0) == lost.share(500.0) == 0.0
     for _ in range(100):
         lost.note(0, 0)
@@ -26,7 +26,7 @@ def test_nothing_is_lost_before_the_first_answer_and_while_all_is_kept() -> None
 
 
 def test_the_share_is_of_all_that_could_have_been_kept() -> None:
-    lost = LostPrefixes()
+    lost = CachePressure()
     for _ in range(2000):
         lost.note(1000, 750)
     assert lost.share(1000.0) == pytest.approx(0.25 / (1 + PRIOR))
@@ -38,7 +38,7 @@ def test_the_share_is_of_all_that_could_have_been_kept() -> None:
 @pytest.mark.parametrize("before", [0, 1, 50, 1000])
 def test_one_prefix_that_is_lost_says_little_though_none_was_kept(before: int) -> None:
     """It made room look as scarce as can be until other prompts hit."""
-    lost = LostPrefixes()
+    lost = CachePressure()
     for _ in range(before):
         lost.note(0, 0)
     lost.note(1000, 0)
@@ -49,7 +49,7 @@ def test_one_prefix_that_is_lost_says_little_though_none_was_kept(before: int) -
 
 
 def test_long_prompts_weigh_more() -> None:
-    lost = LostPrefixes()
+    lost = CachePressure()
     for _ in range(500):
         lost.note(100, 0)
         lost.note(9900, 9900)
@@ -58,7 +58,7 @@ def test_long_prompts_weigh_more() -> None:
 
 @given(st.lists(st.tuples(TOKENS, TOKENS)), st.floats(0.0, 1e6))
 def test_it_is_a_share(prompts: list[tuple[int, int]], usual_tokens: float) -> None:
-    lost = LostPrefixes()
+    lost = CachePressure()
     for seen, kept in prompts:
         lost.note(seen, kept)
         assert 0.0 <= lost.share(usual_tokens) <= 1.0

@@ -24,7 +24,7 @@ from pdcluster.api.openai.token_id_scan import scan_ids
 from pdcluster_router import process
 from pdcluster_router.policy.base import Query
 from pdcluster_router.policy.predicted import compiled, cost_model
-from pdcluster_router.policy.predicted.node_rows import Station
+from pdcluster_router.policy.predicted.node_rows import NodeRow
 from pdcluster_router.policy.predicted_seconds import Seconds
 
 
@@ -43,8 +43,8 @@ def endless(directory: Path) -> Path:
 
 
 def test_columns_are_the_fields_of_a_station_in_their_order() -> None:
-    assert [getattr(cost_model, name.upper()) for name in Station.__struct_fields__] == list(
-        range(len(Station.__struct_fields__))
+    assert [getattr(cost_model, name.upper()) for name in NodeRow.__struct_fields__] == list(
+        range(len(NodeRow.__struct_fields__))
     )
 
 
@@ -126,7 +126,7 @@ async def test_a_file_of_the_cache_that_cannot_be_read_does_not_stop_a_router(
     def broken() -> compiled.CompiledScoring:
         raise failure
 
-    monkeypatch.setattr(compiled, "Compiled", broken)
+    monkeypatch.setattr(compiled, "CompiledScoring", broken)
     monkeypatch.setattr(compiled, "is_kept", lambda cache_dir: True)
     await process.compile_choices()
     assert compiled.in_use() is compiled.PLAIN and "remove /" in caplog.text

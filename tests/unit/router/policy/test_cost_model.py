@@ -10,13 +10,13 @@ from policy_cases import make_load, make_node
 
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster_router.policy.predicted.cost_model import alone_s, paced_s
-from pdcluster_router.policy.predicted.node_rows import Station
+from pdcluster_router.policy.predicted.node_rows import NodeRow
 
 COST = NodeCost(PrefillCost(0.005, 1e-4, 2e-9, 256, 100), DecodeCost(0.02, 1.5e-4, 3e-8, 100))
 TOKENS = st.integers(1, 200_000)
 
 
-def station(rows: int, waiting: int, itl_s: float) -> Station:
+def node_row(rows: int, waiting: int, itl_s: float) -> NodeRow:
     load = make_load(
         rows=rows,
         running=rows,
@@ -25,7 +25,7 @@ def station(rows: int, waiting: int, itl_s: float) -> Station:
         waiting_tokens=waiting,
         itl_s=itl_s,
     )
-    found = make_node("d0", "decode", load, COST).own_station
+    found = make_node("d0", "decode", load, COST).own_node_row
     assert found is not None
     return found
 
@@ -34,7 +34,7 @@ def station(rows: int, waiting: int, itl_s: float) -> Station:
 def test_rows_are_neither_slower_nor_faster_than_their_steps(
     rows: int, waiting: int, itl_s: float, new: int, cached: int, output: int
 ) -> None:
-    node = station(rows, waiting, itl_s)
+    node = node_row(rows, waiting, itl_s)
     busy_s = (
         max(alone_s(astuple(node), new, cached) / max(new / node.chunk_tokens, 1.0), node.decode_fixed_s) + node.added_s
     )
@@ -44,7 +44,7 @@ def test_rows_are_neither_slower_nor_faster_than_their_steps(
 
 
 def test_one_long_prompt_may_slow_a_row_more_than_the_mean_and_a_prompt_in_every_step_may_not() -> None:
-    node = station(10, 0, 0.0)
+    node = node_row(10, 0, 0.0)
     busy_s, mean_s = node.tpot_s + 0.02, node.tpot_s + 0.01
     chunks = (
         (busy_s - node.added_s - 0.005 - 256e-4) / 2e-9 / 256

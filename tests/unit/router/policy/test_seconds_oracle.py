@@ -195,8 +195,8 @@ def test_what_was_sent_makes_the_view_that_a_new_one_would_be(cluster: ClusterVi
         assert [view.node(row) for row in rows[:2]] == [afresh.nodes[row] for row in rows[:2]]
         if data.draw(st.booleans()):
             assert view.nodes == afresh.nodes and view.table.tolist() == afresh.table.tolist() == view.rows
-            assert [node.own_station for node in view.nodes] == [node.own_station for node in afresh.nodes]
-            assert [view.station_of(node) for node in view.nodes] == [afresh.station(row) for row in range(view.size)]
+            assert [node.own_node_row for node in view.nodes] == [node.own_node_row for node in afresh.nodes]
+            assert [view.node_row_of(node) for node in view.nodes] == [afresh.node_row(row) for row in range(view.size)]
         assert told is None or told == (former.nodes, former.table.tolist())
 
 

@@ -17,7 +17,7 @@ from pdcluster_router.policy.predicted.cost_model import LOST
 from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.policy.scales import asked_of
-from pdcluster_router.policy.selector import FORK, Chooser, PolicyHolder
+from pdcluster_router.policy.selector import FORK, PolicyHolder, PolicySelector
 
 NODES = view(make_node("p0", "prefill"), make_node("d0", "decode"), make_node("d1", "decode"))
 
@@ -27,28 +27,28 @@ def make_job(**changes: object) -> Job:
     return Job("r", list(range(10)), Sampling(max_tokens=4000, seed=1), 60.0, chain, **changes)  # type: ignore[arg-type]
 
 
-def make_chooser(policy: str = "round-robin", shadow: str | None = None, **rules: object) -> Chooser:
+def make_chooser(policy: str = "round-robin", shadow: str | None = None, **rules: object) -> PolicySelector:
     holder = PolicyHolder(make_policy(policy), make_policy(shadow) if shadow else None)
-    return Chooser(holder, lambda: NODES, lambda hashes: {"d1-boot": len(hashes) // 16}, **rules)  # type: ignore[arg-type]
+    return PolicySelector(holder, lambda: NODES, lambda hashes: {"d1-boot": len(hashes) // 16}, **rules)  # type: ignore[arg-type]
 
 
 def test_the_question_carries_what_the_router_and_the_request_say() -> None:
-    chooser = make_chooser(force="remote", fallback="on-failure", itl_s=0.03)
+    selector = make_chooser(force="remote", fallback="on-failure", itl_s=0.03)
     job = make_job(session="talk")
     job.excluded.add("p0-boot")
     job.busy["d0-boot"] = 2.0
-    query = chooser.query(job, 1.0, NODES)
+    query = selector.query(job, 1.0, NODES)
     assert (query.num_tokens, query.cached, query.session) == (10, {"d1-boot": 8}, "talk")
     assert (query.force, query.fallback, query.itl_s) == ("remote", "on-failure", 0.03)
     assert (query.excluded, query.busy) == ({"p0-boot"}, {"d0-boot"})
-    assert chooser.query(job, 3.0, NODES).busy == frozenset()
+    assert selector.query(job, 3.0, NODES).busy == frozenset()
 
 
 def test_a_request_may_force_another_mode_than_the_routers() -> None:
-    chooser = make_chooser("seconds", force="remote")
-    assert chooser.choose(make_job(), 0.0).choice.mode == "remote"
-    assert chooser.choose(make_job(force="local"), 0.0).choice.mode == "local"
-    assert chooser.query(make_job(force="auto"), 0.0, NODES).force == "auto"
+    selector = make_chooser("seconds", force="remote")
+    assert selector.choose(make_job(), 0.0).choice.mode == "remote"
+    assert selector.choose(make_job(force="local"), 0.0).choice.mode == "local"
+    assert selector.query(make_job(force="auto"), 0.0, NODES).force == "auto"
 
 
 @pytest.mark.parametrize("way", ["choose", "place"])
@@ -56,56 +56,56 @@ def test_a_mode_that_a_request_asked_for_is_no_choice_that_others_follow(way: st
     """After a stretch of requests that asked for one node, those that did not stayed there, by the margin of the last
     mode."""
     cluster = view(make_node("p0", "prefill", make_load(), COST), make_node("d0", "decode", make_load(), COST))
-    chooser = Chooser(PolicyHolder(make_policy("seconds")), lambda: cluster, lambda _: {})
+    selector = PolicySelector(PolicyHolder(make_policy("seconds")), lambda: cluster, lambda _: {})
 
     def mode_of(job: Job) -> str:
         if way == "choose":
-            return chooser.choose(job, 0.0).choice.mode
-        placed = chooser.place(job, 0.25, 0.0)
+            return selector.choose(job, 0.0).choice.mode
+        placed = selector.place(job, 0.25, 0.0)
         assert placed is not None
         return placed.mode
 
     own = mode_of(make_job())
     for mode in ("remote", "local"):
         assert mode_of(make_job(force=mode)) == mode
-        assert chooser.query(make_job(), 0.0, cluster).previous == own
+        assert selector.query(make_job(), 0.0, cluster).previous == own
 
 
 def test_the_expected_output_follows_what_answers_take() -> None:
-    chooser = make_chooser()
-    assert chooser.query(make_job(), 0.0, NODES).expected_output == 256
-    chooser.note_end(300, 20)
-    query = chooser.query(make_job(), 0.0, NODES)
+    selector = make_chooser()
+    assert selector.query(make_job(), 0.0, NODES).expected_output == 256
+    selector.note_end(300, 20)
+    query = selector.query(make_job(), 0.0, NODES)
     assert 20 < query.expected_output < 256 and query.usual_tokens == 300, (
         "one answer is believed a little, one prompt wholly"
     )
-    chooser.note_end(100, 20)
-    assert chooser.query(make_job(), 0.0, NODES).usual_tokens == 200
+    selector.note_end(100, 20)
+    assert selector.query(make_job(), 0.0, NODES).usual_tokens == 200
     for _ in range(500):
-        chooser.note_end(300, 20)
-    assert chooser.query(make_job(), 0.0, NODES).expected_output == 20
+        selector.note_end(300, 20)
+    assert selector.query(make_job(), 0.0, NODES).expected_output == 20
     job = make_job()
     job.emitted.extend(range(3995))
-    assert chooser.query(job, 0.0, NODES).expected_output == 5
+    assert selector.query(job, 0.0, NODES).expected_output == 5
 
 
 def test_the_policy_is_swapped_between_two_decisions_and_the_shadow_has_no_effect() -> None:
-    chooser = make_chooser(shadow="seconds")
-    first = chooser.choose(make_job(), 0.0)
+    selector = make_chooser(shadow="seconds")
+    first = selector.choose(make_job(), 0.0)
     assert (first.choice.policy, first.shadow and first.shadow.policy) == ("round-robin", "seconds")
-    chooser.holder.live = make_policy("random")
-    chooser.holder.shadow = None
-    second = chooser.choose(make_job(), 0.0)
+    selector.holder.live = make_policy("random")
+    selector.holder.shadow = None
+    second = selector.choose(make_job(), 0.0)
     assert (second.choice.policy, second.shadow) == ("random", None)
     assert second.query.counter == first.query.counter + 1
 
 
 def test_asking_has_no_effect() -> None:
-    chooser = make_chooser()
+    selector = make_chooser()
     job = make_job()
-    assert chooser.query(job, 0.0, NODES) == chooser.query(job, 0.0, NODES)
-    dry = chooser.holder.live.choose(chooser.query(job, 0.0, NODES), NODES)
-    choice = chooser.choose(job, 0.0).choice
+    assert selector.query(job, 0.0, NODES) == selector.query(job, 0.0, NODES)
+    dry = selector.holder.live.choose(selector.query(job, 0.0, NODES), NODES)
+    choice = selector.choose(job, 0.0).choice
     assert choice == dry and choice.candidates == dry.candidates
 
 
@@ -134,42 +134,44 @@ class Broken:
 
 
 def test_a_shadow_with_a_bug_fails_no_request(caplog: pytest.LogCaptureFixture) -> None:
-    chooser = make_chooser()
-    chooser.holder.shadow = Broken()
-    decision = chooser.choose(make_job(), 0.0)
+    selector = make_chooser()
+    selector.holder.shadow = Broken()
+    decision = selector.choose(make_job(), 0.0)
     assert decision.choice.policy == "round-robin" and decision.shadow is None
     assert "the shadow policy broken failed" in caplog.text
 
 
 def test_a_policy_is_told_how_many_wait_in_the_router() -> None:
-    chooser = make_chooser()
-    assert chooser.choose(make_job(), 0.0).query.num_held == 0
-    chooser.num_held = lambda: 7
-    assert chooser.choose(make_job(), 0.0).query.num_held == 7
+    selector = make_chooser()
+    assert selector.choose(make_job(), 0.0).query.num_held == 0
+    selector.num_held = lambda: 7
+    assert selector.choose(make_job(), 0.0).query.num_held == 7
 
 
 def test_a_policy_is_told_what_was_sent_lately_and_not_what_was_only_chosen() -> None:
-    chooser = make_chooser("seconds")
-    remote, local = (chooser.choose(make_job(force=mode), 0.0).choice for mode in ("remote", "local"))
+    selector = make_chooser("seconds")
+    remote, local = (selector.choose(make_job(force=mode), 0.0).choice for mode in ("remote", "local"))
     assert (remote.first.role, local.first.role) == ("prefill", "decode"), "p0 has nothing cached, d1 has"
     assert (
-        chooser.query(make_job(), 0.0, NODES).busy_serving == chooser.query(make_job(), 0.0, NODES).busy_decoding == 0.0
+        selector.query(make_job(), 0.0, NODES).busy_serving
+        == selector.query(make_job(), 0.0, NODES).busy_decoding
+        == 0.0
     )
-    chooser.note_sent(remote, 1000, 0, 1.0)
-    query = chooser.query(make_job(), 1.0, NODES)
+    selector.note_sent(remote, 1000, 0, 1.0)
+    query = selector.query(make_job(), 1.0, NODES)
     assert query.busy_serving > 0.0 and query.busy_decoding == 0.0
-    chooser.note_sent(local, 1000, 0, 1.0)
-    query = chooser.query(make_job(), 1.0, NODES)
-    assert query.busy_decoding == query.busy_serving > chooser.query(make_job(), 2.0, NODES).busy_serving > 0.0
+    selector.note_sent(local, 1000, 0, 1.0)
+    query = selector.query(make_job(), 1.0, NODES)
+    assert query.busy_decoding == query.busy_serving > selector.query(make_job(), 2.0, NODES).busy_serving > 0.0
 
 
 def test_a_policy_is_told_how_much_of_what_prompts_had_before_is_lost() -> None:
-    chooser = make_chooser("seconds")
-    assert chooser.query(make_job(), 0.0, NODES).lost == 0.0
-    chooser.note_prefix(400, 300)
-    assert chooser.query(make_job(), 0.0, NODES).lost == 0.0, "no answer has ended"
-    chooser.note_end(900, 50)
-    assert chooser.query(make_job(), 0.0, NODES).lost == pytest.approx(100 / (400 + 900 * PRIOR / NEWEST))
+    selector = make_chooser("seconds")
+    assert selector.query(make_job(), 0.0, NODES).lost == 0.0
+    selector.note_prefix(400, 300)
+    assert selector.query(make_job(), 0.0, NODES).lost == 0.0, "no answer has ended"
+    selector.note_end(900, 50)
+    assert selector.query(make_job(), 0.0, NODES).lost == pytest.approx(100 / (400 + 900 * PRIOR / NEWEST))
 
 
 def test_the_short_way_tells_a_policy_the_same_numbers() -> None:
@@ -180,14 +182,14 @@ def test_the_short_way_tells_a_policy_the_same_numbers() -> None:
         def place(self, asked: PlacementQuery, view: ClusterView) -> None:
             found.append(asked)
 
-    chooser = make_chooser(itl_s=0.03)
-    chooser.holder.live = Listening()
-    chooser.note_prefix(400, 300)
-    chooser.note_end(900, 50)
-    chooser.note_sent(chooser.choose(make_job(), 0.0).choice, 1000, 0, 1.0)
-    assert chooser.place(make_job(), 1.0, 1.5) is None
+    selector = make_chooser(itl_s=0.03)
+    selector.holder.live = Listening()
+    selector.note_prefix(400, 300)
+    selector.note_end(900, 50)
+    selector.note_sent(selector.choose(make_job(), 0.0).choice, 1000, 0, 1.0)
+    assert selector.place(make_job(), 1.0, 1.5) is None
     own = (3.0, 1.0, 0.1, 0.5)
-    assert (*found[0].numbers, *own) == asked_of(chooser.query(make_job(), 1.5, NODES), own)
+    assert (*found[0].numbers, *own) == asked_of(selector.query(make_job(), 1.5, NODES), own)
     assert found[0].numbers[LOST] == pytest.approx(100 / (400 + 900 * PRIOR / NEWEST))
 
 
@@ -195,9 +197,9 @@ def test_what_a_prompt_fetches_or_shares_keeps_no_node_busy() -> None:
     """A pulled prefix counted as if it were computed: nodes that fetch much looked busy with prompts."""
 
     def busy(choice: RoutingDecision, cached: int = 0) -> float:
-        chooser = make_chooser("seconds")
-        chooser.note_sent(choice, 1000, cached, 1.0)
-        return chooser.query(make_job(), 1.0, NODES).busy_serving
+        selector = make_chooser("seconds")
+        selector.note_sent(choice, 1000, cached, 1.0)
+        return selector.query(make_job(), 1.0, NODES).busy_serving
 
     prefill, decode = NODES.find("p0-boot"), NODES.find("d1-boot")
     assert prefill is not None and decode is not None

@@ -11,7 +11,7 @@ from pdcluster.core.messages import CacheDelta
 from pdcluster.kv.hashing import block_hashes
 from pdcluster_router.cluster.metrics import IndexCollector
 from pdcluster_router.prefix_index.index import LEAST_MOVED, MOVED_PER_BLOCK, PrefixIndex
-from pdcluster_router.prefix_index.updates import ASK_AGAIN_S, SLICE_BLOCKS, Caches
+from pdcluster_router.prefix_index.updates import ASK_AGAIN_S, SLICE_BLOCKS, CacheUpdates
 
 CHAIN = block_hashes(range(40), block_tokens=4)
 
@@ -21,18 +21,18 @@ def blocks(first: int, last: int) -> bytes:
 
 
 @pytest.fixture
-def caches() -> Caches:
-    return Caches(PrefixIndex())
+def caches() -> CacheUpdates:
+    return CacheUpdates(PrefixIndex())
 
 
-def test_deltas_follow_a_snapshot(caches: Caches) -> None:
+def test_deltas_follow_a_snapshot(caches: CacheUpdates) -> None:
     assert not caches.apply("a", CacheDelta(3, True, blocks(0, 2), b""), 0.0)
     assert not caches.apply("a", CacheDelta(4, False, blocks(2, 6), b""), 0.0)
     assert not caches.apply("a", CacheDelta(5, False, b"", blocks(4, 6)), 0.0)
     assert caches.index.depths(CHAIN) == {"a": 4} and caches.is_exact("a")
 
 
-def test_a_gap_asks_for_a_snapshot_at_once_and_keeps_what_is_known_until_it_comes(caches: Caches) -> None:
+def test_a_gap_asks_for_a_snapshot_at_once_and_keeps_what_is_known_until_it_comes(caches: CacheUpdates) -> None:
     caches.apply("a", CacheDelta(0, True, blocks(0, 2), b""), 0.0)
     assert caches.apply("a", CacheDelta(2, False, blocks(4, 6), b""), 0.0)
     assert caches.index.depths(CHAIN) == {"a": 2} and not caches.is_exact("a") and caches.num_gaps == 1
@@ -41,32 +41,32 @@ def test_a_gap_asks_for_a_snapshot_at_once_and_keeps_what_is_known_until_it_come
     assert caches.index.depths(CHAIN) == {"a": 8} and caches.is_exact("a")
 
 
-def test_a_snapshot_that_does_not_come_is_asked_for_again(caches: Caches) -> None:
+def test_a_snapshot_that_does_not_come_is_asked_for_again(caches: CacheUpdates) -> None:
     caches.apply("a", CacheDelta(0, True, b"", b""), 0.0)
     caches.apply("a", CacheDelta(5, False, blocks(0, 1), b""), 0.0)
     assert not caches.is_overdue("a", 0.5)
     assert caches.is_overdue("a", ASK_AGAIN_S) and not caches.is_overdue("a", ASK_AGAIN_S + 0.1)
 
 
-def test_a_delta_that_the_snapshot_contains_changes_nothing(caches: Caches) -> None:
+def test_a_delta_that_the_snapshot_contains_changes_nothing(caches: CacheUpdates) -> None:
     caches.apply("a", CacheDelta(7, True, blocks(0, 3), b""), 0.0)
     assert not caches.apply("a", CacheDelta(7, False, b"", blocks(2, 3)), 0.0)
     assert caches.index.depths(CHAIN) == {"a": 3} and caches.num_stale == 1
 
 
-def test_a_delta_before_any_snapshot_asks_for_one(caches: Caches) -> None:
+def test_a_delta_before_any_snapshot_asks_for_one(caches: CacheUpdates) -> None:
     assert caches.apply("a", CacheDelta(2, False, blocks(0, 1), b""), 0.0)
     assert caches.index.depths(CHAIN) == {}
 
 
-def test_a_lost_node_is_forgotten_with_all_it_held(caches: Caches) -> None:
+def test_a_lost_node_is_forgotten_with_all_it_held(caches: CacheUpdates) -> None:
     caches.apply("a", CacheDelta(0, True, blocks(0, 9), b""), 0.0)
     caches.index.expect("a", CHAIN, 9.0)
     caches.lose("a")
     assert caches.index.depths(CHAIN, 0.0) == {} and caches.index.num_entries == 0 and not caches.is_exact("a")
 
 
-def test_the_metrics_say_what_happened(caches: Caches) -> None:
+def test_the_metrics_say_what_happened(caches: CacheUpdates) -> None:
     registry = CollectorRegistry()
     registry.register(IndexCollector(caches))
     caches.apply("a", CacheDelta(0, True, blocks(0, 2), b""), 0.0)
@@ -88,12 +88,12 @@ def many(number: int, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(16 * number)
 
 
-def work_off(caches: Caches) -> None:
+def work_off(caches: CacheUpdates) -> None:
     while caches.has_pieces:
         caches.take_piece()
 
 
-def test_a_large_snapshot_is_taken_in_by_slices_and_what_follows_waits_for_it(caches: Caches) -> None:
+def test_a_large_snapshot_is_taken_in_by_slices_and_what_follows_waits_for_it(caches: CacheUpdates) -> None:
     held = many(3 * SLICE_BLOCKS)
     caches.apply("a", CacheDelta(0, True, held, b""), 0.0)
     assert caches.index.num_entries == 0 and not caches.is_exact("a")
@@ -105,14 +105,14 @@ def test_a_large_snapshot_is_taken_in_by_slices_and_what_follows_waits_for_it(ca
     caches.index.check_integrity()
 
 
-def test_a_new_snapshot_ends_the_slices_of_the_one_before(caches: Caches) -> None:
+def test_a_new_snapshot_ends_the_slices_of_the_one_before(caches: CacheUpdates) -> None:
     caches.apply("a", CacheDelta(0, True, many(3 * SLICE_BLOCKS), b""), 0.0)
     caches.take_piece()
     caches.apply("a", CacheDelta(4, True, blocks(0, 2), b""), 0.0)
     assert not caches.has_pieces and caches.index.holdings("a") == {blocks(0, 1), blocks(1, 2)} and caches.is_exact("a")
 
 
-def test_nodes_take_turns_and_a_lost_one_has_none(caches: Caches) -> None:
+def test_nodes_take_turns_and_a_lost_one_has_none(caches: CacheUpdates) -> None:
     for name in ("a", "b"):
         caches.apply(name, CacheDelta(0, True, many(2 * SLICE_BLOCKS, ord(name)), b""), 0.0)
     caches.take_piece()
@@ -123,7 +123,7 @@ def test_nodes_take_turns_and_a_lost_one_has_none(caches: Caches) -> None:
     assert caches.index.num_blocks("a") == 0 and caches.index.num_blocks("b") == 2 * SLICE_BLOCKS
 
 
-def test_a_large_delta_is_removed_and_added_in_order(caches: Caches) -> None:
+def test_a_large_delta_is_removed_and_added_in_order(caches: CacheUpdates) -> None:
     old, new = many(2 * SLICE_BLOCKS, 1), many(2 * SLICE_BLOCKS, 2)
     caches.apply("a", CacheDelta(0, True, old, b""), 0.0)
     caches.apply("a", CacheDelta(1, False, new, old), 0.0)
@@ -132,7 +132,7 @@ def test_a_large_delta_is_removed_and_added_in_order(caches: Caches) -> None:
 
 
 def test_no_slice_moves_more_than_its_share_of_a_table_even_when_most_of_it_is_of_no_use(
-    caches: Caches, monkeypatch: pytest.MonkeyPatch
+    caches: CacheUpdates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved: list[int] = []
     move = caches.index._move

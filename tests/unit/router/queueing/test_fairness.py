@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pdcluster.core.errors import IntegrityError
-from pdcluster_router.queueing.fairness import FairQueue, Held
+from pdcluster_router.queueing.fairness import FairQueue, QueuedRequest
 
 QUANTUM = 4.0
 
@@ -17,11 +17,13 @@ def make_queue(floor: float = 0.1, burst: float = 0.0) -> FairQueue:
     return FairQueue(QUANTUM, floor, burst)
 
 
-def held(request: str, tenant: str = "a", work: float = 1.0, *, weight: float = 1.0, priority: int = 0) -> Held:
-    return Held(request, tenant, work, 100, 0.0, math.inf, weight, priority)
+def held(
+    request: str, tenant: str = "a", work: float = 1.0, *, weight: float = 1.0, priority: int = 0
+) -> QueuedRequest:
+    return QueuedRequest(request, tenant, work, 100, 0.0, math.inf, weight, priority)
 
 
-def take(queue: FairQueue) -> Held:
+def take(queue: FairQueue) -> QueuedRequest:
     turn = queue.peek()
     assert turn is not None
     taken = queue.take(turn)

@@ -18,7 +18,7 @@ from pdcluster_router.policy.base import Query, suits_all
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.policy.selector import Decision
 from pdcluster_router.queueing.admission import Slo
-from pdcluster_router.queueing.fairness import Held
+from pdcluster_router.queueing.fairness import QueuedRequest
 from pdcluster_router.queueing.gate import Gate
 from pdcluster_router.queueing.headroom import Headroom
 from pdcluster_router.queueing.hold_queue import HoldLimits
@@ -40,7 +40,7 @@ class World:
     decided: list[str] = field(default_factory=list)
     policy: str = "product"
 
-    def decide(self, held: Held) -> Decision:
+    def decide(self, held: QueuedRequest) -> Decision:
         self.decided.append(held.request)
         view, query = ClusterView(tuple(self.nodes)), self.prompts.get(held.request, Query(100))
         return Decision(query, view, make_policy(self.policy).choose(query, view))
@@ -57,14 +57,14 @@ def make_gate(slo: Slo | None = None, **limits) -> Gate:
     return Gate(HoldLimits(**limits), Headroom(backlog_s=0.25), slo or Slo())
 
 
-def held(request: str, arrived: float = 0.0, deadline: float = math.inf, **more) -> Held:
-    return Held(request, more.pop("tenant", "a"), 0.0, 100, arrived, deadline, **more)
+def held(request: str, arrived: float = 0.0, deadline: float = math.inf, **more) -> QueuedRequest:
+    return QueuedRequest(request, more.pop("tenant", "a"), 0.0, 100, arrived, deadline, **more)
 
 
 def test_a_request_goes_at_once_while_a_node_has_little_to_do() -> None:
     world, gate = make_world("prefill", "decode"), make_gate()
     world.set_load("p0", load(waiting_tokens=249))
-    decision = gate.knock(held("r1"), world.decide, 0.0)
+    decision = gate.try_admit(held("r1"), world.decide, 0.0)
     assert decision is not None and decision.choice.first.name == "p0"
 
 
@@ -72,7 +72,7 @@ def test_a_request_is_held_when_every_node_is_past_its_backlog_and_scored_again_
     world, gate = make_world("mixed", "mixed"), make_gate()
     for name in ("m0", "m1"):
         world.set_load(name, load(waiting_tokens=300))
-    assert gate.knock(held("r1"), world.decide, 0.0) is None
+    assert gate.try_admit(held("r1"), world.decide, 0.0) is None
     assert gate.release(world.decide, 0.1) == []
     world.set_load("m1", load(waiting_tokens=10))
     (released,) = gate.release(world.decide, 0.2)
@@ -83,9 +83,9 @@ def test_a_request_is_held_when_every_node_is_past_its_backlog_and_scored_again_
 def test_who_comes_while_others_wait_does_not_pass_them() -> None:
     world, gate = make_world("mixed"), make_gate()
     world.set_load("m0", load(waiting_tokens=300))
-    assert gate.knock(held("r1"), world.decide, 0.0) is None
+    assert gate.try_admit(held("r1"), world.decide, 0.0) is None
     world.set_load("m0", load())
-    assert gate.knock(held("r2"), world.decide, 0.1) is None
+    assert gate.try_admit(held("r2"), world.decide, 0.1) is None
     assert [one.held.request for one in gate.release(world.decide, 0.1, most=2)] == ["r1", "r2"]
 
 
@@ -93,9 +93,9 @@ def test_prompts_are_computed_ahead_of_full_decode_nodes_but_not_without_end() -
     world, gate = make_world("prefill", "decode"), make_gate()
     world.set_load("d1", load(rows=8))
     world.set_load("p0", msgspec.structs.replace(load(), pages_parked=24))
-    assert gate.knock(held("r1"), world.decide, 0.0) is not None, "the prefill node is not idled"
+    assert gate.try_admit(held("r1"), world.decide, 0.0) is not None, "the prefill node is not idled"
     world.set_load("p0", msgspec.structs.replace(load(), pages_parked=25))
-    assert gate.knock(held("r2"), world.decide, 0.0) is None
+    assert gate.try_admit(held("r2"), world.decide, 0.0) is None
     assert gate.release(world.decide, 0.1) == []
     world.set_load("d1", load(rows=7))
     assert len(gate.release(world.decide, 0.2)) == 1
@@ -104,7 +104,7 @@ def test_prompts_are_computed_ahead_of_full_decode_nodes_but_not_without_end() -
 def test_a_node_that_does_it_all_needs_a_row_of_its_own() -> None:
     world, gate = make_world("mixed"), make_gate()
     world.set_load("m0", load(rows=8))
-    assert gate.knock(held("r1"), world.decide, 0.0) is None
+    assert gate.try_admit(held("r1"), world.decide, 0.0) is None
     world.set_load("m0", load(rows=7))
     assert len(gate.release(world.decide, 0.2)) == 1
 
@@ -112,8 +112,8 @@ def test_a_node_that_does_it_all_needs_a_row_of_its_own() -> None:
 def test_a_node_that_asked_this_request_to_be_left_alone_is_no_place_for_it_but_for_others() -> None:
     world, gate = make_world("mixed"), make_gate(patience_s=5.0)
     world.prompts["r1"] = Query(100, busy=frozenset({"m0-boot"}))
-    assert gate.knock(held("r1", is_paid=True), world.decide, 0.0) is None
-    assert gate.knock(held("r2"), world.decide, 0.0) is None
+    assert gate.try_admit(held("r1", is_paid=True), world.decide, 0.0) is None
+    assert gate.try_admit(held("r2"), world.decide, 0.0) is None
     assert [one.held.request for one in gate.release(world.decide, 0.1)] == ["r2"]
     world.prompts["r1"] = Query(100)
     assert [one.held.request for one in gate.release(world.decide, 0.2)] == ["r1"]
@@ -126,12 +126,12 @@ def test_an_old_request_keeps_its_node_from_those_behind_it() -> None:
     world.prompts["long"] = Query(9000)
     world.set_load("m0", load(waiting_tokens=300))
     world.set_load("m1", load(waiting_tokens=300))
-    assert gate.knock(held("long"), world.decide, 0.0) is None
-    assert gate.knock(held("s0", arrived=0.1), world.decide, 0.1) is None
+    assert gate.try_admit(held("long"), world.decide, 0.0) is None
+    assert gate.try_admit(held("s0", arrived=0.1), world.decide, 0.1) is None
     world.set_load("m1", load(waiting_tokens=200))
     assert [one.held.request for one in gate.release(world.decide, 0.2)] == ["s0"], "it is passed where it could not go"
     for number in range(1, 5):
-        assert gate.knock(held(f"s{number}", arrived=4.9), world.decide, 4.9) is None
+        assert gate.try_admit(held(f"s{number}", arrived=4.9), world.decide, 4.9) is None
     world.nodes = [replace(node, in_flight=0 if node.name == "m0" else 9) for node in world.nodes]
     assert [one.held.request for one in gate.release(world.decide, 6.0)] == [], (
         "what would go to its node waits behind it"
@@ -150,7 +150,7 @@ def test_who_waits_for_the_nodes_of_one_mode_does_not_hold_back_those_of_the_oth
     }
     world.set_load("p0", load(waiting_tokens=300))
     for name in ("r1", "r2", "r3"):
-        assert gate.knock(held(name), world.decide, 0.0) is None
+        assert gate.try_admit(held(name), world.decide, 0.0) is None
     (released,) = gate.release(world.decide, 0.1, most=3)
     assert (
         released.held.request == "r3" and released.decision is not None and released.decision.choice.first.name == "d1"
@@ -164,7 +164,7 @@ def test_who_waits_for_nodes_that_are_still_full_is_scored_now_and_then_and_not_
     world.set_load("p0", load(waiting_tokens=300))
     world.prompts = {f"r{number}": Query(100, force="remote") for number in range(40)}
     for name in world.prompts:
-        assert gate.knock(held(name), world.decide, 0.0) is None
+        assert gate.try_admit(held(name), world.decide, 0.0) is None
     world.decided.clear()
     for turn in range(10):
         assert gate.release(world.decide, 0.1 + turn / 1000) == []
@@ -191,7 +191,7 @@ def test_an_old_request_keeps_the_nodes_of_its_mode_though_it_was_not_scored_jus
     world.set_load("p0", load(waiting_tokens=300))
     world.set_load("d1", load(rows=8))
     for name in ("r1", "r2", "r3"):
-        assert gate.knock(held(name), world.decide, 0.0) is None
+        assert gate.try_admit(held(name), world.decide, 0.0) is None
     for moment in (6.0, 6.01):
         assert gate.release(world.decide, moment, most=3) == []
     world.prompts["r3"] = Query(100, force="local", excluded=frozenset({"d1-boot"}))
@@ -203,7 +203,7 @@ def test_an_old_request_keeps_the_nodes_of_its_mode_though_it_was_not_scored_jus
 def test_a_request_without_any_node_left_is_told_so() -> None:
     world, gate = make_world("mixed"), make_gate()
     world.set_load("m0", load(waiting_tokens=300))
-    assert gate.knock(held("r1"), world.decide, 0.0) is None
+    assert gate.try_admit(held("r1"), world.decide, 0.0) is None
     world.nodes = []
     (released,) = gate.release(world.decide, 0.1)
     assert isinstance(released.error, errors.Unavailable) and len(gate.queue) == 0
@@ -213,9 +213,9 @@ def test_a_full_queue_refuses_at_once_and_says_how_long_the_wait_would_be() -> N
     world, gate = make_world("mixed"), make_gate(count=20)
     world.set_load("m0", load(waiting_tokens=300))
     for number in range(20):
-        assert gate.knock(held(f"r{number}"), world.decide, 0.0) is None
+        assert gate.try_admit(held(f"r{number}"), world.decide, 0.0) is None
     with pytest.raises(errors.Overloaded, match=r"20 requests .* wait") as refused:
-        gate.knock(held("r20"), world.decide, 0.0)
+        gate.try_admit(held("r20"), world.decide, 0.0)
     assert refused.value.reason == "hold_count"
     assert refused.value.retry_after_s == pytest.approx(20 * 100 * TOKEN_S + 0.05), (
         "the work before it, and what the node is past its backlog"
@@ -230,7 +230,7 @@ def test_with_a_service_level_the_queue_is_as_long_as_the_level_allows() -> None
     admitted = 0
     with pytest.raises(errors.Overloaded) as refused:
         for number in range(100):
-            gate.knock(held(f"r{number}"), world.decide, 0.0)
+            gate.try_admit(held(f"r{number}"), world.decide, 0.0)
             admitted += 1
     assert refused.value.reason == "slo"
     assert admitted == 11, "two nodes do 0.1 s each; 0.25 s on a node, 0.25 s for a prompt, and 0.5 s of wait or less"
@@ -241,26 +241,26 @@ def test_a_moment_in_which_no_place_frees_does_not_end_admission() -> None:
     world, gate = make_world("mixed"), make_gate(slo=Slo(ttft_s=10.0))
     world.set_load("m0", load(waiting_tokens=2000))
     for number in range(3):
-        assert gate.knock(held(f"r{number}"), world.decide, 0.0) is None
+        assert gate.try_admit(held(f"r{number}"), world.decide, 0.0) is None
     assert gate.release(world.decide, 1.5) == []
-    assert gate.knock(held("r3"), world.decide, 1.5) is None
+    assert gate.try_admit(held("r3"), world.decide, 1.5) is None
 
 
 def test_nobody_is_told_to_wait_longer_than_any_request_may() -> None:
     world, gate = make_world("mixed"), make_gate(count=1, age_s=30.0)
     world.set_load("m0", load(waiting_tokens=250))
-    assert gate.knock(held("r0"), world.decide, 0.0) is None
+    assert gate.try_admit(held("r0"), world.decide, 0.0) is None
     assert gate.release(world.decide, 29.0) == [] and gate.release(world.decide, 1000.0) == []
     with pytest.raises(errors.Overloaded) as refused:
-        gate.knock(held("r1"), world.decide, 1000.0)
+        gate.try_admit(held("r1"), world.decide, 1000.0)
     assert refused.value.retry_after_s == 30.0
 
 
 def test_deadline_and_age_end_a_wait() -> None:
     world, gate = make_world("mixed"), make_gate(age_s=10.0)
     world.set_load("m0", load(waiting_tokens=300))
-    gate.knock(held("r1", deadline=2.0), world.decide, 0.0)
-    gate.knock(held("r2"), world.decide, 0.0)
+    gate.try_admit(held("r1", deadline=2.0), world.decide, 0.0)
+    gate.try_admit(held("r2"), world.decide, 0.0)
     (late,) = gate.expire(2.0)
     assert late.held.request == "r1" and isinstance(late.error, errors.DeadlineExceeded)
     (old,) = gate.expire(10.0)
@@ -271,17 +271,17 @@ def test_deadline_and_age_end_a_wait() -> None:
 def test_a_client_that_leaves_frees_its_place() -> None:
     world, gate = make_world("mixed"), make_gate(count=1)
     world.set_load("m0", load(waiting_tokens=300))
-    gate.knock(held("r1"), world.decide, 0.0)
+    gate.try_admit(held("r1"), world.decide, 0.0)
     gate.leave("r1", 0.5)
-    assert gate.knock(held("r2"), world.decide, 0.5) is None
+    assert gate.try_admit(held("r2"), world.decide, 0.5) is None
 
 
 def test_a_node_that_does_nothing_is_open_whatever_is_believed_of_it() -> None:
     world, gate = make_world("mixed"), make_gate()
     world.nodes = [replace(world.nodes[0], pending=InFlightWork(requests=9, prefill_tokens=10**6, rows=9))]
-    assert gate.knock(held("r1"), world.decide, 0.0) is not None
+    assert gate.try_admit(held("r1"), world.decide, 0.0) is not None
     world.nodes = [replace(world.nodes[0], in_flight=1)]
-    assert gate.knock(held("r2"), world.decide, 0.0) is None
+    assert gate.try_admit(held("r2"), world.decide, 0.0) is None
 
 
 # ------------------------------------------------------------ for the sake of rows
@@ -308,7 +308,7 @@ def test_a_request_waits_while_rows_are_as_slow_as_they_may_be_and_its_first_tok
     roles: tuple[m.Role, ...],
 ) -> None:
     world, gate = make_slow(*roles, rows=12), make_gate()
-    assert gate.knock(held("r1"), world.decide, 0.0) is None
+    assert gate.try_admit(held("r1"), world.decide, 0.0) is None
     assert gate.release(world.decide, 0.1) == []
     world.set_load(world.nodes[-1].name, batch(11))
     assert [one.held.request for one in gate.release(world.decide, 0.15)] == ["r1"]
@@ -317,7 +317,7 @@ def test_a_request_waits_while_rows_are_as_slow_as_they_may_be_and_its_first_tok
 def test_half_of_what_a_first_token_may_take_is_the_longest_wait_for_rows() -> None:
     """100 tokens take 0.1 s alone, so the first one may take 0.5 s."""
     world, gate = make_slow("prefill", "decode", rows=40), make_gate()
-    assert gate.knock(held("r1"), world.decide, 0.0) is None
+    assert gate.try_admit(held("r1"), world.decide, 0.0) is None
     assert gate.release(world.decide, 0.24) == []
     assert [one.held.request for one in gate.release(world.decide, 0.26)] == ["r1"]
 
@@ -326,7 +326,7 @@ def test_who_has_less_time_passes_those_that_wait_for_rows() -> None:
     world, gate = make_slow("prefill", "decode", rows=40), make_gate()
     world.prompts = {"long": Query(1000), "short": Query(10)}
     for name in world.prompts:
-        assert gate.knock(held(name), world.decide, 0.0) is None
+        assert gate.try_admit(held(name), world.decide, 0.0) is None
     assert [one.held.request for one in gate.release(world.decide, 0.1)] == ["short"]
 
 
@@ -334,7 +334,7 @@ def test_those_behind_one_that_waits_for_rows_are_scored_now_and_then() -> None:
     world, gate = make_slow("prefill", "decode", rows=40), make_gate(look_ahead=16)
     world.prompts = {f"r{number}": Query(1000) for number in range(40)}
     for name in world.prompts:
-        assert gate.knock(held(name), world.decide, 0.0) is None
+        assert gate.try_admit(held(name), world.decide, 0.0) is None
     world.decided.clear()
     for turn in range(10):
         assert gate.release(world.decide, 0.1 + turn / 1000) == []
@@ -359,7 +359,7 @@ def test_no_request_waits_for_rows_where(why: str) -> None:
     if why == "no other row":
         world.set_load("d1", batch(0))
     world.prompts["r1"] = Query(100, itl_s=0.005 if why == "no other row" else 0.1 if why.startswith("rows") else 0.0)
-    assert gate.knock(held("r1", is_paid=why.startswith("it was")), world.decide, 0.0) is not None
+    assert gate.try_admit(held("r1", is_paid=why.startswith("it was")), world.decide, 0.0) is not None
 
 
 # ------------------------------------------------------------ nodes that the policy would not take
@@ -387,7 +387,7 @@ def make_deep(waiting_tokens: int) -> World:
 
 def test_a_request_does_not_go_behind_a_deep_queue_because_a_node_is_open_that_it_would_not_be_sent_to() -> None:
     world, gate = make_deep(3000), make_gate()
-    assert gate.knock(held("r1"), world.decide, 0.0) is None
+    assert gate.try_admit(held("r1"), world.decide, 0.0) is None
     assert gate.release(world.decide, 0.1) == []
     world.set_load("d1", load(200, rows=2))
     (released,) = gate.release(world.decide, 0.2)
@@ -399,6 +399,6 @@ def test_who_is_due_keeps_no_node_from_others_that_it_would_not_be_sent_to() -> 
     world, gate = make_deep(3000), make_gate(patience_s=1.0)
     world.prompts["r2"] = Query(10, expected_output=100, num_held=1)
     for name in world.prompts:
-        assert gate.knock(held(name), world.decide, 0.0) is None
+        assert gate.try_admit(held(name), world.decide, 0.0) is None
     released = gate.release(world.decide, 2.0)
     assert [(one.held.request, one.decision and one.decision.choice.first.name) for one in released] == [("r2", "d2")]

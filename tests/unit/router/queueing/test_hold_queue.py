@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdcluster_router.queueing.fairness import Held
+from pdcluster_router.queueing.fairness import QueuedRequest
 from pdcluster_router.queueing.hold_queue import HoldLimits, HoldOutcome, HoldQueue
 
 
@@ -21,8 +21,8 @@ def held(
     size_bytes: int = 10,
     arrived: float = 0.0,
     deadline: float = math.inf,
-) -> Held:
-    return Held(request, tenant, work, size_bytes, arrived, deadline)
+) -> QueuedRequest:
+    return QueuedRequest(request, tenant, work, size_bytes, arrived, deadline)
 
 
 def make_queue(**limits) -> HoldQueue:
@@ -32,7 +32,7 @@ def make_queue(**limits) -> HoldQueue:
 def release(queue: HoldQueue, num_places: int, now: float = 0.0) -> list[str]:
     left = num_places
 
-    def offer(_: Held, __: Sequence[Held]) -> HoldOutcome:
+    def offer(_: QueuedRequest, __: Sequence[QueuedRequest]) -> HoldOutcome:
         nonlocal left
         left -= 1
         return HoldOutcome.PLACED if left >= 0 else HoldOutcome.FULL
@@ -40,7 +40,7 @@ def release(queue: HoldQueue, num_places: int, now: float = 0.0) -> list[str]:
     return [one.request for one in queue.release(offer, now)]
 
 
-def push_all(queue: HoldQueue, *requests: Held) -> None:
+def push_all(queue: HoldQueue, *requests: QueuedRequest) -> None:
     for one in requests:
         assert queue.lacks_room(one) is None
         queue.push(one)
@@ -135,7 +135,7 @@ def test_a_request_that_cannot_use_what_is_free_is_passed_but_not_for_ever() -> 
     push_all(queue, held("choosy"), held("r1"), held("r2"))
     claims_seen: list[tuple[str, list[str]]] = []
 
-    def offer(one: Held, claims: Sequence[Held]) -> HoldOutcome:
+    def offer(one: QueuedRequest, claims: Sequence[QueuedRequest]) -> HoldOutcome:
         claims_seen.append((one.request, [claim.request for claim in claims]))
         return HoldOutcome.ELSEWHERE if one.request == "choosy" or claims else HoldOutcome.PLACED
 
@@ -149,7 +149,7 @@ def test_only_so_many_are_passed_over() -> None:
     queue, offered = make_queue(look_ahead=3), []
     push_all(queue, *(held(f"r{number}") for number in range(10)))
 
-    def refuse(one: Held, _: Sequence[Held]) -> HoldOutcome:
+    def refuse(one: QueuedRequest, _: Sequence[QueuedRequest]) -> HoldOutcome:
         offered.append(one.request)
         return HoldOutcome.ELSEWHERE
 
@@ -160,7 +160,7 @@ def test_only_so_many_are_passed_over() -> None:
 def test_who_comes_back_is_let_in_even_when_the_queue_is_full() -> None:
     queue = make_queue(count=1)
     push_all(queue, held("r1"))
-    back = Held("r0", "a", 50.0, 10, -1.0, math.inf, is_paid=True)
+    back = QueuedRequest("r0", "a", 50.0, 10, -1.0, math.inf, is_paid=True)
     assert queue.lacks_room(back) is None
     queue.push(back)
     queue.check_integrity()
@@ -177,7 +177,7 @@ class HoldMachine(RuleBasedStateMachine):
         self.limits = HoldLimits(count=24, size_bytes=200, age_s=50.0, look_ahead=4, is_shared=True, **order)
         self.queue = HoldQueue(self.limits)
         self.now = 0.0
-        self.inside: dict[str, Held] = {}
+        self.inside: dict[str, QueuedRequest] = {}
         self.gone: set[str] = set()
         self.number = 0
 
@@ -191,7 +191,7 @@ class HoldMachine(RuleBasedStateMachine):
     def come(self, tenant: str, work: int, size: int, patience: int | None, priority: int) -> None:
         self.number += 1
         deadline = math.inf if patience is None else self.now + patience
-        one = Held(
+        one = QueuedRequest(
             f"r{self.number}", tenant, work, size, self.now, deadline, {"a": 1.0, "b": 2.0, "c": 0.5}[tenant], priority
         )
         bound = self.queue.lacks_room(one)
@@ -214,7 +214,7 @@ class HoldMachine(RuleBasedStateMachine):
         """Some requests cannot use what is free."""
         left = num_places
 
-        def offer(one: Held, claims: Sequence[Held]) -> HoldOutcome:
+        def offer(one: QueuedRequest, claims: Sequence[QueuedRequest]) -> HoldOutcome:
             nonlocal left
             assert one.request in self.inside
             assert all(self.now >= self._due(claim) for claim in claims)
@@ -233,10 +233,10 @@ class HoldMachine(RuleBasedStateMachine):
             self._check_order(one, before, picky)
             del before[one.request]
 
-    def _check_order(self, one: Held, before: dict[str, Held], picky: set[int]) -> None:
+    def _check_order(self, one: QueuedRequest, before: dict[str, QueuedRequest], picky: set[int]) -> None:
         """Of its tenant's requests in its tier none was due earlier, but for those that could not go."""
 
-        def due(held: Held) -> tuple[float, int]:
+        def due(held: QueuedRequest) -> tuple[float, int]:
             return self._due(held), int(held.request[1:])
 
         same = [
@@ -246,7 +246,7 @@ class HoldMachine(RuleBasedStateMachine):
         ]
         assert due(one) == min(due(held) for held in same)
 
-    def _due(self, held: Held) -> float:
+    def _due(self, held: QueuedRequest) -> float:
         return min(held.deadline, held.arrived + min(3.0 * held.work, self.limits.patience_s))
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 11.0]))

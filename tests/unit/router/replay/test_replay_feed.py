@@ -23,8 +23,8 @@ def _nodes(count: int = 3, cache_tokens: int = 2048) -> list[SimNode]:
 class Watched(ReplayRouter):
     """At each choice, compares what the index says with what nodes hold."""
 
-    def knock(self, task: Task, now: float) -> RoutingDecision | None:
-        choice = super().knock(task, now)
+    def try_admit(self, task: Task, now: float) -> RoutingDecision | None:
+        choice = super().try_admit(task, now)
         blocks = task.request.blocks
         told = self.index.depths(b"".join(blocks)) if blocks else {}
         assert told == {

@@ -25,8 +25,8 @@ class Counting(ReplayRouter):
 
     most_held = 0
 
-    def knock(self, task: Task, now: float) -> RoutingDecision | None:
-        choice = super().knock(task, now)
+    def try_admit(self, task: Task, now: float) -> RoutingDecision | None:
+        choice = super().try_admit(task, now)
         self.most_held = max(self.most_held, self.num_held)
         return choice
 

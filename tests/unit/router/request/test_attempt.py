@@ -13,7 +13,7 @@ from test_dispatcher import EXPECTED, NoModels, collect, make_dispatch, make_gen
 
 from pdcluster.core import errors
 from pdcluster.core import messages as m
-from pdcluster_router.cluster.legs import Lost
+from pdcluster_router.cluster.legs import LegLost
 from pdcluster_router.core.generation import Generation, ModelInfo, TokenChunk
 from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
@@ -270,7 +270,7 @@ async def test_an_answer_about_an_older_attempt_does_not_end_the_present_one() -
     async with aclosing(make_dispatch(cluster).generate(make_generation())) as events:
         first = asyncio.ensure_future(anext(events))
         await started.wait()
-        cluster.ledger.deliver("r1", "m0-boot", Lost("unknown there", attempt=7))
+        cluster.ledger.deliver("r1", "m0-boot", LegLost("unknown there", attempt=7))
         await settle()
         cluster.ledger.deliver("r1", "m0-boot", m.TokenRow("r1", 0, 0, (100,)))
         assert (await first).token_ids == (100,)
@@ -314,7 +314,7 @@ async def test_a_prompts_logprobs_come_with_the_first_token_even_when_the_decode
             decodes()
             work, is_second = prompts[-1], len(prompts) > 1
             if fate == "its node died" and not is_second:
-                answer(Lost("it died"))
+                answer(LegLost("it died"))
                 return
             if fate == "late" or is_second:
                 answer(m.TokenRow(work.request, work.attempt, 0, (100,), prompt_logprobs=PROMPT_LOGPROBS))

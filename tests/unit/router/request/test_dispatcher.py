@@ -166,10 +166,10 @@ async def test_the_choices_of_one_request_say_once_what_of_their_prompt_is_kept(
     """Each follower finds all of it on its leader's node, which would make room look plentiful."""
     cluster = FakeCluster([make_node("m0", "mixed")])
     dispatch, noted, sinks = make_dispatch(cluster), [], [Events() for _ in range(3)]
-    dispatch.shared.chooser.note_prefix = lambda *words: noted.append(words)  # type: ignore[method-assign]
+    dispatch.shared.selector.note_prefix = lambda *words: noted.append(words)  # type: ignore[method-assign]
     dispatch.start(replace(make_generation("r1-0"), leads=True), sinks[0])
     for number in (1, 2):
-        dispatch.start(replace(make_generation(f"r1-{number}"), leader="r1-0"), sinks[number])
+        dispatch.start(replace(make_generation(f"r1-{number}"), parent="r1-0"), sinks[number])
     cluster.ledger.deliver_rows("m0-boot", [m.TokenRow("r1-0", 0, 0, (7,))], 0.0)
     assert len(cluster.sent_to("m0", m.Prefill)) == 3 and len(noted) == 1
 
@@ -414,9 +414,9 @@ async def test_a_request_that_has_all_that_is_wanted_of_it_ends_well() -> None:
     """As one does whose stop string came: it is no cancelled one, and its length is that of an answer."""
     cluster, pair, _ = make_pair()
     pair.run = lambda node, work, answer, position: answer(row(work, position, (100 + position,)))  # type: ignore[method-assign]
-    chooser, noted = make_chooser(cluster), []
-    chooser.note_end = lambda *given: noted.append(given)  # type: ignore[method-assign]
-    dispatch = Dispatch(cluster, NoModels(), chooser, DispatchSettings())
+    selector, noted = make_chooser(cluster), []
+    selector.note_end = lambda *given: noted.append(given)  # type: ignore[method-assign]
+    dispatch = Dispatch(cluster, NoModels(), selector, DispatchSettings())
     events = Events()
     running = dispatch.start(make_generation(max_tokens=8), events)
     assert isinstance(await events.next(), TokenChunk) and len(dispatch.open) == 1
@@ -517,9 +517,9 @@ async def test_a_policy_with_a_bug_answers_its_request_and_no_other() -> None:
             raise ZeroDivisionError("a bug of the policy's author")
 
     *_, dispatch = make_pair()
-    works, dispatch.shared.chooser.holder.live = dispatch.shared.chooser.holder.live, Broken()
+    works, dispatch.shared.selector.holder.live = dispatch.shared.selector.holder.live, Broken()
     with pytest.raises(errors.PdclusterError, match="routing policy failed"):
         await collect(dispatch, make_generation())
-    dispatch.shared.chooser.holder.live = works
+    dispatch.shared.selector.holder.live = works
     tokens, _ = await collect(dispatch, make_generation("r2"))
     assert len(tokens) == 4

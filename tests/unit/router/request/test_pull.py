@@ -14,7 +14,7 @@ from pdcluster_router.cluster.view import ClusterView
 from pdcluster_router.policy.base import Predicted, Query, RoutingDecision
 from pdcluster_router.policy.pull import PullRule
 from pdcluster_router.policy.registry import make_policy
-from pdcluster_router.policy.selector import Chooser, PolicyHolder
+from pdcluster_router.policy.selector import PolicyHolder, PolicySelector
 from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 
 P0 = make_node("p0", "prefill")
@@ -120,9 +120,9 @@ def test_a_pull_always_saves_what_it_promises(cached: list[int], min_tokens: int
 
 async def test_the_prefill_message_carries_the_pull() -> None:
     cluster, _, _ = make_pair()
-    chooser = Chooser(
+    selector = PolicySelector(
         PolicyHolder(make_policy("product")), cluster.view, lambda hashes: {"d0-boot": len(hashes) // m.HASH_BYTES}
     )
-    tokens, _ = await collect(Dispatch(cluster, NoModels(), chooser, DispatchSettings()), make_generation())
+    tokens, _ = await collect(Dispatch(cluster, NoModels(), selector, DispatchSettings()), make_generation())
     (prefill,) = cluster.sent_to("p0", m.Prefill)
     assert tokens == EXPECTED and prefill.pull == m.Pull(cluster.nodes[1].endpoint, 8)

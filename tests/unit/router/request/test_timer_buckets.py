@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from virtual_time import VirtualLoop, run_virtually
 
-from pdcluster_router.request.timers import OPEN_S, TICK_S, Alarms, Rounds
+from pdcluster_router.request.timers import OPEN_S, TICK_S, TimerBuckets, Timers
 
 
 class Asked:
@@ -28,18 +28,18 @@ class Asked:
 
 
 def test_those_of_one_round_share_an_alarm_and_who_joins_when_it_rings_has_another() -> None:
-    alarms, first, left, last = Asked(), Asked(), Asked(), Asked()
-    rounds = Rounds(alarms, 10.0)  # type: ignore[arg-type]
+    timers, first, left, last = Asked(), Asked(), Asked(), Asked()
+    rounds = TimerBuckets(timers, 10.0)  # type: ignore[arg-type]
     joined = rounds.join(first, 100.0)
     assert rounds.join(left, 100.1) is joined
     joined.pop(left)
-    assert rounds.join(last, 101.0) is not joined and len(alarms.rings) == 2
-    seconds, ring = alarms.rings[1]  # type: ignore[misc]
+    assert rounds.join(last, 101.0) is not joined and len(timers.rings) == 2
+    seconds, ring = timers.rings[1]  # type: ignore[misc]
     assert seconds < 10.0
     ring()
     assert (first.num_rung, left.num_rung, last.num_rung) == (0, 0, 1)
     rounds.join(last, 101.05)
-    assert len(alarms.rings) == 3
+    assert len(timers.rings) == 3
 
 
 def test_what_one_of_a_round_raises_does_not_cost_the_others_their_alarm() -> None:
@@ -47,27 +47,27 @@ def test_what_one_of_a_round_raises_does_not_cost_the_others_their_alarm() -> No
         def ring(self) -> None:
             raise RuntimeError("broken")
 
-    alarms, broken, second, third = Asked(), Broken(), Asked(), Asked()
-    rounds = Rounds(alarms, 10.0)  # type: ignore[arg-type]
+    timers, broken, second, third = Asked(), Broken(), Asked(), Asked()
+    rounds = TimerBuckets(timers, 10.0)  # type: ignore[arg-type]
     for member in (broken, second, third):
         rounds.join(member, 100.0)
     with pytest.raises(RuntimeError, match="broken"):
-        alarms.rings[0][1]()  # type: ignore[index]
-    for _, ring in alarms.rings[1:]:  # type: ignore[misc]
+        timers.rings[0][1]()  # type: ignore[index]
+    for _, ring in timers.rings[1:]:  # type: ignore[misc]
         ring()
     assert (second.num_rung, third.num_rung) == (1, 1)
 
 
 @pytest.mark.parametrize("seconds", [10.0, 4 * OPEN_S, OPEN_S, 0.02])
 def test_a_round_is_open_for_a_part_of_its_time_and_its_alarm_is_set_by_the_first(seconds: float) -> None:
-    alarms, members = Asked(), [Asked() for _ in range(4)]
-    rounds = Rounds(alarms, seconds)  # type: ignore[arg-type]
+    timers, members = Asked(), [Asked() for _ in range(4)]
+    rounds = TimerBuckets(timers, seconds)  # type: ignore[arg-type]
     open_s = min(OPEN_S, seconds / 4)
     first = rounds.join(members[0], 100.0)
     assert rounds.join(members[1], 100.0 + 0.99 * open_s) is first
     second = rounds.join(members[2], 100.0 + 1.01 * open_s)
-    assert second is not first and [told for told, _ in alarms.rings] == [pytest.approx(seconds - open_s)] * 2  # type: ignore[misc]
-    alarms.rings[0][1]()  # type: ignore[index]
+    assert second is not first and [told for told, _ in timers.rings] == [pytest.approx(seconds - open_s)] * 2  # type: ignore[misc]
+    timers.rings[0][1]()  # type: ignore[index]
     assert rounds.join(members[3], 100.0 + 1.5 * open_s) is second, (
         "that one rang says nothing of those that came later"
     )
@@ -81,8 +81,8 @@ def test_whoever_does_not_leave_is_rung_once_in_good_time(seconds: float, plan: 
     """plan: hundredths of a second before the next one joins, and after which it leaves; None: it stays."""
 
     async def main(loop: VirtualLoop) -> None:
-        alarms = Alarms()
-        rounds, joined, rung, left = Rounds(alarms, seconds), list[float](), dict[int, float](), set[int]()
+        timers = Timers()
+        rounds, joined, rung, left = TimerBuckets(timers, seconds), list[float](), dict[int, float](), set[int]()
 
         class Member:
             def __init__(self, number: int) -> None:
@@ -104,7 +104,7 @@ def test_whoever_does_not_leave_is_rung_once_in_good_time(seconds: float, plan: 
             if stays is not None:
                 loop.call_later(stays / 100, leave, member, its)
         await asyncio.sleep(seconds + 1.0)
-        assert rung.keys() | left == set(range(len(plan))) and not len(alarms)
+        assert rung.keys() | left == set(range(len(plan))) and not len(timers)
         for number, moment in rung.items():
             since = moment - joined[number]
             assert seconds / 2 - TICK_S <= since <= seconds + max(OPEN_S if seconds >= 1.0 else 0.0, 2 * TICK_S) + 1e-6

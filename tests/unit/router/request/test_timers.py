@@ -8,20 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from virtual_time import VirtualLoop, run_virtually
 
-from pdcluster_router.request.timers import COARSE_TICKS, FAR_S, TICK_S, Alarms
+from pdcluster_router.request.timers import COARSE_TICKS, FAR_S, TICK_S, Timers
 
 
 def test_a_dropped_alarm_does_not_ring_and_leaves_nothing() -> None:
     async def main(loop: VirtualLoop) -> list[str]:
-        alarms, rung = Alarms(), list[str]()
+        timers, rung = Timers(), list[str]()
         first, second = (lambda name=name: rung.append(name) for name in ("a", "b"))
-        tick = alarms.set(0.1, first)
-        alarms.set(0.1, second)
-        alarms.drop(tick, first)
-        alarms.drop(tick, first)
+        tick = timers.set(0.1, first)
+        timers.set(0.1, second)
+        timers.drop(tick, first)
+        timers.drop(tick, first)
         await asyncio.sleep(0.2)
-        alarms.check_integrity()
-        assert len(alarms) == 0
+        timers.check_integrity()
+        assert len(timers) == 0
         return rung
 
     assert run_virtually(main) == ["b"]
@@ -31,9 +31,9 @@ def test_one_that_fails_does_not_cost_the_others_theirs() -> None:
     async def main(loop: VirtualLoop) -> list[str]:
         rung, failures = list[str](), list[object]()
         loop.set_exception_handler(lambda _, context: failures.append(context["exception"]))
-        alarms = Alarms()
-        alarms.set(0.1, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
-        alarms.set(0.1, lambda: rung.append("b"))
+        timers = Timers()
+        timers.set(0.1, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+        timers.set(0.1, lambda: rung.append("b"))
         await asyncio.sleep(0.2)
         assert len(failures) == 1
         return rung
@@ -43,12 +43,12 @@ def test_one_that_fails_does_not_cost_the_others_theirs() -> None:
 
 def test_closed_ones_never_ring() -> None:
     async def main(loop: VirtualLoop) -> int:
-        alarms, rung = Alarms(), list[int]()
-        alarms.set(0.1, lambda: rung.append(1))
-        alarms.close()
-        alarms.check_integrity()
+        timers, rung = Timers(), list[int]()
+        timers.set(0.1, lambda: rung.append(1))
+        timers.close()
+        timers.check_integrity()
         await asyncio.sleep(0.2)
-        alarms.check_integrity()
+        timers.check_integrity()
         return len(rung)
 
     assert run_virtually(main) == 0
@@ -62,7 +62,7 @@ def test_every_alarm_that_is_not_dropped_rings_once_and_late_by_a_tick_at_most(
     set."""
 
     async def main(loop: VirtualLoop) -> None:
-        alarms, rung = Alarms(), dict[int, float]()
+        timers, rung = Timers(), dict[int, float]()
         wanted: dict[int, float] = {}
         for number, (hundredths, is_dropped, pause) in enumerate(plan):
             seconds = hundredths / 100
@@ -71,18 +71,18 @@ def test_every_alarm_that_is_not_dropped_rings_once_and_late_by_a_tick_at_most(
                 assert number not in rung
                 rung[number] = loop.time()
 
-            tick = alarms.set(seconds, ring)
+            tick = timers.set(seconds, ring)
             if is_dropped:
-                alarms.drop(tick, ring)
+                timers.drop(tick, ring)
             else:
                 wanted[number] = loop.time() + seconds
-            alarms.check_integrity()
+            timers.check_integrity()
             await asyncio.sleep(pause / 100)
         await asyncio.sleep(5.0)
         assert rung.keys() == wanted.keys()
         for number, moment in wanted.items():
             ticks = COARSE_TICKS if plan[number][0] / 100 >= FAR_S else 1
             assert -1e-6 <= rung[number] - moment <= (ticks + 1) * TICK_S + 1e-6
-        alarms.check_integrity()
+        timers.check_integrity()
 
     run_virtually(main)

@@ -15,7 +15,7 @@ from pdcluster.core.errors import BadRequest, DeadlineExceeded, Overloaded, Pdcl
 from pdcluster_router.cluster.events import Event
 from pdcluster_router.workers import channel as channel_module
 from pdcluster_router.workers import frames
-from pdcluster_router.workers.channel import Channel, Silent
+from pdcluster_router.workers.channel import Channel, WorkerSilent
 
 
 @asynccontextmanager
@@ -83,7 +83,7 @@ async def test_a_question_that_is_not_answered_in_time_is_silence() -> None:
         await asyncio.Event().wait()
 
     async with pair(never) as (asker, _, _):
-        with pytest.raises(Silent, match="did not answer within"):
+        with pytest.raises(WorkerSilent, match="did not answer within"):
             await asker.ask(frames.AskNodes(), list, 0.05)
 
 
@@ -95,9 +95,9 @@ async def test_an_end_that_closes_leaves_nobody_waiting() -> None:
         asking = asyncio.create_task(asker.ask(frames.AskNodes(), list, 60))
         await asyncio.sleep(0.01)
         other.close()
-        with pytest.raises(Silent, match="is gone"):
+        with pytest.raises(WorkerSilent, match="is gone"):
             await asking
-        with pytest.raises(Silent):
+        with pytest.raises(WorkerSilent):
             await asker.ask(frames.AskNodes(), list, 60)
 
 
@@ -139,7 +139,7 @@ async def test_a_peer_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(channel_module, "MAX_UNSENT_BYTES", 100_000)
     ends = socket.socketpair()
     deaf = Channel("the deaf", *await asyncio.open_unix_connection(sock=ends[0]), echo, lambda event: None)
-    with pytest.raises(Silent, match="reads nothing"):
+    with pytest.raises(WorkerSilent, match="reads nothing"):
         for _ in range(10_000):
             deaf.tell(Event(1, 0.0, "role", "n" * 1000, "x"))
     assert not deaf.is_open

@@ -26,7 +26,7 @@ from pdcluster_router.admin.operations import (
 )
 from pdcluster_router.cluster.events import Event, EventLog
 from pdcluster_router.explain.records import Explanation
-from pdcluster_router.workers.desk import Desk
+from pdcluster_router.workers.desk import WorkerEndpoint
 from pdcluster_router.workers.fleet import Fleet
 from pdcluster_router.workers.worker import WorkerIdentity
 
@@ -142,7 +142,7 @@ class Workers:
     def __init__(self, fleet: Fleet, folder: Path) -> None:
         self.fleet = fleet
         self.scripted: dict[int, ScriptedWorker] = {}
-        self.desks: dict[int, Desk] = {}
+        self.desks: dict[int, WorkerEndpoint] = {}
         self._path = folder / "control"
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
@@ -153,7 +153,7 @@ class Workers:
 
     async def join(self, number: int, worker: ScriptedWorker | None = None) -> ScriptedWorker:
         scripted = self.scripted[number] = worker or ScriptedWorker()
-        desk = self.desks[number] = Desk(scripted, registry_of(number))
+        desk = self.desks[number] = WorkerEndpoint(scripted, registry_of(number))
         self._tasks[number] = asyncio.create_task(desk.serve(WorkerIdentity(number, 2, self._path), f"boot-{number}"))
         await self.until(lambda: self.fleet.is_there(number))
         return scripted

@@ -14,7 +14,7 @@ from pdcluster.transfer.backends.base import Peer, Stamp
 from pdcluster.transfer.backends.fake import FakeNetwork, Fault
 from pdcluster.transfer.layout.geometry import PageShape
 from pdcluster.transfer.protocol.reader import Reader
-from pdcluster.transfer.protocol.session import Acked, Send
+from pdcluster.transfer.protocol.session import Acked, LocalPages, Send
 from pdcluster.transfer.protocol.writer import Writer
 
 TICK_S = 0.01
@@ -28,9 +28,15 @@ class Star:
         self.reader_of: dict[int, str] = {}
         network = FakeNetwork(self.clock, plan=lambda stamp: Fault(delay_s=delays[self.reader_of[stamp.nonce]]))
         self.networks = {"fake": network}
-        shape = {"region": 0, "shape": PageShape.plain(PAGE_TOKENS, PAGE_BYTES), "clock": self.clock, "settings": QUICK}
+        shape, common = PageShape.plain(PAGE_TOKENS, PAGE_BYTES), {"clock": self.clock, "settings": QUICK}
         self.source = Node(WRITER, self.networks, 1)
-        self.writer = Writer(WRITER, self.source.backends, ["fake"], memories=[memoryview(self.source.memory)], **shape)
+        self.writer = Writer(
+            WRITER,
+            self.source.backends,
+            ["fake"],
+            local=LocalPages(0, shape, [memoryview(self.source.memory)]),
+            **common,
+        )
         dice = random.Random(3)
         self.nodes = {name: Node(Peer(name, "boot"), self.networks, 2) for name in delays}
         self.readers = {
@@ -38,9 +44,9 @@ class Star:
                 Endpoint(name, "boot", f"{name}:1"),
                 node.backends,
                 ["fake"],
-                memories=[memoryview(node.memory)],
+                local=LocalPages(0, shape, [memoryview(node.memory)]),
                 rng=dice,
-                **shape,
+                **common,
             )
             for name, node in self.nodes.items()
         }

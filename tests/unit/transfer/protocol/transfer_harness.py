@@ -19,6 +19,7 @@ from pdcluster.transfer.protocol.session import (
     Acked,
     Drained,
     Landed,
+    LocalPages,
     Reclaimed,
     Send,
     Settings,
@@ -86,19 +87,24 @@ class Pair:
             for name in media
         }
         self.source, self.target = Node(WRITER, self.networks, 1), Node(READER, self.networks, 2)
-        shape = {"region": 0, "shape": PageShape.plain(PAGE_TOKENS, PAGE_BYTES, num_layers)}
-        shape |= {"clock": self.clock, "settings": settings}
+        shape = PageShape.plain(PAGE_TOKENS, PAGE_BYTES, num_layers)
+        common = {"clock": self.clock, "settings": settings}
         self.writer = writer_class(
             WRITER,
             self.source.backends,
             media,
-            memories=[memoryview(self.source.memory)],
+            local=LocalPages(0, shape, [memoryview(self.source.memory)]),
             block_tokens=PAGE_TOKENS,
-            **shape,
+            **common,
         )
         me = Endpoint(READER.node, READER.incarnation, "d0:1")
         self.reader = reader_class(
-            me, self.target.backends, media, memories=[memoryview(self.target.memory)], rng=random.Random(5), **shape
+            me,
+            self.target.backends,
+            media,
+            local=LocalPages(0, shape, [memoryview(self.target.memory)]),
+            rng=random.Random(5),
+            **common,
         )
         self.inbox: list[tuple[Peer, NodeMessage]] = []
         self.writer_events: list[object] = []

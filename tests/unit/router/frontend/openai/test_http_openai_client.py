@@ -473,6 +473,6 @@ async def test_choices_after_the_first_follow_it(client: AsyncOpenAI, dispatcher
     await client.completions.create(model=MODEL, prompt=["hi", "you"], n=2, max_tokens=4)
     first, second, third, fourth = dispatcher.started
     assert [generation.leads for generation in dispatcher.started] == [True, False, True, False]
-    assert [generation.leader for generation in dispatcher.started] == [None, first.request, None, third.request]
+    assert [generation.parent for generation in dispatcher.started] == [None, first.request, None, third.request]
     assert [generation.sampling.choice for generation in dispatcher.started] == [0, 1, 0, 1]
     assert second.token_ids == first.token_ids and fourth.token_ids == third.token_ids
