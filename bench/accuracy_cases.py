@@ -22,10 +22,10 @@ from bench.accuracy_texts import texts
 Floats = NDArray[np.float32]
 
 LENGTHS = (256, 512, 1024, 2048)
+# Tokens of some texts, by their place.
 LONGEST = {0: 8192, 20: 8192, 3: 4096, 31: 4096}
-"""Tokens of some texts, by their place."""
+# Last tokens of a text that are also computed as rows that decode.
 MOST_TAIL = 24
-"""Last tokens of a text that are also computed as rows that decode."""
 BLOCK = 256
 
 

@@ -16,11 +16,11 @@ from pdcluster.checkpoint.gguf import open_gguf
 from pdcluster.engine.model.gguf_weights import gguf_tensors
 
 VOCABULARY = 4096
+# Channels of the residual stream that are larger than the others, and by how much. Norms make them small again, as in
+# real models.
 OUTLIERS, OUTLIER_GAIN = 4, 24.0
-"""Channels of the residual stream that are larger than the others, and by how much. Norms make them small again, as in
-real models."""
+# Of the last norm: logits are as large as real ones, 10 to 20.
 LOGIT_GAIN = 6.0
-"""Of the last norm: logits are as large as real ones, 10 to 20."""
 
 
 def readable_model(model: Path, directory: Path) -> Path:

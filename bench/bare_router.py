@@ -42,8 +42,8 @@ from pdcluster.wire.router_link import LinkState, NodeLink
 from pdcluster.wire.sockets import WireSettings
 
 DEADLINE_S = 60.0
+# Of blocks that only the node names.
 ROOT = chain_root(block_tokens=BLOCK_TOKENS, salt=b"", weights="bare")
-"""Of blocks that only the node names."""
 LENGTH = b"content-length: "
 LINE_END, HEAD_END = b"\r\n", b"\r\n\r\n"
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -70,8 +70,8 @@ MFU_GOAL = MBU_GOAL = 0.85
 PYTHON_GOAL = 0.1
 GREEDY = Sampling(max_tokens=1, seed=0, temperature=0.0)
 
+# Of models whose batches are measured up to 8 instead of 32.
 LARGE_WIDTH = 1024
-"""Of models whose batches are measured up to 8 instead of 32."""
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -106,8 +106,8 @@ class Plan:
 
 
 QUICK = Plan(prefills=(128, 512), batches=(1, 8), repeats=3, tries=3)
+# Tokens of all contexts of a quick case beside others: filling theirs is not measured, but takes its time.
 MOST_QUICK_CONTEXT = 4096
-"""Tokens of all contexts of a quick case beside others: filling theirs is not measured, but takes its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,8 @@ class Work:
 
     layer_weights: int
     head_weights: int
+    # Per query and key.
     attention_flop: int
-    """Per query and key."""
     item_bytes: int
     kv_bytes: int
 
@@ -138,9 +138,9 @@ class Ceiling:
     name: str
     amount: float
     run: Callable[[], object]
+    # When it was looked for. The machine's own pace drifts by a tenth within minutes, so whoever compares runs it again
+    # beside what it compares.
     per_second: float
-    """When it was looked for. The machine's own pace drifts by a tenth within minutes, so whoever compares runs it
-    again beside what it compares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +158,8 @@ class Ceilings:
         )
 
 
+# Seconds of one and of the other, turn by turn.
 Pairs = Sequence[tuple[float, float]]
-"""Seconds of one and of the other, turn by turn."""
 
 _per_second = attrgetter("per_second")
 

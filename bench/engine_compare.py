@@ -30,11 +30,11 @@ VENVS = {"vllm": "vllm", "llama.cpp": "llama"}
 PREFILL_GOAL = {"vllm": 1.0}
 BATCH_1_GOAL = {"vllm": 1.6, "llama.cpp": 1.2}
 BATCH_GOAL = {"vllm": 1.3}
+# Share of the roofline at which a step of several rows is fast enough, however fast others are.
 ROOFLINE_GOAL = 0.85
-"""Share of the roofline at which a step of several rows is fast enough, however fast others are."""
 START_GOAL = {"vllm": 10.0}
+# Enough that what a process has to fetch anew after the others ran is of no weight.
 STEPS = 32
-"""Enough that what a process has to fetch anew after the others ran is of no weight."""
 
 Roofline = Callable[[int, int], float]
 

@@ -32,8 +32,8 @@ SCHEMES: tuple[Quantization, ...] = ("int8", "w8a8_int8")
 WINDOW = 512
 MOST_WINDOWS = 40
 QUICK_WINDOWS = 8
+# At most so many times bfloat16's.
 PERPLEXITY_GOAL = 1.01
-"""At most so many times bfloat16's."""
 READ = Sampling(max_tokens=1, seed=0, temperature=0.0, prompt_logprobs=1)
 
 Windows = list[NDArray[np.int32]]

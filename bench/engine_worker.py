@@ -17,8 +17,8 @@ from pdcluster.engine.model.config import read_config
 from pdcluster.processes.garbage import collect_seldom
 
 MOST_TOKENS = 2200
+# Of the longest contexts; the latter of a model of LARGE_WIDTH.
 MOST_ROWS, MOST_LARGE_ROWS = 32, 8
-"""Of the longest contexts; the latter of a model of LARGE_WIDTH."""
 
 
 def main() -> None:

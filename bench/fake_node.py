@@ -41,9 +41,9 @@ from pdcluster.wire.sockets import WireSettings
 
 TOKEN_BYTES = 4
 NUM_WORDS = 100
+# From which its costs are said to be known: enough that routers take them for measured, and choose as they do in a
+# cluster that has run a while.
 NUM_STEPS = 1000
-"""From which its costs are said to be known: enough that routers take them for measured, and choose as they do in a
-cluster that has run a while."""
 
 
 @dataclass(frozen=True, slots=True)

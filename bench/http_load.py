@@ -17,8 +17,8 @@ import uvloop
 
 HEAD_END = b"\r\n\r\n"
 STREAM_END = b"\r\n0\r\n\r\n"
+# Bytes of an answer that says its end itself.
 UNKNOWN = 1
-"""Bytes of an answer that says its end itself."""
 
 
 @dataclass(frozen=True, slots=True)

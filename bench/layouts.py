@@ -71,8 +71,8 @@ OTHERS = (
     Pair((2, 4), (16, 64)),
 )
 RANKS = tuple(Pair(ranks, processes=True) for ranks in ((2, 1), (1, 2), (2, 4), (4, 2), (2, 2)))
+# No more processes than any pair that is compared with it, but for those with a single rank on one side.
 EQUAL_PROCESSES = Pair((2, 2), processes=True)
-"""No more processes than any pair that is compared with it, but for those with a single rank on one side."""
 
 
 def measure(backend: str, num_tokens: int, turns: int, others: tuple[Pair, ...]) -> Iterator[Row]:

@@ -39,8 +39,8 @@ SETTINGS = StagedSettings(host=HOST)
 BLOCK_BYTES, BLOCKS, FLYING = SETTINGS.block_bytes, SETTINGS.blocks, SETTINGS.flying
 FLYING_ALONE = 8
 RUN_BYTES = 128 << 10
+# block, bytes in it (0: the move is over), where in the reader's memory they go, whether they are digested.
 LANDED = struct.Struct("<IIQ?")
-"""block, bytes in it (0: the move is over), where in the reader's memory they go, whether they are digested."""
 LOOK_S = 0.0001
 
 

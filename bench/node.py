@@ -92,8 +92,8 @@ class SlowLink:
         self._bytes_s = bytes_s
         self._handles = itertools.count(1)
         self._started: dict[Handle, Handle] = {}
+        # The write that `poll` just said is DONE: ours and the inner one's.
         self._done: tuple[Handle, Handle] | None = None
-        """The write that `poll` just said is DONE: ours and the inner one's."""
         self._queue: queue.SimpleQueue[tuple[Handle, tuple[Any, ...]]] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True, name="slow-link").start()
 

@@ -18,8 +18,8 @@ MOST_TOKENS = 6000
 OUTPUT_TOKENS = 8
 OVERLOAD = 1.5
 GOAL = 0.9
+# A refusal is at once when it takes no longer than this; the process is busy with everybody's streams, too.
 AT_ONCE_S = 0.1
-"""A refusal is at once when it takes no longer than this; the process is busy with everybody's streams, too."""
 
 
 @dataclass(frozen=True, slots=True)

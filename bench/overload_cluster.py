@@ -46,25 +46,24 @@ from pdcluster.checkpoint import bundled
 TENANTS = ("all", "flood", "small")
 WINDOW_S = 4.0
 MOST_WINDOWS = 8
+# Capacity is that of the last window once two in a row agree to this part: young nodes compile, and fit what their
+# steps cost.
 AGREE = 0.1
-"""Capacity is that of the last window once two in a row agree to this part: young nodes compile, and fit what their
-steps cost."""
 
+# Requests that are always open while capacity is measured: enough that the prefill node never idles, too few to be
+# refused.
 NUM_WAITING = 4
-"""Requests that are always open while capacity is measured: enough that the prefill node never idles, too few to be
-refused."""
 
+# Pause of a client that was refused while capacity is measured: it should not be, and must not take the router's core.
 REFUSED_S = 0.1
-"""Pause of a client that was refused while capacity is measured: it should not be, and must not take the router's
-core."""
 
 
+# Of the SLO that the longest prompt takes when nothing else runs, before nodes that keep a pace.
 LONGEST = Pace().token_s * MOST_TOKENS / SLO_S
-"""Of the SLO that the longest prompt takes when nothing else runs, before nodes that keep a pace."""
 
+# How many times longer than others the phase with the small tenant is, which asks for so little that 30 s would know
+# its share within 0.05 only.
 FLOOD_FACTOR = 4
-"""How many times longer than others the phase with the small tenant is, which asks for so little that 30 s would know
-its share within 0.05 only."""
 
 
 @contextmanager

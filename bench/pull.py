@@ -25,8 +25,8 @@ from pdcluster.settings.config import cache_directory
 
 PROMPT_TOKENS, NEW_TOKENS = 256, 32
 ANSWERS = (32, 64, 128, 256, 512)
+# The router hears what is cached where.
 HEARD_S = 0.15
-"""The router hears what is cached where."""
 
 FLAGS = {
     "always": ("--mode", "remote", "--pull", "always", "--pull-min-tokens", "1"),

@@ -21,10 +21,10 @@ from bench.cluster import random_prompt
 MEAN_PROMPT, MEAN_OUTPUT = 500, 60
 MOST_PROMPT, MOST_OUTPUT = 3000, 250
 PROMPT_SPREAD, OUTPUT_SPREAD = 0.8, 0.6
+# For what still runs after the last arrival of a turn; then it counts as missed.
 QUIET_S = 10.0
-"""For what still runs after the last arrival of a turn; then it counts as missed."""
+# Of an answer's events that are read at once.
 MOST_BYTES = 16 * 2**20
-"""Of an answer's events that are read at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Answer:
     num_tokens: int
     ttft_s: float
     tpot_s: float
+    # Where it ran, as the reply's headers have it: p or d alone, or p+d.
     path: str = ""
-    """Where it ran, as the reply's headers have it: p or d alone, or p+d."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,17 +53,17 @@ from pdcluster_router.request.plain.plain import Plain
 NUM_CLIENTS = 32
 ROLES = {"local": ("mixed",), "P/D": ("prefill", "decode")}
 LENGTHS = (10_000, 100_000)
+# Requests of which every instruction is looked at: as many as fill what is counted many at a time (metrics.MOST_NOTED).
+# That takes a hundred times as long, so reports of nodes, which come 20 times a second, count for more than they are:
+# for some 500 instructions a node.
 NUM_COUNTED, NUM_COUNTED_STREAMS = 512, 100
-"""Requests of which every instruction is looked at: as many as fill what is counted many at a time
-(metrics.MOST_NOTED). That takes a hundred times as long, so reports of nodes, which come 20 times a second, count for
-more than they are: for some 500 instructions a node."""
 READY_S = 60.0
 LOOK_S = 0.05
+# Of one request, if 9,000 of them are to go through one core.
 GOAL_US = 1e6 / 9000
-"""Of one request, if 9,000 of them are to go through one core."""
 TOKEN_GOAL_US = 1e6 / 60_000
+# asyncio's loop, libraries, this bench.
 NOT_OURS = "around it"
-"""asyncio's loop, libraries, this bench."""
 ROOTS = (os.path.dirname(process.__file__), os.path.dirname(os.path.dirname(bundled.__file__)))
 LIMITS = LineLimits(1 << 24, READY_S, READY_S)
 OK = b"HTTP/1.1 200 "

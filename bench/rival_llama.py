@@ -32,8 +32,8 @@ NAMES = {
 }
 MOST_TOKENS = 2200
 MOST_ROWS, MOST_LARGE_ROWS = 32, 8
+# As in `bench.engine`: of a model that is asked for so many rows at most.
 LARGE_WIDTH = 1024
-"""As in `bench.engine`: of a model that is asked for so many rows at most."""
 
 
 def main():

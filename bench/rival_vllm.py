@@ -17,8 +17,8 @@ import time
 from vllm import LLM, SamplingParams, TokensPrompt
 
 MOST_ROWS = 32
+# At most: it is computed in chunks.
 STEPS_OF_A_PROMPT = 8
-"""At most: it is computed in chunks."""
 
 
 def main():

@@ -35,8 +35,8 @@ from bench.http_load import Ask
 from pdcluster.checkpoint import bundled
 
 NAMES = ("sglang-router", "smg", "vllm-router", "dynamo")
+# bench.bare_router.
 BARE = "bare"
-"""bench.bare_router."""
 ROUTER_CORE = 1
 MODEL = "m"
 READY_S = 60.0
@@ -48,8 +48,8 @@ DYNAMO = {
     "DYN_LOG": "error",
     "HF_HUB_OFFLINE": "1",
 }
+# Of the mocker's engine. 0 is documented as infinite and behaves like 1.
 SPEEDUP = "1000000"
-"""Of the mocker's engine. 0 is documented as infinite and behaves like 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,16 +53,15 @@ CLIENT_CORE = 0
 CONNECTIONS = 32
 NUM_PROMPT = 128
 NUM_STREAMED = 64
+# From one token of a stream to the next, on our fakes and on the rivals': each is an event of its own, which no router
+# can take together with the next. It bounds what CONNECTIONS streams bring in a second; what counts is tokens/s per
+# core. Timers of both fakes know milliseconds.
 PACE_S = 0.001
-"""From one token of a stream to the next, on our fakes and on the rivals': each is an event of its own, which no router
-can take together with the next. It bounds what CONNECTIONS streams bring in a second; what counts is tokens/s per core.
-Timers of both fakes know milliseconds."""
 LONE_STREAM = "stream of 64 alone"
+# What the HTTP fake itself takes, measured alone with a compiled client; of no weight beside what is measured here.
 WORKER_S = 64e-6
-"""What the HTTP fake itself takes, measured alone with a compiled client; of no weight beside what is measured here."""
+# Before what counts: ours loads compiled choices beside its start, which is 0.4 s of a core and no part of any request.
 WARM_S = 2.0
-"""Before what counts: ours loads compiled choices beside its start, which is 0.4 s of a core and no part of any
-request."""
 TURNS = 5
 NUM_DIRECT = 500
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")

@@ -56,8 +56,8 @@ RECORDED = str(Path(__file__).resolve().parents[2] / "shared" / "data" / "conver
 LOADS = (0.5, 0.7, 0.85, 1.0, 1.2)
 CACHES = (400_000, 4_000_000)
 NUM_NODES = 12
+# Within 5 % of the best.
 CLOSE = 0.95
-"""Within 5 % of the best."""
 
 Way = Literal["colocated", "static", "auto"]
 FORCED: Mapping[Way, Force] = {"colocated": "local", "static": "remote", "auto": "auto"}
@@ -71,19 +71,19 @@ UNITS = {
     "token_goodput": "tokens/s",
 }
 MODE_LOADS = (0.7, 0.85, 1.0, 1.15)
+# One after the other, for mixes of which some way has not had its peak.
 FURTHER_MODE_LOADS = (1.3, 1.5, 1.75)
-"""One after the other, for mixes of which some way has not had its peak."""
 MODE_NODES = 4
+# Of generated mixes; a recorded one has as many stretches instead, from its beginning.
 NUM_MODE_SEEDS, FIRST_MODE_SEED = 2, 11
-"""Of generated mixes; a recorded one has as many stretches instead, from its beginning."""
 
 MOST_RECORDED, MOST_GENERATED, MOST_MIXED = 1200, 400, 400
+# More than the smaller caches hold.
 MOST_DOCUMENTS = 800
-"""More than the smaller caches hold."""
 MODE_CACHE = 1_500_000
 CHUNKS = (256, 512)
+# Mixes in which neither prompts nor answers are nearly all of the work.
 BALANCED = ("balanced", "everything", "recorded")
-"""Mixes in which neither prompts nor answers are nearly all of the work."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,8 +76,8 @@ def goodput(workload: Workload, layout: Layout, load: float, order: str = "due")
     return num_good(prompts, layout.num_nodes, ORDERS[order]) / loaded.span_s
 
 
+# Of the time; where rows alone fill all nodes there is no pool to speak of.
 MOST_ROWS = 0.95
-"""Of the time; where rows alone fill all nodes there is no pool to speak of."""
 
 
 def _prompt_s(num_tokens: int, cached: int, layout: Layout) -> float:

@@ -46,8 +46,8 @@ LOAD = 0.9
 OPEN, CLOSED_REQUESTS = 8, 40
 TTFT_FACTOR, TPOT_FACTOR = 5.0, 2.0
 LIMITS = (0.7, 0.83, 1.0, 1.19, 1.41, 1.68, 2.0)
+# Between turns, for what nodes still free and report.
 REST_S = 0.2
-"""Between turns, for what nodes still free and report."""
 
 GOAL = 0.97
 

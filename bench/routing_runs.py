@@ -18,12 +18,12 @@ from pdcluster_router.replay.scenario import Conditions, Layout, Oracle, at_load
 from pdcluster_router.replay.trace import Trace, in_order, read_trace
 from pdcluster_router.replay.workloads import generate
 
+# Of the limit on TPOT, in steps of a decode node that is as full as it should be; for sizing pools.
 FULL = 0.85
-"""Of the limit on TPOT, in steps of a decode node that is as full as it should be; for sizing pools."""
 
 
+# Of a decode node's cache that rows may fill; for sizing pools.
 ROOM = 0.8
-"""Of a decode node's cache that rows may fill; for sizing pools."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,15 +47,15 @@ from pdcluster.transfer.backends.tcp import DIGEST_BYTES
 from pdcluster.transfer.backends.tcp_links import send_unpaced
 
 BACKENDS = ("shm", "tcp", "mooncake")
+# Least share of the ceiling that was promised, from GOAL_BYTES on.
 GOALS = {("shm", False): 0.85, ("shm", True): 0.65, ("tcp", True): 0.9, ("mooncake", True): 0.9}
-"""Least share of the ceiling that was promised, from GOAL_BYTES on."""
 GOAL_BYTES, LONG_BYTES = 16 << 20, 1 << 30
+# Of a transfer and its ceiling: neighbours on the machine change both by tens of percent from one to the next.
 PAIRS = 41
-"""Of a transfer and its ceiling: neighbours on the machine change both by tens of percent from one to the next."""
+# Of mooncake, whose turns have seven times as many moves, from the second size on that has a goal.
 SLOW_PAIRS = 21
-"""Of mooncake, whose turns have seven times as many moves, from the second size on that has a goal."""
+# Of a transfer so long that one says as much as several short ones.
 LONG_PAIRS = 9
-"""Of a transfer so long that one says as much as several short ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +143,11 @@ def send_and_digest(sock: socket.socket, data: memoryview, address: int) -> None
         raise RuntimeError("the two ends of the ceiling digested different bytes")
 
 
+# What else is measured beside tcp with digests, and how.
 BOUNDS = {
     "digest.tcp": ("socket and a digest at both ends", partial(socket_seconds, digests=True)),
     "unpaced.tcp": ("socket without pacing", partial(socket_seconds, is_paced=False)),
 }
-"""What else is measured beside tcp with digests, and how."""
 CEILINGS = {"shm": "memmove", "tcp": "loopback socket", "mooncake": "engine alone"}
 
 

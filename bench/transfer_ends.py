@@ -368,9 +368,9 @@ class Near:
             settings=shape.settings,
         )
         self._count = 0
+        # Of the last `move`, seconds until its writes were with the medium's threads, until its Commit went out, until
+        # its CommitAck came.
         self.stages = (0.0, 0.0, 0.0)
-        """Of the last `move`, seconds until its writes were with the medium's threads, until its Commit went out, until
-        its CommitAck came."""
 
     @functools.cached_property
     def spare(self) -> Pool:

@@ -78,8 +78,8 @@ class Tool:
     strict: bool | None = None
 
 
+# Text, token ids, or the turns of a chat.
 Prompt = str | Sequence[int] | Sequence[Message]
-"""Text, token ids, or the turns of a chat."""
 
 
 @dataclass(frozen=True, slots=True)

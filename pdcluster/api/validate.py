@@ -30,13 +30,13 @@ KIND_NAMES = {
 }
 BOUNDS = {">=": "at least", "<=": "at most", ">": "greater than", "<": "less than"}
 SHOWN_CHARACTERS = 60
+# Of a larger body that is wrong it is said where and what, but not shown what is there: a second look at it takes as
+# long as 8 MiB take Python.
 LOOKED_AT_BYTES = 256 * 1024
-"""Of a larger body that is wrong it is said where and what, but not shown what is there: a second look at it takes as
-long as 8 MiB take Python."""
+# That is compared to others.
 LONGEST_NAME = 128
-"""That is compared to others."""
+# Of a whole number that is shown; no finite float has more.
 MOST_DIGITS = 400
-"""Of a whole number that is shown; no finite float has more."""
 
 
 class _Unseen:

@@ -43,8 +43,8 @@ class NodeCard:
     device: str = "cpu"
     draining: bool = False
     pid: int | None = None
+    # More names that requests may use.
     model_aliases: tuple[str, ...] = ()
-    """More names that requests may use."""
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -22,8 +22,8 @@ from pdcluster.core.errors import ModelError
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 SUFFIX = ".gguf"
 ROPE_FACTORS = "rope_freqs.weight"
+# Of every Llama 3.1 to 3.3; a file holds only what follows from them.
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Of every Llama 3.1 to 3.3; a file holds only what follows from them."""
 Json = dict[str, Any]
 
 

@@ -16,8 +16,8 @@ from pdcluster.core.errors import ModelError
 
 Json = dict[str, Any]
 
+# Kinds of tokens.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-"""Kinds of tokens."""
 MARK = "\u2581"
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -38,6 +38,7 @@ def _split(pattern: str) -> Json:
 
 
 DIGITS = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, PLAIN]}
+# Of each name: pre-tokenizer, normalizer, and whether a word that is a token needs no merges.
 PRE_TOKENIZERS: dict[str, tuple[Json, Json | None, bool]] = {
     "gpt-2": (PLAIN, None, False),
     "smollm": (DIGITS, None, False),
@@ -48,9 +49,8 @@ PRE_TOKENIZERS: dict[str, tuple[Json, Json | None, bool]] = {
     "deepseek-r1-qwen": (_split(QWEN2), None, False),
     "tekken": (_split(TEKKEN), None, True),
 }
-"""Of each name: pre-tokenizer, normalizer, and whether a word that is a token needs no merges."""
+# Those whose prompts begin with the bos token, where the file does not say.
 BEGINS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
-"""Those whose prompts begin with the bos token, where the file does not say."""
 
 
 def text_files(metadata: Mapping[str, Any], config: Json, where: str) -> dict[str, bytes]:

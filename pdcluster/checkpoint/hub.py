@@ -23,8 +23,8 @@ from pdcluster.core.errors import ModelError
 
 REPOSITORY = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)
 SNAPSHOT = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")
+# For the hub to answer what it has, before the cache is used instead.
 ANSWER_S = 5.0
-"""For the hub to answer what it has, before the cache is used instead."""
 log = logging.getLogger(__name__)
 
 

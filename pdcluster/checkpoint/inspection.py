@@ -14,11 +14,11 @@ from pathlib import Path
 from pdcluster.core.errors import ModelError
 
 POINTER = b"version https://git-lfs"
+# A git-lfs pointer is about 130 bytes.
 POINTER_BYTES = 1024
-"""A git-lfs pointer is about 130 bytes."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+# As the safetensors library has it.
 MAX_HEADER_BYTES = 100 << 20
-"""As the safetensors library has it."""
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz")
 SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "tokenizer.tiktoken")
 SAVE_AGAIN = (

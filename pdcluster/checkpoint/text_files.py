@@ -10,6 +10,7 @@ from pathlib import Path
 from pdcluster.checkpoint.gguf import is_gguf, open_gguf
 from pdcluster.core.errors import ModelError
 
+# The files of a model that a TextModel reads; only the first must exist.
 TEXT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -19,7 +20,6 @@ TEXT_FILES = (
     "generation_config.json",
     "config.json",
 )
-"""The files of a model that a TextModel reads; only the first must exist."""
 
 
 def read_text_files(directory: Path) -> dict[str, bytes]:

@@ -16,8 +16,8 @@ MAX_RANKS = 512
 MAX_PATHS = 1024
 MAX_REASONS = 64
 MAX_MEDIA = 64
+# Of one medium, in a ticket.
 MAX_ADVERT_BYTES = 64 << 10
-"""Of one medium, in a ticket."""
 INT31 = (1 << 31) - 1
 UINT63 = (1 << 63) - 1
 
@@ -31,8 +31,8 @@ Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]
 SecondsLeft = Annotated[float, Meta(ge=-MAX_SECONDS, le=MAX_SECONDS)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 BytesPerSecond = Annotated[float, Meta(ge=0.0, le=MAX_BYTES_S)]
+# Of 64 bits: msgpack knows no larger ones.
 Unsigned = Annotated[int, Meta(ge=0)]
-"""Of 64 bits: msgpack knows no larger ones."""
 NumRanks = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 Advert = tuple[Id, Annotated[bytes, Meta(max_length=MAX_ADVERT_BYTES)]]

@@ -8,14 +8,14 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+# How a node names it in what it refuses. Which of the client's fields it was made from is known where the request was
+# read.
 PARAM = "grammar"
-"""How a node names it in what it refuses. Which of the client's fields it was made from is known where the request was
-read."""
 
+# As 128 tools need it.
 MAX_CHARS = 512 << 10
-"""As 128 tools need it."""
+# Of brackets within each other: compilers recurse, and a stack that is exhausted ends the process.
 MAX_DEPTH = 64
-"""Of brackets within each other: compilers recurse, and a stack that is exhausted ends the process."""
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):

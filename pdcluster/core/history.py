@@ -16,10 +16,10 @@ from pdcluster.core.sampling import Shaping
 Ids = NDArray[np.int64]
 Numbers = NDArray[np.float32]
 
+# Stands for every token, in front of a bad word that is shorter than the longest.
 ANY = -1
-"""Stands for every token, in front of a bad word that is shorter than the longest."""
+# Before the first output token.
 NOTHING = -2
-"""Before the first output token."""
 HEADROOM = 64
 
 

@@ -19,43 +19,42 @@ from typing import TypeVar
 
 
 class Writing(Enum):
+    # Chunks may be pushed.
     OPEN = auto()
-    """Chunks may be pushed."""
+    # Every write is done and Commit is sent, again until it is answered.
     COMMITTED = auto()
-    """Every write is done and Commit is sent, again until it is answered."""
+    # Given up; writes that were submitted may still run, so source pages stay pinned.
     DRAINING = auto()
-    """Given up; writes that were submitted may still run, so source pages stay pinned."""
+    # Terminal: the reader verified and took the pages.
     ACKED = auto()
-    """Terminal: the reader verified and took the pages."""
+    # Terminal: no write can land any more, and AbortAck says so.
     ABORTED = auto()
-    """Terminal: no write can land any more, and AbortAck says so."""
 
 
 class Reading(Enum):
+    # The writer may write.
     OPEN = auto()
-    """The writer may write."""
+    # Terminal: every leg verified, the pages belong to the row alone.
     VERIFIED = auto()
-    """Terminal: every leg verified, the pages belong to the row alone."""
+    # Abort sent; the writer may still write, so the pages are quarantined.
     ABORTING = auto()
-    """Abort sent; the writer may still write, so the pages are quarantined."""
+    # Terminal: AbortAck or a fence proved that the writer can write no more.
     RECLAIMED = auto()
-    """Terminal: AbortAck or a fence proved that the writer can write no more."""
 
 
 class Residence(Enum):
+    # In the queue: holds no pages.
     WAITING = auto()
-    """In the queue: holds no pages."""
+    # In the queue, but not to be admitted yet: KV of its prompt is on its way into the prefix cache. Holds no pages.
     HELD = auto()
-    """In the queue, but not to be admitted yet: KV of its prompt is on its way into the prefix cache. Holds no
-    pages."""
+    # A row of the running batch: computes its prompt, or decodes.
     RUNNING = auto()
-    """A row of the running batch: computes its prompt, or decodes."""
+    # A slot: holds pages and a row for KV that a remote prefill node writes.
     RESERVED = auto()
-    """A slot: holds pages and a row for KV that a remote prefill node writes."""
+    # A remote prefill with its first token: no row, its pages are kept until they are delivered.
     PARKED = auto()
-    """A remote prefill with its first token: no row, its pages are kept until they are delivered."""
+    # Terminal: ended well or not; holds nothing once no step computes it.
     FINISHED = auto()
-    """Terminal: ended well or not; holds nothing once no step computes it."""
 
 
 class IllegalTransition(Exception):

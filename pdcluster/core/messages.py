@@ -133,8 +133,8 @@ class Hello(NodeMessage, frozen=True, array_like=True):
     """First frame of a link, again after every reconnect: who speaks, and what it believes is open there."""
 
     kind: Literal["router", "node"]
+    # (request, attempt, next output position expected) for each attempt the router still waits for.
     open: Annotated[tuple[tuple[Id, Count, Count], ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
-    """(request, attempt, next output position expected) for each attempt the router still waits for."""
 
 
 class Ping(NodeMessage, frozen=True, array_like=True):
@@ -475,8 +475,8 @@ AnyMessage = (
     | Commit | CommitAck | Abort | AbortAck | Fetch | Declined
 )  # fmt: skip
 
+# In one frame.
 MAX_MESSAGES = 1024
-"""In one frame."""
 
 
 class Envelope(Value, frozen=True, array_like=True):

@@ -13,16 +13,16 @@ from pdcluster.core.grammar import Grammar
 
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 128
+# Numbers that a step may have to look at for each token of a row. A bad word is two: it may stand at the start of a
+# text or behind a space.
 MAX_BAD_WORD_TOKENS = 32
-"""Numbers that a step may have to look at for each token of a row. A bad word is two: it may stand at the start of a
-text or behind a space."""
 
+# Alternatives beside a token.
 MAX_LOGPROBS = 1024
-"""Alternatives beside a token."""
 
 
+# Of what logits are divided by; less would make infinite ones of them.
 LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0
-"""Of what logits are divided by; less would make infinite ones of them."""
 
 
 class Shaping(msgspec.Struct, frozen=True, array_like=True):

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from pdcluster.core.history import History
 from pdcluster.core.sampling import Sampling, TokenLogprobs
 
+# In the place of a token that the step before draws.
 NOT_DRAWN_YET: NDArray[np.int32] = np.zeros(1, np.int32)
-"""In the place of a token that the step before draws."""
 
 
 @dataclass(frozen=True, slots=True)

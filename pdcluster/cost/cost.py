@@ -19,8 +19,8 @@ def num_pairs(new: float, cached: float) -> float:
     return new * (cached + new / 2)
 
 
+# What "lately" means for the gap between tokens: about one answer.
 RECENT_STEPS = 256
-"""What "lately" means for the gap between tokens: about one answer."""
 
 
 def lately(itl_s: float, step_s: float, steps: int) -> float:
@@ -132,9 +132,9 @@ class DecodeCost:
         return self.row_s * rows + self.context_s * context_tokens
 
 
+# What takes less than that takes nothing: divided by less, seconds and rows as large as a report may have them are more
+# than a float can be, and one node with such numbers left the others without a choice.
 SHORTEST_S = 1e-18
-"""What takes less than that takes nothing: divided by less, seconds and rows as large as a report may have them are
-more than a float can be, and one node with such numbers left the others without a choice."""
 
 
 def _measured(seconds: float) -> float:

@@ -33,26 +33,26 @@ from pdcluster.cost.cost import CostError, DecodeCost, NodeCost, PrefillCost, Ro
 Vector = NDArray[np.float64]
 
 FORGET = 0.995
+# Weight of the last fit, in samples.
 TIE = 0.003
-"""Weight of the last fit, in samples."""
+# Times the usual relative error that a step may be off; never less than FLOOR.
 CLIP = 4.0
-"""Times the usual relative error that a step may be off; never less than FLOOR."""
 FLOOR = 0.5
+# Steps of a kind before errors are judged.
 WARM = 8
-"""Steps of a kind before errors are judged."""
+# Share of steps that the error bars are to hold.
 COVERED = 0.9
-"""Share of steps that the error bars are to hold."""
+# Last steps of a kind whose errors are kept.
 WINDOW = 128
-"""Last steps of a kind whose errors are kept."""
+# For the model's own error: that steps agree with each other does not say what others would take.
 LEAST_SPREAD = 0.01
-"""For the model's own error: that steps agree with each other does not say what others would take."""
+# Steps after which the fit is solved though nobody asked, so that errors are those of a recent one.
 SOLVE_STEPS = 16
-"""Steps after which the fit is solved though nobody asked, so that errors are those of a recent one."""
+# A share that no error bar exceeds: nothing is known then.
 MOST_OFF = 10.0
-"""A share that no error bar exceeds: nothing is known then."""
 SHORTEST_S = 1e-6
+# A small model on a processor. The first step scales it.
 PRIOR = np.array([2e-3, 1e-4, 1e-8, 2e-3, 2e-4, 1e-7])
-"""A small model on a processor. The first step scales it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +121,8 @@ class CostFit:
         self._prefill = StepKind()
         self._decode = StepKind()
         self._is_stale = False
+        # Of all steps so far; None: not worked out yet.
         self._cost: NodeCost | None = None
-        """Of all steps so far; None: not worked out yet."""
 
     @property
     def samples(self) -> int:

@@ -96,15 +96,15 @@ log = logging.getLogger(__name__)
 Sampled: TypeAlias = tuple[int | None, TokenLogprobs | None, RowError | None]
 NOTHING: Sampled = None, None, None
 
+# Another node may have better ones.
 NO_NUMBERS = RowError(
     "the model gives no numbers here (NaN or infinite logits); its weights or this machine may be damaged",
     retryable=True,
     spoils_kv=True,
 )
-"""Another node may have better ones."""
 
+# Prompt positions whose logits exist at the same time.
 LOGPROB_BLOCK = 128
-"""Prompt positions whose logits exist at the same time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from pdcluster.core.step import StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
+# One step runs, one waits behind it, so that the thread has something to do when the first is done.
 PLACES = 2
-"""One step runs, one waits behind it, so that the thread has something to do when the first is done."""
 
 
 class EngineWorker:
@@ -36,8 +36,8 @@ class EngineWorker:
         self._threads = threads
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[StepResult | Exception] = queue.SimpleQueue()
+        # Steps that were launched and not collected.
         self.num_in_flight = 0
-        """Steps that were launched and not collected."""
         self._closed = False
         self.done_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

@@ -23,14 +23,14 @@ BLOCK_TOKENS = 32
 STRETCH_BLOCKS = 32
 
 _TOKEN_BYTES = 4
+# Made once: a hash is one cut among a few calls.
 _CUT = slice(HASH_BYTES)
-"""Made once: a hash is one cut among a few calls."""
 _ROOT_PERSON = b"pdcluster.root"
+# Never changed; a copy costs half of a new state.
 _START = hashlib.sha256(b"pdcluster.block.")
-"""Never changed; a copy costs half of a new state."""
 
+# Token ids: packed little-endian int32 in anything bytes-like, which is fast, or plain ints.
 Tokens = bytes | bytearray | memoryview | Iterable[int]
-"""Token ids: packed little-endian int32 in anything bytes-like, which is fast, or plain ints."""
 
 
 def chain_root(*, block_tokens: int = BLOCK_TOKENS, salt: bytes = b"", adapter: str = "", weights: str = "") -> bytes:

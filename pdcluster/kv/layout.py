@@ -46,8 +46,8 @@ def head_range(num_heads: int, rank: int, ranks: int) -> tuple[int, int]:
     return rank * num_heads // ranks, (rank + 1) * num_heads // ranks
 
 
+# Of nodes that promise no equal bits.
 DEFAULT_ARITHMETIC = "default"
-"""Of nodes that promise no equal bits."""
 
 
 @dataclass(frozen=True, slots=True)

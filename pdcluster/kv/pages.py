@@ -55,8 +55,8 @@ class PagePool:
         self._free = list(range(num_pages - 1, -1, -1))
         self._owners = [0] * num_pages
         self._writer: list[int | None] = [None] * num_pages
+        # The block hashes of a published page; its last one is the page's key.
         self._hashes = [b""] * num_pages
-        """The block hashes of a published page; its last one is the page's key."""
         self._parent: list[int | None] = [None] * num_pages
         self._depth = [0] * num_pages
         self._busy_children = [0] * num_pages

@@ -19,8 +19,8 @@ from pdcluster.core.errors import ConfigError
 from pdcluster.kv.layout import DType, KVLayout
 
 TORCH_DTYPE: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Linux 5.14; Python has no name for it.
 _MADV_POPULATE_WRITE = 23
-"""Linux 5.14; Python has no name for it."""
 
 
 class KVPool:

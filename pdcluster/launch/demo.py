@@ -125,14 +125,13 @@ COMPLETIONS = "/v1/completions"
 LONG_PROMPT_CHARS = 2800
 SHOWN_PROMPT_LINES = 3
 REQUEST_TIMEOUT_S = 60.0
+# What the demo wants unless the user says otherwise: any free port, quiet logs, and every request through two nodes.
 DEFAULTS: dict[str, object] = {
     "up.http": "127.0.0.1:0",
     "up.grpc": "none",
     "up.log.level": "error",
     "router.mode": "remote",
 }
-"""What the demo wants unless the user says otherwise: any free port, quiet logs, and every request through two
-nodes."""
 
 
 class DemoFailed(PdclusterError):

@@ -45,12 +45,12 @@ from pdcluster.telemetry.log import resolve_format
 
 NODE_STOP_S = 5.0
 BOOTSTRAP_STOP_S = 3.0
+# A process gets this much longer than its own drain deadline before it is killed: letting go of ranks and pools takes
+# seconds on a busy machine.
 KILL_GRACE_S = 6.0
-"""A process gets this much longer than its own drain deadline before it is killed: letting go of ranks and pools takes
-seconds on a busy machine."""
+# KV pool of a node with the bundled model unless told otherwise: 100 thousand tokens, and memory that a laptop can
+# spare.
 BUNDLED_KV_BYTES = 2**28
-"""KV pool of a node with the bundled model unless told otherwise: 100 thousand tokens, and memory that a laptop can
-spare."""
 READY_POLL_S = 0.03
 NEVER_READY = f'"code":"{Unservable.code}"'.encode()
 NODE_UP = re.compile(rb"^pdcluster_node_up\{", re.MULTILINE)
@@ -129,8 +129,8 @@ class LocalCluster:
         self._say = output.say
         self._log_format = log_format
         self._nodes = plan_nodes(self._config, os.sched_getaffinity(0))
+        # Where the model lies, from the start on.
         self._found_model: Path | None = None
-        """Where the model lies, from the start on."""
         self.supervisor = Supervisor(output.say, output.forward, self._config.ready_s, self._config.restarts)
 
     async def start(self) -> Serving:

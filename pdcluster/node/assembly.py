@@ -32,8 +32,8 @@ from pdcluster.transfer.protocol.writer import Writer
 from pdcluster.wire.hub import Hub
 from pdcluster.wire.sockets import WireSettings
 
+# The id of rank 0's KV pool among a node's regions; the other ranks' follow.
 KV_REGION = 0
-"""The id of rank 0's KV pool among a node's regions; the other ranks' follow."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,8 +90,8 @@ class WaitQueue:
         self._places.pop(request, None)
 
 
+# When to ask again behind somebody who waits for room.
 PLACE_RETRY_S = 0.1
-"""When to ask again behind somebody who waits for room."""
 
 
 @dataclass(slots=True)
@@ -133,10 +133,10 @@ class DecodeSide:
         self._legs: dict[str, DecodeLeg] = {}
         self._by_key: dict[str, DecodeLeg] = {}
         self._by_nonce: dict[int, DecodeLeg] = {}
+        # Local legs of which no step has computed anything yet, by key.
         self._queued: dict[str, DecodeLeg] = {}
-        """Local legs of which no step has computed anything yet, by key."""
+        # Legs in the queue that wait for the KV of another request's prompt, by that request.
         self._forks: dict[str, list[DecodeLeg]] = {}
-        """Legs in the queue that wait for the KV of another request's prompt, by that request."""
 
     # ------------------------------------------------------------ what a router asks
 

@@ -18,11 +18,11 @@ from pdcluster.node.legs import refusal
 from pdcluster.node.outbox import Outbox
 from pdcluster.transfer.backends.base import Peer
 
+# Less than any router waits for the answer to a Reserve.
 RESERVE_S = 1.5
-"""Less than any router waits for the answer to a Reserve."""
 RETRY_S = 0.2
+# How often it is looked whether a compile takes too long.
 LOOK_S = 0.5
-"""How often it is looked whether a compile takes too long."""
 MAX_WAITING = 1024
 
 
@@ -64,8 +64,8 @@ class GrammarQueue:
         self._outbox = outbox
         self._clock = clock
         self._waiting: list[AwaitingGrammar] = []
+        # For prompts that wait: a decode node had the grammar sooner.
         self._tickets: dict[str, Deliver] = {}
-        """For prompts that wait: a decode node had the grammar sooner."""
         self._look_at = 0.0
 
     @property

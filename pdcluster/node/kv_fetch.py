@@ -36,15 +36,15 @@ from pdcluster.transfer.protocol.writer import Writer
 
 logger = logging.getLogger(__name__)
 
+# When a holder is not asked any more for a while: each failure costs a request its time.
 BREAKER = BreakerSettings(failures=2, window_s=30.0, pause_s=5.0)
-"""When a holder is not asked any more for a while: each failure costs a request its time."""
 
+# Judged at a time. Boots that are gone are forgotten when their links end, but a router may name one to which there
+# never was a link.
 MAX_HOLDERS = 1024
-"""Judged at a time. Boots that are gone are forgotten when their links end, but a router may name one to which there
-never was a link."""
 
+# Ends that speak for the holder.
 WELL = ("ok", "declined")
-"""Ends that speak for the holder."""
 
 
 @dataclass(slots=True)
@@ -82,8 +82,8 @@ class FetchSide:
         self._outbox = outbox
         self._pull_s = pull_s
         self._clock = clock
+        # By nonce, until the ticket's writer can write no more.
         self._pulls: dict[int, PullInProgress] = {}
-        """By nonce, until the ticket's writer can write no more."""
         self._breakers: dict[Peer, Breaker] = {}
         self.counters: Counter[str] = Counter()
 
@@ -264,8 +264,8 @@ class FetchSide:
 # Nothing is computed here and no request is known. Owned by the node loop's thread; no sockets here. The other end is
 # `fetch`.
 
+# Exports at a time; whoever asks for more computes.
 MAX_OPEN = 64
-"""Exports at a time; whoever asks for more computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +288,8 @@ class ExportSide:
         self._writer = writer
         self._outbox = outbox
         self._max_open = max_open
+        # By nonce, until no write can read their pages any more.
         self._exports: dict[int, Export] = {}
-        """By nonce, until no write can read their pages any more."""
         self.counters: Counter[str] = Counter()
 
     def open(self, sender: Peer, message: Fetch, *, is_draining: bool) -> None:

@@ -142,8 +142,8 @@ def check_newest(work: Work, leg: AnyLeg | None) -> None:
         )
 
 
+# What may be wrong with work that a router sends; anything else is a mistake of ours.
 REFUSALS = (errors.Overloaded, errors.BadRequest, errors.ProtocolError)
-"""What may be wrong with work that a router sends; anything else is a mistake of ours."""
 
 
 def refusal(work: Work, leg: RefusedLeg, error: errors.PdclusterError, param: str = "") -> Refused:

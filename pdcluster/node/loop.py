@@ -52,22 +52,22 @@ from pdcluster.wire.hub import LeaseEnded, LinkLost, Received
 
 logger = logging.getLogger(__name__)
 
+# done_fd was readable, so the result is a moment away.
 COLLECT_S = 5.0
-"""done_fd was readable, so the result is a moment away."""
 
+# Steps in a row that may fail before the node gives itself up.
 MAX_FAILURES = 3
-"""Steps in a row that may fail before the node gives itself up."""
 
 RECOUNT_PAGES = 4096
 
+# Last frames of a drained node may take so long to leave.
 LINGER_S = 0.5
-"""Last frames of a drained node may take so long to leave."""
 
+# So long idle, and the books are recounted, once.
 IDLE_CHECK_S = 1.0
-"""So long idle, and the books are recounted, once."""
 
+# The hub's heartbeats and leases want a look this often.
 LONGEST_WAIT_S = 0.1
-"""The hub's heartbeats and leases want a look this often."""
 
 
 class NodeLoop:
@@ -88,10 +88,10 @@ class NodeLoop:
         self._reporter = Reporter(
             parts.pages, self._load, interval_s=report_s, clock=clock, seen=parts.hub.last_received
         )
+        # Launched and not collected, oldest first.
         self._in_flight: deque[StepPlan] = deque()
-        """Launched and not collected, oldest first."""
+        # The step in flight stands behind one that failed.
         self._is_behind_failure = False
-        """The step in flight stands behind one that failed."""
         self._steps = 0
         self._failures = 0
         self._drain_until: float | None = None

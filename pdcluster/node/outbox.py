@@ -14,10 +14,10 @@ from typing import Protocol
 from pdcluster.core.messages import AnyMessage, Endpoint, TokenLogprobs, TokenRow, Tokens
 from pdcluster.transfer.backends.base import Peer
 
+# Of the rows in one frame, by the estimates below; less than any peer's frame limit (wire.codec).
 MAX_ROWS_BYTES = 48 << 20
-"""Of the rows in one frame, by the estimates below; less than any peer's frame limit (wire.codec)."""
+# At most: a row's ids and numbers, a token, a logprob, one alternative beside it.
 ROW_BYTES, TOKEN_BYTES, ENTRY_BYTES, TOP_BYTES = 300, 5, 16, 14
-"""At most: a row's ids and numbers, a token, a logprob, one alternative beside it."""
 
 
 class Sender(Protocol):

@@ -78,8 +78,8 @@ class ParkedKV:
         self._clock = clock
         self._parked: dict[str, tuple[int, ...]] = {}
         self._holders: Counter[int] = Counter()
+        # When KV was last taken, or came into an empty parking.
         self._moved_at = clock()
-        """When KV was last taken, or came into an empty parking."""
         self._gap_s = 0.0
 
     @property
@@ -160,8 +160,8 @@ class LayerGroups:
         return tuple(self.num_layers * index // groups for index in range(1, groups))
 
 
+# What a refusal of a delivery says about coming back: the KV is parked, another ticket may come at once.
 STOPPED_BY_PEER_S = 0.05
-"""What a refusal of a delivery says about coming back: the KV is parked, another ticket may come at once."""
 
 
 @dataclass(slots=True)
@@ -175,16 +175,16 @@ class PrefillLeg:
     deadline: float
     arrived: float
     output: EmittedTokens
+    # Since the last moment at which KV that is finished had a ticket.
     parking_deadline: float | None = None
-    """Since the last moment at which KV that is finished had a ticket."""
     ticket: Ticket | None = None
     backend: str = ""
+    # Tokens before it were pushed; of those from it on, `layers_pushed` layers were.
     pushed: int = 0
-    """Tokens before it were pushed; of those from it on, `layers_pushed` layers were."""
     layers_pushed: int = 0
     source: list[int] = field(default_factory=list)
+    # The writer was told that all of the ticket's tokens were pushed.
     is_finished: bool = False
-    """The writer was told that all of the ticket's tokens were pushed."""
     first_token: int | None = None
     first_logprobs: TokenLogprobs | None = None
     scheduled_at: float | None = None
@@ -222,11 +222,11 @@ class PrefillSide:
         self._legs: dict[str, PrefillLeg] = {}
         self._by_key: dict[str, PrefillLeg] = {}
         self._by_nonce: dict[int, PrefillLeg] = {}
+        # Legs that the scheduler did not take out of its queue yet.
         self._queued: dict[str, PrefillLeg] = {}
-        """Legs that the scheduler did not take out of its queue yet."""
         self._pins: dict[int, Pins] = {}
+        # Legs whose last chunk the running step computes, and which send its layers in groups.
         self._layered: list[PrefillLeg] = []
-        """Legs whose last chunk the running step computes, and which send its layers in groups."""
 
     # ------------------------------------------------------------ what a router asks
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import gc
 
+# Containers made and not ended until the youngest are looked at, and how many such looks until the older ones are.
 THRESHOLDS = (10_000, 20, 20)
-"""Containers made and not ended until the youngest are looked at, and how many such looks until the older ones are."""
 
 
 def collect_seldom() -> None:

@@ -22,21 +22,21 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
+# For another process that compiles: one to two minutes on two cores, longer where others use them.
 WAIT_S = 240.0
-"""For another process that compiles: one to two minutes on two cores, longer where others use them."""
 LOOK_S = 0.05
+# For another process that notes its use of a place, or renames old ones.
 TURN_S = 5.0
-"""For another process that notes its use of a place, or renames old ones."""
 MOST_PLACES = 16
+# After so long without a start a place goes.
 UNUSED_S = 30 * 86400.0
-"""After so long without a start a place goes."""
+# A place that was used since then stays, however many there are.
 FRESH_S = 86400.0
-"""A place that was used since then stays, however many there are."""
+# Names of places; the longer ones are numba's own, from versions that had only one place.
 PLACE = re.compile(r"[0-9a-f]{16}|(engine|transfer)_[0-9a-f]{40}")
-"""Names of places; the longer ones are numba's own, from versions that had only one place."""
 GONE = "gone-"
+# The folder of the kernels' source files.
 SOURCES = Path(__file__).parents[1] / "engine" / "kernels"
-"""The folder of the kernels' source files."""
 
 
 def place_of(cache_dir: Path) -> Path:

@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from pdcluster.core.errors import ProtocolError
 from pdcluster.processes.child_process import Spawned, kill_group, spawn
 
+# Half of what a pipe holds, so that the parent never waits while it writes. Longer argument lists are started afresh.
 MAX_LINE_BYTES = 32 * 1024
-"""Half of what a pipe holds, so that the parent never waits while it writes. Longer argument lists are started
-afresh."""
 
 END_S = 5.0
 

@@ -30,8 +30,8 @@ KILL_WAIT_S = 5.0
 
 Facts = dict[str, object]
 Say = Callable[[str], None]
+# Takes (child's name, one line of its output).
 Forward = Callable[[str, str], None]
-"""Takes (child's name, one line of its output)."""
 
 
 class StartFailed(PdclusterError):
@@ -112,8 +112,8 @@ class Supervisor:
         self._failure: asyncio.Future[ChildGaveUp] = asyncio.get_running_loop().create_future()
         self._hurry = asyncio.Event()
         self._spare: Spare | None = None
+        # Names of children that had to be killed by `stop`.
         self.killed: list[str] = []
-        """Names of children that had to be killed by `stop`."""
 
     async def start(self, spec: Spec) -> Facts:
         """Run a child and wait until it is ready; from then on it is kept alive."""

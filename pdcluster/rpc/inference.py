@@ -17,12 +17,12 @@ from pdcluster.api.tools.offered import MAX_TOOLS
 from pdcluster.core.errors import BadRequest
 from pdcluster.rpc import inference_pb2 as pb
 
+# Optional fields that are called and mean the same over HTTP.
 _SAME_NAME = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n",
     "ignore_eos", "skip_special_tokens", "add_special_tokens", "cache_salt", "priority",
     "repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_logprobs",
 )  # fmt: skip
-"""Optional fields that are called and mean the same over HTTP."""
 
 _FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH, "tool_calls": pb.FINISH_REASON_TOOL_CALLS}
 _TOOL_MODES = {
@@ -32,8 +32,8 @@ _TOOL_MODES = {
     pb.TOOL_MODE_REQUIRED: "required",
 }
 
+# Messages of a chat, and calls in them: as many as a JSON body may have, where each is two fields with their names.
 MOST_TURNS = MOST_STRINGS // 4
-"""Messages of a chat, and calls in them: as many as a JSON body may have, where each is two fields with their names."""
 
 
 def request_from_proto(message: pb.GenerateRequest, model: str) -> requests.ChatRequest | requests.CompletionRequest:

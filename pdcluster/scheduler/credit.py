@@ -20,8 +20,8 @@ class Credit:
     def __init__(self, pool: PagePool, reserve_tokens: int) -> None:
         self._pool = pool
         self._reserve_tokens = reserve_tokens
+        # Of all sequences.
         self._total = 0
-        """Of all sequences."""
 
     @property
     def num_spare(self) -> int:

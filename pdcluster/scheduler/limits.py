@@ -9,8 +9,8 @@ from pdcluster.core.errors import BadRequest, ConfigError, RequestTooLarge
 from pdcluster.kv.pages import PagePool
 from pdcluster.scheduler.sequence import Sequence
 
+# Logits of prompt positions in one step, as far as `logprob_tokens_of` can choose.
 LOGPROB_SCORES = 1 << 23
-"""Logits of prompt positions in one step, as far as `logprob_tokens_of` can choose."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,8 @@ from pdcluster.scheduler.sharing import Forks, can_fork, publish
 
 __all__ = ["Occupancy", "Scheduler", "SchedulerLimits", "Update"]
 
+# How many requests are tried in one step beyond those that there are rows for.
 _LOOKAHEAD = 8
-"""How many requests are tried in one step beyond those that there are rows for."""
 
 
 class Scheduler:
@@ -63,8 +63,8 @@ class Scheduler:
         self._clock = clock
         self._live: dict[str, Sequence] = {}
         self._waiting: OrderedDict[str, Sequence] = OrderedDict()
+        # Oldest first, whenever they were admitted; so the newest row is the last one.
         self._running: list[Sequence] = []
-        """Oldest first, whenever they were admitted; so the newest row is the last one."""
         self._num_reserved = 0
         self._num_parked = 0
         self._credit = Credit(pages, limits.reserve_tokens)
@@ -72,9 +72,9 @@ class Scheduler:
         self._num_arrived = 0
         self._flights = StepsInFlight(pages)
         self._forecast = Forecast(limits.token_budget, limits.retry_after_s)
+        # False: remote prefills stay in the queue, because too much finished KV waits to be taken already. Others pass
+        # them.
         self.admit_remote = True
-        """False: remote prefills stay in the queue, because too much finished KV waits to be taken already. Others pass
-        them."""
         self.num_preemptions = 0
 
     # ------------------------------------------------------------ sequences come and go

@@ -15,8 +15,8 @@ from pdcluster.core.lifecycle import RESIDENCE, Residence, advance
 from pdcluster.core.messages import HASH_BYTES, Sampling, TokenLogprobs, Work
 from pdcluster.kv.hashing import extend, is_extendable
 
+# Output tokens for which a new token array has room, so that short answers never copy it.
 _HEADROOM = 64
-"""Output tokens for which a new token array has room, so that short answers never copy it."""
 
 
 class Sequence:
@@ -71,8 +71,8 @@ class Sequence:
         self.key = key
         self.request = work.request
         self.attempt = work.attempt
+        # Prefill whose decoding happens on another node: parked after its first token.
         self.remote = remote
-        """Prefill whose decoding happens on another node: parked after its first token."""
         self.sampling: Sampling = work.sampling
         self.stop_token_ids = frozenset(work.sampling.stop_token_ids)
         self.num_prompt = work.num_prompt
@@ -88,26 +88,26 @@ class Sequence:
         self._hash_root = work.hash_root
         self.block_tokens = block_tokens
         self.state = Residence.WAITING
+        # Another choice of the same prompt, whose KV it may take over when it is admitted.
         self.parent: Sequence | None = None
-        """Another choice of the same prompt, whose KV it may take over when it is admitted."""
+        # Launched steps that compute it, and so write to its pages.
         self.num_in_flight = 0
-        """Launched steps that compute it, and so write to its pages."""
         self.num_computed = 0
+        # Pages, from the first on, whose contents are in the prefix cache.
         self.num_published = 0
-        """Pages, from the first on, whose contents are in the prefix cache."""
+        # Tokens whose KV was found here when the sequence first got pages; until then, when it came.
         self.num_cached = 0
-        """Tokens whose KV was found here when the sequence first got pages; until then, when it came."""
+        # Of those, tokens whose KV was fetched from another node for this sequence.
         self.num_pulled = 0
-        """Of those, tokens whose KV was fetched from another node for this sequence."""
+        # Pages that it does not hold but that admission keeps available for its growth.
         self.credit = 0
-        """Pages that it does not hold but that admission keeps available for its growth."""
+        # Tokens at which it ends at the latest; set by the scheduler.
         self.max_total = 0
-        """Tokens at which it ends at the latest; set by the scheduler."""
         self.order = 0
         self.num_preempted = 0
         self.num_overtaken = 0
+        # False for a replay: an earlier attempt reported them with the first token.
         self.wants_prompt_logprobs = self.sampling.prompt_logprobs is not None and self.num_tokens == self.num_prompt
-        """False for a replay: an earlier attempt reported them with the first token."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.arrived = arrived
         self.first_scheduled: float | None = None

@@ -26,10 +26,10 @@ class Forks:
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self._sources: list[int] = []
+        # (source, target) pages that the next step copies, or the one in flight.
         self.copies: list[tuple[int, int]] = []
-        """(source, target) pages that the next step copies, or the one in flight."""
+        # Those that need them.
         self.sequences: list[Sequence] = []
-        """Those that need them."""
 
     def take(self, sequence: Sequence) -> None:
         """All pages of the prompt from the leader; at least one page must be available. Only the last token is computed

@@ -11,29 +11,29 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdcluster.telemetry.tally import BeforeScrape, Level, Spread, Tally
 
+# From a fast step to a long queue.
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-"""From a fast step to a long queue."""
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
+# Choices that ended alike, answers that are alike, and decisions, that are not counted yet: to count many at once costs
+# little more than one.
 MOST_NOTED = 1024
-"""Choices that ended alike, answers that are alike, and decisions, that are not counted yet: to count many at once
-costs little more than one."""
 
+# Media that are counted by name, beyond them as "other": how one is called is a node's word.
 MAX_MEDIUM_LABELS = 64
-"""Media that are counted by name, beyond them as "other": how one is called is a node's word."""
 
+# Mode (None: no first token came), finish reason (None: it did not end well) and backend of a choice.
 Ending = tuple[str | None, str | None, str]
-"""Mode (None: no first token came), finish reason (None: it did not end well) and backend of a choice."""
 
+# Of a choice: tokens of its prompt and its output, cached tokens, attempts; seconds to the first and the second token
+# and from token to token (None: there was no such token), in the queue, of the transfer; bytes of the transfer.
 Noted = tuple[int, int, int, int, float | None, float | None, float | None, float, float, int]
-"""Of a choice: tokens of its prompt and its output, cached tokens, attempts; seconds to the first and the second token
-and from token to token (None: there was no such token), in the queue, of the transfer; bytes of the transfer."""
 
+# Of a decision: seconds that its first token came later than predicted, and than at best; prompt tokens found in the
+# cache, reachable, ideal.
 Judged = tuple[float, float, int, int, int]
-"""Of a decision: seconds that its first token came later than predicted, and than at best; prompt tokens found in the
-cache, reachable, ideal."""
 
 
 class RouterMetrics:

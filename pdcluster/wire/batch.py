@@ -14,9 +14,9 @@ from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire import codec
 from pdcluster.wire.codec import ALONE, encoded
 
+# So much waits at most for a turn's end, which bounds what a peer's queue of frames can hold; a larger message has a
+# frame of its own.
 MAX_BATCH_BYTES = 256 << 10
-"""So much waits at most for a turn's end, which bounds what a peer's queue of frames can hold; a larger message has a
-frame of its own."""
 
 
 class MessageBatch:
@@ -24,8 +24,8 @@ class MessageBatch:
         self._head = codec.encode_head(me.node, me.incarnation, to_incarnation)
         self._most_bytes = max_frame_bytes - len(self._head) - codec.MAX_TAIL_BYTES
         self._parts: list[bytes] = []
+        # Bytes that may go with what waits already; none behind a message that goes alone.
         self._room = self._most_room = min(MAX_BATCH_BYTES, self._most_bytes)
-        """Bytes that may go with what waits already; none behind a message that goes alone."""
 
     def __len__(self) -> int:
         return len(self._parts)

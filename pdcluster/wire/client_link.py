@@ -36,11 +36,11 @@ from pdcluster.wire.batch import MessageBatch
 from pdcluster.wire.link_socket import DOWN, LinkSocket, OpenLine
 from pdcluster.wire.sockets import WireSettings
 
+# Messages that say something of the link when a frame begins with one.
 FIRST_WORDS = frozenset((m.Hello, m.Welcome, m.Ping))
-"""Messages that say something of the link when a frame begins with one."""
 
+# (request, attempt, next output position expected) of each attempt still waited for.
 Open = tuple[tuple[str, int, int], ...]
-"""(request, attempt, next output position expected) of each attempt still waited for."""
 
 
 class LinkState(Enum):
@@ -77,8 +77,8 @@ class ClientLink:
         parse_address(endpoint.address)  # raises ProtocolError
         self._batch = MessageBatch(me, endpoint.incarnation, max_frame_bytes=settings.max_frame_bytes)
         self._sent = 0
+        # Number of the frame that comes next; 0 before the first one of a connection, which have numbers from 1 on.
         self._next = 0
-        """Number of the frame that comes next; 0 before the first one of a connection, which have numbers from 1 on."""
         self._heard_at = self._sent_at = self._hello_at = self._drained_at = now
         self._up_by = now + settings.lease_s
         self._was_up = False
@@ -88,8 +88,8 @@ class ClientLink:
         self._sockets: Sequence[zmq.Socket[bytes]] = ()
         self._retired: list[LinkSocket] = []
         self._events: list[str] = []
+        # What went wrong with the last line.
         self._why = ""
-        """What went wrong with the last line."""
         self._open_line(now)
 
     # ------------------------------------------------------------ what the owner calls

@@ -27,24 +27,24 @@ from pdcluster.wire.address import parse_address
 
 MAX_FRAME_BYTES = 64 << 20
 DIGEST_BYTES = 8
+# They set the count of frames, so each is the only message of its frame.
 ALONE: frozenset[type[m.AnyMessage]] = frozenset((m.Hello, m.Welcome))
-"""They set the count of frames, so each is the only message of its frame."""
 
+# msgpack's forms of an envelope's sequence (uint 64) and of the number of its messages (array 32).
 _NUMBERS = struct.Struct(">BQBI")
-"""msgpack's forms of an envelope's sequence (uint 64) and of the number of its messages (array 32)."""
 _UINT64, _ARRAY32, _ARRAY_OF_6 = 0xCF, 0xDD, b"\x96"
+# Of packed ids that are looked at sooner than numpy is called.
 FEW_BYTES = 4096
-"""Of packed ids that are looked at sooner than numpy is called."""
+# Of a frame, beside its head and its messages.
 MAX_TAIL_BYTES = _NUMBERS.size + DIGEST_BYTES
-"""Of a frame, beside its head and its messages."""
 
 _LOGPROBS, _PROMPT_LOGPROBS = attrgetter("logprobs"), attrgetter("prompt_logprobs")
 
 _digest = xxhash.xxh3_64_digest
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(m.Envelope)
+# A message as it stands in a frame, to be put there by `assemble`. Its size is not looked at.
 encoded: Callable[[m.AnyMessage], bytes] = _encoder.encode
-"""A message as it stands in a frame, to be put there by `assemble`. Its size is not looked at."""
 
 
 class _Version(msgspec.Struct, frozen=True, array_like=True):
@@ -170,8 +170,8 @@ def _check_work(work: m.Work) -> None:
         raise ProtocolError(f"hash_root has {len(work.hash_root)} bytes, allowed are none or {m.HASH_BYTES}")
 
 
+# Every ticket names its two nodes.
 _check_address = lru_cache(maxsize=1024)(parse_address)
-"""Every ticket names its two nodes."""
 
 
 def _check_ticket(ticket: m.Ticket) -> None:

@@ -77,9 +77,9 @@ class _Route:
     batch: MessageBatch
     sent: int = 0
     alive: bool = True
+    # Its connections before this one. The socket reads what those still held in any order, so a Hello among it is no
+    # news.
     former: deque[bytes] = field(default_factory=lambda: deque(maxlen=MAX_FORMER))
-    """Its connections before this one. The socket reads what those still held in any order, so a Hello among it is no
-    news."""
 
 
 class Hub:

@@ -16,12 +16,12 @@ from pdcluster.core.errors import ProtocolError
 from pdcluster.wire.address import format_address, parse_address
 from pdcluster.wire.sockets import Monitor, WireSettings, has_message, open_dealer
 
+# As a bare number, which libzmq's binding takes as well as a flag, and in less time.
 NOBLOCK = int(zmq.NOBLOCK)
-"""As a bare number, which libzmq's binding takes as well as a flag, and in less time."""
 
+# What becomes of a connection: it ended, or none came about. A line goes on calling until it is closed, but after DOWN
+# nobody listens to it.
 DOWN, REFUSED = "down", "refused"
-"""What becomes of a connection: it ended, or none came about. A line goes on calling until it is closed, but after DOWN
-nobody listens to it."""
 
 
 class LinkSocket(Protocol):
@@ -52,8 +52,8 @@ class LinkSocket(Protocol):
         ...
 
 
+# A new line, which calls at once. Raises ProtocolError where nobody can.
 OpenLine = Callable[[], LinkSocket]
-"""A new line, which calls at once. Raises ProtocolError where nobody can."""
 
 
 class ZmqLinkSocket:

@@ -29,8 +29,8 @@ from pdcluster.wire.stream_line import StreamLine
 
 __all__ = ["LinkState", "NodeLink"]
 
+# Who handles many requests does not keep the first one's messages until the last one is done.
 HELD_S = 0.001
-"""Who handles many requests does not keep the first one's messages until the last one is done."""
 
 
 class NodeLink:
@@ -67,20 +67,20 @@ class NodeLink:
         self._watched: Sequence[zmq.Socket[bytes]] = ()
         self._closed = False
         self._is_end_due = False
+        # Something may have become of the connection since it was looked at.
         self._is_connection_due = True
-        """Something may have become of the connection since it was looked at."""
+        # One message was sent when last something was, and that turn is over.
         self._is_calm = True
-        """One message was sent when last something was, and that turn is over."""
+        # Messages since the end of a turn was looked at.
         self._num_sent = 0
-        """Messages since the end of a turn was looked at."""
+        # Something was held since the end of the turn before this one.
         self._is_more = False
-        """Something was held since the end of the turn before this one."""
+        # A frame left since the last look at what came, whose edge may have gone with it.
         self._has_flushed = False
-        """A frame left since the last look at what came, whose edge may have gone with it."""
+        # More came than was taken in one go.
         self._is_behind = False
-        """More came than was taken in one go."""
+        # When the first message that waits came; 0: none came since the last flush.
         self._held_since = 0.0
-        """When the first message that waits came; 0: none came since the last flush."""
         self._watch()
         self._timer = self._loop.call_later(self._tick_s, self._tick)
 

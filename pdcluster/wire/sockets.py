@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 CLUSTER_KEY_BYTES = 32
 CURVE_OVERHEAD_BYTES = 64
 ZAP_DOMAIN = b"pdcluster"
+# Pauses between attempts to connect, the first and the longest.
 RECONNECT_S = 0.05, 0.5
-"""Pauses between attempts to connect, the first and the longest."""
+# Of TCP, under leases that notice sooner.
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 10, 5, 3
-"""Of TCP, under leases that notice sooner."""
 _DOWN = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -173,9 +173,9 @@ def _set_client_keys(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
 
 
+# As a bare number: what a flag of an enum has in common with a number is another object of that enum, which takes
+# microseconds to make.
 READABLE = int(zmq.POLLIN)
-"""As a bare number: what a flag of an enum has in common with a number is another object of that enum, which takes
-microseconds to make."""
 
 
 def has_message(socket: zmq.Socket[bytes]) -> bool:

@@ -23,12 +23,12 @@ from pdcluster.wire.zmtp import GREETING, Reader, head_of
 
 logger = logging.getLogger(__name__)
 
+# Of frames that the other end does not read, whatever `high_water` says.
 MAX_WAITING_BYTES = 64 << 20
-"""Of frames that the other end does not read, whatever `high_water` says."""
+# A frame of up to that many is copied behind its head, which costs less than a write of its own.
 COPIED_BYTES = 16 * 1024
-"""A frame of up to that many is copied behind its head, which costs less than a write of its own."""
+# For what was said last to leave.
 CLOSING_S = 1.0
-"""For what was said last to leave."""
 OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -52,13 +52,13 @@ class StreamLine(asyncio.Protocol):
         self._reader = Reader(settings.max_frame_bytes)
         self._frames = self._reader.frames
         self._transport: asyncio.Transport | None = None
+        # What is said before there is a connection that is ready.
         self._waiting: list[bytes] = []
-        """What is said before there is a connection that is ready."""
         self._room = self._most = min(settings.high_water * MAX_BATCH_BYTES, MAX_WAITING_BYTES)
+        # is_open: what is sent goes straight to the transport.
         self._is_open = self._is_closed = False
-        """is_open: what is sent goes straight to the transport."""
+        # More came than was taken; the other end waits.
         self._read_paused = False
-        """More came than was taken; the other end waits."""
         self._happened: list[str] = []
         self._loop = asyncio.get_running_loop()
         self._calling = self._loop.create_task(self._call())

@@ -19,13 +19,13 @@ GREETING_BYTES = 64
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 _MECHANISM = slice(12, 32)
 _NULL = b"NULL".ljust(20, b"\0")
+# Version 3.1, NULL, and that we are no server.
 GREETING = _SIGNATURE + b"\x03\x01" + _NULL + bytes(GREETING_BYTES - 32)
-"""Version 3.1, NULL, and that we are no server."""
 _READY, _ERROR, _PING, _PONG = b"\x05READY", b"\x05ERROR", b"\x04PING", b"\x04PONG"
 _TTL_BYTES = 2
 MAX_COMMAND_BYTES = 4096
+# Of a PING, which its PONG repeats.
 MAX_CONTEXT_BYTES = 16
-"""Of a PING, which its PONG repeats."""
 
 
 def framed(body: bytes, flags: int = 0) -> bytes:
@@ -57,10 +57,10 @@ class Reader:
         self.is_ready = False
         self._has_greeted = False
         self._max_frame_bytes = max_frame_bytes
+        # Of what is not whole yet.
         self._begun = bytearray()
-        """Of what is not whole yet."""
+        # Bytes of it with which there is something to be read.
         self._needed = GREETING_BYTES
-        """Bytes of it with which there is something to be read."""
 
     def feed(self, data: bytes) -> None:
         """Take in what came; raises ProtocolError."""

@@ -53,9 +53,8 @@ from pdcluster_router.workers.worker import WorkerIdentity, show
 logger = logging.getLogger(__name__)
 
 COMPILE_LOOK_S = 0.1
+# For the process that compiles choices: a part of a minute, behind another one that does so (`kernel_cache.WAIT_S`).
 COMPILE_S = 360.0
-"""For the process that compiles choices: a part of a minute, behind another one that does so
-(`kernel_cache.WAIT_S`)."""
 
 WARM_S = 2.0
 WARM_LOOK_S = 0.01

@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib
 import sys
 
+# What brings all that a worker imports, now or later.
 LOADED = ("pdcluster_router.cli", "pdcluster_router.process", "pdcluster_router.frontend.grpc")
-"""What brings all that a worker imports, now or later."""
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ import pytest
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 READY = re.compile(r"ready in [\d.]+ s: (http://\S+)/v1 .* model (\S+)")
+# The first start compiles kernels.
 READY_S = 280.0
-"""The first start compiles kernels."""
 
 
 class Served(NamedTuple):

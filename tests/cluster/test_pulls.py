@@ -23,8 +23,8 @@ from pdcluster_router.policy.pull import PullRule
 PAIR = {"p0": "prefill", "d0": "decode"}
 TWO_PAIRS = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
 FIRST, ANSWER, NEXT = 40, 30, 9
+# Tokens that only decode has: the last output token has no KV.
 PULLED = (FIRST + ANSWER - 1) // 4 * 4 - FIRST
-"""Tokens that only decode has: the last output token has no KV."""
 
 
 def words(length: int, seed: int = 0) -> list[int]:

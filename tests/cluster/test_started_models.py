@@ -26,8 +26,8 @@ from safetensors.torch import load_file, save_file
 from tiny_tokenizers import byte_level_files
 
 ENDS_S = 10.0
+# Other tests run beside this one.
 MARGIN = 3.0
-"""Other tests run beside this one."""
 READY_S, STOP_S = 90.0, 30.0
 SHAPE = Shape("llama", vocab_size=512, hidden_size=128)
 Change = Callable[[Path], object]

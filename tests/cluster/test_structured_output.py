@@ -191,8 +191,8 @@ STRICT_TOOLS = [
     {"type": "function", "function": {"name": "find_person", "parameters": PERSON, "strict": True}},
     {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}},
 ]
+# The bundled model likes to say {, with which a call begins in this format.
 A_CALL = {"93": 40}
-"""The bundled model likes to say {, with which a call begins in this format."""
 
 
 def test_a_strict_tool_that_may_be_called_keeps_its_schema_remote_and_local(client: openai.OpenAI, up: Up) -> None:

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.timeout(180)
 ROLES = ["prefill"] * 3 + ["decode"] * 3 + ["mixed"] * 2
 SPEED = Speed(prefill_s=0.0005, token_s=0.002)
 MOST_STREAMS = 32
+# Output tokens of a request that runs for as long as a test looks at it.
 LONG = 20_000
-"""Output tokens of a request that runs for as long as a test looks at it."""
 
 
 @dataclass

@@ -99,8 +99,8 @@ class Ends:
         self.target.drop()
 
 
+# Libraries take seconds to start and to end; in this process each end uses the same one all the time.
 ENGINES: dict[tuple[str, Peer], TransferLibrary] = {}
-"""Libraries take seconds to start and to end; in this process each end uses the same one all the time."""
 
 
 def start(name: str, peer: Peer) -> Backend:

@@ -59,8 +59,8 @@ def test_a_digest_is_given_once(ends: Ends) -> None:
     assert ends.writer.take_digest(handle) is not None and ends.writer.take_digest(handle) is None
 
 
+# Far more than a socket holds, so that a write goes out in many pieces of any length.
 HUGE_BYTES = 24 << 20
-"""Far more than a socket holds, so that a write goes out in many pieces of any length."""
 HUGE = tuple(
     CopyRun(HUGE_BYTES // 8 * (7 - index), HUGE_BYTES // 8 * index, HUGE_BYTES // 8 - 4099) for index in range(8)
 )

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.timeout(120)
 
 PAGE, TICKETS, OPEN = 16, 40, 4
 RARE = ("writer gone", "reader gone")
+# The media do not try again for a second.
 AFTER_LOSS_S = 1.2
-"""The media do not try again for a second."""
 
 
 @dataclass

@@ -40,9 +40,9 @@ TOPOLOGIES: tuple[dict[str, Role], ...] = (
     {"p0": "prefill", "p1": "prefill", "d0": "decode"},
 )
 DEADLINE_S = 40.0
+# Late writes land up to 70 s after they were submitted, and unknown ones are only asked for after their ticket's
+# deadline.
 IDLE_WITHIN_S = 200.0
-"""Late writes land up to 70 s after they were submitted, and unknown ones are only asked for after their ticket's
-deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,8 +275,8 @@ class Scenario:
 # ---------------------------------------------------------------- the table
 
 
+# By "fault, step".
 Sums = dict[str, Counter[str]]
-"""By "fault, step"."""
 
 
 def summed(outcomes: Iterable[Outcome]) -> Sums:

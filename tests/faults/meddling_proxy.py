@@ -32,8 +32,8 @@ class Order:
 class Connection:
     near: socket.socket
     far: socket.socket
+    # The first bytes towards the listener.
     sent: bytearray = field(default_factory=bytearray)
-    """The first bytes towards the listener."""
     is_truncated: bool = False
 
 

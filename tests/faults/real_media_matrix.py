@@ -41,9 +41,9 @@ FROZEN_S, DELAY_S = 1.6, 0.4
 GONE_AFTER_S = 0.3
 TRIES = 3
 SPREAD_BYTES = {"tcp": 40_000, "mooncake": 400, "nixl": 400}
+# A fault on the wire comes after up to so many bytes from the step on: a frame is about that long, and the last one is
+# only one layer.
 LAST_SPREAD_BYTES = {"tcp": 3000, "mooncake": 100, "nixl": 100}
-"""A fault on the wire comes after up to so many bytes from the step on: a frame is about that long, and the last one is
-only one layer."""
 
 EVERYWHERE = (
     "writer killed",
@@ -55,9 +55,9 @@ EVERYWHERE = (
     "stale incarnation",
 )
 ON_A_WIRE = (*EVERYWHERE, "truncated", "flipped")
+# Shared memory has no wire on which bytes could be flipped or a stream could end early. What goes over Mooncake's and
+# NIXL's own sockets is not ours to touch; there the wire is the one on which their pieces are announced and answered.
 FAULTS = {"shm": EVERYWHERE, "tcp": ON_A_WIRE, "mooncake": ON_A_WIRE, "nixl": ON_A_WIRE}
-"""Shared memory has no wire on which bytes could be flipped or a stream could end early. What goes over Mooncake's and
-NIXL's own sockets is not ours to touch; there the wire is the one on which their pieces are announced and answered."""
 
 
 @dataclass(frozen=True, slots=True)

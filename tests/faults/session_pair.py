@@ -33,8 +33,8 @@ class Pair:
         self.on_message: Callable[[Control], bool] = lambda message: True
         self.proxy: Proxy | None = None
         self._through_proxy = through_proxy
+        # The remote process is stopped or dead: nothing is handed to it.
         self.silent = False
-        """The remote process is stopped or dead: nothing is handed to it."""
 
     def open(self, pages: list[int], deadline_s: float = 30.0) -> tuple[int, str]:
         """(nonce, ticket)"""

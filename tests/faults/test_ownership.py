@@ -168,6 +168,8 @@ BROKEN: dict[str, dict[str, type]] = {
 }
 
 
+# Where the search begins, so that rare histories come early. With other code they may come later, and are found as
+# well.
 SHORT_CUTS = {
     "exported pages not pinned": 12,
     "fence of one medium only": 5,
@@ -176,8 +178,6 @@ SHORT_CUTS = {
     "pulled pages freed at once": 1,
     "fence without proof": 2,
 }
-"""Where the search begins, so that rare histories come early. With other code they may come later, and are found as
-well."""
 
 
 @pytest.mark.parametrize("rule_broken", BROKEN)

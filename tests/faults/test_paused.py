@@ -26,8 +26,8 @@ from pdcluster.transfer.backends.tcp import TcpSettings
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.full]
 
+# Target pages of a transfer that is done, and of the one that is interrupted.
 LIVE, TORN = list(range(100)), list(range(200, 1000))
-"""Target pages of a transfer that is done, and of the one that is interrupted."""
 PAUSE_S = TcpSettings().progress_s
 
 

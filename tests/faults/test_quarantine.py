@@ -17,8 +17,8 @@ from pdcluster_router.cluster.metrics import NodeCollector
 
 NUM_PAGES, PAGE_TOKENS = 40, 4
 PROMPT = list(range(80))
+# Nobody knows what became of the write, and it may land for ever.
 NEVER = Fault(delay_s=1e7, unknown_s=0.01)
-"""Nobody knows what became of the write, and it may land for ever."""
 
 
 def test_quarantined_memory_shrinks_capacity_visibly_and_is_reclaimed_by_proof_only() -> None:

@@ -53,8 +53,8 @@ from pdcluster_router.workers import frames as control
 
 READER, WRITER = Peer("r", "r1"), Peer("w", "w1")
 REGION_BYTES, PERMITTED = 1 << 16, (4096, 8192)
+# Bytes that a decoder may ask for before it knows whether they come: the longest table of runs.
 MOST_AT_ONCE = 1 << 20
-"""Bytes that a decoder may ask for before it knows whether they come: the longest table of runs."""
 
 
 @dataclass(frozen=True)

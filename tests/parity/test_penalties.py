@@ -44,8 +44,8 @@ SHAPINGS = {
     "bad words": Shaping(bad_words=WORDS[:256]),
     "all": Shaping(1.2, 0.6, 0.4, ((EOS, 30.0), (7, 6.0)), WORDS[:200]),
 }
+# Where EOS has a bias, it is the best token from there on.
 MIN_TOKENS = 25
-"""Where EOS has a bias, it is the best token from there on."""
 
 
 @pytest.fixture(scope="module")

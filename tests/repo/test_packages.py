@@ -69,8 +69,8 @@ LEVELS: dict[str, int] = {
     "pdcluster.launch": 20,
     "pdcluster.cli": 21,
 }
+# A plain request answers its client itself. One life per request ends this.
 ALLOWED_CIRCLE = ("pdcluster_router.frontend", "pdcluster_router.request.plain")
-"""A plain request answers its client itself. One life per request ends this."""
 NO_IO = {
     "zmq",
     "grpc",
@@ -85,13 +85,13 @@ NO_IO = {
     "ray",
 }
 MODEL_LIBRARIES = {"torch", "transformers", "numba", "safetensors", "xgrammar"}
+# Packages whose rules are tested without a clock, a socket or a model: who uses them passes these in.
 PURE = (
     "pdcluster.core", "pdcluster.cost", "pdcluster.settings", "pdcluster.scheduler", "pdcluster.api",
     "pdcluster.transfer.layout",
     "pdcluster.transfer.paths", "pdcluster.transfer.protocol", "pdcluster_router.core", "pdcluster_router.policy",
     "pdcluster_router.prefix_index", "pdcluster_router.explain", "pdcluster_router.replay",
 )  # fmt: skip
-"""Packages whose rules are tested without a clock, a socket or a model: who uses them passes these in."""
 PURE_MODULES = (
     "pdcluster.kv.hashing", "pdcluster.kv.layout", "pdcluster.kv.pages", "pdcluster.bootstrap.card",
     "pdcluster.bootstrap.store",

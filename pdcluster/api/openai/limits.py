@@ -16,16 +16,16 @@ from pdcluster.core.errors import BadRequest, ContextTooLong
 from pdcluster.core.grammar import Grammar
 from pdcluster.core.sampling import Sampling, Shaping
 
+# Ids that are looked at sooner than numpy is called.
 FEW = 32
-"""Ids that are looked at sooner than numpy is called."""
 
+# An array's own `max` is this behind a function of Python, which costs more than a thousand ids.
 _largest = np.maximum.reduce
-"""An array's own `max` is this behind a function of Python, which costs more than a thousand ids."""
 
 SHORTEN = "shorten it or serve with a higher --max-len"
 
+# OpenAI's default for plain completions; chat goes on to the end of the context.
 DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default for plain completions; chat goes on to the end of the context."""
 
 
 class ModelLimits(Protocol):

@@ -29,14 +29,14 @@ from pdcluster.core.errors import BadRequest
 from pdcluster.core.sampling import LEAST_REPETITION, MAX_BAD_WORDS, MAX_LOGPROBS, MOST_REPETITION
 
 MAX_STOPS = 16
+# Of one of them: all text that begins one is held back and compared again with every token.
 MAX_STOP_CHARACTERS = 1024
-"""Of one of them: all text that begins one is held back and compared again with every token."""
+# They go to the nodes with every choice of a request and every attempt at it.
 MAX_STOP_TOKENS = 256
-"""They go to the nodes with every choice of a request and every attempt at it."""
 
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+# 0: nothing is generated, see `_check_length`.
 Length: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-"""0: nothing is generated, see `_check_length`."""
 Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId: TypeAlias = int
 Hint: TypeAlias = Annotated[str, Meta(min_length=1, max_length=64)]
@@ -216,6 +216,7 @@ NESTED: Mapping[str, type[Struct]] = {
     "messages[…].tool_calls[…].function": FunctionCall,
 }
 
+# Fields we know but cannot honour → the values, besides null, that ask for nothing.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "best_of": (1,),
@@ -237,8 +238,8 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "allowed_token_ids": ([],),
     "suffix": ("",),
 }
-"""Fields we know but cannot honour → the values, besides null, that ask for nothing."""
 
+# Of all that a message may carry, what other servers act on → the way out. Empty or false it asks for nothing.
 UNSUPPORTED_IN_MESSAGES: Mapping[str, str] = {
     "audio": "leave it out",
     "function_call": "send tool_calls",
@@ -247,7 +248,6 @@ UNSUPPORTED_IN_MESSAGES: Mapping[str, str] = {
     "prefix": "set continue_final_message of the request",
     "partial": "set continue_final_message of the request",
 }
-"""Of all that a message may carry, what other servers act on → the way out. Empty or false it asks for nothing."""
 
 _CHAT_UNSUPPORTED = tuple(name for name in ChatRequest.__struct_fields__ if name in UNSUPPORTED)
 _COMPLETION_UNSUPPORTED = tuple(

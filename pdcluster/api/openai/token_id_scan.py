@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import MutableSequence, Sequence
 
+# More than ids of any vocabulary have, and such numbers fit into 32 bits.
 MOST_DIGITS = 8
-"""More than ids of any vocabulary have, and such numbers fit into 32 bits."""
 
+# Other letters are told by how far they are from it: what is compiled knows then that digits are small numbers.
 ZERO = 48
-"""Other letters are told by how far they are from it: what is compiled knows then that digits are small numbers."""
 COMMA, END, BLANK = 44 - ZERO, 93 - ZERO, 32 - ZERO
 
 

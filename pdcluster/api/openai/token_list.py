@@ -24,17 +24,17 @@ from numpy.typing import NDArray
 
 from pdcluster.api.openai.token_id_scan import MOST_DIGITS
 
+# Of text, from which on it pays.
 LONG_BYTES = 16 * 1024
-"""Of text, from which on it pays."""
 
+# Arrays for as many are so small that their memory is at hand.
 BLOCK_BYTES = 48 * 1024
-"""Arrays for as many are so small that their memory is at hand."""
 
 _BLANKS = b" \t\r\n"
 _COMMA, _BLANK, _ZERO, _BEGIN, _END = b", 0[]"
 
+# So that the first number has a comma before it, too, and enough bytes.
 _BEFORE = bytes(MOST_DIGITS - 1) + b","
-"""So that the first number has a comma before it, too, and enough bytes."""
 
 _EIGHT = np.dtype(f"V{MOST_DIGITS}")
 _least, _largest = np.minimum.reduce, np.maximum.reduce
@@ -42,8 +42,8 @@ _least, _largest = np.minimum.reduce, np.maximum.reduce
 Words = NDArray[np.uint64]
 Scan = Callable[[NDArray[np.uint8], NDArray[np.int32]], tuple[int, int]]
 
+# Stands in a body where a list was. Nobody can guess it, so that a field that has it is the one whose list it was.
 MARK = b'"%s"' % secrets.token_hex(16).encode()
-"""Stands in a body where a list was. Nobody can guess it, so that a field that has it is the one whose list it was."""
 
 _scan: Scan | None = None
 

@@ -19,8 +19,8 @@ from pdcluster.core.grammar import MAX_CHARS, MAX_DEPTH, Grammar, depth_of
 Form = dict[str, Any]
 
 MAX_CHOICES = 1024
+# Of schemas whose grammars are remembered.
 KEPT_CHARS = 8 << 10
-"""Of schemas whose grammars are remembered."""
 
 
 class Asking(Protocol):

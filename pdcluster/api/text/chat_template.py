@@ -20,12 +20,12 @@ from pdcluster.core.errors import BadRequest, ModelError
 
 Message = Mapping[str, object]
 
+# What the server sets itself; a request's chat_template_kwargs may not.
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-"""What the server sets itself; a request's chat_template_kwargs may not."""
 
+# Stands at the end of the message to continue while it is rendered. Its last space tells whether the template trims
+# messages.
 CONTINUE_MARK = "\ue000pdcluster-continue\ue000 "
-"""Stands at the end of the message to continue while it is rendered. Its last space tells whether the template trims
-messages."""
 
 
 class _GenerationBlock(jinja2.ext.Extension):

@@ -18,8 +18,8 @@ from pdcluster.api.tools.calls import ToolCallDelta
 from pdcluster.api.tools.speech import Said, Speech
 from pdcluster.core.messages import TokenLogprobs
 
+# An empty text as JSON.
 NOTHING = b'""'
-"""An empty text as JSON."""
 
 
 class Token(msgspec.Struct, frozen=True, gc=False):
@@ -80,12 +80,12 @@ class ChoiceText:
         self._silent = silent
         self._offset = offset
         self._speech = speech
+        # Text goes on as it comes.
         self.is_plain = speech is None and stops.is_idle
-        """Text goes on as it comes."""
         self._unlisted: list[Token] = []
         self.num_tokens = 0
+        # Calls of tools that were given away.
         self.num_calls = 0
-        """Calls of tools that were given away."""
         self.stopped = False
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None, piece: TextPiece) -> None:

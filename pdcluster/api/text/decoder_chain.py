@@ -33,8 +33,8 @@ UTF8 = codecs.getincrementaldecoder("utf-8")
 BYTE_TOKEN = re.compile(r"<0x([0-9a-fA-F]{2})>")
 REPLACEMENT = "\ufffd"
 EMPTY_TOKENIZER = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
+# A token that no stage which knows positions changes.
 BEFORE = "a"
-"""A token that no stage which knows positions changes."""
 
 
 class DecoderStage(Protocol):

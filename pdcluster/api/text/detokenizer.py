@@ -21,8 +21,8 @@ from pdcluster.api.text.decoder_chain import BYTE_TOKEN, DecoderChain, Step, byt
 
 DECODER = codecs.getincrementaldecoder("utf-8")
 
+# What SentencePiece writes for a space.
 SPACE_MARK = "\u2581"
-"""What SentencePiece writes for a space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +124,10 @@ class Detokenizer:
         self._texts, self._said = pieces.texts, pieces.said
         self._skip = pieces.special if skip_special_tokens else frozenset[int]()
         self._strip = at_start and pieces.strips_lead
+        # Made for the first piece that is no whole text.
         self._decoder: codecs.IncrementalDecoder | None = None
-        """Made for the first piece that is no whole text."""
+        # No incomplete character is pending, and no leading space to look for.
         self._is_whole = not self._strip
-        """No incomplete character is pending, and no leading space to look for."""
         self._knows = True
         self.known = self._said if self._is_whole else NONE_KNOWN
 

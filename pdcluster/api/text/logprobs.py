@@ -10,8 +10,8 @@ from msgspec import Struct
 from pdcluster.api.text.choice_text import Token
 from pdcluster.api.text.detokenizer import Pieces
 
+# Stands for minus infinity, which JSON cannot write.
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot write."""
 
 
 class TopLogprob(Struct):
@@ -48,8 +48,8 @@ class PromptLogprob(Struct):
     decoded_token: str
 
 
+# One per token of the prompt, by token id, as vLLM has it; null for the first one.
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""One per token of the prompt, by token id, as vLLM has it; null for the first one."""
 
 
 def prompt_logprobs(tokens: Sequence[Token], pieces: Pieces) -> PromptLogprobs:

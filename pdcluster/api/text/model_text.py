@@ -29,8 +29,8 @@ from pdcluster.checkpoint.text_files import read_text_files
 from pdcluster.core.errors import BadRequest, ModelError
 from pdcluster.core.sampling import LEAST_REPETITION, MOST_REPETITION
 
+# Special tokens that prompts and answers have; a padding token that is not there is never needed.
 ENDS = ("bos_token", "eos_token")
-"""Special tokens that prompts and answers have; a padding token that is not there is never needed."""
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 

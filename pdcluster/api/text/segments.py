@@ -26,11 +26,11 @@ from typing import Any
 from tokenizers import Tokenizer
 
 MAX_CACHE_BYTES = 64 << 20
+# What an entry costs beside its text and its ids: two objects and its place in the dict. Rounded up.
 ENTRY_BYTES = 256
-"""What an entry costs beside its text and its ids: two objects and its place in the dict. Rounded up."""
 
+# Text up to here is tokenized at once; longer text in the way that lets other threads run meanwhile.
 SHORT_CHARACTERS = 4096
-"""Text up to here is tokenized at once; longer text in the way that lets other threads run meanwhile."""
 
 NORMALIZERS = {
     "BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend",

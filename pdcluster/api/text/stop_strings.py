@@ -18,8 +18,8 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._held = ""
         self.matched: str | None = None
+        # Characters at the end of the text that are not released: held, or from the match on.
         self.num_uncertain = 0
-        """Characters at the end of the text that are not released: held, or from the match on."""
 
     @property
     def is_idle(self) -> bool:

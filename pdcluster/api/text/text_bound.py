@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 DROPPED = 8
 LIKELY = 8
 SLACK = 0.125
+# Characters.
 LEAST_PART = 64 * 1024
-"""Characters."""
 
 KEEPING_NORMALIZERS = {"ByteLevel", "Prepend", "Replace"}
 KEEPING_PRE_TOKENIZERS = {"ByteLevel", "Digits", "Metaspace", "Split", "UnicodeScripts"}

@@ -12,8 +12,8 @@ import msgspec
 
 from pdcluster.core.errors import BadRequest
 
+# Of longer text that is no JSON it is not looked up to where it is some.
 LOOKED_AT_CHARACTERS = 64 * 1024
-"""Of longer text that is no JSON it is not looked up to where it is some."""
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f]")

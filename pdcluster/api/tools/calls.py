@@ -27,8 +27,8 @@ class ToolCallDelta(msgspec.Struct, omit_defaults=True, frozen=True):
     name: str | None = None
 
 
+# Text of an answer, or more of a call.
 Part = str | ToolCallDelta
-"""Text of an answer, or more of a call."""
 
 
 class CallRules(NamedTuple):
@@ -81,8 +81,8 @@ class CallReader:
         self._key = ""
         self._balanced: Balanced | None = None
         self._name: str | None = None
+        # Arguments that came whole, before their name or as text.
         self._early: str | None = None
-        """Arguments that came whole, before their name or as text."""
         self._kept: list[str] = []
         self._streams = False
         self._raw: list[str] = []

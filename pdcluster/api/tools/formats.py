@@ -14,15 +14,15 @@ from pdcluster.api.tools.markers import ARGS, CALL_ID, END_THINK, END_TOOL_CALL,
 from pdcluster.api.tools.offered import Function, Offer, parameters_of
 from pdcluster.api.tools.parsers import HermesParser, LlamaParser, MistralParser, Parser
 
+# Of a function's arguments.
 FormOf = Callable[[Function], Form]
-"""Of a function's arguments."""
 
 SPACES = r"[ \t\r\n]*"
+# Before calls: a model that likes line breaks would never begin.
 SOME_SPACE = r"[ \n]{0,4}"
-"""Before calls: a model that likes line breaks would never begin."""
 
+# In a regular expression; a compiler warns of others that are escaped.
 SPECIAL = frozenset("|[](){}.*+?^$\\")
-"""In a regular expression; a compiler warns of others that are escaped."""
 
 MISTRAL_ID_CHARACTERS = string.ascii_letters + string.digits
 
@@ -115,13 +115,13 @@ FORMATS: Mapping[str, ToolFormat] = {
     ),
 }  # fmt: skip
 
+# What a template has in it → the format that its model was taught.
 SIGNS: tuple[tuple[str, str], ...] = (
     (TOOL_CALL, "hermes"),
     (TOOL_CALLS, "mistral"),
     (PYTHON_TAG, "llama"),
     ('"parameters":', "llama"),
 )
-"""What a template has in it → the format that its model was taught."""
 
 
 def detect(template: str) -> str | None:

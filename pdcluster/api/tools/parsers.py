@@ -18,8 +18,8 @@ from pdcluster.api.tools.calls import SPACE, CallReader, CallRules, NamedReader,
 from pdcluster.api.tools.held import begins, keep_for, without_mark
 from pdcluster.api.tools.markers import ARGS, CALL_ID, END_TOOL_CALL, PYTHON_TAG, TOOL_CALL, TOOL_CALLS
 
+# Characters between Mistral's mark and the arguments: a name, other marks, an id. More of them are text.
 MAX_NAME = 256
-"""Characters between Mistral's mark and the arguments: a name, other marks, an id. More of them are text."""
 
 
 class Parser(Protocol):
@@ -38,16 +38,16 @@ class _Machine:
     """A buffer, and states that each take from its front what they understand. A state that takes nothing and stays
     waits for more."""
 
+    # With which calls begin.
     marks: tuple[str, ...] = ()
-    """With which calls begin."""
 
     def __init__(self, rules: CallRules) -> None:
         self._rules = rules
         self._buffer = ""
         self._state = self._start
         self._call: CallReader | None = None
+        # Before a call that may turn out to be none: white space and its mark.
         self._lead = ""
-        """Before a call that may turn out to be none: white space and its mark."""
         self._parts: list[Part] = []
         self.num_calls = 0
 

@@ -27,22 +27,22 @@ from pdcluster.engine.kernels.intrinsics import (
 from pdcluster.engine.kernels.layer_arrays import BLOCK
 
 BROAD = has_broad_product()
+# Rows of one product: fewer than the turns of a loop that a sum takes would leave multipliers idle.
 F32_TILE = 12 if BROAD else 6
-"""Rows of one product: fewer than the turns of a loop that a sum takes would leave multipliers idle."""
 
 f32_score_tile, f32_add_tile = (
     wide_tile_of(F32_TILE, adds=False),
     wide_tile_of(F32_TILE, adds=True, row_bytes=4 * BLOCK),
 )
 NATIVE, WIDE = has_pair_product() and not BROAD, has_wide_product() or BROAD
+# Elsewhere torch's own attention does as well.
 has_chunks = NATIVE or WIDE
-"""Elsewhere torch's own attention does as well."""
+# Of queries and shares.
 FACTOR = np.float32 if WIDE else np.uint16
-"""Of queries and shares."""
+# Rows of one product. Of pairs six times four vectors of sums leave registers for what is multiplied.
 TILE = F32_TILE if WIDE else 6
-"""Rows of one product. Of pairs six times four vectors of sums leave registers for what is multiplied."""
+# Rows (queries of one kv head) that go over the context together, at least one token's.
 ROWS = 48
-"""Rows (queries of one kv head) that go over the context together, at least one token's."""
 
 score_tile = tile_of(TILE, 4, native=NATIVE, adds=False)
 add_tile_4 = tile_of(TILE, 4, native=NATIVE, adds=True)
@@ -186,10 +186,10 @@ def wide_sums(shares, values, rows, seen, sums):
             f32_add_tile(left, address(values) + 4 * d, width, (seen + 1) // 2, out + 4 * d, width)
 
 
+# The fourth argument of the latter says how many of a block's keys any of the queries sees.
 take, multiply_keys, multiply_values = (
     (take_wide, wide_scores, wide_sums) if WIDE else (take_query, block_scores, block_sums)
 )
-"""The fourth argument of the latter says how many of a block's keys any of the queries sees."""
 
 
 @numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True, inline="always")

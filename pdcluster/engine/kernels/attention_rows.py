@@ -15,12 +15,12 @@ from pdcluster.engine.kernels.elementwise import VERY_NEGATIVE, exponential, nar
 from pdcluster.engine.kernels.intrinsics import LANES, SUMS_ORDER, address, dots_of, has_pair_product, weigh_pairs_of
 
 NATIVE = has_pair_product()
+# Tokens whose scores are turned into weights at once.
 SPAN = 256
-"""Tokens whose scores are turned into weights at once."""
+# How far ahead keys and values are asked for.
 ASK_BYTES = 32 << 10
-"""How far ahead keys and values are asked for."""
+# Where the sum of each of 32 dimensions stands.
 SUM_PLACES = np.argsort(np.array(SUMS_ORDER))
-"""Where the sum of each of 32 dimensions stands."""
 
 dots_8x1, dots_8x2 = (dots_of(8, rows, native=NATIVE) for rows in (1, 2))
 weigh_1x1, weigh_2x1, weigh_3x1, weigh_4x1 = (weigh_pairs_of(rows, 1, native=NATIVE) for rows in (1, 2, 3, 4))

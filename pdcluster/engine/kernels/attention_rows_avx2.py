@@ -52,8 +52,8 @@ from pdcluster.engine.kernels.intrinsics import (
 HALF = 8
 FLOATS, WORDS = floats_of(HALF), ir.VectorType(WORD, HALF)
 VECTOR_BYTES = 4 * HALF
+# Keys or values of one tile.
 TOKENS = 4
-"""Keys or values of one tile."""
 
 
 def ask(builder, turn, coming, apart):

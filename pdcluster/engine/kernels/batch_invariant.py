@@ -19,14 +19,14 @@ from pdcluster.engine.kernels.elementwise import VERY_NEGATIVE, exponential, nar
 from pdcluster.engine.kernels.intrinsics import LANES, address, dots_of, has_pair_product, weigh_of
 
 NATIVE = has_pair_product()
+# Bytes by which weights are asked for before they are read, the fewer for one or two rows: as in `pair_kernels`.
 AHEAD, NEAR_AHEAD = 2048, 1024
-"""Bytes by which weights are asked for before they are read, the fewer for one or two rows: as in `pair_kernels`."""
+# Rows that go over all weights together: their inputs stay in the second-level cache.
 ROW_BLOCK = 96
-"""Rows that go over all weights together: their inputs stay in the second-level cache."""
+# Keys between two corrections of the running softmax, counted from position 0.
 TILE = 32
-"""Keys between two corrections of the running softmax, counted from position 0."""
+# Queries of one kv head that share a tile's keys and values, at least one token's.
 ROWS = 32
-"""Queries of one kv head that share a tile's keys and values, at least one token's."""
 
 dots_4x1, dots_4x2, dots_4x3, dots_4x4, dots_4x5, dots_4x6 = (
     dots_of(4, rows, native=NATIVE, exact=True) for rows in (1, 2, 3, 4, 5, 6)

@@ -38,11 +38,11 @@ from pdcluster.engine.kernels.intrinsics import (
     zeros,
 )
 
+# Pairs of one turn of a loop over one panel; even, as asking alternates.
 TURNS = 4
-"""Pairs of one turn of a loop over one panel; even, as asking alternates."""
+# Bytes by which weights of several panels are asked for before they are read; a pair of a panel is one line of them, or
+# four of a broad one.
 AHEAD, BROAD_AHEAD = 1024, 2048
-"""Bytes by which weights of several panels are asked for before they are read; a pair of a panel is one line of them,
-or four of a broad one."""
 
 
 def wide_panels_of(num_rows, num_panels):

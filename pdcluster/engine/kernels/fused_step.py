@@ -42,10 +42,10 @@ __all__ = [
     "pack_panels",
 ]
 
+# Logits of which the best is found at once.
 RUN = 256
-"""Logits of which the best is found at once."""
+# As bits of a float32: of infinity, greater ones than which are no number; and all but the sign.
 INFINITY, MAGNITUDE = np.int32(0x7F800000), np.int32(0x7FFFFFFF)
-"""As bits of a float32: of infinity, greater ones than which are no number; and all but the sign."""
 
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)

@@ -23,12 +23,12 @@ from pdcluster.engine.kernels.intrinsics import address, has_wide_product
 has_panels = has_wide_product()
 PANEL = 16
 TILE = 6
+# Rows that go over several runs of panels side by side.
 MOST_STREAMED = 2
-"""Rows that go over several runs of panels side by side."""
+# Of rows that are widened together.
 WIDE_BYTES = 384 << 10
-"""Of rows that are widened together."""
+# Inputs of a tile that are widened before the next ones: what they become stays in the first cache meanwhile.
 SOME = 64
-"""Inputs of a tile that are widened before the next ones: what they become stays in the first cache meanwhile."""
 LINE, PAIR_BYTES = 16, 4 * PANEL
 
 one_by_4, two_by_2 = wide_panels_of(1, 4), wide_panels_of(2, 2)

@@ -23,10 +23,10 @@ from pdcluster.engine.kernels.intrinsics import address
 
 PANEL, HALF = 64, 32
 TILE = 12
+# Of rows that are widened together.
 WIDE_BYTES = 384 << 10
-"""Of rows that are widened together."""
+# Panels that one row and two go over side by side.
 RUNS_1, RUNS_2 = 4, 3
-"""Panels that one row and two go over side by side."""
 
 one_by_4, two_by_3 = broad_runs_of(1, RUNS_1, PANEL), broad_runs_of(2, RUNS_2, PANEL)
 whole_6 = broad_tile_of(6, PANEL, PANEL, asks=False)

@@ -26,12 +26,12 @@ from pdcluster.engine.kernels.intrinsics import (
 )
 
 NATIVE, BROAD = has_pair_product(), has_broad_product()
+# Bytes by which weights are asked for before they are read: less for one or two rows, with which the CPU itself looks
+# far ahead, and what is asked for too early keeps it from doing so (a row alone: 25 GB/s at 2048, 30 at 1024; six rows:
+# 26 and 18).
 AHEAD, NEAR_AHEAD = 2048, 1024
-"""Bytes by which weights are asked for before they are read: less for one or two rows, with which the CPU itself looks
-far ahead, and what is asked for too early keeps it from doing so (a row alone: 25 GB/s at 2048, 30 at 1024; six rows:
-26 and 18)."""
+# Of rows that are read again and again: three quarters of a usual first cache.
 NEAR_BYTES = 24 << 10
-"""Of rows that are read again and again: three quarters of a usual first cache."""
 
 dots_4x1, dots_4x2, dots_4x3, dots_4x4, dots_4x5, dots_4x6 = (
     dots_of(4, rows, native=NATIVE) for rows in (1, 2, 3, 4, 5, 6)
@@ -130,19 +130,19 @@ def dots_by_two(count, weights, weight_step, coming, rows, row_bytes, out):
 # farther ahead than a page (27), nor to three to six rows. CPUs that multiply floats faster than pairs go over the same
 # panels by `broad_panels`. Import it through `native`.
 
+# Elsewhere, as where a CPU multiplies whole tiles, oneDNN is the faster one.
 has_panels = BROAD or (NATIVE and not has_matrix_tiles())
-"""Elsewhere, as where a CPU multiplies whole tiles, oneDNN is the faster one."""
 PANEL = 64
 TILE = 6
+# Pairs of one cache line.
 LINE = 16
-"""Pairs of one cache line."""
+# Bytes by which one row and two ask ahead.
 AHEAD_1, AHEAD_2 = 2048, 1024
-"""Bytes by which one row and two ask ahead."""
 
 tile_3, tile_4, tile_5, tile_6 = (tile_of(rows, 4, native=NATIVE, adds=False) for rows in (3, 4, 5, 6))
 ahead_1, ahead_2 = (asking_tile_of(rows, 4, 4, native=NATIVE) for rows in (1, 2))
+# Two of them ask for a whole panel, whose pairs are four cache lines each.
 half_3, half_4, half_5, half_6 = (asking_tile_of(rows, 4, 2, native=NATIVE) for rows in (3, 4, 5, 6))
-"""Two of them ask for a whole panel, whose pairs are four cache lines each."""
 quarter_4, quarter_5, quarter_6 = (asking_tile_of(rows, 4, 1, native=NATIVE) for rows in (4, 5, 6))
 
 

@@ -20,15 +20,15 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 LANES = 16
+# Of a cache line.
 LINE_BYTES = 64
-"""Of a cache line."""
+# bfloat16 elements of one vector: rows are this, or a multiple of it, long.
 PAIR = 2 * LANES
-"""bfloat16 elements of one vector: rows are this, or a multiple of it, long."""
 
+# LLVM's names of CPUs whose product of pairs takes four times as long as one of floats, so that half as many numbers
+# are multiplied in a second (86 and 176 GFLOP/s of an Emerald Rapids). They multiply bfloat16 by tiles, which a virtual
+# machine may hide.
 SLOW_PAIRS = ("sapphirerapids", "emeraldrapids", "graniterapids", "graniterapids-d")
-"""LLVM's names of CPUs whose product of pairs takes four times as long as one of floats, so that half as many numbers
-are multiplied in a second (86 and 176 GFLOP/s of an Emerald Rapids). They multiply bfloat16 by tiles, which a virtual
-machine may hide."""
 
 WORD = ir.IntType(32)
 FLOATS = ir.VectorType(ir.FloatType(), LANES)
@@ -51,8 +51,8 @@ class _BFloat(ir.Type):
 PAIRS = ir.VectorType(_BFloat(), PAIR)
 ELEMENTS = ir.VectorType(ir.IntType(16), PAIR)
 
+# Elements of the 128 bits within which x86 interleaves two vectors by one instruction.
 _QUARTER = PAIR // 4
-"""Elements of the 128 bits within which x86 interleaves two vectors by one instruction."""
 
 
 def _interleaving(begin):
@@ -63,13 +63,13 @@ def _interleaving(begin):
 
 WORDS_OF_PAIR = ir.VectorType(WORD, PAIR)
 INTERLEAVED = _interleaving(0), _interleaving(_QUARTER // 2)
+# The dimension of each of 32 sums that `weigh_pairs_of` keeps.
 SUMS_ORDER = tuple(
     quarter + begin + i
     for begin in (0, _QUARTER // 2)
     for quarter in range(0, PAIR, _QUARTER)
     for i in range(_QUARTER // 2)
 )
-"""The dimension of each of 32 sums that `weigh_pairs_of` keeps."""
 
 
 def has_pair_product() -> bool:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
+# Keys of one block of a prompt's attention.
 BLOCK = 64
-"""Keys of one block of a prompt's attention."""
 
 
 class LayerArrays(NamedTuple):

@@ -25,13 +25,12 @@ class LayerProgress:
 
     def __init__(self, cell: ctypes.c_uint64 | None = None) -> None:
         self._cell = ctypes.c_uint64() if cell is None else cell
+        # The cell, for kernels that count layers themselves; they compute `runs` of them, and whoever calls them rings.
         self.counter: NDArray[np.uint64] = np.frombuffer(memoryview(self._cell), np.uint64)
-        """The cell, for kernels that count layers themselves; they compute `runs` of them, and whoever calls them
-        rings."""
         self._start = self._cell.value
         self._milestones: tuple[int, ...] = ()
+        # Readable when a layer was done after which the step was asked to ring.
         self.milestone_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Readable when a layer was done after which the step was asked to ring."""
 
     def begin(self, milestones: tuple[int, ...]) -> None:
         """A step is about to start: no layer of it is done, and no ring of an earlier one is left. Ring after these

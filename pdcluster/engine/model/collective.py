@@ -17,11 +17,11 @@ from torch import Tensor
 
 from pdcluster.core.errors import ConfigError
 
+# Its stores and process groups are documented, but not in its type stubs.
 _dist = cast(Any, torch.distributed)
-"""Its stores and process groups are documented, but not in its type stubs."""
 
+# The ranks of a node share a machine.
 HOST = "127.0.0.1"
-"""The ranks of a node share a machine."""
 
 
 class RendezvousStore(Protocol):

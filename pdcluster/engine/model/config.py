@@ -38,6 +38,7 @@ FAMILIES: dict[str, Family] = {
 DEFAULT_THETA = 10000.0
 ALIASES = {"LLaMAForCausalLM": "LlamaForCausalLM"}
 
+# Keys that change a forward pass unless they have this value, or none, and what they change.
 REQUIRED_VALUES: dict[str, tuple[object, str]] = {
     "partial_rotary_factor": (1.0, "only some dimensions of a head are rotated"),
     "rope_interleaved": (False, "neighbouring dimensions are rotated instead of halves"),
@@ -49,10 +50,9 @@ REQUIRED_VALUES: dict[str, tuple[object, str]] = {
         "positions are changed beyond a length; remove the key to serve plain attention",
     ),
 }
-"""Keys that change a forward pass unless they have this value, or none, and what they change."""
 
+# Where tools say that weights are stored in another form: transformers, MLX, compressed-tensors, older AWQ.
 QUANTIZED = ("quantization_config", "quantization", "compression_config", "quant_config")
-"""Where tools say that weights are stored in another form: transformers, MLX, compressed-tensors, older AWQ."""
 
 LAYER_KINDS = ("full_attention", "sliding_attention")
 READ_ELSEWHERE = frozenset({"eos_token_id", "model_type", "architectures"})
@@ -101,8 +101,8 @@ class ModelConfig:
     qk_norm: bool
     sliding_window: int | None
     eos_token_ids: tuple[int, ...]
+    # What the config says the weights are in; None when it does not say.
     stored_dtype: str | None
-    """What the config says the weights are in; None when it does not say."""
 
     def kv_layout(self, page_tokens: int, dtype: DType) -> KVLayout:
         """Pages that hold every head."""
@@ -176,8 +176,8 @@ class _Keys:
     def __init__(self, raw: Json, where: str = "config.json") -> None:
         self._raw = raw
         self._where = where
+        # What nobody took.
         self.left = set(raw)
-        """What nobody took."""
 
     def take(self, name: str, kind: type[T], default: T | None = None) -> T:
         """The value of a key that is there, else the default; None counts as absent. No default: the key is

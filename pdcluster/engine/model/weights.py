@@ -28,6 +28,7 @@ from pdcluster.kv.pool import TORCH_DTYPE
 
 DTypeChoice = Literal["auto", "float32", "bfloat16"]
 
+# What each stored type is computed in unless somebody says otherwise.
 SERVED_AS: dict[str, DType] = {
     "bfloat16": "bfloat16",
     "float32": "float32",
@@ -36,13 +37,12 @@ SERVED_AS: dict[str, DType] = {
     "float": "float32",
     "float64": "float32",
 }
-"""What each stored type is computed in unless somebody says otherwise."""
 log = logging.getLogger(__name__)
 
 _SAMPLED_BLOCKS = 64
 _BLOCK_BYTES = 4096
+# Buffers that early Llama checkpoints carry; they follow from the config.
 _OBSOLETE = ".rotary_emb.inv_freq"
-"""Buffers that early Llama checkpoints carry; they follow from the config."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from pdcluster.engine.kernels.loader import Kernels, PairKernels, Parallel, as_a
 from pdcluster.engine.model.batch import Batch, RowSpan
 from pdcluster.engine.ops.attention import Angles, AttentionShape, HeadNorms
 
+# Queries per SDPA call behind a cached prefix: bounds the mask, and skips the keys after the block.
 QUERY_BLOCK = 256
-"""Queries per SDPA call behind a cached prefix: bounds the mask, and skips the keys after the block."""
 
 TOKEN_GRAIN = 32
 PAGE_GRAIN = 16

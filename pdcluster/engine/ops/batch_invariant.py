@@ -38,8 +38,8 @@ from pdcluster.engine.ops.linear import WEIGHT_GRAIN, Linear, bias_array, takes_
 from pdcluster.engine.ops.select import CpuOps
 from pdcluster.kv.layout import DType
 
+# Keys that are read at once: pages hold a multiple of it.
 PAGE_GRAIN = 8
-"""Keys that are read at once: pages hold a multiple of it."""
 
 
 def invariant_arithmetic(ranks: int) -> str:

@@ -26,9 +26,9 @@ from pdcluster.engine.ops.attention import AttentionShape
 from pdcluster.engine.ops.linear import MOST_ROWS, bias_array, takes_rows
 from pdcluster.engine.ops.packed_weights import Panels
 
+# Of a step: scratch is kept, and grows with them (76 MiB at 0.5 B parameters), with prompts' contexts and with rows
+# that draw (0.3 MiB each).
 MOST_TOKENS = 2048
-"""Of a step: scratch is kept, and grows with them (76 MiB at 0.5 B parameters), with prompts' contexts and with rows
-that draw (0.3 MiB each)."""
 LEAST_TOKENS, LEAST_BLOCKS, LEAST_WANTED = 32, 8, 1
 
 

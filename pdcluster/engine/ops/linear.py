@@ -24,15 +24,14 @@ from torch import Tensor
 
 from pdcluster.engine.kernels.loader import Array, PairKernels, Parallel, as_array
 
+# Up to so many rows the kernel was at least as fast as oneDNN (Zen 4; at more, oneDNN's better use of registers wins).
 MOST_ROWS = 32
-"""Up to so many rows the kernel was at least as fast as oneDNN (Zen 4; at more, oneDNN's better use of registers
-wins)."""
 
+# Weights that a head widens at once.
 WIDENED = 4096
-"""Weights that a head widens at once."""
 
+# Weights of each of the kernel's four runs below which a thread is not worth waking.
 WEIGHT_GRAIN = 128
-"""Weights of each of the kernel's four runs below which a thread is not worth waking."""
 
 
 class Linear(Protocol):

@@ -21,11 +21,11 @@ from pdcluster.engine.kernels.loader import Array, PairKernels, Parallel, as_arr
 from pdcluster.engine.ops.linear import bias_array
 
 PIECE_WORDS = 16 << 20
+# Of a cache line.
 LINE_WORDS = 16
-"""Of a cache line."""
 ROWS_AT_ONCE = 6
+# Of weights to go over, once for every six rows, below which a thread is not worth waking.
 THREAD_BYTES = 1 << 20
-"""Of weights to go over, once for every six rows, below which a thread is not worth waking."""
 
 Key: TypeAlias = tuple[int, torch.Size, tuple[int, ...]]
 

@@ -46,10 +46,10 @@ from pdcluster.kv.layout import DType
 Quantization = Literal["none", "int8", "w8a8_int8"]
 
 LEVELS = 127.0
+# Bytes of a row that are multiplied at once: rows are padded to a multiple.
 GRAIN = 64
-"""Bytes of a row that are multiplied at once: rows are padded to a multiple."""
+# Of a row, whose sums of products are less than 2^31 then.
 MOST_INPUTS = 1 << 16
-"""Of a row, whose sums of products are less than 2^31 then."""
 ROW_GRAIN = 16
 
 

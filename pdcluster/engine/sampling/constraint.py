@@ -29,23 +29,23 @@ from pdcluster.core.step import Row, RowError
 from pdcluster.engine.sampling.deadline_pool import DeadlinePool, MissedDeadline, PoolFull
 from pdcluster.engine.sampling.grammar import Constraint, Grammars, Mask
 
+# After so many steps without it a row's state is dropped: its row is gone, or waits.
 MAX_IDLE_STEPS = 64
-"""After so many steps without it a row's state is dropped: its row is gone, or waits."""
 
 
+# Longest time for a row's mask, which all rows of the step wait for; most take less than a thousandth of it.
 MASK_S = 1.0
-"""Longest time for a row's mask, which all rows of the step wait for; most take less than a thousandth of it."""
 
+# Share of that time on a CPU from which a mask counts as too slow though it came: the next one would keep a thread that
+# nobody can end.
 SLOW = 0.5
-"""Share of that time on a CPU from which a mask counts as too slow though it came: the next one would keep a thread
-that nobody can end."""
 
 
+# Nothing is known against the grammar then.
 STARVED = RowError(
     "this node gets too little time on its CPUs to say what the request's grammar allows next; retry later",
     retryable=True,
 )
-"""Nothing is known against the grammar then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
+# Priority of a thread that may take any time.
 LOWEST = 19
-"""Priority of a thread that may take any time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class PoolFull:
 
 TURNED_AWAY = PoolFull()
 
+# Threads that may go on behind; each has a stack, and whatever its job has taken.
 MAX_LEFT = 16
-"""Threads that may go on behind; each has a stack, and whatever its job has taken."""
+# Share of its time that a job gets however many were left behind: all of them together hold up nobody for much more
+# than MAX_LEFT / 3 times it.
 LEAST_PATIENCE = 0.25
-"""Share of its time that a job gets however many were left behind: all of them together hold up nobody for much more
-than MAX_LEFT / 3 times it."""
 
 
 def yield_to_others(native_id: int = 0) -> None:
@@ -121,11 +121,11 @@ class _Helper(Generic[Answer]):
         self._leaving = threading.Lock()
         self._is_left = False
         self._began_s = 0.0
+        # What it had used of a CPU since its start when a job answered that was left: the system says nothing of a
+        # thread that ended.
         self._ended_s = math.inf
-        """What it had used of a CPU since its start when a job answered that was left: the system says nothing of a
-        thread that ended."""
+        # On a CPU, of the job that was late.
         self.used_s = 0.0
-        """On a CPU, of the job that was late."""
         self.thread = threading.Thread(target=self._work, name=name, daemon=True)
         self.thread.start()
 

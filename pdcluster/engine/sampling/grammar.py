@@ -34,8 +34,8 @@ from pdcluster.engine.sampling.deadline_pool import yield_to_others
 # enters it goes on until its tokens
 # run out.
 
+# Kinds of expressions that have others in them, as xgrammar numbers them in its own JSON of a grammar (version 16).
 RULE, SEQUENCE, CHOICES, REPEAT = 4, 5, 6, 8
-"""Kinds of expressions that have others in them, as xgrammar numbers them in its own JSON of a grammar (version 16)."""
 
 
 def endless_rule(serialized: str) -> str | None:
@@ -79,22 +79,22 @@ def _ends(index: int, expressions: list[list[int]], ending: set[int]) -> bool:
 
 log = logging.getLogger(__name__)
 
+# A bit per token id, lowest first.
 Mask = NDArray[np.int32]
-"""A bit per token id, lowest first."""
 
+# Compilers recurse over what they read; it is virtual memory until it is used.
 STACK_BYTES = 256 << 20
-"""Compilers recurse over what they read; it is virtual memory until it is used."""
 
 TRIAL_TOKENS = 16
+# Of the compiler's own time, for all tokens that are tried: each row of a step waits for the slowest one's mask. Most
+# need a hundredth of it.
 TRIAL_S = 2.0
-"""Of the compiler's own time, for all tokens that are tried: each row of a step waits for the slowest one's mask. Most
-need a hundredth of it."""
 
+# Characters before a guilty part that an error quotes.
 MOST_BEFORE = 200
-"""Characters before a guilty part that an error quotes."""
 
+# How the library begins its errors: time, file and line.
 ORIGIN = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")
-"""How the library begins its errors: time, file and line."""
 
 NEEDS_LIBRARY = "structured output needs xgrammar, which this node does not have; install pdcluster[grammar] there"
 
@@ -179,15 +179,15 @@ class Grammars:
         self._compiler: Any = None
         self._ready: OrderedDict[Grammar, Any] = OrderedDict()
         self._bytes = 0
+        # The grammars in use take more than all may.
         self._is_crowded = False
-        """The grammars in use take more than all may."""
         self._refused: OrderedDict[Grammar, PdclusterError] = OrderedDict()
+        # When each compile that is wanted began; None while it waits, for a thread or for the library.
         self._began: dict[Grammar, float | None] = {}
-        """When each compile that is wanted began; None while it waits, for a thread or for the library."""
         self._queue: deque[Grammar] = deque()
         self._num_threads = 0
+        # Compiles that took too long and go on, each with its thread, which counts no more.
         self._late: dict[Grammar, int] = {}
-        """Compiles that took too long and go on, each with its thread, which counts no more."""
         self._thread_of: dict[Grammar, int] = {}
         self._is_closed = False
         self.news_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

@@ -21,8 +21,8 @@ from torch import Tensor
 from pdcluster.core.history import History, Ids
 from pdcluster.core.sampling import Sampling
 
+# Not minus infinity: a row whose every token is ruled out must still have a best one.
 RULED_OUT = torch.finfo(torch.float32).min
-"""Not minus infinity: a row whose every token is ruled out must still have a best one."""
 
 
 @dataclass(frozen=True, slots=True)

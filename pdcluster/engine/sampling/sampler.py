@@ -26,8 +26,8 @@ from pdcluster.engine.sampling.penalties import SamplingRow, shaped
 # Counter-based random numbers: Philox4x32-10 over arrays. The same (seed, choice, position) gives the same number on
 # any node, in any batch.
 
+# 32-bit words, kept in 64 bits so that products do not overflow.
 Words = NDArray[np.uint64]
-"""32-bit words, kept in 64 bits so that products do not overflow."""
 
 _ROUNDS = 10
 _MULTIPLY = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
@@ -64,8 +64,8 @@ Scores = NDArray[np.float64]
 
 NO_MASKS: Mapping[int, Mask] = MappingProxyType({})
 
+# Most rows' filters are settled by that many of the best tokens, which are found without sorting the vocabulary.
 FIRST_CANDIDATES = 1024
-"""Most rows' filters are settled by that many of the best tokens, which are found without sorting the vocabulary."""
 
 
 def sample(

@@ -35,10 +35,10 @@ from pdcluster.transfer.layout.spans import digest
 
 logger = logging.getLogger(__name__)
 
+# Writes under way are looked at this often even when no bell rang.
 LOOK_AGAIN_MS = 50
-"""Writes under way are looked at this often even when no bell rang."""
+# A message has begun, so its rest is a moment away.
 RECEIVE_S = 10.0
-"""A message has begun, so its rest is a moment away."""
 
 
 @dataclass(slots=True)

@@ -42,12 +42,12 @@ from pdcluster.transfer.layout.runs import SpanTable, run_table
 from pdcluster.transfer.layout.spans import CopyRuns
 from pdcluster.transfer.protocol.rank_memory import Answers, OwnMemories, PendingAnswer
 
+# Fences that are remembered until somebody asks for them; one that was forgotten is asked for anew.
 MAX_PROOFS = 4096
-"""Fences that are remembered until somebody asks for them; one that was forgotten is asked for anew."""
 JOIN_S = 5.0
+# A rank whose process hangs is noticed by its pulse, long before. This is for an endpoint that hangs in one that lives:
+# the fence of a connection may take it seconds, and so may a digest on a busy machine.
 PATIENCE_S = 30.0
-"""A rank whose process hangs is noticed by its pulse, long before. This is for an endpoint that hangs in one that
-lives: the fence of a connection may take it seconds, and so may a digest on a busy machine."""
 LOOK_S = 1.0
 MAX_UNSENT_BYTES = 256 << 20
 
@@ -86,14 +86,14 @@ class RankLink:
         self._patience_s = patience_s
         self._is_over = False
         self._lock = threading.Lock()
+        # Frames that the rank did not take yet; under the lock.
         self._unsent: deque[memoryview] = deque()
-        """Frames that the rank did not take yet; under the lock."""
         self._unsent_bytes = 0
         self._doorbell = Doorbell()
         self._questions = itertools.count(1)
         self._answers: dict[int, PendingAnswer] = {}
+        # Messages of the rank so far.
         self.num_heard = 0
-        """Messages of the rank so far."""
         self.ends = {name: RankEnd(self, name, advert) for name, advert in adverts.items()}
         self._thread = threading.Thread(target=self._run, name=f"rank-{rank}", daemon=True)
         self._thread.start()
@@ -220,18 +220,18 @@ class RankEnd:
         self._advert = advert
         self.doorbell = Doorbell()
         self.wakeup_fd = self.doorbell.fd
+        # Of what this end drops: nothing.
         self.counters: Mapping[str, int] = Counter()
-        """Of what this end drops: nothing."""
         self._writes = Writes(self.doorbell)
         self._arrivals = Arrivals(self.doorbell)
         self._lock = threading.Lock()
+        # Of whom we write to.
         self._adverts: dict[Peer, bytes] = {}
-        """Of whom we write to."""
+        # Of which nonce or boot the rank is asked to prove that nothing more can land.
         self._questions: dict[int, int | Peer] = {}
-        """Of which nonce or boot the rank is asked to prove that nothing more can land."""
+        # The open question about it, if nothing of it was permitted or written since. Never two: a fence is asked for
+        # again and again.
         self._asked: dict[int | Peer, int] = {}
-        """The open question about it, if nothing of it was permitted or written since. Never two: a fence is asked for
-        again and again."""
         self._proved: OrderedDict[int | Peer, None] = OrderedDict()
 
     def register(self, region: Region) -> None:

@@ -38,8 +38,8 @@ from pdcluster.settings.config import LogConfig
 
 logger = logging.getLogger(__name__)
 
+# Told, from any thread, why the engine can not go on.
 OnLost = Callable[[str], None]
-"""Told, from any thread, why the engine can not go on."""
 
 STOP_S = 5.0
 M = TypeVar("M", Here, Ready)

@@ -33,8 +33,8 @@ import msgspec
 from pdcluster.transfer.layout.spans import CopyRuns, Spans
 
 Handle = NewType("Handle", int)
+# What msgspec raises for bytes of a peer that it cannot take: text that is no UTF-8 is a ValueError.
 DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError)
-"""What msgspec raises for bytes of a peer that it cannot take: text that is no UTF-8 is a ValueError."""
 
 
 class WriteStatus(Enum):
@@ -103,11 +103,11 @@ class Permit(msgspec.Struct, frozen=True):
 
 class Backend(Protocol):
     name: str
+    # Readable (an eventfd) when poll or arrivals has news. `arrivals` clears it, so whoever uses both calls `arrivals`
+    # first, then `poll`.
     wakeup_fd: int
-    """Readable (an eventfd) when poll or arrivals has news. `arrivals` clears it, so whoever uses both calls `arrivals`
-    first, then `poll`."""
+    # What was dropped or refused, by reason.
     counters: Mapping[str, int]
-    """What was dropped or refused, by reason."""
 
     def register(self, region: Region) -> None:
         """Make a region of this process usable as source and target."""

@@ -51,10 +51,10 @@ class _Write:
     stamp: Stamp
     runs: CopyRuns
     fault: Fault
+    # Its connection ended: no further byte lands, the source is not read.
     cut: bool = False
-    """Its connection ended: no further byte lands, the source is not read."""
+    # The payload, once the source is read no more.
     snapshot: bytes | None = None
-    """The payload, once the source is read no more."""
 
 
 class FakeNetwork:
@@ -119,13 +119,13 @@ class FakeBackend:
         self._permits = Permits(self._counts)
         self._writes = Writes(self._doorbell, network.clock)
         self._arrivals = Arrivals(self._doorbell)
+        # With adverts of which epoch.
         self._connected: dict[Peer, int] = {}
-        """With adverts of which epoch."""
+        # Peers whose hello came, which the first write brings: on a medium without checks they can write.
         self._met: set[Peer] = set()
-        """Peers whose hello came, which the first write brings: on a medium without checks they can write."""
         self._epoch = 0
+        # Peers that never came and were fenced, as on shm: the oldest advert they may still come with.
         self._least_epoch: dict[Peer, int] = {}
-        """Peers that never came and were fenced, as on shm: the oldest advert they may still come with."""
         network.backends[me] = self
 
     def register(self, region: Region) -> None:

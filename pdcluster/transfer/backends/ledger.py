@@ -50,12 +50,12 @@ class Doorbell:
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
+        # Under the lock: is there something to be read, or will there be at once?
         self._rings = False
-        """Under the lock: is there something to be read, or will there be at once?"""
+        # Under the lock: how many threads are about to write.
         self._ringers = 0
-        """Under the lock: how many threads are about to write."""
+        # Under the lock: the descriptor, when it is to be closed after the last of them.
         self._closing = -1
-        """Under the lock: the descriptor, when it is to be closed after the last of them."""
 
     def ring(self) -> None:
         with self._lock:
@@ -98,8 +98,8 @@ class Writes:
     def __init__(self, doorbell: Doorbell, clock: Callable[[], float] = time.monotonic) -> None:
         self._doorbell = doorbell
         self._clock = clock
+        # When a write began; once it is done, how long it took.
         self._times: dict[Handle, float] = {}
-        """When a write began; once it is done, how long it took."""
         self._lock = threading.Lock()
         self._states: dict[Handle, WriteStatus] = {}
         self._digests: dict[Handle, int] = {}
@@ -192,8 +192,8 @@ class Permits:
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
         self._lock = threading.Lock()
+        # By nonce, then by region. Inner dicts are replaced, never changed, so that readers need no lock.
         self._permits: dict[int, dict[int, Permit]] = {}
-        """By nonce, then by region. Inner dicts are replaced, never changed, so that readers need no lock."""
 
     def grant(self, permit: Permit) -> None:
         with self._lock:

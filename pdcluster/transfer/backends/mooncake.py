@@ -39,13 +39,13 @@ LOG = logging.getLogger(__name__)
 PACKAGES = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 OLDEST_RELEASE = (0, 3, 13)
 QUEUE_LIMIT = 65535
+# Of `transfer_check_status`. With 1 and -1 the library forgets the write; at any other state it may be asked again.
 STATES = {1: WriteStatus.DONE, 0: WriteStatus.PENDING, -1: WriteStatus.LOST}
-"""Of `transfer_check_status`. With 1 and -1 the library forgets the write; at any other state it may be asked again."""
+# Variables under which its answers mean something else: another engine, which tries other media when one failed, and
+# writes that are done once they left this end.
 ALTERING = ("MC_USE_TENT", "MC_USE_TEV1", "MC_TCP_PROTO")
-"""Variables under which its answers mean something else: another engine, which tries other media when one failed, and
-writes that are done once they left this end."""
+# The library takes no less.
 LEAST_TRANSFER_TIMEOUT_S = 5
-"""The library takes no less."""
 
 
 def environment(settings: StagedSettings) -> dict[str, str]:

@@ -23,10 +23,10 @@ from pdcluster.transfer.backends.staging import StagedSettings
 
 LOG = logging.getLogger(__name__)
 
+# One library under several names; without a GPU it makes no difference which.
 PACKAGES = ("nixl_cu12", "nixl_cu13")
-"""One library under several names; without a GPU it makes no difference which."""
+# How long one word of a writer keeps this end awake; it is repeated more often than that.
 EXPECT_S = 0.05
-"""How long one word of a writer keeps this end awake; it is repeated more often than that."""
 CALL_EVERY_S = 0.0001
 
 
@@ -90,8 +90,8 @@ class NixlEngine:
             raise ConfigError(f"transfer backend nixl does not start: {error}") from error
         self._lock = threading.Lock()
         self._registered: dict[int, Any] = {}
+        # Writes that were not seen to end: whom to, source address, the library's handle.
         self._flying: dict[int, tuple[str, int, Any]] = {}
-        """Writes that were not seen to end: whom to, source address, the library's handle."""
         self._met: Counter[str] = Counter()
         self._next = 1
         self._expected_until = 0.0

@@ -59,18 +59,18 @@ class RankedBackend:
         self._ends = tuple(ends)
         self._first_region = first_region
         self._epoll: select.epoll | None = None
+        # Of rank 0.
         self.counters: Mapping[str, int] = ends[0].counters
-        """Of rank 0."""
         self.wakeup_fd = ends[0].wakeup_fd
         if len(ends) > 1:
             self._epoll = select.epoll()
             self.wakeup_fd = self._epoll.fileno()
             for end in ends:
                 self._epoll.register(end.wakeup_fd, select.EPOLLIN)
+        # Of nodes that we write to, by rank.
         self._adverts: dict[Peer, tuple[bytes, ...]] = {}
-        """Of nodes that we write to, by rank."""
+        # By node: which of our ranks writes to which of its.
         self._used: dict[Peer, set[tuple[int, Peer]]] = {}
-        """By node: which of our ranks writes to which of its."""
 
     def register(self, region: Region) -> None:
         """The pool of a rank of this process; others register their own."""

@@ -64,16 +64,16 @@ MAX_LINKS = 1024
 MAX_BARRED = 1024
 UCRED = struct.Struct("3i")
 F_ADD_SEALS, F_SEAL_SHRINK = 1033, 2
+# Copied in one go; and when the reader is told, so that it digests at the same time. What is left to digest at the end
+# is one such piece. Of a copy that is longer, and not digested, it hears before and after: it looks at where the copy
+# goes while the bytes go there.
 BURST_BYTES, TOLD_BYTES = 16 << 20, 2 << 20
-"""Copied in one go; and when the reader is told, so that it digests at the same time. What is left to digest at the end
-is one such piece. Of a copy that is longer, and not digested, it hears before and after: it looks at where the copy
-goes while the bytes go there."""
+# Where a write goes, as long as only its sources are looked at: the reader's memory is not mapped before its connection
+# is there.
 ANYWHERE = (0, MOST_BYTES)
-"""Where a write goes, as long as only its sources are looked at: the reader's memory is not mapped before its
-connection is there."""
+# With more writes than these in the queue (the one that just ended among them), nobody is woken: it would take the GIL
+# from the next copy, and nobody waits for room yet.
 QUIET_WRITES = 3
-"""With more writes than these in the queue (the one that just ended among them), nobody is woken: it would take the GIL
-from the next copy, and nobody waits for room yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ class _Write(NamedTuple):
     region: int
     stamp: Stamp
     runs: RunTable
+    # As the mover takes them; None: the reader's memory was not mapped yet when it was asked for.
     table: Table | None
-    """As the mover takes them; None: the reader's memory was not mapped yet when it was asked for."""
     digests: bool
 
 
@@ -128,10 +128,10 @@ class _Mover:
             writes,
         )
         self._waits = waits
+        # A write stays in it until it was copied.
         self.inbox: Inbox[_Write] = Inbox()
-        """A write stays in it until it was copied."""
+        # By region id.
         self._maps: dict[int, MappedMemory] = {}
-        """By region id."""
         self.thread = threading.Thread(target=self._run, name=f"kv-copy-{peer.node}", daemon=True)
         start_or_release(self.thread, peer, self._end)
 
@@ -282,14 +282,14 @@ class ShmBackend:
         self._ended: list[_Mover] = []
         self._lock = threading.Lock()
         self._links: set[_Inlet] = set()
+        # Writers that have our memory; used under the lock.
         self._met = Processes()
-        """Writers that have our memory; used under the lock."""
         self._epoch = 0
+        # Boots that were fenced: the oldest advert they may still come with; infinity for a process that has exited. At
+        # most MAX_BARRED.
         self._least_epoch: dict[Peer, float] = {}
-        """Boots that were fenced: the oldest advert they may still come with; infinity for a process that has exited.
-        At most MAX_BARRED."""
+        # The oldest advert with which anybody else may come.
         self._floor = 0
-        """The oldest advert with which anybody else may come."""
         self._closed = False
         self._token = os.urandom(TOKEN_BYTES)
         self._socket_name = b"pdcluster-kv-" + os.urandom(8).hex().encode()

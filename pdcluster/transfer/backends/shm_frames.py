@@ -21,12 +21,12 @@ from pdcluster.transfer.backends.ledger import Arrivals, Counts, Permits
 from pdcluster.transfer.copying.copy import Payload, reads
 from pdcluster.transfer.layout.runs import SpanTable
 
+# magic, nonce, chunk, trial, region, bytes; then the spans written, SPAN_BYTES each, or none where they are too many
+# for one notice.
 NOTICE = struct.Struct("<4sQIIIQ")
-"""magic, nonce, chunk, trial, region, bytes; then the spans written, SPAN_BYTES each, or none where they are too many
-for one notice."""
 SPAN_BYTES = 16
+# magic, bytes in place of the copy that began last, in the order of its spans.
 PROGRESS = struct.Struct("<4sQ")
-"""magic, bytes in place of the copy that began last, in the order of its spans."""
 MAGIC, BEGUN_MAGIC, PROGRESS_MAGIC = b"KVs2", b"KVb2", b"KVp2"
 MAX_NOTICE_SPANS = 4096
 MAX_NOTICE_BYTES = NOTICE.size + MAX_NOTICE_SPANS * SPAN_BYTES

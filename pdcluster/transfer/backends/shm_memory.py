@@ -12,8 +12,8 @@ import struct
 from pdcluster.transfer.backends.base import Peer
 
 POPULATE_BYTES = 2 << 20
+# From Linux 5.14 on; the mmap module has no name for it.
 MADV_POPULATE_WRITE = 23
-"""From Linux 5.14 on; the mmap module has no name for it."""
 
 
 class MappedMemory:
@@ -56,8 +56,8 @@ class MappedMemory:
 
 # The proof that a process is over: its pidfd. Linux only, like shared memory by descriptor; it knows no pages.
 
+# From Linux 6.5 on; the socket module has no name for it.
 SO_PEERPIDFD = 77
-"""From Linux 6.5 on; the socket module has no name for it."""
 
 
 def pidfd_of(sock: socket.socket, pid: int) -> int:

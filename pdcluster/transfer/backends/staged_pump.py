@@ -47,8 +47,8 @@ from pdcluster.transfer.layout.runs import RunTable
 # frees them, nor an error that
 # the library raises when it is asked.
 
+# The library's last words on a batch: it reads its source no more.
 ENDED = frozenset({WriteStatus.DONE, WriteStatus.LOST})
-"""The library's last words on a batch: it reads its source no more."""
 
 
 @dataclass(slots=True)
@@ -148,15 +148,15 @@ class SourceReads:
 # says how long to leave a library alone that must be asked whether it is done: looking takes time of the core that
 # does the work.
 
+# Between two looks.
 LEAST_S, MOST_S = 0.0002, 0.001
-"""Between two looks."""
+# A second for 3 GB, before anything is known.
 FIRST_BYTE_S = 0.3e-9
-"""A second for 3 GB, before anything is known."""
 NEW_SHARE = 0.2
+# Of the time that is left by what is known, the part that is waited: late looks can so not add up to what is known.
 EARLY_SHARE = 0.8
-"""Of the time that is left by what is known, the part that is waited: late looks can so not add up to what is known."""
+# Of the time that it is late by.
 LATE_SHARE = 0.25
-"""Of the time that it is late by."""
 
 
 class _Entry(ctypes.Structure):
@@ -210,8 +210,8 @@ class WorkPace:
 
 LOG = logging.getLogger(__name__)
 
+# A library that does its work while it is asked.
 CALLED_EVERY_S = 0.0002
-"""A library that does its work while it is asked."""
 
 
 @dataclass(slots=True, eq=False)
@@ -221,15 +221,15 @@ class StagedWrite:
     region: int
     stamp: Stamp
     runs: RunTable
+    # Digests what is sent, piece after piece.
     payload: Payload
-    """Digests what is sent, piece after piece."""
     digests: bool
+    # Not started yet; cut when the size of the peer's blocks is known.
     pieces: deque[StagedPiece] | None = None
-    """Not started yet; cut when the size of the peer's blocks is known."""
+    # Pieces with the engine or with the reader.
     unanswered: int = 0
-    """Pieces with the engine or with the reader."""
+    # Pieces whose notice was sent and not answered: they may be copied to the pages.
     noticed: int = 0
-    """Pieces whose notice was sent and not answered: they may be copied to the pages."""
     failed: bool = False
     refused: bool = False
 
@@ -244,8 +244,8 @@ class PieceInFlight:
     staging: int | None
     batches: list[int]
     is_whole: bool = True
+    # Bytes that the engine had when it came, its own among them.
     with_engine: int = 0
-    """Bytes that the engine had when it came, its own among them."""
     submitted: float = field(default_factory=time.monotonic)
 
 
@@ -264,11 +264,10 @@ class Pump:
     ) -> None:
         self._name, self._me, self._peer, self.advert = name, me, peer, advert
         self._settings, self._engine, self._reads = settings, engine, reads
+        # A write stays in it until its last piece was begun.
         self.inbox: Inbox[StagedWrite] = Inbox()
-        """A write stays in it until its last piece was begun."""
+        # Blocks of the ring; `_free_staging`: blocks of ours. What was used last goes first, as it is in the caches.
         self._free: list[int] = []
-        """Blocks of the ring; `_free_staging`: blocks of ours. What was used last goes first, as it is in the
-        caches."""
         self._free_staging: list[int] = []
         self._engine_has: dict[int, PieceInFlight] = {}
         self._reader_has: dict[int, PieceInFlight] = {}

@@ -53,12 +53,12 @@ class TransferLibrary(Protocol):
     """One instance of the library, shared by all connections of a backend; every method may be called from any thread.
     Errors are OSErrors."""
 
+    # Writes to this process go on only while it calls the library, so that the other end must say when (`expect`).
     needs_calls: bool
-    """Writes to this process go on only while it calls the library, so that the other end must say when (`expect`)."""
+    # It sends from memory that nobody registered, as sockets can, so that a write need not be gathered in staging, and
+    # it is to be asked for a write until it says that it ended. Memory is not registered for that: whoever is
+    # registered may be written, too.
     reads_anywhere: bool
-    """It sends from memory that nobody registered, as sockets can, so that a write need not be gathered in staging, and
-    it is to be asked for a write until it says that it ended. Memory is not registered for that: whoever is registered
-    may be written, too."""
 
     def register(self, address: int, nbytes: int) -> None:
         """Make memory known to the library. It stays mapped for the life of the process."""
@@ -115,18 +115,18 @@ class Blocks:
 # What a staged backend (`staged`) says over its own link: the reader's ring, notices of pieces in it, and the answers
 # to them. Formats only.
 
+# magic, block, num_runs, nonce, chunk, trial, region, bytes of this piece, bytes of the whole write; then num_runs ×
+# (offset, bytes) and the seal of all.
 NOTICE = struct.Struct("<4sIIQIIIQQ")
-"""magic, block, num_runs, nonce, chunk, trial, region, bytes of this piece, bytes of the whole write; then num_runs ×
-(offset, bytes) and the seal of all."""
 RUN_BYTES = 16
+# magic, block, whether the piece was copied to its pages.
 ANSWER = struct.Struct("<4sIB")
-"""magic, block, whether the piece was copied to its pages."""
+# AWAKE: a notice of nothing but that a write is under way.
 NOTICE_MAGIC, AWAKE_MAGIC, ANSWER_MAGIC = b"KVm1", b"KVw1", b"KVb1"
-"""AWAKE: a notice of nothing but that a write is under way."""
 LENGTH = struct.Struct("<I")
 MAX_GRANT = 1 << 16
+# Of a ring.
 MAX_BLOCKS = 512
-"""Of a ring."""
 MAX_RING_BYTES = 1 << 30
 MAX_RUNS = 65536
 MAX_WRITE_BYTES = 1 << 30
@@ -170,11 +170,11 @@ def read_grant(link: Link) -> Grant:
 # first, because every entry costs
 # the library time of its own.
 
+# Least that an entry of a piece holds on average if the piece has several. Mooncake over TCP took for 64 MiB, on a busy
+# machine, least of 6 rounds, 40 ms of the writer's core by entries of 4 MiB, 46 by 1 MiB, 58 by 512 KiB, 78 by 256 KiB
+# and 101 by 128 KiB: some 0.1 ms for each entry. Gathering takes 4 to 9 for all of them, and sending is cheaper after
+# it, as the block is in the caches. So short runs are worth gathering up to 1 MiB.
 ENTRY_BYTES = 1 << 20
-"""Least that an entry of a piece holds on average if the piece has several. Mooncake over TCP took for 64 MiB, on a
-busy machine, least of 6 rounds, 40 ms of the writer's core by entries of 4 MiB, 46 by 1 MiB, 58 by 512 KiB, 78 by 256
-KiB and 101 by 128 KiB: some 0.1 ms for each entry. Gathering takes 4 to 9 for all of them, and sending is cheaper after
-it, as the block is in the caches. So short runs are worth gathering up to 1 MiB."""
 
 Words = NDArray[np.int64]
 

@@ -58,8 +58,8 @@ from pdcluster.transfer.layout.spans import CopyRuns
 # who may write where is checked there.
 
 BLOCK_BYTES = 1024 << 10
+# Runs that are shorter on average are packed.
 SCATTERED_BYTES = 32 << 10
-"""Runs that are shorter on average are packed."""
 
 
 def straight(spans: SpanTable) -> SpanTable | None:
@@ -139,11 +139,11 @@ ACK = struct.Struct("<4sQIIB")
 WRITE_MAGIC, ACK_MAGIC = b"KVw1", b"KVa1"
 MAX_RUNS = 65536
 MAX_WRITE_BYTES = 1 << 30
+# Sent or received, then digested: still in the cache, which the kernel's copy filled. A sender that digested first
+# would wait for memory, and the receiver for the sender. A write's source is pinned until its answer, which the same
+# thread takes after its digest; would it change all the same, in between, the digests of both ends would differ, as
+# they would in the other order.
 DIGEST_BYTES = 512 << 10
-"""Sent or received, then digested: still in the cache, which the kernel's copy filled. A sender that digested first
-would wait for memory, and the receiver for the sender. A write's source is pinned until its answer, which the same
-thread takes after its digest; would it change all the same, in between, the digests of both ends would differ, as they
-would in the other order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +165,8 @@ class _Body:
 
     cursor: Cursor | Packer
     payload: Payload | None
+    # Sent and not digested.
     fresh: int = 0
-    """Sent and not digested."""
 
     def advance(self, nbytes: int) -> None:
         self.cursor.advance(nbytes)
@@ -184,12 +184,12 @@ class _Body:
 class _Write:
     handle: Handle
     stamp: Stamp
+    # Sent alone, so that the receiver gets ready while the first burst of the payload is.
     header: Cursor
-    """Sent alone, so that the receiver gets ready while the first burst of the payload is."""
     prepare: Callable[[], tuple[_Body, Payload | None]]
     body: _Body | None = None
+    # Gives the digest, if one is wanted.
     payload: Payload | None = None
-    """Gives the digest, if one is wanted."""
 
     @property
     def is_done(self) -> bool:

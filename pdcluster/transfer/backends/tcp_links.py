@@ -38,16 +38,16 @@ MAGIC = b"pdclKV1\n"
 WELCOME = b"\x01"
 TOKEN_BYTES = 16
 MAX_LINKS = 1024
+# Most bytes moved by one system call, so that whoever waits for a thread to pass its check waits microseconds.
 BURST_BYTES = 1 << 20
-"""Most bytes moved by one system call, so that whoever waits for a thread to pass its check waits microseconds."""
 MAX_VECTOR = 64
+# Taken at once.
 MOST_ANSWERS = 64
-"""Taken at once."""
+# As BURST_BYTES, of one that sends: nobody waits for it, and the socket takes no more than it has room for.
 SEND_BYTES = 4 << 20
-"""As BURST_BYTES, of one that sends: nobody waits for it, and the socket takes no more than it has room for."""
 GATHER_BYTES, GATHER_S = 512 << 10, 0.01
+# A congestion control that every Linux has, and allows to everyone.
 UNPACED = b"reno"
-"""A congestion control that every Linux has, and allows to everyone."""
 SEAL_BYTES = 8
 
 
@@ -83,11 +83,11 @@ class Cursor:
         """spans: inside of the memory, none empty; default: all of it."""
         self._memory = memory
         rows = np.array([(0, len(memory))]) if spans is None else spans.joined().rows
+        # Of the span at `_row` what is left.
         self._starts: list[int] = rows[:, 0].tolist()
-        """Of the span at `_row` what is left."""
         self._ends: list[int] = rows.sum(axis=1).tolist()
+        # Bytes up to the end of each span.
         self._totals: list[int] = rows[:, 1].cumsum().tolist()
-        """Bytes up to the end of each span."""
         self._row = self._done = 0
 
     @property
@@ -126,8 +126,8 @@ class Link:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.sock = sock
         self.peer = peer
+        # Held while bytes go into memory; see `barrier`.
         self.lock = threading.Lock()
-        """Held while bytes go into memory; see `barrier`."""
         self._progress_s = progress_s
         self._arriving = select.poll()
         self._arriving.register(sock, select.POLLIN)

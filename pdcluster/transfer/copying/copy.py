@@ -29,8 +29,8 @@ REMEMBERED = 8192
 Words = NDArray[np.uint64]
 NO_STATE: Words = np.zeros(0, dtype=np.uint64)
 
+# Rows of addresses of target (0: only digest) and source, and number of bytes.
 Table = NDArray[np.uint64]
-"""Rows of addresses of target (0: only digest) and source, and number of bytes."""
 
 
 def table_of(moves: Iterable[tuple[int, int, int]]) -> Table:
@@ -42,8 +42,8 @@ def copies(runs: RunTable, target: int, source: int) -> Table:
     return (runs.rows.take((1, 0, 2), axis=1) + np.array([target, source, 0], dtype=np.int64)).view(np.uint64)
 
 
+# Address and bytes.
 Memory = tuple[int, int]
-"""Address and bytes."""
 
 
 def copies_inside(runs: RunTable, source: Memory, target: Memory, nbytes: int) -> Table | None:

@@ -23,13 +23,13 @@ WORD, NUMBER = ir.IntType(64), ir.IntType(32)
 LINE = ir.VectorType(WORD, 8)
 LINE_BYTES = 64
 STREAM_LINES = 4
+# Shorter copies are memmove's.
 STREAM_BYTES = 4096
-"""Shorter copies are memmove's."""
+# Bytes are asked for when those so far before them are moved: the processor by itself foresees neither the next page
+# nor where another run begins. FAR: in runs of at most SHORT_RUN_BYTES after which the source jumps, of which it has
+# hardly seen that they go on when they end. Where all of one is moved before the next one's bytes can be there, those
+# of the run after the next are asked for.
 AHEAD_BYTES, FAR_AHEAD_BYTES = 1024, 4096
-"""Bytes are asked for when those so far before them are moved: the processor by itself foresees neither the next page
-nor where another run begins. FAR: in runs of at most SHORT_RUN_BYTES after which the source jumps, of which it has
-hardly seen that they go on when they end. Where all of one is moved before the next one's bytes can be there, those of
-the run after the next are asked for."""
 SHORT_RUN_BYTES = 32 << 10
 
 # ---------------------------------------------------------------- one instruction each
@@ -116,6 +116,7 @@ _fence: Any = intrinsic(_type_fence)
 
 # ---------------------------------------------------------------- digests
 
+# Of the XXH3 specification.
 SECRET = np.frombuffer(
     bytes.fromhex(
         "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
@@ -124,24 +125,23 @@ SECRET = np.frombuffer(
     ),
     dtype=np.uint8,
 )
-"""Of the XXH3 specification."""
+# Asked for once: numpy makes objects to answer.
 SECRET_ADDRESS = SECRET.ctypes.data
-"""Asked for once: numpy makes objects to answer."""
 STRIPE_BYTES = LINE_BYTES
 BLOCK_STRIPES = 16
 BLOCK_BYTES = BLOCK_STRIPES * STRIPE_BYTES
+# Up to so many, XXH3 is another function, which the package computes from the first bytes that are kept.
 SHORT_BYTES = 240
-"""Up to so many, XXH3 is another function, which the package computes from the first bytes that are kept."""
+# Offsets in the secret for the last stripe and for the final sum.
 LAST_SECRET, SUM_SECRET = 121, 11
-"""Offsets in the secret for the last stripe and for the final sum."""
 PRIMES_32 = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 PRIMES_64 = (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)
 START = (PRIMES_32[2], *PRIMES_64[:4], PRIMES_32[1], PRIMES_64[4], PRIMES_32[0])
 
+# Words of a state after its eight sums: stripes digested of this block; bytes that are pending; bytes in all; the last
+# stripe digested, and after it the bytes that are pending, 1 to 64 of them once there were any, because the very last
+# stripe is treated otherwise; the first SHORT_BYTES.
 STRIPE, PENDING, TOTAL, LAST, HEAD, STATE_WORDS = 8, 9, 10, 16, 32, 64
-"""Words of a state after its eight sums: stripes digested of this block; bytes that are pending; bytes in all; the last
-stripe digested, and after it the bytes that are pending, 1 to 64 of them once there were any, because the very last
-stripe is treated otherwise; the first SHORT_BYTES."""
 
 
 FRESH = np.array([*START, *[0] * (STATE_WORDS - len(START))], dtype=np.uint64)

@@ -14,11 +14,11 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
+# As they lie in a ticket's bytes.
 TICKET_PAGES = types.Array(types.int32, 1, "C", readonly=True)
-"""As they lie in a ticket's bytes."""
+# Page ids from here on are left to the general way: a ticket's ids are its reader's word, and so would be the size of
+# the table.
 MOST_PAGES = 1 << 22
-"""Page ids from here on are left to the general way: a ticket's ids are its reader's word, and so would be the size of
-the table."""
 
 
 @numba.njit(types.int64(TICKET_PAGES, types.int64, types.int64), cache=True)

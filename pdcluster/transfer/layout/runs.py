@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from pdcluster.transfer.layout.spans import CopyRun, CopyRuns, Span, Spans
 
 Words = NDArray[np.int64]
+# Of one write; so that sums of what peers say stay far from overflow.
 MOST_BYTES = 1 << 40
-"""Of one write; so that sums of what peers say stay far from overflow."""
 
 
 class SpanTable(Sequence[Span]):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import xxhash
 
+# (offset, nbytes)
 Span = tuple[int, int]
-"""(offset, nbytes)"""
 Spans = Sequence[Span]
 
 
@@ -21,8 +21,8 @@ class CopyRun:
     nbytes: int
 
 
+# A tuple, or many of them as a table (`runs.RunTable`).
 CopyRuns = Sequence[CopyRun]
-"""A tuple, or many of them as a table (`runs.RunTable`)."""
 
 
 def page_slice(first_token: int, num_tokens: int, page_tokens: int) -> slice:

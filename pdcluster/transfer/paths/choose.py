@@ -14,18 +14,18 @@ from pdcluster.transfer.backends.staging import Fabric, StagedSettings
 LOG = logging.getLogger(__name__)
 
 NAMES = ("shm", "tcp", "mooncake", "nixl")
+# Best first as long as a pair was not measured; see `auto_names` for nixl. mooncake runs over TCP without RDMA devices
+# and is slower than tcp, so it is only taken when it is asked for.
 AUTO = ("shm", "tcp")
-"""Best first as long as a pair was not measured; see `auto_names` for nixl. mooncake runs over TCP without RDMA devices
-and is slower than tcp, so it is only taken when it is asked for."""
 NOT_YET = {
     "cuda_ipc": "CUDA IPC between GPUs of one host",
     "nvlink": "NVLink between GPUs, which needs KV in device memory",
     "mooncake-rdma": "Mooncake over RDMA by a name of its own: use mooncake with node.transfer.devices",
 }
 INFINIBAND = Path("/sys/class/infiniband")
+# Of staging, 4 MiB each: they stay in the last-level cache, and a link needs no more under way. Of half that size a
+# transfer costs a tenth more of the writer's core, because whatever Python does for a piece it does with cold caches.
 MOST_BLOCKS = 5
-"""Of staging, 4 MiB each: they stay in the last-level cache, and a link needs no more under way. Of half that size a
-transfer costs a tenth more of the writer's core, because whatever Python does for a piece it does with cold caches."""
 
 
 def create_backends(

@@ -77,15 +77,15 @@ class Reader:
         self._settings = settings
         self._random = rng if rng is not None else random.SystemRandom()
         self._tickets: dict[int, Incoming] = {}
+        # Pages that are writable under an open or a quarantined ticket.
         self._is_owned = np.zeros(min(memory.nbytes for memory in local.memories) // shape.page_bytes, dtype=np.bool_)
-        """Pages that are writable under an open or a quarantined ticket."""
         self._notices: dict[int, AbortNotice] = {}
+        # Verified tickets: writer, the answer to a repeated Commit, until when we remember.
         self._answers: dict[int, tuple[Peer, CommitAck, float]] = {}
-        """Verified tickets: writer, the answer to a repeated Commit, until when we remember."""
+        # Answers that allow writes, until every rank does.
         self._held: dict[int, CommitAck] = {}
-        """Answers that allow writes, until every rank does."""
+        # Dead boots that a ticket or an Abort still names.
         self._gone: set[Peer] = set()
-        """Dead boots that a ticket or an Abort still names."""
         self._proof_at: float | None = None
         self._forget_at = 0.0
         self._events: list[ReaderEvent] = []

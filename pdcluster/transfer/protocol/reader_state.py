@@ -59,27 +59,27 @@ class Incoming:
     commit_time: float = 0.0
     answers: dict[int, CommitAck] = field(default_factory=dict)
     missing: list[ChunkEntry] | None = None
+    # Of all chunks of the Commit, once it was found to cover the ticket.
     landings: list[Landing] = field(default_factory=list)
-    """Of all chunks of the Commit, once it was found to cover the ticket."""
     unchecked: deque[Landing] | None = None
+    # Digests of the chunks that were taken out of `unchecked`.
     asked: list[tuple[ChunkEntry, PendingAnswer]] = field(default_factory=list)
-    """Digests of the chunks that were taken out of `unchecked`."""
     permitted: Answers = ()
+    # All here once every rank has done what its backends were told last; None while the permit stands.
     revoked: Answers | None = None
-    """All here once every rank has done what its backends were told last; None while the permit stands."""
+    # Chunks in the Commit.
     promised: int = 0
-    """Chunks in the Commit."""
+    # Every chunk landed where the Commit says; looked at when there are digests.
     is_in_place: bool = False
-    """Every chunk landed where the Commit says; looked at when there are digests."""
     bad: list[int] = field(default_factory=list)
     resent: int = 0
     unfenced: set[str] = field(default_factory=set)
     first_arrival: float | None = None
     last_arrival: float = 0.0
+    # Also those of chunks that were asked for again.
     arrived_bytes: int = 0
-    """Also those of chunks that were asked for again."""
+    # What arrived as its Commit would say it, when it was the whole ticket and nothing else: see `legs_seen`.
     seen: tuple[Leg, ...] = ()
-    """What arrived as its Commit would say it, when it was the whole ticket and nothing else: see `legs_seen`."""
 
 
 @dataclass(slots=True)

@@ -52,11 +52,11 @@ Clock = Callable[[], float]
 class LocalPages:
     """The KV pages of this node, as transfers see them."""
 
+    # Id of rank 0's registered region; the regions of other ranks follow.
     region: int
-    """Id of rank 0's registered region; the regions of other ranks follow."""
     shape: PageShape
+    # The bytes of the ranks that are in this process, in the order of ranks.
     memories: Sequence[memoryview]
-    """The bytes of the ranks that are in this process, in the order of ranks."""
 
 
 @dataclass(frozen=True, slots=True)

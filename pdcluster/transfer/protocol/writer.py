@@ -45,10 +45,10 @@ from pdcluster.transfer.protocol.writer_state import (
 
 __all__ = ["Acked", "Drained", "Send", "TicketGaveUp", "TransferStats", "Writer", "WriterEvent"]
 
+# Kinds of pages that are remembered.
 MAX_FITS = 64
-"""Kinds of pages that are remembered."""
+# Writes in flight are looked at this often even when no doorbell rang.
 NO_WAKEUP_S = 0.05
-"""Writes in flight are looked at this often even when no doorbell rang."""
 
 
 class Writer:
@@ -85,13 +85,13 @@ class Writer:
         self._open: dict[int, Outgoing] = {}
         self._flights: dict[tuple[str, Handle], ChunkInFlight] = {}
         self._tombstones: dict[int, float] = {}
+        # Tickets that ended: reader, by which media writes were lost (R5), until when we remember; for ever where any
+        # was.
         self._answers: dict[int, tuple[Peer, tuple[str, ...], float]] = {}
-        """Tickets that ended: reader, by which media writes were lost (R5), until when we remember; for ever where any
-        was."""
+        # Media of the lost writes of tickets that had to be forgotten all the same.
         self._lost_before: set[str] = set()
-        """Media of the lost writes of tickets that had to be forgotten all the same."""
+        # By page_tokens, page_bytes and ranks of tickets.
         self._fits: dict[tuple[int, int, int], PageFit] = {}
-        """By page_tokens, page_bytes and ranks of tickets."""
         self._turns: dict[Peer, deque[int]] = {}
         self._events: list[WriterEvent] = []
         self._poll_now = False

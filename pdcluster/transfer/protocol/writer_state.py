@@ -44,14 +44,14 @@ class Chunk:
     runs: RunTable
     nbytes: int
     trial: int = 0
+    # The backend that wrote it last; began: when; tries: how often each did. See ladder.
     path: str = ""
-    """The backend that wrote it last; began: when; tries: how often each did. See ladder."""
     began: float = 0.0
     tries: dict[str, int] = field(default_factory=dict)
+    # Backends that are not tried again for it.
     spent: set[str] = field(default_factory=set)
-    """Backends that are not tried again for it."""
+    # Why it must be written again, until it is.
     retries: str = ""
-    """Why it must be written again, until it is."""
     digest: int = 0
     done: bool = False
 
@@ -114,23 +114,23 @@ class Outgoing:
     backends: list[str]
     deadline: float
     fit: PageFit
+    # Tokens before it were pushed with all their layers.
     next_token: int
-    """Tokens before it were pushed with all their layers."""
     layered_end: int = 0
+    # Of tokens [next_token, layered_end), layers before next_layer were pushed.
     next_layer: int = 0
-    """Of tokens [next_token, layered_end), layers before next_layer were pushed."""
     state: Writing = Writing.OPEN
     chunks: list[Chunk] = field(default_factory=list)
     waiting: deque[int] = field(default_factory=deque)
     in_flight: int = 0
+    # Backends by which a write was LOST.
     lost: set[str] = field(default_factory=set)
-    """Backends by which a write was LOST."""
     reason: str = ""
     finished: tuple[int | None, TokenLogprobs | None] | None = None
     round: int = 0
     resent: int = 0
+    # When Commit is sent (again).
     commit_at: float | None = None
-    """When Commit is sent (again)."""
     give_up_at: float | None = None
     busy_from: float = 0.0
     busy_s: float = 0.0

@@ -32,11 +32,11 @@ from pdcluster_router.policy.registry import POLICIES, make_policy
 from pdcluster_router.policy.selector import PolicyHolder
 from pdcluster_router.request.open_requests import OpenRequest, OpenRequests
 
+# Longest wait for a node's answer to a wish.
 MANAGE_S = 5.0
-"""Longest wait for a node's answer to a wish."""
 
+# A drain looks this often, even when nothing is heard.
 LOOK_S = 1.0
-"""A drain looks this often, even when nothing is heard."""
 
 
 @dataclass(frozen=True, slots=True)

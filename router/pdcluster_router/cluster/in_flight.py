@@ -40,10 +40,10 @@ class NodeAccount(msgspec.Struct, eq=False):
 
 class WorkInFlight:
     def __init__(self) -> None:
+        # Of nodes that were sent something since they came.
         self._accounts: dict[str, NodeAccount] = {}
-        """Of nodes that were sent something since they came."""
+        # Nodes whose sum is another since somebody took this set.
         self.changed: set[str] = set()
-        """Nodes whose sum is another since somebody took this set."""
 
     def enter(self, incarnation: str, request: str, sent: SentWork) -> None:
         """A newer attempt on the same node takes the place of the older one."""
@@ -135,5 +135,5 @@ def _minus(total: InFlightWork, work: InFlightWork) -> InFlightWork:
     return _new(InFlightWork, map(sub, total, work))
 
 
+# Of a tuple's kind, without a frame of its own.
 _new = tuple.__new__
-"""Of a tuple's kind, without a frame of its own."""

@@ -70,13 +70,13 @@ class NodeReconnected:
     attempt: None = None
 
 
+# What is said of a request. attempt None: it is about the whole node.
 Body = TokenRow | Scheduled | Reserved | Delivered | Finished | Refused | Failed | LegLost | NodeReconnected
-"""What is said of a request. attempt None: it is about the whole node."""
 
 
+# Takes what a node, named by its incarnation, says of a request. It may be called while the reader itself sends
+# something.
 Read = Callable[[str, Body], None]
-"""Takes what a node, named by its incarnation, says of a request. It may be called while the reader itself sends
-something."""
 
 
 NO_LEGS: Mapping[str, RequestLeg] = {}
@@ -86,8 +86,8 @@ class Ledger:
     def __init__(self) -> None:
         self._legs: defaultdict[str, dict[str, RequestLeg]] = defaultdict(dict)
         self._readers: dict[str, Read] = {}
+        # Who reads what nodes answer to a request; None for one that ended.
         self.reader_of = self._readers.get
-        """Who reads what nodes answer to a request; None for one that ended."""
         self.pending = WorkInFlight()
         self._changed = self.pending.changed
 

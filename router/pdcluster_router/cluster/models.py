@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 FETCH_TIMEOUT_S = 10.0
 MAX_FILE_BYTES = 256 << 20
 RETRY_S = 0.5
+# Kept until the nodes change: clients may name as many salts as they like.
 MOST_CHAINS = 1024
-"""Kept until the nodes change: clients may name as many salts as they like."""
 
 
 class CardSource(Protocol):
@@ -62,11 +62,11 @@ class ModelRegistry:
         self._tokenizer = tokenizer
         self._marks = tool_format, reasoning
         self._loaded: dict[str, LoadedModel] = {}
+        # Why the text files of a model, by name and digest, can never be read.
         self._refused: dict[tuple[str, str], str] = {}
-        """Why the text files of a model, by name and digest, can never be read."""
         self._infos: tuple[ModelInfo, ...] = ()
+        # As long as the nodes are at the version that was seen.
         self._chains: dict[tuple[str, bytes], HashChain] = {}
-        """As long as the nodes are at the version that was seen."""
         self._seen = -1
 
     # ------------------------------------------------------------ what dispatch and HTTP ask

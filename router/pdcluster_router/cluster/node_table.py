@@ -58,21 +58,21 @@ from pdcluster_router.prefix_index.updates import CacheUpdates
 
 logger = logging.getLogger(__name__)
 
+# Pause before a link is opened again to a boot that the bootstrap still lists.
 REDIAL_S = 0.5
-"""Pause before a link is opened again to a boot that the bootstrap still lists."""
 
+# How long what a step typically costs is taken to stay the same.
 TYPICAL_S = 1.0
-"""How long what a step typically costs is taken to stay the same."""
 
+# Blocks of a request that was just sent are expected for so long, and for the time that the node needs for it.
 EXPECTED_S = 5.0
-"""Blocks of a request that was just sent are expected for so long, and for the time that the node needs for it."""
 
+# A path that is slower counts as one that was not measured.
 LEAST_BYTES_S = 1.0
-"""A path that is slower counts as one that was not measured."""
 
 WORK = (Prefill, Reserve)
+# What only its request has to hear.
 ANSWERS = frozenset((Scheduled, Reserved, Delivered, Finished))
-"""What only its request has to hear."""
 
 
 @dataclass(slots=True)
@@ -83,14 +83,14 @@ class NodeState:
     endpoint: Endpoint
     link: NodeLink | None = None
     load: Load | None = None
+    # By its last word, a report or an answer. `load` stays as reported: who waits for a node to run empty needs a
+    # report made after its cordon.
     is_cordoned: bool = False
-    """By its last word, a report or an answer. `load` stays as reported: who waits for a node to run empty needs a
-    report made after its cordon."""
+    # What the last report says of it.
     cost: NodeCost | None = None
-    """What the last report says of it."""
     redial_at: float = 0.0
+    # False: the bootstrap no longer names it, but its link still stood.
     is_listed: bool = True
-    """False: the bootstrap no longer names it, but its link still stood."""
 
     @property
     def is_up(self) -> bool:
@@ -122,16 +122,17 @@ class NodeTable:
         self._num_managed = 0
         self._changed = asyncio.Event()
         self._view = ClusterView(())
+        # Whether somebody may have kept the view.
         self._is_lent = False
-        """Whether somebody may have kept the view."""
+        # Nodes that said something since the view was made.
         self._reported: set[str] = set()
-        """Nodes that said something since the view was made."""
+        # False: nodes came or went since.
         self._is_view_whole = True
-        """False: nodes came or went since."""
+        # 0: it is to be looked at with the next view.
         self._typical_until = 0.0
-        """0: it is to be looked at with the next view."""
+        # Whether slices of what nodes said are taken in now.
         self._is_taking = False
-        """Whether slices of what nodes said are taken in now."""
+        # Found by type: a chain of questions cost more than what most answers need.
         self._handlers: dict[type[AnyMessage], Callable[[NodeState, Any], None]] = {
             Tokens: self._on_tokens,
             Refused: self._on_refusal,
@@ -142,7 +143,6 @@ class NodeTable:
             Managed: self._on_managed,
             FileChunk: self._on_chunk,
         }
-        """Found by type: a chain of questions cost more than what most answers need."""
 
     # ------------------------------------------------------------ following the bootstrap
 

@@ -27,9 +27,8 @@ from pdcluster.cost.cost import CostError, DecodeCost, NodeCost, PrefillCost
 Vector = NDArray[np.float64]
 
 DIFFER = 0.5
+# Blends that are kept: they change with a node's report or with what is typical, and are asked for with every request.
 KEPT = 1024
-"""Blends that are kept: they change with a node's report or with what is typical, and are asked for with every
-request."""
 TINY = 1e-6
 
 
@@ -98,14 +97,14 @@ def _covariance(root: Vector) -> Vector:
     return covariance
 
 
+# Steps of a kind before a node's own fit is taken for typical.
 MIN_SAMPLES = 8
-"""Steps of a kind before a node's own fit is taken for typical."""
 
+# Steps of a kind before it is believed alone, whatever is typical.
 SURE_SAMPLES = 64
-"""Steps of a kind before it is believed alone, whatever is typical."""
 
+# Of a step by which nodes are compared; where they differ, they mostly differ in all steps alike.
 USUAL_TOKENS, USUAL_ROWS = 1024, 8
-"""Of a step by which nodes are compared; where they differ, they mostly differ in all steps alike."""
 
 Half = TypeVar("Half", PrefillCost, DecodeCost)
 

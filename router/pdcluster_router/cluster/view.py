@@ -246,8 +246,8 @@ class Roster:
         size = len(nodes)
         self.names = tuple(node.endpoint.node for node in nodes)
         self.row_of = {node.incarnation: row for row, node in enumerate(nodes)}
+        # Two boots of one node are there.
         self.has_namesakes = len(set(self.names)) < len(self.names)
-        """Two boots of one node are there."""
         self.shortest_max_len = min((node.max_len for node in nodes), default=0)
         accepting = [(row, node.role) for row, node in enumerate(nodes) if node.accepts_work]
         self.accepting = Pool([row for row, _ in accepting], size)
@@ -300,14 +300,14 @@ class Roster:
         return is_alike and former.accepts_work == now.accepts_work
 
 
+# Requests that this router has on a node, and what the node's last report does not count.
 OnNode = tuple[int, InFlightWork]
-"""Requests that this router has on a node, and what the node's last report does not count."""
+# By incarnation.
 Counts = Callable[[str], OnNode]
-"""By incarnation."""
 
 
+# What a view works out once of its nodes as they are.
 OF_NODES = ("nodes", "accepting", "rows")
-"""What a view works out once of its nodes as they are."""
 
 
 class ClusterView:
@@ -318,8 +318,8 @@ class ClusterView:
 
     def __init__(self, nodes: Iterable[NodeView], typical: NodeCost | None = None, *, is_told: bool = False) -> None:
         self._reported: list[NodeView] = sorted(nodes, key=_by_name)
+        # OnNode: since it is in `_reported`, it was only sent something.
         self._nodes: list[NodeView | OnNode] = list(self._reported)
-        """OnNode: since it is in `_reported`, it was only sent something."""
         self._table: Table | None = None
         self.typical = typical
         self._is_told = is_told

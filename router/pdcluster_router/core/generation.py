@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 Mode = Literal["remote", "local"]
 Force = Literal["auto", "remote", "local"]
 HangUp = Callable[[], None]
+# Takes what is nothing but more of a stream, its position and tokens, without a Chunk. False: it was not taken, and
+# comes as one.
 Take = Callable[[int, tuple[int, ...]], bool]
-"""Takes what is nothing but more of a stream, its position and tokens, without a Chunk. False: it was not taken, and
-comes as one."""
 
 
 class TenantPriority(msgspec.Struct, frozen=True):

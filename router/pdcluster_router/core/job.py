@@ -74,11 +74,11 @@ class Job(msgspec.Struct, eq=False):
     cached_tokens: int | None = None
     fork_of: str | None = None
     fork_on: str | None = None
+    # Of those emitted, that `packed` and `hashes` know; -1: not even the prompt.
     num_hashed: int = -1
-    """Of those emitted, that `packed` and `hashes` know; -1: not even the prompt."""
+    # All tokens so far, as nodes get them; made anew only when there are more of them, and not for every node that is
+    # asked.
     packed: bytes = b""
-    """All tokens so far, as nodes get them; made anew only when there are more of them, and not for every node that is
-    asked."""
 
     def work(self, attempt: int, now: float, num_emitted: int) -> Work:
         """For nodes: the prompt and the first num_emitted tokens after it."""

@@ -8,12 +8,12 @@ import ctypes
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 
+# Free memory at a heap's end that is not given back. Threads, as those that prepare long prompts, have heaps of their
+# own: as much of each.
 KEPT_BYTES = 64 * 2**20
-"""Free memory at a heap's end that is not given back. Threads, as those that prepare long prompts, have heaps of their
-own: as much of each."""
+# What is so large has a mapping of its own, which ends with it; the most that glibc takes. Said here, as the other one
+# stops it from learning.
 OWN_MAPPING_BYTES = 32 * 2**20
-"""What is so large has a mapping of its own, which ends with it; the most that glibc takes. Said here, as the other one
-stops it from learning."""
 
 
 def keep_heap() -> bool:

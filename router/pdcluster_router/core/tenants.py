@@ -29,8 +29,8 @@ from pdcluster_router.core.generation import TenantPriority
 
 MOST_URGENT, LEAST_URGENT = -10, 10
 MAX_KEY_CHARACTERS = 512
+# Begins the salts of tenants, and no text that a request may send: a request cannot name another tenant's cache.
 TENANT_MARK = b"\xff"
-"""Begins the salts of tenants, and no text that a request may send: a request cannot name another tenant's cache."""
 
 Priority = Annotated[int, Meta(ge=MOST_URGENT, le=LEAST_URGENT)]
 

@@ -49,8 +49,8 @@ from pdcluster_router.queueing.headroom import Headroom
 # was scored against another view, and a view has some 400 bytes of its own for each node. Knows neither requests nor
 # views.
 
+# Nodes of all views together that are kept: 13 MiB.
 MOST_ROWS = 1 << 15
-"""Nodes of all views together that are kept: 13 MiB."""
 
 
 class Keeper(Protocol):
@@ -85,18 +85,17 @@ class KeptViews:
         self._num_rows -= self._sizes.pop(keeper, 0)
 
 
+# Of a request that is kept as it is, beside its strings and numbers: its structs, their numbers, its places.
 BRIEF_BYTES = 1200
-"""Of a request that is kept as it is, beside its strings and numbers: its structs, their numbers, its places."""
 
+# Kept of one request: the first ones and the last. A request that is refused for a minute is decided a thousand times.
 MAX_DECISIONS = 16
-"""Kept of one request: the first ones and the last. A request that is refused for a minute is decided a thousand
-times."""
 
+# Characters of an error's message.
 MAX_WHY = 500
-"""Characters of an error's message."""
 
+# Told of the requests that clients call alike.
 MAX_ALIKE = 100
-"""Told of the requests that clients call alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +113,8 @@ class Record:
     # What is set as it goes on; until then nothing of it is made.
     attempts = 0
     cached_tokens: int | None = None
+    # Its only decision, if that is one.
     brief: Brief | None = None
-    """Its only decision, if that is one."""
     _error: str | None = None
     _why = ""
     _decisions: tuple[Decided, ...] = ()
@@ -288,10 +287,10 @@ class Explainer:
         self._open: dict[str, Record] = {}
         self._kept_views = KeptViews()
         self.keeps_view, self.keeps_no_view = self._kept_views.keep, self._kept_views.drop
+        # Encoded, or, where its decision is brief, as it is.
         self._ended: OrderedDict[str, bytes | Record] = OrderedDict()
-        """Encoded, or, where its decision is brief, as it is."""
+        # Requests that are open or kept, by what their clients call them; the oldest first.
         self._by_client: dict[str, dict[str, None]] = {}
-        """Requests that are open or kept, by what their clients call them; the oldest first."""
         self._client_of: dict[str, str] = {}
         self._num_bytes = 0
         self._encoder = msgspec.msgpack.Encoder()

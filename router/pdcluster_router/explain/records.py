@@ -10,9 +10,8 @@ import msgspec
 
 from pdcluster.cost.cost import CostError
 
+# Kept per leg, the best first; and so many of the rejected ones. In a cluster of hundreds the others say nothing new.
 MAX_CANDIDATES = 16
-"""Kept per leg, the best first; and so many of the rejected ones. In a cluster of hundreds the others say nothing
-new."""
 
 
 class CandidateRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -120,8 +119,8 @@ class HitTokens(msgspec.Struct, frozen=True):
     ideal: int
 
 
+# As HitTokens.
 Hit = tuple[int, int, int]
-"""As HitTokens."""
 NO_HIT: Hit = 0, 0, 0
 
 
@@ -137,8 +136,8 @@ class Hindsight(msgspec.Struct, frozen=True):
     hit: HitTokens | None
 
 
+# As Hindsight.
 Judged = tuple[float, float, float, str | None, float | None, Hit | None]
-"""As Hindsight."""
 
 
 class Explanation(msgspec.Struct, omit_defaults=True):

@@ -59,17 +59,17 @@ Exposition = Callable[[], Awaitable[bytes]]
 
 T = TypeVar("T")
 
+# More of them are made text in a thread.
 MANY_TOKENS = 4096
-"""More of them are made text in a thread."""
 MODELS_PREFIX = "/v1/models/"
 AUTHORIZATION = b"authorization"
 SERVED = ("/v1/chat/completions", "/v1/completions", "/v1/models")
+# How paths begin that clients of OpenAI's API, and of servers like it, may ask for.
 NOT_SERVED = (
     "/v1/responses", "/v1/embeddings", "/v1/conversations", "/v1/messages", "/v1/rerank", "/v1/score", "/v1/images",
     "/v1/audio", "/v1/videos", "/v1/files", "/v1/uploads", "/v1/batches", "/v1/moderations", "/v1/assistants",
     "/v1/threads", "/v1/vector_stores", "/v1/fine_tuning", "/v1/evals", "/v1/containers", "/v1/realtime",
 )  # fmt: skip
-"""How paths begin that clients of OpenAI's API, and of servers like it, may ask for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,10 +78,10 @@ class OutputChoice(msgspec.Struct):
     attempts: int | None = None
     timeline: Timeline | None = None
     finish: str | None = None
+    # False: only the prompt is told of; the token that a node gives all the same is dropped.
     generates: bool = True
-    """False: only the prompt is told of; the token that a node gives all the same is dropped."""
+    # Which field of the request the generation's grammar was made from.
     grammar_param: str | None = None
-    """Which field of the request the generation's grammar was made from."""
 
 
 def sent_to_client(choice: OutputChoice, error: Exception) -> Exception:

@@ -47,13 +47,13 @@ from pdcluster_router.frontend.response import record, route_report, usage_of
 log = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+# Beyond it a request, which may have schemas or a hundred thousand token ids in it, is unpacked in a thread.
 LONG_BYTES = 256 << 10
-"""Beyond it a request, which may have schemas or a hundred thousand token ids in it, is unpacked in a thread."""
+# A client that gives up at its deadline may come before it: on its way here gRPC rounds the time that is left up, to
+# two or three digits.
 ROUNDED_S, ROUNDED_SHARE = 0.02, 0.01
-"""A client that gives up at its deadline may come before it: on its way here gRPC rounds the time that is left up, to
-two or three digits."""
+# How often it is looked whether some route could take a request.
 HEALTH_S = 0.2
-"""How often it is looked whether some route could take a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ class Inference(stubs.InferenceServicer):
         self._settings = settings
         self._metrics = metrics
         self._places = places
+        # When the server ends what still runs; who is cancelled then was not left by its client.
         self.ends_at = math.inf
-        """When the server ends what still runs; who is cancelled then was not left by its client."""
 
     async def Generate(self, request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext) -> None:
         arrived, given_s = monotonic(), context.time_remaining()

@@ -38,16 +38,16 @@ from pdcluster_router.frontend.choices import Clock, Echo, OutputChoice
 SEED_BITS = 63
 
 DEADLINE = b"x-request-deadline-s"
+# Headers, see `deadline_of` and `mode_of`.
 MODE = b"x-pdcluster-mode"
-"""Headers, see `deadline_of` and `mode_of`."""
 
+# What a part of a message, or a call of a tool, counts besides its text.
 PART_CHARACTERS = 16
-"""What a part of a message, or a call of a tool, counts besides its text."""
 
 MAX_PLANS = 256
 
+# As many as a body may hold take a third of a second to check and seconds to render.
 MANY_MESSAGES = 256
-"""As many as a body may hold take a third of a second to check and seconds to render."""
 
 
 class Terms(msgspec.Struct, frozen=True):
@@ -298,12 +298,12 @@ class RequestPlan(msgspec.Struct, frozen=True):
     stops: tuple[str, ...]
 
 
+# All that a Plan is made of, besides the model.
 OPTIONS = (
     "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "logit_bias", "bad_words",
     "stop", "stop_token_ids", "ignore_eos",
 )  # fmt: skip
-"""All that a Plan is made of, besides the model."""
 
 _options = attrgetter(*OPTIONS)
 

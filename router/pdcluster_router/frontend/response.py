@@ -29,14 +29,14 @@ from pdcluster_router.http.errors import ClientLeft, fail
 from pdcluster_router.http.exchange import JSON, NO_BUFFERING, Exchange
 from pdcluster_router.request.open_requests import HANG_UP_S
 
+# Pieces that wait for a client that does not read; one that is further behind is given up.
 MAX_UNREAD = 1 << 16
-"""Pieces that wait for a client that does not read; one that is further behind is given up."""
 
 NO_TIMELINE = Timeline()
 
 Event = TokenChunk | Done | Exception
+# What an event adds to the answer, or ends it by.
 Said = TextPiece | Exception
-"""What an event adds to the answer, or ends it by."""
 
 
 class AnswerWriter(Protocol):
@@ -202,8 +202,8 @@ class _ChoiceSink:
     def __init__(self, answer: HttpAnswer, choice: OutputChoice, index: int) -> None:
         self._answer, self._choice, self._index = answer, choice, index
         self._through: Take | None = None
+        # Whether there is a way through.
         self._is_asked = False
-        """Whether there is a way through."""
 
     def on_chunk(self, chunk: TokenChunk) -> None:
         self._answer.take(self._index, self._choice, chunk)

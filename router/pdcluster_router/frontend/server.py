@@ -18,13 +18,13 @@ from pdcluster_router.frontend.app import App, HttpSettings
 from pdcluster_router.http.connection import Connection, Connections, LineLimits
 
 BACKLOG = 2048
+# How late a connection's deadline may be seen.
 SWEEP_S = 0.1
-"""How late a connection's deadline may be seen."""
+# A client whose machine is gone says nothing more: it is asked after 20 s of silence, and given up 15 s later, so that
+# its generation ends.
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
-"""A client whose machine is gone says nothing more: it is asked after 20 s of silence, and given up 15 s later, so that
-its generation ends."""
+# For clients to read that the router stops.
 LAST_WORD_S = 1.0
-"""For clients to read that the router stops."""
 
 
 def http_settings(config: RouterConfig) -> HttpSettings:

@@ -39,8 +39,8 @@ MAX_HEAD_BYTES = 64 * 1024
 DISCARD_FACTOR = 8
 MAX_AHEAD_BYTES = 64 * 1024
 FRAMING = (b"content-length", b"transfer-encoding", b"connection")
+# What is posted beyond that is sent at once, so that the transport says when its client does not read.
 MOST_POSTED_BYTES = 16 * 1024
-"""What is posted beyond that is sent at once, so that the transport says when its client does not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,24 +116,24 @@ class Connection(Protocol):
         self._transport: Transport | None = None
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
+        # The head that was parsed last.
         self._asked: ParsedHead | None = None
-        """The head that was parsed last."""
+        # Of the last request: one that comes again is worth keeping.
         self._form: Form | None = None
-        """Of the last request: one that comes again is worth keeping."""
+        # Of the last request whose head was known.
         self._known: Known | None = None
-        """Of the last request whose head was known."""
+        # Nothing of the next request was parsed.
         self._is_between = True
-        """Nothing of the next request was parsed."""
+        # That came since the last of a body, or of a request: of a head, or of what follows a chunked body. The parser
+        # keeps them.
         self._bare_bytes = 0
-        """That came since the last of a body, or of a request: of a head, or of what follows a chunked body. The parser
-        keeps them."""
         self._parsing: Exchange | None = None
         self._current: Exchange | None = None
         self._early: deque[Exchange] = deque()
+        # What came behind those that are early, not parsed yet.
         self._ahead = bytearray()
-        """What came behind those that are early, not parsed yet."""
+        # What is read is a head that asked for another protocol: up to its end, and then from its start again.
         self._is_wish = False
-        """What is read is a head that asked for another protocol: up to its end, and then from its start again."""
         self._ends_soon = self._read_paused = False
         self._is_reading = True
         self._is_settling = False

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
 ANY = "*"
+# For which a browser need not ask again.
 MAX_AGE_S = 600
-"""For which a browser need not ask again."""
 MAX_ASKED_BYTES = 2048
 EXPOSED = (
     b"x-request-id, retry-after, x-pdcluster-mode, x-pdcluster-prefill, x-pdcluster-decode, x-pdcluster-transfer, "

@@ -23,12 +23,11 @@ from pdcluster_router.core.tenants import Tenant
 from pdcluster_router.http.write_coalescing import WriteCoalescer
 
 JSON = b"content-type: application/json\r\n"
+# Lines of a head, as all that are given here. For event streams: nothing between us and the client may collect them.
 NO_BUFFERING = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
-"""Lines of a head, as all that are given here. For event streams: nothing between us and the client may collect
-them."""
 
+# Of a body, as they came.
 MAX_PARTS = 256
-"""Of a body, as they came."""
 
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus} | {
     499: b"HTTP/1.1 499 \r\n"

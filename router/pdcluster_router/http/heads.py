@@ -18,20 +18,20 @@ from msgspec.structs import replace
 from pdcluster_router.http.exchange import ParsedHead
 
 MAX_HEADS = 256
+# Of a head that is kept.
 MAX_BYTES = 2048
-"""Of a head that is kept."""
+# What a client proves itself by is in its head, and is not to be found in this process long after the client left.
 KEPT_S = 600.0
-"""What a client proves itself by is in its head, and is not to be found in this process long after the client left."""
 
+# Who says one of these means something beyond the request, and is parsed each time.
 NOT_PLAIN = (b"transfer-encoding", b"expect", b"upgrade", b"connection")
-"""Who says one of these means something beyond the request, and is parsed each time."""
 
 USUAL_URL_BYTES = 64
 MAX_DIGITS = 12
 _length = re.compile(rb"\r\ncontent-length: ?([0-9]{1,%d})\r\n" % MAX_DIGITS, re.IGNORECASE)
 
+# A head without the digits of its length: what stands before and after them.
 Form = tuple[bytes, bytes]
-"""A head without the digits of its length: what stands before and after them."""
 
 
 def taken_apart(data: bytes) -> tuple[Form, bytes] | None:
@@ -119,5 +119,5 @@ def _path(url: bytes) -> str:
     return unquote(path) if "%" in path else path
 
 
+# There are few that are asked for.
 _usual_path = lru_cache(maxsize=256)(_path)
-"""There are few that are asked for."""

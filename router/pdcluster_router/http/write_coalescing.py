@@ -19,8 +19,8 @@ class WriteCoalescer:
     __slots__ = ("is_due", "parts")
 
     def __init__(self) -> None:
+        # What each line has to send. Who adds to it looks at `is_due`.
         self.parts: dict[CoalescedWriter, bytes] = {}
-        """What each line has to send. Who adds to it looks at `is_due`."""
         self.is_due = False
 
     def flush_soon(self) -> None:

@@ -101,14 +101,14 @@ class Predicted(msgspec.Struct, frozen=True, gc=False):
     tpot_s: float | None = None
 
 
+# Tells what was compared and why others were not. Asked when somebody reads it, if ever, so it holds only what never
+# changes; the whole view may be behind it until then.
 Record = Callable[[], tuple[Candidate, ...]]
-"""Tells what was compared and why others were not. Asked when somebody reads it, if ever, so it holds only what never
-changes; the whole view may be behind it until then."""
 
 
+# Whether the policy would let that node compute the prompt, too, in the mode that it chose. The gate asks when the
+# chosen node is not open, and then lets go of it, since the whole view may be behind it.
 Suits = Callable[[NodeView], bool]
-"""Whether the policy would let that node compute the prompt, too, in the mode that it chose. The gate asks when the
-chosen node is not open, and then lets go of it, since the whole view may be behind it."""
 
 
 def suits_all(node: NodeView) -> bool:

@@ -36,8 +36,8 @@ def number_of(name: str) -> int:
     return crc32(name.encode())
 
 
+# So that chance sends the two legs to different nodes.
 LEG_SALT: dict[LegName, int] = {"prefill": 1, "decode": 2, "local": 1}
-"""So that chance sends the two legs to different nodes."""
 
 
 class RoundRobin:

@@ -8,12 +8,12 @@ came through this router.
 
 from __future__ import annotations
 
+# Weight of the prompt that came last.
 NEWEST = 1 / 128
-"""Weight of the prompt that came last."""
 
+# Usual prompts that count as kept beside those that were, so that a prefix that was lost says little while few are
+# asked for again.
 PRIOR = 16 * NEWEST
-"""Usual prompts that count as kept beside those that were, so that a prefix that was lost says little while few are
-asked for again."""
 
 
 class CachePressure:

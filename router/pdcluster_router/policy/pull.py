@@ -65,8 +65,8 @@ class PullRule:
         return best if saved >= worth else None
 
 
+# Pulls whenever a hash block is saved.
 BY_TOKENS = PullRule()
-"""Pulls whenever a hash block is saved."""
 
 
 def _was_weighed(choice: RoutingDecision, holder: NodeView) -> bool:

@@ -25,6 +25,7 @@ from pdcluster_router.policy.scored import Rule, Scored
 DEFAULT = "seconds"
 
 WHOLE: Mapping[str, Callable[..., Policy]] = {"seconds": Seconds, "conductor": Conductor}
+# Those that only say what a node is worth.
 RULES: Mapping[str, Callable[..., Rule]] = {
     "round-robin": RoundRobin,
     "random": Random,
@@ -35,7 +36,6 @@ RULES: Mapping[str, Callable[..., Rule]] = {
     "kv-cost": KvCost,
     "product": Product,
 }
-"""Those that only say what a node is worth."""
 POLICIES = (*WHOLE, *RULES)
 
 

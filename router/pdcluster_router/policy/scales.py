@@ -34,12 +34,12 @@ from pdcluster_router.policy.predicted.scoring import (
 NOWHERE = -1
 NO_NODES = Pool((), 0)
 PREVIOUS = {None: NO_MODE, "local": LOCAL, "remote": REMOTE}
+# By the numbers of `weighing`: its name, its terms, where its first entry stands, and of how many numbers one is.
 LEGS: tuple[tuple[LegName, tuple[str, ...], int, int], ...] = (
     ("prefill", PREFILL_TERMS, start_of(PREFILL_LEG, 0), ENTRY_VALUES + len(PREFILL_TERMS)),
     ("decode", DECODE_TERMS, start_of(DECODE_LEG, 0), ENTRY_VALUES + len(DECODE_TERMS)),
     ("local", LOCAL_TERMS, start_of(LOCAL_LEG, 0), ENTRY_VALUES + len(LOCAL_TERMS)),
 )
-"""By the numbers of `weighing`: its name, its terms, where its first entry stands, and of how many numbers one is."""
 REJECTED = "holds up running rows"
 
 
@@ -59,8 +59,8 @@ class ScoringPlan(msgspec.Struct, frozen=True, gc=False):
     wants_local: bool
     may_be_local: bool
     is_whole: bool
+    # The first eight, as calls take them.
     pools: tuple[Rows, Rows, Rows, Rows, Rows, Rows, Table, bool]
-    """The first eight, as calls take them."""
 
 
 def planned(query: Query, view: ClusterView, scorer: Scoring) -> ScoringPlan:

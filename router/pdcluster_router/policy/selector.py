@@ -31,8 +31,8 @@ from pdcluster_router.policy.scales import PREVIOUS
 # busy cluster looks like an idle
 # cluster. What other routers send is not in here.
 
+# A few answers of a usual model, some tens of requests of a node that is worth being asked about.
 LATELY_S = 5.0
-"""A few answers of a usual model, some tens of requests of a node that is worth being asked about."""
 
 
 class RecentWork:
@@ -75,8 +75,8 @@ class PolicyHolder:
 
     live: Policy
     shadow: Policy | None = None
+    # For policies that choose no pull.
     pulls: PullRule = BY_TOKENS
-    """For policies that choose no pull."""
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -91,18 +91,18 @@ class Decision(msgspec.Struct, frozen=True):
 NO_NODES: frozenset[str] = frozenset()
 NOTHING_HELD: dict[str, int] = {}
 
+# Stands for the policy where none is asked, since another choice of the prompt was placed.
 FORK = "fork"
-"""Stands for the policy where none is asked, since another choice of the prompt was placed."""
 
+# Tokens of an answer, while none has ended.
 USUAL_OUTPUT = 256.0
-"""Tokens of an answer, while none has ended."""
 
+# Answers that this guess counts for.
 PRIOR = 10
-"""Answers that this guess counts for."""
 
 NEWEST = 0.02
+# Least weight of the answer that ended last; while there were few, all of them weigh the same.
 FEW = 1 / NEWEST
-"""Least weight of the answer that ended last; while there were few, all of them weigh the same."""
 
 
 class PolicySelector:
@@ -137,8 +137,8 @@ class PolicySelector:
         self._num_ended = 0
         self._counter = 0
         self._previous: Mode | None = None
+        # To nodes that compute prompts for others, and to decode nodes.
         self._sent_serving, self._sent_decoding = RecentWork(), RecentWork()
-        """To nodes that compute prompts for others, and to decode nodes."""
         self._lost = CachePressure()
 
     def choose(self, job: Job, now: float) -> Decision:

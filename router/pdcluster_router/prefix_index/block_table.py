@@ -65,8 +65,8 @@ GONE = 1
 SET_BYTES = 4
 SLOT_BYTES = HASH_BYTES + SET_BYTES
 
+# Rows that cost less one by one than another round over arrays.
 FEW = 24
-"""Rows that cost less one by one than another round over arrays."""
 
 Words = NDArray[np.uint64]
 Slots = NDArray[np.int64]
@@ -104,8 +104,8 @@ class Keys:
 class BlockTable:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
+        # Slots that are not FREE, GONE ones too: they make probes longer all the same.
         self.num_rows = 0
-        """Slots that are not FREE, GONE ones too: they make probes longer all the same."""
         self._num_cleared = 0
         self._hash_memory, self._set_memory = ZeroedMemory(num_slots * HASH_BYTES), ZeroedMemory(num_slots * SET_BYTES)
         words: Words = self._hash_memory.octets.view(np.uint64)

@@ -26,17 +26,17 @@ from pdcluster.core.errors import IntegrityError
 from pdcluster.core.messages import HASH_BYTES
 
 MAX_MARKS = 1 << 18
+# What a mark costs: its hash, its place in the dict, and the dict of its chains. Rounded up.
 MARK_BYTES = 400
-"""What a mark costs: its hash, its place in the dict, and the dict of its chains. Rounded up."""
 
+# Positions that are marked in each doubling of the depth.
 FINE = 16
-"""Positions that are marked in each doubling of the depth."""
 
+# Chains at the deepest marks that are compared exactly with a prompt.
 COMPARED = 8
-"""Chains at the deepest marks that are compared exactly with a prompt."""
 
+# Node and last block of a chain.
 Key = tuple[str, bytes]
-"""Node and last block of a chain."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,11 +74,10 @@ class ExpectedBlocks:
         self._marks: dict[bytes, dict[str, ExpectedChain]] = {}
         self._num_marks = 0
         self._chains: dict[Key, ExpectedChain] = {}
+        # The last blocks of each node's chains.
         self._of_node: dict[str, set[bytes]] = {}
-        """The last blocks of each node's chains."""
+        # A heap of when chains were to end when it was last looked at; those that ended earlier stay in it until then.
         self._ends: list[tuple[float, int, ExpectedChain]] = []
-        """A heap of when chains were to end when it was last looked at; those that ended earlier stay in it until
-        then."""
         self._order = count()
 
     def __len__(self) -> int:

@@ -23,31 +23,31 @@ from numpy.typing import NDArray
 from pdcluster.core.errors import IntegrityError
 from pdcluster_router.prefix_index.block_table import FREE, GONE, Sets
 
+# The id of the set without members: a row with it is as good as removed.
 EMPTY = GONE
-"""The id of the set without members: a row with it is as good as removed."""
 
 MAX_NODES = 1 << 16
+# What an id costs beside its members: its place in the lists, and two objects in a dict. Measured by bench.index,
+# rounded up.
 SET_BYTES = 200
-"""What an id costs beside its members: its place in the lists, and two objects in a dict. Measured by bench.index,
-rounded up."""
 
 
 class HolderSets:
     def __init__(self) -> None:
+        # None for an id that is unused or forwards.
         self._members: list[bytes | None] = [b"", b""]
-        """None for an id that is unused or forwards."""
         self._ids: dict[bytes, int] = {b"": EMPTY}
         self._rows: list[int] = [0, 0]
         self._forward: Sets = np.arange(1024, dtype=np.uint32)
+        # Ids that stand for another one: resolve those.
         self.forwarding: set[int] = set()
-        """Ids that stand for another one: resolve those."""
         self._unused: list[int] = []
         self._member_bytes = 0
         self._numbers: list[int] = []
         self._num_numbers = 0
         self._dead: set[int] = set()
+        # Dead numbers that the pass under way removes; it ends at `_sweep_end`.
         self._swept: set[int] = set()
-        """Dead numbers that the pass under way removes; it ends at `_sweep_end`."""
         self._cursor = self._sweep_end = 0
 
     # ------------------------------------------------------------ nodes

@@ -12,8 +12,8 @@ import numpy as np
 
 from pdcluster.core.messages import HASH_BYTES
 
+# 8 MiB; 33 million tokens in blocks of 32.
 TABLE_BLOCKS = 1 << 20
-"""8 MiB; 33 million tokens in blocks of 32."""
 
 FEW_BLOCKS = 24
 
@@ -23,8 +23,8 @@ class IdealCache:
 
     def __init__(self, num_blocks: int = TABLE_BLOCKS) -> None:
         self._table = np.zeros(num_blocks, dtype=np.uint64)
+        # The same memory, for chains so short that calling numpy costs more than what it does.
         self._places = self._table.data
-        """The same memory, for chains so short that calling numpy costs more than what it does."""
         self._place_of, self._at = num_blocks.__rmod__, self._places.__getitem__
 
     def note(self, hashes: bytes) -> int:

@@ -31,28 +31,28 @@ GROWTH = 1.3
 FIRST_SLOTS = 4096
 
 MOVED_PER_BLOCK = 8
+# Slots of the former table that a changed block moves on, and how many are worth the while: fewer are saved up.
 LEAST_MOVED = 4096
-"""Slots of the former table that a changed block moves on, and how many are worth the while: fewer are saved up."""
 
 COUNTED = 1 << 18
+# Rows are uniform over slots, so that the count of 2^18 slots is off by less than that, but for once in a lifetime.
 SPARE = 0.02
-"""Rows are uniform over slots, so that the count of 2^18 slots is off by less than that, but for once in a lifetime."""
 
+# Sets that a change looks at while there are nodes that left.
 SWEPT_SETS = 64
-"""Sets that a change looks at while there are nodes that left."""
 
+# Blocks that cost less one by one than together.
 FEW_BLOCKS = 48
-"""Blocks that cost less one by one than together."""
 
+# A table that may not grow is built anew only when that share of its rows may be of no use.
 FREED_SHARE = 0.125
-"""A table that may not grow is built anew only when that share of its rows may be of no use."""
 
+# Distinct blocks; their rows need at most ENTRY_BYTES each.
 MAX_BLOCKS = 16 << 20
-"""Distinct blocks; their rows need at most ENTRY_BYTES each."""
 
+# Of one row at the worst moment: while all rows move, both tables are there. A row holds at least one (block, node)
+# entry.
 ENTRY_BYTES = SLOT_BYTES * (1 + GROWTH) / MAX_LOAD
-"""Of one row at the worst moment: while all rows move, both tables are there. A row holds at least one (block, node)
-entry."""
 
 KEPT_NAMES = 512
 
@@ -69,26 +69,26 @@ class Holdings:
 class PrefixIndex:
     def __init__(self, *, max_blocks: int = MAX_BLOCKS) -> None:
         self.max_blocks = max_blocks
+        # Entries that found no room, ever.
         self.num_dropped = 0
-        """Entries that found no room, ever."""
         self.expected = ExpectedBlocks()
         self._nodes: dict[str, Holdings] = {}
         self._names: list[str] = []
         self._sets = HolderSets()
         self._table = BlockTable(min(FIRST_SLOTS, int(max_blocks / MAX_LOAD) + 1))
         self._former: BlockTable | None = None
+        # Slots of the former table that are done, and rows (at most) that still come from it.
         self._moved = self._num_to_move = 0
-        """Slots of the former table that are done, and rows (at most) that still come from it."""
+        # Slots that should have been moved by now.
         self._num_owed = 0
-        """Slots that should have been moved by now."""
+        # Entries that ended since the table was built: at most so many rows are of no use.
         self._num_freed = 0
-        """Entries that ended since the table was built: at most so many rows are of no use."""
         self._most_slots = int(max_blocks / MAX_LOAD) + 1
         self._members: dict[int, tuple[str, ...]] = {}
         self._asked = b""
+        # The last question and its answer, as long as nothing changed: a request asks again for each node that it is
+        # sent to.
         self._answer: dict[str, int] = {}
-        """The last question and its answer, as long as nothing changed: a request asks again for each node that it is
-        sent to."""
 
     # ------------------------------------------------------------ what nodes tell
 

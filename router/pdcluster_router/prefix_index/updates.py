@@ -19,12 +19,12 @@ from typing import Literal
 from pdcluster.core.messages import HASH_BYTES, CacheDelta
 from pdcluster_router.prefix_index.index import PrefixIndex
 
+# A snapshot that was asked for may take so long.
 ASK_AGAIN_S = 1.0
-"""A snapshot that was asked for may take so long."""
 
 
+# Taken in at once: a few milliseconds, with all the upkeep of the index that comes with it (bench.index).
 SLICE_BLOCKS = 512
-"""Taken in at once: a few milliseconds, with all the upkeep of the index that comes with it (bench.index)."""
 
 Piece = tuple[Literal["snapshot", "remove", "add"], bytes]
 
@@ -47,8 +47,8 @@ class CacheUpdates:
         self.index = index
         self.num_deltas = self.num_snapshots = self.num_gaps = self.num_stale = 0
         self._feeds: dict[str, _Feed] = {}
+        # Feeds that have pieces.
         self._waiting: dict[str, _Feed] = {}
-        """Feeds that have pieces."""
 
     @property
     def has_pieces(self) -> bool:

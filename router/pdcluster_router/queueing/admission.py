@@ -21,8 +21,8 @@ from pdcluster_router.cluster.view import ClusterView
 EVEN_SHARE = 0.25
 LONG_FACTOR = 2.0
 MIN_RETRY_S = 0.1
+# Of a queue that nothing leaves any more, so that a wait stays a number.
 LEAST_RATE = 1e-6
-"""Of a queue that nothing leaves any more, so that a wait stays a number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,8 +65,8 @@ class Flow:
     weight: float
     places: list[QueuePosition] = field(default_factory=list)
     deficit: float = 0.0
+    # Work ÷ weight that it had in hand, began without, as nobody else waited, and has not taken since.
     unused: float = 0.0
-    """Work ÷ weight that it had in hand, began without, as nobody else waited, and has not taken since."""
 
     def head(self, skip: Container[str]) -> QueuedRequest | None:
         return next((place.held for place in self.places if place.held.request not in skip), None)
@@ -85,8 +85,8 @@ class Savings:
 
     def __init__(self, burst: float) -> None:
         self._burst = burst
+        # Of tenants that have less than all.
         self._spent: dict[str, float] = {}
-        """Of tenants that have less than all."""
 
     def of(self, tenant: str) -> float:
         return self._burst - self._spent.get(tenant, 0.0)
@@ -125,8 +125,8 @@ class Tier:
         self.owed = 0.0
         self._quantum = quantum
         self._flows: dict[str, Flow] = {}
+        # Tenants in the order of their next visits; the one that is being served is last.
         self._ring: list[str] = []
-        """Tenants in the order of their next visits; the one that is being served is last."""
         self._serving: str | None = None
 
     @property

@@ -27,17 +27,17 @@ from pdcluster_router.queueing.fairness import QueuedRequest
 from pdcluster_router.queueing.headroom import MODES, Headroom
 from pdcluster_router.queueing.hold_queue import Expired, HoldLimits, HoldOutcome, HoldQueue
 
+# What the policy would do with a request now; raises Unavailable when no node may take it.
 Decide = Callable[[QueuedRequest], Decision]
-"""What the policy would do with a request now; raises Unavailable when no node may take it."""
 
+# Why a request waits: there is no place for it in its mode, or it would make rows slow.
 Reason = Mode | Literal["pace"]
-"""Why a request waits: there is no place for it in its mode, or it would make rows slow."""
 PACE: Literal["pace"] = "pace"
 
+# How long it is believed what a request would do that is not the first in turn, while what kept it waiting keeps those
+# before it. So one that may go elsewhere is not kept by those before it, and a report of a full pool costs one
+# decision, not one for each that waits for the pool.
 RESCORE_S = 0.25
-"""How long it is believed what a request would do that is not the first in turn, while what kept it waiting keeps those
-before it. So one that may go elsewhere is not kept by those before it, and a report of a full pool costs one decision,
-not one for each that waits for the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ class Gate:
         self._headroom = headroom
         self._slo = slo
         self._drain = DrainRate()
+        # Of those that were passed over lately.
         self._wishes: dict[str, Wish] = {}
-        """Of those that were passed over lately."""
 
     def try_admit(self, held: QueuedRequest, decide: Decide, now: float) -> Decision | None:
         """Where the request goes at once; None: it is held (`release` may find it a place right away). held.work is

@@ -58,8 +58,8 @@ class HoldOutcome(Enum):
     FULL = auto()
 
 
+# Try to place a request. The second argument: requests with a claim, whose nodes this one must leave alone.
 Offer = Callable[[QueuedRequest, Sequence[QueuedRequest]], HoldOutcome]
-"""Try to place a request. The second argument: requests with a claim, whose nodes this one must leave alone."""
 
 
 @dataclass(frozen=True, slots=True)

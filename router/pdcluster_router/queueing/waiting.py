@@ -23,11 +23,11 @@ from pdcluster_router.queueing.gate import Gate, Released
 
 logger = logging.getLogger(__name__)
 
+# What the policy would do with one request, at a moment.
 Decide = Callable[[float], Decision]
-"""What the policy would do with one request, at a moment."""
 
+# Hears where a request that waited goes, or why it cannot go anywhere.
 Answer = Callable[[Decision | errors.PdclusterError], None]
-"""Hears where a request that waited goes, or why it cannot go anywhere."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from pdcluster_router.replay.workloads import generate
 
 GENERATE = "generate:"
 NUM_GENERATED = 5000
+# Of the table; JSON has all figures.
 COLUMNS = (
     "policy",
     "ttft_mean_s",
@@ -33,7 +34,6 @@ COLUMNS = (
     "attainment",
     "remote",
 )
-"""Of the table; JSON has all figures."""
 
 
 def rows(traffic: Traffic, nodes: NodeOptions, routing: Routing) -> list[Figures]:

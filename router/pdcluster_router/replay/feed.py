@@ -26,9 +26,9 @@ class FeedSpec:
 
 
 IMMEDIATE = FeedSpec()
+# Least time between two load reports, as nodes have it (`node.report_s`). What the router sent since is in its own
+# ledger.
 REPORT_S = 0.05
-"""Least time between two load reports, as nodes have it (`node.report_s`). What the router sent since is in its own
-ledger."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ from pdcluster.core.reported import CostReport, Root
 from pdcluster.cost.cost import CostError, NodeCost
 
 MAX_FILE_BYTES = 1 << 20
+# Of a normal distribution, that 9 of 10 are within.
 SIGMAS = 1.645
-"""Of a normal distribution, that 9 of 10 are within."""
+# Nothing that is drawn is more than so many times, or less than that part of, what it was: a model that is not known
+# better cannot be simulated.
 TWICE = 2.0
-"""Nothing that is drawn is more than so many times, or less than that part of, what it was: a model that is not known
-better cannot be simulated."""
 
 
 def read_cost(path: Path) -> NodeCost:

@@ -85,8 +85,8 @@ def segment(
     return Segment(start_s, first_s, growth_s, count)
 
 
+# Tokens of a prompt that go beside rows however many there are, so that no prompt starves.
 LEAST_CHUNK = 16
-"""Tokens of a prompt that go beside rows however many there are, so that no prompt starves."""
 
 What = Literal["started", "prefilled", "reserved", "finished"]
 
@@ -137,8 +137,8 @@ class SimNode:
     name: str
     role: Role
     spec: NodeSpec
+    # What its steps take; None: what it says they do.
     real_cost: NodeCost | None = None
-    """What its steps take; None: what it says they do."""
     cache: PrefixCache = field(init=False)
     cost: NodeCost = field(init=False)
     outcomes: list[tuple[float, What, Task]] = field(default_factory=list)

@@ -19,8 +19,8 @@ from pdcluster_router.replay.simulation import RequestInFlight
 
 TTFT_FACTOR = 5.0
 TPOT_FACTOR = 2.0
+# The longest tenth of the prompts are the long ones.
 LONG_SHARE = 0.1
-"""The longest tenth of the prompts are the long ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,18 +31,18 @@ from pdcluster_router.queueing.hold_queue import HoldLimits
 from pdcluster_router.replay.feed import IMMEDIATE, Feed, FeedSpec
 from pdcluster_router.replay.node import SimNode, Task
 
+# Nobody is refused for waiting long, so that policies are compared by the waits of all.
 PATIENT = HoldLimits(count=1 << 40, size_bytes=1 << 60, age_s=math.inf)
-"""Nobody is refused for waiting long, so that policies are compared by the waits of all."""
 
 BYTES_PER_TOKEN = 8
+# Clients allow more tokens than answers take, so the router goes by the usual length.
 MOST_OUTPUT = 1 << 20
-"""Clients allow more tokens than answers take, so the router goes by the usual length."""
 
 TICK_S = 0.05
 SOONEST_S = 0.005
 
+# How long blocks are expected of a node after a request was sent to it, beyond the wait that the node reports.
 EXPECTED_S = 5.0
-"""How long blocks are expected of a node after a request was sent to it, beyond the wait that the node reports."""
 
 
 @dataclass(slots=True)
@@ -99,8 +99,8 @@ class PathSpeeds:
     def __init__(self, nodes: Sequence[str], bandwidth: float) -> None:
         self._sends = dict.fromkeys(nodes, bandwidth)
         self._receives = dict.fromkeys(nodes, bandwidth)
+        # Since something was last observed.
         self._told: dict[str, dict[str, float]] = {}
-        """Since something was last observed."""
 
     def observe(self, source: str, target: str, rate: float) -> None:
         self._sends[source] += self.NEWEST * (rate - self._sends[source])

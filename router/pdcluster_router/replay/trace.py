@@ -26,12 +26,12 @@ from pdcluster.core.messages import HASH_BYTES
 MOONCAKE_BLOCK_TOKENS = 512
 MAX_FILE_BYTES = 2 << 30
 MAX_REQUESTS = 5_000_000
+# Of one prompt or one answer; a longer one is taken for a broken line.
 MAX_TOKENS = 10_000_000
-"""Of one prompt or one answer; a longer one is taken for a broken line."""
 
+# Chained hashes of full blocks, from the first token on; equal hashes are one object, so that memory and comparisons
+# stay small.
 Blocks = tuple[bytes, ...]
-"""Chained hashes of full blocks, from the first token on; equal hashes are one object, so that memory and comparisons
-stay small."""
 
 
 @dataclass(frozen=True, slots=True)

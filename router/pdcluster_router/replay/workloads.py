@@ -18,8 +18,8 @@ from pdcluster.core.errors import ConfigError
 from pdcluster_router.replay.trace import BlockChain, Blocks, Trace, TraceRequest, in_order
 
 BLOCK_TOKENS = 512
+# What a token of an answer takes before the next turn may come; only spaces the turns of a session.
 ANSWER_TOKEN_S = 0.03
-"""What a token of an answer takes before the next turn may come; only spaces the turns of a session."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,8 +60,8 @@ from pdcluster_router.request.begun import Begun, backend_of
 QUEUE, ROOM, HANDSHAKE, TRANSFER, LIVENESS = Stage
 NO_TIMINGS = LegTimings()
 
+# Decode legs that may fail (refusals are none) before the prompt is tried anew.
 MAX_DECODE_FAILURES = 3
-"""Decode legs that may fail (refusals are none) before the prompt is tried anew."""
 
 
 class Attempt:
@@ -88,14 +88,14 @@ class Attempt:
         self._avoid: set[str] = set()
         self._held: TokenRow | None = None
         self._early: list[TokenRow] = []
+        # Tokens of earlier attempts: what the prefill node computes, and so what every decode node of this attempt
+        # gets.
         self._base = len(job.emitted)
-        """Tokens of earlier attempts: what the prefill node computes, and so what every decode node of this attempt
-        gets."""
         self._has_token = self._is_reserved = self._is_delivered = self._decode_spoke = False
         self._decode_failures = 0
         self._clocks: dict[Stage, float] = {}
+        # Not later than the first clock that runs out; earlier when a clock was stopped or moved since.
         self.due = job.deadline
-        """Not later than the first clock that runs out; earlier when a clock was stopped or moved since."""
         self._route: RequestRoute | None = None
         self.prefill_timings = NO_TIMINGS
         self.finished: Finished | None = None

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+# Hears of the boot of the node that decodes the leader; None: there is none to follow.
 Heard = Callable[[str | None], None]
-"""Hears of the boot of the node that decodes the leader; None: there is none to follow."""
 
 
 class ForkGroups:

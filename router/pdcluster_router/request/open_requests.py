@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pdcluster.core.errors import Cancelled
 from pdcluster_router.core.generation import Mode
 
+# A client that is being served when its request is cancelled has so long to read on, and then gets its error; one that
+# does not is hung up on.
 HANG_UP_S = 0.25
-"""A client that is being served when its request is cancelled has so long to read on, and then gets its error; one that
-does not is hung up on."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,12 +15,12 @@ from pdcluster_router.queueing.hold_queue import HoldLimits
 
 logger = logging.getLogger(__name__)
 
+# Before the first retry, the second, and later ones.
 RETRY_PAUSES_S = (0.0, 0.1, 0.5)
-"""Before the first retry, the second, and later ones."""
 
+# Longest time that a node's refusal of one request counts for the others: a small one may find room where a large one
+# did not.
 SHUT_S = 0.1
-"""Longest time that a node's refusal of one request counts for the others: a small one may find room where a large one
-did not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class RetryBudget:
         self._settings = settings
         self._held_since: float | None = None
         self._emitted = 0
+        # The one that runs now included; refusals are not attempts.
         self.attempts = 1
-        """The one that runs now included; refusals are not attempts."""
 
     def spend(self, failure: RetryAttempt, job: Job, now: float) -> float:
         """Seconds to wait before the next attempt; raises the cause when there must not be one."""

@@ -37,8 +37,8 @@ from pdcluster_router.request.timers import Timers
 
 logger = logging.getLogger(__name__)
 
+# What a prompt's token takes while it waits: in a list, packed, and its share of the hashes.
 BYTES_PER_TOKEN = 16
-"""What a prompt's token takes while it waits: in a list, packed, and its share of the hashes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from pdcluster_router.request.open_requests import HANG_UP_S
 
 T = TypeVar("T")
 
+# Events that wait for a reader; one that is further behind is given up.
 MAX_UNREAD = 1 << 16
-"""Events that wait for a reader; one that is further behind is given up."""
 
 
 class Unread(Generic[T]):

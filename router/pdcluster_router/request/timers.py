@@ -17,8 +17,8 @@ from typing import Protocol
 from pdcluster.core.errors import IntegrityError
 
 TICK_S = 0.005
+# So many make a tick of moments that are FAR_S away or more.
 COARSE_TICKS = 32
-"""So many make a tick of moments that are FAR_S away or more."""
 FAR_S = 1.0
 
 Ring = Callable[[], None]
@@ -30,10 +30,10 @@ class Timers:
     def __init__(self, tick_s: float = TICK_S) -> None:
         self._tick_s = tick_s
         self._loop: asyncio.AbstractEventLoop | None = None
+        # By tick. Dicts, so that those of one tick ring in the order in which they were set.
         self._rings: dict[int, dict[Ring, None]] = {}
-        """By tick. Dicts, so that those of one tick ring in the order in which they were set."""
+        # A heap of the ticks above, those included whose alarms were all dropped.
         self._ticks: list[int] = []
-        """A heap of the ticks above, those included whose alarms were all dropped."""
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
@@ -97,16 +97,16 @@ class Timers:
 #
 # For those that only want to be looked at before so many seconds are over: a round may ring for them a little sooner.
 
+# For so long a round takes in more: as exact as alarms are that are so far away.
 OPEN_S = COARSE_TICKS * TICK_S
-"""For so long a round takes in more: as exact as alarms are that are so far away."""
 
 
 class Member(Protocol):
     def ring(self) -> None: ...
 
 
+# In the order in which they came. Whoever leaves takes itself out.
 Round = dict[Member, None]
-"""In the order in which they came. Whoever leaves takes itself out."""
 
 
 class TimerBuckets:

@@ -24,11 +24,11 @@ T = TypeVar("T")
 Reply = Callable[[frames.AnyQuestion], Awaitable[object]]
 Hear = Callable[[Event], None]
 
+# Being answered at a time.
 MAX_QUESTIONS = 256
-"""Being answered at a time."""
 
+# More than this waiting to be read means that the other end does not read.
 MAX_UNSENT_BYTES = 2 * frames.MAX_FRAME_BYTES
-"""More than this waiting to be read means that the other end does not read."""
 
 
 class WorkerSilent(Unavailable):

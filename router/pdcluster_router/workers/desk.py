@@ -19,8 +19,8 @@ from pdcluster_router.workers.exposition import families_of
 from pdcluster_router.workers.worker import WorkerIdentity
 
 SUPERVISOR = "the router's supervisor"
+# Longest wait for the metrics of all workers.
 SCRAPE_S = 5.0
-"""Longest wait for the metrics of all workers."""
 
 
 class WorkerEndpoint:

@@ -36,14 +36,14 @@ from pdcluster_router.workers.exposition import Family, exposition
 
 logger = logging.getLogger(__name__)
 
+# Longest wait for a worker's answer.
 ASK_S = 2.0
-"""Longest wait for a worker's answer."""
 
+# For what a node must answer, too.
 MANAGE_S = 6.0
-"""For what a node must answer, too."""
 
+# A drain looks at all workers this often.
 LOOK_S = 0.1
-"""A drain looks at all workers this often."""
 
 T = TypeVar("T")
 

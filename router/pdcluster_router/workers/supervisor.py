@@ -27,22 +27,22 @@ from pdcluster_router.workers import ports
 from pdcluster_router.workers.fleet import Fleet
 from pdcluster_router.workers.worker import WorkerIdentity
 
+# What a worker runs, whether it is started afresh or was the spare.
 PROGRAM = "pdcluster_router.cli"
-"""What a worker runs, whether it is started afresh or was the spare."""
 SPARE = "pdcluster_router.spare"
 
 logger = logging.getLogger(__name__)
 
 READY_S = 60.0
+# A worker gets this much longer than its own drain before it is killed.
 GRACE_S = 1.0
-"""A worker gets this much longer than its own drain before it is killed."""
 
+# Crashes of one worker within a minute; after more the router ends.
 RESTARTS = 5
-"""Crashes of one worker within a minute; after more the router ends."""
 
+# Before a worker that died is started again; doubled with each crash. Short, because the others carry its load and a
+# start takes a second.
 FIRST_DELAY_S = 0.02
-"""Before a worker that died is started again; doubled with each crash. Short, because the others carry its load and a
-start takes a second."""
 
 SOCKET_NAME = "control"
 

@@ -201,8 +201,8 @@ class LocalCluster:
     group_s: next to nothing makes one group of each layer. make_backend: the medium of every node; default: scripted
     ones by these names, whose faults are `networks[name].plan`."""
 
+    # Whether nodes plan a step before the tokens of the one before are known.
     looks_ahead = True
-    """Whether nodes plan a step before the tokens of the one before are known."""
 
     def __init__(
         self,

@@ -21,13 +21,13 @@ import psutil
 READY = re.compile(r"ready in [\d.]+ s: (http://\S+)/v1\s+grpc (\S+)\s+admin (\S+)\s+model (\S+)")
 READY_S = 120.0
 IDLE_S = 60.0
+# In the environment of a cluster's processes, so that they are known when nobody is left to ask who started them.
 MARK = "PROCESS_OF_TEST"
-"""In the environment of a cluster's processes, so that they are known when nobody is left to ask who started them."""
 
+# For clusters in which nobody shall be lost, whatever else the machine does.
 PATIENT = [f"--set={who}.lease_s=60" for who in ("node", "router", "bootstrap")] + [
     "--set=router.stages.handshake_s=60"
 ]
-"""For clusters in which nobody shall be lost, whatever else the machine does."""
 
 
 class Up:

@@ -28,8 +28,8 @@ from pdcluster_router.core.stages import StageDeadlines
 
 STEP_S = 0.001
 SHORTEST_WAIT_S = 0.0002
+# The bootstrap tells of a death this much later.
 UNLISTED_AFTER_S = 1.5
-"""The bootstrap tells of a death this much later."""
 
 
 class TimedOracle(OracleEngine):

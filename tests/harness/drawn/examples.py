@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+# Set before tests are collected.
 is_full = True
-"""Set before tests are collected."""
 
 
 def examples(few: int, many: int) -> int:

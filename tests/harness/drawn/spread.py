@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 from xdist.scheduler.loadfile import LoadFileScheduling
 
+# Minutes long in a full run, of tests that share nothing but what is cheap to make twice.
 SPREAD = frozenset(
     {
         "tests/faults/test_fault_matrix.py",
@@ -16,7 +17,6 @@ SPREAD = frozenset(
         "tests/unit/transfer/protocol/test_session_interleavings.py",
     }
 )
-"""Minutes long in a full run, of tests that share nothing but what is cheap to make twice."""
 
 
 def unit_of(nodeid: str) -> str:

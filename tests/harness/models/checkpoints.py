@@ -13,8 +13,8 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig, PreTraine
 
 from pdcluster.settings.config import cache_directory
 
+# Compiled kernels are kept between test runs, for these and for the nodes of clusters.
 KERNEL_CACHE = cache_directory()
-"""Compiled kernels are kept between test runs, for these and for the nodes of clusters."""
 
 FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "mistral": MistralConfig}
 NAMES = {

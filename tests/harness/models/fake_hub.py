@@ -29,8 +29,8 @@ class FakeHub:
     token: str | None = None
     is_gated: bool = False
     cuts: Counter[str] = field(default_factory=Counter)
+    # Whole or partial bodies that were asked for, by name.
     fetched: Counter[str] = field(default_factory=Counter)
-    """Whole or partial bodies that were asked for, by name."""
     resumed: Counter[str] = field(default_factory=Counter)
     tokens: set[str] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)

@@ -66,14 +66,14 @@ class OracleEngine:
         self.layers_done = 0
         self.hold = False
         self.num_bells = 0
+        # That many of the next steps raise instead of computing.
         self.fail_steps = 0
-        """That many of the next steps raise instead of computing."""
+        # By request: from which output token on its row gets none, and why.
         self.row_errors: dict[str, tuple[int, RowError]] = {}
-        """By request: from which output token on its row gets none, and why."""
+        # Steps that were launched behind another.
         self.num_ahead = 0
-        """Steps that were launched behind another."""
+        # The step that is computed.
         self._plan: StepPlan | None = None
-        """The step that is computed."""
         self._next: StepPlan | None = None
         self._outcomes: deque[StepResult | RuntimeError] = deque()
         self._drawn: dict[str, int | None] | None = None

@@ -53,8 +53,8 @@ class ByHand(ScriptedDispatcher):
 
     sinks: list[Sink] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
+    # Happens before `start` returns.
     on_start: Callable[[], object] = lambda: None
-    """Happens before `start` returns."""
 
     def start(self, generation: Generation, sink: Sink) -> ByHand:
         self.sinks.append(sink)

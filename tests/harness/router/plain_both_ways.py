@@ -196,12 +196,12 @@ class Scene:
     deadline_s: float = 600.0
     setting: Setting = Setting()
     moment: float = 100.0
+    # All that was to be seen after each step.
     told: list[object] = field(default_factory=list)
-    """All that was to be seen after each step."""
     exchanges: list[Exchange] = field(default_factory=list)
     at: int = 0
+    # Requests that were told to go from the numbers of the nodes alone.
     num_going: int = 0
-    """Requests that were told to go from the numbers of the nodes alone."""
 
     def __post_init__(self) -> None:
         setting = self.setting
@@ -452,6 +452,7 @@ Steps = list[tuple[str, int, tuple[int, ...]]]
 
 
 MOST_ASKED = 6
+# What a script may ask for; those with a priority are not plain.
 ASKED: tuple[dict[str, object], ...] = (
     {"prompt": list(range(5, 15)), "max_tokens": 9},
     {"prompt": list(range(5, 15)), "max_tokens": 9, "stream": True},
@@ -461,7 +462,6 @@ ASKED: tuple[dict[str, object], ...] = (
     {"prompt": list(range(40, 160)), "temperature": 0},
     {"prompt": list(range(5, 15)), "priority": -1, "cache_salt": "own"},
 )
-"""What a script may ask for; those with a priority are not plain."""
 
 
 async def play(

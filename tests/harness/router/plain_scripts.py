@@ -14,8 +14,8 @@ TOKENS = st.lists(
 ).map(tuple)
 
 LOCAL: Steps = [("scheduled", 2, ()), *[("row", 0, (letter,)) for letter in LETTERS[:5]], ("finished", 0, ())]
+# Whose node only says at the end what it had cached.
 UNANNOUNCED: Steps = [*LOCAL[1:-1], ("finished", 2, ())]
-"""Whose node only says at the end what it had cached."""
 REMOTE: Steps = [
     ("scheduled", 2, ()), ("reserved", 0, ()), ("token", 0, (LETTERS[0],)), ("again", 0, (LETTERS[0],)), ("delivered",
     2, ()),

@@ -10,8 +10,8 @@ import asyncio
 import selectors
 import time
 
+# More than this at a time does not pass, beyond what the loop meant to wait.
 MOST_S = 0.01
-"""More than this at a time does not pass, beyond what the loop meant to wait."""
 
 
 class PatientClock:

@@ -18,8 +18,8 @@ import zmq
 from virtual_time import VirtualLoop
 
 LATENCY_S = 0.0002
+# Timers of the same moment go off in any order, so frames that follow each other get moments of their own.
 TICK_S = 1e-7
-"""Timers of the same moment go off in any order, so frames that follow each other get moments of their own."""
 RECONNECT_S = 0.05
 FIRST_FD = 1 << 30
 
@@ -33,8 +33,8 @@ class Delivery:
     in_order: bool = True
 
 
+# (connection, sender, frame) → what arrives of it.
 Tap = Callable[["Connection", str, bytes], list[Delivery]]
-"""(connection, sender, frame) → what arrives of it."""
 
 
 def as_sent(connection: Connection, sender: str, data: bytes) -> list[Delivery]:
@@ -47,8 +47,8 @@ class Connection:
     dealer: Socket
     router: Socket
     is_up: bool = True
+    # Process → when the last frame that it sent in order arrives.
     free_at: dict[str, float] = field(default_factory=dict)
-    """Process → when the last frame that it sent in order arrives."""
 
 
 class Wire:

@@ -121,8 +121,8 @@ def test_greedy_rows_take_the_best_logit_from_the_forward(
     assert (last.logprobs is not None) == ("logprobs" in changes)
 
 
+# No node has compiled that.
 LOST = greedy(2, grammar=Grammar('{"type": "regex", "pattern": "a"}'))
-"""No node has compiled that."""
 
 
 def test_prompt_logprobs_come_where_the_forward_finds_the_best_logit(bfloat16: Engine) -> None:

@@ -18,8 +18,8 @@ from pdcluster.kv.hashing import block_hashes
 from pdcluster.kv.pages import PagePool
 
 BLOCK = 2
+# Each element stands for one page; two values make prefixes collide often.
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=5)
-"""Each element stands for one page; two values make prefixes collide often."""
 
 
 @dataclass
@@ -36,10 +36,10 @@ class Holder:
 class Model:
     owners: dict[int, int] = field(default_factory=dict)
     writer: dict[int, int] = field(default_factory=dict)
+    # text up to the end of the page → page
     cache: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """text up to the end of the page → page"""
+    # When the page was last held, or last had a cached descendant that was held.
     used_at: dict[int, int] = field(default_factory=dict)
-    """When the page was last held, or last had a cached descendant that was held."""
 
 
 class PagePoolMachine(RuleBasedStateMachine):

@@ -60,8 +60,8 @@ class FakeEngine:
     def __init__(self, num_pages: int, page_tokens: int) -> None:
         self.page_tokens = page_tokens
         self.memory = np.full((num_pages, page_tokens), EMPTY, np.int64)
+        # The tokens of the last step, for the step that follows it.
         self.drawn: dict[str, int | None] = {}
-        """The tokens of the last step, for the step that follows it."""
 
     def write(self, pages: list[int], start: int, entries: list[int]) -> None:
         """KV entries of positions start…, as a transfer would bring them."""

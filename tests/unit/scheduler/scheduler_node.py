@@ -11,8 +11,8 @@ from pdcluster.scheduler.scheduler import Scheduler, SchedulerLimits, Update
 from pdcluster.scheduler.sequence import Sequence
 
 PAGE = 4
+# 20 tokens.
 LONG = list(range(10)) + [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
-"""20 tokens."""
 
 
 class Node:

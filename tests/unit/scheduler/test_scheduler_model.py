@@ -55,8 +55,8 @@ class Request:
     sampling: Sampling
     tokens: list[int] = field(default_factory=list)
     attempt: int = 0
+    # Came as a slot: its prompt logprobs are the prefill node's business.
     slot: bool = False
-    """Came as a slot: its prompt logprobs are the prefill node's business."""
     ends: list[str] = field(default_factory=list)
     prompt_logprobs: list[tuple[object, ...]] = field(default_factory=list)
 
@@ -74,17 +74,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.parked: list[str] = []
         self.slots: list[Slot] = []
+        # Slots that were dropped while their writer may still write.
         self.stale: list[Slot] = []
-        """Slots that were dropped while their writer may still write."""
         self.readers: list[tuple[list[int], list[list[int]]]] = []
+        # In flight, oldest first.
         self.plans: deque[StepPlan] = deque()
-        """In flight, oldest first."""
+        # The same with their page tables as they were at the launch, by which the engine may go.
         self.taken: deque[StepPlan] = deque()
-        """The same with their page tables as they were at the launch, by which the engine may go."""
+        # Of those that the engine is done with.
         self.results: deque[StepResult] = deque()
-        """Of those that the engine is done with."""
+        # The step in flight was to take tokens from one that failed.
         self.is_void = False
-        """The step in flight was to take tokens from one that failed."""
         self.counts: Counter[str] = Counter()
         self.index: set[bytes] = set()
         self.build(6, 1, 5, 3)

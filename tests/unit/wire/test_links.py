@@ -21,12 +21,12 @@ from pdcluster.wire.router_link import LinkState, NodeLink
 from pdcluster.wire.sockets import WireSettings
 
 Context = zmq.Context[zmq.Socket[bytes]]
+# What a router's links speak over: None, the loop's own sockets.
 Own = Context | None
-"""What a router's links speak over: None, the loop's own sockets."""
 Make = Callable[..., Node]
 ME = Peer("router-0", "boot-r")
+# Whose ticks are minutes apart.
 PATIENT = dataclasses.replace(SETTINGS, heartbeat_s=2000.0, lease_s=9000.0, rewelcome_s=9000.0)
-"""Whose ticks are minutes apart."""
 
 
 class Router:

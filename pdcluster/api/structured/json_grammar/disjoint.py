@@ -8,11 +8,11 @@ from typing import Any
 from pdcluster.api.structured.json_grammar.kinds import KINDS, kind_of, kinds_of, values_of
 
 Schema = Mapping[str, Any]
+# A schema, or what its reference names.
 Resolve = Callable[[object], object]
-"""A schema, or what its reference names."""
 
+# Into properties of properties.
 MAX_LOOKS = 8
-"""Into properties of properties."""
 
 
 def identity(value: object) -> object:

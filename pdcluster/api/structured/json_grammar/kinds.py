@@ -11,6 +11,7 @@ from pdcluster.core.errors import BadRequest
 Schema = Mapping[str, Any]
 
 KINDS = ("object", "array", "string", "number", "integer", "boolean", "null")
+# Keywords that speak of one type alone, and tell it where no type is given.
 KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     "string": ("minLength", "maxLength", "pattern", "format"),
@@ -25,14 +26,13 @@ KEYWORDS: Mapping[str, tuple[str, ...]] = {
         "maxProperties",
     ),
 }
-"""Keywords that speak of one type alone, and tell it where no type is given."""
+# Values that ask for nothing, beside null, which does so anywhere.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "minLength": (0,), "minItems": (0,), "minProperties": (0,), "required": ([],), "additionalProperties": (True, {}),
     "items": (True, {}),
     "additionalItems": (True, {}), "propertyNames": (True, {}), "patternProperties": ({},), "prefixItems": ([],),
     "allOf": ([],),
 }  # fmt: skip
-"""Values that ask for nothing, beside null, which does so anywhere."""
 
 
 def asks(node: Schema, keyword: str) -> bool:

@@ -14,8 +14,8 @@ import msgspec
 
 DIGITS = 19
 FRACTION_DIGITS = 15
+# Beyond it a float holds no fraction, and not every whole number.
 EXACT = 2**53
-"""Beyond it a float holds no fraction, and not every whole number."""
 
 NUMBER = (
     rf"(-?(0|[1-9][0-9]{{0,{DIGITS - 1}}})(\u002e[0-9]{{1,{FRACTION_DIGITS}}})?([eE][+\u002d]?[0-9]{{1,2}})?)".replace(

@@ -50,22 +50,22 @@ from pdcluster.core.errors import BadRequest
 from pdcluster.core.grammar import MAX_DEPTH
 
 MAX_SCHEMA_NODES = 10_000
+# Parts of a oneOf that are compared with each other.
 MAX_COMPARED = 64
-"""Parts of a oneOf that are compared with each other."""
+# To a reference, one after the other, where parts are compared.
 MAX_REFERENCES = 16
-"""To a reference, one after the other, where parts are compared."""
+# In a row between two parts of JSON: a model that likes line breaks would never end.
 MAX_WHITESPACE = 16
-"""In a row between two parts of JSON: a model that likes line breaks would never end."""
 
 Schema = Mapping[str, Any]
 
+# Keywords that no grammar keeps → their values that ask for nothing, beside null.
 NOT_ENFORCED: Mapping[str, tuple[object, ...]] = {
     "not": (False,), "if": (), "$dynamicRef": (), "$recursiveRef": (), "uniqueItems": (False,), "contains": (),
     "unevaluatedItems": (True, {}),
     "multipleOf": (1,), "dependentSchemas": ({},), "dependentRequired": ({},), "dependencies": ({},),
     "unevaluatedProperties": (True, {}),
 }  # fmt: skip
-"""Keywords that no grammar keeps → their values that ask for nothing, beside null."""
 SPEAKS_OF = {
     **dict.fromkeys(("uniqueItems", "contains", "unevaluatedItems"), "array"), "multipleOf": "number",
     **dict.fromkeys(("dependentSchemas", "dependentRequired", "dependencies", "unevaluatedProperties"), "object"),

@@ -80,8 +80,8 @@ KEPT: Mapping[str, str] = {
     "relative-json-pointer": rf"(?:0|[1-9]\d{{0,8}})(?:#|{_POINTER})",
 }
 
+# That JSON Schema knows, too. Any other name is an annotation, as JSON Schema has it.
 NOT_KEPT = frozenset({"regex"})
-"""That JSON Schema knows, too. Any other name is an annotation, as JSON Schema has it."""
 
 
 @lru_cache(maxsize=len(KEPT))

@@ -23,18 +23,18 @@ from pdcluster.core.errors import BadRequest
 
 Schema = Mapping[str, Any]
 
+# A longer string is no answer of a model.
 MAX_LENGTH = 100_000
-"""A longer string is no answer of a model."""
+# Characters that are counted with escapes among them: each costs the compiler a look at the whole vocabulary.
 MAX_COUNTED = 64
-"""Characters that are counted with escapes among them: each costs the compiler a look at the whole vocabulary."""
 
 _ITSELF = complement(union(CONTROLS, of_text('"\\')))
 _CODED = (
     r"u([0-9a-cA-CefEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}"
     r"|[dD][89abAB][0-9a-fA-F]{2}\u005cu[dD][c-fC-F][0-9a-fA-F]{2})"
 )
+# One character of a JSON string, in any way that it may be written.
 CHARACTER = rf"({alternatives(_ITSELF)}|\u005c([\u0022\u005c\u002fbfnrt]|{_CODED}))"
-"""One character of a JSON string, in any way that it may be written."""
 
 
 def plain_string(least: int = 0, most: int | None = None) -> Part:

@@ -10,8 +10,8 @@ from pdcluster.api.structured.grammar_rules.rules import GrammarRules, Part
 from pdcluster.api.validate import shown
 from pdcluster.core.errors import BadRequest
 
+# Of a bound: floats have up to 309.
 MAX_DIGITS = 400
-"""Of a bound: floats have up to 309."""
 LARGEST = 10**MAX_DIGITS
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
+# Both ends included; sorted, disjoint, without halves of surrogate pairs.
 Ranges = tuple[tuple[int, int], ...]
-"""Both ends included; sorted, disjoint, without halves of surrogate pairs."""
 
 LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
@@ -17,8 +17,8 @@ SURROGATES = (0xD800, 0xDFFF)
 NAMED_ESCAPES = {ord(char): json.dumps(char)[1:-1] for char in '"\\\b\f\n\r\t'}
 UTF8_LENGTHS = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, LAST))
 CONTROLS = ((0, 0x1F),)
+# Written as \uXXXX: they mean something there, or brackets in a text would count as nesting.
 NOT_PLAIN = frozenset("|[](){}.*+?^$\\-/\"'")
-"""Written as \\uXXXX: they mean something there, or brackets in a text would count as nesting."""
 
 
 def ranges_of(pairs: Iterable[tuple[int, int]]) -> Ranges:

@@ -23,8 +23,8 @@ from pdcluster.api.validate import shown
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.grammar import MAX_DEPTH
 
+# In braces. Compilers keep such numbers in 32 bits and go on with what is left of larger ones.
 MAX_REPEATS = 1_000_000
-"""In braces. Compilers keep such numbers in 32 bits and go on with what is left of larger ones."""
 MAX_ANCHORS = 100
 
 GROUPS = {
@@ -42,8 +42,8 @@ HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 NAME = re.compile(r"P?<[A-Za-z_][A-Za-z0-9_]{0,63}>")
 COUNT = re.compile(r"\{(\d+)(,?)(\d*)\}")
 
+# Characters that everybody means by it, and those that anybody does.
 Item = tuple[Ranges, Ranges]
-"""Characters that everybody means by it, and those that anybody does."""
 
 
 def parse(pattern: str, param: str) -> Node:

@@ -56,8 +56,8 @@ class Repeat:
 Node = Chars | Anchor | Concatenation | Alternation | Repeat
 EMPTY = Concatenation(())
 
+# Whether a text has to stand where all begins, and where all ends.
 Sides = tuple[bool, bool]
-"""Whether a text has to stand where all begins, and where all ends."""
 
 
 def sequence(items: list[Node]) -> Node:

@@ -50,8 +50,8 @@ class Scoring(Protocol):
     bears: Callable[..., bool]
     note_sent: Callable[..., None]
     goes: Callable[..., bool]
+    # For `place` and `place_pair`, which say all that is read of it before they are called again.
     scratch: tuple[Found, Told]
-    """For `place` and `place_pair`, which say all that is read of it before they are called again."""
     scan_ids: Scan | None
 
     def table(self, view: ClusterView) -> Table: ...

@@ -10,60 +10,60 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import sqrt
 
+# Share of a prompt's last chunk whose KV leaves after the first token, about: layers go in groups while the later ones
+# are computed.
 LAST_GROUP = 0.25
-"""Share of a prompt's last chunk whose KV leaves after the first token, about: layers go in groups while the later ones
-are computed."""
 
+# Bandwidth of a pair that has not moved anything yet.
 UNMEASURED_BYTES_S = 1e9
-"""Bandwidth of a pair that has not moved anything yet."""
 
+# Commit, its check and the acknowledgement.
 HANDOVER_S = 1e-3
-"""Commit, its check and the acknowledgement."""
 
+# Times what a row alone takes from token to token, up to which rows are well served (DESIGN §11).
 COMFORT = 2.0
-"""Times what a row alone takes from token to token, up to which rows are well served (DESIGN §11)."""
 
+# How much more a second weighs for each time that a pace is beyond that.
 STRAIN = 5.0
-"""How much more a second weighs for each time that a pace is beyond that."""
 
+# Times what a prompt takes alone, short ones given the time of a usual one, within which its first token is in time
+# (DESIGN §11).
 PATIENCE = 5.0
-"""Times what a prompt takes alone, short ones given the time of a usual one, within which its first token is in time
-(DESIGN §11)."""
 
+# Standard deviations by which a row may be slower than the mean of all. Prompts come beside it by chance, each with a
+# pause about as long as that of the one that is asked about: while there are few, as a Poisson process; the less time
+# there is without one, the less is left to chance.
 CHANCE = 1.0
-"""Standard deviations by which a row may be slower than the mean of all. Prompts come beside it by chance, each with a
-pause about as long as that of the one that is asked about: while there are few, as a Poisson process; the less time
-there is without one, the less is left to chance."""
 
+# Of what rows may take on average from token to token, as long as some of them take more.
 WELL = 0.9
-"""Of what rows may take on average from token to token, as long as some of them take more."""
 
+# Where answers are short, or rows are asked to be as fast as alone, any pause would weigh as much as it pleases, and
+# prompts wait for long instead: by replays of short answers, whose first tokens came 9 % later with 100 than without
+# any of it, and 5 % with this.
 MOST_PAUSE_WEIGHT = 4.0
-"""Where answers are short, or rows are asked to be as fast as alone, any pause would weigh as much as it pleases, and
-prompts wait for long instead: by replays of short answers, whose first tokens came 9 % later with 100 than without any
-of it, and 5 % with this."""
 
+# Of the seconds that a copy of cached tokens would take to compute: what others lose by the room that it takes, in
+# which prefixes were that no other node holds. By replays of long documents that are asked about again, in caches of a
+# third of them: with 0.5 and 1.0 first tokens come 23 and 28 % sooner than with 0.
 COPY_WEIGHT = 1.0
-"""Of the seconds that a copy of cached tokens would take to compute: what others lose by the room that it takes, in
-which prefixes were that no other node holds. By replays of long documents that are asked about again, in caches of a
-third of them: with 0.5 and 1.0 first tokens come 23 and 28 % sooner than with 0."""
 
+# Of what prompts could have had cached (`lost_prefixes`): from there on a copy costs that much. Where nothing is lost
+# it costs nothing: agents at half load, whose prefixes all fit, would wait 10 % longer.
 MUCH_LOST = 0.1
-"""Of what prompts could have had cached (`lost_prefixes`): from there on a copy costs that much. Where nothing is lost
-it costs nothing: agents at half load, whose prefixes all fit, would wait 10 % longer."""
 
 ROUNDING = 1e-9
+# Stands where zero would be divided by.
 TINY = 1e-300
-"""Stands where zero would be divided by."""
 
 PREFILL_TERMS = ("wait", "compute", "fetch", "price", "slowed", "copy")
 DECODE_TERMS = ("room", "exposed", "decode", "others", "row_price", "copy")
 LOCAL_TERMS = (*PREFILL_TERMS, "room", "decode", "others", "row_price")
 
 Numbers = Sequence[float]
+# What holds for all nodes at one moment: the price, seconds that later prompts lose for each second of work; and of the
+# time in which prompts are computed, the share on a node that does so for others, and on a decode node.
 Market = tuple[float, float, float]
-"""What holds for all nodes at one moment: the price, seconds that later prompts lose for each second of work; and of
-the time in which prompts are computed, the share on a node that does so for others, and on a decode node."""
 
 # Columns of a table of nodes: the fields of `stations.Station`, in their order. What they follow from stands behind
 # them (`settling`).

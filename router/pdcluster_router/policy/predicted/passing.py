@@ -33,12 +33,11 @@ from pdcluster_router.policy.predicted.node_state import (
 )
 from pdcluster_router.policy.predicted.scoring import Table
 
+# Prompts are computed ahead of full decode nodes until finished KV fills one part in so many of a prefill node's pool.
 AHEAD = 4
-"""Prompts are computed ahead of full decode nodes until finished KV fills one part in so many of a prefill node's
-pool."""
 
+# Of the time that a first token has, for the prompts before it on the node, and for what was predicted wrongly.
 HALF = 0.5
-"""Of the time that a first token has, for the prompts before it on the node, and for what was predicted wrongly."""
 
 
 def goes(

@@ -48,8 +48,8 @@ Told = MutableSequence[float]
 (GOES, SENT_S, ESTIMATE_S, BEST, BEST_S, CALM, NUM_TOLD) = range(SKIPPED, SKIPPED + 7)
 FIRST_TOLD = NUM_TOLD + 3
 TOLD_ESTIMATE, TOLD_SPREAD, TOLD_DOUBT = ENTRY, ENTRY + 1, ENTRY + 2
+# Behind the numbers of an entry: its own ESTIMATE_S, -1 where it has none, and what that may be wrong by.
 TOLD_ENTRY = ENTRY + 3
-"""Behind the numbers of an entry: its own ESTIMATE_S, -1 where it has none, and what that may be wrong by."""
 MOST_TOLD = FIRST_TOLD + 3 * MOST_CANDIDATES * TOLD_ENTRY
 
 

@@ -54,14 +54,14 @@ Table = Sequence[Numbers]
 Rows = Sequence[int]
 Found = MutableSequence[float]
 
+# Of rows that a prompt slows at all.
 LEAST_STRAIN = 0.05
-"""Of rows that a prompt slows at all."""
 
+# Nobody computes prompts for longer than that and still takes rows.
 MOST_SHARE = 0.9
-"""Nobody computes prompts for longer than that and still takes rows."""
 
+# More than that is not known better either, and a mode shall not stay for ever.
 MOST_DOUBT = 0.5
-"""More than that is not known better either, and a mode shall not stay for ever."""
 
 # What is found. Modes are numbered as PREVIOUS. SKIPPED: better prefill nodes that have no partner. BEARABLE: rows that
 # a node of mode local may hold up for long, -1 for none. IS_CALM: 0 where every local node holds up too many. The
@@ -86,11 +86,11 @@ MOST_DOUBT = 0.5
 ) = range(14)
 NO_MODE, LOCAL, REMOTE = 0.0, 1.0, 2.0
 PREFILL_LEG, DECODE_LEG, LOCAL_LEG = 0, 1, 2
+# Kept of a leg, the best first.
 MOST_CANDIDATES = 16
-"""Kept of a leg, the best first."""
 ENTRY_ROW, ENTRY_COST, ENTRY_FETCHED, ENTRY_CACHED, ENTRY_VALUES = 0, 1, 2, 3, 4
+# Numbers of one node of a leg; a leg of fewer terms leaves the last ones.
 ENTRY = ENTRY_VALUES + 10
-"""Numbers of one node of a leg; a leg of fewer terms leaves the last ones."""
 HEADER = NUM_LEG + 3
 NUM_FOUND = HEADER + 3 * MOST_CANDIDATES * ENTRY
 

@@ -38,10 +38,10 @@ class Plain:
         self._shared, self._metrics = shared, metrics
         self._rounds = TimerBuckets(shared.timers, stages.local_s), TimerBuckets(shared.timers, stages.remote_s)
         self._kinds: dict[tuple[object, ...], Kind] = {}
+        # The models that kinds are of.
         self._infos: Sequence[ModelInfo] = ()
-        """The models that kinds are of."""
+        # By tenant, which do not change.
         self._standings: dict[str, TenantPriority] = {}
-        """By tenant, which do not change."""
 
     def take(self, exchange: Exchange, request: CompletionRequest, deadline_s: float) -> bool:
         """Whether it goes this way; its exchange is answered then. deadline_s: from its arrival on, at most."""

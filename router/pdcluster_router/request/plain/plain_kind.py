@@ -23,16 +23,16 @@ from pdcluster_router.core.random_pool import draw_bits
 from pdcluster_router.frontend.prepare import OPTIONS, SEED_BITS, ServedModel, find_plan
 
 IN_KIND = ("model", *OPTIONS, "skip_special_tokens", "n", "stream")
+# Each request may have its own of these, or they are without effect here.
 FREE = (
     "prompt", "max_tokens", "seed", "add_special_tokens", "stream_options",
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
 )  # fmt: skip
-"""Each request may have its own of these, or they are without effect here."""
+# None of these may be given.
 NOT_PLAIN = tuple(name for name in CompletionRequest.__struct_fields__ if name not in (*IN_KIND, *FREE))
-"""None of these may be given."""
 
+# Of a prompt that is looked at sooner than numpy is called.
 FEW_TOKENS = 256
-"""Of a prompt that is looked at sooner than numpy is called."""
 
 key_of = attrgetter(*IN_KIND, *NOT_PLAIN)
 _largest = np.maximum.reduce

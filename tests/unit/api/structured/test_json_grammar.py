@@ -377,6 +377,7 @@ TRAP["properties"] = {
     "b": {"$ref": "#/$defs/loop"},
     "c": {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "null"}]},
 }
+# A union as pydantic writes it: the kind has a default, so it is not required.
 KINDS = {
     "$defs": {
         name: {
@@ -395,7 +396,6 @@ KINDS = {
     "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
     "discriminator": {"propertyName": "kind"},
 }
-"""A union as pydantic writes it: the kind has a default, so it is not required."""
 WHOLE = (
     KINDS,
     TREE,

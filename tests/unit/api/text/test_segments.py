@@ -19,9 +19,9 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.api.text.segments import SegmentedEncoder, is_piecewise, longest_of
 
+# <|start|>x is longer than <|start|>; <mask> takes blanks, <word> stands alone, " <pad>" begins with a blank, <N> is
+# normalized, <raw> is none.
 SPECIAL = ("<s>", "</s>", "<|start|>", "<|end|>", "<|start|>x", "<mask>", "<word>", " <pad>", "<N>", "<raw>")
-"""<|start|>x is longer than <|start|>; <mask> takes blanks, <word> stands alone, " <pad>" begins with a blank, <N> is
-normalized, <raw> is none."""
 
 NORMALIZERS: dict[str, Any] = {
     "none": None,

@@ -14,8 +14,8 @@ from pdcluster.engine.kernels.attention_rows_avx2 import HALF, TOKENS, score_til
 from pdcluster.engine.kernels.intrinsics import address
 
 RNG = np.random.default_rng
+# In what a block leaves alone.
 BEHIND = 7.0
-"""In what a block leaves alone."""
 
 
 def words(*size: int) -> NDArray[np.uint16]:

@@ -35,10 +35,10 @@ from pdcluster.processes.kernel_cache import filling
 
 PAGE, PAGES, VOCABULARY = 8, 200, 97
 LIMITS = PlanLimits(VOCABULARY, PAGES, PAGE, 800)
+# Two steps of bfloat16. Kernels may add up in any order (fastmath), and of a kernel that others call each has a
+# compiled copy of its own; which copy runs depends on what a process loaded first. Heads that are normalised, where
+# that was seen, are held to one order in `test_select`.
 ROUNDING = 2.0**-6
-"""Two steps of bfloat16. Kernels may add up in any order (fastmath), and of a kernel that others call each has a
-compiled copy of its own; which copy runs depends on what a process loaded first. Heads that are normalised, where that
-was seen, are held to one order in `test_select`."""
 SHAPES = {
     "norms of heads": Shape(
         "qwen3", hidden_size=64, intermediate_size=96, head_dim=32, vocab_size=VOCABULARY, num_layers=3

@@ -24,8 +24,8 @@ from pdcluster.kv.pool import TORCH_DTYPE
 from pdcluster.processes.kernel_cache import filling
 
 TOLERANCE: dict[DType, float] = {"float32": 1e-5, "bfloat16": 2e-2}
+# Of what is rounded once, when it is stored.
 ROUNDED: dict[DType, float] = {"float32": 1e-5, "bfloat16": 2**-8}
-"""Of what is rounded once, when it is stored."""
 
 
 @pytest.fixture(params=["torch", "cpu", "cpu with 3 threads", "cpu without panels"])

@@ -15,8 +15,8 @@ from pdcluster.engine.sampling.deadline_pool import (
     PoolFull,
 )
 
+# Of a job that waits, and computes nothing.
 LATE = MissedDeadline(is_starved=True)
-"""Of a job that waits, and computes nothing."""
 
 
 def test_answers_come_in_the_order_of_the_jobs():

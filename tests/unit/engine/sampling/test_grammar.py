@@ -200,8 +200,8 @@ def test_a_lost_state_and_a_foreign_token_end_one_row_only(engine):
     assert dead[0].retryable
 
 
+# What may follow takes longer to find with every token.
 AMBIGUOUS = 'root ::= e\ne ::= e e | e e e | e e e e | [a-z]* | ""'
-"""What may follow takes longer to find with every token."""
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from pdcluster.transfer.backends.base import WriteStatus
 from pdcluster.transfer.backends.fake import Fault
 
 PROMPT = prompt_of(42)
+# Tokens of its full pages.
 HELD = 40
-"""Tokens of its full pages."""
 
 
 def is_held(nodes: PullingNodes, name: str = "r#0") -> bool:

@@ -372,8 +372,8 @@ async def test_what_came_before_junk_is_answered(
     assert dispatcher.cancelled == []
 
 
+# As Java's client and `curl --http2` ask for HTTP/2.
 UPGRADES = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAEAAEAAAAIAAAAB")
-"""As Java's client and `curl --http2` ask for HTTP/2."""
 FRAMINGS = (f"content-length: {len(BODY)}", "transfer-encoding: chunked")
 
 

@@ -22,8 +22,8 @@ from pdcluster_router.policy.registry import POLICIES, make_policy
 
 MADE = [make_policy(name) for name in POLICIES]
 EVERY = pytest.mark.parametrize("policy", MADE, ids=lambda policy: policy.name)
+# No test asserts a time, not even that examples are drawn quickly on a machine that does other things, too.
 UNHURRIED = settings(max_examples=examples(60, 200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-"""No test asserts a time, not even that examples are drawn quickly on a machine that does other things, too."""
 
 LOADED = [name for name in POLICIES if name not in ("round-robin", "random", "session", "power-of-two")]
 

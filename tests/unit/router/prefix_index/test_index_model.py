@@ -20,8 +20,8 @@ from pdcluster_router.prefix_index.expected import ExpectedBlocks
 from pdcluster_router.prefix_index.index import PrefixIndex
 
 NODES = [f"node-{i}" for i in range(5)]
+# Each element stands for one block; few values make prefixes collide often.
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
-"""Each element stands for one block; few values make prefixes collide often."""
 
 
 def chain(text: list[int]) -> bytes:

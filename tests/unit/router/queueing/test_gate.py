@@ -287,8 +287,8 @@ def test_a_node_that_does_nothing_is_open_whatever_is_believed_of_it() -> None:
 # ------------------------------------------------------------ for the sake of rows
 
 
+# A row alone takes 11 ms a token and may take 22: a node has room for 12 of them.
 SLOW = NodeCost(PrefillCost(0.0, TOKEN_S, samples=100), DecodeCost(0.01, 0.001, samples=100))
-"""A row alone takes 11 ms a token and may take 22: a node has room for 12 of them."""
 
 
 def batch(rows: int) -> m.Load:
@@ -369,9 +369,9 @@ def chunked(node: NodeView, new: m.Load) -> NodeView:
     return replace(node, cost=CHUNKED, load=msgspec.structs.replace(new, itl_s=0.0), max_len=10_000)
 
 
+# A chunk takes 16 ms and each row beside it 1 ms; rows may take 22 ms a token: two bear prompts in every step, eight do
+# not.
 CHUNKED = NodeCost(PrefillCost(0.0, TOKEN_S, chunk_tokens=16, samples=100), DecodeCost(0.01, 0.001, samples=100))
-"""A chunk takes 16 ms and each row beside it 1 ms; rows may take 22 ms a token: two bear prompts in every step, eight
-do not."""
 
 
 def make_deep(waiting_tokens: int) -> World:

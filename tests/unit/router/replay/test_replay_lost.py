@@ -15,8 +15,8 @@ from pdcluster_router.replay.simulation import Simulation
 from pdcluster_router.replay.workloads import generate
 
 BLOCK_TOKENS = 512
+# Nothing waits for long: what is asked for again was computed.
 FAST = replace(COST, prefill=PrefillCost(0.01, 1e-5, 0.0, BLOCK_TOKENS, 10))
-"""Nothing waits for long: what is asked for again was computed."""
 
 
 class Listening:

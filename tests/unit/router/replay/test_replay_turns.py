@@ -21,8 +21,8 @@ from pdcluster_router.replay.routing import Recorded, ReplayRouter, RouterSpec
 from pdcluster_router.replay.simulation import LinkSpec, RequestInFlight, Simulation
 from pdcluster_router.replay.trace import TraceRequest, in_order
 
+# Of a checkpoint of 30 M on a core with AVX2.
 COST = NodeCost(PrefillCost(0.0095, 0.00072, 3e-7, 512, 1000), DecodeCost(0.0038, 0.001, 5e-7, 1000))
-"""Of a checkpoint of 30 M on a core with AVX2."""
 LINK = LinkSpec(bandwidth=1e9)
 SPEC = NodeSpec(COST, cache_tokens=200_000, block_tokens=32, chunk_tokens=512, kv_bytes_per_token=6144)
 TURN_S, REST_S, ROUNDS = 8.0, 3.0, 60

@@ -59,6 +59,7 @@ def test_whatever_happens_whenever_it_happens(nodes: str, usual: Steps, fields: 
 
 
 SOON, LATER, LATEST = ("time", 0, ()), ("time", 1, ()), ("time", 2, ())
+# Each is looked at shortly before a clock runs out, and after it.
 CLOCKS: list[tuple[str, Steps]] = [
     ("one node", [*LOCAL[:1], LATER, *LOCAL[1:3], LATEST, LATER, LATER]),
     ("one node", [*LOCAL[:3], *[LATER] * 8]),
@@ -68,7 +69,6 @@ CLOCKS: list[tuple[str, Steps]] = [
     ("a pair", [*REMOTE[:3], REMOTE[4], *[LATER] * 4]),
     ("a pair", [*REMOTE[:4], *[LATER] * 4]),
 ]
-"""Each is looked at shortly before a clock runs out, and after it."""
 
 
 @pytest.mark.parametrize(("nodes", "steps"), CLOCKS)
@@ -187,12 +187,12 @@ def text_of(num_tokens: int) -> str:
     )
 
 
+# As much as there may be.
 JUST: list[dict[str, object]] = [
     {"prompt": [5] * 255}, {"prompt": text_of(255)}, {"prompt": PROMPT, "max_tokens": 246}, {"prompt": PROMPT,
     "min_tokens": 6, "max_tokens": 6},
     {"prompt": [VOCAB - 1]}, {"prompt": PROMPT},
 ]  # fmt: skip
-"""As much as there may be."""
 
 
 @pytest.mark.parametrize("fields", JUST, ids=range(len(JUST)))
@@ -205,8 +205,8 @@ async def test_what_just_fits_goes_the_short_way_to_its_end(
     assert short.told == general.told and short.exchange.status == 200
 
 
+# Of two characters.
 PARTS = TEXT.encode("\u4e16\U0001f642", add_special_tokens=False).tolist()
-"""Of two characters."""
 SAID: list[list[int]] = [
     PARTS, PARTS[:-1], PARTS[1:], [PARTS[0], LETTERS[0]], [VOCAB - 1, LETTERS[0]], [LETTERS[0], EOS, LETTERS[1]], [EOS],
     [*TEXT.pieces.special, LETTERS[0]], [PARTS[0], *TEXT.pieces.special, PARTS[1]],

@@ -16,8 +16,8 @@ from pdcluster.transfer.backends.base import WriteStatus
 from pdcluster.transfer.backends.mooncake import ALTERING, QUEUE_LIMIT, MooncakeEngine, check_release, environment
 from pdcluster.transfer.backends.staging import MAX_BLOCKS, Fabric, StagedSettings
 
+# Entries that a lane of the library takes before it fails all of them, by default.
 LANE_QUEUE = 1024
-"""Entries that a lane of the library takes before it fails all of them, by default."""
 
 
 class Library:

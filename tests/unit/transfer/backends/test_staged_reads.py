@@ -14,8 +14,8 @@ from pdcluster.transfer.backends.ledger import FINAL, Doorbell, Writes
 from pdcluster.transfer.backends.staged_pump import ENDED, SourceReads
 
 UNKNOWN_S = 10.0
+# None: it raises.
 SAYS = st.sampled_from([WriteStatus.PENDING, WriteStatus.UNKNOWN, WriteStatus.LOST, WriteStatus.DONE, None])
-"""None: it raises."""
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("keep"), st.integers(0, 2), st.integers(1, 3)),

@@ -62,8 +62,8 @@ class Interleavings(RuleBasedStateMachine):
     def start(self, media: list[bool], faults: list[int]) -> None:
         """media: for each, whether the reader's end checks permits."""
         self.count = 0
+        # A write was lost, or may be, where only the writer's death is a fence.
         self.needs_a_death = False
-        """A write was lost, or may be, where only the writer's death is a fence."""
 
         def plan_of(checks: bool) -> Callable[[Stamp], Fault]:
             def plan(_: Stamp) -> Fault:
@@ -385,8 +385,8 @@ BROKEN: dict[str, tuple[type[Writer], type[Reader]]] = {
 }
 
 
+# Found within 4000 runs, in tens of seconds; `test_session` has a directed test for each of these rules.
 SLOW_TO_FIND = {"lost write acknowledged", "no tombstones"}
-"""Found within 4000 runs, in tens of seconds; `test_session` has a directed test for each of these rules."""
 
 
 @pytest.mark.timeout(900)

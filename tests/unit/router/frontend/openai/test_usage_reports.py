@@ -63,8 +63,8 @@ async def test_without_it_chunks_say_no_usage(wanted: bool | None) -> None:
     )
 
 
+# Comes with the third token.
 STOP = TEXT.decode(LETTERS[1:3])
-"""Comes with the third token."""
 ANNOUNCED = {"one node": LOCAL[:4], "a pair": [*REMOTE[:5], *REMOTE[5:7]]}
 
 
