@@ -20,6 +20,7 @@ from typing import cast
 
 import msgspec
 import uvloop
+import zmq
 
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.bootstrap.agent import watch
@@ -86,7 +87,7 @@ class BareRouter:
 
     def link(self, endpoint: Endpoint) -> None:
         self._link = NodeLink(
-            self._me, endpoint, context=None, on_message=self._on_message, on_state=self._on_state,
+            self._me, endpoint, context=zmq.Context(), on_message=self._on_message, on_state=self._on_state,
             open_attempts=lambda: (), settings=WireSettings(),
         )  # fmt: skip
 

@@ -34,6 +34,7 @@ from functools import partial
 from pathlib import Path
 
 import uvloop
+import zmq
 
 from bench.cluster import ends_with_us, start
 from bench.http_load import Ask, Outcome, load
@@ -172,7 +173,8 @@ class _Exchange:
 async def _direct(bootstrap: str, num_nodes: int, count: int, interval_s: float = 0.0) -> float:
     """Median seconds of requests asked of the fakes over links of our own: of one node, or of one for each leg.
     interval_s: from one request to the next in the mean, at random, whenever answers come; 0: one after the other."""
-    cluster = NodeTable(Peer("bench", secrets.token_hex(8)), context=None, settings=WireSettings())
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    cluster = NodeTable(Peer("bench", secrets.token_hex(8)), context=context, settings=WireSettings())
     following = asyncio.create_task(cluster.follow(watch((bootstrap,))))
     async with asyncio.timeout(60):
         while len(cluster.view().nodes) < num_nodes:
@@ -187,6 +189,7 @@ async def _direct(bootstrap: str, num_nodes: int, count: int, interval_s: float 
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
     cluster.close()
+    context.destroy(0)
     return statistics.median(taken)
 
 

@@ -1,9 +1,9 @@
-"""The calling end of a link to one boot of one node, over one `line` after another. Plain and non-blocking; whoever
-owns it polls its sockets, or is called by its line.
+"""The calling end of a link to one boot of one node, over one `LinkSocket` after another. Plain and
+non-blocking: its owner polls its sockets.
 
 A link is Hello, then numbered frames both ways, then silence or a cut. The rules, which both ends share:
  1. The first frame of every connection is Hello with the attempts that the caller still waits for, and so is the first
-    one after a gap. A line is never used for two connections: what an old one still held is never delivered after the
+    one after a gap. A socket is never used for two connections: what an old one still held is never delivered after the
     Hello of the new one.
  2. Frames are numbered per sender; Hello sets the count, and so does a Welcome of a smaller number, alone in their
     frames. A number that is not the next one means lost frames (gap): say Hello again, also before a Welcome, whose
@@ -15,7 +15,7 @@ A link is Hello, then numbered frames both ways, then silence or a cut. The rule
  5. A frame of another boot of that node ends the link at once.
 LOST is for ever; whoever still wants the node opens a new link.
 
-Not here: sockets (`wire.link_socket`), asyncio (`wire.router_link`), many peers (`wire.hub`), what messages mean.
+Not here: the socket (`wire.link_socket`), asyncio (`wire.router_link`), many peers (`wire.hub`), what messages mean.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire import codec
 from pdcluster.wire.address import parse_address
 from pdcluster.wire.batch import MessageBatch
-from pdcluster.wire.link_socket import DOWN, LinkSocket, OpenLine
-from pdcluster.wire.sockets import WireSettings
+from pdcluster.wire.link_socket import LinkSocket
+from pdcluster.wire.sockets import ConnectionEvent, WireSettings
 
 # Messages that say something of the link when a frame begins with one.
 FIRST_WORDS = frozenset((m.Hello, m.Welcome, m.Ping))
@@ -59,7 +59,7 @@ class ClientLink:
         endpoint: m.Endpoint,
         *,
         kind: Literal["router", "node"],
-        open_line: OpenLine,
+        context: zmq.Context[zmq.Socket[bytes]],
         settings: WireSettings,
         open_attempts: Callable[[], Open],
         now: float,
@@ -72,7 +72,7 @@ class ClientLink:
         self.replaced = False
         self.gaps = 0
         self.dropped: Counter[str] = Counter() if dropped is None else dropped
-        self._me, self._kind, self._new_line, self._settings = me, kind, open_line, settings
+        self._me, self._kind, self._context, self._settings = me, kind, context, settings
         self._open_attempts = open_attempts
         parse_address(endpoint.address)  # raises ProtocolError
         self._batch = MessageBatch(me, endpoint.incarnation, max_frame_bytes=settings.max_frame_bytes)
@@ -84,13 +84,13 @@ class ClientLink:
         self._was_up = False
         self._hello_due = False
         self._reopen_at: float | None = None
-        self._line: LinkSocket | None = None
+        self._socket: LinkSocket | None = None
         self._sockets: Sequence[zmq.Socket[bytes]] = ()
         self._retired: list[LinkSocket] = []
-        self._events: list[str] = []
-        # What went wrong with the last line.
+        self._events: list[ConnectionEvent] = []
+        # What went wrong with the last connection.
         self._why = ""
-        self._open_line(now)
+        self._open_socket(now)
 
     # ------------------------------------------------------------ what the owner calls
 
@@ -104,30 +104,30 @@ class ClientLink:
         return len(self._batch) > 0
 
     def release(self) -> None:
-        """Close the lines of connections that are over. The owner calls it once it no longer polls their sockets."""
-        for line in self._retired:
-            line.close()
+        """Close the sockets of connections that are over. The owner calls it once it no longer polls their sockets."""
+        for socket in self._retired:
+            socket.close()
         self._retired.clear()
 
     def put(self, message: m.AnyMessage) -> int:
         """Put one message into the next frame; that frame's number. 0 when it has no room for it, or the link is lost
         or not open."""
-        return self._sent + 1 if self._line is not None and self._batch.put(message) else 0
+        return self._sent + 1 if self._socket is not None and self._batch.put(message) else 0
 
     def send(self, message: m.AnyMessage, now: float) -> int:
         """As `put`, after what waits has left when there is no room. 0 when the link is lost, not open, or too much
         waits already."""
         number = self.put(message)
-        if number or self._line is None or not self.flush(now):
+        if number or self._socket is None or not self.flush(now):
             return number
         return self.put(message)
 
     def flush(self, now: float) -> bool:
-        """Hand what was sent to the line, as one frame. False when too much waits there: it is kept for the next
+        """Hand what was put to the socket, as one frame. False when too much waits there: it is kept for the next
         flush."""
-        if self._line is None or not self._batch:
+        if self._socket is None or not self._batch:
             return True
-        if not self._line.send(self._batch.frame(self._sent + 1)):
+        if not self._socket.send(self._batch.frame(self._sent + 1)):
             return False
         self._batch.clear()
         self._sent += 1
@@ -138,8 +138,8 @@ class ClientLink:
         """New messages in order, about max_drain at most (frames are taken whole), and whether more wait.
         looks_at_connection: False for an owner who knows that nothing became of it; to ask may cost as much as to ask
         for frames."""
-        if looks_at_connection and self._line is not None:
-            self._events += self._line.happened()
+        if looks_at_connection and self._socket is not None:
+            self._events += self._socket.events()
         messages, more = self._drain(now)
         if not more:
             # Only now: what a node said before it hung up still counts.
@@ -153,10 +153,10 @@ class ClientLink:
         if self.state is LinkState.LOST:
             return
         if self._reopen_at is not None and now >= self._reopen_at:
-            self._open_line(now)
+            self._open_socket(now)
         if self._hello_due:
             self._ask_again(now)
-        if self._line is not None and not self._batch and now - self._sent_at >= self._settings.heartbeat_s:
+        if self._socket is not None and not self._batch and now - self._sent_at >= self._settings.heartbeat_s:
             self.send(m.Ping(), now)
         self.flush(now)
         self._end_if_over(now)
@@ -166,35 +166,35 @@ class ClientLink:
         if self.state is not LinkState.LOST:
             self.state, self.lost_because = LinkState.LOST, reason
         self._reopen_at = None
-        self._retire_line()
+        self._retire_socket()
 
     # ------------------------------------------------------------ connection
 
-    def _open_line(self, now: float) -> None:
+    def _open_socket(self, now: float) -> None:
         self._reopen_at = None
         self._next = 0
         try:
-            self._line = self._new_line()
+            self._socket = LinkSocket(self._context, self.endpoint.address, self._settings)
         except ProtocolError as error:
             self.close(str(error))
             return
-        self._sockets = self._line.sockets()
+        self._sockets = self._socket.sockets()
         self._say_hello(now)
 
-    def _retire_line(self) -> None:
-        if self._line is not None:
-            self._why = self._line.why
-            self._retired.append(self._line)
-        self._line = None
+    def _retire_socket(self) -> None:
+        if self._socket is not None:
+            self._why = self._socket.why
+            self._retired.append(self._socket)
+        self._socket = None
         self._sockets, self._events = (), []
         if self._batch:
             # Lost with the connection, under its number: what was counted by it is not counted twice.
             self._batch.clear()
             self._sent += 1
 
-    def _note_connection(self, events: list[str], now: float) -> None:
+    def _note_connection(self, events: list[ConnectionEvent], now: float) -> None:
         for event in events:
-            if event == DOWN:
+            if event is ConnectionEvent.DOWN:
                 self._reconnect(now)
                 return
             if self._was_up:
@@ -203,11 +203,11 @@ class ClientLink:
                 return
 
     def _reconnect(self, now: float) -> None:
-        self._retire_line()
+        self._retire_socket()
         if self.state is LinkState.UP:
             self.state = LinkState.CONNECTING
             self._up_by = now + self._settings.rewelcome_s
-            self._open_line(now)
+            self._open_socket(now)
         else:
             self._reopen_at = now + self._settings.hello_interval_s
 
@@ -216,7 +216,7 @@ class ClientLink:
         if self.state is LinkState.UP and self._drained_at - self._heard_at >= self._settings.lease_s:
             self.close(f"nothing heard from {self.peer.node} for {self._settings.lease_s} s")
         elif self.state is LinkState.CONNECTING and now >= self._up_by:
-            why = self._line.why if self._line is not None else self._why
+            why = self._socket.why if self._socket is not None else self._why
             self.close(f"{self.peer.node} did not answer at {self.endpoint.address}{f': {why}' if why else ''}")
 
     # ------------------------------------------------------------ frames
@@ -225,10 +225,10 @@ class ClientLink:
         messages: list[m.AnyMessage] = []
         most = self._settings.max_drain
         for _ in range(most):
-            line = self._line
-            if line is None:
+            socket = self._socket
+            if socket is None:
                 return messages, False
-            frame = line.take()
+            frame = socket.take()
             if frame is None:
                 self._drained_at = now
                 return messages, False

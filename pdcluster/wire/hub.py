@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from time import monotonic
 from typing import Literal
 
@@ -25,7 +24,6 @@ from pdcluster.wire import codec
 from pdcluster.wire.batch import MessageBatch
 from pdcluster.wire.client_link import ClientLink, LinkState
 from pdcluster.wire.curve import Gatekeeper
-from pdcluster.wire.link_socket import ZmqLinkSocket
 from pdcluster.wire.sockets import WireSettings, derive_keys, open_router
 
 Kind = Literal["router", "node"]
@@ -271,8 +269,7 @@ class Hub:
             return None
         try:
             client_link = ClientLink(
-                self._me, endpoint, kind="node", open_line=partial(ZmqLinkSocket, self._context, endpoint.address,
-                self._settings),
+                self._me, endpoint, kind="node", context=self._context,
                 settings=self._settings, open_attempts=tuple, now=self._now, dropped=self.dropped,
             )  # fmt: skip
         except ProtocolError:

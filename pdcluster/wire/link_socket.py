@@ -1,71 +1,50 @@
-"""One connection after another to one address, carrying whole frames: what a `Dialer` speaks over. Byte level only;
-what frames say is the dialer's.
+"""The socket of a calling link: a ZMQ DEALER and the monitor of its connection.
 
-Two of them: `ZmqLinkSocket` here, which a hub polls and which encrypts, and `stream_line.StreamLine`, which a router's
-event loop drives itself.
+A link opens a new one for every connection. Nothing here blocks, and nothing here reads what a frame says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections import deque
+from collections.abc import Sequence
 
 import zmq
 
 from pdcluster.core.errors import ProtocolError
 from pdcluster.wire.address import format_address, parse_address
-from pdcluster.wire.sockets import Monitor, WireSettings, has_message, open_dealer
+from pdcluster.wire.sockets import ConnectionEvent, Monitor, WireSettings, has_message, open_dealer
 
-# As a bare number, which libzmq's binding takes as well as a flag, and in less time.
+# As a bare number. libzmq's binding takes it as well as the flag, and in less time.
 NOBLOCK = int(zmq.NOBLOCK)
-
-# What becomes of a connection: it ended, or none came about. A line goes on calling until it is closed, but after DOWN
-# nobody listens to it.
-DOWN, REFUSED = "down", "refused"
-
-
-class LinkSocket(Protocol):
-    """Nothing here blocks. why: what is known of what went wrong last, to be told to people; "" for nothing."""
-
-    why: str
-
-    def send(self, frame: bytes) -> bool:
-        """Whether it goes out, or will once there is a connection; False: too much waits already."""
-        ...
-
-    def take(self) -> bytes | None:
-        """The next frame that came, None: there is none now."""
-        ...
-
-    def happened(self) -> list[str]:
-        """DOWN and REFUSED since the last call, in their order."""
-        ...
-
-    def sockets(self) -> Sequence[zmq.Socket[bytes]]:
-        """What to poll for reading: frames, and what becomes of the connection. None where the line calls its owner by
-        itself."""
-        ...
-
-    def close(self) -> None:
-        """What has not left yet need not. The owner no longer polls `sockets`: a descriptor that is closed while it is
-        polled may come back as that of another file."""
-        ...
+# Bytes of large frames that may wait for a peer that does not read. Small frames wait by number (`high_water`).
+MAX_WAITING_BYTES = 64 << 20
+# Frames from this size on are counted by their bytes. ZMQ sends them without a copy and reports when they have left.
+LARGE_BYTES = 16 << 10
+# How long a closed connection may still deliver what was sent last.
+LINGER_MS = 1000
+NOBODY = "nobody accepts connections there"
+NO_HANDSHAKE = (
+    "the handshake failed, as it does when only one end has a cluster key, or each has another one; "
+    "set the same security.cluster_key_file everywhere, or none"
+)
 
 
-# A new line, which calls at once. Raises ProtocolError where nobody can.
-OpenLine = Callable[[], LinkSocket]
-
-
-class ZmqLinkSocket:
-    """A DEALER socket and its monitor."""
-
-    why = ""
+class LinkSocket:
+    """One caller's socket. It connects again and again until `close`; after DOWN its owner opens another one."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, settings: WireSettings) -> None:
+        """Raises ProtocolError for an address that ZMQ cannot connect to."""
+        # Why the last connection failed, for people; "" for nothing.
+        self.why = ""
         target = "tcp://" + format_address(*parse_address(address))
         self._socket = open_dealer(context, settings)
+        self._socket.copy_threshold = LARGE_BYTES
         self._monitor = Monitor(context, self._socket)
         self._sockets = self._socket, self._monitor.socket
+        # Large frames that ZMQ still holds, oldest first, and their bytes.
+        self._large: deque[tuple[zmq.MessageTracker, int]] = deque()
+        self._waiting_bytes = 0
+        self._was_up = False
         try:
             self._socket.connect(target)
         except zmq.ZMQError as error:
@@ -73,21 +52,51 @@ class ZmqLinkSocket:
             raise ProtocolError(f"cannot connect to {address}: {error}") from error
 
     def send(self, frame: bytes) -> bool:
+        """Whether the frame leaves, now or once there is a connection. False: too much waits already."""
         try:
-            self._socket.send(frame, NOBLOCK)
+            if len(frame) < LARGE_BYTES:
+                self._socket.send(frame, NOBLOCK)
+                return True
+            self._forget_sent()
+            if self._waiting_bytes >= MAX_WAITING_BYTES:
+                return False
+            self._large.append((self._socket.send(frame, NOBLOCK, copy=False, track=True), len(frame)))
         except zmq.Again:
             return False
+        self._waiting_bytes += len(frame)
         return True
 
+    def _forget_sent(self) -> None:
+        while self._large and self._large[0][0].done:
+            self._waiting_bytes -= self._large.popleft()[1]
+
     def take(self) -> bytes | None:
+        """The next frame that arrived, None when there is none."""
         return self._socket.recv(NOBLOCK) if has_message(self._socket) else None
 
-    def happened(self) -> list[str]:
-        return self._monitor.drain()
+    def events(self) -> list[ConnectionEvent]:
+        """DOWN and REFUSED since the last call, in their order. `why` says the reason."""
+        events = self._monitor.drain()
+        for event in events:
+            if event is ConnectionEvent.UP:
+                self._was_up, self.why = True, ""
+            elif event is ConnectionEvent.REFUSED:
+                self.why = self.why or NOBODY
+            elif not self._was_up:
+                self.why = NO_HANDSHAKE
+        return [event for event in events if event is not ConnectionEvent.UP]
 
     def sockets(self) -> Sequence[zmq.Socket[bytes]]:
+        """What to poll for reading: the frames, and the events of the connection."""
         return self._sockets
 
     def close(self) -> None:
+        """Frames of an open connection have a second to leave. Idempotent.
+
+        The owner must no longer poll `sockets`: a closed descriptor may come back as that of another file.
+        """
+        if self._socket.closed:
+            return
+        self.events()
         self._monitor.close()
-        self._socket.close(0)
+        self._socket.close(LINGER_MS if self._was_up else 0)

@@ -1,9 +1,8 @@
 """A router's link to one node, driven by its asyncio loop (uvloop too). The rules of a link are in `wire.client_link`;
 this file only wakes it.
 
-It speaks over sockets of the loop (`stream_line`), or over ZMQ's, which encrypt. ZMQ's descriptors are edge-triggered:
-they become readable once per change, and sending may swallow that edge. So every wake-up drains to the end, and every
-send looks again.
+ZMQ's descriptors are edge-triggered: they become readable once per change, and sending may swallow that edge. So every
+wake-up drains to the end, and every send looks again.
 
 What is sent in turns of the loop that follow each other leaves as one frame: at the end of the first turn that sent
 nothing, or with the first message that comes HELD_S after the one that waits longest. A frame costs a busy router what
@@ -23,9 +22,7 @@ from pdcluster.core.errors import NodeLost
 from pdcluster.core.messages import AnyMessage, Endpoint
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.client_link import ClientLink, LinkState, Open
-from pdcluster.wire.link_socket import LinkSocket, ZmqLinkSocket
 from pdcluster.wire.sockets import WireSettings
-from pdcluster.wire.stream_line import StreamLine
 
 __all__ = ["LinkState", "NodeLink"]
 
@@ -34,8 +31,7 @@ HELD_S = 0.001
 
 
 class NodeLink:
-    """One caller of one boot of one node; belongs to the running loop. context: None speaks over the loop's own
-    sockets, which do not encrypt.
+    """One caller of one boot of one node; belongs to the running loop.
 
     Two plain callbacks instead of a queue: a token frame reaches its request without a task switch. on_message gets
     every message but Ping and Hello, on_state every change of state; neither may block. Sending is allowed while
@@ -47,7 +43,7 @@ class NodeLink:
         me: Peer,
         endpoint: Endpoint,
         *,
-        context: zmq.Context[zmq.Socket[bytes]] | None,
+        context: zmq.Context[zmq.Socket[bytes]],
         on_message: Callable[[AnyMessage], None],
         on_state: Callable[[LinkState], None],
         open_attempts: Callable[[], Open],
@@ -57,10 +53,8 @@ class NodeLink:
         self._on_message, self._on_state = on_message, on_state
         self._tick_s = settings.heartbeat_s / 4
         self._loop = asyncio.get_running_loop()
-        self._context, self._settings = context, settings
-        self._has_edges = context is not None
         self._client_link = ClientLink(
-            me, endpoint, kind="router", open_line=self._open_line, settings=settings, open_attempts=open_attempts,
+            me, endpoint, kind="router", context=context, settings=settings, open_attempts=open_attempts,
             now=self._loop.time()
         )  # fmt: skip
         self._told = LinkState.CONNECTING
@@ -83,12 +77,6 @@ class NodeLink:
         self._held_since = 0.0
         self._watch()
         self._timer = self._loop.call_later(self._tick_s, self._tick)
-
-    def _open_line(self) -> LinkSocket:
-        address = self.endpoint.address
-        if self._context is not None:
-            return ZmqLinkSocket(self._context, address, self._settings)
-        return StreamLine(address, self._settings, self._on_readable, self._on_connection)
 
     @property
     def state(self) -> LinkState:
@@ -128,7 +116,7 @@ class NodeLink:
 
     def _make_room(self, message: AnyMessage) -> int:
         """For a message that does not go with what waits."""
-        self._held_since, self._has_flushed = 0.0, self._has_edges
+        self._held_since, self._has_flushed = 0.0, True
         number = self._client_link.send(message, self._loop.time())
         if number:
             return number
@@ -139,7 +127,7 @@ class NodeLink:
     def _flush(self) -> None:
         self._held_since = 0.0
         if self._client_link.has_unsent:
-            self._has_flushed = self._has_edges
+            self._has_flushed = True
             self._client_link.flush(self._loop.time())
 
     def close(self) -> None:
@@ -167,10 +155,9 @@ class NodeLink:
             self._is_calm = self._num_sent == 1
             self._num_sent = 0
         self._flush()
-        if self._has_edges or self._is_behind:
-            self._has_flushed = self._is_behind = False
-            self._drain()
-            self._flush()
+        self._has_flushed = self._is_behind = False
+        self._drain()
+        self._flush()
         if self._client_link.has_unsent:
             self._retry_later()
         elif self._has_flushed:
@@ -226,7 +213,7 @@ class NodeLink:
         self._client_link.tick(self._loop.time())
         self._watch()
         self._tell()
-        self._has_flushed = self._has_edges
+        self._has_flushed = True
         self._end_turn_soon()
 
     def _tell(self) -> None:
@@ -238,7 +225,7 @@ class NodeLink:
         self._on_state(self.state)
 
     def _watch(self) -> None:
-        """Follow the dialer's sockets, which change with every connection."""
+        """Follow the link's sockets, which change with every connection."""
         sockets = self._client_link.sockets()
         if sockets is not self._watched:
             for socket in self._watched:

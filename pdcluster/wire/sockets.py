@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import logging
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import zmq
 from zmq.utils import z85
@@ -25,23 +26,34 @@ ZAP_DOMAIN = b"pdcluster"
 RECONNECT_S = 0.05, 0.5
 # Of TCP, under leases that notice sooner.
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 10, 5, 3
-_DOWN = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
-_REFUSED = zmq.EVENT_CONNECT_RETRIED
 _monitor_names = itertools.count()
+
+
+class ConnectionEvent(Enum):
+    """What became of a connection: it is ready, it ended, or there was none."""
+
+    UP = auto()
+    DOWN = auto()
+    REFUSED = auto()
+
+
+# libzmq's event → ours.
+_EVENTS: dict[int, ConnectionEvent] = {
+    zmq.EVENT_HANDSHAKE_SUCCEEDED: ConnectionEvent.UP,
+    zmq.EVENT_DISCONNECTED: ConnectionEvent.DOWN,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: ConnectionEvent.DOWN,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: ConnectionEvent.DOWN,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: ConnectionEvent.DOWN,
+    zmq.EVENT_CONNECT_RETRIED: ConnectionEvent.REFUSED,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class WireSettings:
     """lease_s: a link on which nothing arrived for so long is lost; rewelcome_s: the time a cut connection has to come
-    back; high_water: frames that may wait per peer (where `stream_line` counts bytes, as many times
-    `batch.MAX_BATCH_BYTES`); max_peers bounds what strangers can make us remember. advertise_host: the host others
-    connect to when we listen on a wildcard address. cluster_key: secret of CLUSTER_KEY_BYTES shared by the whole
-    cluster; None leaves links unencrypted."""
+    back; high_water: frames that may wait per peer; max_peers bounds what strangers can make us remember.
+    advertise_host: the host others connect to when we listen on a wildcard address. cluster_key: secret of
+    CLUSTER_KEY_BYTES shared by the whole cluster; None leaves links unencrypted."""
 
     heartbeat_s: float = 0.5
     lease_s: float = 2.5
@@ -192,18 +204,17 @@ class Monitor:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], watched: zmq.Socket[bytes]) -> None:
         self._watched = watched
         address = f"inproc://pdcluster-monitor-{next(_monitor_names)}"
-        watched.monitor(address, _DOWN | _REFUSED)
+        watched.monitor(address, sum(_EVENTS))
         self.socket = context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
 
-    def drain(self) -> list[str]:
-        """`line.DOWN` and `line.REFUSED`, in the order they happened."""
-        found: list[str] = []
+    def drain(self) -> list[ConnectionEvent]:
+        """The events since the last call, in their order."""
+        events = []
         while has_message(self.socket):
-            event = recv_monitor_message(self.socket, zmq.NOBLOCK)["event"]
-            found.append("down" if event & _DOWN else "refused")
-        return found
+            events.append(_EVENTS[recv_monitor_message(self.socket, zmq.NOBLOCK)["event"]])
+        return events
 
     def close(self) -> None:
         self._watched.monitor(None, 0)

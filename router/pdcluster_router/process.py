@@ -134,10 +134,8 @@ def assemble(config: RouterConfig, me: Peer, worker: WorkerIdentity | None, stac
 
 def _cluster(config: RouterConfig, me: Peer, events: EventLog, stack: AsyncExitStack) -> NodeTable:
     wire = wire_settings(config)
-    context: zmq.Context[zmq.Socket[bytes]] | None = None
-    if wire.cluster_key is not None:  # encrypted links are ZMQ's
-        context = zmq.Context()
-        stack.callback(context.destroy, 0)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stack.callback(context.destroy, 0)
     for bootstrap in config.bootstrap:
         warn_if_open("the cluster at", bootstrap, wire)
     cluster = NodeTable(me, context=context, settings=wire, events=events, index_blocks=config.index_blocks)

@@ -26,7 +26,7 @@ def test_every_leg_is_asked(roles: Sequence[str], monkeypatch: pytest.MonkeyPatc
             said[type(message).__name__, endpoint.node] += 1
             super().send(endpoint, message)
 
-    monkeypatch.setattr(router, "Cluster", Counting)
+    monkeypatch.setattr(router, "NodeTable", Counting)
     with ours(roles) as (_, bootstrap):
         for interval_s in (0.0, 0.001):
             said.clear()

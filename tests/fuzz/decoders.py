@@ -45,7 +45,7 @@ from pdcluster.transfer.backends.tcp_links import AnswerReader, Cursor, Listener
 from pdcluster.transfer.copying.copy import Payload, table_of
 from pdcluster.transfer.layout.runs import run_table, span_table
 from pdcluster.transfer.layout.spans import CopyRun
-from pdcluster.wire import codec, zmtp
+from pdcluster.wire import codec
 from pdcluster.wire.address import parse_address
 from pdcluster.wire.batch import MessageBatch
 from pdcluster_router.cluster.events import Event
@@ -200,24 +200,6 @@ def wire_decoders() -> list[Decoder]:
         ),
         Decoder("ready line", (b'{"ready": true, "address": "h:1", "name": "x"}\n',), parse, (ProtocolError,)),
     ]
-
-
-def zmtp_decoder() -> Decoder:
-    """A connection's bytes, cut anywhere; what it keeps of them is bounded by what came."""
-    ready = zmtp.framed(b"\x05READY\x0bSocket-Type\x00\x00\x00\x06ROUTER", 4)
-    good = zmtp.GREETING + ready + zmtp.framed(b"short") + zmtp.framed(b"x" * 300) + zmtp.framed(b"\x04PING\0\0c", 4)
-
-    def decode(data: bytes) -> None:
-        reader = zmtp.Reader(MOST_AT_ONCE)
-        at, step = 0, 1 + len(data) % 7
-        while at < len(data):
-            reader.feed(data[at : at + step])
-            at, step = at + step, step * 3
-        assert sum(map(len, reader.frames)) <= len(data) and sum(map(len, reader.answers)) <= len(data) + len(
-            zmtp.READY
-        )
-
-    return Decoder("zmtp", (good, good[:70]), decode, (ProtocolError,))
 
 
 def card_decoders() -> list[Decoder]:
@@ -509,7 +491,6 @@ def control_decoder() -> Decoder:
 def decoders() -> dict[str, Decoder]:
     every: list[Any] = [
         *wire_decoders(),
-        zmtp_decoder(),
         *card_decoders(),
         generate_decoder(),
         grammar_decoder(),

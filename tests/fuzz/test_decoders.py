@@ -19,7 +19,7 @@ from pdcluster.core.errors import ProtocolError
 
 SAMPLE, WHOLE = 1500, 100_000
 NAMES = (
-    "wire frame", "wire frame with a good digest", "zmtp", "address",
+    "wire frame", "wire frame with a good digest", "address",
     "adverts of ranks", "ready line", "card", "snapshot", "generate request", "parts of a grammar", "rank message",
     "transfer hello",
     "transfer advert", "tcp frame", "tcp answer", "staged notice", "staged grant", "staged answer", "shm notice",

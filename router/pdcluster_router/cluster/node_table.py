@@ -102,7 +102,7 @@ class NodeTable:
         self,
         me: Peer,
         *,
-        context: zmq.Context[zmq.Socket[bytes]] | None,
+        context: zmq.Context[zmq.Socket[bytes]],
         settings: WireSettings,
         events: EventLog | None = None,
         index_blocks: int = MAX_BLOCKS,

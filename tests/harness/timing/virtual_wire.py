@@ -198,11 +198,13 @@ class Socket:
         if waker is not None:
             waker()
 
-    def send(self, data: bytes, flags: int = 0) -> None:
+    def send(self, data: bytes, flags: int = 0, copy: bool = True, track: bool = False) -> zmq.MessageTracker | None:
+        """What is sent has left at once: a tracker of nothing is done."""
         if self._connection is None:
             self._unsent.append(data)
         else:
             self.wire.send(self._connection, self, data)
+        return zmq.MessageTracker() if track else None
 
     def send_multipart(self, parts: tuple[bytes, bytes], flags: int = 0) -> None:
         connection = self.callers.get(parts[0])

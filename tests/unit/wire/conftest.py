@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 import pytest
-import uvloop
 import zmq
 from patient_loop import PatientLoop
 from wire_nodes import SETTINGS, Node, clock_of_test
@@ -19,9 +18,7 @@ Loop = Callable[[], asyncio.AbstractEventLoop]
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Loop]:
-    """Whose transports are uvloop's in a router is tested on both."""
-    patient: dict[str, Loop] = {"patient": PatientLoop}
-    return patient | {"uvloop": uvloop.new_event_loop} if "test_stream_line" in item.nodeid else patient
+    return {"patient": PatientLoop}
 
 
 @pytest.fixture

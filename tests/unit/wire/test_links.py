@@ -5,6 +5,8 @@ import dataclasses
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import uvloop
@@ -17,16 +19,26 @@ from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire import router_link
 from pdcluster.wire.client_link import Open
 from pdcluster.wire.codec import decode, encode
+from pdcluster.wire.curve import Gatekeeper
 from pdcluster.wire.router_link import LinkState, NodeLink
-from pdcluster.wire.sockets import WireSettings
+from pdcluster.wire.sockets import CLUSTER_KEY_BYTES, ZAP_DOMAIN, WireSettings, derive_keys
 
 Context = zmq.Context[zmq.Socket[bytes]]
-# What a router's links speak over: None, the loop's own sockets.
-Own = Context | None
 Make = Callable[..., Node]
 ME = Peer("router-0", "boot-r")
 # Whose ticks are minutes apart.
 PATIENT = dataclasses.replace(SETTINGS, heartbeat_s=2000.0, lease_s=9000.0, rewelcome_s=9000.0)
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a router's links need: a context, and the cluster key that both ends have, if any."""
+
+    context: Context
+    key: bytes | None
+
+    def secured(self, settings: WireSettings) -> WireSettings:
+        return dataclasses.replace(settings, cluster_key=self.key)
 
 
 class Router:
@@ -37,8 +49,8 @@ class Router:
         self.states: list[LinkState] = []
         self.open: Open = ()
         self.link = NodeLink(
-            ME, endpoint, context=own, on_message=self.messages.append, on_state=self.states.append,
-            open_attempts=lambda: self.open, settings=settings,
+            ME, endpoint, context=own.context, on_message=self.messages.append, on_state=self.states.append,
+            open_attempts=lambda: self.open, settings=own.secured(settings),
         )  # fmt: skip
 
 
@@ -50,9 +62,17 @@ async def until(condition: Callable[[], object], *nodes: Node, limit_s: float = 
             await asyncio.sleep(0.002)
 
 
-@pytest.fixture(params=["zmq", "loop"])
-def own(request: pytest.FixtureRequest, context: Context) -> Own:
-    return context if request.param == "zmq" else None
+@pytest.fixture(params=[None, bytes(CLUSTER_KEY_BYTES)], ids=["plain", "curve"])
+def own(request: pytest.FixtureRequest, other_context: Context) -> Own:
+    return Own(other_context, request.param)
+
+
+@pytest.fixture
+def make_node(own: Own, make_node: Make) -> Make:
+    def make(name: str, incarnation: str = "boot-1", *, settings: WireSettings = SETTINGS, **rest: Any) -> Node:
+        return make_node(name, incarnation, settings=own.secured(settings), **rest)
+
+    return make
 
 
 @pytest.fixture
@@ -90,7 +110,7 @@ def test_a_link_lives_on_uvloop_too(own: Own, make_node: Make, signals_while_sen
             await test_answers_arrive_while_requests_are_being_sent(node, router)
         else:
             await test_a_link_comes_up_and_carries_messages_in_order_both_ways(node, router)
-        new = make_node("decode-0", "boot-2", listen="127.0.0.1:0")
+        new = make_node("decode-0", "boot-2", listen="127.0.0.1:0", own=own.context)
         node.hub.close()
         await until(lambda: router.states[-1] is LinkState.LOST)
         again = Router(own, new.endpoint)
@@ -335,11 +355,11 @@ async def test_a_handler_that_fails_costs_one_message_only(own: Own, node: Node)
     link = NodeLink(
         ME,
         node.endpoint,
-        context=own,
+        context=own.context,
         on_message=handle,
         on_state=lambda _: None,
         open_attempts=tuple,
-        settings=SETTINGS,
+        settings=own.secured(SETTINGS),
     )
     await until(lambda: node.received, node)
     for number in range(3):
@@ -352,8 +372,15 @@ async def test_a_handler_that_fails_costs_one_message_only(own: Own, node: Node)
 class Listener:
     """The node's end of a link, driven frame by frame."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, key: bytes | None) -> None:
         self.socket = context.socket(zmq.ROUTER)
+        self.gatekeeper = None
+        if key is not None:
+            keys = derive_keys(key)
+            self.gatekeeper = Gatekeeper(context, keys)
+            self.socket.setsockopt(zmq.CURVE_SERVER, 1)
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+            self.socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(
             zmq.SNDHWM, 0
@@ -396,10 +423,12 @@ class Listener:
 
 
 @pytest.fixture
-def listener(context: Context) -> Iterator[Listener]:
-    listener = Listener(context)
+def listener(context: Context, own: Own) -> Iterator[Listener]:
+    listener = Listener(context, own.key)
     yield listener
     listener.socket.close(0)
+    if listener.gatekeeper is not None:
+        listener.gatekeeper.close()
 
 
 @pytest.fixture
@@ -522,11 +551,11 @@ async def test_what_is_sent_in_answer_to_a_frame_is_one_frame(
     link = NodeLink(
         ME,
         listener.endpoint,
-        context=own,
+        context=own.context,
         on_message=answer,
         on_state=lambda _: None,
         open_attempts=tuple,
-        settings=calm,
+        settings=own.secured(calm),
     )
     await until(lambda: listener.heard() == [m.Hello("router")])
     listener.say_all(tuple(m.Scheduled(f"r{number}", 0) for number in range(20)), 1)
