@@ -141,12 +141,8 @@ class App:
         waiting for."""
         self._metrics.http_requests_open.value += 1
         try:
-            asked = exchange.asked
             if self._cors.is_on:
                 exchange.extra = self._cors.lines(exchange.headers.get(ORIGIN))
-            if asked.tenant is not None:  # a head like that was looked at before
-                exchange.tenant = self._places.take_for(asked.tenant)
-                return
             is_work = exchange.path in self._post
             if not is_work or exchange.method != "POST":
                 self._check_method(exchange)
@@ -161,7 +157,6 @@ class App:
                     _check_media_type(exchange)
                 if b"content-length" in headers:
                     self._check_declared_length(exchange)
-                asked.tenant = exchange.tenant
         except Exception as error:  # the top of a request
             fail(exchange, error, self._metrics)
 

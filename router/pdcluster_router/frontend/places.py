@@ -31,10 +31,7 @@ class Places:
     def take(self, authorization: str | None = None) -> Tenant:
         """One place for the tenant with that key, until `give_back`; raises Unauthorized, and Overloaded when there is
         none."""
-        return self.take_for(self._tenants.identify(authorization))
-
-    def take_for(self, tenant: Tenant) -> Tenant:
-        """One place for that tenant, until `give_back`; raises Overloaded when there is none."""
+        tenant = self._tenants.identify(authorization)
         shares = self._shares
         if tenant.max_requests is not None and (own := shares.taken_by(tenant.name)) >= tenant.max_requests:
             raise self._refused(

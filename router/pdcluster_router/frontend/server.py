@@ -72,7 +72,6 @@ async def _sweep(connections: Connections) -> None:
     while True:
         await asyncio.sleep(SWEEP_S)
         now = monotonic()
-        connections.heads.forget(now)
         for connection in [connection for connection in connections if connection.deadline <= now]:
             connection.expire()
 

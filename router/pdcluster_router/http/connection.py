@@ -1,5 +1,5 @@
 """HTTP/1.1 over one TCP connection: bytes into exchanges, one answered at a time, in their order. `httptools` parses
-what no head was like before (`http_heads`); what is asked is not decided here.
+them; what a request asks is not decided here.
 
 1. A request is begun when its head is there and the one before it has its answer; the application may answer at once,
    before the body came.
@@ -23,21 +23,24 @@ from asyncio import BaseTransport, Event, Protocol, Transport
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from time import monotonic
 from typing import Protocol as Seam
 from typing import cast
+from urllib.parse import unquote
 
 import httptools
 
 from pdcluster.api.openai.replies import error_body
 from pdcluster.core.errors import BadRequest
 from pdcluster_router.http.exchange import Exchange, ParsedHead
-from pdcluster_router.http.heads import Form, Heads, Known, path_of, taken_apart
 from pdcluster_router.http.write_coalescing import WriteCoalescer
 
 MAX_HEAD_BYTES = 64 * 1024
 DISCARD_FACTOR = 8
 MAX_AHEAD_BYTES = 64 * 1024
+# Targets up to this length have their paths cached.
+USUAL_URL_BYTES = 64
 FRAMING = (b"content-length", b"transfer-encoding", b"connection")
 # What is posted beyond that is sent at once, so that the transport says when its client does not read.
 MOST_POSTED_BYTES = 16 * 1024
@@ -92,7 +95,6 @@ class Connections(set["Connection"]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.heads = Heads()
         self._none: Event | None = None
         self.write_coalescer = WriteCoalescer()
 
@@ -116,14 +118,6 @@ class Connection(Protocol):
         self._transport: Transport | None = None
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
-        # The head that was parsed last.
-        self._asked: ParsedHead | None = None
-        # Of the last request: one that comes again is worth keeping.
-        self._form: Form | None = None
-        # Of the last request whose head was known.
-        self._known: Known | None = None
-        # Nothing of the next request was parsed.
-        self._is_between = True
         # That came since the last of a body, or of a request: of a head, or of what follows a chunked body. The parser
         # keeps them.
         self._bare_bytes = 0
@@ -182,8 +176,7 @@ class Connection(Protocol):
         if self._read_paused:
             return
         if not self._early and not self._ahead:
-            if not self._is_between or self._current is not None or not self._take(data):
-                self._parse(data)
+            self._parse(data)
             return
         self._ahead += data
         if len(self._ahead) > MAX_AHEAD_BYTES:
@@ -194,47 +187,6 @@ class Connection(Protocol):
         data, self._ahead = bytes(self._ahead), bytearray()
         self._read(True)
         self._parse(data)
-
-    def _take(self, data: bytes) -> bool:
-        """Whether it is a request whose head is known, or will be now: it is taken in then."""
-        if self._ends_soon or self.is_paused:
-            return False
-        known, body = self._known, None
-        if known is not None and known.is_kept:
-            body = known.body_of(data)
-        if body is None:
-            apart = taken_apart(data)
-            if apart is None:
-                return False
-            form, body = apart
-            known = self._known = self._open_ones.heads.get(form)
-        if known is None:
-            return self._learn(form, data, len(body))
-        limits = self._limits
-        if len(body) > limits.max_body_bytes:
-            return False
-        exchange = self._current = Exchange(self, known.asked, limits.id_prefix)
-        exchange.body_bytes, exchange.is_complete = len(body), True
-        exchange.parts.append(body)
-        self._bare_bytes = 0  # empty lines may have come before it
-        self.deadline = math.inf
-        application = self._application
-        application.begin(exchange)
-        if not exchange.finished:
-            application.complete(exchange)
-        return True
-
-    def _learn(self, form: Form, data: bytes, body_bytes: int) -> bool:
-        """Worth it of what a client says twice."""
-        if form != self._form:
-            self._form = form
-            return False
-        before = self._asked
-        self._parse(data)
-        asked = self._asked
-        if asked is not None and asked is not before and not self._read_paused:
-            self._open_ones.heads.learn(form, asked, body_bytes)
-        return True
 
     def _parse(self, data: bytes) -> None:
         if self._parsing is None and self._current is None and not self._bare_bytes:
@@ -270,7 +222,6 @@ class Connection(Protocol):
     # ------------------------------------------------------------ parser
 
     def on_message_begin(self) -> None:
-        self._is_between = False
         if not self._is_wish:
             self._url = b""
             self._headers = {}
@@ -292,8 +243,8 @@ class Connection(Protocol):
             return
         keeps_alive = parser.should_keep_alive() and not wants_other and not self._ends_soon
         is_http_1_0 = parser.get_http_version() == "1.0"
-        self._asked = ParsedHead(method, path_of(self._url), self._headers, keeps_alive, is_http_1_0)
-        exchange = Exchange(self, self._asked, self._limits.id_prefix)
+        head = ParsedHead(method, path_of(self._url), self._headers, keeps_alive, is_http_1_0)
+        exchange = Exchange(self, head, self._limits.id_prefix)
         self._parsing = exchange
         self._bare_bytes = 0
         if self._current is None and not self.is_paused:
@@ -320,7 +271,6 @@ class Connection(Protocol):
     def on_message_complete(self) -> None:
         exchange, self._parsing = self._parsing, None
         self._bare_bytes = 0
-        self._is_between = True
         if exchange is None:
             return
         exchange.is_complete = True
@@ -493,3 +443,22 @@ class Connection(Protocol):
 
 def nowhere(data: bytes, /) -> None:
     """Of a connection that is not there."""
+
+
+def path_of(url: bytes) -> str:
+    """Of a request target; what no parser understands names no endpoint."""
+    return _usual_path(url) if len(url) <= USUAL_URL_BYTES else _path(url)
+
+
+def _path(url: bytes) -> str:
+    if not url.startswith(b"/"):
+        try:
+            url = httptools.parse_url(url).path or b"/"
+        except httptools.HttpParserInvalidURLError:
+            return url.decode("latin-1")
+    path = url.partition(b"?")[0].partition(b"#")[0].decode("latin-1")
+    return unquote(path) if "%" in path else path
+
+
+# There are few that are asked for.
+_usual_path = lru_cache(maxsize=256)(_path)

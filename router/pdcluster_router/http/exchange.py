@@ -62,16 +62,13 @@ class ClientConnection(Protocol):
 
 
 class ParsedHead(msgspec.Struct, eq=False):
-    """A request's head, or one that many requests have in common. headers: names in lower case, the last of equal ones.
-    tenant: in whose name such requests run, once the application knows it and finds nothing wrong with the head; None:
-    it is looked at."""
+    """The head of one request. headers: names in lower case; of equal names the last one."""
 
     method: str
     path: str
     headers: Mapping[bytes, bytes]
     keeps_alive: bool
     is_http_1_0: bool
-    tenant: Tenant | None = None
 
 
 class Befores(dict[int, bytes]):
@@ -101,9 +98,9 @@ class Exchange:
     on_gone: Callable[[PdclusterError], object] | None = None
     on_resume: Callable[[], None] | None = None
 
-    def __init__(self, line: ClientConnection, asked: ParsedHead, id_prefix: str) -> None:
-        self.line, self.asked = line, asked
-        self.path, self.headers, self.keeps_alive = asked.path, asked.headers, asked.keeps_alive
+    def __init__(self, line: ClientConnection, head: ParsedHead, id_prefix: str) -> None:
+        self.line, self.head = line, head
+        self.path, self.headers, self.keeps_alive = head.path, head.headers, head.keeps_alive
         self.arrived = monotonic()
         self.id = id_prefix + draw().hex()
         given = self.headers.get(b"x-request-id")
@@ -112,7 +109,7 @@ class Exchange:
 
     @property
     def method(self) -> str:
-        return self.asked.method
+        return self.head.method
 
     def header(self, name: bytes) -> str | None:
         """name: lower case. The last one wins."""
@@ -158,10 +155,10 @@ class Exchange:
     def reply(self, status: int, body: bytes, headers: bytes = JSON, then: Callable[[], object] | None = None) -> None:
         """The whole answer in one write. then: what is done behind it, but before the next request of the line
         begins."""
-        line, asked = self.line, self.asked
+        line, request = self.line, self.head
         self.status, self.started, self.finished = status, True, True
-        end = b"\r\n" if self.keeps_alive and not asked.is_http_1_0 else self._ending()
-        shown = b"" if asked.method == "HEAD" else body
+        end = b"\r\n" if self.keeps_alive and not request.is_http_1_0 else self._ending()
+        shown = b"" if request.method == "HEAD" else body
         head = STATUS_LINES[status], _date.line(), len(body), self.trace, headers, self.extra, end, shown
         line.send(b"%b%bcontent-length: %d\r\nx-request-id: %b\r\n%b%b%b%b" % head)
         if then is not None:
@@ -171,7 +168,7 @@ class Exchange:
     def start(self, status: int, headers: bytes) -> None:
         """The head of an answer whose length is not known yet. To a client of HTTP/1.0 the connection's end is the
         answer's."""
-        if self.asked.is_http_1_0:
+        if self.head.is_http_1_0:
             self.keeps_alive = False
         else:
             self._is_chunked = True
@@ -209,7 +206,7 @@ class Exchange:
         """Of a head."""
         if not self.keeps_alive:
             return b"connection: close\r\n\r\n"
-        return b"connection: keep-alive\r\n\r\n" if self.asked.is_http_1_0 else b"\r\n"
+        return b"connection: keep-alive\r\n\r\n" if self.head.is_http_1_0 else b"\r\n"
 
 
 class _Date:
