@@ -32,11 +32,11 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from bench.accuracy_cases import Errors, Floats, Reference, join, load_cases, make_cases, save_cases
-from bench.accuracy_models import made_model, readable_model
-from bench.accuracy_requests import compare_modes
-from bench.report import Row as Figure
-from bench.report import print_rows, write_json
+from bench.harness.report import Row as Figure
+from bench.harness.report import print_rows, write_json
+from bench.parts.accuracy_cases import Errors, Floats, Reference, join, load_cases, make_cases, save_cases
+from bench.parts.accuracy_models import made_model, readable_model
+from bench.parts.accuracy_requests import compare_modes
 
 MEAN_GOAL, WORST_GOAL, EQUAL_GOAL = 1.05, 1.15, -0.01
 WORST = 0.999
@@ -167,7 +167,16 @@ def predict(model: Path, dtype: torch.dtype, directory: Path) -> Iterator[Floats
 
 def run_family(family: Family, model: Path, directory: Path) -> dict[str, Errors]:
     settings = [] if family.cpu is None else [f"NUMBA_CPU_NAME={family.cpu}", f"NUMBA_CPU_FEATURES={family.features}"]
-    command = ["env", *settings, sys.executable, "-m", "bench.accuracy_engine", family.mode, str(model), str(directory)]
+    command = [
+        "env",
+        *settings,
+        sys.executable,
+        "-m",
+        "bench.parts.accuracy_engine",
+        family.mode,
+        str(model),
+        str(directory),
+    ]
     subprocess.run(command, check=True, timeout=FAMILY_S)
     with np.load(directory / "errors.npz") as found:
         return {

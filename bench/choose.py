@@ -20,7 +20,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from bench.report import Row, print_rows, row, write_json
+from bench.harness.report import Row, print_rows, row, write_json
 from pdcluster.core.messages import HASH_BYTES, Endpoint, Load, Role
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster.settings.config import cache_directory

@@ -49,10 +49,10 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from bench.engine_compare import VENVS, compare
-from bench.engine_quantization import SCHEMES, quality
-from bench.report import Row as Figure
-from bench.report import print_rows, row, write_json
+from bench.harness.report import Row as Figure
+from bench.harness.report import print_rows, row, write_json
+from bench.parts.engine_quantization import SCHEMES, quality
+from bench.rivals.engines import VENVS, compare
 from pdcluster.core.messages import Sampling
 from pdcluster.core.step import Row, StepPlan
 from pdcluster.engine.engine import Engine, EngineConfig

@@ -14,9 +14,9 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from bench.cluster import NodePlan, cluster, random_prompt
 from bench.engine import random_checkpoint
-from bench.report import Row, print_rows, row, write_json
+from bench.harness.cluster import NodePlan, cluster, random_prompt
+from bench.harness.report import Row, print_rows, row, write_json
 from pdcluster.settings.config import cache_directory
 
 PROMPT_TOKENS = 32

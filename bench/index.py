@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.report import Row, print_rows, row, write_json
+from bench.harness.report import Row, print_rows, row, write_json
 from pdcluster.core.messages import HASH_BYTES, CacheDelta
 from pdcluster.kv.hashing import chain_root, extend
 from pdcluster_router.prefix_index.index import PrefixIndex

@@ -9,10 +9,10 @@ from the ticket's arrival at the writer to the reader's CommitAck; a ratio is th
 checked: the reader's pages against tensors cut by numpy, not by `geometry`.
 
 Each end is one process with the pools of all its ranks, or, where the row says so, a process per rank, as a node has
-them (`bench.rank_ends`): with rank 0's session, a transfer endpoint per rank, and links between them. Both are compared
-with one process at each end, which is what the goal is about; nodes of several processes also with equal ones of
-several (`layouts.BACKEND.processes`), which tells what differing layouts cost from what processes do. Where there are
-two cores, all of an end's processes share one, so a node of several ranks has no more of the machine than one of a
+them (`bench.harness.rank_ends`): with rank 0's session, a transfer endpoint per rank, and links between them. Both are
+compared with one process at each end, which is what the goal is about; nodes of several processes also with equal ones
+of several (`layouts.BACKEND.processes`), which tells what differing layouts cost from what processes do. Where there
+are two cores, all of an end's processes share one, so a node of several ranks has no more of the machine than one of a
 single rank.
 """
 
@@ -26,9 +26,9 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench import transfer_load
-from bench.report import Row, print_rows, row, write_json
-from bench.transfer_ends import Near, Shape
+from bench.harness.report import Row, print_rows, row, write_json
+from bench.parts import transfer_load
+from bench.parts.transfer_ends import Near, Shape
 from pdcluster.transfer.layout.geometry import PageShape
 
 BACKENDS = ("shm", "tcp")

@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.cluster import Client, NodePlan, cluster, random_prompt
 from bench.engine import random_checkpoint
-from bench.report import Row, print_rows, row, write_json
+from bench.harness.cluster import Client, NodePlan, cluster, random_prompt
+from bench.harness.report import Row, print_rows, row, write_json
 from pdcluster.settings.config import cache_directory
 
 BATCHES = (8, 32)

@@ -22,9 +22,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.cluster import Client, NodePlan, cluster, random_prompt
 from bench.engine import random_checkpoint
-from bench.report import Row, print_rows, row, write_json
+from bench.harness.cluster import Client, NodePlan, cluster, random_prompt
+from bench.harness.report import Row, print_rows, row, write_json
 from pdcluster.settings.config import cache_directory
 
 PROMPT_TOKENS = 2048

@@ -20,11 +20,22 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench import overload_cluster
-from bench.offered import GOAL, OVERLOAD, SLO_S, Outcome, Target, by_length, goodput, offer, prompt_tokens, refusals
-from bench.paced_nodes import Pace as NodePace
-from bench.paced_nodes import PacedCluster
-from bench.report import Row, print_rows, write_json
+from bench.fakes.paced_nodes import Pace as NodePace
+from bench.fakes.paced_nodes import PacedCluster
+from bench.harness import overload_cluster
+from bench.harness.offered import (
+    GOAL,
+    OVERLOAD,
+    SLO_S,
+    Outcome,
+    Target,
+    by_length,
+    goodput,
+    offer,
+    prompt_tokens,
+    refusals,
+)
+from bench.harness.report import Row, print_rows, write_json
 from pdcluster_router.core.tenants import Entry, Tenants
 from pdcluster_router.frontend.app import HttpSettings, create_app
 from pdcluster_router.frontend.places import Places

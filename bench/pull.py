@@ -18,9 +18,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from bench.cluster import Client, NodePlan, cluster, random_prompt
 from bench.engine import random_checkpoint
-from bench.report import Row, print_rows, row, write_json
+from bench.harness.cluster import Client, NodePlan, cluster, random_prompt
+from bench.harness.report import Row, print_rows, row, write_json
 from pdcluster.settings.config import cache_directory
 
 PROMPT_TOKENS, NEW_TOKENS = 256, 32

@@ -30,12 +30,12 @@ from typing import Any, Protocol, cast
 
 import uvloop
 
-from bench.bare_router import BareConnection, bare_router
-from bench.bare_router import __file__ as bare_router_file
-from bench.cluster import ends_with_us, start
-from bench.http_load import Ask
-from bench.report import Row, paired, print_rows, row, write_json
-from bench.rivals import ROUTER_CORE, stop
+from bench.fakes.bare_router import BareConnection, bare_router
+from bench.fakes.bare_router import __file__ as bare_router_file
+from bench.harness.cluster import ends_with_us, start
+from bench.harness.http_load import Ask
+from bench.harness.report import Row, paired, print_rows, row, write_json
+from bench.rivals.routers import ROUTER_CORE, stop
 from bench.router import CLIENT_CORE, NUM_PROMPT, NUM_STREAMED, PACE_S
 from pdcluster.bootstrap.agent import watch
 from pdcluster.checkpoint import bundled
@@ -69,58 +69,13 @@ LIMITS = LineLimits(1 << 24, READY_S, READY_S)
 OK = b"HTTP/1.1 200 "
 STREAM_END = b"\r\n0\r\n\r\n"
 PARTS = (
-    (
-        "HTTP and JSON",
-        (
-            "http_",
-            "app.py",
-            "answer.py",
-            "prepare.py",
-            "choices.py",
-            "through.py",
-            "places.py",
-            "tenants.py",
-            "/api/",
-            "/plain.py",
-            "/plain_kind.py",
-        ),
-    ),
-    (
-        "choice of nodes",
-        ("policy/", "chooser.py", "stations.py", "view.py", "pull.py", "blend.py", "sent.py", "cost.py"),
-    ),
-    (
-        "prefixes",
-        (
-            "index.py",
-            "caches.py",
-            "block_table.py",
-            "holder_sets.py",
-            "expected.py",
-            "seen_blocks.py",
-            "hashing.py",
-            "shares.py",
-        ),
-    ),
-    ("gate", ("gate.py", "headroom.py", "waiting.py", "hold.py", "admission.py", "fairness.py", "drains.py")),
-    (
-        "one request's life",
-        (
-            "run.py",
-            "attempt.py",
-            "begun.py",
-            "job.py",
-            "legs.py",
-            "dispatch.py",
-            "pending.py",
-            "cluster.py",
-            "alarms.py",
-            "general",
-            "generation.py",
-        ),
-    ),
+    ("HTTP and JSON", ("_router/http/", "_router/frontend/", "/api/", "tenants.py", "/plain.py", "/plain_kind.py")),
+    ("choice of nodes", ("_router/policy/", "view.py", "pacing.py", "/cost/")),
+    ("prefixes", ("_router/prefix_index/", "hashing.py")),
+    ("gate", ("_router/queueing/",)),
+    ("one request's life", ("_router/request/", "_router/cluster/", "_router/core/")),
     ("wire", ("/wire/", "messages.py")),
-    ("counted and explained", ("explain", "metrics", "tally.py", "open_requests.py")),
+    ("counted and explained", ("_router/explain/", "_router/admin/", "/telemetry/", "open_requests.py")),
 )
 
 
@@ -196,7 +151,7 @@ class Router:
 
 
 class Bare:
-    """`bench.bare_router` in the same place."""
+    """`bench.fakes.bare_router` in the same place."""
 
     def __init__(self, connect: Connect) -> None:
         self._connect = connect
@@ -402,7 +357,7 @@ def nodes(roles: Sequence[str], token_s: float) -> Iterator[str]:
         bootstrap = start(running, ["pdcluster.cli", "bootstrap", "--listen", "127.0.0.1:0"])
         own = ["--bootstrap", bootstrap, "--model", str(bundled.path()), "--token-s", str(token_s)]
         for number, role in enumerate(roles):
-            argv = [sys.executable, "-m", "bench.fake_node", *own, "--name", f"f{number}", "--role", role]
+            argv = [sys.executable, "-m", "bench.fakes.fake_node", *own, "--name", f"f{number}", "--role", role]
             running.append(subprocess.Popen(argv, preexec_fn=ends_with_us()))
             os.sched_setaffinity(running[-1].pid, {CLIENT_CORE})
         yield bootstrap

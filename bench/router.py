@@ -1,19 +1,19 @@
 """What the router costs: added latency, requests and tokens per second of one core, core time per request. `python -m
 bench.router`
 
-Nodes are fakes that answer at once (`bench.fake_node`) on core 0 beside the client, the router has core 1. Their own
-latency, asked over the router's kind of links without a router, is printed and subtracted: with two legs that of both,
-which share core 0 and delay each other; at half load that of as many requests a second. Core time is the router
+Nodes are fakes that answer at once (`bench.fakes.fake_node`) on core 0 beside the client, the router has core 1. Their
+own latency, asked over the router's kind of links without a router, is printed and subtracted: with two legs that of
+both, which share core 0 and delay each other; at half load that of as many requests a second. Core time is the router
 process's own, so it holds when the fakes are the bottleneck: `per core` is what one core of router could do.
 
-The ceiling of the machine of the moment is `bench.bare_router` on the same core over the same fakes, asked in turns
-with ours: what plain Python can do without any routing. Where the goals come from it did 18,000 requests/s, 100,000
-tokens/s and 0.31 ms; they are 0.5, 0.6 and 1.13 of that.
+The ceiling of the machine of the moment is `bench.fakes.bare_router` on the same core over the same fakes, asked in
+turns with ours: what plain Python can do without any routing. Where the goals come from it did 18,000 requests/s,
+100,000 tokens/s and 0.31 ms; they are 0.5, 0.6 and 1.13 of that.
 
-`--compare` puts other routers in the same places (`bench.rivals` says which, how, and how to install them): those found
-in `--rivals DIR`. Which are not there, or do not come up, is said. Ours routes by its default policy with exact
-prefixes. Each is measured by itself, and in turns with ours, both being up: the rows "in turns" are those to judge by
-on a machine with neighbours, whose pace changes within a minute.
+`--compare` puts other routers in the same places (`bench.rivals.routers` says which, how, and how to install them):
+those found in `--rivals DIR`. Which are not there, or do not come up, is said. Ours routes by its default policy with
+exact prefixes. Each is measured by itself, and in turns with ours, both being up: the rows "in turns" are those to
+judge by on a machine with neighbours, whose pace changes within a minute.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from pathlib import Path
 import uvloop
 import zmq
 
-from bench.cluster import ends_with_us, start
-from bench.http_load import Ask, Outcome, load
-from bench.report import Row, paired, print_rows, row, write_json
-from bench.rivals import BARE, NAMES, ROUTER_CORE, Placed, rival, stop, wait_ready
+from bench.harness.cluster import ends_with_us, start
+from bench.harness.http_load import Ask, Outcome, load
+from bench.harness.report import Row, paired, print_rows, row, write_json
+from bench.rivals.routers import BARE, NAMES, ROUTER_CORE, Placed, rival, stop, wait_ready
 from pdcluster.bootstrap.agent import watch
 from pdcluster.checkpoint import bundled
 from pdcluster.core.messages import Cancel, Deliver, Finished, Prefill, Reserve, Reserved, Sampling, Work, pack_tokens
@@ -82,7 +82,7 @@ def ours(roles: Sequence[str], token_s: float = 0.0) -> Iterator[tuple[Placed, s
             argv = [
                 sys.executable,
                 "-m",
-                "bench.fake_node",
+                "bench.fakes.fake_node",
                 "--bootstrap",
                 bootstrap,
                 "--model",
@@ -122,7 +122,7 @@ def bare(bootstrap: str) -> Iterator[Placed]:
     """The router without routing over the first of the same fakes."""
     running: list[subprocess.Popen[bytes]] = []
     try:
-        address = start(running, ["bench.bare_router", "--bootstrap", bootstrap])
+        address = start(running, ["bench.fakes.bare_router", "--bootstrap", bootstrap])
         os.sched_setaffinity(running[-1].pid, {ROUTER_CORE})
         wait_ready(address, b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
         yield Placed(BARE, address, running[-1].pid, "/v1/completions", bundled.path().resolve().name)
@@ -426,7 +426,7 @@ def compare(
     for name in NAMES:
         if not (folder / name).exists():
             print(
-                f"{name} is left out: there is no {folder / name}; bench/rivals.py says how to install it",
+                f"{name} is left out: there is no {folder / name}; bench/rivals/routers.py says how to install it",
                 file=sys.stderr,
             )
             continue

@@ -38,9 +38,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
-from bench import routing_ideal, routing_real
-from bench.report import Row, print_rows, write_json
-from bench.routing_runs import Contender, Run, Workload, execute_all, pools_for
+from bench.harness.report import Row, print_rows, write_json
+from bench.parts import routing_ideal, routing_real
+from bench.parts.routing_runs import Contender, Run, Workload, execute_all, pools_for
 from pdcluster.core.errors import ConfigError
 from pdcluster_router.policy.base import Force
 from pdcluster_router.policy.registry import POLICIES
@@ -385,7 +385,7 @@ def main() -> None:
         "--real",
         type=Path,
         metavar="MODEL",
-        help="instead of replays: two real nodes with this model (see bench.routing_real)",
+        help="instead of replays: two real nodes with this model (see bench.parts.routing_real)",
     )
     parser.add_argument(
         "--pool",

@@ -5,9 +5,9 @@ measured in the same run.
 
 `protocol` is the whole of it, from the ticket's arrival at the writer to the reader's CommitAck, with everything pushed
 at once; so small sizes show the fixed cost of a hand-over, and with digests both ends read all bytes once more; of 16
-MiB it says where the time goes. `backend` is the medium's part of the same, see `bench.transfer_seam`. Both are judged
-by the same goal. Ceilings, for the same number of bytes, each time at the next place of memory as large as the pool, as
-a transfer's pages are:
+MiB it says where the time goes. `backend` is the medium's part of the same, see `bench.parts.transfer_seam`. Both are
+judged by the same goal. Ceilings, for the same number of bytes, each time at the next place of memory as large as the
+pool, as a transfer's pages are:
 
     shm       one memmove between pools of the same kind and size, touched before tcp       a plain loopback socket
     between the two processes, sendall → recv_into, one answer byte; beside it (`digest`) the same socket when both ends
@@ -15,13 +15,14 @@ a transfer's pages are:
     that `tcp` takes inside of a host, where the system's own may pace mooncake  the engine alone, 4 MiB entries, 8 in
     flight, no copies to or from staging; beside it, with nothing of ours around it, what is left when the reader copies
     each entry and both ends digest it (`bound`), when it is gathered at the writer, too (`gathered`), when the reader
-    copies and nobody digests (`copied`), and with a copy at the writer alone (`staging`), see `bench.mooncake_bound`
+    copies and nobody digests (`copied`), and with a copy at the writer alone (`staging`), see
+    `bench.parts.mooncake_bound`
 
 Each end has a core of its own where there are two. Transfers and ceilings take turns, so that all meet the same
 neighbours on the machine: two of each, of which the first, which meets what the others left in the caches, does not
 count. A ratio is the median over these pairs, its spread from their tenth to their ninetieth percentile, and `95 % of
 it` where the median of all such pairs is with that certainty. Then the same with a busy engine beside it, see
-`bench.transfer_load`.
+`bench.parts.transfer_load`.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
-from bench import mooncake_bound, transfer_load
-from bench.report import Row, paired, print_rows, row, write_json
-from bench.transfer_ends import HOST, PAGE_TOKENS, Address, Near, Sink, digest_only, plain
+from bench.harness.report import Row, paired, print_rows, row, write_json
+from bench.parts import mooncake_bound, transfer_load
+from bench.parts.transfer_ends import HOST, PAGE_TOKENS, Address, Near, Sink, digest_only, plain
 from pdcluster.transfer.backends.tcp import DIGEST_BYTES
 from pdcluster.transfer.backends.tcp_links import send_unpaced
 

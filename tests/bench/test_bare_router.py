@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from bench.rivals import Placed
+from bench.rivals.routers import Placed
 from bench.router import PACE_S, bare, ours
 
 NUM_PROMPT, NUM_OUTPUT = 128, 5

@@ -12,7 +12,7 @@ import pytest
 
 PROGRAM = """
 import time
-from bench.cluster import start
+from bench.harness.cluster import start
 running = []
 start(running, ["pdcluster.cli", "bootstrap", "--listen", "127.0.0.1:0"])
 print(running[0].pid, flush=True)

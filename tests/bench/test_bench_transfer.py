@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from bench.transfer_ends import PAGE_TOKENS, Near, plain
+from bench.parts.transfer_ends import PAGE_TOKENS, Near, plain
 
 
 @pytest.mark.parametrize("digests", [True, False])

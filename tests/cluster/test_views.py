@@ -14,7 +14,7 @@ from contextlib import aclosing, asynccontextmanager
 import zmq
 from local_cluster import OneModel
 
-from bench.fake_node import FakeNode, Speed
+from bench.fakes.fake_node import FakeNode, Speed
 from pdcluster.bootstrap.card import ClusterSnapshot
 from pdcluster.core.messages import HASH_BYTES, Sampling
 from pdcluster.transfer.backends.base import Peer

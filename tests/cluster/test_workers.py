@@ -18,7 +18,7 @@ import psutil
 import pytest
 from fake_cluster import FakeNodes, RouterProcess, fake_cluster, until
 
-from bench.fake_node import Speed
+from bench.fakes.fake_node import Speed
 from pdcluster import client as api
 from pdcluster.rpc import admin_pb2 as pb
 

@@ -19,7 +19,7 @@ import httpx
 import psutil
 import zmq
 
-from bench.fake_node import FakeNode, Speed
+from bench.fakes.fake_node import FakeNode, Speed
 from pdcluster.bootstrap.agent import NodeAgent
 from pdcluster.checkpoint import bundled
 from pdcluster.node.load_report import ModelFiles

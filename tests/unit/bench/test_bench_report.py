@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from bench.report import Row, median_interval, paired, print_rows
+from bench.harness.report import Row, median_interval, paired, print_rows
 
 
 def test_of_41_turns_the_median_lies_between_the_14th_and_the_28th() -> None:

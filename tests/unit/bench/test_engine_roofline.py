@@ -11,7 +11,7 @@ import pytest
 
 from bench import engine
 from bench.engine import QUICK, Ceiling, Ceilings, Work
-from bench.engine_compare import Contender, _batch_goals
+from bench.rivals.engines import Contender, _batch_goals
 
 WORK = Work(layer_weights=900, head_weights=100, attention_flop=8, item_bytes=2, kv_bytes=10)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from bench.http_load import Ask, load
+from bench.harness.http_load import Ask, load
 
 ASK = Ask("/v1/completions", b"{}")
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"

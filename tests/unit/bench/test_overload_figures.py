@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from bench.offered import MEAN_TOKENS, MOST_TOKENS, Outcome, by_length, goodput, prompt_tokens, refusals
+from bench.harness.offered import MEAN_TOKENS, MOST_TOKENS, Outcome, by_length, goodput, prompt_tokens, refusals
 
 
 def served(ttft_s: float, num_tokens: int = 500, slo_s: float = 1.0) -> Outcome:

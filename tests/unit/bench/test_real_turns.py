@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from bench.real_turns import MEAN_OUTPUT, MEAN_PROMPT, Asked, Target, crowd, requests, turn, unseen
-from bench.routing_real import floors
+from bench.parts.real_turns import MEAN_OUTPUT, MEAN_PROMPT, Asked, Target, crowd, requests, turn, unseen
+from bench.parts.routing_real import floors
 from pdcluster.core.errors import ConfigError
 
 OK = b"HTTP/1.1 200 OK\r\nX-PDCluster-Prefill: p\r\nX-PDCluster-Decode: d\r\n\r\ndata: {}\n\ndata: [DONE]\n\n"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from bench.routing_ideal import ORDERS, Prompt, goodput, num_good
-from bench.routing_runs import Workload
+from bench.parts.routing_ideal import ORDERS, Prompt, goodput, num_good
+from bench.parts.routing_runs import Workload
 from pdcluster_router.replay.scenario import Layout
 
 SHORT, LONG = 1.0, 10.0

@@ -6,8 +6,8 @@ from dataclasses import fields
 
 import pytest
 
+from bench.parts.routing_runs import Run, Workload
 from bench.routing import FORCED, OURS, RECORDED, Way, modes, plan_of, without_peak
-from bench.routing_runs import Run, Workload
 from pdcluster.core.errors import ConfigError
 from pdcluster_router.replay.report import Figures
 from pdcluster_router.replay.scenario import Layout

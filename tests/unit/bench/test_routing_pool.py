@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.real_turns import Answer
-from bench.report import Row, write_json
-from bench.routing import main, report
-from bench.routing_real import (
+from bench.harness.report import Row, write_json
+from bench.parts.real_turns import Answer
+from bench.parts.routing_real import (
     LIMITS,
     WAYS,
     Floor,
@@ -24,6 +23,7 @@ from bench.routing_real import (
     ratio,
     what_was_in_time,
 )
+from bench.routing import main, report
 from pdcluster.core.errors import ConfigError
 
 

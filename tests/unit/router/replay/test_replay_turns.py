@@ -9,7 +9,7 @@ import math
 
 import pytest
 
-from bench.real_turns import requests
+from bench.parts.real_turns import requests
 from pdcluster.core.messages import Sampling
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster_router.core.job import HashChain

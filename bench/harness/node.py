@@ -1,7 +1,7 @@
 """A node process for benchmarks: the real one, with stopwatches at the seams and, when asked, a slower link. It changes
 no behaviour but time.
 
-    python -m bench.node [--marks FILE] [--link-bytes-s N] [--bulk] -- FLAGS OF `pdcluster node`
+    python -m bench.harness.node [--marks FILE] [--link-bytes-s N] [--bulk] -- FLAGS OF `pdcluster node`
 
 --marks: at the end, one line "NAME SECONDS" (CLOCK_MONOTONIC, comparable between processes of one machine) per event.
 --link-bytes-s: every write waits as on a serial link of that speed. --bulk: nothing is pushed before the whole prompt

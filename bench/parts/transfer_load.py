@@ -9,7 +9,7 @@ core's case stands what its engine takes from a memmove, and from a copy that is
 are, with nothing of a transfer around it: a transfer that keeps as much of its speed as the latter loses it to the
 memory.
 
-    python -m bench.transfer_load FD     the engine process: it steps until its end of the socket closes
+    python -m bench.parts.transfer_load FD     the engine process: it steps until its end of the socket closes
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.report import Row, paired, row
-from bench.transfer_ends import PAGE_TOKENS, Near, plain
+from bench.harness.report import Row, paired, row
+from bench.parts.transfer_ends import PAGE_TOKENS, Near, plain
 from pdcluster.transfer.backends.shm import TOLD_BYTES
 from pdcluster.transfer.copying.copy import Payload, table_of
 
@@ -103,7 +103,7 @@ class EngineProcess:
     def __init__(self, core: int) -> None:
         self._sock, there = socket.socketpair()
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "bench.transfer_load", str(there.fileno())], pass_fds=[there.fileno()]
+            [sys.executable, "-m", "bench.parts.transfer_load", str(there.fileno())], pass_fds=[there.fileno()]
         )
         there.close()
         if self._sock.recv(1) != b"r":

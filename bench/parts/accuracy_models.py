@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from bench.accuracy_texts import texts
+from bench.parts.accuracy_texts import texts
 from pdcluster.checkpoint.gguf import open_gguf
 from pdcluster.engine.model.gguf_weights import gguf_tensors
 

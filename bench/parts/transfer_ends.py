@@ -24,9 +24,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from bench import transfer_seam
-from bench.rank_ends import RankProcess
-from bench.transfer_seam import Expect, Permitted, Seen
+from bench.harness.rank_ends import RankProcess
+from bench.parts import transfer_seam
+from bench.parts.transfer_seam import Expect, Permitted, Seen
 from pdcluster.core.messages import Abort, AbortAck, Commit, CommitAck, Endpoint, NodeMessage, Reserved, Ticket
 from pdcluster.node.tensor_parallel.endpoint_client import LinkedMemories
 from pdcluster.transfer.backends.base import Backend, Peer, Region
@@ -62,7 +62,7 @@ class Check(NodeMessage, frozen=True, array_like=True):
 class Sink(NodeMessage, frozen=True, array_like=True):
     """Please listen on a socket and swallow so many bytes again and again until it closes, into the next place of a
     memory as large as the pool each time, and answer each; kind digested: with their digest. Or, for mooncake, serve
-    `bench.mooncake_bound` with that memory."""
+    `bench.parts.mooncake_bound` with that memory."""
 
     kind: str
     nbytes: int
@@ -289,7 +289,7 @@ class Far:
 
 def swallow(pipe: Pipe, message: Sink, memory: Pool) -> None:
     """The receiving side of a ceiling."""
-    from bench import mooncake_bound
+    from bench.parts import mooncake_bound
 
     if message.kind == mooncake_bound.KIND:
         mooncake_bound.serve(pipe, memory)
@@ -350,7 +350,7 @@ class Near:
         here, there = socket.socketpair()
         arguments = [str(there.fileno()), msgspec.json.encode(shape).decode()]
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "bench.transfer_ends", *arguments], pass_fds=[there.fileno()]
+            [sys.executable, "-m", "bench.parts.transfer_ends", *arguments], pass_fds=[there.fileno()]
         )
         there.close()
         self.pipe = Pipe(here)

@@ -1,5 +1,5 @@
-"""A small real cluster for benchmarks: bootstrap, nodes (see `bench.node`) and router as processes, and a client that
-reads the timelines."""
+"""A small real cluster for benchmarks: bootstrap, nodes (see `bench.harness.node`) and router as processes, and a
+client that reads the timelines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STOP_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """options: of bench.node; flags: of `pdcluster node`; core: the one it is pinned to."""
+    """options: of bench.harness.node; flags: of `pdcluster node`; core: the one it is pinned to."""
 
     name: str
     role: str
@@ -107,7 +107,7 @@ def cluster(
                 transfer,
             ]
             own += ["--cores", str(plan.core), "--threads", "1", *plan.flags]
-            start(running, ["bench.node", *plan.options, "--", *own], ready_option="--ready-fd")
+            start(running, ["bench.harness.node", *plan.options, "--", *own], ready_option="--ready-fd")
         own = [
             "--http",
             "127.0.0.1:0",

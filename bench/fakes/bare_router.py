@@ -1,6 +1,6 @@
 """A router without routing: the least that plain Python needs to take a completion over HTTP, send it to a node and
-give its tokens back. A ceiling for the product, on the machine of the moment. `python -m bench.bare_router --bootstrap
-HOST:PORT --ready-fd N` serves until it is stopped.
+give its tokens back. A ceiling for the product, on the machine of the moment. `python -m bench.fakes.bare_router
+--bootstrap HOST:PORT --ready-fd N` serves until it is stopped.
 
 Real: HTTP/1.1 with keep-alive, JSON both ways, the product's link to the node (codec, digest, sequence numbers; its
 sockets), one event per streamed token. Left out, which is what a router is for: choice of nodes, prefixes, hold queue,
@@ -209,7 +209,7 @@ async def serve(bootstrap: str, ready_fd: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench.bare_router")
+    parser = argparse.ArgumentParser(prog="bench.fakes.bare_router")
     parser.add_argument("--bootstrap", required=True)
     parser.add_argument("--ready-fd", type=int, default=os.dup(1))
     chosen = parser.parse_args()

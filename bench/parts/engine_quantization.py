@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.report import Row as Figure
-from bench.report import row
+from bench.harness.report import Row as Figure
+from bench.harness.report import row
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.checkpoint import bundled
 from pdcluster.core.messages import Sampling

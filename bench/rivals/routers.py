@@ -9,10 +9,11 @@ Each lives in a virtual environment of its own, DIR/NAME:
     ai-dynamo-runtime==1.6.1 \\ && DIR/dynamo/bin/pip install aiohttp msgspec prometheus-client pyzmq tqdm transformers
     uvloop 'pydantic<=2.13.5'
 
-The first three route round robin over `bench.fake_worker`. Dynamo's frontend routes by its own KV rule over its mocker,
-whose simulated engine is sped up a million times: nothing else speaks the mocker's protocol, so what it takes alone is
-unknown and stays in Dynamo's figures; its streams have one event more than tokens, and some 46 ms of its P/D are the
-two mockers' own hand-over. (ai-dynamo pins a package that is a stub in the index, hence --no-deps; no CUDA is needed.)
+The first three route round robin over `bench.fakes.fake_worker`. Dynamo's frontend routes by its own KV rule over its
+mocker, whose simulated engine is sped up a million times: nothing else speaks the mocker's protocol, so what it takes
+alone is unknown and stays in Dynamo's figures; its streams have one event more than tokens, and some 46 ms of its P/D
+are the two mockers' own hand-over. (ai-dynamo pins a package that is a stub in the index, hence --no-deps; no CUDA is
+needed.)
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.cluster import ends_with_us
-from bench.http_load import Ask
+from bench.harness.cluster import ends_with_us
+from bench.harness.http_load import Ask
 from pdcluster.checkpoint import bundled
 
 NAMES = ("sglang-router", "smg", "vllm-router", "dynamo")
-# bench.bare_router.
+# bench.fakes.bare_router.
 BARE = "bare"
 ROUTER_CORE = 1
 MODEL = "m"
@@ -104,7 +105,7 @@ def _start_over_http(
     urls = []
     for role in roles:
         worker_port = _free_port()
-        argv = [sys.executable, "-m", "bench.fake_worker", str(worker_port), role, str(token_s)]
+        argv = [sys.executable, "-m", "bench.fakes.fake_worker", str(worker_port), role, str(token_s)]
         running.append(subprocess.Popen(argv, preexec_fn=ends_with_us()))
         urls.append(f"http://127.0.0.1:{worker_port}")
     return _on_router_core(_argv(name, folder / name / "bin", urls, port), running)

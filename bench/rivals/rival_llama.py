@@ -4,7 +4,7 @@
 
     python rival_llama.py CHECKPOINT      after `pip install llama-cpp-python==0.3.36 gguf safetensors`
 
-A bfloat16 GGUF of the checkpoint (Qwen3) is written once beside it. The protocol is that of `bench.engine_compare`.
+A bfloat16 GGUF of the checkpoint (Qwen3) is written once beside it. The protocol is that of `bench.rivals.engines`.
 """
 
 import ctypes

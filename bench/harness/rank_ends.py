@@ -4,7 +4,7 @@ over its own pool, but no engine.
 `RankProcess` is rank 0's side: it starts the process, learns its adverts and reaches it by
 `node.tensor_parallel.endpoint_client`, as `node.tensor_parallel.engine` does. Measures nothing.
 
-    python -m bench.rank_ends FD SETUP     the process; it serves until its end of the socket closes
+    python -m bench.harness.rank_ends FD SETUP     the process; it serves until its end of the socket closes
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RankProcess:
         setup = Setup(backend, host, staging_bytes, me.node, me.incarnation, region.id, pool.fd, region.nbytes)
         arguments = [str(there.fileno()), msgspec.json.encode(setup).decode()]
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "bench.rank_ends", *arguments], pass_fds=[there.fileno(), pool.fd]
+            [sys.executable, "-m", "bench.harness.rank_ends", *arguments], pass_fds=[there.fileno(), pool.fd]
         )
         there.close()
         ready = RankChannel(sock, send_s=SEND_S).receive(START_S)
@@ -70,7 +70,7 @@ class RankProcess:
 
 
 def _lost(reason: str) -> None:
-    print(f"bench.rank_ends: {reason}", file=sys.stderr)
+    print(f"bench.harness.rank_ends: {reason}", file=sys.stderr)
 
 
 def main() -> None:

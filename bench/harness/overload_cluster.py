@@ -24,8 +24,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.cluster import NodePlan, cluster
-from bench.offered import (
+from bench.fakes.paced_nodes import Pace
+from bench.harness.cluster import NodePlan, cluster
+from bench.harness.offered import (
     GOAL,
     MOST_TOKENS,
     OVERLOAD,
@@ -39,8 +40,7 @@ from bench.offered import (
     prompt_tokens,
     refusals,
 )
-from bench.paced_nodes import Pace
-from bench.report import Row
+from bench.harness.report import Row
 from pdcluster.checkpoint import bundled
 
 TENANTS = ("all", "flood", "small")

@@ -6,7 +6,7 @@ Not real: KV is not moved (tickets name pages that nobody writes), tokens are a 
 no batch: requests do not slow each other but for the queue of prompts, which are computed one after the other. After a
 gap or a cut nothing is said again but what reports say: for faults use real nodes.
 
-`python -m bench.fake_node --bootstrap HOST:PORT --model DIR` serves until it is stopped; DIR gives the tokenizer.
+`python -m bench.fakes.fake_node --bootstrap HOST:PORT --model DIR` serves until it is stopped; DIR gives the tokenizer.
 """
 
 from __future__ import annotations
@@ -412,7 +412,7 @@ def words(model: Path) -> Callable[[int], int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench.fake_node")
+    parser = argparse.ArgumentParser(prog="bench.fakes.fake_node")
     parser.add_argument("--bootstrap", required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--name", default=f"fake-{secrets.token_hex(3)}")

@@ -1,5 +1,5 @@
-"""An engine that answers at once over HTTP, as the workers of other routers look: `python -m bench.fake_worker PORT
-[ROLE [TOKEN_S]]`.
+"""An engine that answers at once over HTTP, as the workers of other routers look: `python -m bench.fakes.fake_worker
+PORT [ROLE [TOKEN_S]]`.
 
 Enough of SGLang's and vLLM's APIs for their routers to take it for a worker of ROLE (prefill, decode, plain). Tokens of
 a stream are paced: one write each, then TOKEN_S, or with 0 a turn of the loop, in which case a router finds many of

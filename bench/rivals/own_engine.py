@@ -1,6 +1,6 @@
-"""Our engine behind the protocol of `bench.engine_compare`, in a process like its rivals'.
+"""Our engine behind the protocol of `bench.rivals.engines`, in a process like its rivals'.
 
-python -m bench.engine_worker CHECKPOINT THREADS
+python -m bench.rivals.own_engine CHECKPOINT THREADS
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
-from bench.cluster import random_prompt
+from bench.harness.cluster import random_prompt
 
 MEAN_PROMPT, MEAN_OUTPUT = 500, 60
 MOST_PROMPT, MOST_OUTPUT = 3000, 250

@@ -34,9 +34,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.cluster import NodePlan, cluster, random_prompt
-from bench.real_turns import MEAN_PROMPT, QUIET_S, Answer, Asked, Target, crowd, requests, turn, unseen
-from bench.report import Row
+from bench.harness.cluster import NodePlan, cluster, random_prompt
+from bench.harness.report import Row
+from bench.parts.real_turns import MEAN_PROMPT, QUIET_S, Answer, Asked, Target, crowd, requests, turn, unseen
 from pdcluster.core.errors import ConfigError
 
 WAYS = ("auto", "local", "remote")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.report import Row
+from bench.harness.report import Row
 
 SLO_S = 1.0
 MEAN_TOKENS = 800

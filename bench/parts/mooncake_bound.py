@@ -24,8 +24,8 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from bench.report import Row, row
-from bench.transfer_ends import HOST, Address, Near, Pipe, Pool, Sink
+from bench.harness.report import Row, row
+from bench.parts.transfer_ends import HOST, Address, Near, Pipe, Pool, Sink
 from pdcluster.transfer.backends.base import WriteStatus
 from pdcluster.transfer.backends.staging import ENTRY_BYTES, StagedSettings
 from pdcluster.transfer.backends.tcp_links import send_unpaced

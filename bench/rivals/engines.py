@@ -23,8 +23,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.report import Row as Figure
-from bench.report import row
+from bench.harness.report import Row as Figure
+from bench.harness.report import row
 
 VENVS = {"vllm": "vllm", "llama.cpp": "llama"}
 PREFILL_GOAL = {"vllm": 1.0}
@@ -76,7 +76,7 @@ def compare(
     with ExitStack() as stack:
         contenders = [
             stack.enter_context(
-                started("pdcluster", [sys.executable, "-m", "bench.engine_worker", str(model), "1"], {}, core)
+                started("pdcluster", [sys.executable, "-m", "bench.rivals.own_engine", str(model), "1"], {}, core)
             )
         ]
         for rival in rivals:

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 # Runs in a virtual environment of its own, which has vllm but not pdcluster.
-"""vLLM's CPU engine as a rival of `bench.engine`, in one process: the protocol of `bench.engine_compare`.
+"""vLLM's CPU engine as a rival of `bench.engine`, in one process: the protocol of `bench.rivals.engines`.
 
     python rival_vllm.py CHECKPOINT       after the set-up in bench/README.md, in the environment that
-`bench.engine_compare` gives it
+`bench.rivals.engines` gives it
 
 Prefill is a request for one token; decode is some steps of its loop, after the one in which the last row had its first
 token.
