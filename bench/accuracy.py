@@ -33,7 +33,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from bench.harness.report import Row as Figure
-from bench.harness.report import print_rows, write_json
+from bench.harness.report import add_output_flags, print_rows, save
 from bench.parts.accuracy_cases import Errors, Floats, Reference, join, load_cases, make_cases, save_cases
 from bench.parts.accuracy_models import made_model, readable_model
 from bench.parts.accuracy_requests import compare_modes
@@ -88,15 +88,14 @@ def main() -> int:
         rows = list(figures(model, directory, families(arguments.family)))
         rows += compare_modes(model, 2 if arguments.quick else 12)
     print_rows(rows)
-    if arguments.json:
-        write_json(rows, arguments.json)
+    save(rows, arguments)
     return 0
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
+    add_output_flags(parser)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--family", action="append", choices=[family.name for family in FAMILIES])
     return parser.parse_args()

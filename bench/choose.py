@@ -16,11 +16,10 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from bench.harness.report import Row, print_rows, row, write_json
+from bench.harness.report import Row, add_output_flags, print_rows, row, save
 from pdcluster.core.messages import HASH_BYTES, Endpoint, Load, Role
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster.settings.config import cache_directory
@@ -173,15 +172,14 @@ def _row(name: str, case: Case, samples: list[float]) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.choose", description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
+    add_output_flags(parser)
     chosen = parser.parse_args()
     compiled.load(cache_directory())
     rows: list[Row] = []
     for number in (8, 64, 1000):
         rows += measure(make_case(number, random.Random(number)), 200 if chosen.quick else 2000)
     print_rows(rows)
-    if chosen.json:
-        write_json(rows, chosen.json)
+    save(rows, chosen)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from bench.harness.report import Row as Figure
-from bench.harness.report import print_rows, row, write_json
+from bench.harness.report import add_output_flags, print_rows, row, save
 from bench.parts.engine_quantization import SCHEMES, quality
 from bench.rivals.engines import VENVS, compare
 from pdcluster.core.messages import Sampling
@@ -199,8 +199,7 @@ def main() -> None:
     else:
         figures = own_figures(model_dir, plan, arguments.threads, python_only=arguments.python_share)
     print_rows(figures)
-    if arguments.json is not None:
-        write_json(figures, arguments.json)
+    save(figures, arguments)
 
 
 def ceilings_alone(plan: Plan, work: Work) -> tuple[list[Figure], Ceilings]:
@@ -523,7 +522,7 @@ def _arguments() -> argparse.Namespace:
         prog="python -m bench.engine", description="MFU of prefill and MBU of decode against measured ceilings"
     )
     parser.add_argument("--quick", action="store_true", help="fewer cases and repeats")
-    parser.add_argument("--json", type=Path, help="write the rows there too")
+    add_output_flags(parser)
     parser.add_argument("--model", type=Path, help="a Hugging Face directory instead of the random model")
     parser.add_argument("--threads", type=int, default=1, help="compute threads (default 1)")
     parser.add_argument("--core", type=int, help="the one core to run on (default: the last one there is)")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench.engine import random_checkpoint
 from bench.harness.cluster import NodePlan, cluster, random_prompt
-from bench.harness.report import Row, print_rows, row, write_json
+from bench.harness.report import Row, add_output_flags, print_rows, row, save
 from pdcluster.settings.config import cache_directory
 
 PROMPT_TOKENS = 32
@@ -70,7 +70,7 @@ def rows_of(model: Path, transfer: str, requests: int) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true", help="fewer requests")
-    parser.add_argument("--json", type=Path)
+    add_output_flags(parser)
     parser.add_argument("--transfer", default="shm,tcp")
     arguments = parser.parse_args()
     model = random_checkpoint(cache_directory() / "bench-engine-30m")
@@ -80,8 +80,7 @@ def main() -> None:
         for each in rows_of(model, transfer, 40 if arguments.quick else 200)
     ]
     print_rows(rows)
-    if arguments.json is not None:
-        write_json(rows, arguments.json)
+    save(rows, arguments)
 
 
 if __name__ == "__main__":

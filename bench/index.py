@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.harness.report import Row, print_rows, row, write_json
+from bench.harness.report import Row, add_output_flags, print_rows, row, save
 from pdcluster.core.messages import HASH_BYTES, CacheDelta
 from pdcluster.kv.hashing import chain_root, extend
 from pdcluster_router.prefix_index.index import PrefixIndex
@@ -276,12 +276,11 @@ def run(num_nodes: int, num_entries: int, num_prompts: int) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.index", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tenth of the entries")
-    parser.add_argument("--json", type=Path)
+    add_output_flags(parser)
     chosen = parser.parse_args()
     rows = run(1000, 1_000_000 if chosen.quick else 10_000_000, 500 if chosen.quick else 2000)
     print_rows(rows)
-    if chosen.json is not None:
-        write_json(rows, chosen.json)
+    save(rows, chosen)
 
 
 if __name__ == "__main__":

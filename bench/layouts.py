@@ -26,7 +26,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.harness.report import Row, print_rows, row, write_json
+from bench.harness.report import Row, add_output_flags, print_rows, row, save
 from bench.parts import transfer_load
 from bench.parts.transfer_ends import Near, Shape
 from pdcluster.transfer.layout.geometry import PageShape
@@ -148,15 +148,14 @@ def run(backends: tuple[str, ...], *, quick: bool) -> Iterator[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and turns")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
+    add_output_flags(parser)
     parser.add_argument(
         "--backends", default=",".join(BACKENDS), help="comma-separated; any that `pdcluster node --transfer` knows"
     )
     options = parser.parse_args()
     rows = list(run(tuple(options.backends.split(",")), quick=options.quick))
     print_rows(rows)
-    if options.json is not None:
-        write_json(rows, options.json)
+    save(rows, options)
 
 
 if __name__ == "__main__":

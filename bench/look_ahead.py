@@ -21,7 +21,7 @@ from pathlib import Path
 
 from bench.engine import random_checkpoint
 from bench.harness.cluster import Client, NodePlan, cluster, random_prompt
-from bench.harness.report import Row, print_rows, row, write_json
+from bench.harness.report import Row, add_output_flags, print_rows, row, save
 from pdcluster.settings.config import cache_directory
 
 BATCHES = (8, 32)
@@ -98,7 +98,7 @@ def rows_of(model: Path, each: Sequence[str], repeats: int, tokens: int) -> list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true", help="fewer tokens and starts")
-    parser.add_argument("--json", type=Path)
+    add_output_flags(parser)
     parser.add_argument(
         "--cores", nargs="+", default=CORES, help="what the node is pinned to, a list of cores for each case"
     )
@@ -106,8 +106,7 @@ def main() -> None:
     model = random_checkpoint(cache_directory() / "bench-engine-30m")
     rows = rows_of(model, arguments.cores, 2 if arguments.quick else 5, 128 if arguments.quick else 384)
     print_rows(rows)
-    if arguments.json is not None:
-        write_json(rows, arguments.json)
+    save(rows, arguments)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from bench.engine import random_checkpoint
 from bench.harness.cluster import Client, NodePlan, cluster, random_prompt
-from bench.harness.report import Row, print_rows, row, write_json
+from bench.harness.report import Row, add_output_flags, print_rows, row, save
 from pdcluster.settings.config import cache_directory
 
 PROMPT_TOKENS = 2048
@@ -108,7 +108,7 @@ def _ms(seconds: list[float]) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true", help="fewer requests")
-    parser.add_argument("--json", type=Path)
+    add_output_flags(parser)
     arguments = parser.parse_args()
     model = random_checkpoint(cache_directory() / "bench-engine-30m")
     rows: list[Row] = []
@@ -116,8 +116,7 @@ def main() -> None:
         print_rows(table)
         sys.stdout.flush()
         rows += table
-    if arguments.json is not None:
-        write_json(rows, arguments.json)
+    save(rows, arguments)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from bench.harness.offered import (
     prompt_tokens,
     refusals,
 )
-from bench.harness.report import Row, print_rows, write_json
+from bench.harness.report import Row, add_output_flags, print_rows, save
 from pdcluster_router.core.tenants import Entry, Tenants
 from pdcluster_router.frontend.app import HttpSettings, create_app
 from pdcluster_router.frontend.places import Places
@@ -157,15 +157,14 @@ def main() -> None:
     parser.add_argument("--only", choices=("paced", "processes"), help="one of the two parts")
     parser.add_argument("--model", type=Path, help="of the processes' nodes; default: the bundled one")
     parser.add_argument("--workers", type=int, default=1, help="of the router process")
-    parser.add_argument("--json", type=Path)
+    add_output_flags(parser)
     arguments = parser.parse_args()
     seconds, loads = (8.0, (0.8, 1.0)) if arguments.quick else (30.0, (0.6, 0.8, 0.9, 1.0, 1.1))
     rows = measure(seconds, loads) if arguments.only != "processes" else []
     if arguments.only != "paced":
         rows += overload_cluster.measure(arguments.model, seconds, loads, arguments.workers)
     print_rows(rows)
-    if arguments.json is not None:
-        write_json(rows, arguments.json)
+    save(rows, arguments)
 
 
 if __name__ == "__main__":

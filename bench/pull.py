@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bench.engine import random_checkpoint
 from bench.harness.cluster import Client, NodePlan, cluster, random_prompt
-from bench.harness.report import Row, print_rows, row, write_json
+from bench.harness.report import Row, add_output_flags, print_rows, row, save
 from pdcluster.settings.config import cache_directory
 
 PROMPT_TOKENS, NEW_TOKENS = 256, 32
@@ -75,15 +75,14 @@ def compare(case: str, seen: dict[str, list[tuple[float, int]]]) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true", help="fewer requests")
-    parser.add_argument("--json", type=Path)
+    add_output_flags(parser)
     parser.add_argument("--transfer", default="shm,tcp")
     arguments = parser.parse_args()
     model = random_checkpoint(cache_directory() / "bench-engine-30m")
     repeats = 3 if arguments.quick else 9
     rows = [each for transfer in arguments.transfer.split(",") for each in rows_of(model, transfer, ANSWERS, repeats)]
     print_rows(rows)
-    if arguments.json is not None:
-        write_json(rows, arguments.json)
+    save(rows, arguments)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, cast
 
@@ -34,7 +33,7 @@ from bench.fakes.bare_router import BareConnection, bare_router
 from bench.fakes.bare_router import __file__ as bare_router_file
 from bench.harness.cluster import ends_with_us, start
 from bench.harness.http_load import Ask
-from bench.harness.report import Row, paired, print_rows, row, write_json
+from bench.harness.report import Row, add_output_flags, paired, print_rows, row, save
 from bench.rivals.routers import ROUTER_CORE, stop
 from bench.router import CLIENT_CORE, NUM_PROMPT, NUM_STREAMED, PACE_S
 from pdcluster.bootstrap.agent import watch
@@ -368,7 +367,7 @@ def nodes(roles: Sequence[str], token_s: float) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.request_path", description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
+    add_output_flags(parser)
     chosen = parser.parse_args()
     os.sched_setaffinity(0, {ROUTER_CORE})
     keep_heap()
@@ -381,8 +380,7 @@ def main() -> None:
         with nodes(roles, PACE_S) as bootstrap:
             rows += uvloop.run(stream_rows(bootstrap, case, scale))
     print_rows(rows)
-    if chosen.json:
-        write_json(rows, chosen.json)
+    save(rows, chosen)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ import zmq
 
 from bench.harness.cluster import ends_with_us, start
 from bench.harness.http_load import Ask, Outcome, load
-from bench.harness.report import Row, paired, print_rows, row, write_json
+from bench.harness.report import Row, add_output_flags, paired, print_rows, row, save
 from bench.rivals.routers import BARE, NAMES, ROUTER_CORE, Placed, rival, stop, wait_ready
 from pdcluster.bootstrap.agent import watch
 from pdcluster.checkpoint import bundled
@@ -454,7 +454,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--compare", action="store_true")
     parser.add_argument("--rivals", type=Path, default=Path("rivals"))
-    parser.add_argument("--json", type=Path)
+    add_output_flags(parser)
     chosen = parser.parse_args()
     os.sched_setaffinity(0, {CLIENT_CORE})
     seconds, repeats = (2.0, 1) if chosen.quick else (4.0, 3)
@@ -476,8 +476,7 @@ def main() -> None:
             rows += compare(chosen.rivals, case, roles, fakes, seconds, repeats)
     rows += against_rivals(rows)
     print_rows(rows)
-    if chosen.json:
-        write_json(rows, chosen.json)
+    save(rows, chosen)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
-from bench.harness.report import Row, print_rows, write_json
+from bench.harness.report import Row, add_output_flags, print_rows, save
 from bench.parts import routing_ideal, routing_real
 from bench.parts.routing_runs import Contender, Run, Workload, execute_all, pools_for
 from pdcluster.core.errors import ConfigError
@@ -396,7 +396,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=36, help="of --real, half a minute each")
     parser.add_argument("--seed", type=int, default=0, help="of --real")
-    parser.add_argument("--json", type=Path)
+    add_output_flags(parser)
     arguments = parser.parse_args()
     if arguments.pool is not None:
         rows = list(routing_real.pooled(arguments.pool, arguments.seed))
@@ -408,10 +408,11 @@ def main() -> None:
         mixes = arguments.mixes.split(",") if arguments.mixes else ()
         plan = plan_of(arguments.trace, quick=arguments.quick, num_mode_seeds=arguments.mode_seeds, chosen=mixes)
         rows = list(measure(plan, arguments.processes, arguments.parts.split(",")))
-    report(rows, arguments.json)
+    report(rows)
+    save(rows, arguments)
 
 
-def report(rows: list[Row], path: Path | None) -> None:
+def report(rows: list[Row]) -> None:
     judged = [row for row in rows if row.against and not row.metric.startswith(routing_real.IN_TIME)]
     print_rows(
         [
@@ -426,8 +427,6 @@ def report(rows: list[Row], path: Path | None) -> None:
         f"\n{len(missed)} of {sum(row.holds is not None for row in judged)} goals are missed" + (":" if missed else "")
     )
     print_rows(missed)
-    if path is not None:
-        write_json(rows, path)
 
 
 def measure(plan: Plan, processes: int, parts: list[str]) -> Iterator[Row]:

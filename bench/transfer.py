@@ -39,9 +39,8 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
 
-from bench.harness.report import Row, paired, print_rows, row, write_json
+from bench.harness.report import Row, add_output_flags, paired, print_rows, row, save
 from bench.parts import mooncake_bound, transfer_load
 from bench.parts.transfer_ends import HOST, PAGE_TOKENS, Address, Near, Sink, digest_only, plain
 from pdcluster.transfer.backends.tcp import DIGEST_BYTES
@@ -306,7 +305,7 @@ def measure_group(near: Near, group: list[Case]) -> Iterator[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
+    add_output_flags(parser)
     parser.add_argument("--backends", default=",".join(BACKENDS), help="comma-separated, of " + ", ".join(BACKENDS))
     options = parser.parse_args()
     chosen = tuple(options.backends.split(","))
@@ -314,8 +313,7 @@ def main() -> None:
         parser.error(f"unknown backends {sorted(unknown)}; choose from {', '.join(BACKENDS)}")
     rows = list(run(chosen, quick=options.quick))
     print_rows(rows)
-    if options.json is not None:
-        write_json(rows, options.json)
+    save(rows, options)
 
 
 if __name__ == "__main__":

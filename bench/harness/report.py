@@ -9,6 +9,7 @@ whether it was met (None: no promise).
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import statistics
@@ -16,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from bench.harness.figures import command_line, record
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +100,18 @@ def print_rows(rows: Iterable[Row]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
-def write_json(rows: Iterable[Row], path: Path) -> None:
-    """The same rows, as a JSON list of objects."""
-    path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    """`--json FILE` and `--record`; `save` does what they say."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
+    parser.add_argument("--record", action="store_true", help="keep the rows in bench/figures.json and docs/figures.md")
+
+
+def save(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
+    """Write the rows to where the flags of `add_output_flags` say."""
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    if arguments.record:
+        record([asdict(row) for row in rows], command_line())
 
 
 def _cells(row: Row) -> tuple[str, ...]:
