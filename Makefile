@@ -1,7 +1,7 @@
 # Every target sets up what it needs first (scripts/setup.sh); the second run starts at once.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-full test-real test-clients lint bench soak proto clean
+.PHONY: help setup demo up test test-full test-real test-clients lint fmt hooks docs bench soak proto clean
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
@@ -25,7 +25,24 @@ up: setup ## run a cluster until Ctrl-C; MODEL=smollm2, a directory, a GGUF file
 
 lint: setup ## ruff and mypy --strict
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+fmt: setup ## format all code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+hooks: setup ## run ruff and mypy before each commit
+	$(BIN)/python -m pip install --disable-pip-version-check -q pre-commit
+	$(BIN)/pre-commit install
+
+docs: setup .venv-docs/installed ## the documents as a site in build/site, with links checked
+	.venv-docs/bin/mkdocs build
+
+.venv-docs/installed: docs/requirements.txt | setup
+	$(BIN)/python -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --disable-pip-version-check -q -r docs/requirements.txt
+	touch $@
 
 test: lint ## lint, then all fast tests and a sample of each big matrix
 	$(PYTEST) $(PARALLEL) -m "not full" $(ARGS)

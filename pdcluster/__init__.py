@@ -1,0 +1,1 @@
+"""LLM serving with prefill and decode on separate nodes."""

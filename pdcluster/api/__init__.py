@@ -1,0 +1,1 @@
+"""The OpenAI API without a server: validation of JSON bodies, and lines of event streams."""

@@ -1,0 +1,1 @@
+"""Who is alive: registration of nodes, leases, snapshots."""

@@ -1,0 +1,1 @@
+"""Model files: download, inspection, text files, GGUF."""

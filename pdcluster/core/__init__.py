@@ -1,0 +1,1 @@
+"""Words of every process: messages, errors, state tables, sampling parameters, plans of a step."""

@@ -1,0 +1,1 @@
+"""The engine: one model, one KV pool, one step at a time."""

@@ -1,0 +1,1 @@
+"""KV pages: layout, prefix hashes, ownership, memory."""

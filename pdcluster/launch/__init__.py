@@ -1,0 +1,1 @@
+"""Clusters on one machine: up, demo, warming of compiled code."""

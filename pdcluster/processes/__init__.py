@@ -1,0 +1,1 @@
+"""Processes: children, supervision, ready lines, the cache of compiled kernels."""

@@ -1,0 +1,1 @@
+"""Generated gRPC code, and conversions from and to plain values."""

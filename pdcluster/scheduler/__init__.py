@@ -1,0 +1,1 @@
+"""Which rows compute which tokens in the next step. Pure."""

@@ -1,0 +1,1 @@
+"""Settings: declared once, read from flags, variables and TOML files."""

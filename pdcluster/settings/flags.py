@@ -67,7 +67,8 @@ def grouped(run: Callable[..., None], *groups: type) -> Callable[..., None]:
         run(*(group(**{field.name: given[field.name] for field in fields(group)}) for group in groups))
 
     entry.__doc__ = run.__doc__
-    entry.__signature__ = inspect.Signature([parameter for group in groups for parameter in _field_parameters(group)])  # type: ignore[attr-defined]
+    parameters = [parameter for group in groups for parameter in _field_parameters(group)]
+    entry.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return entry
 
 

@@ -1,0 +1,1 @@
+"""KV from node to node."""

@@ -1,0 +1,1 @@
+"""Links between processes: frames, leases, reconnection, encryption."""

@@ -1,0 +1,1 @@
+"""The router: front doors, choice of nodes, one state machine per request."""

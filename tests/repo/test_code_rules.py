@@ -8,14 +8,23 @@ import pytest
 from tree import PACKAGES, ROOT, Module, imports, modules, written
 
 UNSAFE = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle"}
-MAX_LINES = 800
+MAX_LINES, MAX_COLUMNS = 800, 120
+MAX_MODULES = 14
+MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 8
+# Compiled by numba: their parameters are arrays, and a call would cost them.
+COMPILED = (
+    "pdcluster.engine.kernels.",
+    "pdcluster.transfer.copying.copy_kernel",
+    "pdcluster.transfer.copying.page_kernel",
+    "pdcluster_router.policy.predicted.",
+)
 
 
 @pytest.mark.parametrize(
     "module", [m for m in modules() if m.file.name == "__init__.py"], ids=lambda module: module.name
 )
-def test_package_markers_are_empty(module: Module) -> None:
-    assert module.file.read_text() == ""
+def test_a_package_says_what_is_in_it_and_nothing_else(module: Module) -> None:
+    assert ast.get_docstring(module.tree) and len(module.tree.body) == 1
 
 
 @pytest.mark.parametrize("module", written(), ids=lambda module: module.name)
@@ -25,7 +34,33 @@ def test_a_module_says_what_it_is(module: Module) -> None:
 
 @pytest.mark.parametrize("module", written(), ids=lambda module: module.name)
 def test_a_module_can_be_read_in_one_sitting(module: Module) -> None:
-    assert len(module.file.read_text().splitlines()) <= MAX_LINES
+    lines = module.file.read_text().splitlines()
+    assert len(lines) <= MAX_LINES
+    assert [number for number, line in enumerate(lines, 1) if len(line) > MAX_COLUMNS] == []
+
+
+def test_a_folder_can_be_overlooked() -> None:
+    """Of the product, the benches and the tests of single packages."""
+    roots = (*PACKAGES, ROOT / "bench", ROOT / "tests" / "unit")
+    files = [file for root in roots for file in root.rglob("*.py") if file.name not in ("__init__.py", "conftest.py")]
+    counts = Counter(file.parent for file in files if "_pb2" not in file.name)
+    assert {str(folder): count for folder, count in counts.items() if count > MAX_MODULES} == {}
+
+
+@pytest.mark.parametrize(
+    "module", [m for m in written() if not m.name.startswith(COMPILED)], ids=lambda module: module.name
+)
+def test_a_function_is_short_and_takes_few_parameters(module: Module) -> None:
+    functions = [node for node in ast.walk(module.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    long = [node.name for node in functions if (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES]
+    assert long == [], f"functions of {module.name} with more than {MAX_FUNCTION_LINES} lines"
+    wide = [node.name for node in functions if _num_parameters(node.args) > MAX_PARAMETERS]
+    assert wide == [], f"functions of {module.name} with more than {MAX_PARAMETERS} parameters"
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    classes = [node.name for module in written() for node in module.tree.body if isinstance(node, ast.ClassDef)]
+    assert [name for name, count in Counter(classes).items() if count > 1 and not name.startswith("_")] == []
 
 
 @pytest.mark.parametrize(
@@ -42,7 +77,7 @@ def test_the_environment_is_read_in_config_only(module: Module) -> None:
     assert not found, f"{module.file} reads the environment in lines {found}; add a key to config instead"
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "bench").glob("*.py")), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", sorted((ROOT / "bench").rglob("*.py")), ids=lambda file: str(file.relative_to(ROOT)))
 def test_benches_read_no_environment(file: Path) -> None:
     tree = ast.parse(file.read_text(), str(file))
     found = [
@@ -124,3 +159,9 @@ def _names_imported(module: Module, line: int) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.lineno == line
         for alias in node.names
     }
+
+
+def _num_parameters(arguments: ast.arguments) -> int:
+    """Without self or cls."""
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))

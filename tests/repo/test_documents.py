@@ -1,7 +1,9 @@
-"""What README and ARCHITECTURE tell people to type exists."""
+"""What documents tell people to type or to open exists, and they are as short as promised."""
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,11 @@ from pdcluster_router import cli as router_cli
 from pdcluster_router import pdctl
 
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "bench" / "README.md", ROOT / "bench" / "FIGURES.md"]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "bench/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+SHARED_FLAGS = {"--json", "--record"}
 COMMANDS = {
     "pdcluster": typer.main.get_command(cli.app),
     "pdcluster-router": typer.main.get_command(router_cli.app),
@@ -31,13 +37,13 @@ def code_lines(document: Path) -> list[str]:
     return lines + re.findall(r"`([^`\n]+)`", prose)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
 def test_make_targets_in_documents_exist(document: Path) -> None:
     named = {match[1] for line in code_lines(document) if (match := re.match(r"make ([a-z-]+)", line))}
     assert named <= TARGETS
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
 def test_commands_and_flags_in_documents_exist(document: Path) -> None:
     for line in code_lines(document):
         name = line.split(" ")[0]
@@ -56,7 +62,7 @@ def check(command: TyperCommand | TyperGroup, words: list[str]) -> None:
             assert word.split("=")[0] in flags, f"{command.name} has no flag {word}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
 def test_modules_in_documents_exist_and_have_the_flags_that_are_told(document: Path) -> None:
     found = [
         words
@@ -66,7 +72,11 @@ def test_modules_in_documents_exist_and_have_the_flags_that_are_told(document: P
     for command in found:
         file = ROOT / f"{command[1].replace('.', '/')}.py"
         assert file.exists(), f"{document.name} names {command[1]}, which is not there"
-        unknown = [flag for flag in re.findall(r"--[a-z][a-z-]*", command[2]) if f'"{flag}"' not in file.read_text()]
+        unknown = [
+            flag
+            for flag in re.findall(r"--[a-z][a-z-]*", command[2])
+            if flag not in SHARED_FLAGS and f'"{flag}"' not in file.read_text()
+        ]
         assert not unknown, f"{command[1]} has no {unknown}"
 
 
@@ -81,8 +91,37 @@ def test_every_target_of_the_makefile_is_phony_and_described() -> None:
     phony = set(re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[1].split())
     described = set(re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE))
     assert TARGETS == phony == described
-    assert {"demo", "up", "test", "test-full", "lint", "bench", "soak", "proto", "clean"} <= TARGETS
+    assert {"demo", "up", "test", "test-full", "lint", "fmt", "docs", "bench", "soak", "proto", "clean"} <= TARGETS
 
 
 def test_the_ci_runs_make_test() -> None:
     assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
+def test_files_that_documents_name_exist(document: Path) -> None:
+    """A path in inline code is below the repository, one of its packages, or the document's own folder."""
+    roots = (ROOT, ROOT / "pdcluster", ROOT / "router" / "pdcluster_router", document.parent)
+    named = [
+        word.removeprefix("router:") for word in re.findall(r"`([\w./:-]+\.(?:py|md|toml|json))`", document.read_text())
+    ]
+    siblings = {
+        file.name for root in (ROOT / "pdcluster", ROOT / "router", ROOT / "tests") for file in root.rglob("*.py")
+    }
+    files = {"config.json", "tokenizer.json", "generation_config.json", "trace.jsonl", "node.json"}
+    missing = [name for name in named if not any((root / name).exists() for root in roots)]
+    assert [name for name in missing if name not in siblings | files] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
+def test_links_between_documents_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", document.read_text())
+    assert [link for link in links if "://" not in link and not (document.parent / link).exists()] == []
+
+
+def test_readme_and_architecture_are_short_and_all_documents_plain() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    assert len((ROOT / "ARCHITECTURE.md").read_text().split()) <= 2500
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "prose.py"], capture_output=True, text=True, check=True)
+    means = {line.split()[0]: float(line.split()[-3]) for line in done.stdout.splitlines()}
+    assert len(means) > 10 and {name: mean for name, mean in means.items() if mean > 16} == {}

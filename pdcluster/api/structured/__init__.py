@@ -1,0 +1,1 @@
+"""Structured output: what a request wants, as a grammar."""

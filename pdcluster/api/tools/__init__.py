@@ -1,0 +1,1 @@
+"""Tool calls and reasoning in the text of a model."""

@@ -1,0 +1,1 @@
+"""What a model is made of: config, weights, rope, shards, batches, collectives."""

@@ -147,7 +147,8 @@ def _open_all(paths: Iterable[Path]) -> dict[str, Tensor]:
     for path in paths:
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
-                tensors.update((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 (a handle, not a dict)
+                names = file.keys()  # a handle, not a dict
+                tensors.update((name, file.get_tensor(name)) for name in names)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
     return tensors

@@ -1,0 +1,1 @@
+"""Implementations of what a forward pass needs, and the choice among them."""

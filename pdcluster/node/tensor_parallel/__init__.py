@@ -1,0 +1,1 @@
+"""Ranks above 0 of a node: processes, channels, transfer endpoints."""

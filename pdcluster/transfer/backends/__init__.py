@@ -1,0 +1,1 @@
+"""Media that carry KV, behind one seam (`base`)."""

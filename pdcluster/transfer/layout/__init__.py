@@ -1,0 +1,1 @@
+"""Which byte ranges carry which KV."""

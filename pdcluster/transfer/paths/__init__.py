@@ -1,0 +1,1 @@
+"""Which backend carries a write."""

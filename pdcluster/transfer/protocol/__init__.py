@@ -1,0 +1,1 @@
+"""The protocol of a ticket: the writer and the reader. Pure."""

@@ -1,0 +1,1 @@
+"""What the router knows of nodes, and its links to them."""

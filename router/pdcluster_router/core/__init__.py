@@ -1,0 +1,1 @@
+"""A request as data, ids, tenants, stages."""

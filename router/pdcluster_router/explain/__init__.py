@@ -1,0 +1,1 @@
+"""Why a request went where it went, and whether that was right."""

@@ -1,0 +1,1 @@
+"""Endpoints over HTTP and gRPC: preparation and answers."""

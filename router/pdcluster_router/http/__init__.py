@@ -1,0 +1,1 @@
+"""HTTP/1.1 connections and exchanges. Knows no endpoint."""

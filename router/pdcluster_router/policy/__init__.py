@@ -1,0 +1,1 @@
+"""Routing policies, and who asks them."""

@@ -1,0 +1,1 @@
+"""Which node has cached which blocks."""

@@ -1,0 +1,1 @@
+"""Which request goes, waits or is refused."""

@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from pdcluster.core import errors
@@ -142,11 +143,14 @@ class WaitingRequests:
             self._tell_released(late)
         while self.num_held:
             now = self._clock()
-            released = self._gate.release(lambda held, now=now: self._waiters[held.request].decide(now), now)  # type: ignore[misc]
+            released = self._gate.release(partial(self._decide, now), now)
             if not released:
                 return
             self._tell_released(released[0])
             await asyncio.sleep(0)  # it has started; others may want to do something, too
+
+    def _decide(self, now: float, held: QueuedRequest) -> Decision:
+        return self._waiters[held.request].decide(now)
 
     def _tell_released(self, released: Released) -> None:
         request = released.held.request

@@ -1,0 +1,1 @@
+"""The production policies over a trace, in simulated time."""

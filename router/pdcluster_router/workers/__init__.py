@@ -1,0 +1,1 @@
+"""Several router processes as one."""

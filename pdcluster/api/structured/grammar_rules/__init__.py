@@ -1,0 +1,1 @@
+"""Rules of a grammar, and their EBNF."""

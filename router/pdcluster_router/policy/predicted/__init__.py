@@ -1,0 +1,1 @@
+"""The numbers of the default policy, as functions that numba compiles."""

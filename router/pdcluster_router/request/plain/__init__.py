@@ -1,0 +1,1 @@
+"""The short way of requests that meet nothing unusual."""
