@@ -211,7 +211,7 @@ async def test_the_puller_dies_and_another_node_takes_over() -> None:
 
 async def test_pulls_can_be_switched_off() -> None:
     async with LocalCluster(PAIR, force="remote") as cluster:
-        cluster.dispatch.shared.selector._pulls = PullRule("never")
+        cluster.dispatch.shared.selector.holder.pulls = PullRule("never")
         second = await first_turn(cluster)
         tokens, done = await cluster.run(second, 12)
         assert tokens == reference(second, 12)

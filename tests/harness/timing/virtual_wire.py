@@ -79,7 +79,7 @@ class Wire:
 
     def _arrive(self, connection: Connection, target: Socket, data: bytes) -> None:
         # What a caller sent before it hung up still arrives; nothing reaches a socket that is closed.
-        if target.is_closed or (target is connection.dealer and not connection.is_up):
+        if target.closed or (target is connection.dealer and not connection.is_up):
             return
         target.put([connection.identity, data] if target is connection.router else [data])
 
@@ -89,7 +89,7 @@ class Wire:
             connection.is_up = False
             self.connections.remove(connection)
             connection.router.callers.pop(connection.identity, None)
-            if not connection.dealer.is_closed:
+            if not connection.dealer.closed:
                 self.loop.call_later(LATENCY_S, connection.dealer.on_cut)
 
     def cut_all(self, first: str, second: str) -> None:
@@ -115,7 +115,7 @@ class Socket:
     def __init__(self, wire: Wire, owner: str, kind: int) -> None:
         self.wire, self.owner, self.kind = wire, owner, kind
         self.fd = FIRST_FD + next(wire.numbers)
-        self.is_closed = False
+        self.closed = False
         self.inbox: deque[list[bytes]] = deque()
         self.callers: dict[bytes, Connection] = {}
         self._connection: Connection | None = None
@@ -154,7 +154,7 @@ class Socket:
             self.wire.monitors[address] = self
 
     def _call(self) -> None:
-        if self.is_closed or self._connection is not None:
+        if self.closed or self._connection is not None:
             return
         listener = self.wire.listeners.get(self._port)
         if self.owner in self.wire.muted or (listener is not None and listener.owner in self.wire.muted):
@@ -172,7 +172,7 @@ class Socket:
 
     def on_cut(self) -> None:
         self._connection = None
-        if not self.is_closed:
+        if not self.closed:
             self._tell(zmq.EVENT_DISCONNECTED)
             self.wire.loop.call_later(RECONNECT_S, self._call)
 
@@ -181,9 +181,9 @@ class Socket:
             self._watcher.put([struct.pack("=hi", event, 0), b""])
 
     def close(self, linger: int | None = None) -> None:
-        if self.is_closed:
+        if self.closed:
             return
-        self.is_closed = True
+        self.closed = True
         if self.wire.listeners.get(self._port) is self:
             del self.wire.listeners[self._port]
         for connection in [*self.callers.values(), *([self._connection] if self._connection else [])]:

@@ -2,12 +2,13 @@
 
 import itertools
 import json
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from bench.harness.report import Row, write_json
+from bench.harness.report import Row, save
 from bench.parts.real_turns import Answer
 from bench.parts.routing_real import (
     LIMITS,
@@ -27,6 +28,10 @@ from bench.routing import main, report
 from pdcluster.core.errors import ConfigError
 
 
+def _write(rows: list[Row], path: Path) -> None:
+    save(rows, Namespace(json=path, record=False))
+
+
 def written(path: Path, *good: tuple[int, int, int]) -> Path:
     """A run of the bench: of each round how many of 10 were in time at every limit, by auto, on one node, on two."""
     rows = [
@@ -35,7 +40,7 @@ def written(path: Path, *good: tuple[int, int, int]) -> Path:
         for way, count in zip(WAYS, counts, strict=True)
         for limit in LIMITS
     ]
-    write_json([Row("goodput auto", "real", 3.0, "1/s"), *rows], path)
+    _write([Row("goodput auto", "real", 3.0, "1/s"), *rows], path)
     return path
 
 
@@ -58,7 +63,8 @@ def test_what_a_run_writes_is_judged_again_from_its_file_as_it_was(
     found = [a_round(9, 8, 5), a_round(7, 3, 8), a_round(8, 6, 6)]
     rows = list(figures(found, rate=1.25, seconds=8.0, seed=4))
     assert [row.value for row in rows[: len(WAYS)]] == pytest.approx([1.0, 17 / 24, 19 / 24])
-    report(rows, tmp_path / "run.json")
+    report(rows)
+    _write(rows, tmp_path / "run.json")
     printed = capsys.readouterr().out
     assert "1.2/s asked; p 67%, p+d 33%" in printed and printed.count("goodput auto ÷ better static") == len(LIMITS)
     assert "1 of 1 goals are missed" in printed and "in time," not in printed
@@ -80,13 +86,13 @@ def test_more_rounds_that_agree_raise_the_bound(tmp_path: Path) -> None:
 
 
 def test_a_file_without_rounds_is_refused_by_name(tmp_path: Path) -> None:
-    write_json([Row("goodput", "x", 1.0, "1/s")], tmp_path / "other.json")
+    _write([Row("goodput", "x", 1.0, "1/s")], tmp_path / "other.json")
     with pytest.raises(ConfigError, match=r"other\.json has no rounds"):
         list(pooled([tmp_path / "other.json"], seed=0))
 
 
 def test_a_file_of_the_method_before_is_refused_and_says_what_it_lacks(tmp_path: Path) -> None:
-    write_json(
+    _write(
         [Row(f"in time, {way}", "real, seed 1, round 0", 9, "requests", "asked", 10) for way in WAYS],
         tmp_path / "old.json",
     )
