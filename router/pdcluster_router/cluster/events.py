@@ -1,5 +1,7 @@
-"""What happened in the cluster, as one router saw it: a bounded log that can be read from any point and waited on. Not
-a log file, not metrics."""
+"""Events of the cluster as one router saw them, in a bounded log.
+
+A reader starts at any point and may wait for more. It is neither a log file nor a metric.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,12 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """sequence counts the events of this router from 1; at: Unix seconds; subject: the node or request it is about, ""
-    for the router."""
+    """One event.
+
+    sequence: counts the events of this router from 1.
+    at: Unix seconds.
+    subject: the node or request it is about; "" for the router.
+    """
 
     sequence: int
     at: float
@@ -41,7 +47,10 @@ class Event:
 
 
 class EventLog:
-    """Owned by the router's event loop. Of more than max_events the oldest are dropped."""
+    """A bounded log of events. Owned by the router's event loop.
+
+    It keeps the newest `max_events`.
+    """
 
     def __init__(self, max_events: int = MAX_EVENTS) -> None:
         self._events: deque[Event] = deque(maxlen=max_events)
@@ -55,18 +64,20 @@ class EventLog:
         self._added = asyncio.Event()
 
     def since(self, sequence: int) -> list[Event]:
-        """Those after `sequence` that are still kept; 0 for all."""
+        """Events after `sequence` that are still kept; 0 for all."""
         num_new = min(max(self._last - sequence, 0), len(self._events))
         return list(islice(self._events, len(self._events) - num_new, None))
 
     async def kept(self, sequence: int) -> AsyncIterator[Event]:
-        """Those after `sequence` that are still kept, as a stream that ends."""
+        """Events after `sequence` that are still kept, as a stream that ends."""
         for event in self.since(sequence):
             yield event
 
     async def follow(self, sequence: int) -> AsyncIterator[Event]:
-        """Those after `sequence`, and then each new one. A reader who falls behind by more than the log holds misses
-        events: their numbers tell."""
+        """Events after `sequence`, then each new one.
+
+        A reader that falls behind by more than the log holds misses events. Their numbers show the gap.
+        """
         while True:
             added = self._added
             for event in self.since(sequence):

@@ -1,8 +1,8 @@
-"""Work on its way: what this router sent to each node and the node's last load report does not count yet.
+"""Work in flight: what this router sent to nodes and no load report counts yet.
 
-Every report echoes the number of the last frame that the node had taken in from this router. Frames go in order, so
-work of later frames is exactly what the report misses. Each piece is added once and taken away once: by the report that
-counts it, or when its leg ends; so no sum can sink below zero. Owned by the router's event loop.
+Every report echoes the number of the last frame that the node took from this router. Frames go in order. So the report
+misses exactly the work of later frames. Each piece of work is added once and subtracted once: by the report that counts
+it, or when its leg ends. So no sum falls below zero. Owned by the router's event loop.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ TOKEN_BYTES = 4
 
 
 class SentWork(msgspec.Struct, frozen=True):
-    """One leg's work. sequence: of the frame that carried it; hashes: blocks that the node will hold when it is
-    done."""
+    """The work of one leg.
+
+    sequence: of the frame that carried it.
+    hashes: blocks that the node will hold when it is done.
+    """
 
     attempt: int
     sequence: int
@@ -30,8 +33,12 @@ class SentWork(msgspec.Struct, frozen=True):
 
 
 class NodeAccount(msgspec.Struct, eq=False):
-    """Of one node, by request. sent: every leg that is open; uncounted: those that no report counts, in the order of
-    their frames; total: their sum."""
+    """The work sent to one node, by request.
+
+    sent: every open leg.
+    uncounted: legs that no report counts, in the order of their frames.
+    total: their sum.
+    """
 
     sent: dict[str, SentWork] = {}
     uncounted: dict[str, SentWork] = {}
@@ -40,13 +47,13 @@ class NodeAccount(msgspec.Struct, eq=False):
 
 class WorkInFlight:
     def __init__(self) -> None:
-        # Of nodes that were sent something since they came.
+        # Accounts of nodes that this router sent work to.
         self._accounts: dict[str, NodeAccount] = {}
-        # Nodes whose sum is another since somebody took this set.
+        # Nodes whose sum changed since this set was last taken.
         self.changed: set[str] = set()
 
     def enter(self, incarnation: str, request: str, sent: SentWork) -> None:
-        """A newer attempt on the same node takes the place of the older one."""
+        """Add a leg. A newer attempt replaces an older one on the same node."""
         account = self._accounts.get(incarnation)
         if account is None:
             account = self._accounts[incarnation] = NodeAccount()
@@ -57,7 +64,7 @@ class WorkInFlight:
         self.changed.add(incarnation)
 
     def reported(self, incarnation: str, seen: int) -> None:
-        """A report came that counts everything up to frame `seen`."""
+        """A report arrived that counts every frame up to `seen`."""
         account = self._accounts.get(incarnation)
         while account is not None and account.uncounted:
             request, sent = next(iter(account.uncounted.items()))
@@ -73,7 +80,7 @@ class WorkInFlight:
         return sent if sent is not None and sent.attempt == attempt else None
 
     def has_alike(self, incarnation: str, sent: SentWork) -> bool:
-        """Whether the node will hold these blocks for another leg, too."""
+        """Whether the node will hold the same blocks for another leg."""
         account, block = self._accounts.get(incarnation), sent.hashes[-HASH_BYTES:]
         return account is not None and any(
             other is not sent and other.hashes[-HASH_BYTES:] == block for other in account.sent.values()
@@ -95,7 +102,7 @@ class WorkInFlight:
         self.changed.add(incarnation)
 
     def of(self, incarnation: str) -> InFlightWork:
-        """What to add to the node's last report."""
+        """The work to add to the node's last report."""
         account = self._accounts.get(incarnation)
         return NOTHING_PENDING if account is None else account.total
 
@@ -112,8 +119,10 @@ class WorkInFlight:
 
 
 def work_of(message: Prefill | Reserve, cached_tokens: int) -> InFlightWork:
-    """What the message will make of its node's load, when it holds so much of the prompt already. Only what decodes
-    there takes a row for long."""
+    """The load that a message adds to its node, which caches that many tokens of the prompt.
+
+    Only a leg that decodes there takes a row for long.
+    """
     num_tokens = len(message.work.token_ids) // TOKEN_BYTES
     if isinstance(message, Reserve):
         return InFlightWork(1, 0, 0, 1, num_tokens)
@@ -135,5 +144,5 @@ def _minus(total: InFlightWork, work: InFlightWork) -> InFlightWork:
     return _new(InFlightWork, map(sub, total, work))
 
 
-# Of a tuple's kind, without a frame of its own.
+# Makes a tuple without a Python frame.
 _new = tuple.__new__

@@ -1,8 +1,8 @@
-"""Where requests run right now: the router's own ledger of legs, and who reads what nodes answer to a request.
+"""The router's ledger of legs: where requests run, and who reads the answers of nodes.
 
-One Leg is one attempt of one request on one boot of one node. The ledger gives a node's in-flight count to the view,
-tells a reconnecting link what is still open there, and tells every request behind a lost node that it was lost. Owned
-by the router's event loop.
+A leg is one attempt of one request on one boot of one node. The ledger counts requests in flight for the view. It names
+open attempts to a link that reconnects. It reports a lost node to each of its requests. Owned by the router's event
+loop.
 """
 
 from __future__ import annotations
@@ -32,15 +32,22 @@ from pdcluster_router.core.generation import Take
 
 
 class FastTokenPath(msgspec.Struct, frozen=True, eq=False):
-    """A short way to the client for rows that just go on. fail: hears what `take` raised, which ends the request."""
+    """Takes rows that only continue a stream, and writes them to the client at once.
+
+    fail: called with what `take` raised; it ends the request.
+    """
 
     take: Take
     fail: Callable[[Exception], object]
 
 
 class RequestLeg(msgspec.Struct, eq=False):
-    """emitted: the request's output tokens so far, its own list; way: None while every row has to be read; heard_at:
-    when one last went that way, monotonic seconds."""
+    """One leg.
+
+    emitted: the request's own list of output tokens.
+    way: the fast token path, None while every row must be read.
+    heard_at: when a row last took that path, monotonic seconds.
+    """
 
     request: str
     attempt: int
@@ -51,13 +58,13 @@ class RequestLeg(msgspec.Struct, eq=False):
 
     @property
     def position(self) -> int:
-        """The next output position the request expects, for the resend after a lost frame."""
+        """The next output position that the request expects. A node resends from there after a lost frame."""
         return len(self.emitted)
 
 
 @dataclass(frozen=True, slots=True)
 class LegLost:
-    """The node's link is gone (attempt None), or this boot of it does not know the attempt (any more)."""
+    """The link to the node is gone (attempt None), or the node does not know the attempt."""
 
     reason: str
     attempt: int | None = None
@@ -65,17 +72,16 @@ class LegLost:
 
 @dataclass(frozen=True, slots=True)
 class NodeReconnected:
-    """The link to the node was cut and is there again: what was sent meanwhile may be lost."""
+    """The link to the node was cut and is back. What was sent meanwhile may be lost."""
 
     attempt: None = None
 
 
-# What is said of a request. attempt None: it is about the whole node.
+# A node's message about a request. attempt None: about the whole node.
 Body = TokenRow | Scheduled | Reserved | Delivered | Finished | Refused | Failed | LegLost | NodeReconnected
 
 
-# Takes what a node, named by its incarnation, says of a request. It may be called while the reader itself sends
-# something.
+# Reads a node's message about a request; the string is the node's incarnation. It may run while the reader sends.
 Read = Callable[[str, Body], None]
 
 
@@ -86,19 +92,19 @@ class Ledger:
     def __init__(self) -> None:
         self._legs: defaultdict[str, dict[str, RequestLeg]] = defaultdict(dict)
         self._readers: dict[str, Read] = {}
-        # Who reads what nodes answer to a request; None for one that ended.
+        # The reader of a request's answers; None once the request ended.
         self.reader_of = self._readers.get
         self.pending = WorkInFlight()
         self._changed = self.pending.changed
 
     def take_changed(self) -> set[str]:
-        """Nodes of which in-flight count or pending work may be another since the last call."""
+        """Take the set of nodes whose in-flight count or pending work may have changed."""
         changed = self._changed.copy()
         self._changed.clear()
         return changed
 
     def open(self, request: str, read: Read) -> None:
-        """What nodes answer to this request goes to `read`, until `close`."""
+        """Pass the answers to this request to `read`, until `close`."""
         self._readers[request] = read
 
     def close(self, request: str) -> None:
@@ -110,7 +116,7 @@ class Ledger:
         self._changed.add(leg.endpoint.incarnation)
 
     def leave(self, leg: RequestLeg) -> None:
-        """Idempotent; a newer leg of the same request on the same node stays."""
+        """Remove a leg. Idempotent; a newer leg of the request on the node stays."""
         legs = self._legs.get(leg.endpoint.incarnation)
         if legs is None or legs.get(leg.request) is not leg:
             return
@@ -124,18 +130,18 @@ class Ledger:
         return len(self._legs.get(incarnation, ()))
 
     def counts(self, incarnation: str) -> tuple[int, InFlightWork]:
-        """Of a node: requests in flight, and what its last report does not count."""
+        """Requests in flight on a node, and the work that its last report does not count."""
         return len(self._legs.get(incarnation, ())), self.pending.of(incarnation)
 
     def num_requests(self) -> int:
         return len(self._readers)
 
     def open_attempts(self, incarnation: str) -> tuple[tuple[str, int, int], ...]:
-        """What a Hello to this node says is open: (request, attempt, next position)."""
+        """The open attempts that a Hello to this node names: (request, attempt, next position)."""
         return tuple((leg.request, leg.attempt, leg.position) for leg in self._legs.get(incarnation, {}).values())
 
     def deliver(self, request: str, incarnation: str, body: Body) -> bool:
-        """False when nobody waits for it (any more): a late frame of a request that ended."""
+        """Pass a message to its request. False for a late message to a request that ended."""
         read = self.reader_of(request)
         if read is None:
             return False
@@ -143,8 +149,10 @@ class Ledger:
         return True
 
     def deliver_rows(self, incarnation: str, rows: Sequence[TokenRow], now: float) -> int:
-        """Nearly all that nodes say: rows that just go on take their short way, the others are read. How many nobody
-        waits for."""
+        """Pass rows to their requests, most of them over their fast token paths.
+
+        Returns how many rows nobody waits for.
+        """
         leg_of, reader_of, num_unread = self._legs.get(incarnation, NO_LEGS).get, self.reader_of, 0
         for row in rows:
             leg = leg_of(row.request)
@@ -155,14 +163,12 @@ class Ledger:
                 and row.attempt == leg.attempt
             ):
                 try:
-                    take = way.take  # which is no method: to call it as one takes longer
+                    take = way.take  # not a method: calling one takes longer
                     if take(row.position, row.tokens):
-                        leg.emitted.extend(row.tokens)  # to set a field of a struct takes longer
+                        leg.emitted.extend(row.tokens)  # setting a struct's field takes longer
                         leg.heard_at = now
                         continue
-                except (
-                    Exception
-                ) as error:  # the top of what happens to a request: the rows of others come behind its own
+                except Exception as error:  # one request's fault must not cost the rows of others
                     way.fail(error)
                     continue
             read = reader_of(row.request)
@@ -190,7 +196,7 @@ class ClusterLinks(Protocol):
     def view(self) -> ClusterView: ...
 
     def send(self, to: Endpoint, message: AnyMessage) -> None:
-        """Queue a frame; raises NodeLost when the link is down."""
+        """Queue a frame. Raises NodeLost when the link is down."""
         ...
 
 
@@ -201,8 +207,9 @@ def refusal(message: Refused) -> errors.PdclusterError:
 
 
 def error_of(message: Failed) -> errors.PdclusterError:
-    """The node's error as ours: retryable ones keep their cause as text, others become an internal error or the
-    caller's."""
+    """The node's error as one of ours. A retryable one keeps its cause as text. Others become an internal error, or the
+    caller's.
+    """
     if message.retryable and message.code == errors.Overloaded.code:
         return errors.Overloaded(message.message, 0.0)
     if message.retryable:

@@ -1,5 +1,7 @@
-"""What nodes report, as metrics of the router: one family per field of messages.Load, labelled by node. Read at scrape
-time, nothing is kept."""
+"""Metrics of nodes and of the prefix index, read at scrape time.
+
+Each field of `messages.Load` is one family, labelled by node. Nothing is kept.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,7 @@ def _family(name: str, help_text: str, nodes: tuple[NodeView, ...], value: Calla
 
 
 def _paths(nodes: tuple[NodeView, ...], name: str, help_text: str, value: Callable[[PathLoad], float]) -> Metric:
-    """A node reports a bounded number of peers, each once."""
+    """One sample per peer. A node reports a bounded number of peers, each once."""
     family = GaugeMetricFamily(f"pdcluster_node_transfer_{name}", help_text, labels=PATH_LABELS)
     for node in nodes:
         for path in node.load.paths if node.load else ():
@@ -107,7 +109,7 @@ def _costs(
 
 
 def _predicted(nodes: tuple[NodeView, ...]) -> Metric:
-    """Of examples that are the same everywhere, so that nodes can be compared and a change is seen."""
+    """Predicted times of the same examples on every node, so that nodes and changes can be compared."""
     help_text = (
         f"By the node's model: a prompt of {EXAMPLE_TOKENS} tokens, a step of one row of as many; and their error "
         "bars (9 of 10)."
@@ -138,7 +140,7 @@ def _reasons(
 
 
 def _pages(nodes: tuple[NodeView, ...]) -> Metric:
-    """Pinned and parked pages are counted beside the others: they are also used, cached or free."""
+    """Pages by state. Pinned and parked pages also count as used, cached or free."""
     family = GaugeMetricFamily("pdcluster_node_kv_pages", "KV pages by state.", labels=(*LABELS, "state"))
     for node in nodes:
         load = node.load
@@ -155,9 +157,6 @@ def _pages(nodes: tuple[NodeView, ...]) -> Metric:
         for state, count in states.items():
             family.add_metric((node.name, node.role, state), count)
     return family
-
-
-# The router's view of all caches, as metrics. Read at scrape time, nothing is kept.
 
 
 class IndexCollector(Collector):

@@ -1,7 +1,7 @@
-"""The models behind the router: what their nodes' cards say, and the tokenizer and template of each, read from a
-directory or fetched from a node.
+"""Models behind the router: their cards, tokenizers and chat templates.
 
-A model is served once its text files are here. Fetched files must have the digest that the node's card names.
+A model is served once its text files are loaded, from a directory or from a node. Fetched files must have the digest
+that the node's card names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 FETCH_TIMEOUT_S = 10.0
 MAX_FILE_BYTES = 256 << 20
 RETRY_S = 0.5
-# Kept until the nodes change: clients may name as many salts as they like.
+# Hash chains kept until the nodes change. Clients may name any number of salts.
 MOST_CHAINS = 1024
 
 
@@ -52,7 +52,7 @@ class LoadedModel:
 
 
 class ModelRegistry:
-    """Implements dispatch.Models. Owned by the router's event loop."""
+    """The models that nodes serve. Implements `serving.ServedModels`. Owned by the router's event loop."""
 
     def __init__(
         self, nodes: CardSource, tokenizer: Path | None, tool_format: str = "auto", reasoning: str = "auto"
@@ -62,10 +62,10 @@ class ModelRegistry:
         self._tokenizer = tokenizer
         self._marks = tool_format, reasoning
         self._loaded: dict[str, LoadedModel] = {}
-        # Why the text files of a model, by name and digest, can never be read.
+        # Why the text files of a model can never be read, by name and digest.
         self._refused: dict[tuple[str, str], str] = {}
         self._infos: tuple[ModelInfo, ...] = ()
-        # As long as the nodes are at the version that was seen.
+        # Valid as long as the nodes have the same version.
         self._chains: dict[tuple[str, bytes], HashChain] = {}
         self._seen = -1
 
@@ -101,7 +101,7 @@ class ModelRegistry:
         raise UnknownModel(f"the model {model!r} does not exist here; use one of: {', '.join(self._loaded)}", "model")
 
     def refusal(self) -> str | None:
-        """Why nothing is served and nothing will be, as long as the nodes are those there are."""
+        """Why nothing can be served as long as the same nodes are there; None where something can."""
         cards = [(card.model, card.tokenizer_hash) for card in self._nodes.cards()]
         if self._loaded or not cards or not all(card in self._refused for card in cards):
             return None
@@ -110,8 +110,10 @@ class ModelRegistry:
     # ------------------------------------------------------------ loading
 
     async def keep_loaded(self) -> None:
-        """Load the text of every model that appears, until cancelled. A node that goes away meanwhile is no error:
-        another one is asked."""
+        """Load the text of every new model, until cancelled.
+
+        A node that leaves meanwhile is no error: another node is asked.
+        """
         while True:
             seen = self._nodes.version
             is_settled = True
@@ -125,7 +127,7 @@ class ModelRegistry:
                 await self._nodes.wait_for_change(seen)
 
     async def _try_load(self, card: NodeCard) -> bool:
-        """False where it is worth another try."""
+        """Load a model's text. False where a retry may help."""
         try:
             files = {} if self._tokenizer is not None else await self._files(card)
             if files and files_digest(files) != card.tokenizer_hash:
@@ -139,7 +141,7 @@ class ModelRegistry:
             return False
         try:
             text = await asyncio.to_thread(self._read, files)
-        except ModelError as error:  # of the files themselves, which no other node has otherwise
+        except ModelError as error:  # the files themselves are wrong, on every node
             self._refused[card.model, card.tokenizer_hash] = f"the model {card.model} cannot be served: {error}"
             logger.error(self._refused[card.model, card.tokenizer_hash])
             return True
@@ -152,7 +154,7 @@ class ModelRegistry:
         return True
 
     def _read(self, files: dict[str, bytes]) -> TextModel:
-        """files: a node's, none where the router has its own."""
+        """Read text files from a node's files, or from the router's own directory where there are none."""
         return TextModel(files if self._tokenizer is None else read_text_files(self._tokenizer), *self._marks)
 
     async def _files(self, card: NodeCard) -> dict[str, bytes]:
@@ -160,7 +162,7 @@ class ModelRegistry:
         return {name: data for name, data in files.items() if data}
 
     async def _fetch(self, incarnation: str, name: str) -> bytes:
-        """A whole file, piece by piece; b"" when the node has none. Sizes are checked before anything is kept."""
+        """Fetch a whole file in pieces; b"" when the node has none. Sizes are checked before anything is kept."""
         data = bytearray()
         while True:
             chunk = await self._nodes.fetch_file(incarnation, name, len(data), FETCH_TIMEOUT_S)
@@ -185,5 +187,5 @@ class ModelRegistry:
 
 @lru_cache(maxsize=1024)
 def _chain(block_tokens: int, salt: bytes, weights: str) -> HashChain:
-    """Asked for with every request, and mostly the same."""
+    """The hash chain for a salt. Every request needs one, mostly the same."""
     return HashChain(chain_root(block_tokens=block_tokens, salt=salt, weights=weights), block_tokens)

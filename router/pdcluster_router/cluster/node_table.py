@@ -1,8 +1,7 @@
-"""The router's side of every node: links that follow the bootstrap's snapshots, what nodes report, and the view that
-policies see.
+"""The router's table of nodes: links, load reports and the view of policies.
 
-Owned by the router's event loop. Which node gets a request is not decided here (`policy`), nor what an answer means
-(`attempt`); answers are put into the request's inbox.
+Links follow the snapshots of the bootstrap. Policies decide which node gets a request (`policy`). Attempts read the
+answers (`request.attempt`). Owned by the router's event loop.
 """
 
 from __future__ import annotations
@@ -58,20 +57,20 @@ from pdcluster_router.prefix_index.updates import CacheUpdates
 
 logger = logging.getLogger(__name__)
 
-# Pause before a link is opened again to a boot that the bootstrap still lists.
+# Pause before the router reopens a link to a boot that the bootstrap still lists.
 REDIAL_S = 0.5
 
-# How long what a step typically costs is taken to stay the same.
+# How long typical step costs stay valid.
 TYPICAL_S = 1.0
 
-# Blocks of a request that was just sent are expected for so long, and for the time that the node needs for it.
+# How long the blocks of a new request are expected, beside the time that the node needs.
 EXPECTED_S = 5.0
 
-# A path that is slower counts as one that was not measured.
+# A slower path counts as unmeasured.
 LEAST_BYTES_S = 1.0
 
 WORK = (Prefill, Reserve)
-# What only its request has to hear.
+# Messages that only the request itself reads.
 ANSWERS = frozenset((Scheduled, Reserved, Delivered, Finished))
 
 
@@ -83,13 +82,12 @@ class NodeState:
     endpoint: Endpoint
     link: NodeLink | None = None
     load: Load | None = None
-    # By its last word, a report or an answer. `load` stays as reported: who waits for a node to run empty needs a
-    # report made after its cordon.
+    # From the last report or answer. `load` stays as reported: a drain must see a report made after the cordon.
     is_cordoned: bool = False
-    # What the last report says of it.
+    # From the last report.
     cost: NodeCost | None = None
     redial_at: float = 0.0
-    # False: the bootstrap no longer names it, but its link still stood.
+    # False: the bootstrap no longer lists it, but its link still stands.
     is_listed: bool = True
 
     @property
@@ -122,17 +120,17 @@ class NodeTable:
         self._num_managed = 0
         self._changed = asyncio.Event()
         self._view = ClusterView(())
-        # Whether somebody may have kept the view.
+        # Someone may have kept the current view.
         self._is_lent = False
-        # Nodes that said something since the view was made.
+        # Nodes that reported since the view was made.
         self._reported: set[str] = set()
-        # False: nodes came or went since.
+        # False: nodes came or left since.
         self._is_view_whole = True
-        # 0: it is to be looked at with the next view.
+        # 0: compute typical costs with the next view.
         self._typical_until = 0.0
-        # Whether slices of what nodes said are taken in now.
+        # Whether cache updates are being taken in slices.
         self._is_taking = False
-        # Found by type: a chain of questions cost more than what most answers need.
+        # Handlers by type. A chain of type tests costs more than most messages.
         self._handlers: dict[type[AnyMessage], Callable[[NodeState, Any], None]] = {
             Tokens: self._on_tokens,
             Refused: self._on_refusal,
@@ -147,7 +145,7 @@ class NodeTable:
     # ------------------------------------------------------------ following the bootstrap
 
     async def follow(self, snapshots: AsyncIterator[ClusterSnapshot]) -> None:
-        """Apply snapshots until cancelled; between them, dial again what was lost."""
+        """Apply snapshots until cancelled. Between them, reopen lost links."""
         redial = asyncio.create_task(self._redial_forever())
         try:
             async for snapshot in snapshots:
@@ -157,8 +155,10 @@ class NodeTable:
             await asyncio.gather(redial, return_exceptions=True)
 
     def apply(self, snapshot: ClusterSnapshot) -> None:
-        """Open links to new boots and drop those that left. A boot that only lost its bootstrap lease but still answers
-        is kept until its link breaks: absence from a list is no proof."""
+        """Open links to new boots and drop boots that left.
+
+        A boot that lost its lease but still answers stays until its link breaks. Absence from a list is no proof.
+        """
         self._is_view_whole = False
         listed = {card.incarnation: card for card in snapshot.nodes}
         replaced = {card.node: card.incarnation for card in snapshot.nodes}
@@ -180,7 +180,7 @@ class NodeTable:
             self._drop(incarnation, "the router stops")
 
     async def wait_for_change(self, seen: int) -> None:
-        """Until a node came, went or reported after `version` was `seen`."""
+        """Wait until a node came, left or reported after version `seen`."""
         while self.version == seen:
             self._changed.clear()
             await self._changed.wait()
@@ -226,7 +226,7 @@ class NodeTable:
             self.ledger.lose_node(incarnation, reason)
             self.events.add("node-lost", state.card.node, reason)
             if not state.is_listed:
-                del self._nodes[incarnation]  # nobody says that it is alive: it is not called again
+                del self._nodes[incarnation]  # nobody reports it alive, so its link is not reopened
         elif link_state is LinkState.UP:
             self.events.add(
                 "node-up", state.card.node, f"{state.card.role} at {state.card.address}, boot {incarnation}"
@@ -245,7 +245,7 @@ class NodeTable:
     # ------------------------------------------------------------ what nodes say
 
     def _on_message(self, state: NodeState, message: AnyMessage) -> None:
-        """A link that was closed says nothing more, so that the node is still one of ours."""
+        """A closed link delivers nothing, so the node is still in the table."""
         kind = type(message)
         if kind in ANSWERS:
             read = self.ledger.reader_of(message.request)  # type: ignore[union-attr]
@@ -283,7 +283,7 @@ class NodeTable:
         if former is None or former.cost != message.cost:
             state.cost = NodeCost.of(message.cost) if message.cost is not None else None
             if self._view.typical is None:
-                self._typical_until = 0.0  # the first that knows is told at once
+                self._typical_until = 0.0  # compute typical costs at once when the first node reports some
         self._reported.add(incarnation)
         state.load = message
         self.ledger.pending.reported(incarnation, message.seen)
@@ -299,8 +299,10 @@ class NodeTable:
             asyncio.get_running_loop().call_soon(self._take_piece)
 
     def _on_managed(self, state: NodeState, message: Managed) -> None:
-        """Before its next report, with which it would get work that it shall not. One that had no time to report a
-        cordon says nothing of its end."""
+        """Apply a role or cordon before the node's next report, so that it gets no unwanted work.
+
+        A node that had no time to report a cordon reports nothing about its end.
+        """
         load = state.load
         if load is not None:
             state.is_cordoned = message.cordoned
@@ -315,7 +317,7 @@ class NodeTable:
             waiting.set_result(message)
 
     def _take_piece(self) -> None:
-        """One slice a turn of the loop, so that requests go on between them."""
+        """Take in one slice of a snapshot per turn of the loop, so that requests go on."""
         self._is_taking = self.caches.has_pieces
         if self._is_taking:
             asyncio.get_running_loop().call_soon(self._take_piece)
@@ -333,7 +335,7 @@ class NodeTable:
 
     def _now(self) -> float:
         if self._clock is None:
-            self._clock = asyncio.get_running_loop().time  # found once: to find the loop costs a system call
+            self._clock = asyncio.get_running_loop().time  # looked up once: finding the loop is a system call
         return self._clock()
 
     def _deliver(self, request: str, incarnation: str, body: Body) -> None:
@@ -343,14 +345,18 @@ class NodeTable:
     # ------------------------------------------------------------ what the rest of the router asks
 
     def view(self) -> ClusterView:
-        """As of now. Costs what changed since the last call; all of it is made anew only when nodes came or went."""
+        """The view as of now. It costs what changed since the last call, and a whole rebuild only when nodes came or
+        left.
+        """
         self._bring_up()
         self._is_lent = True
         return self._view
 
     def glance(self) -> ClusterView:
-        """As `view`, for who keeps nothing of it: what was sent since is written into the last one, unless somebody may
-        still have that."""
+        """As `view`, for a caller that keeps nothing.
+
+        Work sent since is written into the last view, unless someone may have kept it.
+        """
         self._bring_up()
         return self._view
 
@@ -377,15 +383,14 @@ class NodeTable:
             self._is_lent = False
 
     def _look_at_costs(self) -> None:
-        """What a step typically costs stands in for what single nodes do not know, and these have to be looked at anew
-        with it: so now and then."""
+        """Compute typical step costs now and then, and rebuild the nodes that rely on them."""
         self._typical_until = time.monotonic() + TYPICAL_S
         found = self._view.typical_now()
         if found != self._view.typical:
             self._view = self._view.replaced({}, found, is_told=True)
 
     def _replacements(self) -> dict[str, NodeView]:
-        """Of nodes whose link stands, those that reported."""
+        """Nodes with a link that reported."""
         row_of = self._view.roster.row_of
         return {
             incarnation: self._view_of(self._nodes[incarnation])
@@ -395,7 +400,7 @@ class NodeTable:
 
     def _view_of(self, state: NodeState) -> NodeView:
         card, load = state.card, state.load
-        assert load is not None  # else it is not in the view
+        assert load is not None  # without a load it is not in the view
         return NodeView(
             endpoint=state.endpoint,
             role=load.role or card.role,
@@ -414,25 +419,28 @@ class NodeTable:
         )
 
     def cached(self, hashes: bytes) -> dict[str, int]:
-        """Leading blocks of a prompt that each node holds, or will soon, by incarnation; nodes with none are left
-        out."""
+        """Leading blocks of a prompt that each node holds or will soon hold, by incarnation. Nodes with none are left
+        out.
+        """
         return self.caches.index.depths(hashes, self._now())
 
     def held(self, hashes: bytes) -> dict[str, int]:
-        """Those that each node said it holds, so that they can be fetched from there."""
+        """Leading blocks that each node reported as cached, so that they can be fetched."""
         return self.caches.index.depths(hashes)
 
     def expected(self, hashes: bytes) -> dict[str, int]:
-        """Those that each node will hold soon."""
+        """Leading blocks that each node will soon hold."""
         return self.caches.index.expected.depths(hashes, self._now())
 
     def listed(self) -> list[NodeCard]:
-        """Cards of all known nodes, those without a link too."""
+        """Cards of all nodes, also of those without a link."""
         return [state.card for state in self._nodes.values()]
 
     def cards(self) -> Iterator[NodeCard]:
-        """Cards of the nodes that can be reached, in the order they came. Not while nodes may come or go: who waits
-        makes a list first."""
+        """Cards of the reachable nodes, in the order they came.
+
+        Nodes must not come or leave meanwhile: a caller that waits makes a list first.
+        """
         return (
             state.card for state in self._nodes.values() if state.link is not None and state.link.state is LinkState.UP
         )
@@ -448,7 +456,7 @@ class NodeTable:
             self._expect_no_more(to.incarnation, message)
 
     def _note_work(self, state: NodeState, message: Prefill | Reserve, sequence: int) -> None:
-        """Until the node reports it: the work that goes there, and the blocks that will come of it."""
+        """Count work and expected blocks until the node reports them."""
         work, incarnation, now = message.work, state.card.incarnation, self._now()
         depth = self.caches.index.depth(incarnation, work.hashes)
         pending = work_of(message, depth * state.card.hash_block_tokens)
@@ -462,7 +470,7 @@ class NodeTable:
             self.caches.index.expect(incarnation, sent.hashes, now + EXPECTED_S + wait_s)
 
     def _expect_no_more(self, incarnation: str, message: Refused | Failed | Cancel) -> None:
-        """A slot that is cancelled gets no KV any more; what was computed of a prompt that is cancelled stays."""
+        """A cancelled slot gets no more KV. What was computed of a cancelled prompt stays."""
         sent = self.ledger.pending.find(incarnation, message.request, message.attempt)
         if sent is None or not sent.hashes or (type(message) is Cancel and sent.work.prompts):
             return
@@ -472,7 +480,7 @@ class NodeTable:
     async def manage(
         self, incarnation: str, *, role: Role | None = None, cordoned: bool | None = None, timeout_s: float
     ) -> Managed:
-        """Change what a node is for, or whether it takes new work; raises NodeLost or TimeoutError."""
+        """Change a node's role, or whether it takes new work. Raises NodeLost or TimeoutError."""
         state = self._nodes.get(incarnation)
         if state is None:
             raise NodeLost("the node left the cluster; list the nodes again")
@@ -488,7 +496,7 @@ class NodeTable:
             del self._managing[number]
 
     async def fetch_file(self, incarnation: str, name: str, offset: int, timeout_s: float) -> FileChunk:
-        """One piece of a model card's file; raises NodeLost or TimeoutError."""
+        """Fetch one piece of a model card's file. Raises NodeLost or TimeoutError."""
         waiting: asyncio.Future[FileChunk] = asyncio.get_running_loop().create_future()
         self._files[incarnation, name] = waiting
         try:

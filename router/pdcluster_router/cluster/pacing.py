@@ -1,5 +1,4 @@
-"""What a node's cost model and its load together say about the next seconds there. Values and arithmetic; `view` says
-where they come from."""
+"""What a node's cost model and load predict for its next seconds. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -15,19 +14,16 @@ from numpy.typing import NDArray
 from pdcluster.core.bounds import MAX_SECONDS
 from pdcluster.cost.cost import CostError, DecodeCost, NodeCost, PrefillCost
 
-# Half a cost model made of what a node measured itself and what is typical of its cluster, each by how sure it is.
-# Arithmetic only.
+# A node's own cost model, mixed with the cluster's typical one by how sure each is.
 #
-# Nodes are taken to be within DIFFER of each other, nine times of ten, in each coefficient; what a node knows of its
-# own is in its error bars
-# (`cost.CostError`). The best guess by both is the usual one for two normal estimates. So a node that ran three short
-# prompts believes its own
-# measurement for short prompts, and the cluster's for long ones.
+# Nodes differ by at most DIFFER in each coefficient, nine times of ten. What a node knows of itself is in its error
+# bars (`cost.CostError`). The estimate is the usual one for two normal variables. So a node that ran three short
+# prompts trusts itself for short prompts, and the cluster for long ones.
 
 Vector = NDArray[np.float64]
 
 DIFFER = 0.5
-# Blends that are kept: they change with a node's report or with what is typical, and are asked for with every request.
+# Mixed models that are cached. Each request needs them, and they change only with reports.
 KEPT = 1024
 TINY = 1e-6
 
@@ -61,8 +57,7 @@ def blended_decode(own: DecodeCost, typical: DecodeCost) -> DecodeCost:
 def _blended(
     own: tuple[float, float, float], own_error: CostError, typical: tuple[float, float, float], typical_error: CostError
 ) -> tuple[float, float, float]:
-    """`typical` where a node's report has numbers that cannot be weighed: each is allowed, but not beside the
-    others."""
+    """The mixed value; `typical` where the reported numbers cannot be combined."""
     mine, theirs = np.array(own), np.array(typical)
     try:
         with np.errstate(all="ignore"):
@@ -79,7 +74,7 @@ def _weighed(mine: Vector, own_root: Vector, theirs: Vector, typical_root: Vecto
     largest = np.maximum(mine, theirs)
     errors = np.maximum(
         np.linalg.norm(own_root, axis=0), np.linalg.norm(typical_root, axis=0)
-    )  # the size of what both found to be 0
+    )  # both found a size of 0
     unit = np.maximum(np.where(largest > 0, largest, errors), np.finfo(float).tiny)
     differ = np.diag((DIFFER * theirs / unit) ** 2 + TINY) + _covariance(typical_root / unit)
     gain = np.linalg.solve(differ + _covariance(own_root / unit), differ).T
@@ -97,21 +92,20 @@ def _covariance(root: Vector) -> Vector:
     return covariance
 
 
-# Steps of a kind before a node's own fit is taken for typical.
+# Steps of a kind before a node's fit counts as typical.
 MIN_SAMPLES = 8
 
-# Steps of a kind before it is believed alone, whatever is typical.
+# Steps of a kind before a node's fit is trusted alone.
 SURE_SAMPLES = 64
 
-# Of a step by which nodes are compared; where they differ, they mostly differ in all steps alike.
+# The step by which nodes are compared. Nodes that differ there mostly differ alike in all steps.
 USUAL_TOKENS, USUAL_ROWS = 1024, 8
 
 Half = TypeVar("Half", PrefillCost, DecodeCost)
 
 
 class NodeWork(msgspec.Struct, frozen=True, gc=False):
-    """What is on a node: prompt work still to be computed, rows that decode or will, the KV that these attend to, the
-    gap between their tokens lately (0: not known)."""
+    """The work on a node: prompt tokens to compute, rows, their KV, and the recent gap between tokens (0: unknown)."""
 
     prefill_tokens: int
     prefill_pairs: int
@@ -121,11 +115,15 @@ class NodeWork(msgspec.Struct, frozen=True, gc=False):
 
 
 class NodePacing(msgspec.Struct, frozen=True):
-    """backlog_s: seconds of prompt work, were it alone; stretch: how much longer prompts take because decode rows share
-    their steps; tpot_s: between two tokens of a row while no prompt is computed; itl_s: between two tokens as it was
-    lately, prompts and all, or tpot_s where that is longer; prompt_step_s: while prompts are computed beside the rows,
-    a full chunk in each step, as far behind their beginnings as those that wait now, or, while none does, as prompts
-    are that are as long as what rows attend to."""
+    """What a node's next seconds look like.
+
+    backlog_s: seconds of prompt work, computed alone.
+    stretch: how much longer prompts take beside the decode rows.
+    tpot_s: seconds between two tokens of a row while no prompt is computed.
+    itl_s: the recent gap between tokens, or tpot_s where that is longer.
+    prompt_step_s: seconds of a step with a full chunk beside the rows, at the depth of the waiting prompts. Without
+    any, at the depth that rows attend to.
+    """
 
     prefill: PrefillCost
     decode: DecodeCost
@@ -139,20 +137,20 @@ class NodePacing(msgspec.Struct, frozen=True):
 
     @property
     def wait_s(self) -> float:
-        """Until a prompt that comes now is begun."""
+        """Seconds until a new prompt begins."""
         return self.backlog_s * self.stretch
 
     def row_s(self, context_tokens: float) -> float:
-        """What one more row adds to every step."""
+        """Seconds that one more row adds to every step."""
         return self.decode.row_s + self.decode.context_s * context_tokens
 
     def gap_s(self, new: float, cached: float) -> float:
-        """The longest pause between tokens of running rows while `new` prompt tokens are computed."""
+        """The longest gap between tokens of running rows while `new` prompt tokens are computed."""
         chunk = min(new, self.prefill.chunk_tokens) if self.prefill.chunk_tokens else new
         return self.prefill.seconds(chunk, cached + new - chunk) + self.decode.added_s(self.rows, self.context_tokens)
 
     def paused_s(self, new: float, cached: float) -> float:
-        """What each running row loses while `new` tokens of a prompt are computed."""
+        """Seconds that each running row loses while `new` tokens of a prompt are computed."""
         steps = max(new / self.prefill.chunk_tokens, 1.0) if self.prefill.chunk_tokens else 1.0
         return max(self.prefill.seconds(new, cached) - steps * self.decode.fixed_s, 0.0)
 
@@ -177,22 +175,21 @@ def pace(cost: NodeCost, work: NodeWork) -> NodePacing:
 
 
 def _depth(work: NodeWork) -> float:
-    """Tokens that a token of the prompts there attends to, on average."""
+    """Tokens that a token of the waiting prompts attends to, on average."""
     if work.prefill_tokens > 0:
         return work.prefill_pairs / work.prefill_tokens
     return work.context_tokens / work.rows / 2 if work.rows > 0 else 0.0
 
 
 def is_known(cost: NodeCost) -> bool:
-    """Whether both halves were fitted to enough of the node's own steps."""
+    """Whether both halves were fitted to enough steps of the node itself."""
     if cost.prefill.samples >= SURE_SAMPLES and cost.decode.samples >= SURE_SAMPLES:
         return True  # as after a minute
     return _is_sure(cost.prefill) and _is_sure(cost.decode)
 
 
 def completed(cost: NodeCost | None, typical: NodeCost | None) -> NodeCost | None:
-    """`cost`, with what the node knows too little of itself taken from `typical`, by how sure both are; None when that
-    is missing too."""
+    """`cost` with weak coefficients mixed with `typical`. None when neither knows a half."""
     if cost is None:
         return typical
     if is_known(cost) or typical is None:
@@ -206,7 +203,7 @@ def completed(cost: NodeCost | None, typical: NodeCost | None) -> NodeCost | Non
 
 
 def _is_sure(half: PrefillCost | DecodeCost) -> bool:
-    """Without error bars that is told from the number of steps alone."""
+    """Whether a half is trusted alone. Without error bars, the number of steps decides."""
     return half.samples >= (SURE_SAMPLES if _has_bars(half) else MIN_SAMPLES)
 
 
@@ -215,16 +212,18 @@ def _has_bars(half: PrefillCost | DecodeCost) -> bool:
 
 
 def typical_cost(costs: list[NodeCost]) -> NodeCost | None:
-    """Each half from a node that ran many steps of it; None when there is a half that nobody ran often enough."""
+    """Typical costs, each half from a node that ran many such steps. None when no node ran enough of some half."""
     prefill = _middle([cost.prefill for cost in costs], lambda half: half.seconds(USUAL_TOKENS))
     decode = _middle([cost.decode for cost in costs], lambda half: half.seconds(USUAL_ROWS, USUAL_ROWS * USUAL_TOKENS))
     return NodeCost(prefill, decode) if prefill is not None and decode is not None else None
 
 
 def _middle(halves: Sequence[Half], usual_s: Callable[[Half], float]) -> Half | None:
-    """Of those that ran most steps, the one in the middle by what a usual step takes. How many a node ran is its own
-    claim, which nobody can check: beyond what makes a fit sure more of them count for nothing, so that no single node
-    says what is typical where three are sure. Of two it is the slower one."""
+    """The median half by the time of a usual step, among those with most steps.
+
+    A node's step count is its own claim. Above what makes a fit sure, more steps count nothing. So no single node
+    decides where three are sure. Of two halves it is the slower one.
+    """
     most = min(max((half.samples for half in halves), default=0), SURE_SAMPLES)
     if most < MIN_SAMPLES:
         return None

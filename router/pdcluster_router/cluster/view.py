@@ -1,9 +1,8 @@
-"""What the router believes about the cluster at one moment, as immutable values for the policy. No sockets, no clocks.
+"""What the router believes about the cluster at one moment, as immutable values for policies.
 
-A view is mostly the view before it: `replaced` keeps all that did not change, so that a report costs its own node's
-row, and what was sent to a node (`sent`) some numbers of that row. Of a node that was only sent something no NodeView
-is made before somebody asks for it. Nodes have row numbers, by name, so that the order in which they came changes
-nothing.
+It uses no sockets and no clocks. `replaced` copies all that did not change from the view before, so a report costs one
+row. Work sent to a node (`sent`) costs some numbers of its row. The NodeView of such a node is made only when it is
+read. Row numbers follow node names, so the order in which nodes came changes nothing.
 """
 
 from __future__ import annotations
@@ -23,11 +22,6 @@ from pdcluster_router.policy.predicted.cost_model import NUM_STATION
 from pdcluster_router.policy.predicted.node_rows import Column, NodeRow, Pool, Table
 from pdcluster_router.policy.predicted.node_state import IS_OWN, NUM_COLUMNS, settle
 
-# A property that is worked out when it is first asked for, and kept in the object's `__dict__`.
-#
-# `functools.cached_property` takes a lock for that, which for the small sums of a view costs more than the sum. Only
-# for objects of one thread.
-
 T = TypeVar("T")
 
 
@@ -44,7 +38,7 @@ class lazy_property(Generic[T]):
     def __get__(self, owner: object, kind: type[Any]) -> T: ...
 
     def __get__(self, owner: object | None, kind: type[Any]) -> T | lazy_property[T]:
-        """Asked only while the object's own `__dict__` has no such name: this is no data descriptor."""
+        """Compute and store the value. The descriptor defines no `__set__`, so the stored value wins from then on."""
         if owner is None:
             return self
         value = owner.__dict__[self._name] = self._work(owner)
@@ -52,9 +46,12 @@ class lazy_property(Generic[T]):
 
 
 class InFlightWork(NamedTuple):
-    """What this router sent that the node's last report does not count yet; added to the report. prefill_tokens and
-    prefill_pairs: prompt work that is not cached there; context_tokens: KV of the rows, when they decode; prompts:
-    requests whose prompt is to be computed there."""
+    """Work that this router sent and the node's last report does not count.
+
+    prefill_tokens, prefill_pairs: prompt work that is not cached there.
+    context_tokens: KV of the rows when they decode.
+    prompts: requests whose prompt is still to be computed.
+    """
 
     requests: int = 0
     prefill_tokens: int = 0
@@ -68,12 +65,13 @@ NOTHING_PENDING = InFlightWork()
 
 
 class NodeView(msgspec.Struct, frozen=True, dict=True):
-    """One node that can be reached. What follows from the fields is computed once, so a view is best kept while nothing
-    on the node changed.
+    """One reachable node. Derived values are computed once and stored.
 
-    in_flight: requests this router has on the node; load: the node's last report, None before the first one. backends:
-    transfer media it has; a node without any serves in mode local only. cost: fitted by the node to its own steps, None
-    before its first report of it. bandwidth: bytes/s to other nodes, by name, as far as it was measured.
+    in_flight: this router's requests on the node.
+    load: its last report; None before the first.
+    backends: its transfer media; a node without any serves in mode local only.
+    cost: fitted by the node to its own steps; None before its first report.
+    bandwidth: bytes/s to other nodes by name, as far as measured.
     kv_bytes_per_token: 0 where unknown.
     """
 
@@ -91,7 +89,7 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
     kv_bytes_per_token: int = 0
 
     def sent(self, in_flight: int, pending: InFlightWork) -> NodeView:
-        """The same node and report, after this router sent it something or heard of the end of it."""
+        """The same node and report with other work in flight."""
         return msgspec.structs.replace(self, in_flight=in_flight, pending=pending)
 
     @property
@@ -103,7 +101,7 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
         return self.endpoint.incarnation
 
     def can_exchange(self, other: NodeView) -> bool:
-        """Whether KV can move between the two."""
+        """Whether KV can move between the two nodes."""
         return not set(self.backends).isdisjoint(other.backends)
 
     @property
@@ -112,8 +110,10 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def has_slack(self) -> bool:
-        """Whether a reservation may sit on the node while the prompt is still computed: fewer rows than slots, a
-        quarter of the pages left."""
+        """Whether a reservation may wait here while the prompt is computed.
+
+        It may with fewer rows than slots and a quarter of the pages free.
+        """
         load = self.load
         return (
             load is not None
@@ -123,14 +123,13 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
 
     @lazy_property
     def num_requests(self) -> int:
-        """Requests on the node: what it reported and what is on its way, or this router's own count where that is
-        more."""
+        """Requests on the node: those reported and in flight, or this router's own count where that is higher."""
         reported = self.load.waiting + self.load.running if self.load is not None else 0
         return max(self.in_flight, reported + self.pending.requests)
 
     @lazy_property
     def work(self) -> NodeWork:
-        """What the node reported, and what this router sent since."""
+        """The reported work plus the work sent since."""
         load, pending = self.load, self.pending
         if load is None:
             return NodeWork(pending.prefill_tokens, pending.prefill_pairs, pending.rows, pending.context_tokens)
@@ -144,7 +143,7 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def prefill_tokens(self) -> int:
-        """Prompt tokens that wait for being computed."""
+        """Prompt tokens that wait to be computed."""
         return self.pending.prefill_tokens + (self.load.waiting_tokens if self.load is not None else 0)
 
     @property
@@ -153,40 +152,39 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def rows(self) -> int:
-        """Rows that are taken, by whatever: reservations, remote prefills and what is on its way, too."""
+        """Rows in use, with reservations, remote prefills and work in flight."""
         return self.pending.rows + (self.load.slots_used if self.load is not None else 0)
 
     @lazy_property
     def pace(self) -> NodePacing | None:
-        """None while the node's own cost model is not known."""
+        """The node's pacing; None while its own cost model is unknown."""
         cost = completed(self.cost, None)
         return pace(cost, self.work) if cost is not None else None
 
     @lazy_property
     def num_prompts(self) -> int:
-        """Requests that wait for their prompt to be computed, or whose prompt is being computed."""
+        """Requests whose prompt waits or is being computed."""
         return self.pending.prompts + (self.load.waiting if self.load is not None else 0) + (self.prefill_tokens > 0)
 
     @property
     def has_own_cost(self) -> bool:
-        """Whether its own steps say what they cost."""
+        """Whether its own steps fitted its costs."""
         return self.cost is not None and is_known(self.cost)
 
     @lazy_property
     def own_node_row(self) -> NodeRow | None:
-        """None while the node's own cost model is not known."""
+        """The node's row; None while its own cost model is unknown."""
         cost = self.cost
         return self.node_row(cost) if cost is not None and is_known(cost) else None
 
     def node_row(self, cost: NodeCost) -> NodeRow:
-        """The node in numbers, when steps cost that."""
+        """The node's row under the given costs."""
         numbers = self.numbers(cost)
         settle(numbers)
         return NodeRow(*numbers[:NUM_STATION])
 
     def numbers(self, cost: NodeCost) -> list[float]:
-        """A row of a table, as far as it does not follow from other numbers of the row
-        (`policy.predicted.node_state`)."""
+        """The independent numbers of a table row. `policy.predicted.node_state` derives the others."""
         load, prefill, decode, pending = self.load, cost.prefill, cost.decode, self.pending
         told = (0.0,) * 13
         tight = 0.0
@@ -223,8 +221,11 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
 
 
 class Groups:
-    """Nodes that have the same transfer media. of: each node's group; exchange: 1 where two groups have a medium in
-    common."""
+    """Nodes grouped by transfer media.
+
+    of: each node's group.
+    exchange: 1 where two groups share a medium.
+    """
 
     def __init__(self, media: Sequence[frozenset[str]]) -> None:
         kinds = {each: number for number, each in enumerate(dict.fromkeys(media))}
@@ -235,18 +236,20 @@ class Groups:
 
 
 class Roster:
-    """Who is in a view, and which legs each node may take: all that stays as it is when nodes only report loads. Kept
-    from view to view.
+    """The nodes of a view, and the legs that each may take. It stays the same while nodes only report loads.
 
-    row_of: by incarnation. prefill, decode: nodes that may take such a leg; decode_only: those that compute no prompts
-    for others. is_split: whether both legs have nodes, and some node is there for one of them alone. plans: what
-    `policy.scales` made of all this."""
+    row_of: by incarnation.
+    prefill, decode: nodes that may take such a leg.
+    decode_only: nodes that compute no prompts for others.
+    is_split: both legs have nodes, and some node is there for one of them alone.
+    plans: cached by `policy.scales`.
+    """
 
     def __init__(self, nodes: Sequence[NodeView]) -> None:
         size = len(nodes)
         self.names = tuple(node.endpoint.node for node in nodes)
         self.row_of = {node.incarnation: row for row, node in enumerate(nodes)}
-        # Two boots of one node are there.
+        # Two boots of one node are in the view.
         self.has_namesakes = len(set(self.names)) < len(self.names)
         self.shortest_max_len = min((node.max_len for node in nodes), default=0)
         accepting = [(row, node.role) for row, node in enumerate(nodes) if node.accepts_work]
@@ -263,23 +266,22 @@ class Roster:
         self._paths: dict[int, tuple[Mapping[str, float], Column]] = {}
 
     def partners(self, pool: Pool, node: NodeView) -> Pool:
-        """Those that KV of `node` can go to; itself too, if it is in the pool."""
+        """Nodes of the pool that can receive KV from `node`, itself included if it is in the pool."""
         media = frozenset(node.backends)
         return pool.part(media, lambda row: not media.isdisjoint(self._media[row]))
 
     @lazy_property
     def groups(self) -> Groups:
-        """Of nodes with the same media."""
+        """The nodes' media groups."""
         return Groups(self._media)
 
     @lazy_property
     def nothing(self) -> Column:
-        """A zero for each node; not to be written to."""
+        """A zero for each node. Read-only."""
         return np.zeros(len(self.names))
 
     def paths(self, row: int, bandwidth: Mapping[str, float]) -> Column:
-        """Bytes a second to each node from the one of that row (-1: it left), which reports that bandwidth; 0 where it
-        is not known. Not to be written to."""
+        """Bytes/s from the node of that row to each node; 0 where unknown. row -1: it left. Read-only."""
         kept = self._paths.get(row)
         if kept is not None and kept[0] is bandwidth:
             return kept[1]
@@ -293,32 +295,34 @@ class Roster:
 
     @staticmethod
     def holds_for(former: NodeView, now: NodeView) -> bool:
-        """Whether a node that changed leaves the roster as it is."""
+        """Whether a changed node leaves the roster as it is."""
         is_alike = former.role == now.role and former.max_len == now.max_len and former.backends == now.backends
         if former.load is now.load and former.is_cordoned is now.is_cordoned:
-            return is_alike  # it was only sent something
+            return is_alike  # only work was sent to it
         return is_alike and former.accepts_work == now.accepts_work
 
 
-# Requests that this router has on a node, and what the node's last report does not count.
+# This router's requests on a node, and the work that the node's last report does not count.
 OnNode = tuple[int, InFlightWork]
-# By incarnation.
+# Counts by incarnation.
 Counts = Callable[[str], OnNode]
 
 
-# What a view works out once of its nodes as they are.
+# What a view derives once from its nodes.
 OF_NODES = ("nodes", "accepting", "rows")
 
 
 class ClusterView:
-    """All nodes that can be reached and have reported; never changed once made, as far as anybody can tell.
+    """All reachable nodes that reported. It never changes visibly.
 
-    nodes: by name, so that the order of reports changes nothing; a node's place is its row. typical: what a step costs
-    where a node has not run enough of its kind; None: told from the nodes, or, where is_told, known by nobody."""
+    nodes: by name; a node's index is its row.
+    typical: step costs for nodes that have not run enough steps. None: derived from the nodes, or, where is_told,
+    unknown.
+    """
 
     def __init__(self, nodes: Iterable[NodeView], typical: NodeCost | None = None, *, is_told: bool = False) -> None:
         self._reported: list[NodeView] = sorted(nodes, key=_by_name)
-        # OnNode: since it is in `_reported`, it was only sent something.
+        # An OnNode entry means: only work was sent to the node since `_reported`.
         self._nodes: list[NodeView | OnNode] = list(self._reported)
         self._table: Table | None = None
         self.typical = typical
@@ -327,7 +331,7 @@ class ClusterView:
     def replaced(
         self, changed: Mapping[str, NodeView], typical: NodeCost | None = None, *, is_told: bool = False
     ) -> ClusterView:
-        """The same nodes, some of which changed, by incarnation. What was worked out for the others is kept."""
+        """The view with some nodes replaced, by incarnation. Derived values of the others are kept."""
         keeps_table = self._table is not None and typical is not None and typical is self.typical
         nodes: Sequence[NodeView | OnNode] = self._nodes if keeps_table else self.nodes
         view, roster, is_same = self._like(nodes, typical, is_told=is_told), self.roster, True
@@ -347,7 +351,7 @@ class ClusterView:
         return view
 
     def sent(self, changed: Iterable[str], counts: Counts) -> ClusterView:
-        """The same nodes and reports, after this router sent some of the nodes something, or heard of the end of it."""
+        """The view after this router sent work to nodes, or saw work end."""
         if self._table is None:
             known = {name: row for name in changed if (row := self.roster.row_of.get(name)) is not None}
             return self.replaced(
@@ -374,7 +378,7 @@ class ClusterView:
         return view
 
     def note_sent(self, changed: Iterable[str], counts: Counts) -> None:
-        """The same in place, of a view with a table that nobody else has."""
+        """The same in place, for a view with a table that no one else holds."""
         note_sent, row_of, nodes, table = compiled.in_use().note_sent, self.roster.row_of, self._nodes, self._table
         own = self.__dict__
         if not own.keys().isdisjoint(OF_NODES):  # a roster that was not there asked for them
@@ -382,7 +386,7 @@ class ClusterView:
                 own.pop(name, None)
         for incarnation in changed:
             row = row_of.get(incarnation)
-            if row is not None:  # else a leg on a node that left, or one whose link stands no longer
+            if row is not None:  # otherwise a leg on a node that left, or whose link is down
                 in_flight, pending = nodes[row] = counts(incarnation)
                 note_sent(table, row, in_flight, *pending)
 
@@ -401,7 +405,7 @@ class ClusterView:
         return tuple([self.node(row) for row in range(len(self._nodes))])
 
     def reported(self, row: int) -> NodeView:
-        """The node as it was when it last reported, or was sent something after that: for what only reports change."""
+        """The node as of its last report or a later read. For values that only reports change."""
         return self._reported[row]
 
     def node(self, row: int) -> NodeView:
@@ -411,8 +415,8 @@ class ClusterView:
         return found
 
     def _sent_node(self, row: int, in_flight: int, pending: InFlightWork) -> NodeView:
-        """Of a node that was sent something since it reported."""
-        assert self._table is not None  # only with a table a view knows more than the reports
+        """The NodeView of a node that work was sent to since it reported."""
+        assert self._table is not None  # only a view with a table knows more than the reports
         numbers, node = self._table[row].tolist(), self._reported[row].sent(in_flight, pending)
         if numbers[IS_OWN]:
             node.__dict__["own_node_row"] = NodeRow(*numbers[:NUM_STATION])
@@ -424,13 +428,15 @@ class ClusterView:
 
     @property
     def has_table(self) -> bool:
-        """Whether somebody asked for it, of this view or of one that it was made from."""
+        """Whether this view, or one that it was made from, has its table."""
         return self._table is not None
 
     @property
     def table(self) -> Table:
-        """A row a node, in the columns of `policy.predicted.cost_model` and `policy.predicted.node_state`; not to be
-        written to. For a view that has a typical cost: every node has a pace then."""
+        """A row per node, in the columns of `policy.predicted.cost_model` and `node_state`. Read-only.
+
+        Only for a view with typical costs, in which every node has a pace.
+        """
         if self._table is None:
             rows = [self._numbers(node) for node in self.nodes]
             self._table = np.array(rows, np.float64).reshape(len(rows), NUM_COLUMNS)
@@ -438,12 +444,12 @@ class ClusterView:
 
     @lazy_property
     def rows(self) -> list[list[float]]:
-        """The same, for code that is not compiled."""
+        """The table as lists, for code that is not compiled."""
         rows: list[list[float]] = self.table.tolist()
         return rows
 
     def node_row_of(self, node: NodeView) -> NodeRow:
-        """Of one that may have left the view since."""
+        """The row of a node that may have left the view."""
         row = self.roster.row_of.get(node.incarnation)
         return node.node_row(self._cost_of(node)) if row is None else self.node_row(row)
 
@@ -457,7 +463,7 @@ class ClusterView:
 
     def _cost_of(self, node: NodeView) -> NodeCost:
         cost = completed(node.cost, self.typical_cost)
-        assert cost is not None  # it is asked for where a typical one is known
+        assert cost is not None  # only called where typical costs are known
         return cost
 
     @lazy_property
@@ -467,11 +473,11 @@ class ClusterView:
 
     @lazy_property
     def typical_cost(self) -> NodeCost | None:
-        """For nodes that have not run a kind of step; None while nobody has."""
+        """Costs for nodes that have not run a kind of step; None while unknown."""
         return self.typical if self.typical is not None or self._is_told else self.typical_now()
 
     def typical_now(self) -> NodeCost | None:
-        """By what the nodes reported last."""
+        """Typical costs by the last reports."""
         return typical_cost([node.cost for node in self._reported if node.cost is not None])
 
     def find(self, incarnation: str) -> NodeView | None:
@@ -479,7 +485,7 @@ class ClusterView:
         return None if row is None else self.node(row)
 
     def pace_of(self, node: NodeView) -> NodePacing | None:
-        """None while nothing is known of steps of some kind, anywhere."""
+        """A node's pacing; None while some step cost is unknown everywhere."""
         if node.pace is not None:
             return node.pace
         cost = completed(node.cost, self.typical_cost)

@@ -1,17 +1,15 @@
-"""The seam between what speaks to clients (HTTP, gRPC) and `dispatch`: one Generation in, a stream of Chunks and one
-Done out.
+"""The seam between front doors (HTTP, gRPC) and dispatch.
 
-Plain values. Nothing here knows HTTP, JSON, sockets or how a pair of nodes is chosen.
+One Generation goes in. Chunks and one Done come out. These are plain values: they know no HTTP, JSON, sockets or nodes.
 
-The contract of `Dispatcher.start`, whose Sink hears of the generation as it goes, without a task or a queue between:
-  1. First `on_chunk`, with the route that was known when the first token came; last `on_done`.
-  2. Chunks come strictly by position, each output token once, whatever attempts ran behind them.
-  3. Failure is `on_error`, with an error of `errors` unless there is a bug, before or after the first Chunk; nothing
-     comes after it.
-  4. The sink may be called before `start` returns. `Running.cancel` cancels the request on both legs; the sink hears
-     nothing more.
+`Dispatcher.start` calls its Sink without a task or queue between:
 
-`streaming.events_of` makes the same a stream of events, for who prefers to wait for them.
+1. `on_chunk` comes first, with the route that was known at the first token. `on_done` comes last.
+2. Chunks come strictly by position. Each output token comes once, whatever attempts ran.
+3. A failure is `on_error` with an error of `errors`, before or after the first chunk. Nothing follows it.
+4. The sink may be called before `start` returns. After `Running.cancel` the sink is not called.
+
+`stream.events_of` makes an event stream of this.
 """
 
 from __future__ import annotations
@@ -31,13 +29,15 @@ if TYPE_CHECKING:
 Mode = Literal["remote", "local"]
 Force = Literal["auto", "remote", "local"]
 HangUp = Callable[[], None]
-# Takes what is nothing but more of a stream, its position and tokens, without a Chunk. False: it was not taken, and
-# comes as one.
+# Takes plain continuations of a stream, by position, without a TokenChunk. False: it must come as a chunk.
 Take = Callable[[int, tuple[int, ...]], bool]
 
 
 class TenantPriority(msgspec.Struct, frozen=True):
-    """In whose name a request runs and how urgent it is. priority: lower goes first."""
+    """In whose name a request runs, and how urgent it is.
+
+    priority: lower goes first.
+    """
 
     tenant: str = ""
     weight: float = 1.0
@@ -50,11 +50,16 @@ ANYBODY = TenantPriority()
 class Generation(msgspec.Struct, frozen=True):
     """One choice of one API request, ready to run.
 
-    request: id, unique per choice; token_ids: the prompt, array('i'); deadline_s: seconds the caller gives it; salt:
-    what names the prefix cache it shares, from its tenant and the request's own cache_salt, b"" for none. mode: that it
-    must have, None for the router's own; session: key of its conversation, "" for none. client_id: what its client
-    calls it, "" for none. hang_up: ends a wait for a client that does not read; None where there is no such wait.
-    leads: other choices of the same prompt follow; leader: the one that it follows itself.
+    request: id, unique per choice.
+    token_ids: the prompt, array('i').
+    deadline_s: seconds that the caller allows.
+    salt: names the shared prefix cache; b"" for none.
+    mode: the required mode; None for the router's own.
+    session: key of its conversation, "" for none.
+    client_id: the client's own name for it, "" for none.
+    hang_up: ends a wait for a client that does not read; None where there is none.
+    leads: other choices of the prompt share its KV.
+    parent: the choice whose KV it shares.
     """
 
     request: str
@@ -73,9 +78,13 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class RequestRoute(msgspec.Struct, frozen=True):
-    """Where a request runs: mode local has no prefill leg of its own, so `prefill` is None there; backend names the
-    transfer ("" for none). cached_tokens: of the prompt, None until a node has said so; attempts: the one that runs
-    included."""
+    """Where a request runs.
+
+    prefill: None in mode local.
+    backend: the transfer, "" for none.
+    cached_tokens: of the prompt; None until a node reported it.
+    attempts: with the one that runs.
+    """
 
     mode: Mode
     prefill: str | None
@@ -86,8 +95,10 @@ class RequestRoute(msgspec.Struct, frozen=True):
 
 
 class TokenChunk(msgspec.Struct, frozen=True):
-    """New output tokens, the first of them at `position`. prompt_logprobs come with the first chunk, one per prompt
-    token but the first."""
+    """New output tokens from `position` on.
+
+    prompt_logprobs: come with the first chunk, one per prompt token but the first.
+    """
 
     position: int
     token_ids: tuple[int, ...]
@@ -97,8 +108,10 @@ class TokenChunk(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The end of a generation that went well. stop_token: the id that ended it, if one did (it is among the emitted
-    tokens)."""
+    """The good end of a generation.
+
+    stop_token: the id that ended it, if any; it is among the emitted tokens.
+    """
 
     reason: FinishReason
     stop_token: int | None
@@ -109,8 +122,11 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What the router knows of a model that some node serves. created: Unix seconds; max_len: prompt and output tokens
-    together."""
+    """A model that some node serves.
+
+    created: Unix seconds.
+    max_len: prompt and output tokens together.
+    """
 
     id: str
     created: int
@@ -120,13 +136,12 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class Sink(Protocol):
-    """Whoever wants the tokens. Called in the router's event loop; it neither blocks nor raises."""
+    """Receives the tokens, in the router's event loop. It neither blocks nor raises."""
 
     def on_chunk(self, chunk: TokenChunk) -> None: ...
 
     def way(self) -> Take | None:
-        """A short way for what comes after a stream's first two tokens, as long as nothing else happens to it; None:
-        there is none, or not now."""
+        """The fast path for tokens after a stream's first two, while nothing else happens; None where there is none."""
         ...
 
     def on_done(self, done: Done) -> None: ...
@@ -136,17 +151,17 @@ class Sink(Protocol):
 
 class Running(Protocol):
     def cancel(self, reason: str) -> None:
-        """End it on the nodes; nobody wants its tokens any more. Idempotent, also after its end."""
+        """End it on the nodes; nobody wants its tokens. Idempotent, also after its end."""
         ...
 
     def finish(self, num_output: int) -> None:
-        """The same when so many tokens were all that was wanted: a stop string came. A good end."""
+        """A good end after that many tokens: a stop string matched."""
         ...
 
 
 class Dispatcher(Protocol):
     def start(self, generation: Generation, sink: Sink) -> Running:
-        """Run it; see the module's contract. What keeps it from running at all is told to the sink, too."""
+        """Run a generation by the module's contract. The sink also receives what keeps it from running."""
         ...
 
     def models(self) -> Sequence[ModelInfo]:
@@ -162,5 +177,5 @@ class Dispatcher(Protocol):
         ...
 
     def refusal(self) -> str | None:
-        """Why no request can ever be served while the nodes are those there are; None where there may be one."""
+        """Why no request can be served while the same nodes are there; None where one may be."""
         ...

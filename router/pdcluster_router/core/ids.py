@@ -1,4 +1,4 @@
-"""What requests are called: the ids that this router gives, and the names under which they come back to it."""
+"""Request ids: those that this router makes, and the names under which they come back."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _ID_OF_WORKER = re.compile(r"w(\d{1,3})-[0-9a-f]{24}(?:-[0-9]+)?")
 
 
 def own_id(request: str) -> str:
-    """Of a request that is called as in the body of its answer; any other name as it is."""
+    """The router's own id for a request named as in its answer's body. Any other name stays as it is."""
     named = _ID_OF_ANSWER.fullmatch(request)
     return request if named is None else named[1]
 
 
 def worker_of(request: str) -> int | None:
-    """The number of the worker that gave a request its id; None for any other name."""
+    """The number of the worker that made the id; None for any other name."""
     named = _ID_OF_WORKER.fullmatch(own_id(request))
     return None if named is None else int(named[1])

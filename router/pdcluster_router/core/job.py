@@ -1,5 +1,7 @@
-"""One request over all its attempts: what was asked, what was emitted, which nodes to leave alone, and how an attempt
-says that another one has to follow. Plain state; no waiting, no frames."""
+"""One request over all its attempts. Plain state, no waiting, no frames.
+
+It holds what was requested, what was emitted and which nodes to avoid.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,18 @@ from pdcluster_router.core.generation import Force
 
 @dataclass(frozen=True, slots=True)
 class HashChain:
-    """How the model's nodes name KV: the root of the chain (kv.hashing.chain_root) and the tokens of a block."""
+    """How the model's nodes name KV: the root of the hash chain, and the tokens of a block."""
 
     root: bytes
     block_tokens: int
 
 
 class HashedPrompt:
-    """A prompt as nodes get it, packed and with the hashes of its blocks. Kept of the prompt that was asked about last:
-    the choices of a request come one after the other and have theirs in common, which may take ten milliseconds to
-    make. Owned by the router's event loop."""
+    """A prompt as nodes receive it: packed, with the hashes of its blocks.
+
+    The last prompt is cached, because the choices of a request share theirs and hashing may take 10 ms. Owned by the
+    router's event loop.
+    """
 
     def __init__(self) -> None:
         self._prompt: Sequence[int] = ()
@@ -33,7 +37,7 @@ class HashedPrompt:
         self._found = b"", b""
 
     def of(self, prompt: Sequence[int], chain: HashChain) -> tuple[bytes, bytes]:
-        """Packed tokens and hashes. Another object is another prompt, whatever it holds."""
+        """Packed tokens and hashes. The cache compares objects, not tokens."""
         if prompt is not self._prompt or chain != self._chain:
             packed = pack_tokens(prompt)
             self._found = packed, extend(b"", packed, root=chain.root, block_tokens=chain.block_tokens)
@@ -42,7 +46,10 @@ class HashedPrompt:
 
 
 class RetryAttempt(Exception):
-    """This attempt is over without an answer; `incarnation` is the node to avoid, None when none is to blame."""
+    """An attempt ended without an answer.
+
+    incarnation: the node to avoid; None when none is to blame.
+    """
 
     def __init__(self, cause: errors.PdclusterError, incarnation: str | None) -> None:
         super().__init__(str(cause))
@@ -51,11 +58,18 @@ class RetryAttempt(Exception):
 
 
 class Job(msgspec.Struct, eq=False):
-    """force: the mode it must have, None for the router's own; session: key of its conversation. excluded: incarnations
-    that failed the request; busy: until when a node asked to be left alone, by incarnation. cached_tokens: of the
-    prompt, found in a cache by the first attempt that got so far. attempts: legs that were sent; tries: attempts as
-    clients count them. hashes, packed: made when they are needed, unless they are given. has_prompt_logprobs: none are
-    still to come. fork_of: another choice whose KV it shares, on the boot fork_on; None for neither."""
+    """One request over all its attempts.
+
+    force: the required mode; None for the router's own.
+    session: key of its conversation.
+    excluded: incarnations that failed the request.
+    busy: until when a node wants to be left alone, by incarnation.
+    cached_tokens: of the prompt, found by the first attempt.
+    attempts: legs that were sent; tries: attempts as clients count them.
+    hashes, packed: made when needed.
+    has_prompt_logprobs: none are still to come.
+    fork_of: another choice whose KV it shares, on the boot fork_on.
+    """
 
     request: str
     prompt: Sequence[int]
@@ -74,14 +88,13 @@ class Job(msgspec.Struct, eq=False):
     cached_tokens: int | None = None
     fork_of: str | None = None
     fork_on: str | None = None
-    # Of those emitted, that `packed` and `hashes` know; -1: not even the prompt.
+    # Emitted tokens that `packed` and `hashes` cover; -1: not even the prompt.
     num_hashed: int = -1
-    # All tokens so far, as nodes get them; made anew only when there are more of them, and not for every node that is
-    # asked.
+    # All tokens so far, as nodes receive them. Remade only when there are more.
     packed: bytes = b""
 
     def work(self, attempt: int, now: float, num_emitted: int) -> Work:
-        """For nodes: the prompt and the first num_emitted tokens after it."""
+        """The request as nodes receive it: the prompt and the first num_emitted tokens behind it."""
         packed = self._hashed_tokens()
         num_tokens = len(self.prompt) + num_emitted
         return Work(  # by position, which costs half
@@ -96,31 +109,35 @@ class Job(msgspec.Struct, eq=False):
         )
 
     def hashes_so_far(self) -> bytes:
-        """Of the prompt and all that was emitted."""
+        """Hashes of the prompt and all emitted tokens."""
         self._hashed_tokens()
         return self.hashes
 
     @property
     def awaits_prompt_logprobs(self) -> bool:
-        """They come with the row of the node that computed the prompt, which may be so large that the decode node's
-        rows are here sooner."""
+        """Whether prompt logprobs are still to come. They come from the prefill node, and may arrive after the decode
+        node's rows.
+        """
         return self.sampling.prompt_logprobs is not None and not self.has_prompt_logprobs and len(self.prompt) > 1
 
     def busy_s(self, incarnation: str, now: float) -> float:
-        """How long the node wants to be left alone; 0 when it does not."""
+        """Seconds for which the node wants to be left alone; 0 for none."""
         return max(self.busy.get(incarnation, now) - now, 0.0)
 
     def note_cached(self, num_tokens: int) -> bool:
-        """A node found that many tokens in its cache: whether that is news. What a later attempt finds was computed for
-        this request, so it does not count."""
+        """Note the tokens that a node found in its cache. True when that is news.
+
+        Only the first attempt counts: a later one finds what was computed for this request.
+        """
         if self.cached_tokens is not None:
             return False
         self.cached_tokens = min(num_tokens, len(self.prompt))
         return True
 
     def ending(self, eos_token_ids: Collection[int], max_len: int | None) -> tuple[FinishReason, int | None] | None:
-        """Why nothing more may be asked for, by the scheduler's own rule, when its last word was lost: reason and stop
-        token. None: go on."""
+        """Why the output is complete although the last message was lost, by the scheduler's rule: reason and stop
+        token. None: go on.
+        """
         num_output, sampling = len(self.emitted), self.sampling
         if num_output > sampling.min_tokens or (num_output and sampling.grammar is not None):
             last = self.emitted[-1]
@@ -133,8 +150,7 @@ class Job(msgspec.Struct, eq=False):
         return None
 
     def _hashed_tokens(self) -> bytes:
-        """All tokens so far, packed; `hashes` covers them afterwards. Blocks that were hashed before are not hashed
-        again."""
+        """All tokens so far, packed. `hashes` covers them afterwards; old blocks are not hashed again."""
         if self.num_hashed == len(self.emitted):
             return self.packed
         self.num_hashed = len(self.emitted)

@@ -1,5 +1,8 @@
-"""Memory that large bodies took stays with the process: glibc gives the end of its heap back with each request of a
-megabyte and takes it again with the next, page fault by page fault. Other allocators are left alone."""
+"""Keep the memory of large bodies in the process.
+
+glibc returns the end of its heap after each request of a megabyte, and faults it in again for the next. Other
+allocators are left alone.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,16 @@ import ctypes
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 
-# Free memory at a heap's end that is not given back. Threads, as those that prepare long prompts, have heaps of their
-# own: as much of each.
+# Free bytes at a heap's end that are kept. Threads that prepare long prompts have heaps of their own, with as much
+# each.
 KEPT_BYTES = 64 * 2**20
-# What is so large has a mapping of its own, which ends with it; the most that glibc takes. Said here, as the other one
-# stops it from learning.
+# Larger blocks get a mapping of their own, up to glibc's maximum. It must be set, because setting KEPT_BYTES stops
+# glibc from learning it.
 OWN_MAPPING_BYTES = 32 * 2**20
 
 
 def keep_heap() -> bool:
-    """False where the allocator knows no such thing."""
+    """Set the limits. False where the allocator knows none."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all(
         mallopt(name, value) == 1

@@ -1,5 +1,7 @@
-"""Random bytes of the operating system, drawn for many requests at a time: a system call for each id and each seed
-costs more than the rest of making them. Safe in threads; not after a fork, which no process of the router does.
+"""Random bytes from the operating system, read for many requests at a time.
+
+A system call for each id costs more than making the id. Safe in threads. Not safe after a fork; router processes never
+fork.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ _left: list[bytes] = []
 
 
 def draw() -> bytes:
-    """12 bytes that nobody else gets."""
+    """12 random bytes that no one else gets."""
     while True:
         try:
             return _left.pop()
-        except IndexError:  # asked for, not tested: another thread may take the last between a test and a pop
+        except IndexError:  # no test first: another thread may take the last between test and pop
             _left.extend(_cut.unpack(os.urandom(_cut.size)))
 
 
 def draw_bits(num_bits: int) -> int:
-    """A number of up to 96 bits."""
+    """A random number of up to 96 bits."""
     return int.from_bytes(draw()) >> (NUM_BYTES * 8 - num_bits)
