@@ -26,6 +26,11 @@ T = TypeVar("T")
 
 
 class lazy_property(Generic[T]):
+    """A property that is computed on first read and stored in the object. For objects of one thread.
+
+    `functools.cached_property` takes a lock, which costs more than the small sums of a view.
+    """
+
     def __init__(self, work: Callable[[Any], T]) -> None:
         self._work = work
         self._name = work.__name__

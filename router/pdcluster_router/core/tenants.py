@@ -29,7 +29,7 @@ from pdcluster_router.core.generation import TenantPriority
 
 MOST_URGENT, LEAST_URGENT = -10, 10
 MAX_KEY_CHARACTERS = 512
-# Begins the salts of tenants, and no text that a request may send: a request cannot name another tenant's cache.
+# First byte of a tenant's salt. No text of a request begins with it, so no request can name another tenant's cache.
 TENANT_MARK = b"\xff"
 
 Priority = Annotated[int, Meta(ge=MOST_URGENT, le=LEAST_URGENT)]
@@ -48,8 +48,12 @@ class Entry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """priority: the most urgent that it may ask for; max_requests: None for no bound of its own; salt: of its cached
-    prefixes, b"": shared by all."""
+    """A tenant.
+
+    priority: the most urgent that it may ask for.
+    max_requests: None for no bound of its own.
+    salt: of its cached prefixes; b"": shared by all.
+    """
 
     name: str = ""
     weight: float = 1.0
@@ -58,7 +62,7 @@ class Tenant:
     salt: bytes = b""
 
     def standing(self, priority: int | None) -> TenantPriority:
-        """For a request that asks for this priority, None for the usual one."""
+        """Its TenantPriority for a request with this priority, None for the usual one."""
         usual = max(self.priority, 0)
         if priority is not None and priority < self.priority:
             raise BadRequest(
@@ -68,7 +72,7 @@ class Tenant:
         return TenantPriority(self.name, self.weight, usual if priority is None else priority)
 
     def cache_salt(self, asked: str | None) -> bytes:
-        """What names the prefix cache of a request that sent this cache_salt."""
+        """Names the prefix cache of a request that sent this cache_salt."""
         own = (asked or "").encode()
         return self.salt + own if self.salt else own
 
@@ -77,7 +81,7 @@ ANYBODY = Tenant()
 
 
 class Tenants:
-    """Immutable after it was made."""
+    """All tenants. Immutable."""
 
     def __init__(self, entries: Mapping[str, Entry] | None = None) -> None:
         self._secret = secrets.token_bytes(32)
@@ -102,7 +106,7 @@ class Tenants:
             self._by_digest[digest] = tenant
 
     def identify(self, authorization: str | None) -> Tenant:
-        """By the header `Authorization: Bearer KEY`; raises Unauthorized."""
+        """The tenant of the header `Authorization: Bearer KEY`. Raises Unauthorized."""
         if not self.is_configured:
             return ANYBODY
         scheme, _, key = (authorization or "").strip().partition(" ")
@@ -144,8 +148,10 @@ def _parse_hash(name: str, text: str) -> bytes:
 
 
 def read_tenants(file: Path | None, num_workers: int = 1) -> Tenants:
-    """None: everyone is one tenant. num_workers: of this router, which share the tenants' bounds. Raises ConfigError
-    naming the file, never a key."""
+    """Read the file. Without one everyone is one tenant.
+
+    num_workers: of this router, which share the tenants' bounds. Raises ConfigError that names the file, never a key.
+    """
     if file is None:
         return Tenants()
     try:

@@ -1,12 +1,11 @@
-"""An open-addressing table from block hashes to the ids of holder sets, in two flat arrays: 20 bytes a slot, no object
-per row.
+"""An open-addressing table from block hashes to ids of holder sets.
 
-Fixed in size; `index` moves rows into a larger one piece by piece, and this one gives its memory back as they go.
-Linear probing from the hash itself, which is uniform (SHA-256). Many rows are probed at once with numpy; the few that
-are left after a few rounds, and single lookups, go row by row through memoryviews.
+It is two flat arrays: 20 bytes a slot, and no object per row. Its size is fixed: `index` moves rows into a larger table
+piece by piece, and this one returns its memory as they go. Probing is linear from the hash itself, which is uniform
+(SHA-256). numpy probes many rows at once. The few rows left after some rounds, and single lookups, go one by one
+through memoryviews.
 
-What the set ids mean is not known here, but for two of them: FREE was never used and ends a probe, GONE (a row that was
-removed) does not.
+Two set ids have a meaning here. FREE was never used and ends a probe. GONE is a removed row and does not end it.
 """
 
 from __future__ import annotations
@@ -22,15 +21,11 @@ from numpy.typing import NDArray
 
 from pdcluster.core.messages import HASH_BYTES
 
-# Memory for large tables: all zeros, and the system gives and takes it a page at a time, never all at once.
+# Memory for large tables: zeroed, and taken and returned page by page.
 #
-# numpy asks for huge pages for what is large. Rows that are spread over a new table then touch every one of them
-# within a few thousand rows, and the
-# system zeroes hundreds of megabytes in one slice of work: 700 ms for a table of 23 M slots, where small pages take a
-# few. Letting go of a large table
-# in one piece takes long as well, 130 ms, so `clear` gives back the part that is no longer of use.
-#
-# Where the system knows no advice about memory, all works the same, only more comes and goes at once.
+# numpy asks for huge pages. A new table's rows then touch every page within a few thousand rows, and the system zeroes
+# hundreds of megabytes at once: 700 ms for 23 M slots, where small pages take a few. Freeing a large table in one piece
+# takes 130 ms, so `clear` returns it in parts. Without memory advice all works the same, in larger pieces.
 
 
 class ZeroedMemory:
@@ -39,9 +34,9 @@ class ZeroedMemory:
         self.octets: NDArray[np.uint8] = np.frombuffer(self._pages, np.uint8)
 
     def clear(self, start: int, stop: int) -> None:
-        """Bytes from start up to stop are zero again; the system gets back the pages that lie between."""
+        """Zero the bytes from start up to stop, and return the whole pages between them."""
         first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
-        if sys.platform != "linux" or first >= last:  # elsewhere pages that are not needed may keep what they held
+        if sys.platform != "linux" or first >= last:  # elsewhere, unused pages may keep their content
             self.octets[start:stop] = 0
             return
         self._pages.madvise(mmap.MADV_DONTNEED, first, last - first)
@@ -53,9 +48,7 @@ def _anonymous(num_bytes: int) -> mmap.mmap:
     if sys.platform != "linux":
         return mmap.mmap(-1, num_bytes)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(
-        OSError
-    ):  # a kernel that was built without huge pages knows nothing of them, and gives none
+    with contextlib.suppress(OSError):  # a kernel built without huge pages knows the advice not
         pages.madvise(mmap.MADV_NOHUGEPAGE)
     return pages
 
@@ -65,7 +58,7 @@ GONE = 1
 SET_BYTES = 4
 SLOT_BYTES = HASH_BYTES + SET_BYTES
 
-# Rows that cost less one by one than another round over arrays.
+# Up to so many rows, a loop is cheaper than another round over arrays.
 FEW = 24
 
 Words = NDArray[np.uint64]
@@ -82,7 +75,7 @@ class Keys:
 
     @classmethod
     def of(cls, hashes: bytes) -> Keys:
-        """Each hash once. Raises ValueError when that is no whole number of hashes."""
+        """Each hash once. Raises ValueError when the bytes are no whole number of hashes."""
         if len(hashes) % HASH_BYTES:
             raise ValueError(f"{len(hashes)} bytes are no whole number of block hashes of {HASH_BYTES} bytes")
         words = np.frombuffer(hashes, np.uint64).reshape(-1, 2)
@@ -104,7 +97,7 @@ class Keys:
 class BlockTable:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        # Slots that are not FREE, GONE ones too: they make probes longer all the same.
+        # Slots that are not FREE. GONE slots count: they lengthen probes.
         self.num_rows = 0
         self._num_cleared = 0
         self._hash_memory, self._set_memory = ZeroedMemory(num_slots * HASH_BYTES), ZeroedMemory(num_slots * SET_BYTES)
@@ -120,12 +113,13 @@ class BlockTable:
         return self.num_slots * SLOT_BYTES
 
     def _homes(self, low: Words) -> Slots:
-        """Where a probe begins. A larger hash begins later in a table of any size, so that rows move from one to the
-        other in order."""
+        """Where a probe begins. A larger hash begins later in a table of any size, so rows move between tables in
+        order.
+        """
         return ((low >> np.uint64(32)) * np.uint64(self.num_slots) >> np.uint64(32)).astype(np.int64)
 
     def set_of(self, low: int, high: int) -> int:
-        """The set id of one block, GONE when it has no row."""
+        """The set id of one block; GONE when it has no row."""
         size = self.num_slots
         slot = (low >> 32) * size >> 32
         lows, highs, sets = self._low_view, self._high_view, self._sets_view
@@ -136,7 +130,7 @@ class BlockTable:
         return GONE
 
     def find(self, keys: Keys) -> Slots:
-        """The slot of each key, -1 for those without a row."""
+        """The slot of each key; -1 for keys without a row."""
         slots = self._homes(keys.low)
         result: Slots = np.full(len(keys), -1, np.int64)
         left = np.arange(len(keys))
@@ -146,7 +140,7 @@ class BlockTable:
             is_here = (self._low[at] == keys.low[left]) & (held != GONE)
             alike = np.flatnonzero(
                 is_here
-            )  # the other word is looked at where one is equal: memory is what a probe waits for
+            )  # compare the second word only where the first is equal, because a probe waits for memory
             is_here[alike] = self._high[at[alike]] == keys.high[left[alike]]
             result[left[is_here]] = at[is_here]
             left = left[~is_here & (held != FREE)]
@@ -156,7 +150,10 @@ class BlockTable:
         return result
 
     def find_one(self, low: int, high: int, slot: int | None = None) -> int:
-        """The slot of one key, -1 when it has no row. slot: where to begin, when the ones before were looked at."""
+        """The slot of one key; -1 when it has no row.
+
+        slot: where to begin, when the slots before were searched.
+        """
         slot = (low >> 32) * self.num_slots >> 32 if slot is None else slot
         lows, highs, sets = self._low_view, self._high_view, self._sets_view
         while found := sets[slot]:
@@ -166,7 +163,7 @@ class BlockTable:
         return -1
 
     def insert(self, keys: Keys, sets: Sets) -> int:
-        """New rows for keys that have none, each key once; the number of rows made."""
+        """Add rows for keys that have none, each key once. Returns the number of rows added."""
         slots = self._homes(keys.low)
         left = np.arange(len(keys))
         made = 0
@@ -175,8 +172,7 @@ class BlockTable:
             held = self.sets[at]
             is_open = held <= GONE
             claimed, into = left[is_open], at[is_open]
-            # Of several keys that claim one slot the last one written wins; the others see so when they look, and go
-            # on.
+            # When several keys claim a slot, the last write wins. The others see it and go on.
             self._low[into], self._high[into], self.sets[into] = keys.low[claimed], keys.high[claimed], sets[claimed]
             is_made = is_open & (self._low[at] == keys.low[left]) & (self._high[at] == keys.high[left])
             made += int(np.count_nonzero(is_made))
@@ -188,7 +184,7 @@ class BlockTable:
         return made + len(left)
 
     def insert_one(self, low: int, high: int, set_id: int, slot: int | None = None) -> None:
-        """A new row for a key that has none."""
+        """Add a row for a key that has none."""
         slot = (low >> 32) * self.num_slots >> 32 if slot is None else slot
         lows, highs, sets = self._low_view, self._high_view, self._sets_view
         while (found := sets[slot]) > GONE:
@@ -197,8 +193,10 @@ class BlockTable:
         lows[slot], highs[slot], sets[slot] = low, high, set_id
 
     def clear(self, stop: int) -> None:
-        """Give back the memory of slots before `stop`, when no row is left in them. They are FREE then, which ends a
-        probe: so only up to the last slot that was never used, which ends the probes of all rows behind it anyway."""
+        """Return the memory of slots before `stop`, once no row is left in them.
+
+        They become FREE, which ends probes. So `stop` must not pass the last slot that was never used.
+        """
         free = np.flatnonzero(self.sets[self._num_cleared : stop] == FREE)
         if len(free):
             start, end = self._num_cleared, self._num_cleared + int(free[-1])

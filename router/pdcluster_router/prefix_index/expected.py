@@ -1,16 +1,13 @@
-"""Blocks that requests on their way will create: optimistic, short-lived, and kept apart from what nodes said they
-hold.
+"""Blocks that requests in flight will create. Optimistic and short-lived, and apart from what nodes reported.
 
-A request's chain of hashes is kept once, as it is, and found by marks at some of its positions: each of the first 32
-blocks, then 16 in each doubling of the depth. A chain that holds a block holds all before it, so a prompt's deepest
-marks are found by bisection over its own positions, and the chains there are then compared exactly. What is said of a
-node is never more than it is expected to hold, and short by at most a sixteenth; marking costs 150 entries for 100,000
-tokens.
+A request's chain of hashes is stored once. Marks at some of its positions find it: each of the first 32 blocks, then 16
+in each doubling of the depth. A chain that holds a block holds all before it. So bisection over a prompt's positions
+finds its deepest marks, and the chains there are compared exactly. The answer is never too long, and too short by at
+most a sixteenth. 100,000 tokens cost 150 marks.
 
 An expectation ends when its node reports the last block (hit), when its time is over (missed), when its node leaves, or
-when newer ones need room. A mark names the newest chain of a node only: when that one ends first, the node has the
-blocks that both share, unless it was withdrawn. A chain that is expected again, and that all its marks still name, as
-when many ask for the same, is only expected for longer.
+when newer ones need room. A mark names only the newest chain of a node. When that one ends first, the node has the
+shared blocks, unless it was withdrawn. A chain that is expected again, with all its marks, only gets more time.
 """
 
 from __future__ import annotations
@@ -26,22 +23,25 @@ from pdcluster.core.errors import IntegrityError
 from pdcluster.core.messages import HASH_BYTES
 
 MAX_MARKS = 1 << 18
-# What a mark costs: its hash, its place in the dict, and the dict of its chains. Rounded up.
+# Bytes of a mark: its hash, its place in the dict and the dict of its chains. Rounded up.
 MARK_BYTES = 400
 
-# Positions that are marked in each doubling of the depth.
+# Marked positions in each doubling of the depth.
 FINE = 16
 
-# Chains at the deepest marks that are compared exactly with a prompt.
+# Chains at the deepest marks that are compared exactly.
 COMPARED = 8
 
-# Node and last block of a chain.
+# A node and the last block of a chain.
 Key = tuple[str, bytes]
 
 
 @dataclass(slots=True, eq=False)
 class ExpectedChain:
-    """num_named: how many of its marks name it, and no newer chain of its node."""
+    """A chain of expected blocks.
+
+    num_named: its marks that name it and no newer chain of its node.
+    """
 
     node: str
     hashes: bytes
@@ -53,7 +53,7 @@ class ExpectedChain:
         return len(self.hashes) // HASH_BYTES
 
     def num_common(self, hashes: bytes, known: int) -> int:
-        """Leading blocks that `hashes` shares; the first `known` of them are known to be shared."""
+        """Leading blocks that it shares with `hashes`, of which the first `known` are known to be shared."""
         low, high = known, min(self.num_blocks, len(hashes) // HASH_BYTES)
         while low < high:
             middle = (low + high + 1) // 2
@@ -65,8 +65,12 @@ class ExpectedChain:
 
 
 class ExpectedBlocks:
-    """Owned by one thread. num_hits, num_missed: expectations that came true, and that did not in time;
-    num_crowded_out: ended for want of room."""
+    """All expectations. Owned by one thread.
+
+    num_hits: came true.
+    num_missed: did not in time.
+    num_crowded_out: ended for want of room.
+    """
 
     def __init__(self, *, max_marks: int = MAX_MARKS) -> None:
         self.num_hits = self.num_missed = self.num_crowded_out = 0
@@ -76,7 +80,7 @@ class ExpectedBlocks:
         self._chains: dict[Key, ExpectedChain] = {}
         # The last blocks of each node's chains.
         self._of_node: dict[str, set[bytes]] = {}
-        # A heap of when chains were to end when it was last looked at; those that ended earlier stay in it until then.
+        # Heap of end times as of the last look. Chains that ended earlier stay until then.
         self._ends: list[tuple[float, int, ExpectedChain]] = []
         self._order = count()
 
@@ -88,7 +92,7 @@ class ExpectedBlocks:
         return MARK_BYTES * self._num_marks + sum(len(chain.hashes) for chain in self._chains.values())
 
     def add(self, node: str, hashes: bytes, until: float) -> None:
-        """The node is expected to hold these blocks; from `until` on no longer."""
+        """Expect the node to hold these blocks, until the time `until`."""
         if not hashes:
             return
         key, cuts = (node, hashes[_LAST]), _cuts(len(hashes) // HASH_BYTES)
@@ -121,7 +125,7 @@ class ExpectedBlocks:
             self.num_crowded_out += 1
 
     def confirm(self, node: str, hashes: bytes) -> None:
-        """The node said that it holds these blocks."""
+        """The node reported that it holds these blocks."""
         expected = self._of_node.get(node)
         if not expected:
             return
@@ -130,7 +134,7 @@ class ExpectedBlocks:
             self.num_hits += 1
 
     def withdraw(self, node: str, hashes: bytes) -> None:
-        """The node will not compute them after all; what its other chains share with them is expected as before."""
+        """The node will not compute them. Blocks that its other chains share stay expected."""
         if not self._end((node, hashes[_LAST])):
             return
         others = [
@@ -142,7 +146,7 @@ class ExpectedBlocks:
         for chain in sorted(others, key=attrgetter("until", "hashes"), reverse=True):
             for cut in _cuts(chain.num_common(hashes, 1))[
                 known:
-            ]:  # that named the one withdrawn; those before are named by a later one
+            ]:  # marks that named the withdrawn one; a later chain names those before
                 held = marks.setdefault(hashes[cut], {})
                 if node not in held:
                     held[node] = chain
@@ -151,7 +155,7 @@ class ExpectedBlocks:
                 known += 1
 
     def drop(self, node: str) -> None:
-        """The node is gone: what was expected of it is neither hit nor missed."""
+        """The node left. Its expectations count neither as hits nor as misses."""
         for block in list(self._of_node.get(node, ())):
             self._end((node, block))
 
@@ -175,7 +179,7 @@ class ExpectedBlocks:
         if not self._chains:
             return {}
         whole = self._marks.get(hashes[_LAST])
-        if whole is not None and len(self._marks.get(hashes[_FIRST], ())) == len(whole):  # as it mostly is
+        if whole is not None and len(self._marks.get(hashes[_FIRST], ())) == len(whole):  # the usual case
             return dict.fromkeys(whole, len(hashes) // HASH_BYTES)
         found: dict[str, int] = {}
         levels = self._levels(hashes)
@@ -188,8 +192,10 @@ class ExpectedBlocks:
         return found
 
     def _levels(self, hashes: bytes) -> list[tuple[dict[str, ExpectedChain], int]]:
-        """(chains there, position) of the deepest mark of each group of nodes, shallow first. Deeper marks have fewer
-        nodes, so where two have equally many, so have all between."""
+        """(chains, position) of the deepest mark of each group of nodes, shallow first.
+
+        Deeper marks have fewer nodes. Where two marks have equally many, so have all between.
+        """
         left, last = 1, _rank(len(hashes) // HASH_BYTES)
         held = self._at(hashes, 1) if last else {}
         levels: list[tuple[dict[str, ExpectedChain], int]] = []
@@ -213,7 +219,7 @@ class ExpectedBlocks:
         return self._marks.get(_block(hashes, _position(rank)), {})
 
     def _end(self, key: Key) -> bool:
-        """False when there is no such chain (any more)."""
+        """End a chain. False when it is gone."""
         chain = self._chains.pop(key, None)
         if chain is None:
             return False
@@ -233,7 +239,7 @@ class ExpectedBlocks:
         return True
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError when marks are left of chains that ended, or are miscounted."""
+        """Raises IntegrityError when marks of ended chains are left, or are miscounted."""
         marks = [(mark, node, chain) for mark, held in self._marks.items() for node, chain in held.items()]
         _require(len(marks) == self._num_marks, f"{len(marks)} marks are there, {self._num_marks} are counted")
         named = {(node, block) for node, blocks in self._of_node.items() for block in blocks}
@@ -259,8 +265,7 @@ def _block(hashes: bytes, position: int) -> bytes:
 
 
 def _has_block(hashes: bytes, block: bytes) -> bool:
-    """By searching bytes, which is far quicker than cutting them: a node has few chains, a report may have thousands of
-    blocks."""
+    """Whether the block is among the hashes. Searching bytes is faster than cutting them into hashes."""
     at = hashes.find(block)
     while at >= 0 and at % HASH_BYTES:
         at = hashes.find(block, at + 1)
@@ -268,7 +273,7 @@ def _has_block(hashes: bytes, block: bytes) -> bool:
 
 
 def _position(rank: int) -> int:
-    """The position of the mark of that rank; both count from 1."""
+    """The position of the mark of that rank. Both count from 1."""
     if rank <= FINE:
         return rank
     doublings, step = divmod(rank - FINE - 1, FINE)
@@ -288,7 +293,7 @@ _FIRST, _LAST = slice(HASH_BYTES), slice(-HASH_BYTES, None)
 
 
 def _cuts(num_blocks: int) -> list[slice]:
-    """What to cut out of the hashes of so many blocks: a hash for each mark."""
+    """Index arrays that cut the marks out of the hashes of so many blocks."""
     num_marks = _rank(num_blocks)
     for rank in range(len(_kept_cuts) + 1, num_marks + 1):
         end = _position(rank) * HASH_BYTES

@@ -1,15 +1,15 @@
-"""Which sets of nodes hold a block, each kept once: blocks of one conversation share theirs, so that a row of the index
-needs only an id.
+"""Sets of nodes that hold a block, each stored once.
 
-A set is its members' numbers, two bytes each, sorted. Rows that carry an id are counted; an id whose count reaches zero
-is used again.
+Blocks of one conversation share a set, so a row of the index needs only an id. A set is its members' numbers, sorted,
+two bytes each. Rows that carry an id are counted. An id with no rows is reused.
 
-A node that leaves costs O(1) at once: its number is dead, and `members` leaves it out. A sweep, a few sets at a time,
-then replaces every set that holds a dead number by the set without it: the old id *forwards* to the new one, because
-rows still carry it. Requirements:
- 1. No set that is made after a number died holds it, so that one pass over the ids is enough.
- 2. A number is given out again only after a whole pass that began after it died.
- 3. A forwarding id counts as one row of its target, so that the target lives as long.
+A node that leaves costs O(1) at once: its number is dead, and `members` leaves it out. A sweep over a few sets at a
+time then replaces each set with a dead number by one without. The old id *forwards* to the new one, because rows still
+carry it. Requirements:
+
+1. No set made after a number died holds it, so one pass over the ids is enough.
+2. A number is reused only after a whole pass that began after it died.
+3. A forwarding id counts as one row of its target, so the target lives as long.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from pdcluster.core.errors import IntegrityError
 from pdcluster_router.prefix_index.block_table import FREE, GONE, Sets
 
-# The id of the set without members: a row with it is as good as removed.
+# The id of the empty set. A row with it counts as removed.
 EMPTY = GONE
 
 MAX_NODES = 1 << 16
-# What an id costs beside its members: its place in the lists, and two objects in a dict. Measured by bench.index,
-# rounded up.
+# Bytes of an id beside its members: its place in the lists, and two objects in a dict. Measured by bench.index, rounded
+# up.
 SET_BYTES = 200
 
 
@@ -39,14 +39,14 @@ class HolderSets:
         self._ids: dict[bytes, int] = {b"": EMPTY}
         self._rows: list[int] = [0, 0]
         self._forward: Sets = np.arange(1024, dtype=np.uint32)
-        # Ids that stand for another one: resolve those.
+        # Ids that stand for another one. Use `resolve` on them.
         self.forwarding: set[int] = set()
         self._unused: list[int] = []
         self._member_bytes = 0
         self._numbers: list[int] = []
         self._num_numbers = 0
         self._dead: set[int] = set()
-        # Dead numbers that the pass under way removes; it ends at `_sweep_end`.
+        # Dead numbers that the current pass removes. It ends at `_sweep_end`.
         self._swept: set[int] = set()
         self._cursor = self._sweep_end = 0
 
@@ -64,7 +64,7 @@ class HolderSets:
         return self._num_numbers - 1
 
     def leave(self, number: int) -> None:
-        """The node is in no set from now on."""
+        """Remove the node from all sets, from now on."""
         self._dead.add(number)
 
     # ------------------------------------------------------------ sets
@@ -78,7 +78,7 @@ class HolderSets:
         return self._member_bytes + SET_BYTES * len(self._members) + self._forward.nbytes
 
     def resolve(self, set_id: int) -> int:
-        """The id that stands for `set_id` now. What is passed on the way forwards straight to it afterwards."""
+        """The id that stands for `set_id` now. Ids passed on the way then forward to it directly."""
         if set_id not in self.forwarding:
             return set_id
         passed = []
@@ -86,7 +86,7 @@ class HolderSets:
             passed.append(set_id)
             set_id = int(self._forward[set_id])
         for earlier in passed[:-1]:
-            if earlier in self.forwarding:  # else it ended with the one before it
+            if earlier in self.forwarding:  # otherwise it ended with the one before it
                 self.hold(set_id, 1)
                 former, self._forward[earlier] = int(self._forward[earlier]), set_id
                 self.let_go(former, 1)
@@ -130,11 +130,11 @@ class HolderSets:
         return at < len(found) and found[at] == number
 
     def hold(self, set_id: int, num_rows: int) -> None:
-        """So many more rows carry the id."""
+        """Count more rows that carry the id."""
         self._rows[set_id] += num_rows
 
     def let_go(self, set_id: int, num_rows: int) -> None:
-        """So many rows fewer; the last one ends the id."""
+        """Count fewer rows that carry the id. The last one ends it."""
         self._rows[set_id] -= num_rows
         if self._rows[set_id] < 0:
             raise IntegrityError(f"set {set_id} is carried by {self._rows[set_id]} rows")
@@ -174,7 +174,7 @@ class HolderSets:
     # ------------------------------------------------------------ sweeping
 
     def sweep(self, num_sets: int) -> list[int]:
-        """Look at so many sets; the ids that forward since. Nothing to do when no number is dead."""
+        """Sweep so many sets, and return the ids that forward since. Nothing happens while no number is dead."""
         changed: list[int] = []
         for _ in range(num_sets):
             if self._cursor >= self._sweep_end:
@@ -210,7 +210,10 @@ class HolderSets:
     # ------------------------------------------------------------ integrity
 
     def check_integrity(self, carried: NDArray[np.int64]) -> None:
-        """carried: how many rows of the tables carry each id. Raises IntegrityError that names what does not add up."""
+        """Raises IntegrityError that names what does not add up.
+
+        carried: how many rows of the tables carry each id.
+        """
         expected = np.zeros(len(self._members), np.int64)
         expected[: len(carried)] += carried
         for set_id in self.forwarding:

@@ -1,9 +1,8 @@
-"""What a cache that never forgets would have held: the block hashes that passed through this router, as far as a table
-of fixed size remembers.
+"""A cache that never forgets: the block hashes that passed this router, in a table of fixed size.
 
-It judges decisions (`explain`), and tells how much of it nodes lose (`lost_prefixes`): the length of the prefix that
-some earlier request had in common. Each hash has one place in the table, a later one takes it over, so that old
-prefixes fade and the answer may be short, never long but by chance (2⁻⁶⁴ a block).
+It judges decisions (`explain`) and tells how much nodes lose (`policy.cache_pressure`). It answers how long a prefix
+some earlier request shared. Each hash has one slot, which a later hash takes over. So old prefixes fade, and an answer
+may be short. It is too long only by chance, 2⁻⁶⁴ a block.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ FEW_BLOCKS = 24
 
 
 class IdealCache:
-    """Owned by one thread."""
+    """Hashes of blocks that were seen. Owned by one thread."""
 
     def __init__(self, num_blocks: int = TABLE_BLOCKS) -> None:
         self._table = np.zeros(num_blocks, dtype=np.uint64)
-        # The same memory, for chains so short that calling numpy costs more than what it does.
+        # The same memory, for chains so short that a call of numpy costs more than its work.
         self._places = self._table.data
         self._place_of, self._at = num_blocks.__rmod__, self._places.__getitem__
 
     def note(self, hashes: bytes) -> int:
-        """Leading blocks of the chain that were seen before; from now on all of them are."""
+        """Leading blocks of the chain that were seen before. From now on all of them count as seen."""
         return self._note_few(hashes) if len(hashes) <= FEW_BLOCKS * HASH_BYTES else self._note_many(hashes)
 
     def _note_few(self, hashes: bytes) -> int:
         words = memoryview(hashes).cast("Q")[:: HASH_BYTES // 8].tolist()
         found = list(map(self._at, map(self._place_of, words)))
-        if found == words:  # as when a prompt is asked about again
+        if found == words:  # as when a prompt comes again
             return len(words)
         places, place_of, num_seen, is_known = self._places, self._place_of, 0, True
         for word, there in zip(words, found, strict=True):

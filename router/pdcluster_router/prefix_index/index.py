@@ -1,16 +1,15 @@
-"""The prefix index: which node holds which blocks, asked for a whole prompt and all nodes at once.
+"""The prefix index: which node holds which blocks, for a whole prompt and all nodes at once.
 
 A row per block (`block_table`) carries the id of the set of nodes that hold it (`holder_sets`). Nodes evict leaves
-first, so what a node holds of a prompt is a prefix of it, and sets only shrink along the prompt: where both ends of a
-stretch have the same set, so has all between. `depths` halves stretches whose ends differ: O(log blocks × distinct
-depths) rows are looked at.
+first, so a node holds a prefix of each prompt, and sets only shrink along it. Where both ends of a stretch have the
+same set, so have all blocks between. `depths` halves stretches whose ends differ: it looks at O(log blocks × distinct
+depths) rows.
 
-A full table grows by moving its rows into a larger one, some with each change, so that no single change takes long;
-until then both are asked. At `max_blocks` the newest lose: blocks that would need a new row are dropped and counted,
-and their node is marked partial until its next snapshot, because its holdings here are no longer prefix-closed; it may
-look shorter, never crash. What nodes that left had held is overwritten as rows move.
+A full table grows by moving its rows into a larger one, some with each change. Until then both are searched. At
+`max_blocks` new blocks are dropped and counted, and their node is marked partial until its next snapshot. A partial
+node may look shorter. Rows of nodes that left are overwritten as rows move.
 
-Owned by one thread. Not here: what a request will create soon (`expected`), and who tells of changes (`cluster`).
+Owned by one thread. Blocks that a request will create are in `expected`. `updates` reads the reports of nodes.
 """
 
 from __future__ import annotations
@@ -31,27 +30,26 @@ GROWTH = 1.3
 FIRST_SLOTS = 4096
 
 MOVED_PER_BLOCK = 8
-# Slots of the former table that a changed block moves on, and how many are worth the while: fewer are saved up.
+# Slots of the old table that each changed block moves, and the least that is moved at once.
 LEAST_MOVED = 4096
 
 COUNTED = 1 << 18
-# Rows are uniform over slots, so that the count of 2^18 slots is off by less than that, but for once in a lifetime.
+# Rows are uniform over slots. A count of 2^18 slots is off by less than this share.
 SPARE = 0.02
 
-# Sets that a change looks at while there are nodes that left.
+# Sets that each change sweeps while dead numbers are left.
 SWEPT_SETS = 64
 
-# Blocks that cost less one by one than together.
+# Up to so many blocks, a loop is cheaper than arrays.
 FEW_BLOCKS = 48
 
-# A table that may not grow is built anew only when that share of its rows may be of no use.
+# A table that may not grow is rebuilt only when this share of its rows may be unused.
 FREED_SHARE = 0.125
 
-# Distinct blocks; their rows need at most ENTRY_BYTES each.
+# Distinct blocks. Their rows need at most ENTRY_BYTES each.
 MAX_BLOCKS = 16 << 20
 
-# Of one row at the worst moment: while all rows move, both tables are there. A row holds at least one (block, node)
-# entry.
+# Bytes of a row at the worst moment, while both tables exist. A row holds at least one (block, node) entry.
 ENTRY_BYTES = SLOT_BYTES * (1 + GROWTH) / MAX_LOAD
 
 KEPT_NAMES = 512
@@ -59,7 +57,7 @@ KEPT_NAMES = 512
 
 @dataclass(slots=True)
 class Holdings:
-    """One node's share: its number, how many blocks, and whether blocks of it were dropped for want of room."""
+    """One node's share: its number, its blocks, and whether blocks were dropped for want of room."""
 
     number: int
     num_blocks: int = 0
@@ -77,17 +75,16 @@ class PrefixIndex:
         self._sets = HolderSets()
         self._table = BlockTable(min(FIRST_SLOTS, int(max_blocks / MAX_LOAD) + 1))
         self._former: BlockTable | None = None
-        # Slots of the former table that are done, and rows (at most) that still come from it.
+        # Slots of the old table that are done, and at most so many rows that are still to move.
         self._moved = self._num_to_move = 0
         # Slots that should have been moved by now.
         self._num_owed = 0
-        # Entries that ended since the table was built: at most so many rows are of no use.
+        # Entries that ended since the table was built. At most so many rows are unused.
         self._num_freed = 0
         self._most_slots = int(max_blocks / MAX_LOAD) + 1
         self._members: dict[int, tuple[str, ...]] = {}
         self._asked = b""
-        # The last question and its answer, as long as nothing changed: a request asks again for each node that it is
-        # sent to.
+        # The last question and its answer, until something changes. A request asks once for each node.
         self._answer: dict[str, int] = {}
 
     # ------------------------------------------------------------ what nodes tell
@@ -100,14 +97,14 @@ class PrefixIndex:
         self._add(self._enter(node), keys)
 
     def add(self, node: str, hashes: bytes) -> None:
-        """The node holds these blocks too; parents come before their children."""
+        """The node also holds these blocks. Parents come before children."""
         keys = Keys.of(hashes)
         self._asked = b""
         self.expected.confirm(node, hashes)
         self._add(self._enter(node), keys)
 
     def remove(self, node: str, hashes: bytes) -> None:
-        """The node holds these blocks no longer."""
+        """The node no longer holds these blocks."""
         keys = Keys.of(hashes)
         holdings = self._nodes.get(node)
         if holdings is None:
@@ -124,20 +121,19 @@ class PrefixIndex:
         self._num_freed += before - holdings.num_blocks
 
     def drop(self, node: str) -> None:
-        """The node is gone, and all it held with it."""
+        """The node left, with all its blocks."""
         self._asked = b""
         self._forget(node)
         self.expected.drop(node)
 
     def expect(self, node: str, hashes: bytes, until: float) -> None:
-        """A request on its way to the node will create these blocks, or so it seems until that time."""
+        """A request in flight will create these blocks on the node, until that time."""
         self.expected.add(node, hashes, until)
 
     # ------------------------------------------------------------ what is asked
 
     def depths(self, hashes: bytes, now: float | None = None) -> dict[str, int]:
-        """For each node that holds the first block, the number of leading blocks it holds. With `now`, what is expected
-        counts too."""
+        """Leading blocks of the prompt for each node that holds the first one. With `now`, expected blocks count."""
         if not hashes:
             return {}
         if hashes is not self._asked:
@@ -156,7 +152,7 @@ class PrefixIndex:
         first = table_set_of(words[0], words[1])
         if (
             first != GONE and first not in self._sets.forwarding and table_set_of(words[-2], words[-1]) == first
-        ):  # as it mostly is
+        ):  # the usual case
             return dict.fromkeys(self._names_of(first), last + 1)
         first = self._set_of(words, 0)
         if first == EMPTY:
@@ -168,7 +164,7 @@ class PrefixIndex:
         return found
 
     def depth(self, node: str, hashes: bytes) -> int:
-        """Leading blocks that one node holds."""
+        """Leading blocks of the prompt on one node."""
         if hashes and hashes is self._asked:
             return self._answer.get(node, 0)
         holdings = self._nodes.get(node)
@@ -183,8 +179,11 @@ class PrefixIndex:
         return low
 
     def _levels(self, words: memoryview[int], set_id: int, last: int) -> list[tuple[int, int]]:
-        """(set, number of leading blocks that it holds) wherever the set changes along the prompt. set_id: of its first
-        block; last: block."""
+        """(set, leading blocks that it holds) wherever the set changes along the prompt.
+
+        set_id: of the first block.
+        last: last block to look at.
+        """
         set_of, left = self._set_of, 0
         levels: list[tuple[int, int]] = []
         further = [(set_of(words, last), last)]
@@ -236,12 +235,12 @@ class PrefixIndex:
         return holdings.num_blocks if holdings is not None else 0
 
     def is_partial(self, node: str) -> bool:
-        """Whether blocks of the node were dropped; only a snapshot mends that."""
+        """Whether blocks of the node were dropped. Only a snapshot repairs that."""
         holdings = self._nodes.get(node)
         return holdings is not None and holdings.is_partial
 
     def holdings(self, node: str) -> set[bytes]:
-        """All blocks of one node, by looking at every row: for tests and for people."""
+        """All blocks of one node, from every row. For tests and people."""
         found: set[bytes] = set()
         for chosen in self._keys_of(node):
             packed = np.stack((chosen.low, chosen.high), axis=1).tobytes()
@@ -249,7 +248,7 @@ class PrefixIndex:
         return found
 
     def digest(self, node: str) -> str:
-        """Of the node's blocks, in no order; `digest_of` makes the same of their hashes. Looks at every row."""
+        """A digest of the node's blocks, in no order; `digest_of` makes the same of hashes. Reads every row."""
         low = high = count = 0
         for keys in self._keys_of(node):
             low ^= int(np.bitwise_xor.reduce(keys.low))
@@ -317,7 +316,7 @@ class PrefixIndex:
 
     def _add_few(self, holdings: Holdings, keys: Keys) -> None:
         alone = self._sets.with_node(EMPTY, holdings.number)
-        self._sets.hold(alone, 1)  # so that it does not end before it is used
+        self._sets.hold(alone, 1)  # keep it alive until it is used
         for low, high in keys.pairs():
             table, slot = self._find(low, high)
             if slot >= 0:
@@ -356,7 +355,7 @@ class PrefixIndex:
         return True
 
     def _change(self, table: BlockTable, slots: Slots, number: int, *, is_added: bool) -> int:
-        """Put the node into the sets of these rows, or take it out; how many it was not in, or in, before."""
+        """Add the node to the sets of these rows, or remove it. Returns how many changed."""
         if not len(slots):
             return 0
         carried = table.sets[slots]
@@ -367,7 +366,7 @@ class PrefixIndex:
         for i, set_id in enumerate(former.tolist()):
             changed[i] = self._sets.has_node(set_id, number) != is_added
             sets[i] = change(set_id, number) if changed[i] else set_id
-            self._sets.hold(int(sets[i]), 1)  # so that no set ends while rows go over to it
+            self._sets.hold(int(sets[i]), 1)  # no set may end while rows change over to it
         table.sets[slots] = sets[of_row]
         self._recount(carried, sets[of_row])
         for set_id in sets.tolist():
@@ -375,14 +374,14 @@ class PrefixIndex:
         return int(np.count_nonzero(changed[of_row]))
 
     def _recount(self, former: Sets, now: Sets) -> None:
-        """Rows carry other ids now. Rows of the empty set are not counted: they are GONE."""
+        """Recount the sets after rows changed ids. Rows of the empty set are GONE and not counted."""
         for set_id, count in zip(*_counts(now), strict=True):
             self._sets.hold(set_id, count)
         for set_id, count in zip(*_counts(former), strict=True):
             self._let_go(set_id, count)
 
     def _let_go(self, set_id: int, count: int) -> None:
-        behind = self._sets.resolve(set_id)  # ends too, when no row is left that carries an id which forwards to it
+        behind = self._sets.resolve(set_id)  # it ends too, when no row carries an id that forwards to it
         self._sets.let_go(set_id, count)
         self._members.pop(set_id, None)
         self._members.pop(behind, None)
@@ -390,7 +389,7 @@ class PrefixIndex:
     # ------------------------------------------------------------ room
 
     def _make_room(self, num_blocks: int) -> int:
-        """How many new rows there may be, of so many wanted."""
+        """How many of the wanted new rows there may be."""
         if num_blocks > self._room() and (
             self._table.num_slots < self._most_slots or self._num_freed > FREED_SHARE * self.max_blocks
         ):
@@ -401,8 +400,10 @@ class PrefixIndex:
         return int(MAX_LOAD * self._table.num_slots) - self._table.num_rows - self._num_to_move
 
     def _rebuild(self, num_new: int) -> None:
-        """Begin to move what is alive into a table that has room for it and for so many more, or as large as may be.
-        Room, too, for what comes while rows move, so that all have moved before it is full."""
+        """Begin to move living rows into a table with room for so many more, or as large as allowed.
+
+        It also has room for what comes while rows move, so all have moved before it is full.
+        """
         if self._former is not None:
             self._move(self._former.num_slots)
         live = self._num_alive()
@@ -411,15 +412,14 @@ class PrefixIndex:
         self._num_to_move, self._moved, self._num_freed, self._num_owed = live, 0, 0, 0
 
     def _num_alive(self) -> int:
-        """Rows that some node still holds. Of a large table COUNTED slots are looked at, which are as good as any, and
-        some more are taken to be."""
+        """Rows that some node still holds. A large table is estimated from COUNTED slots, rounded up."""
         size = self._table.num_slots
         sets = self._table.sets[:COUNTED]
         found = int(np.count_nonzero(self._sets.resolve_many(sets) > EMPTY))
         return found if size <= COUNTED else min(int(found * size / COUNTED * (1 + SPARE)) + 1, self._table.num_rows)
 
     def _upkeep(self, num_blocks: int) -> None:
-        """Move some rows on, clear some sets of nodes that left, and begin to shrink a table that few still use."""
+        """Move some rows, sweep some sets, and begin to shrink a table that few rows use."""
         for set_id in self._sets.sweep(SWEPT_SETS):
             self._members.pop(set_id, None)
         if self._former is not None:
@@ -431,7 +431,7 @@ class PrefixIndex:
             self._rebuild(0)
 
     def _move(self, num_slots: int) -> None:
-        """Move the rows of so many slots of the former table."""
+        """Move the rows of so many slots of the old table."""
         former = self._former
         if former is None:
             return
@@ -452,7 +452,7 @@ class PrefixIndex:
     # ------------------------------------------------------------ integrity
 
     def check_integrity(self) -> None:
-        """Recount everything; raises IntegrityError that names what does not add up."""
+        """Recount everything. Raises IntegrityError that names what does not add up."""
         carried = np.zeros(1, np.int64)
         seen: set[bytes] = set()
         num_rows = 0
@@ -476,13 +476,13 @@ class PrefixIndex:
 
 
 def _counts(sets: Sets) -> tuple[list[int], list[int]]:
-    """How often each set occurs, the empty one aside."""
+    """How often each set occurs, without the empty one."""
     found, counts = np.unique(sets[sets > EMPTY], return_counts=True)
     return found.tolist(), counts.tolist()
 
 
 def digest_of(hashes: bytes) -> str:
-    """Equal for equal sets of blocks, whatever their order."""
+    """Equal for equal sets of blocks, in any order."""
     keys = Keys.of(hashes)
     return _digest(len(keys), int(np.bitwise_xor.reduce(keys.low)), int(np.bitwise_xor.reduce(keys.high)))
 

@@ -1,12 +1,10 @@
-"""What nodes say of their caches, put in order: numbered deltas into the prefix index, gaps noticed, snapshots asked
-for.
+"""Reports of nodes about their caches, in order: numbered deltas go into the prefix index.
 
-A node's first word is a snapshot; deltas follow, numbered. A number that is missing means that something was lost: what
-is known of the node stays, as the best guess there is, until the snapshot comes that is asked for at once, and again
-while none comes.
+A node's first report is a snapshot. Numbered deltas follow. A missing number means that something was lost. The router
+then asks for a snapshot at once, and again while none comes. Until it comes, the old state stays as the best guess.
 
-What is large is taken in by slices, so that the event loop does other things between them: what a node says later waits
-behind its slices, and the node looks shorter until then. Owned by the router's event loop; it sends nothing itself.
+Large reports are taken in by slices, so the event loop does other work between them. Later reports of the node wait
+behind its slices, and the node looks shorter meanwhile. Owned by the router's event loop. It sends nothing itself.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ from typing import Literal
 from pdcluster.core.messages import HASH_BYTES, CacheDelta
 from pdcluster_router.prefix_index.index import PrefixIndex
 
-# A snapshot that was asked for may take so long.
+# Pause before a snapshot is asked for again.
 ASK_AGAIN_S = 1.0
 
 
-# Taken in at once: a few milliseconds, with all the upkeep of the index that comes with it (bench.index).
+# Blocks of one slice: a few milliseconds with the index's upkeep (bench.index).
 SLICE_BLOCKS = 512
 
 Piece = tuple[Literal["snapshot", "remove", "add"], bytes]
@@ -31,8 +29,12 @@ Piece = tuple[Literal["snapshot", "remove", "add"], bytes]
 
 @dataclass(slots=True)
 class _Feed:
-    """sequence: of the last delta that was taken, None while a snapshot is awaited; asked_at: when for one was asked
-    last; pieces: what of it is not in the index yet."""
+    """One node's feed.
+
+    sequence: of the last delta that was taken; None while a snapshot is awaited.
+    asked_at: when the last snapshot was asked for.
+    pieces: slices that are not in the index yet.
+    """
 
     sequence: int | None = None
     asked_at: float | None = None
@@ -40,23 +42,27 @@ class _Feed:
 
 
 class CacheUpdates:
-    """num_deltas, num_snapshots: taken in; num_gaps: times when deltas were missing; num_stale: deltas that an awaited
-    snapshot will contain."""
+    """Feeds of all nodes.
+
+    num_deltas, num_snapshots: taken in.
+    num_gaps: times when deltas were missing.
+    num_stale: deltas that an awaited snapshot will contain.
+    """
 
     def __init__(self, index: PrefixIndex) -> None:
         self.index = index
         self.num_deltas = self.num_snapshots = self.num_gaps = self.num_stale = 0
         self._feeds: dict[str, _Feed] = {}
-        # Feeds that have pieces.
+        # Feeds with slices left.
         self._waiting: dict[str, _Feed] = {}
 
     @property
     def has_pieces(self) -> bool:
-        """Whether `take_piece` has something to do."""
+        """Whether `take_piece` has work."""
         return bool(self._waiting)
 
     def take_piece(self) -> None:
-        """Take in one slice, of the nodes in turn."""
+        """Take in one slice, nodes in turn."""
         incarnation = next(iter(self._waiting))
         feed = self._waiting.pop(incarnation)
         kind, hashes = feed.pieces.popleft()
@@ -65,7 +71,7 @@ class CacheUpdates:
             self._waiting[incarnation] = feed
 
     def apply(self, incarnation: str, delta: CacheDelta, now: float) -> bool:
-        """Take in a node's delta or snapshot. True when its sender must be asked for a snapshot now."""
+        """Take in a delta or snapshot. True when its sender must be asked for a snapshot now."""
         feed = self._feeds.setdefault(incarnation, _Feed())
         if delta.snapshot:
             feed.pieces.clear()
@@ -74,7 +80,7 @@ class CacheUpdates:
             feed.sequence, feed.asked_at = delta.sequence, None
             return False
         if feed.sequence is not None and delta.sequence <= feed.sequence:
-            self.num_stale += 1  # it is in the snapshot
+            self.num_stale += 1  # the snapshot contains it
             return False
         if feed.sequence is None or delta.sequence != feed.sequence + 1:
             return self._miss(feed, now)
@@ -84,7 +90,7 @@ class CacheUpdates:
         return False
 
     def _put(self, incarnation: str, feed: _Feed, delta: CacheDelta) -> None:
-        """What is small and has nothing before it goes at once."""
+        """Take in a small report at once when no slice is before it."""
         pieces = list(_pieces(delta))
         if len(delta.added) + len(delta.removed) <= SLICE_BLOCKS * HASH_BYTES and not feed.pieces:
             for kind, hashes in pieces:
@@ -118,13 +124,12 @@ class CacheUpdates:
         return True
 
     def is_overdue(self, incarnation: str, now: float) -> bool:
-        """Whether the node must be asked (again), because its snapshot does not come. Asked whenever the node says
-        anything."""
+        """Whether to ask the node again, because its snapshot does not come. Called on every message of the node."""
         feed = self._feeds.get(incarnation)
         return feed is not None and feed.sequence is None and self._ask(feed, now)
 
     def is_exact(self, incarnation: str) -> bool:
-        """Whether the index holds what the node last said, all of it."""
+        """Whether the index holds all that the node last reported."""
         feed = self._feeds.get(incarnation)
         return (
             feed is not None
@@ -134,14 +139,14 @@ class CacheUpdates:
         )
 
     def lose(self, incarnation: str) -> None:
-        """The link is gone: what the node holds it will say anew, if it comes back."""
+        """The link is gone. A node that comes back reports everything anew."""
         self._feeds.pop(incarnation, None)
         self._waiting.pop(incarnation, None)
         self.index.drop(incarnation)
 
 
 def _pieces(delta: CacheDelta) -> Iterator[Piece]:
-    """Parents come before their children, and slices keep that order."""
+    """Slices of a report. Parents come before children."""
     size = SLICE_BLOCKS * HASH_BYTES
     if delta.snapshot:
         yield "snapshot", delta.added[:size]

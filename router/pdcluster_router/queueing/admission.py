@@ -1,13 +1,14 @@
-"""Whether a request may come in: refused at once when it can never fit (400), when no node exists (503), when it would
-be too late (429), or when the hold queue is full (429). Pure; a refusal carries the wait that is predicted.
+"""Whether a request may come in. Pure; a refusal carries the predicted wait.
 
-Without a service level (`Slo.ttft_s` None) only the bounds refuse. With one, a request is refused when its predicted
-time to first token, and the margin, is more than it may be. Long prompts have a floor; short ones, which fit in a
-little longer, would keep them out for ever in an overload:
-  1. a prompt is taken to need at least EVEN_SHARE of the level, so that up to there all are refused at the same length
-     of the queue; but not of a tenant that has nothing waiting while others have: it keeps nobody out;
-  2. one so long that it could hardly meet the level alone is measured by LONG_FACTOR times its own time on an empty
-     cluster.
+A request that can never fit gets a 400. Without nodes it gets a 503. A full hold queue, or a missed service level, is a
+429. Without a service level (`Slo.ttft_s` None) only bounds refuse. With one, a request is refused when its predicted
+time to first token, with the margin, is too long. Long prompts have a floor, because short ones fit in a little longer
+and would keep them out for ever:
+
+1. A prompt counts as at least EVEN_SHARE of the level. So up to there all are refused at the same queue length. A
+   tenant with nothing waiting is exempt while others wait.
+2. A prompt so long that it could hardly meet the level alone is measured by LONG_FACTOR times its own time on an empty
+   cluster.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from pdcluster_router.cluster.view import ClusterView
 EVEN_SHARE = 0.25
 LONG_FACTOR = 2.0
 MIN_RETRY_S = 0.1
-# Of a queue that nothing leaves any more, so that a wait stays a number.
+# The rate of a queue that nothing leaves, so that a wait stays a number.
 LEAST_RATE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """ttft_s: longest time to first token that is wanted, None for none; margin: share by which predictions are taken
-    to be too short."""
+    """The service level.
+
+    ttft_s: the longest time to first token; None for none.
+    margin: share by which predictions are raised.
+    """
 
     ttft_s: float | None = None
     margin: float = 0.1
@@ -36,8 +40,10 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a request has to expect, in seconds: in the hold queue, then on a node before its turn, then its own prompt.
-    is_modest: others wait, and nobody of its tenant."""
+    """What a request must expect, in seconds: in the hold queue, before its turn on a node, and for its own prompt.
+
+    is_modest: others wait, but none of its tenant.
+    """
 
     wait_s: float
     backlog_s: float
@@ -65,12 +71,15 @@ def check_service(outlook: Outlook, slo: Slo) -> None:
 
 
 def refusal(reason: str, message: str, wait_s: float) -> errors.Overloaded:
-    """reason: the word under which it is counted."""
+    """An Overloaded error.
+
+    reason: the word under which it is counted.
+    """
     return errors.Overloaded(f"{message}; predicted wait {wait_s:.2f} s, retry then", max(wait_s, MIN_RETRY_S), reason)
 
 
 def check_fits(num_tokens: int, view: ClusterView) -> None:
-    """Raises Unavailable when no node is known, and BadRequest when none that is could ever take so many tokens."""
+    """Raises Unavailable without nodes, and BadRequest when no node could ever take so many tokens."""
     if not view.nodes:
         raise errors.Unavailable(
             "none of 0 known nodes takes work now; see that nodes are up, not cordoned and not draining"
@@ -81,11 +90,12 @@ def check_fits(num_tokens: int, view: ClusterView) -> None:
 
 
 class DrainRate:
-    """Work that leaves the hold queue per second while requests wait there, an average that forgets with `memory_s`.
-    Owned by the queue's owner.
+    """Work per second that leaves the hold queue while requests wait. A mean that forgets with `memory_s`. Owned by the
+    queue's owner.
 
-    It begins as if the default had been seen for `prior_s`, which is forgotten like the rest: that nothing left for a
-    second says little, when one prompt may take that long."""
+    It begins as if the default had been seen for `prior_s`, which is forgotten like the rest. One prompt may take a
+    second, so a second without progress says little.
+    """
 
     def __init__(self, memory_s: float = 10.0, prior_s: float = 3.0) -> None:
         self._memory_s = memory_s
@@ -95,7 +105,7 @@ class DrainRate:
         self._since: float | None = None
 
     def is_held(self, held: bool, now: float) -> None:
-        """Whether requests wait from now on. Call it after whatever may have changed that."""
+        """Note whether requests wait from now on. Call it after whatever may have changed that."""
         self._advance(now)
         self._since = now if held else None
 
@@ -104,7 +114,10 @@ class DrainRate:
         self._work += work
 
     def rate(self, default: float) -> float:
-        """default: what it is taken to be while little was seen."""
+        """The rate.
+
+        default: the value while little was seen.
+        """
         return max((self._work + default * self._prior_s) / (self._seconds + self._prior_s), LEAST_RATE)
 
     def _advance(self, now: float) -> None:

@@ -1,17 +1,14 @@
-"""Whose turn it is among requests that wait: strict tiers of priority with a floor, deficit round robin over the
-tenants of a tier, earliest due time inside a tenant. Pure: no clock, no waiting; the same calls in the same order give
-the same turns.
+"""Whose turn it is among waiting requests. Pure: the same calls in the same order give the same turns.
 
-1. Tiers. The most urgent tier goes first. The others that wait share `floor` of the work that goes before them, and
-   each goes as soon as its part pays for its next request: urgent work delays the rest, it cannot starve it.
-2. Tenants. Deficit round robin (Shreedhar and Varghese 1995): each visit credits a tenant quantum × weight, and what it
-   releases is charged. While two tenants wait, their work ÷ weight differs by at most one quantum, the largest request
-   of each ÷ its weight, and `burst`: so much a tenant has in hand that took less than its share before. Without it one
-   that asks now and then would wait behind as much of a flood's work as it brings.
-3. Requests of one tenant go by due time, then in the order they came.
+1. Tiers. The most urgent tier goes first. The other tiers share `floor` of the work that goes before them. A tier goes
+   as soon as its share pays for its next request. So urgent work delays the rest but cannot starve it.
+2. Tenants. Deficit round robin (Shreedhar and Varghese 1995): each visit credits a tenant quantum × weight, and its
+   releases are charged. While two tenants wait, their work ÷ weight differs by at most one quantum, the largest request
+   of each ÷ its weight, and `burst`. The burst is credit of a tenant that took less than its share before. Without it,
+   a tenant that asks now and then would wait behind a flood.
+3. Requests of one tenant go by due time, then by arrival.
 
-`peek` changes nothing, so that a request may be looked at as often as its nodes report; only `take` credits and
-charges. What `peek` is told to pass over is left out of the round as if it did not wait, and keeps its deficit.
+`peek` changes nothing. Only `take` credits and charges. Tenants that `peek` passes over keep their deficit.
 """
 
 from __future__ import annotations
@@ -28,9 +25,13 @@ from pdcluster.core.errors import IntegrityError
 
 
 class QueuedRequest(msgspec.Struct, frozen=True, gc=False):
-    """One request in the hold queue. priority: lower goes first; work: what it is expected to cost a node (one unit for
-    all, such as seconds); arrived and deadline: moments of one clock. is_paid: it was released before and came back, so
-    that its tenant is not charged again."""
+    """One request in the hold queue.
+
+    priority: lower goes first.
+    work: its expected cost for a node, in one unit for all.
+    arrived, deadline: times of one clock.
+    is_paid: it was released before and came back; its tenant is not charged again.
+    """
 
     request: str
     tenant: str
@@ -49,7 +50,7 @@ class QueuedRequest(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True, order=True)
 class QueuePosition:
-    """A request's place among those of its tenant and tier."""
+    """A request's position among those of its tenant and tier."""
 
     due: float
     sequence: int
@@ -58,14 +59,13 @@ class QueuePosition:
 
 @dataclass(slots=True)
 class Flow:
-    """The waiting requests of one tenant in one tier, most urgent first. The weight is that of the tenant's latest
-    request."""
+    """Waiting requests of one tenant in one tier, most urgent first. The weight is that of its latest request."""
 
     tenant: str
     weight: float
     places: list[QueuePosition] = field(default_factory=list)
     deficit: float = 0.0
-    # Work ÷ weight that it had in hand, began without, as nobody else waited, and has not taken since.
+    # Work ÷ weight that it began with as nobody else waited, and has not used since.
     unused: float = 0.0
 
     def head(self, skip: Container[str]) -> QueuedRequest | None:
@@ -80,12 +80,14 @@ class Flow:
 
 
 class Savings:
-    """Work ÷ weight that tenants have in hand who begin to wait behind others: at most `burst`, less what they used of
-    it before. Who has nothing waiting earns it back while others are served, as if it had waited with them."""
+    """Credit (work ÷ weight) of tenants that begin to wait behind others, at most `burst` less what they used before.
+
+    A tenant with nothing waiting earns it back while others are served, as if it had waited.
+    """
 
     def __init__(self, burst: float) -> None:
         self._burst = burst
-        # Of tenants that have less than all.
+        # Used credit, of tenants that have less than all.
         self._spent: dict[str, float] = {}
 
     def of(self, tenant: str) -> float:
@@ -105,8 +107,10 @@ class Savings:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What goes next. visits: how many visits of the round it takes to get there, with the tenants that are in it, in
-    their order."""
+    """What goes next.
+
+    visits: of the round until there, with the tenants in it, in order.
+    """
 
     held: QueuedRequest
     tier: int
@@ -116,8 +120,10 @@ class Turn:
 
 
 class Tier:
-    """Deficit round robin over the tenants of one priority. owed: work that more urgent tiers released past it and did
-    not pay for yet."""
+    """Deficit round robin over the tenants of one priority.
+
+    owed: work that more urgent tiers released past it and did not pay for.
+    """
 
     def __init__(self, priority: int, quantum: float, savings: Savings) -> None:
         self.priority = priority
@@ -125,7 +131,7 @@ class Tier:
         self.owed = 0.0
         self._quantum = quantum
         self._flows: dict[str, Flow] = {}
-        # Tenants in the order of their next visits; the one that is being served is last.
+        # Tenants in the order of their next visits. The one being served is last.
         self._ring: list[str] = []
         self._serving: str | None = None
 
@@ -181,7 +187,7 @@ class Tier:
         return (rounds - 1) * num_tenants + index + 1
 
     def settle(self, turn: Turn) -> None:
-        """Credit the visits that led to the turn and charge it; its request still waits here."""
+        """Credit the visits up to the turn, and charge it. Its request still waits here."""
         for index, tenant in enumerate(turn.ring):
             flow = self._flows[tenant]
             num_visits = (turn.visits - index - 1) // len(turn.ring) + 1 if turn.visits > index else 0
@@ -196,7 +202,7 @@ class Tier:
             self._serving = turn.held.tenant
 
     def is_paid_for(self) -> bool:
-        """Whether what the tier is owed is enough for its next request; it is owed no more until that went."""
+        """Whether what the tier is owed pays for its next request. It is owed no more until that went."""
         turn = self.peek(())
         return turn is not None and turn.held.charge <= self.owed
 
@@ -214,8 +220,12 @@ class Tier:
 
 
 class FairQueue:
-    """quantum: work that a visit credits a tenant of weight 1; floor: share of the work that goes past other tiers
-    which they are owed; burst: see Savings."""
+    """All waiting requests.
+
+    quantum: work that a visit credits a tenant of weight 1.
+    floor: share of the work of other tiers that a tier is owed.
+    burst: see Savings.
+    """
 
     def __init__(self, quantum: float, floor: float, burst: float = 0.0) -> None:
         self._quantum = quantum
@@ -260,7 +270,7 @@ class FairQueue:
         return held
 
     def peek(self, skip: Container[str] = ()) -> Turn | None:
-        """The request whose turn it is, of those not in `skip`; None when there is none."""
+        """The request whose turn it is, outside `skip`; None for none."""
         first: Turn | None = None
         for priority in sorted(self._tiers):
             turn = self._tiers[priority].peek(skip)
@@ -273,7 +283,7 @@ class FairQueue:
         return first
 
     def take(self, turn: Turn) -> QueuedRequest:
-        """Release what `peek` gave; nothing may have changed in between."""
+        """Release what `peek` gave. Nothing may have changed in between."""
         tier, charge = self._tiers[turn.tier], turn.held.charge
         if turn.by_floor:
             tier.owed -= charge
@@ -284,9 +294,11 @@ class FairQueue:
         return self.remove(turn.held.request)
 
     def work_before(self, new: QueuedRequest, due: float) -> float:
-        """Work that is expected to go before the last of a new request's: all of more urgent tiers, what its tenant has
-        that is due before it, and of the others of its tier what their weights let them have meanwhile. The floors of
-        less urgent tiers are not counted, nor is what will come."""
+        """Work that goes before the last of a new request's.
+
+        It counts more urgent tiers, its tenant's earlier work, and what weights allow the others of its tier meanwhile.
+        It ignores floors of less urgent tiers and requests still to come.
+        """
         total = sum(
             flow.work for tier in self._tiers.values() if tier.priority < new.priority for flow in tier.flows.values()
         )

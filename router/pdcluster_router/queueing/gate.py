@@ -1,12 +1,11 @@
-"""Who goes to a node, who waits and who is refused: hold queue, headroom and admission as one. Pure, so that the replay
-drives the same object in simulated time: decisions of the policy come in as a function, moments as numbers.
+"""Which request goes to a node, waits, or is refused: hold queue, headroom and admission together.
 
-A request *knocks*: it goes at once when nobody waits and some node is open for it; otherwise it is refused, or held.
-Whenever something may have freed (a report, an end, a node that came), `release` scores those that wait again, in their
-order.
+It is pure, so replay drives the same object in simulated time. The policy's decisions come in as a function, times as
+numbers. A request tries to be admitted: it goes at once when nobody waits and some node is open. Otherwise it is
+refused or held. Whenever room may have appeared, `release` scores the waiting requests again, in order.
 
-It is also held for the sake of the rows that it would slow down (`Headroom.keeps_pace`), except where a service level
-is promised for first tokens: what is predicted there are waits for prompts.
+A request is also held while it would slow down rows (`Headroom.keeps_pace`). With a service level for first tokens it
+is not: that level predicts waits for prompts.
 """
 
 from __future__ import annotations
@@ -27,23 +26,24 @@ from pdcluster_router.queueing.fairness import QueuedRequest
 from pdcluster_router.queueing.headroom import MODES, Headroom
 from pdcluster_router.queueing.hold_queue import Expired, HoldLimits, HoldOutcome, HoldQueue
 
-# What the policy would do with a request now; raises Unavailable when no node may take it.
+# What the policy would do with a request now. Raises Unavailable when no node may take it.
 Decide = Callable[[QueuedRequest], Decision]
 
-# Why a request waits: there is no place for it in its mode, or it would make rows slow.
+# Why a request waits: its mode has no room, or it would slow down rows.
 Reason = Mode | Literal["pace"]
 PACE: Literal["pace"] = "pace"
 
-# How long it is believed what a request would do that is not the first in turn, while what kept it waiting keeps those
-# before it. So one that may go elsewhere is not kept by those before it, and a report of a full pool costs one
-# decision, not one for each that waits for the pool.
+# How long a passed-over request's decision is trusted while the ones before it stay blocked. So a report of a full pool
+# costs one decision, not one per waiting request.
 RESCORE_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """Why a request did not go when it was scored at `moment`. nodes: the incarnations that could have computed its
-    prompt."""
+    """Why a request did not go when it was scored at `moment`.
+
+    nodes: incarnations that could have computed its prompt.
+    """
 
     reason: Reason
     nodes: frozenset[str]
@@ -52,7 +52,7 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A request that waits no more: where it goes, or why it cannot go anywhere."""
+    """A request that waits no more: where it goes, or why it cannot go."""
 
     held: QueuedRequest
     decision: Decision | None
@@ -60,8 +60,11 @@ class Released:
 
 
 class Gate:
-    """Owned by one thread; in simulated time by one simulation. Where a service level is promised, requests of a tenant
-    go first come, first served: what was let in by the wait that was predicted may not be passed by others."""
+    """The gate. Owned by one thread, or by one simulation.
+
+    With a service level, requests of a tenant go first come, first served: others must not pass a request that was
+    admitted by its predicted wait.
+    """
 
     def __init__(self, limits: HoldLimits, headroom: Headroom, slo: Slo) -> None:
         self.queue = HoldQueue(limits if slo.ttft_s is None else dataclasses.replace(limits, urgency=None))
@@ -69,13 +72,15 @@ class Gate:
         self._headroom = headroom
         self._slo = slo
         self._drain = DrainRate()
-        # Of those that were passed over lately.
+        # Decisions of requests that were passed over lately.
         self._wishes: dict[str, Wish] = {}
 
     def try_admit(self, held: QueuedRequest, decide: Decide, now: float) -> Decision | None:
-        """Where the request goes at once; None: it is held (`release` may find it a place right away). held.work is
-        filled in here. Raises Overloaded when it may not come in, and what `decide` raises; one that was let in before
-        (is_paid) always may."""
+        """Where the request goes at once; None: it is held, and `release` may place it right away.
+
+        held.work is set here. Raises Overloaded when it may not come in, and whatever `decide` raises. A request that
+        came in before (is_paid) always may.
+        """
         decision = decide(held)
         going = self.at_once(decision, now - held.arrived, is_paid=held.is_paid)
         if going is None:
@@ -83,8 +88,7 @@ class Gate:
         return going
 
     def at_once(self, decision: Decision, waited_s: float, *, is_paid: bool) -> Decision | None:
-        """Where a request goes that does not wait, as nearly all do; None: it is to be held. Raises Overloaded as
-        `knock` does."""
+        """Where a request goes that need not wait, as nearly all; None: it must be held. Raises Overloaded."""
         if len(self.queue) or self._why_held(decision, waited_s, is_paid=is_paid) is not None:
             return None
         if self._slo.ttft_s is not None and not is_paid:
@@ -94,12 +98,13 @@ class Gate:
 
     @property
     def room_s(self) -> float:
-        """Backlog below which a node takes a request that comes now; -1 while others wait or a service level is
-        promised, when it has to knock."""
+        """Backlog below which a node takes a new request. -1: it must call `try_admit`, since others wait or a service
+        level holds.
+        """
         return -1.0 if len(self.queue) or self._slo.ttft_s is not None else self._headroom.backlog_s
 
     def hold(self, held: QueuedRequest, decision: Decision, now: float) -> None:
-        """One that could not go at once. Raises Overloaded as `knock` does."""
+        """Hold a request that could not go. Raises Overloaded."""
         held = replace(held, work=self._headroom.own_s(decision.choice.first, decision.query))
         if not held.is_paid:
             self._admit(held, decision)
@@ -107,8 +112,9 @@ class Gate:
         self._drain.is_held(True, now)
 
     def release(self, decide: Decide, now: float, most: int = 1) -> list[Released]:
-        """At most so many of those that wait. One at a time when a decision only counts in the next view once it was
-        acted upon."""
+        """Release up to `most` waiting requests. Use 1 when a decision counts in the view only once it was acted
+        upon.
+        """
         released: list[Released] = []
         wanted: dict[str, frozenset[str]] = {}
         full: frozenset[Reason] = frozenset()
@@ -148,7 +154,7 @@ class Gate:
         return released
 
     def _why_held(self, decision: Decision, waited_s: float, *, is_paid: bool) -> Reason | None:
-        """Why a request can not go now; None: it can."""
+        """Why a request cannot go now; None: it can."""
         choice, query, may_slow = decision.choice, decision.query, is_paid or self._slo.ttft_s is not None
         if self._headroom.goes(choice, query, decision.view, waited_s, may_slow=may_slow):
             return None
@@ -161,18 +167,18 @@ class Gate:
         return wish if wish is not None and wish.reason in full and now < wish.moment + RESCORE_S else None
 
     def leave(self, request: str, now: float) -> None:
-        """Its client left, wherever it is by now."""
+        """Its client left, wherever the request is."""
         self.queue.remove(request)
         self._drain.is_held(bool(len(self.queue)), now)
 
     def expire(self, now: float) -> list[Released]:
-        """Those whose time is over, with the error that answers them."""
+        """Requests whose time is over, with the error that answers them."""
         expired = self.queue.expire(now)
         self._drain.is_held(bool(len(self.queue)), now)
         return [Released(one.held, None, self._late(one, now)) for one in expired]
 
     def wait_s(self, held: QueuedRequest, num_nodes: int) -> float:
-        """Predicted wait in the queue of a request that is not in it; none may be longer than the queue's age."""
+        """Predicted wait in the queue of a request outside it; at most the queue's age."""
         return min(self.queue.work_before(held) / self._drain.rate(max(num_nodes, 1)), self._age_s)
 
     # ------------------------------------------------------------ refusals
@@ -204,7 +210,6 @@ class Gate:
 
 
 def _going(decision: Decision) -> Decision:
-    """What a gate asks of a choice it asks no more: a choice is kept as long as the request runs, and shall not keep
-    the whole view."""
+    """What is kept of a decision while its request runs: not the whole view."""
     choice = decision.choice
     return decision if choice.suits is suits_all else replace(decision, choice=replace(choice, suits=suits_all))

@@ -1,13 +1,11 @@
-"""Whether there is a place for a request: on nodes whose backlog is small, told from a ClusterView. Pure.
+"""Whether a request has room on nodes with a small backlog. Pure; reads a ClusterView.
 
-A node is *open* for prompts while the work that waits there is below `backlog_s`: enough that it never idles, so little
-that what comes next is still the router's to decide. Which open node gets a request is the policy's choice; a policy
-may also choose one that is not open, for what it has cached, as long as some node of that leg is to which it would send
-the request, too.
+A node is *open* for prompts while less than `backlog_s` of work waits there: enough that it never idles, and so little
+that the router still decides what comes next. The policy chooses among nodes. It may choose one that is not open, for
+its cache, while some suitable node of that leg is open.
 
-Rows share their node's steps, so one row too many makes all of them slow, while a first token mostly has time: a
-request waits while the rows where it would decode are as slow as they may be, but for no more than HALF of the time
-that its first token has.
+Rows share their node's steps, so one row too many slows all of them. A first token mostly has time. So a request waits
+while the rows of its decode node are at their limit, but for no more than HALF of its first token's time.
 """
 
 from __future__ import annotations
@@ -29,20 +27,23 @@ MODES: tuple[Mode, ...] = ("remote", "local")
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """backlog_s: seconds of prompt work that may wait on a node; cold_token_s: what a token is taken to cost where a
-    node has not measured it yet."""
+    """Limits of the backlog.
+
+    backlog_s: seconds of prompt work that may wait on a node.
+    cold_token_s: cost of a token where a node has not measured it.
+    """
 
     backlog_s: float = 0.25
     cold_token_s: float = 50e-6
 
     def prefill_s(self, node: NodeView, new_tokens: int, cached_tokens: int = 0) -> float:
-        """A prompt's time on the node when nothing else runs there."""
+        """Seconds of a prompt on the node when nothing else runs there."""
         if node.cost is None:
             return self.cold_token_s * new_tokens
         return node.cost.prefill.seconds(new_tokens, cached_tokens)
 
     def own_s(self, node: NodeView, query: Query) -> float:
-        """The request's prompt on the node, as far as it is not cached there."""
+        """Seconds of the request's uncached prompt on the node."""
         cached = query.cached_on(node) if query.cached else 0
         new, cost = query.num_tokens - cached, node.cost
         if new < 1:
@@ -54,8 +55,8 @@ class Headroom:
         return self.waiting_s(node) + self.own_s(node, query)
 
     def waiting_s(self, node: NodeView) -> float:
-        """Prompt work that waits on the node."""
-        node_row = node.own_node_row  # mostly worked out already, for the choice
+        """Seconds of prompt work that waits on the node."""
+        node_row = node.own_node_row  # mostly computed already, for the choice
         if node_row is not None:
             return node_row.backlog_s
         if node.cost is None:
@@ -68,10 +69,12 @@ class Headroom:
         return node.load is None or node.rows < node.load.slots
 
     def is_open(self, node: NodeView, mode: str, *, has_row: bool) -> bool:
-        """For the leg that computes the prompt. has_row: some decode node could take it; if none can, prompts are
-        computed ahead as long as what waits for a decode node is a small part of the pool. Mode local needs a row of
-        the node's own. A node that does nothing is open whatever else is believed of it, so that a wrong belief cannot
-        hold requests for ever."""
+        """Whether the node is open for the leg that computes the prompt.
+
+        has_row: some decode node could take it. If none can, prompts are computed ahead while those that wait for a
+        decode node are few. Mode local needs a row of the node's own. An idle node is open whatever else is believed,
+        so a wrong belief cannot hold requests for ever.
+        """
         if _is_idle(node):
             return True
         if self.waiting_s(node) >= self.backlog_s:
@@ -83,8 +86,9 @@ class Headroom:
     def goes(
         self, choice: RoutingDecision, query: Query, view: ClusterView, waited_s: float, *, may_slow: bool
     ) -> bool:
-        """Whether it is plain from the numbers of the chosen nodes that `has_open` and, unless it may_slow rows,
-        `keeps_pace`, as mostly. False: they have to be asked."""
+        """Whether the chosen nodes' numbers alone show that the request goes. False: ask `has_open` and
+        `keeps_pace`.
+        """
         if query.busy or not view.has_table:
             return False
         functions, row_of, is_local = compiled.in_use(), view.roster.row_of, choice.prefill is None
@@ -105,12 +109,13 @@ class Headroom:
         )
 
     def has_open(self, choice: RoutingDecision, query: Query, view: ClusterView) -> bool:
-        """Whether some node is open that could compute this request's prompt in the mode that was chosen; if not, it
-        must wait. The chosen nodes are looked at first, since mostly they are."""
+        """Whether some node is open that could compute the prompt in the chosen mode. The chosen nodes are looked at
+        first.
+        """
         first, mode = choice.first, choice.mode
         has_row = (
             mode != "local" and _decodes(choice.decode) and self.takes_row(choice.decode)
-        )  # where all is local its own rows are looked at
+        )  # in mode local its own rows are looked at
         if self.is_open(first, mode, has_row=has_row) and not _is_ruled_out(first, query):
             return True
         has_row = has_row or self._has_row(view.nodes)
@@ -121,9 +126,10 @@ class Headroom:
         )
 
     def keeps_pace(self, choice: RoutingDecision, query: Query, waited_s: float) -> bool:
-        """Whether one more row leaves those of the decoding node as fast as they may be, or this request has no time
-        left to wait for that."""
-        node_row = choice.decode.own_node_row  # mostly worked out already, for the choice
+        """Whether one more row keeps those of the decode node within their limit, or this request has no time left to
+        wait.
+        """
+        node_row = choice.decode.own_node_row  # mostly computed already, for the choice
         if node_row is None or not node_row.rows:
             return True
         row_s = node_row.each_row_s + node_row.context_s * (query.num_tokens + query.expected_output / 2)
@@ -133,7 +139,7 @@ class Headroom:
         return waited_s + (choice.predicted.ttft_s or 0.0) >= HALF * PATIENCE * alone_s
 
     def usable(self, choice: RoutingDecision, query: Query, view: ClusterView) -> frozenset[str]:
-        """Incarnations that could compute this request's prompt in the mode that was chosen, open or not."""
+        """Incarnations that could compute the prompt in the chosen mode, open or not."""
         return frozenset(
             node.endpoint.incarnation
             for node in self._pool(choice.mode, view)
@@ -141,7 +147,7 @@ class Headroom:
         )
 
     def full_modes(self, view: ClusterView) -> frozenset[Mode]:
-        """Those in which nobody's request has a place."""
+        """Modes in which no request has room."""
         has_row = self._has_row(view.nodes)
         return frozenset(
             mode
@@ -167,6 +173,5 @@ def _is_idle(node: NodeView) -> bool:
 
 
 def _is_ruled_out(node: NodeView, query: Query) -> bool:
-    """A node that failed the request counts again only when it is the last one, which the policy decides; here it just
-    is no reason to go."""
+    """Whether a node is out because it failed the request. The policy may still choose the last one left."""
     return bool(why_not(node, query.num_tokens)) or node.endpoint.incarnation in query.busy

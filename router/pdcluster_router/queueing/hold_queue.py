@@ -1,17 +1,13 @@
-"""The hold queue: requests that wait in the router because every node they may use is past a small backlog. Pure; the
-moment is passed in.
+"""The hold queue: requests that wait in the router because every node they may use is past a small backlog.
 
-Requests wait here, and not on a node, so that each is scored again, against what the nodes hold by then, when a place
-frees. The queue is bounded by count, bytes and age, and fair (`fairness`). It does not know nodes: `release` offers
-requests in their order to whoever does.
+Pure; the time is passed in. Requests wait here and not on a node, so each is scored again against current caches when
+room appears. The queue is bounded by count, bytes and age, and fair (`fairness`). It knows no nodes: `release` offers
+requests in order to its caller. No request is starved:
 
-No request is starved by others:
-  1. who may go next is fair over tenants and tiers;
-  2. inside a tenant the order is by when requests are due: after `urgency` times what their prompts take, so that short
-     ones do not wait for long ones that have time, but after `patience_s` at the latest, and by their deadlines. What
-     came after that moment cannot pass them;
-  3. a request that could not use the place that freed (its nodes are full, another's are not) is passed over; once it
-     is due, those behind it are offered places with a claim: they must leave alone the nodes that it could use.
+1. Tenants and tiers take fair turns.
+2. Inside a tenant, requests go by due time: `urgency` times what their prompts take, at most `patience_s`, and by their
+   deadlines. A later request cannot pass one that is due.
+3. A request that cannot use the free room is passed over. Once it is due, those behind it must leave its nodes alone.
 """
 
 from __future__ import annotations
@@ -33,9 +29,15 @@ Reason = Literal["deadline", "age"]
 
 @dataclass(frozen=True, slots=True)
 class HoldLimits:
-    """age_s: longest wait; urgency: times its own work until a request is due, None: first come, first served;
-    patience_s: until it is due at the latest; look_ahead: how many that cannot use a place may be passed over for one
-    that can. quantum, floor, burst: see `fairness`. is_shared: several tenants may come, so none may fill the queue."""
+    """Limits of the hold queue.
+
+    age_s: longest wait.
+    urgency: times its own work until a request is due; None: first come, first served.
+    patience_s: it is due at the latest then.
+    look_ahead: requests that may be passed over for a later one.
+    quantum, floor, burst: see `fairness`.
+    is_shared: several tenants may come, so none may fill the queue.
+    """
 
     count: int = 1024
     size_bytes: int = 256 * 2**20
@@ -50,15 +52,19 @@ class HoldLimits:
 
 
 class HoldOutcome(Enum):
-    """What became of an offered request. PLACED: it has gone; ELSEWHERE: what is free is not for this one; FULL:
-    nothing is free for anybody."""
+    """What became of an offered request.
+
+    PLACED: it went.
+    ELSEWHERE: the free room is not for it.
+    FULL: nothing is free for anyone.
+    """
 
     PLACED = auto()
     ELSEWHERE = auto()
     FULL = auto()
 
 
-# Try to place a request. The second argument: requests with a claim, whose nodes this one must leave alone.
+# Tries to place a request. The second argument: requests whose nodes this one must leave alone.
 Offer = Callable[[QueuedRequest, Sequence[QueuedRequest]], HoldOutcome]
 
 
@@ -69,7 +75,7 @@ class Expired:
 
 
 class HoldQueue:
-    """Owned by one thread; in simulated time by one simulation."""
+    """Waiting requests. Owned by one thread, or by one simulation."""
 
     def __init__(self, limits: HoldLimits) -> None:
         self._limits = limits
@@ -90,7 +96,7 @@ class HoldQueue:
         return self._bytes.used
 
     def waiting(self) -> list[QueuedRequest]:
-        """All of them, in the order they came."""
+        """All requests in the order they came."""
         return list(self._queue.all())
 
     def has_any_of(self, tenant: str) -> bool:
@@ -99,20 +105,20 @@ class HoldQueue:
     # ------------------------------------------------------------ in and out
 
     def lacks_room(self, held: QueuedRequest) -> Bound | None:
-        """The bound that keeps the request out, None when it may come in."""
+        """The bound that keeps the request out; None when it may come in."""
         return next(
             (bound for bound, shares, amount in self._amounts(held) if not shares.has_room(held.tenant, amount)), None
         )
 
     def push(self, held: QueuedRequest) -> None:
-        """The caller has asked `lacks_room`. One that comes back is due at once."""
+        """Add a request for which `lacks_room` is None. One that comes back is due at once."""
         self._queue.add(held, self._due(held))
         for _, shares, amount in self._amounts(held):
             shares.take(held.tenant, amount)
         heapq.heappush(self._expiries, (self._expiry(held), held.request))
 
     def remove(self, request: str) -> QueuedRequest | None:
-        """Its client left. None when it does not wait here (any more)."""
+        """Remove a request whose client left. None when it does not wait here."""
         if request not in self._queue:
             return None
         held = self._queue.remove(request)
@@ -120,22 +126,22 @@ class HoldQueue:
         return held
 
     def expire(self, now: float) -> list[Expired]:
-        """Take out those whose deadline came or that waited too long."""
+        """Take out requests that are past their deadline or waited too long."""
         expired = []
         while (moment := self.next_expiry()) is not None and moment <= now:
             held = self.remove(self._expiries[0][1])
-            assert held is not None  # next_expiry drops those that are gone
+            assert held is not None  # next_expiry drops those that left
             expired.append(Expired(held, "deadline" if now >= held.deadline else "age"))
         return expired
 
     def next_expiry(self) -> float | None:
-        """The moment at which `expire` has something to do."""
+        """When `expire` has something to do."""
         while self._expiries and not self._is_current(*self._expiries[0]):
             heapq.heappop(self._expiries)
         return self._expiries[0][0] if self._expiries else None
 
     def release(self, offer: Offer, now: float) -> list[QueuedRequest]:
-        """Offer requests in their order until nothing is free; those that were placed."""
+        """Offer requests in order until nothing is free. Returns those that were placed."""
         placed: list[QueuedRequest] = []
         passed: set[str] = set()
         claims: list[QueuedRequest] = []
@@ -155,14 +161,15 @@ class HoldQueue:
     # ------------------------------------------------------------ what will be
 
     def work_before(self, held: QueuedRequest) -> float:
-        """Work that is expected to be released before a request that is not here yet."""
+        """Work that is released before a request that is not here yet."""
         return self._queue.work_before(held, self._due(held))
 
     # ------------------------------------------------------------ books
 
     def _amounts(self, held: QueuedRequest) -> tuple[tuple[Bound, Shares, int], ...]:
-        """What a request takes. One that comes back was let in before and may not be lost now: it takes nothing, and
-        the number of requests that a router works on bounds how many there are."""
+        """The amounts that a request takes of each bound. One that came back takes nothing: it was admitted, and
+        running requests are bounded elsewhere.
+        """
         if held.is_paid:
             return ()
         return ("count", self._places, 1), ("bytes", self._bytes, held.size_bytes)

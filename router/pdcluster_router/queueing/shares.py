@@ -1,8 +1,7 @@
-"""A bounded amount that tenants share, so that one of them cannot take it all before the others come.
+"""A bounded amount that tenants share, so that none takes all of it.
 
-A tenant may take at most `greed` times what is still free (dynamic thresholds, Choudhury and Hahne 1998): alone it gets
-greed / (greed + 1) of the whole, and however many come, each finds room. Nothing that was given is taken back. Pure
-bookkeeping; no waiting.
+A tenant may take at most `greed` times what is still free (dynamic thresholds, Choudhury and Hahne 1998). Alone it gets
+greed / (greed + 1) of the whole. However many come, each finds room. Nothing is taken back. Pure bookkeeping.
 """
 
 from __future__ import annotations
@@ -13,7 +12,10 @@ GREED = 4.0
 
 
 class Shares:
-    """greed None: first come, first served, for when there is only one tenant."""
+    """The amount and what each tenant took.
+
+    greed: None: first come, first served, for a single tenant.
+    """
 
     def __init__(self, limit: int, greed: float | None = None) -> None:
         self._limit = limit
@@ -39,7 +41,7 @@ class Shares:
         return self._greed is None or self._taken.get(tenant, 0) + amount <= self._greed * free
 
     def take(self, tenant: str, amount: int = 1) -> None:
-        """The caller has asked `has_room`, or has a reason to go past a tenant's share; never past the limit."""
+        """Take an amount. The caller has asked `has_room`, or may pass a tenant's share. Never past the limit."""
         if self._used + amount > self._limit:
             raise IntegrityError(f"{tenant} takes {amount} where {self._used} of {self._limit} are taken")
         if amount:
@@ -47,7 +49,7 @@ class Shares:
             self._used += amount
 
     def take_if_room(self, tenant: str) -> bool:
-        """One of it."""
+        """Take one if there is room."""
         used, own = self._used, self._taken.get(tenant, 0)
         if used >= self._limit or (self._greed is not None and own + 1 > self._greed * (self._limit - used)):
             return False
@@ -62,7 +64,7 @@ class Shares:
         if left:
             self._taken[tenant] = left
         else:
-            self._taken.pop(tenant, None)  # so that tenants that left cost nothing
+            self._taken.pop(tenant, None)  # tenants that left cost nothing
 
     def check_integrity(self) -> None:
         if (

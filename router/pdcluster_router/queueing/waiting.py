@@ -1,10 +1,8 @@
-"""Requests that wait at the gate, each with the function that hears when it may go: a thin asyncio adapter over `gate`,
-which decides who goes when.
+"""Requests that wait at the gate, each with a callback. An asyncio adapter over `gate`, which decides.
 
-One task, alive only while requests wait, offers places whenever it is poked (a node reported, a request ended) and when
-a wait is over; and now and then besides, because a node that asked to be left alone for a while does not say when the
-while is over. It releases one request at a time and lets it start, so that the next one is scored against a view that
-counts it.
+One task runs only while requests wait. It offers room when a node reports, a request ends or a wait is over. It also
+looks now and then, because a node that wants to be left alone does not report the end of that. It releases one request
+at a time and lets it start, so the next one is scored against a view that counts it.
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ from pdcluster_router.queueing.gate import Gate, Released
 
 logger = logging.getLogger(__name__)
 
-# What the policy would do with one request, at a moment.
+# What the policy would do with one request, at a time.
 Decide = Callable[[float], Decision]
 
-# Hears where a request that waited goes, or why it cannot go anywhere.
+# Receives where a waiting request goes, or why it cannot go.
 Answer = Callable[[Decision | errors.PdclusterError], None]
 
 
@@ -39,7 +37,7 @@ class GateWaiter:
 
 
 class ClusterChanges(Protocol):
-    """What tells that something changed."""
+    """Reports that the cluster changed."""
 
     version: int
 
@@ -47,7 +45,10 @@ class ClusterChanges(Protocol):
 
 
 class WaitingRequests:
-    """Owned by the router's event loop. tick_s: longest pause between two looks at those that wait."""
+    """Waiting requests and their callbacks. Owned by the router's event loop.
+
+    tick_s: longest pause between two looks.
+    """
 
     def __init__(self, gate: Gate, metrics: HoldMetrics, clock: Callable[[], float], tick_s: float = 0.05) -> None:
         self._gate = gate
@@ -68,18 +69,18 @@ class WaitingRequests:
         return self._gate.room_s
 
     def poke(self) -> None:
-        """Something may have freed."""
+        """Room may have appeared."""
         if self._waiters:
             self._poked.set()
 
     async def follow(self, nodes: ClusterChanges) -> None:
-        """Poke whenever a node came, went or reported, until cancelled."""
+        """Call `poke` on every change of the cluster, until cancelled."""
         while True:
             await nodes.wait_for_change(nodes.version)
             self.poke()
 
     def at_once(self, decision: Decision, tenant: str, *, is_paid: bool) -> Decision | None:
-        """Where a request goes that came just now; None: it is to be held. Raises Overloaded."""
+        """Where a new request goes; None: it must be held. Raises Overloaded."""
         try:
             return self._gate.at_once(decision, 0.0, is_paid=is_paid)
         except errors.Overloaded as error:
@@ -87,8 +88,10 @@ class WaitingRequests:
             raise
 
     def hold(self, held: QueuedRequest, decision: Decision, decide: Decide, answer: Answer) -> None:
-        """It waits, and `answer` hears of it when it is its turn, unless it leaves before. decision: what `decide` said
-        just now."""
+        """Hold a request. `answer` is called when it is its turn, unless it leaves before.
+
+        decision: what `decide` just returned.
+        """
         try:
             self._gate.hold(held, decision, held.arrived)
         except errors.Overloaded as error:
@@ -99,14 +102,15 @@ class WaitingRequests:
         self._keep_pumping()
 
     def leave(self, request: str) -> None:
-        """Its client left: the place in the queue is given up at once. Idempotent."""
+        """Its client left: free its place in the queue at once. Idempotent."""
         if request in self._waiters:
             self._gone(request, "left")
             self.poke()
 
     def _tell(self, request: str, outcome: str, answer: Decision | errors.PdclusterError) -> None:
-        """Unless it has left: one that hears bad news takes its siblings (other choices of its request) along, who may
-        be the next to be told."""
+        """Call `answer`, unless the request left. Bad news may make its siblings (other choices) leave, which may be
+        next.
+        """
         if request in self._waiters:
             self._gone(request, outcome).answer(answer)
 
@@ -132,9 +136,9 @@ class WaitingRequests:
                 await self._release_all()
                 if self._waiters:
                     await self._pause()
-        except Exception as error:  # the top of this task: a bug of ours, which everyone who waits must hear of
+        except Exception as error:  # the top of this task: every waiting request must get a bug of ours as its answer
             logger.exception("the hold queue failed")
-            self._pump = None  # whoever comes while these are told needs another one
+            self._pump = None  # requests that come while these are told need another task
             for request in list(self._waiters):
                 self._tell(request, "refused", errors.PdclusterError(f"internal error in the hold queue: {error}"))
 
@@ -147,7 +151,7 @@ class WaitingRequests:
             if not released:
                 return
             self._tell_released(released[0])
-            await asyncio.sleep(0)  # it has started; others may want to do something, too
+            await asyncio.sleep(0)  # it has started; let others run
 
     def _decide(self, now: float, held: QueuedRequest) -> Decision:
         return self._waiters[held.request].decide(now)
