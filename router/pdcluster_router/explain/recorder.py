@@ -1,15 +1,17 @@
-"""Why a request went where it went, and whether that was right: the last decisions with their candidates, what each was
-expected to cost, and what became of it. Judges decisions, makes none.
+"""Explains decisions: candidates, expected costs, the choice, and what became of it. It makes no decision.
 
-For every decision: the candidates with the policy's own terms, the rule that removed each of the others, and for all of
-them one estimate in seconds by the nodes' cost models (wait on the node + own prompt), so that policies without a model
-in seconds can be judged too. With the first token come: error      actual minus predicted time to first token, from the
-decision on (time in the hold queue is known, not predicted); regret     actual minus the least that any other candidate
-was estimated to take, never below 0; hit        prompt tokens found in the cache, beside those that the best candidate
-held (reachable), and those that a cache which never forgets would have held (ideal, `seen_blocks`).
+For every decision it keeps the candidates with the policy's terms, the rule that rejected each other node, and one
+estimate in seconds for all of them (wait on the node plus own prompt). So policies without a model in seconds can be
+judged, too. With the first token come:
 
-Memory is bounded by count and by bytes; the oldest go first. Requests and decisions are noted in bare numbers, since
-few are ever read: records for people are made of them for whoever asks.
+- error: actual minus predicted time to first token, from the decision on. Time in the hold queue is known, not
+  predicted.
+- regret: actual minus the least estimate of any other candidate, never below 0.
+- hit: prompt tokens found in the cache, beside what the best candidate held (reachable) and what an ideal cache would
+  have held (`prefix_index.ideal_cache`).
+
+Memory is bounded by count and bytes; the oldest go first. Few decisions are read, so they are kept as bare numbers and
+become records when someone asks.
 """
 
 from __future__ import annotations
@@ -44,24 +46,21 @@ from pdcluster_router.policy.selector import Decision
 from pdcluster_router.prefix_index.ideal_cache import IdealCache
 from pdcluster_router.queueing.headroom import Headroom
 
-# Who keeps a view of the cluster for later, and how much of that there may be. For explanations of requests that
-# wait: there may be thousands, each
-# was scored against another view, and a view has some 400 bytes of its own for each node. Knows neither requests nor
-# views.
+# Which records keep a view of the cluster, and how many nodes those views may have. Explanations of waiting requests
+# need one each, and a view has some 400 bytes per node.
 
-# Nodes of all views together that are kept: 13 MiB.
+# Nodes of all kept views together: 13 MiB.
 MOST_ROWS = 1 << 15
 
 
 class Keeper(Protocol):
     def let_go(self) -> None:
-        """Keep what is told of the view, and not the view."""
+        """Keep the facts taken from the view, and drop the view."""
         ...
 
 
 class KeptViews:
-    """Those that were scored last keep theirs: they are likely to be scored again before anybody asks, and to let go
-    costs as much as to be told."""
+    """Views kept by records. The records scored last keep theirs: they are likely to be scored again soon."""
 
     def __init__(self) -> None:
         self._sizes: dict[Keeper, int] = {}
@@ -71,7 +70,7 @@ class KeptViews:
         return len(self._sizes)
 
     def keep(self, keeper: Keeper, size: int) -> None:
-        """It keeps another view than before, of so many nodes."""
+        """The keeper keeps another view, of so many nodes."""
         self.drop(keeper)
         self._sizes[keeper] = size
         self._num_rows += size
@@ -81,39 +80,41 @@ class KeptViews:
             oldest.let_go()
 
     def drop(self, keeper: Keeper) -> None:
-        """It keeps none. Idempotent."""
+        """The keeper keeps no view. Idempotent."""
         self._num_rows -= self._sizes.pop(keeper, 0)
 
 
-# Of a request that is kept as it is, beside its strings and numbers: its structs, their numbers, its places.
+# Bytes of a request kept as it is, beside its strings and numbers.
 BRIEF_BYTES = 1200
 
-# Kept of one request: the first ones and the last. A request that is refused for a minute is decided a thousand times.
+# Decisions kept of one request: the first ones and the last. A request that is refused for a minute has a thousand.
 MAX_DECISIONS = 16
 
 # Characters of an error's message.
 MAX_WHY = 500
 
-# Told of the requests that clients call alike.
+# Requests explained of those that clients named alike.
 MAX_ALIKE = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """How much is kept of requests that ended."""
+    """Bounds on what is kept of ended requests."""
 
     requests: int = 10_000
     size_bytes: int = 64 * 2**20
 
 
 class Record:
-    """One request that runs, or ended as most do: with one decision, by which it went at once. attempts and
-    cached_tokens (of the prompt, as the nodes found them; None: not known) are the dispatcher's to set."""
+    """One request that runs, or ended with a single decision.
 
-    # What is set as it goes on; until then nothing of it is made.
+    The dispatcher sets `attempts` and `cached_tokens` (of the prompt; None: unknown).
+    """
+
+    # Set as the request goes on. Class defaults cost nothing until then.
     attempts = 0
     cached_tokens: int | None = None
-    # Its only decision, if that is one.
+    # Its only decision so far.
     brief: Brief | None = None
     _error: str | None = None
     _why = ""
@@ -142,7 +143,7 @@ class Record:
 
     @property
     def size_bytes(self) -> int:
-        """Of one whose decision is `brief`."""
+        """Bytes of a record whose decision is `brief`."""
         return (
             BRIEF_BYTES
             + len(self.brief.told if self.brief is not None else b"")
@@ -152,18 +153,19 @@ class Record:
 
     @property
     def prefix(self) -> tuple[int, int]:
-        """Leading tokens of its prompt that an earlier prompt had, and that some node had or was about to have, when it
-        went."""
+        """Leading tokens of its prompt that an earlier prompt had, and that some node held or was about to hold, when
+        it went.
+        """
         return self._ideal or 0, self._reachable
 
     def consider(self, decision: Decision, now: float) -> None:
-        """It was scored; whether it may go is for others to say."""
+        """It was scored. Others say whether it may go."""
         self._write_out()
         self._considered, self._considered_at = decision, now
         self._explainer.keeps_view(self, decision.view.size)
 
     def let_go(self) -> None:
-        """Implements kept_views.Keeper."""
+        """Implements Keeper."""
         self._considered = self._told_considered()
 
     def _told_considered(self) -> Decided | None:
@@ -171,14 +173,18 @@ class Record:
         return self._explainer.record(considered, at_s, at_s) if isinstance(considered, Decision) else considered
 
     def failed(self, why: str) -> None:
-        """The attempt of the last decision came to nothing."""
+        """The attempt of the last decision failed."""
         self._write_out()
         if self._decisions:
             *others, last = self._decisions
             self._decisions = *others, msgspec.structs.replace(last, failed=why[:MAX_WHY])
 
     def placed(self, placed: Placed, hashes: bytes, asked: float, now: float) -> None:
-        """Its first decision, by which it goes at once. hashes: of the prompt; asked: see `decided`."""
+        """Its first decision, by which it goes at once.
+
+        hashes: of the prompt.
+        asked: see `decided`.
+        """
         head = placed.head
         self.brief = Brief(
             now - self._started, now - asked, placed.policy, placed.num_tokens, placed.told, placed.names,
@@ -191,14 +197,17 @@ class Record:
         )
 
     def _write_out(self) -> None:
-        """What was brief so far, for what does not happen to most."""
+        """Turn the brief decision into records, for what happens to few requests."""
         if self.brief is not None:
             self._last = self.brief.decided()
             self._decisions = *self._decisions, self._last
             self.brief = None
 
     def decided(self, decision: Decision, asked: float, now: float) -> None:
-        """asked: when the attempt began to look for a place."""
+        """Note a decision.
+
+        asked: when the attempt began to look for nodes.
+        """
         self._write_out()
         explainer, decisions = self._explainer, self._decisions
         if self._considered is not None:
@@ -229,18 +238,18 @@ class Record:
             self._first_at = moment
 
     def so_far(self) -> Noted:
-        """With what it waits for, if it waits."""
+        """The explanation so far, with what a waiting request waits for."""
         self._write_out()
         return self._noted(0, None)
 
     def end(self, error: str | None, why: str) -> Judged | None:
-        """See Explainer.close; what hindsight says."""
+        """End the record and return its hindsight. See Explainer.close."""
         if error is not None:
             self._error, self._why = error, why[:MAX_WHY]
         return self._hindsight()
 
     def noted(self) -> Noted:
-        """Of one that ended."""
+        """The record of an ended request, as numbers."""
         noted = self._noted(self.attempts, self._hindsight())
         return noted if self.brief is None else msgspec.structs.replace(noted, decisions=(self.brief.decided(),))
 
@@ -274,7 +283,10 @@ class Record:
 
 
 class Explainer:
-    """Owned by the router's event loop. wall: Unix seconds, for people."""
+    """Records of open and ended requests. Owned by the router's event loop.
+
+    wall: Unix seconds, for people.
+    """
 
     def __init__(
         self, headroom: Headroom, metrics: ExplainMetrics, wall: Callable[[], float], kept: Kept | None = None
@@ -287,9 +299,9 @@ class Explainer:
         self._open: dict[str, Record] = {}
         self._kept_views = KeptViews()
         self.keeps_view, self.keeps_no_view = self._kept_views.keep, self._kept_views.drop
-        # Encoded, or, where its decision is brief, as it is.
+        # Encoded records, or the record itself where its decision is brief.
         self._ended: OrderedDict[str, bytes | Record] = OrderedDict()
-        # Requests that are open or kept, by what their clients call them; the oldest first.
+        # Requests, open or kept, by their clients' names; the oldest first.
         self._by_client: dict[str, dict[str, None]] = {}
         self._client_of: dict[str, str] = {}
         self._num_bytes = 0
@@ -301,7 +313,10 @@ class Explainer:
         return self._num_bytes
 
     def open(self, request: str, standing: TenantPriority, now: float, client_id: str = "") -> Record:
-        """A record, until `close`. client_id: what its client calls it, "" for nothing."""
+        """Open a record.
+
+        client_id: what its client calls it, "" for nothing.
+        """
         record = self._open[request] = Record(self, request, standing, self._wall(), now, client_id)
         if client_id:
             self._by_client.setdefault(client_id, {})[request] = None
@@ -309,7 +324,11 @@ class Explainer:
         return record
 
     def close(self, record: Record, error: str | None, why: str = "") -> None:
-        """error: the code of the error that it ended with, None for a good end; why: its message."""
+        """Close a record.
+
+        error: code of the error that it ended with, None for a good end.
+        why: its message.
+        """
         del self._open[record.request]
         judged = record.end(error, why)
         if judged is not None:
@@ -325,7 +344,7 @@ class Explainer:
     # ------------------------------------------------------------ what operators ask
 
     def explain(self, request: str) -> Explanation | None:
-        """By the id of one choice of a request; None when it is not (any longer) known."""
+        """The explanation of one choice of a request, by its id; None when unknown."""
         running = self._open.get(request)
         if running is not None:
             return running.so_far().told()
@@ -333,9 +352,12 @@ class Explainer:
         return None if ended is None else self._told(ended)
 
     def explain_all(self, request: str, own_id: str = "") -> list[Explanation]:
-        """By a request's id with or without the number of a choice: all of its choices that are known. own_id: the id,
-        should `request` be another name that we gave it. Or else by what its client calls it: clients may call several
-        requests alike, and of these the last MAX_ALIKE are told, the latest first."""
+        """Explanations of all known choices of a request.
+
+        request: its id, with or without the number of a choice, or the client's name for it. Of requests with one
+        client name, the last MAX_ALIKE, the latest first.
+        own_id: the id, when `request` is another name that we gave it.
+        """
         alike = islice(self.called(request), MAX_ALIKE)
         return (
             self._choices(request)
@@ -353,12 +375,11 @@ class Explainer:
         return found
 
     def called(self, client_id: str) -> Iterator[str]:
-        """The requests, open or kept, that their clients call so, the latest first; not while others may open or
-        end."""
+        """Requests with this client name, the latest first. None may open or end meanwhile."""
         return reversed(self._by_client.get(client_id, {}))
 
     def recent(self, limit: int) -> Iterator[Explanation]:
-        """Those that ended last, the latest first."""
+        """Requests that ended last, the latest first."""
         for _, request in zip(range(limit), reversed(self._ended), strict=False):
             yield self._told(self._ended[request])
 
@@ -368,7 +389,7 @@ class Explainer:
     # ------------------------------------------------------------ what a record needs
 
     def seen(self, hashes: bytes, block_tokens: int) -> int:
-        """Leading tokens of a prompt that some prompt before it had."""
+        """Leading tokens of a prompt that some earlier prompt had."""
         return self._seen.note(hashes) * block_tokens
 
     def record(self, decision: Decision, at_s: float, held_s: float) -> Decided:
@@ -388,9 +409,7 @@ class Explainer:
             node, leg, rejected_by, ttft_s, spread, doubt = each.node, each.leg, each.rejected_by, None, None, 0.0
             if each.names:
                 names[leg] = each.names
-            if (
-                leg != "decode" and not rejected_by
-            ):  # a node has one estimate, whatever the leg, and none for decoding alone
+            if leg != "decode" and not rejected_by:  # a node has one estimate for any leg, and none for decoding alone
                 ttft_s, cost = estimate_s if node is first else ttft_s_of(node, query), node.cost
                 if cost is not None:
                     error = cost.prefill.error
@@ -454,7 +473,10 @@ def _size_of(told: bytes | Record) -> int:
 
 
 def hindsight(decided: Decided, ttft_s: float, hit: Hit | None) -> Judged:
-    """ttft_s: actual, since the decision."""
+    """Judge a decision.
+
+    ttft_s: actual, since the decision.
+    """
     expected_s = decided.estimated_ttft_s if decided.predicted_ttft_s is None else decided.predicted_ttft_s
     candidates, chosen = decided.candidates, decided.prefill or decided.decode
     if len(candidates) == 1 and candidates[0].node == chosen:

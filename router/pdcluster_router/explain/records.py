@@ -1,5 +1,4 @@
-"""What `explain` keeps of requests, in bare numbers, and what it tells of them: records for people, and for JSON.
-Values only."""
+"""Records of explanations, for people and for JSON, and the numbers they are made from. Values only."""
 
 from __future__ import annotations
 
@@ -10,14 +9,18 @@ import msgspec
 
 from pdcluster.cost.cost import CostError
 
-# Kept per leg, the best first; and so many of the rejected ones. In a cluster of hundreds the others say nothing new.
+# Candidates kept per leg, the best first, and as many rejected ones.
 MAX_CANDIDATES = 16
 
 
 class CandidateRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """terms add up to cost, in the policy's own measure; ttft_s is the estimate in seconds, None for a decode leg.
-    rejected_by: the rule that removed it. ttft_error_s: error bar of ttft_s by the node's own model, on usual work (9
-    of 10 are within); None: not known."""
+    """One candidate.
+
+    terms: add up to cost, in the policy's own measure.
+    ttft_s: the estimate in seconds; None for a decode leg.
+    rejected_by: the rule that removed it.
+    ttft_error_s: error bar of ttft_s on usual work (9 of 10 are within); None: unknown.
+    """
 
     node: str
     leg: str
@@ -38,9 +41,14 @@ class ShadowRecord(msgspec.Struct, frozen=True):
 
 
 class DecisionRecord(msgspec.Struct, frozen=True):
-    """One attempt's choice. at_s: since the request came; held_s: of these, in the hold queue for this attempt;
-    num_candidates: compared and rejected, kept here or not. pull: the node that the prompt's first pull_tokens are
-    fetched from; failed: why another attempt had to follow."""
+    """One attempt's choice.
+
+    at_s: since the request came.
+    held_s: of these, in the hold queue.
+    num_candidates: compared and rejected, kept or not.
+    pull: the node that the first pull_tokens are fetched from.
+    failed: why another attempt followed.
+    """
 
     at_s: float
     held_s: float
@@ -61,7 +69,7 @@ class DecisionRecord(msgspec.Struct, frozen=True):
 
 
 class Weighed(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A candidate as it is noted: the fields of its record, its terms without their names."""
+    """A candidate as numbers: the fields of its record, with terms but not their names."""
 
     node: str
     leg: str
@@ -74,7 +82,7 @@ class Weighed(msgspec.Struct, frozen=True, array_like=True, gc=False):
     doubt: float = 0.0
 
     def told(self, names: tuple[str, ...]) -> CandidateRecord:
-        terms = dict(zip(names, self.values, strict=False))  # none of one that was rejected
+        terms = dict(zip(names, self.values, strict=False))  # a rejected candidate has no terms
         error_s = (
             None
             if self.ttft_s is None or self.spread is None
@@ -86,8 +94,10 @@ class Weighed(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Decided(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A decision as it is noted: the fields of its record, whose candidates are still these. names: of the terms of
-    each leg."""
+    """A decision as numbers.
+
+    names: of the terms of each leg.
+    """
 
     at_s: float
     held_s: float
@@ -119,14 +129,18 @@ class HitTokens(msgspec.Struct, frozen=True):
     ideal: int
 
 
-# As HitTokens.
+# The fields of HitTokens.
 Hit = tuple[int, int, int]
 NO_HIT: Hit = 0, 0, 0
 
 
 class Hindsight(msgspec.Struct, frozen=True):
-    """What is known once the first token came. ttft_s: since the decision; best: the candidate that was estimated to be
-    fastest of all others, None when there was none; error_s: ttft_s minus what was predicted."""
+    """What is known once the first token came.
+
+    ttft_s: since the decision.
+    best: the candidate estimated fastest of all others; None without one.
+    error_s: ttft_s minus the prediction.
+    """
 
     ttft_s: float
     error_s: float
@@ -136,14 +150,19 @@ class Hindsight(msgspec.Struct, frozen=True):
     hit: HitTokens | None
 
 
-# As Hindsight.
+# The fields of Hindsight.
 Judged = tuple[float, float, float, str | None, float | None, Hit | None]
 
 
 class Explanation(msgspec.Struct, omit_defaults=True):
-    """One request. client_id: what its client calls it; arrived: Unix seconds; error: code of the error that it ended
-    with, why: its message. considered: what would have been done with one that waits for a node or never got one, when
-    it was last scored. hindsight: of the decision that brought the first token."""
+    """One request.
+
+    client_id: the client's name for it.
+    arrived: Unix seconds.
+    error, why: the error that it ended with.
+    considered: what would have been done with a waiting request when it was last scored.
+    hindsight: of the decision that brought the first token.
+    """
 
     request: str
     arrived: float
@@ -160,7 +179,7 @@ class Explanation(msgspec.Struct, omit_defaults=True):
 
 
 class Noted(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request as it is noted: the fields of its explanation, some of which are still these."""
+    """A request as numbers: the fields of its explanation."""
 
     request: str
     arrived: float
@@ -188,7 +207,7 @@ class Noted(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ComparedNode(Protocol):
-    """A candidate."""
+    """A candidate that a comparison read."""
 
     @property
     def leg(self) -> str: ...
@@ -202,8 +221,7 @@ T = TypeVar("T", bound=ComparedNode)
 
 
 def worth_keeping(candidates: Sequence[T], num_nodes: int) -> Sequence[T]:
-    """Of a cluster of that size the best of each leg and some of those that were rejected; all, in the policy's order,
-    while there are few."""
+    """The candidates worth keeping: the best of each leg and some rejected ones; all, while there are few."""
     if num_nodes <= MAX_CANDIDATES or len(candidates) <= MAX_CANDIDATES:
         return candidates
     counts: dict[tuple[str, bool], int] = {}

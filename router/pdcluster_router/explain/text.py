@@ -100,7 +100,7 @@ def _cells(candidate: CandidateRecord, decision: DecisionRecord) -> tuple[str, .
 
 
 def _error_bar(decision: DecisionRecord) -> str:
-    """Of the node that was chosen to compute the prompt."""
+    """The error bar of the node that computes the prompt."""
     chosen = decision.prefill or decision.decode
     errors = [
         each.ttft_error_s for each in decision.candidates if each.node == chosen and each.ttft_error_s is not None

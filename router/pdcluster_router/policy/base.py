@@ -1,8 +1,8 @@
-"""What a routing policy is asked and what it answers: frozen values and one Protocol.
+"""What a routing policy is given and what it returns: frozen values and one Protocol.
 
-A policy is a pure function of a Query and a ClusterView: no clock, no I/O, no state, no randomness but Query.counter.
-So the live router, a dry run, a shadow and the replay all call the same object, and two routers with equal views choose
-alike.
+A policy is a pure function of a Query and a ClusterView. It has no clock, no I/O, no state, and no randomness but
+Query.counter. So the live router, a dry run, a shadow and the replay call the same object. Two routers with equal views
+choose alike.
 """
 
 from __future__ import annotations
@@ -23,19 +23,24 @@ LegName = Literal["prefill", "decode", "local"]
 class Query(msgspec.Struct, frozen=True):
     """What a choice depends on besides the view.
 
-    num_tokens: the prompt and what was emitted; hashes: its block hashes. cached: tokens of the longest prefix that
-    each node holds or will by the time it gets to this request, by incarnation (none: 0); held: those that it holds
-    already, so that they can be copied; None: the same. excluded: incarnations that failed this request already; busy:
-    those that said to come back later, which is a reason to prefer another of the same pool, but none to leave the
-    pool. expected_output: tokens that are still to come, as far as one can tell. session: key of a conversation, "" for
-    none; without it, policies that need one use the prompt's first blocks. force: the mode that the request must have.
-    fallback: when a request may run on one node though both pools exist. counter: number of this decision on this
-    router, the only source of chance. previous: the mode of the router's last choice that no request asked for, for
-    hysteresis. itl_s: the longest gap between the tokens of running requests that a choice may cause; 0: judged by the
-    batch's own pace. num_held: requests that wait in the router for a node. usual_tokens: of most prompts lately; 0:
-    none has ended. busy_serving, busy_decoding: how many nodes the prompts kept busy that this router sent lately to
-    those that compute for others, and to decode nodes. lost: of what prompts of late could have had cached, the share
-    that no node had kept.
+    num_tokens: the prompt and what was emitted.
+    hashes: its block hashes.
+    cached: tokens of the longest prefix that each node holds or will hold in time, by incarnation.
+    held: those that it holds already and can be copied; None: the same.
+    excluded: incarnations that failed the request.
+    busy: those that said to come back later. Another node of the pool is preferred, but the pool is not left.
+    expected_output: tokens still to come, as a guess.
+    session: key of a conversation, "" for none. Policies that need one then use the prompt's first blocks.
+    force: the required mode.
+    fallback: when one node may serve alone though both pools exist.
+    counter: number of this decision on this router, the only source of chance.
+    previous: the mode of the last choice that no request asked for, for hysteresis.
+    itl_s: the longest gap between tokens of running requests; 0: judged by the batch's own pace.
+    num_held: requests that wait in the router.
+    usual_tokens: of most prompts lately; 0: none has ended.
+    busy_serving, busy_decoding: nodes kept busy by the prompts that this router sent lately, to nodes that compute for
+    others and to decode nodes.
+    lost: share of the cacheable tokens of recent prompts that no node had kept.
     """
 
     num_tokens: int
@@ -69,7 +74,7 @@ class Query(msgspec.Struct, frozen=True):
         )
 
     def uncached_on(self, node: NodeView) -> int:
-        """At least one token is always computed: the first output token is drawn from its logits."""
+        """Tokens to compute on the node. At least one: its logits give the first output token."""
         return max(self.num_tokens - self.cached_on(node), 1)
 
 
@@ -77,9 +82,12 @@ Terms = tuple[tuple[str, float], ...]
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One node for one leg. names and values of the terms that its cost is made of, in seconds, or in the policy's own
-    points; they add up to cost unless the policy's docstring says otherwise. rejected_by: the rule that removed it, ""
-    when it was compared."""
+    """One node for one leg.
+
+    names, values: terms of its cost, in seconds or the policy's own points. They add up to cost unless the policy says
+    otherwise.
+    rejected_by: the rule that removed it, "" when it was compared.
+    """
 
     node: NodeView
     leg: LegName
@@ -101,13 +109,13 @@ class Predicted(msgspec.Struct, frozen=True, gc=False):
     tpot_s: float | None = None
 
 
-# Tells what was compared and why others were not. Asked when somebody reads it, if ever, so it holds only what never
-# changes; the whole view may be behind it until then.
+# Returns what was compared and why others were not. It is called when someone reads it, and holds only immutable
+# values.
 Record = Callable[[], tuple[Candidate, ...]]
 
 
-# Whether the policy would let that node compute the prompt, too, in the mode that it chose. The gate asks when the
-# chosen node is not open, and then lets go of it, since the whole view may be behind it.
+# Whether the policy would also let that node compute the prompt in the chosen mode. The gate asks when the chosen node
+# is not open, and then drops it.
 Suits = Callable[[NodeView], bool]
 
 
@@ -116,9 +124,13 @@ def suits_all(node: NodeView) -> bool:
 
 
 class RoutingDecision(msgspec.Struct, frozen=True, eq=False):
-    """decode is the node that runs the request to its end; prefill is None in mode local. pull: the node from which the
-    computing node first copies the prefix that it holds itself no longer, None for none; pull_tokens: how much that
-    node holds, filled in by `pull`."""
+    """A policy's answer.
+
+    decode: the node that runs the request to its end.
+    prefill: None in mode local.
+    pull: the node from which the computing node first copies its missing prefix; None for none.
+    pull_tokens: how much that node holds, set by `pull`.
+    """
 
     mode: Mode
     prefill: NodeView | None
@@ -131,7 +143,7 @@ class RoutingDecision(msgspec.Struct, frozen=True, eq=False):
     suits: Suits = suits_all
 
     def __eq__(self, other: object) -> bool:
-        """Whatever was compared on the way."""
+        """Equal choices, whatever was compared for them."""
         return isinstance(other, RoutingDecision) and all(
             getattr(self, name) == getattr(other, name) for name in DECIDED
         )
@@ -160,5 +172,5 @@ class Policy(Protocol):
         ...
 
     def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:
-        """Another decode node for KV that `prefill` holds; None when there is none."""
+        """Another decode node for KV that `prefill` holds; None for none."""
         ...

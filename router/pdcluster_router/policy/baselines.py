@@ -1,5 +1,6 @@
-"""Policies that look at no cache: round-robin, random, power-of-two, least-load. Textbook rules, and what every router
-has to beat."""
+"""Published and textbook policies: round-robin, random, power-of-two, least-load, session, prefix, kv-cost,
+conductor.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +16,13 @@ from pdcluster_router.policy.base import LegName, Query, RoutingDecision, Terms
 from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scored import Scored
 
-# Numbers that look random and are equal on every router that asks for the same: hashes of integers and names. No
-# state.
+# Hashes of integers and names that look random and are equal on every router. No state.
 
 MASK = (1 << 64) - 1
 
 
 def mix(*values: int) -> int:
-    """64 bits that depend on every bit of every value (splitmix64's finaliser over their sum with odd steps)."""
+    """64 bits that depend on every bit of every value (splitmix64's finaliser over a sum with odd steps)."""
     state = 0
     for value in values:
         state = (state + value + 0x9E3779B97F4A7C15) & MASK
@@ -36,7 +36,7 @@ def number_of(name: str) -> int:
     return crc32(name.encode())
 
 
-# So that chance sends the two legs to different nodes.
+# Different salts, so that chance sends the two legs to different nodes.
 LEG_SALT: dict[LegName, int] = {"prefill": 1, "decode": 2, "local": 1}
 
 
@@ -51,7 +51,7 @@ class RoundRobin:
 
 
 class Random:
-    """Uniform over nodes; Query.counter is the seed."""
+    """Uniform over nodes. Query.counter is the seed."""
 
     name = "random"
 
@@ -61,8 +61,9 @@ class Random:
 
 
 class PowerOfTwo:
-    """Two nodes at random, the one with fewer requests (Mitzenmacher, 2001; Ray Serve's default). The others come after
-    both, whatever they have."""
+    """Two random nodes; the one with fewer requests wins (Mitzenmacher, 2001; Ray Serve's default). The others come
+    behind both.
+    """
 
     name = "power-of-two"
 
@@ -83,9 +84,12 @@ class PowerOfTwo:
 
 
 class LeastLoad:
-    """Work by time, as SMG's `least_load`: tokens that wait ÷ the node's rate + 0.15 × k ÷ (1 − k), k the share of KV
-    pages in use. On decode legs the tokens are those of the contexts. Without a fitted rate 2,000 tokens a second stand
-    in, as there."""
+    """Work by time, as SMG's `least_load`: waiting tokens ÷ the node's rate + 0.15 × k ÷ (1 − k), where k is the share
+    of KV pages in use.
+
+    On decode legs the tokens are those of the contexts. Without a fitted rate it assumes 2,000 tokens a second, as
+    there.
+    """
 
     name = "least-load"
 
@@ -115,10 +119,9 @@ def _share_used(node: NodeView) -> float:
 # Sticky conversations by consistent hashing with bounded load (Mirrokni, Thorup, Zadimoghaddam, 2016; SMG's
 # `prefix_hash` has the same bound).
 #
-# The key is the session, or the hash of the prompt's first blocks. Nodes are ordered by a hash of (key, node), and
-# the first one whose requests stay
-# below `bound` × the mean takes it: a node that comes or goes moves only the keys that it has or had. No cache is
-# looked at.
+# The key is the session, or the hash of the prompt's first blocks. Nodes are ordered by a hash of (key, node). The
+# first one with fewer requests than `bound` × the mean wins. A node that comes or goes moves only its own keys. It
+# looks at no cache.
 
 KEY_TOKENS = 256
 
@@ -142,7 +145,7 @@ def _score(node: NodeView, key: int, limit: float) -> tuple[float, Terms]:
 
 
 def session_key(query: Query, block_tokens: int) -> int:
-    """Of a prompt shorter than a block: its length, so that it does not always go to one node."""
+    """The key. A prompt shorter than a block uses its length, so that it does not always go to one node."""
     if query.session:
         return number_of(query.session)
     blocks = min(max(KEY_TOKENS // block_tokens, 1), len(query.hashes) // HASH_BYTES)
@@ -156,10 +159,9 @@ def session_key(query: Query, block_tokens: int) -> int:
 # SGLang's cache-aware rule (sgl-router, later SMG `cache_aware`): match prefixes while the load is even, balance it
 # when it is not.
 #
-# Uneven when (most − least requests) > `spread` and most > `ratio` × least: then the fewest requests win. Otherwise
-# the longest match wins, if it
-# covers more than `match` of the prompt; if not, the node that caches least. Its trees are approximate; here the
-# index is exact, which can only help.
+# The load is uneven when (most − least requests) > `spread` and most > `ratio` × least. Then the fewest requests win.
+# Otherwise the longest match wins if it covers more than `match` of the prompt, else the node that caches least. Its
+# trees are approximate; the index here is exact.
 
 
 class Prefix:
@@ -181,18 +183,16 @@ class Prefix:
 
 
 def _cache_size(node: NodeView) -> float:
-    """Pages that hold something."""
+    """Pages in use or cached."""
     return float(node.load.pages_total - node.load.pages_free) if node.load is not None else 0.0
 
 
-# Dynamo's KV router: weight × blocks to prefill + blocks that decode, least wins (docs/components/router, "cost
+# Dynamo's KV router: weight × blocks to prefill + blocks that decode; least wins (docs/components/router, "cost
 # function").
 #
-# Blocks to prefill are those that wait on the node and the request's own, less `credit` × what is cached there; the
-# credit shrinks by
-# 1 ÷ (1 + `decay` × e), e the node's waiting prefill beyond the least loaded one's, in units of the request. On
-# decode legs of a remote request only
-# decoding blocks count.
+# Blocks to prefill are those waiting on the node and the request's own, less `credit` × cached blocks. The credit
+# shrinks by 1 ÷ (1 + `decay` × e), where e is the node's waiting prefill beyond the least loaded one's, in units of the
+# request. On decode legs of a remote request only decoding blocks count.
 
 
 class KvCost:
@@ -220,14 +220,12 @@ class KvCost:
         return prefill + decoding, (("prefill_blocks", prefill), ("decode_blocks", decoding))
 
 
-# Mooncake's Conductor (FAST'25, algorithm 1): the prefill node with the least predicted TTFT, the decode node with
-# the least predicted TPOT.
+# Mooncake's Conductor (FAST'25, algorithm 1): the prefill node with the least predicted TTFT, the decode node with the
+# least predicted TPOT.
 #
-# TTFT is queue + compute of what is not cached. Where another node's prefix is at least `balance` times as long, it
-# is queue + transfer + compute
-# behind that prefix, and the choice says from which node to pull it (only over a measured bandwidth). Its early
-# rejection is our admission, not here.
-# While no node knows what steps cost: the product score.
+# TTFT is queue plus compute of the uncached part. Where another node's prefix is at least `balance` times as long, it
+# is queue + transfer + compute behind that prefix, and the choice pulls it (over a measured bandwidth only). Its early
+# rejection is our admission. While no node knows step costs, the product score stands in.
 
 
 class Conductor:
@@ -264,7 +262,7 @@ class Algorithm1:
         return [score(node, query) for node in nodes]
 
     def source(self, node: NodeView, query: Query) -> NodeView | None:
-        """The node with the longest prefix, when `node` should fetch that; None when its own will do."""
+        """The node with the longest prefix, when `node` should fetch it; None otherwise."""
         best = max(self.view.accepting, key=query.held_on)
         own = query.cached_on(node)
         if query.held_on(best) <= own or query.held_on(best) < self.balance * own or not best.can_exchange(node):

@@ -25,13 +25,15 @@ class CachePressure:
         self._kept = self._lost = 0.0
 
     def note(self, seen_tokens: int, kept_tokens: int) -> None:
-        """Of a prompt: leading tokens that some earlier one had, and those that some node has, or soon will have."""
+        """Note a prompt: leading tokens that an earlier one had, and that some node holds or soon will."""
         lost = seen_tokens - kept_tokens
         self._lost += NEWEST * ((lost if lost > 0 else 0) - self._lost)
         self._kept += NEWEST * (kept_tokens - self._kept)
 
     def share(self, usual_tokens: float) -> float:
-        """Of all that could have been kept, what was not; from 0 to 1. usual_tokens: of a prompt; 0: not known yet, and
-        so is the share."""
+        """Share of what could have been cached that was not, from 0 to 1.
+
+        usual_tokens: of a prompt; 0: unknown, and so is the share.
+        """
         lost = self._lost
         return lost / (lost + self._kept + PRIOR * usual_tokens) if lost > 0.0 and usual_tokens > 0.0 else 0.0

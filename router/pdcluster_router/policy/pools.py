@@ -1,7 +1,6 @@
-"""Which nodes may take which leg of a request, before any policy compares them, as rows of the view. Every policy
-filters through here.
+"""Which nodes may take which leg of a request, before any policy compares them. Every policy filters here.
 
-Most requests may go to any node that takes work: then the view's own pools are the answer, and nothing is looked at.
+Most requests may go to any node that takes work. Then the view's own pools are the answer.
 """
 
 from __future__ import annotations
@@ -17,7 +16,10 @@ from pdcluster_router.policy.predicted.node_rows import Pool
 
 
 class Pools(msgspec.Struct, frozen=True):
-    """Nodes for each leg. is_split: whether some node is there for one leg alone."""
+    """Nodes for each leg.
+
+    is_split: some node is there for one leg alone.
+    """
 
     prefill: Pool
     decode: Pool
@@ -26,7 +28,7 @@ class Pools(msgspec.Struct, frozen=True):
 
 
 def pools(query: Query, view: ClusterView) -> Pools:
-    """Raises Unavailable when no node takes work, or the wanted mode has no nodes."""
+    """The pools for a query. Raises Unavailable when no node takes work, or the wanted mode has no nodes."""
     usable = _usable(query, view)
     if not usable.rows:
         raise Unavailable(
@@ -34,9 +36,7 @@ def pools(query: Query, view: ClusterView) -> Pools:
             "draining"
         )
     if query.force != "remote" and query.fallback != "deny":
-        usable = fresh(
-            usable, query, view
-        )  # a pool may turn empty: better one node that works than a pair with one that failed
+        usable = fresh(usable, query, view)  # when a pool is empty, one working node beats a pair with a failed one
     found = _by_leg(usable, query, view)
     if query.force == "remote" and not (found.prefill and found.decode):
         counts = f"{len(found.prefill)} and {len(found.decode)}"
@@ -63,8 +63,9 @@ def _by_leg(usable: Pool, query: Query, view: ClusterView) -> Pools:
 
 
 def may_be_local(query: Query, found: Pools) -> bool:
-    """Whether one node may take the request although a pair could: nobody asked for a pair, and if nodes have roles,
-    their operator allows it."""
+    """Whether one node may serve although a pair could: nobody asked for a pair, and the operator's fallback allows
+    it.
+    """
     return query.force == "auto" and (query.fallback != "deny" or not found.is_split)
 
 
@@ -77,12 +78,12 @@ def _usable(query: Query, view: ClusterView) -> Pool:
 
 
 def fresh(pool: Pool, query: Query, view: ClusterView) -> Pool:
-    """Those that have not failed this request; those that have only when there is no other."""
+    """Nodes that have not failed the request; failed ones only when there is no other."""
     return (_without(pool, query.excluded, view) or pool) if query.excluded else pool
 
 
 def ready(pool: Pool, query: Query, view: ClusterView) -> Pool:
-    """Those that have not said to come back later; all when all have."""
+    """Nodes that are not busy; all when all are."""
     return (_without(pool, query.busy, view) or pool) if query.busy else pool
 
 
@@ -94,13 +95,13 @@ def _without(pool: Pool, left_out: Set[str], view: ClusterView) -> Pool:
 
 
 def partners(pool: Pool, prefill: NodeView, view: ClusterView) -> Pool:
-    """Decode nodes that can take KV from `prefill`."""
+    """Decode nodes that can receive KV from `prefill`."""
     able, own = view.roster.partners(pool, prefill), view.roster.row_of.get(prefill.incarnation)
     return able.only(lambda row: row != own) if own in able.members else able
 
 
 def partners_of_parked(query: Query, view: ClusterView, prefill: NodeView) -> Pool:
-    """Decode nodes for KV that `prefill` holds already: none that failed the request, those that are not busy first."""
+    """Decode nodes for KV that `prefill` holds. None that failed the request; busy ones last."""
     able = _without(_usable(query, view) & view.roster.decode, query.excluded, view)
     return ready(partners(able, prefill, view), query, view)
 
@@ -112,7 +113,7 @@ def no_partner(prefill: NodeView) -> Unavailable:
 
 
 def rejected(query: Query, view: ClusterView) -> tuple[Candidate, ...]:
-    """The nodes that could not be chosen, and why."""
+    """Nodes that could not be chosen, and why."""
     usable = _usable(query, view)
     if len(usable.rows) == view.size:
         return ()
@@ -123,7 +124,7 @@ def rejected(query: Query, view: ClusterView) -> tuple[Candidate, ...]:
 
 
 def why_not(node: NodeView, num_tokens: int) -> str:
-    """The rule that keeps a node from taking a request of that length; "" for none."""
+    """The rule that keeps a node from a request of that length; "" for none."""
     if node.is_cordoned:
         return "cordoned"
     if node.load is not None and node.load.draining:

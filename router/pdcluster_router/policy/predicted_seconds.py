@@ -56,10 +56,14 @@ EITHER = (*APART, numbers.LOCAL_LEG)
 
 
 class Seconds:
-    """Implements Policy. alpha: see rule 1; harm: weight of a running row's pause against the new request's own
-    seconds, on a decode node times that of rule 3; margin: of the last mode, as a share of the time to first token;
-    gap: times a batch's own pace that its rows may be held up at once, when no limit is given in seconds: by default
-    only as long as a chunk of the node takes, and what the average over an answer bears."""
+    """Implements Policy.
+
+    alpha: see rule 1.
+    harm: weight of a running row's pause against the new request's seconds, on a decode node times that of rule 3.
+    margin: of the last mode, as a share of the time to first token.
+    gap: multiple of a batch's pace that its rows may be held up at once, without a limit in seconds. By default as long
+    as a chunk takes.
+    """
 
     name = "seconds"
 
@@ -119,8 +123,9 @@ class Seconds:
         return replace(choice, suits=Suiting(query, view, scorer.bears, table, asked, float(found[numbers.BEARABLE])))
 
     def place(self, asked: PlacementQuery, view: ClusterView) -> Placed | None:
-        """The same for a request that may go to every node that takes work, if it goes at once by `gate` and nothing is
-        fetched for it; None: that is to be asked of each. Raises as `choose`."""
+        """The same for a request that may go to any node, goes at once, and fetches nothing; None: use `choose`. Raises
+        as `choose`.
+        """
         if view.typical_cost is None:
             return None
         scorer, roster, num_tokens, numbers_asked = (

@@ -1,7 +1,7 @@
 """The product of uncached work and load: LMetric's score (arXiv 2026), and the cold cost of DESIGN §7.
 
-(uncached tokens + 1) × (requests in flight + 1). It needs no calibration, follows the prefix cache while nodes are idle
-and the load when they are not. The terms are the two factors; the cost is their product.
+(uncached tokens + 1) × (requests in flight + 1). It needs no calibration. It follows the prefix cache while nodes are
+idle, and the load otherwise. The terms are the two factors.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Policies by name, with their parameters from text: `seconds`, `kv-cost:weight=2,decay=1`. The one place that knows
-them all."""
+"""Policies by name, with parameters from text: `seconds`, `kv-cost:weight=2,decay=1`."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from pdcluster_router.policy.scored import Rule, Scored
 DEFAULT = "seconds"
 
 WHOLE: Mapping[str, Callable[..., Policy]] = {"seconds": Seconds, "conductor": Conductor}
-# Those that only say what a node is worth.
+# Policies that only score a node.
 RULES: Mapping[str, Callable[..., Rule]] = {
     "round-robin": RoundRobin,
     "random": Random,
@@ -40,7 +39,9 @@ POLICIES = (*WHOLE, *RULES)
 
 
 def make_policy(text: str) -> Policy:
-    """`name` or `name:key=number,key=number`. Raises ConfigError for a name, key or number that does not exist."""
+    """Make a policy from `name` or `name:key=number,key=number`. Raises ConfigError for an unknown name, key or
+    number.
+    """
     name, _, rest = text.partition(":")
     make = WHOLE.get(name) or RULES.get(name)
     if make is None:

@@ -1,5 +1,6 @@
-"""Puts a query and a view into the numbers that `weighing` takes, and makes of what it found what people read. Nothing
-is decided here."""
+"""Converts a query and a view into the numbers of `predicted.scoring`, and its results into records. It decides
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from pdcluster_router.policy.predicted.scoring import (
 NOWHERE = -1
 NO_NODES = Pool((), 0)
 PREVIOUS = {None: NO_MODE, "local": LOCAL, "remote": REMOTE}
-# By the numbers of `weighing`: its name, its terms, where its first entry stands, and of how many numbers one is.
+# Legs by the numbers of scoring: name, terms, offset of the first entry, and numbers per entry.
 LEGS: tuple[tuple[LegName, tuple[str, ...], int, int], ...] = (
     ("prefill", PREFILL_TERMS, start_of(PREFILL_LEG, 0), ENTRY_VALUES + len(PREFILL_TERMS)),
     ("decode", DECODE_TERMS, start_of(DECODE_LEG, 0), ENTRY_VALUES + len(DECODE_TERMS)),
@@ -44,10 +45,14 @@ REJECTED = "holds up running rows"
 
 
 class ScoringPlan(msgspec.Struct, frozen=True, gc=False):
-    """What the calls take of the nodes that a request may go to. serving: those that compute prompts for others;
-    decoding: those that only decode; then those of each leg, and who can exchange KV. wants_local: mode local is
-    weighed though a pair is possible; may_be_local: one node may take the request where no pair is; is_whole: every
-    node takes the request."""
+    """Arguments that depend on the nodes a request may use.
+
+    serving: nodes that compute prompts for others.
+    decoding: decode-only nodes.
+    wants_local: mode local is scored though a pair is possible.
+    may_be_local: one node may serve where no pair is possible.
+    is_whole: every node takes the request.
+    """
 
     serving: Rows
     decoding: Rows
@@ -59,13 +64,12 @@ class ScoringPlan(msgspec.Struct, frozen=True, gc=False):
     wants_local: bool
     may_be_local: bool
     is_whole: bool
-    # The first eight, as calls take them.
+    # The first eight arguments, in call order.
     pools: tuple[Rows, Rows, Rows, Rows, Rows, Rows, Table, bool]
 
 
 def planned(query: Query, view: ClusterView, scorer: Scoring) -> ScoringPlan:
-    """Kept with the roster for requests that may go to any node that takes work, as nearly all may. Raises as `pools`
-    does."""
+    """The plan of a query, cached with the roster for requests that may use any node. Raises as `pools` does."""
     roster = view.roster
     if query.excluded or query.busy or query.num_tokens > roster.shortest_max_len:
         return _plan(query, view, scorer)
@@ -96,8 +100,11 @@ def _plan(query: Query, view: ClusterView, scorer: Scoring) -> ScoringPlan:
 def known(
     cached: Mapping[str, int], held: Mapping[str, int] | None, num_tokens: int, roster: Roster, scorer: Scoring
 ) -> tuple[Numbers, int, float]:
-    """Tokens of the prompt that each node has cached, by row; which of those that take work holds most of it, NOWHERE
-    for none, the first one where several have as much; and how much that is. cached, held: see Query."""
+    """Cached tokens of the prompt by row; the row that holds most, NOWHERE for none, the first of equals; and how much
+    that is.
+
+    cached, held: see Query.
+    """
     if not cached and not held:
         return scorer.nothing(roster), NOWHERE, 0.0
     row_of, members, limit = roster.row_of, roster.accepting.members, num_tokens
@@ -123,8 +130,9 @@ def known(
 def known_blocks(
     held: Mapping[str, int], expected: Mapping[str, int], block_tokens: int, roster: Roster, scorer: Scoring
 ) -> tuple[Numbers, int, float, int, int]:
-    """The same, of leading blocks that nodes hold and are expected to; then the most tokens that any node holds, in the
-    roster or not, and that one of the roster has cached."""
+    """The same from leading blocks held and expected; then the most tokens of any node, and the most cached in the
+    roster.
+    """
     if not held and not expected:
         return scorer.nothing(roster), NOWHERE, 0.0, 0, 0
     row_of, members, found = roster.row_of, roster.accepting.members, scorer.zeros(len(roster.names))
@@ -149,8 +157,10 @@ def known_blocks(
 
 
 class Comparison(msgspec.Struct, eq=False):
-    """The record of a choice, in bare numbers until somebody reads it, which lets go of them and of the view: a choice
-    is kept as long as its request runs. is_whole: every node of the view could take the request."""
+    """The record of a choice, as numbers until it is read. Reading drops them and the view.
+
+    is_whole: every node of the view could take the request.
+    """
 
     scorer: Scoring
     found: Numbers
@@ -182,8 +192,10 @@ class Comparison(msgspec.Struct, eq=False):
 
 
 class Suiting(msgspec.Struct, frozen=True):
-    """Implements base.Suits for mode local: nodes that hold up no running rows for long by the prompt; where the
-    prefill node would, too, those that hold up no more rows than that."""
+    """Implements base.Suits for mode local: nodes where the prompt holds up no running rows for long.
+
+    Where the prefill node holds up rows, too, nodes that hold up no more rows than that.
+    """
 
     query: Query
     view: ClusterView
@@ -198,7 +210,10 @@ class Suiting(msgspec.Struct, frozen=True):
 
 
 def asked_of(query: Query, own: tuple[float, float, float, float]) -> tuple[float, ...]:
-    """own: the policy's."""
+    """Numbers of a query.
+
+    own: the policy's.
+    """
     return (
         float(query.num_tokens),
         float(query.expected_output),

@@ -1,8 +1,7 @@
-"""The frame of every policy that compares nodes by one number: pools, modes and ties are decided here, the number by a
-Rule.
+"""The frame of policies that compare nodes by one number: it decides pools, modes and ties; a Rule gives the number.
 
-Which mode: remote when both pools have a node and the two differ; local when a pool is empty, when all nodes are mixed,
-or when one mixed node is best at both.
+The mode is remote when both pools have a node and the two differ. It is local when a pool is empty, all nodes are
+mixed, or one mixed node is best at both.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class Rule(Protocol):
     def name(self) -> str: ...
 
     def score(self, nodes: Sequence[NodeView], leg: LegName, query: Query) -> Sequence[tuple[float, Terms]]:
-        """For each node its cost, least is best, and the terms behind it."""
+        """The cost of each node, least is best, and the terms behind it."""
         ...
 
 

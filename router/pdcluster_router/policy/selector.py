@@ -1,7 +1,6 @@
-"""Asks the routing policy on behalf of a request: makes the Query, and holds the policy objects, which may be replaced
-while requests run.
+"""Asks the routing policy for a request: makes the Query, and holds the policy objects.
 
-Not here: waiting for room (`dispatch`), what policies do (`policy`).
+Policies may be replaced while requests run. Waiting for room is in `queueing`.
 """
 
 from __future__ import annotations
@@ -25,13 +24,12 @@ from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.policy.pull import BY_TOKENS, PullRule
 from pdcluster_router.policy.scales import PREVIOUS
 
-# How much prompt work a router sent to nodes lately. Pure; the caller says what time it is.
+# Prompt work that a router sent to nodes lately. Pure; the caller passes the time.
 #
-# Rows that run tell the same (Little's law), but while there are few of them they tell it badly: an idle moment of a
-# busy cluster looks like an idle
-# cluster. What other routers send is not in here.
+# Running rows tell the same by Little's law, but badly while they are few: an idle moment looks like an idle cluster.
+# Work of other routers is not in here.
 
-# A few answers of a usual model, some tens of requests of a node that is worth being asked about.
+# Spans a few answers of a usual model, and some tens of requests of a busy node.
 LATELY_S = 5.0
 
 
@@ -44,18 +42,18 @@ class RecentWork:
         self._moment = 0.0
 
     def add(self, node: NodeView, new_tokens: int, cached_tokens: int, now: float) -> None:
-        """A prompt was sent to the node. What is not known yet costs nothing."""
+        """A prompt was sent to the node. Unknown costs count as nothing."""
         cost = node.cost
         if cost is not None:
             self.add_s(cost.prefill.seconds(new_tokens, cached_tokens), now)
 
     def add_s(self, work_s: float, now: float) -> None:
-        """The same, by what it costs."""
+        """Add work by its seconds."""
         self._work_s = self._left_s(now) + work_s
         self._moment = now
 
     def per_second(self, now: float) -> float:
-        """Nodes that this keeps busy."""
+        """Nodes that this work keeps busy."""
         return self._left_s(now) / self._lately_s if self._work_s else 0.0
 
     def _left_s(self, now: float) -> float:
@@ -70,8 +68,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class PolicyHolder:
-    """The policy in force and, if there is one, a shadow whose choices are only looked at. Replaced whole: a decision
-    uses one object throughout."""
+    """The policy in force, and a shadow whose choices are only recorded. A decision uses one object throughout."""
 
     live: Policy
     shadow: Policy | None = None
@@ -80,7 +77,10 @@ class PolicyHolder:
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """One choice and what it was made from. shadow: what the shadow would have done, None without one."""
+    """One choice and what it was made from.
+
+    shadow: the shadow's choice; None without one.
+    """
 
     query: Query
     view: ClusterView
@@ -91,7 +91,7 @@ class Decision(msgspec.Struct, frozen=True):
 NO_NODES: frozenset[str] = frozenset()
 NOTHING_HELD: dict[str, int] = {}
 
-# Stands for the policy where none is asked, since another choice of the prompt was placed.
+# Stands for the policy where a request follows another choice of its prompt.
 FORK = "fork"
 
 # Tokens of an answer, while none has ended.
@@ -101,15 +101,19 @@ USUAL_OUTPUT = 256.0
 PRIOR = 10
 
 NEWEST = 0.02
-# Least weight of the answer that ended last; while there were few, all of them weigh the same.
+# Least weight of the newest answer. While there were few, all weigh the same.
 FEW = 1 / NEWEST
 
 
 class PolicySelector:
-    """held: leading blocks of a chain of hashes that each node holds; expected: that it will soon, None: none; glance:
-    a view of which nothing is kept. num_held: how many requests wait for a
-    node; whoever owns the hold queue sets it. force and fallback are the router's own settings; a request may have
-    others. Owned by the router's event loop."""
+    """Makes decisions. Owned by the router's event loop.
+
+    held: leading blocks of a chain that each node holds.
+    expected: blocks that it will soon hold; None: none.
+    glance: a view that the caller does not keep.
+    num_held: requests that wait; set by the owner of the hold queue.
+    force, fallback: the router's own settings.
+    """
 
     def __init__(
         self,
@@ -137,12 +141,12 @@ class PolicySelector:
         self._num_ended = 0
         self._counter = 0
         self._previous: Mode | None = None
-        # To nodes that compute prompts for others, and to decode nodes.
+        # To serving nodes, and to decode nodes.
         self._sent_serving, self._sent_decoding = RecentWork(), RecentWork()
         self._lost = CachePressure()
 
     def choose(self, job: Job, now: float) -> Decision:
-        """Raises Unavailable when no node may take it."""
+        """Choose nodes. Raises Unavailable when no node may take it."""
         view = self._view()
         query = self.query(job, now, view)
         live, shadow = self.holder.live, self.holder.shadow
@@ -151,8 +155,11 @@ class PolicySelector:
         return Decision(query, view, choice, _looked_at(shadow, query, view) if shadow is not None else None)
 
     def place(self, job: Job, room_s: float, now: float) -> Placed | None:
-        """The choice of `choose`, where it is plain that its request goes at once (room_s: see Gate) and nobody else is
-        to be asked, in a fraction of the time; None: `choose` and the gate have to be asked."""
+        """The choice of `choose` where the request clearly goes at once, in a fraction of the time; None: use `choose`
+        and the gate.
+
+        room_s: see Gate.
+        """
         live = self.holder.live
         if self.holder.shadow is not None or room_s < 0.0 or job.excluded or job.busy or not isinstance(live, Seconds):
             return None
@@ -172,14 +179,13 @@ class PolicySelector:
         return placed
 
     def _chose(self, force: Force, mode: Mode) -> None:
-        """A mode that was asked for says nothing about which is better."""
+        """Note the mode. A required mode says nothing about which is better."""
         self._counter += 1
         if force == "auto":
             self._previous = mode
 
     def follow(self, job: Job, now: float) -> Decision | None:
-        """To the node that decodes another choice of its prompt; None when it shall not share, or that node takes no
-        work any more."""
+        """Place a fork on the node that decodes its parent; None when it must not share, or that node takes no work."""
         if job.fork_on is None:
             return None
         view = self._view()
@@ -189,8 +195,10 @@ class PolicySelector:
         return Decision(self.query(job, now, view), view, RoutingDecision("local", None, node, policy=FORK))
 
     def choose_decode(self, job: Job, now: float, prefill: NodeView, avoid: Set[str]) -> NodeView | None:
-        """For KV that waits on `prefill`. avoid: nodes that just refused or failed it; those that failed earlier
-        attempts come last."""
+        """Another decode node for KV that waits on `prefill`.
+
+        avoid: nodes that just refused or failed it. Nodes that failed earlier attempts come last.
+        """
         view = self._view()
         query = self.query(job, now, view)
         live = self.holder.live
@@ -198,8 +206,10 @@ class PolicySelector:
         return fresh or live.choose_decode(replace(query, excluded=frozenset(avoid)), view, prefill)
 
     def note_sent(self, choice: RoutingDecision, num_tokens: int, cached_tokens: int, now: float) -> None:
-        """The prompt goes as chosen; choices are also made that are not acted upon. What is fetched, or shared with
-        another choice of the prompt, is not computed there. At least one token is."""
+        """The prompt goes as chosen.
+
+        Fetched and shared tokens are not computed there. At least one token is.
+        """
         node = choice.prefill or choice.decode
         known = num_tokens if choice.policy == FORK else max(cached_tokens, choice.pull_tokens)
         if known >= num_tokens:
@@ -208,15 +218,15 @@ class PolicySelector:
         sent.add(node, num_tokens - known, known, now)
 
     def note_going(self, placed: Placed, now: float) -> None:
-        """The same for a choice by `place`."""
+        """The same for a choice of `place`."""
         (self._sent_decoding if placed.first.role == "decode" else self._sent_serving).add_s(placed.sent_s, now)
 
     def note_prefix(self, seen_tokens: int, kept_tokens: int) -> None:
-        """Of a prompt that goes to a node for the first time: see LostPrefixes."""
+        """Note the prefix of a prompt that first goes to a node. See CachePressure."""
         self._lost.note(seen_tokens, kept_tokens)
 
     def note_end(self, num_prompt: int, num_output: int) -> None:
-        """An answer ended. Its length is what most will take, far fewer tokens than clients allow."""
+        """An answer ended. Its length predicts others better than what clients allow."""
         self._num_ended = num = self._num_ended + 1
         weight = prompt_weight = NEWEST
         if num < FEW:
@@ -226,7 +236,7 @@ class PolicySelector:
         self._most_output, self._most_prompt = round(self._usual_output), round(self._usual_prompt)
 
     def query(self, job: Job, now: float, view: ClusterView) -> Query:
-        """What a policy is asked for this request; also for dry runs, since asking has no effect."""
+        """The Query of a request. Asking has no effect, so dry runs may."""
         cached, held = self._cached(job)
         return Query(  # by position, which costs half
             len(job.prompt) + len(job.emitted),
@@ -259,7 +269,7 @@ class PolicySelector:
         return cached, None if cached is held else held
 
     def _output_left(self, job: Job) -> int:
-        """Tokens that are still to come, as far as one can tell; at least one."""
+        """Tokens still to come, as a guess; at least one."""
         output, usual = job.sampling.max_tokens - len(job.emitted), self._most_output
         if output > usual:
             output = usual
@@ -267,7 +277,7 @@ class PolicySelector:
 
 
 def _with(held: Mapping[str, int], expected: Mapping[str, int], block_tokens: int) -> Mapping[str, int]:
-    """Tokens by node, what is expected too where that is more. `held` itself where nothing is."""
+    """Tokens by node, with expected ones where that is more. `held` itself where nothing is expected."""
     more = {node: depth * block_tokens for node, depth in expected.items() if depth * block_tokens > held.get(node, 0)}
     return {**held, **more} if more else held
 
@@ -277,11 +287,11 @@ def _nobody() -> int:
 
 
 def _looked_at(shadow: Policy, query: Query, view: ClusterView) -> RoutingDecision | None:
-    """A shadow that finds no node where the policy in force did has no say."""
+    """The shadow's choice. A shadow that finds no node where the live policy did has none."""
     try:
         return shadow.choose(query, view)
     except Unavailable:
         return None
-    except Exception:  # a bug of a policy that only watches is no reason to fail a request
+    except Exception:  # a bug of a shadow must not fail a request
         logger.exception("the shadow policy %s failed", shadow.name)
         return None

@@ -1,9 +1,8 @@
-"""A simulated node's KV pool: blocks kept for reuse in LRU order, leaves first, beside blocks that running requests
-need.
+"""A simulated node's KV pool: an LRU of blocks, leaves first, beside blocks of running requests.
 
-A prompt's blocks are touched from the last to the first, so a block is never older than one behind it: what is evicted
-is always a leaf, and what is held is closed under prefixes, as on a real node. Counts blocks only; `check_integrity`
-says when the counts are wrong.
+A prompt's blocks are touched from last to first, so a block is never older than one behind it. So evicted blocks are
+leaves, and cached blocks are closed under prefixes, as on a real node. It only counts blocks; `check_integrity`
+recounts.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from pdcluster_router.replay.trace import Blocks
 
 @dataclass(slots=True)
 class Hold:
-    """What one request keeps from eviction: its first num_shared blocks that are in the cache, and num_private
-    others."""
+    """What one request keeps from eviction: its first num_shared cached blocks, and num_private others."""
 
     blocks: Blocks
     num_shared: int
@@ -28,8 +26,10 @@ class Hold:
 
 @dataclass(slots=True)
 class PrefixCache:
-    """changes: blocks that came (True) or went (False) since the owner last took them, in order, the last word on
-    each."""
+    """The pool.
+
+    changes: blocks that came (True) or went (False) since the owner last took them, in order.
+    """
 
     capacity: int
     changes: dict[bytes, bool] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class PrefixCache:
         return self._num_pinned + self._num_private
 
     def names(self) -> list[bytes]:
-        """What is kept, parents before children."""
+        """Cached blocks, parents before children."""
         return list(reversed(self._kept))
 
     def take_changes(self) -> dict[bytes, bool]:
@@ -59,7 +59,7 @@ class PrefixCache:
         return changes
 
     def depth(self, blocks: Blocks) -> int:
-        """Number of leading blocks that are kept."""
+        """Number of leading blocks that are cached."""
         kept = self._kept
         if not blocks or blocks[0] not in kept:
             return 0
@@ -73,7 +73,7 @@ class PrefixCache:
         return low
 
     def open(self, blocks: Blocks, num_blocks: int) -> Hold | None:
-        """Room for a request of num_blocks in all, of which `blocks` are full; None while others leave too little."""
+        """Reserve num_blocks for a request, of which `blocks` are full; None while others leave too little."""
         depth = self.depth(blocks)
         newly_pinned = sum(1 for block in blocks[:depth] if not self._kept[block])
         if self.num_busy + newly_pinned + num_blocks - depth > self.capacity:
@@ -84,7 +84,7 @@ class PrefixCache:
         return Hold(blocks, depth, num_blocks - depth)
 
     def publish(self, hold: Hold, blocks: Blocks) -> None:
-        """All of `blocks`, which begin with the hold's own, are computed now: private blocks become shared ones."""
+        """All of `blocks` are computed: the hold's private blocks become shared ones."""
         known = hold.num_shared
         kept, changes = self._kept, self.changes
         for block in blocks[known:]:
@@ -99,7 +99,7 @@ class PrefixCache:
         self._evict()
 
     def close(self, hold: Hold) -> None:
-        """The request needs nothing any more; its shared blocks stay for reuse."""
+        """The request needs nothing more. Its shared blocks stay for reuse."""
         kept = self._kept
         for block in reversed(hold.blocks[: hold.num_shared]):
             left = kept[block] = kept[block] - 1
@@ -141,9 +141,10 @@ class PrefixCache:
 
 
 def pooled_depths(requests: Iterable[tuple[Blocks, Blocks]], capacity: int) -> list[int]:
-    """Leading blocks that each request finds in one LRU cache that serves all in order: the oracle of a cluster's
-    caches. A request is what it asks for and what it leaves behind; of what exceeds `capacity`, the beginning is
-    left."""
+    """Leading blocks that each request finds in one LRU that serves all in order: the oracle of a cluster's caches.
+
+    A request is what it asks for and what it leaves. Of more than `capacity`, the beginning stays.
+    """
     cache = PrefixCache(capacity)
     depths = []
     for asked, left in requests:

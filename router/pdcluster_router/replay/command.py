@@ -1,4 +1,4 @@
-"""`pdctl replay` behind its flags: checks what was asked, runs each policy, prints one row for each."""
+"""`pdctl replay` behind its flags: check options, run each policy, print a row for each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pdcluster_router.replay.workloads import generate
 
 GENERATE = "generate:"
 NUM_GENERATED = 5000
-# Of the table; JSON has all figures.
+# Columns of the table. JSON has all figures.
 COLUMNS = (
     "policy",
     "ttft_mean_s",
@@ -37,7 +37,7 @@ COLUMNS = (
 
 
 def rows(traffic: Traffic, nodes: NodeOptions, routing: Routing) -> list[Figures]:
-    """Raises ConfigError for anything that cannot be replayed, before the first policy runs."""
+    """Rows of all policies. Raises ConfigError before the first one runs."""
     policies = split_policies(routing.policy)
     layout, conditions = layout_of(nodes, traffic.seed), _conditions(routing, traffic.seed)
     if traffic.requests < 0:

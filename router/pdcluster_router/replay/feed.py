@@ -1,9 +1,7 @@
-"""What a simulated node tells the router, late and with losses: changes of its cache, numbered, and reports of its
-load.
+"""What a simulated node sends to the router, late and with losses: numbered cache changes and load reports.
 
-A message that is lost leaves a gap in the numbers; the router notices with the next message, ignores what follows, asks
-for a snapshot and goes on from that, as the live view does. Load reports replace each other, so a lost one is only
-older news.
+A lost message leaves a gap in the numbers. The router notices it with the next message, ignores what follows, asks for
+a snapshot and goes on from that. Load reports replace each other, so a lost one is only older news.
 """
 
 from __future__ import annotations
@@ -19,15 +17,18 @@ from pdcluster_router.replay.node import SimNode
 
 @dataclass(frozen=True, slots=True)
 class FeedSpec:
-    """delay_s: from node to router. loss: share of messages that never come."""
+    """The link.
+
+    delay_s: from node to router.
+    loss: share of messages that never come.
+    """
 
     delay_s: float = 0.0
     loss: float = 0.0
 
 
 IMMEDIATE = FeedSpec()
-# Least time between two load reports, as nodes have it (`node.report_s`). What the router sent since is in its own
-# ledger.
+# Least time between two load reports, as `node.report_s`. The router's own ledger has what it sent since.
 REPORT_S = 0.05
 
 
@@ -42,7 +43,10 @@ class _Delta:
 
 @dataclass(slots=True)
 class Feed:
-    """Of one node to one router. num_gaps: how often a snapshot was needed."""
+    """The feed of one node to one router.
+
+    num_gaps: how often a snapshot was needed.
+    """
 
     node: SimNode
     index: PrefixIndex
@@ -59,7 +63,7 @@ class Feed:
     _report_due_s: float = -1.0
 
     def update(self, now: float) -> None:
-        """The node speaks, then what has arrived by now is read."""
+        """The node sends, then the router reads what has arrived."""
         delay_s = self.spec.delay_s
         self._speak(now)
         while self._deltas and self._deltas[0].sent_s + delay_s <= now:

@@ -1,7 +1,6 @@
-"""The cost of a real node for the replay: read from what its router says of it (Admin, DescribeNode, as JSON), and
-other nodes like it.
+"""Costs of a real node for the replay, read from Admin's DescribeNode as JSON, and nodes like it.
 
-The file holds the fields of messages.CostReport, alone or under "cost", in either spelling of JSON for protobuf
+The file holds the fields of messages.CostReport, alone or under "cost", in either JSON spelling of protobuf
 (prefill_fixed_s or prefillFixedS).
 """
 
@@ -20,15 +19,14 @@ from pdcluster.core.reported import CostReport, Root
 from pdcluster.cost.cost import CostError, NodeCost
 
 MAX_FILE_BYTES = 1 << 20
-# Of a normal distribution, that 9 of 10 are within.
+# Of a normal distribution, within which 9 of 10 lie.
 SIGMAS = 1.645
-# Nothing that is drawn is more than so many times, or less than that part of, what it was: a model that is not known
-# better cannot be simulated.
+# Sampled values stay within this factor of the original.
 TWICE = 2.0
 
 
 def read_cost(path: Path) -> NodeCost:
-    """Raises ConfigError for what is no fitted cost."""
+    """Raises ConfigError for anything that is no fitted cost."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
@@ -54,7 +52,7 @@ def read_cost(path: Path) -> NodeCost:
 
 
 def drawn(cost: NodeCost, chance: random.Random) -> NodeCost:
-    """A node that is like this one as far as is known: its coefficients within their error bars."""
+    """A node like this one: its coefficients sampled within their error bars."""
     prefill, decode = cost.prefill, cost.decode
     fixed_s, token_s, pair_s = _shifted((prefill.fixed_s, prefill.token_s, prefill.pair_s), prefill.error, chance)
     decode_fixed_s, row_s, context_s = _shifted((decode.fixed_s, decode.row_s, decode.context_s), decode.error, chance)
@@ -65,7 +63,7 @@ def drawn(cost: NodeCost, chance: random.Random) -> NodeCost:
 
 
 def _shifted(values: tuple[float, float, float], error: CostError, chance: random.Random) -> tuple[float, ...]:
-    """The root's transpose times independent normal numbers has the covariance that the root stands for."""
+    """Values plus the root's transpose times independent normal numbers, which have the root's covariance."""
     a, b, c, d, e, f = error.root
     x, y, z = (chance.gauss(0.0, 1.0 / SIGMAS) for _ in range(3))
     shifts = (a * x, b * x + c * y, d * x + e * y + f * z)
@@ -75,7 +73,7 @@ def _shifted(values: tuple[float, float, float], error: CostError, chance: rando
 
 
 class _AsFile(msgspec.Struct, forbid_unknown_fields=True):
-    """CostReport by names; protobuf's JSON leaves out zeros and writes 64-bit integers as strings."""
+    """CostReport by names. JSON of protobuf leaves out zeros and writes 64-bit integers as strings."""
 
     prefill_fixed_s: Seconds = 0.0
     prefill_token_s: Seconds = 0.0

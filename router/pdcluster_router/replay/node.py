@@ -1,9 +1,8 @@
-"""One simulated node: a queue of prompts computed in chunks, a batch of decode rows, one KV pool. Pure; simulated time
-is passed in.
+"""One simulated node: a queue of prompts computed in chunks, a batch of rows, one KV pool. Pure.
 
 It schedules as `pdcluster.scheduler` does: prompts first come first served, rows in every step, a prompt's next chunk
-beside them; a prompt starts when its KV fits. What happens is left in `outcomes` for the simulation, which moves KV and
-time. Left out: preemption (answers reserve their whole length), several prompts in one step, and speculation.
+beside them. A prompt starts when its KV fits. `outcomes` tells the simulation what happened. It leaves out preemption
+(answers reserve their whole length), several prompts in one step, and speculation.
 """
 
 from __future__ import annotations
@@ -19,22 +18,20 @@ from pdcluster.cost.cost import NodeCost, lately, num_pairs
 from pdcluster_router.replay.cache import Hold, PrefixCache
 from pdcluster_router.replay.trace import Blocks, TraceRequest
 
-# How long a node's steps take while nothing joins or leaves: closed forms, so that simulated time jumps from change
-# to change.
+# How long steps take while nothing joins or leaves: closed forms, so that simulated time jumps from change to change.
 #
-# A step carries all decode rows and, beside them, at most one chunk of a prompt. It takes
+# A step carries all decode rows and at most one chunk of a prompt. It takes
 #
 # max(fixed cost of decoding, fixed cost of prefill + token_s × chunk) + pair_s × pairs of the chunk + row_s × rows +
 # context_s × context
 #
-# because weights are read once for both (chunked prefill's gain), while attention adds up (its price). From step to
-# step the context grows by the
-# number of rows and the chunk's pairs by chunk², so the times of n steps sum to a polynomial of second degree.
+# because weights are read once for both, while attention adds up. From step to step the context grows by the number of
+# rows, and the chunk's pairs by chunk². So the times of n steps sum to a polynomial of second degree.
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`count` steps of which the first takes first_s and each later one growth_s more than the one before."""
+    """`count` steps. The first takes first_s, and each later one growth_s more than the one before."""
 
     start_s: float
     first_s: float
@@ -42,7 +39,7 @@ class Segment:
     count: int
 
     def after(self, steps: int) -> float:
-        """The moment at which `steps` steps are done."""
+        """When `steps` steps are done."""
         return self.start_s + steps * self.first_s + self.growth_s * (steps * (steps - 1) / 2)
 
     @property
@@ -71,8 +68,9 @@ class Segment:
 def segment(
     cost: NodeCost, start_s: float, count: int, rows: int, context: int, chunk: int = 0, done: int = 0
 ) -> Segment:
-    """count steps of `rows` rows with `context` tokens in all; each computes `chunk` more tokens of a prompt, `done` of
-    which are there already."""
+    """A segment of `rows` rows with `context` tokens. Each step computes `chunk` more tokens of a prompt, of which
+    `done` are there.
+    """
     decode, prefill = cost.decode, cost.prefill
     first_s = decode.fixed_s if rows else 0.0
     growth_s = 0.0
@@ -85,7 +83,7 @@ def segment(
     return Segment(start_s, first_s, growth_s, count)
 
 
-# Tokens of a prompt that go beside rows however many there are, so that no prompt starves.
+# Tokens of a prompt beside any number of rows, so that no prompt starves.
 LEAST_CHUNK = 16
 
 What = Literal["started", "prefilled", "reserved", "finished"]
@@ -93,7 +91,11 @@ What = Literal["started", "prefilled", "reserved", "finished"]
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """chunk_tokens: most tokens of one step, rows included. slots: rows that may run."""
+    """A node.
+
+    chunk_tokens: most tokens of one step, rows included.
+    slots: rows that may run.
+    """
 
     cost: NodeCost
     cache_tokens: int
@@ -105,8 +107,12 @@ class NodeSpec:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One request on its way. decodes_here: whether the node that computes the prompt goes on (mode local). ready_s:
-    when the blocks that are copied from another node are here; pulled: how many blocks are known then."""
+    """One request.
+
+    decodes_here: the computing node goes on (mode local).
+    ready_s: when copied blocks arrive.
+    pulled: blocks that are cached then.
+    """
 
     number: int
     request: TraceRequest
@@ -125,7 +131,10 @@ class Task:
 
 @dataclass(slots=True)
 class _Job:
-    """The prompt that is being computed. left: tokens to go behind `done`."""
+    """The prompt being computed.
+
+    left: tokens behind `done`.
+    """
 
     task: Task
     done: int
@@ -137,7 +146,7 @@ class SimNode:
     name: str
     role: Role
     spec: NodeSpec
-    # What its steps take; None: what it says they do.
+    # What its steps take; None: what it reports.
     real_cost: NodeCost | None = None
     cache: PrefixCache = field(init=False)
     cost: NodeCost = field(init=False)
@@ -188,7 +197,7 @@ class SimNode:
         )
 
     def enqueue(self, task: Task, now: float) -> None:
-        """Compute the prompt; ready_s of the task: not before."""
+        """Compute the prompt, not before the task's ready_s."""
         request = task.request
         cached = max(self._cached(task), self._known(max(task.pulled, self._promised_depth(request.blocks)), request))
         for block in request.blocks:
@@ -201,7 +210,7 @@ class SimNode:
             self._change(now)
 
     def reserve(self, task: Task, now: float) -> None:
-        """A slot for a request whose prompt another node computes; "reserved" follows at once or when there is room."""
+        """Reserve a slot for a prompt of another node. "reserved" follows at once, or when there is room."""
         self._line.append(task)
         self._serve_line(now)
 
@@ -215,7 +224,7 @@ class SimNode:
         self._change(now)
 
     def cancel(self, task: Task, now: float) -> None:
-        """A request that reserved, or waits to, needs nothing: its first token was its last."""
+        """A reserved or waiting request needs nothing: its first token was its last."""
         if task.row_hold is None:
             self._line.remove(task)
             return
@@ -225,7 +234,7 @@ class SimNode:
         self._serve_line(now)
 
     def release(self, task: Task, now: float) -> None:
-        """The KV of a prompt computed here is elsewhere now."""
+        """The KV of a prompt computed here has left."""
         assert task.prompt_hold is not None
         self._parked_blocks -= task.prompt_hold.num_shared + task.prompt_hold.num_private
         self.cache.close(task.prompt_hold)
@@ -235,7 +244,7 @@ class SimNode:
             self._change(now)
 
     def advance(self, now: float) -> None:
-        """The moment `wake_s` has come."""
+        """The time `wake_s` has come."""
         assert self._segment is not None
         self._commit(self._segment.count)
         self._segment = None
@@ -243,18 +252,18 @@ class SimNode:
         self._plan()
 
     def wake(self, now: float) -> None:
-        """A prompt that was not ready may be now."""
+        """A prompt that was not ready may be ready now."""
         if self._job is None and self._queue:
             self._change(now)
 
     def load(self, now: float) -> Load:
-        """What the node would report now, progress inside a prompt included."""
+        """What the node would report now, with progress inside a prompt."""
         spec, cache, job = self.spec, self.cache, self._job
         tokens, pairs = self._queued_tokens, self._queued_pairs
         num_rows = len(self._rows) + len(self._joining)
         context = self._context
         if self._segment is not None:
-            # The steps that are done by now; reading them off changes nothing.
+            # Steps done by now. Reading changes nothing.
             steps = max(self._segment.steps_until(now) - 1, 0)
             context += steps * len(self._rows)
             if job is not None:
@@ -286,7 +295,7 @@ class SimNode:
     # ------------------------------------------------------------ time
 
     def _change(self, now: float) -> None:
-        """Something was added: finish the step that runs, then plan again."""
+        """Something was added: finish the running step, then plan again."""
         current = self._segment
         if current is not None:
             steps = current.steps_until(now)
@@ -314,7 +323,7 @@ class SimNode:
             self._job.left -= computed
 
     def _settle(self) -> None:
-        """What the last step ended: rows, and perhaps a prompt."""
+        """End the rows, and perhaps the prompt, of the last step."""
         now, freed = self._free_s, False
         while self._rows and self._rows[0][0] <= self._step:
             task = heapq.heappop(self._rows)[2]
@@ -410,7 +419,7 @@ class SimNode:
         self.outcomes.append((now, "started", task))
 
     def _serve_line(self, now: float) -> None:
-        """First come, first served: who waits longest is not passed by smaller ones."""
+        """First come, first served: smaller requests do not pass."""
         while self._line and len(self._rows) + len(self._joining) + self._num_reserved < self.spec.slots:
             task = self._line[0]
             request = task.request
@@ -435,7 +444,7 @@ class SimNode:
         return self._known(self.cache.depth(task.request.blocks), task.request)
 
     def _known(self, num_blocks: int, request: TraceRequest) -> int:
-        """The last token is always computed: the first of the answer is drawn from it."""
+        """Cached tokens. The last one is always computed, for the logits of the first output token."""
         return min(num_blocks * self.spec.block_tokens, request.num_tokens - 1)
 
     def _blocks(self, num_tokens: int) -> int:

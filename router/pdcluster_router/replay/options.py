@@ -1,5 +1,4 @@
-"""What `pdctl replay` is asked, in groups: each field is a flag, with what its help says of it. It checks nothing;
-`command` does."""
+"""The options of `pdctl replay`, in groups: each field is a flag with its help. `command` checks them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Figures of one replay, by the definitions of DESIGN §11. Arithmetic only.
 
-TTFT counts from the scheduled arrival, TPOT is (end − first token) / (tokens − 1). A request is good when both are
-within their limits: TTFT within TTFT_FACTOR times what the prompt takes on an idle node without cache, where short
-prompts are given the time of the trace's mean prompt; TPOT within TPOT_FACTOR times an idle node's. Goodput counts good
-requests per second of the trace; refused ones are offered and not good.
+TTFT counts from the scheduled arrival. TPOT is (end − first token) / (tokens − 1). A request is good when both are
+within their limits. The limit of TTFT is TTFT_FACTOR times the prompt's time on an idle node without cache; short
+prompts get the time of the mean prompt. The limit of TPOT is TPOT_FACTOR times an idle node's. Goodput counts good
+requests per second. Refused requests are offered and not good.
 """
 
 from __future__ import annotations
@@ -25,9 +25,15 @@ LONG_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """hit: share of the served prompts' tokens that were cached where they were computed; hit_oracle: of one pooled
-    LRU. imbalance: largest ÷ mean busy time of the nodes that compute prompts. attainment: share of the offered
-    requests that were good; long_attainment: of the longest tenth. remote: share that was decoded elsewhere."""
+    """Figures of one run.
+
+    hit: share of prompt tokens that were cached where they were computed.
+    hit_oracle: of one pooled LRU.
+    imbalance: largest ÷ mean busy time of the serving nodes.
+    attainment: share of offered requests that were good.
+    long_attainment: of the longest tenth.
+    remote: share that was decoded elsewhere.
+    """
 
     policy: str
     ttft_mean_s: float

@@ -1,7 +1,6 @@
-"""The router of a replay: the production chooser, policy, prefix index, gate and hold queue over what simulated nodes
-report. No time passes here.
+"""The router of a replay: the production selector, policy, prefix index, gate and hold queue over simulated nodes.
 
-What the live router keeps in its ledger is kept here, too: requests that a node's last report does not know yet.
+No time passes here. It also keeps the ledger of requests that a node's last report does not count.
 """
 
 from __future__ import annotations
@@ -31,24 +30,25 @@ from pdcluster_router.queueing.hold_queue import HoldLimits
 from pdcluster_router.replay.feed import IMMEDIATE, Feed, FeedSpec
 from pdcluster_router.replay.node import SimNode, Task
 
-# Nobody is refused for waiting long, so that policies are compared by the waits of all.
+# No one is refused for waiting long, so policies are compared by all waits.
 PATIENT = HoldLimits(count=1 << 40, size_bytes=1 << 60, age_s=math.inf)
 
 BYTES_PER_TOKEN = 8
-# Clients allow more tokens than answers take, so the router goes by the usual length.
+# Clients allow more tokens than answers take, so the router uses the usual length.
 MOST_OUTPUT = 1 << 20
 
 TICK_S = 0.05
 SOONEST_S = 0.005
 
-# How long blocks are expected of a node after a request was sent to it, beyond the wait that the node reports.
+# How long blocks of a sent request are expected, beyond the wait that the node reports.
 EXPECTED_S = 5.0
 
 
 @dataclass(slots=True)
 class _Account:
-    """What one node was sent, and the report that the view counts, with what its paths were like then (rates). Entries
-    move out of the sums once a report from after their moment came."""
+    """What one node was sent, and the report that the view counts, with its path speeds then (rates). Entries leave the
+    sums once a later report came.
+    """
 
     in_flight: int = 0
     requests: int = 0
@@ -91,15 +91,14 @@ class _Account:
 
 
 class PathSpeeds:
-    """Bytes a second between nodes as they last were, waits for the link included: what nodes report of their paths. A
-    path is as fast as the slower of what its source sends and its target receives."""
+    """Bytes/s between nodes as last seen, link waits included. A path is as fast as the slower of source and target."""
 
     NEWEST = 0.2
 
     def __init__(self, nodes: Sequence[str], bandwidth: float) -> None:
         self._sends = dict.fromkeys(nodes, bandwidth)
         self._receives = dict.fromkeys(nodes, bandwidth)
-        # Since something was last observed.
+        # Cached until something else is observed.
         self._told: dict[str, dict[str, float]] = {}
 
     def observe(self, source: str, target: str, rate: float) -> None:
@@ -108,7 +107,7 @@ class PathSpeeds:
         self._told.clear()
 
     def rates(self, source: str) -> dict[str, float]:
-        """To each node, as of now. The same object until something else is observed: most replays move little."""
+        """Rates from `source` to each node. The same object until something is observed."""
         told = self._told.get(source)
         if told is None:
             sends = self._sends[source]
@@ -118,8 +117,11 @@ class PathSpeeds:
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """What a router's configuration says. hold: nobody is refused for waiting long unless it says so; is_gated: False:
-    no gate at all, every request is sent at once."""
+    """A router's configuration.
+
+    hold: no one is refused for waiting unless it says so.
+    is_gated: False: every request is sent at once.
+    """
 
     policy: Policy
     feed: FeedSpec = IMMEDIATE
@@ -142,7 +144,7 @@ class Recorded(Job, eq=False):
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlacement:
-    """A request that waits no more: where it goes, or why it goes nowhere."""
+    """A request that waits no more: where it goes, or why it cannot go."""
 
     task: Task
     choice: RoutingDecision | None
@@ -199,8 +201,7 @@ class ReplayRouter:
         return len(self._held)
 
     def release(self, now: float) -> Iterator[ReplayPlacement]:
-        """Those whose time is over, then those that have a place, each scored against a view that counts the one
-        before."""
+        """Requests whose time is over, then those with room, each scored against a view that counts the one before."""
         self._hear(now)
         for late in self.gate.expire(now):
             yield self._placed(late)
@@ -216,7 +217,7 @@ class ReplayRouter:
         )
 
     def next_look(self, now: float) -> float:
-        """When a node may have worked off enough of its backlog for those that wait, or somebody waited too long."""
+        """When a node may have worked off enough backlog, or a request waited too long."""
         excess_s = [self._headroom.waiting_s(node) - self._headroom.backlog_s for node in self._view().nodes]
         soonest_s = min((excess for excess in excess_s if excess > 0), default=TICK_S)
         due = self.gate.queue.next_expiry()
@@ -241,13 +242,13 @@ class ReplayRouter:
     # ------------------------------------------------------------ what it knows
 
     def _hear(self, now: float) -> None:
-        """What has arrived by now."""
+        """Take in what has arrived by now."""
         self._now = now
         for feed in self.feeds.values():
             feed.update(now)
 
     def _view(self) -> ClusterView:
-        """The same object as long as nothing changed, since views keep what follows from them."""
+        """The same object as long as nothing changed, since views cache what follows from them."""
         changed = {name: new for name, feed in self.feeds.items() if (new := self._changed(feed)) is not None}
         if changed:
             self._seen = self._seen.replaced(changed, self._typical)
@@ -280,7 +281,7 @@ class ReplayRouter:
             self.index.expect(first.name, hashes, now + wait_s + EXPECTED_S)
 
     def reserved(self, task: Task, decode: str, now: float) -> None:
-        """The decode node answered; its next report counts the row."""
+        """The decode node answered. Its next report counts the row."""
         self._accounts[decode].reserved.append((now, task.request.num_tokens))
 
     def moved(self, source: str, target: str, num_bytes: float, seconds: float) -> None:
@@ -296,7 +297,7 @@ class ReplayRouter:
         self._selector.note_end(task.request.num_tokens, task.request.num_output)
 
     def _changed(self, feed: Feed) -> NodeView | None:
-        """What is believed of the node now; None when that is what it was."""
+        """The node's current view; None when nothing changed."""
         account = self._accounts[feed.node.name]
         account.settle(feed.report_s)
         if account.seen is feed.report and not account.is_changed:

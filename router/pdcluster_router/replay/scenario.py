@@ -1,9 +1,8 @@
-"""One replay from plain values: which nodes, which hardware, which policy; and how fast a trace must come to load them.
-No printing.
+"""One replay from plain values: nodes, hardware, policy, and the speed of the trace. No printing.
 
-The hardware is a model of a node of 8 GPUs of 2021 that serves a dense 70B model in 16 bits: 10,000 prompt tokens a
-second without attention, attention equal to the rest at 105,000 tokens, 20 ms for a step of one row, 320 KiB of KV a
-token, 80 GB/s between nodes (4 × 200 Gb/s).
+The hardware models a node of 8 GPUs of 2021 that serves a dense 70B model in 16 bits: 10,000 prompt tokens a second
+without attention, attention equal to the rest at 105,000 tokens, 20 ms for a step of one row, 320 KiB of KV a token, 80
+GB/s between nodes (4 × 200 Gb/s).
 """
 
 from __future__ import annotations
@@ -35,10 +34,13 @@ LINK = LinkSpec(bandwidth=8e10)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many nodes of each role, and what each is. cache_tokens: KV of one node. chunk_tokens: of a step of decode
-    and mixed nodes, whose rows must not wait long; prefill nodes take what the cost model names. Where the cost has
-    error bars, each node is another one within them, drawn by `seed`, and reports the cost as it is given: what is
-    known of a real node is no more exact."""
+    """How many nodes of each role, and what each is.
+
+    cache_tokens: KV of one node.
+    chunk_tokens: of a step of decode and mixed nodes, whose rows must not wait long. Prefill nodes use the cost
+    model's.
+    seed: nodes differ within the cost's error bars, sampled by it. Each reports the cost as given.
+    """
 
     prefill: int = 0
     decode: int = 0
@@ -55,7 +57,7 @@ class Layout:
 
     @property
     def num_computing(self) -> int:
-        """Nodes that are there to compute prompts."""
+        """Nodes that compute prompts."""
         return self.prefill + self.mixed or self.decode
 
     def nodes(self, block_tokens: int) -> list[SimNode]:
@@ -85,9 +87,11 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What else a run depends on. in_this_router: any policy has this router's gate and pulls, as it would as
-    `router.policy`. Otherwise our own has, and a rival runs as published: its rule decides at once, and KV is fetched
-    from another node only where the rule says so."""
+    """What else a run depends on.
+
+    in_this_router: any policy gets this router's gate and pulls. Otherwise ours does, and a rival runs as published:
+    its rule decides at once, and pulls only where it says so.
+    """
 
     feed: FeedSpec = IMMEDIATE
     force: Force = "auto"
@@ -103,7 +107,7 @@ class Outcome:
 
 
 def replay(trace: Trace, layout: Layout, policy: str, conditions: Conditions = Conditions()) -> Outcome:
-    """Raises ConfigError for a policy or layout that does not exist."""
+    """Run a trace. Raises ConfigError for an unknown policy or layout."""
     nodes = layout.nodes(trace.block_tokens)
     is_ours = conditions.in_this_router or policy.partition(":")[0] == DEFAULT
     spec = RouterSpec(
@@ -122,8 +126,9 @@ def replay(trace: Trace, layout: Layout, policy: str, conditions: Conditions = C
 
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """One LRU cache as large as all computing nodes' together: how many tokens of each request it holds, their share,
-    and the work left."""
+    """One LRU as large as all computing nodes' caches together: tokens of each request that it holds, their share, and
+    the work left.
+    """
 
     cached: tuple[int, ...]
     hit: float
@@ -145,13 +150,12 @@ def oracle(trace: Trace, layout: Layout) -> Oracle:
 
 
 def at_load(trace: Trace, layout: Layout, known: Oracle, load: float) -> Trace:
-    """The trace at the speed at which the oracle's work is `load` times what the computing nodes can do while it
-    arrives."""
+    """The trace at the speed at which the oracle's work is `load` times what the computing nodes can do meanwhile."""
     return trace.at_speed(load * layout.num_computing * trace.span_s / known.work_s)
 
 
 def of_cost(layout: Layout, cost: NodeCost) -> Layout:
-    """The same with nodes as a real one was measured, whose chunks they take, whatever their role."""
+    """The layout with nodes as a real one was measured, with its chunks, whatever their role."""
     chunk_tokens = cost.prefill.chunk_tokens or COST.prefill.chunk_tokens
     return replace(
         layout, cost=replace(cost, prefill=replace(cost.prefill, chunk_tokens=chunk_tokens)), chunk_tokens=chunk_tokens

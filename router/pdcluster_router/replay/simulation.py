@@ -1,10 +1,8 @@
-"""A cluster in simulated time: arrivals, the router's choices, nodes, and KV on its way between them. Every request has
-exactly one end.
+"""A cluster in simulated time: arrivals, choices, nodes and KV transfers. Every request ends exactly once.
 
-Events are a heap of (time, order, what); order is the number of the event, so equal times never depend on memory
-addresses, and a run is a function of its arguments. Links: a node sends one transfer at a time and receives one at a
-time; KV follows while the prompt is computed, so what a client waits for is the last piece, or the link where that is
-slower.
+Events are a heap of (time, order, what). order is the event's number, so a run is a function of its arguments. A node
+sends one transfer at a time and receives one at a time. KV follows while the prompt is computed. So a client waits for
+the last piece, or for the link where that is slower.
 """
 
 from __future__ import annotations
@@ -26,7 +24,11 @@ End = Literal["finished", "refused", "impossible"]
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """fixed_s: of one transfer. pieces: into how many the last chunk is cut, so that only the last is exposed."""
+    """A link.
+
+    fixed_s: of one transfer.
+    pieces: of the last chunk, of which only the last is exposed.
+    """
 
     bandwidth: float = 1e10
     fixed_s: float = 0.002
@@ -91,7 +93,7 @@ class Simulation:
     _is_freed: bool = False
 
     def run(self, trace: Trace) -> list[RequestInFlight]:
-        """Until the last request has its end."""
+        """Run until the last request has ended."""
         self.flights = [RequestInFlight(Task(number, request)) for number, request in enumerate(trace.requests)]
         self._by_name = {node.name: node for node in self.nodes}
         arrivals = iter(self.flights)
@@ -148,7 +150,7 @@ class Simulation:
             self._send(flight, choice)
 
     def _offer(self) -> None:
-        """Those that wait in the router and have a place now; then look again when one may have freed."""
+        """Place waiting requests that have room, then plan the next look."""
         for one in self.router.release(self.now):
             flight = self.flights[one.task.number]
             if one.choice is None:
@@ -175,7 +177,7 @@ class Simulation:
         self._after(first)
 
     def _pull(self, task: Task, source: SimNode, target: SimNode) -> None:
-        """Copy the prefix that `source` really holds, as far as `target` lacks it."""
+        """Copy the prefix that `source` really holds and `target` lacks."""
         blocks, block_tokens = task.request.blocks, source.spec.block_tokens
         held, own = source.cache.depth(blocks), target.cache.depth(blocks)
         if held <= own:
@@ -185,8 +187,9 @@ class Simulation:
         self._at(task.ready_s, "ready", target.name)
 
     def _move(self, source: SimNode, target: SimNode, begun_s: float, num_tokens: int) -> float:
-        """Takes the links of both ends when both are free; the moment at which they are again. The node tells how long
-        it took, the wait included."""
+        """Occupy both links when both are free. Returns when they are free again, and tells the duration with the
+        wait.
+        """
         begin_s = max(begun_s, self._sends_until.get(source.name, 0.0), self._receives_until.get(target.name, 0.0))
         num_bytes = float(num_tokens * source.spec.kv_bytes_per_token)
         end_s = begin_s + num_bytes / self.link.bandwidth
@@ -196,7 +199,7 @@ class Simulation:
         return end_s
 
     def _started(self, flight: RequestInFlight) -> None:
-        """The prompt is being computed: now the decode node is asked."""
+        """The prompt is being computed: ask the decode node."""
         decode, task = flight.decode, flight.task
         if task.decodes_here or decode is None or flight.end is not None:
             return
@@ -225,7 +228,10 @@ class Simulation:
             self._transfer(flight, self.now)
 
     def _transfer(self, flight: RequestInFlight, begun_s: float) -> None:
-        """Called when prompt and place are both there. begun_s: since when KV could flow."""
+        """Called when prompt and slot are both there.
+
+        begun_s: since when KV could flow.
+        """
         source, target, task = flight.prefill, flight.decode, flight.task
         assert source is not None and target is not None
         token_s = source.spec.kv_bytes_per_token / self.link.bandwidth
@@ -256,7 +262,7 @@ class Simulation:
     # ------------------------------------------------------------ nodes
 
     def _after(self, node: SimNode) -> None:
-        """What the node did, and when it wants to be looked at again."""
+        """Take in what the node did, and when it wants the next look."""
         self._is_freed = self._is_freed or bool(node.outcomes)
         while node.outcomes:
             outcomes, node.outcomes = node.outcomes, []
@@ -277,7 +283,7 @@ class Simulation:
             self._at(max(wake_s, self.now), "node", node.name)
 
     def _check(self) -> None:
-        """Nothing is left anywhere."""
+        """Check that nothing is left."""
         open_ends = [flight.task.number for flight in self.flights if flight.end is None]
         busy = [node.name for node in self.nodes if not node.is_idle]
         if open_ends or busy:

@@ -1,10 +1,9 @@
-"""Traces as the replay needs them: who arrives when, how long prompts and answers are, which blocks they share. Readers
-of two public formats.
+"""Traces for the replay: arrivals, lengths, and which blocks prompts share. Readers of two public formats.
 
-Mooncake: JSON lines with `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (one for each 512 tokens; the
-last may cover fewer; without them nothing is shared). Azure: CSV with TIMESTAMP (a date, or seconds), ContextTokens,
-GeneratedTokens; it says nothing about contents. Only full blocks are cached, as on a node. Every error names the file
-and the line.
+Mooncake: JSON lines with `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (one per 512 tokens; the last
+may cover fewer; without them nothing is shared). Azure: CSV with TIMESTAMP (a date, or seconds), ContextTokens,
+GeneratedTokens, and nothing about contents. Only full blocks are cached, as on a node. Every error names the file and
+the line.
 """
 
 from __future__ import annotations
@@ -26,18 +25,21 @@ from pdcluster.core.messages import HASH_BYTES
 MOONCAKE_BLOCK_TOKENS = 512
 MAX_FILE_BYTES = 2 << 30
 MAX_REQUESTS = 5_000_000
-# Of one prompt or one answer; a longer one is taken for a broken line.
+# Of one prompt or answer. A longer one is taken for a broken line.
 MAX_TOKENS = 10_000_000
 
-# Chained hashes of full blocks, from the first token on; equal hashes are one object, so that memory and comparisons
-# stay small.
+# Chained hashes of full blocks from the first token on. Equal hashes are one object, which keeps memory small.
 Blocks = tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """blocks: of the prompt. grown: of prompt and answer together, what the decoding node can cache; the prompt's own
-    where the trace does not say. session: requests of one conversation; -1 where the trace does not say."""
+    """One request.
+
+    blocks: of the prompt.
+    grown: of prompt and answer, as the decoding node can cache them; the prompt's where the trace does not say.
+    session: of one conversation; -1 where unknown.
+    """
 
     arrival_s: float
     num_tokens: int
@@ -65,7 +67,7 @@ class Trace:
         return sum(r.num_tokens for r in self.requests) / max(len(self.requests), 1)
 
     def at_speed(self, speedup: float) -> Trace:
-        """The same requests, arriving `speedup` times as fast."""
+        """The same requests, `speedup` times as fast."""
         if not speedup > 0:
             raise ConfigError(f"speedup must be above 0, not {speedup}")
         return Trace(
@@ -77,7 +79,7 @@ class Trace:
 
 
 class BlockChain:
-    """Names blocks: the hash of a block names all blocks before it, too. Each name exists once."""
+    """Names blocks: a block's hash names all blocks before it. Each name exists once."""
 
     def __init__(self) -> None:
         self._names: dict[bytes, bytes] = {}
@@ -96,7 +98,7 @@ class BlockChain:
 
 
 def read_trace(path: Path) -> Trace:
-    """The format is told from the first line."""
+    """Read a trace. The first line tells the format."""
     text = _read(path)
     first = text[: text.find("\n")] if "\n" in text else text
     if first.lstrip().startswith("{"):
@@ -112,7 +114,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def in_order(name: str, block_tokens: int, requests: list[TraceRequest]) -> Trace:
-    """Sorted by arrival and shifted so that the first comes at 0."""
+    """Sort by arrival, and shift the first to 0."""
     if not requests:
         raise ConfigError(f"trace {name} holds no request")
     requests.sort(key=lambda r: r.arrival_s)
@@ -201,7 +203,7 @@ def _moment(text: str) -> float:
 
 
 def _whole(text: str) -> int:
-    """Tables that went through a spreadsheet or pandas say 100.0."""
+    """A whole number. Tables from spreadsheets say 100.0."""
     number = float(text)
     if not number.is_integer():
         raise ValueError(f"{text} is no whole number of tokens")

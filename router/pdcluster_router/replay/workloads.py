@@ -1,9 +1,8 @@
-"""A labelled, seeded generator of traces: what conversations, agents and retrieval share, and traffic that shares
-nothing.
+"""A labelled, seeded generator of traces: conversations, agents, retrieval, and traffic that shares nothing.
 
-Numbers are drawn from one random.Random(seed), so a (kind, size, seed) names one trace on every machine. Lengths are
-lognormal, given by median and spread; sessions arrive as a Poisson process; inside one, the next request comes a
-thinking time after the last answer's usual end. It models shapes, not any one service.
+One random.Random(seed) gives all numbers, so a (kind, size, seed) names one trace on every machine. Lengths are
+lognormal by median and spread. Sessions arrive as a Poisson process. Inside a session the next request comes a thinking
+time after the last answer. It models shapes, not any one service.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pdcluster.core.errors import ConfigError
 from pdcluster_router.replay.trace import BlockChain, Blocks, Trace, TraceRequest, in_order
 
 BLOCK_TOKENS = 512
-# What a token of an answer takes before the next turn may come; only spaces the turns of a session.
+# Seconds per token of an answer, which space the turns of a session.
 ANSWER_TOKEN_S = 0.03
 
 
@@ -36,8 +35,11 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class Sessions:
-    """Conversations whose prompt is everything said before. systems: lengths of the shared openings, chosen by Zipf;
-    turns: mean number."""
+    """Conversations whose prompt is everything before.
+
+    systems: lengths of the shared openings, chosen by Zipf.
+    turns: mean number.
+    """
 
     kind: str
     systems: Sequence[int]
@@ -54,7 +56,7 @@ MOST_CONTEXT = 120_000
 
 
 class _Text:
-    """Contents of a growing text, as numbers of full blocks; the rest of the last block is unfinished."""
+    """A growing text, as numbers of full blocks. The rest of the last block is unfinished."""
 
     def __init__(self, chain: BlockChain, names: Iterator[int]) -> None:
         self._chain, self._names = chain, names
@@ -62,7 +64,10 @@ class _Text:
         self.num_tokens = 0
 
     def add(self, num_tokens: int, shared: int | None = None) -> None:
-        """shared: number of a text that others contain, too, in the same place; None for one that nobody else has."""
+        """Add tokens.
+
+        shared: number of a text that others contain in the same place; None for a unique one.
+        """
         self.num_tokens += num_tokens
         missing = self.num_tokens // BLOCK_TOKENS - len(self.blocks)
         contents = [next(self._names) if shared is None else -(shared * 4096 + index + 1) for index in range(missing)]
@@ -70,7 +75,10 @@ class _Text:
 
 
 def sessions(shape: Sessions, num_requests: int, chance: random.Random, rate: float = 1.0) -> list[TraceRequest]:
-    """num_requests of a stream of sessions that has run for a while. rate: requests a second."""
+    """num_requests of a running stream of sessions.
+
+    rate: requests a second.
+    """
     chain, names = BlockChain(), _numbers()
     found: list[TraceRequest] = []
     opened_s, session = 0.0, 0
@@ -108,8 +116,7 @@ def agent(num_requests: int, chance: random.Random) -> list[TraceRequest]:
 
 
 def rag(num_requests: int, chance: random.Random) -> list[TraceRequest]:
-    """Questions behind documents that many ask about: 300 of them, by Zipf, one to three in a prompt, the most popular
-    first."""
+    """Questions behind popular documents: 300 of them, by Zipf, one to three in a prompt, the most popular first."""
     chain, names = BlockChain(), _numbers()
     documents = [Length(4000, 0.8, 30_000).draw(chance) for _ in range(300)]
     found, now_s = [], 0.0
@@ -127,8 +134,9 @@ def rag(num_requests: int, chance: random.Random) -> list[TraceRequest]:
 
 
 def documents(num_requests: int, chance: random.Random) -> list[TraceRequest]:
-    """Questions behind long documents, more than caches hold: two in five bring a new one, the others ask about one of
-    the last 200 that came, one in five of those about a part from its beginning."""
+    """Questions behind long documents, more than caches hold. Two in five bring a new one. The others ask about one of
+    the last 200, one in five of those about a part from its beginning.
+    """
     chain, names = BlockChain(), _numbers()
     lengths: list[int] = []
     found, now_s = [], 0.0
@@ -165,8 +173,7 @@ def unrelated(
 
 
 def mixed(parts: Sequence[tuple[str, float]], num_requests: int, chance: random.Random) -> list[TraceRequest]:
-    """Several kinds at once, by their shares of the requests. Each keeps its own contents and is stretched to the whole
-    span."""
+    """Several kinds at once, by shares. Each keeps its own contents and is stretched to the whole span."""
     found: list[TraceRequest] = []
     for number, (kind, share) in enumerate(parts):
         own = KINDS[kind](round(num_requests * share), chance)
@@ -184,7 +191,7 @@ def mixed(parts: Sequence[tuple[str, float]], num_requests: int, chance: random.
 
 
 def _steady(found: list[TraceRequest], closed_s: float, num_requests: int) -> list[TraceRequest]:
-    """The last num_requests before the last session opened: by then as many sessions run as always will."""
+    """The last num_requests before the last session opened, when the stream is steady."""
     before = sorted((r for r in found if r.arrival_s <= closed_s), key=lambda r: r.arrival_s)
     return before[-num_requests:]
 
@@ -217,7 +224,7 @@ KINDS: Mapping[str, Make] = {
 
 
 def generate(kind: str, num_requests: int, seed: int) -> Trace:
-    """Raises ConfigError for a kind that does not exist."""
+    """Raises ConfigError for an unknown kind."""
     make = KINDS.get(kind)
     if make is None:
         raise ConfigError(f"no workload is called {kind!r}; use one of {', '.join(KINDS)}")

@@ -1,9 +1,10 @@
-"""The functions of `weighing`, compiled by numba where a process asked for that with `load`, else as the Python that
-they are. One source, the same floats; it decides nothing. The scan of long lists of token ids (`token_list`) comes with
-them. `python -m pdcluster_router.policy.predicted.compiled` only compiles all of it, into the place where routers look.
+"""The functions of `scoring`, compiled by numba after `load`, otherwise as plain Python.
 
-A router loads them beside its start; tests and tools need not. Compiled functions take arrays, plain ones lists, which
-Python reads faster.
+Both have one source and the same floats. The scan of long lists of token ids (`token_list`) is compiled with them.
+`python -m pdcluster_router.policy.predicted.compiled` only compiles, into the cache that routers read.
+
+A router loads compiled functions beside its start. Tests and tools need not. Compiled functions take arrays, plain ones
+lists, which Python reads faster.
 """
 
 from __future__ import annotations
@@ -39,8 +40,7 @@ KEPT = "choice"
 
 
 class Scoring(Protocol):
-    """Functions, and what they take. The arrays that it gives are not to be written to, but for those of `blank` and
-    `zeros`."""
+    """The functions, and makers of their arguments. Arrays are read-only, but for those of `blank` and `zeros`."""
 
     first_leg: Callable[..., int]
     pair: Callable[..., None]
@@ -50,7 +50,7 @@ class Scoring(Protocol):
     bears: Callable[..., bool]
     note_sent: Callable[..., None]
     goes: Callable[..., bool]
-    # For `place` and `place_pair`, which say all that is read of it before they are called again.
+    # Scratch for `place` and `place_pair`, read before they are called again.
     scratch: tuple[Found, Told]
     scan_ids: Scan | None
 
@@ -73,19 +73,19 @@ class Scoring(Protocol):
     def part(self, found: Numbers, start: int, end: int) -> list[float]: ...
 
     def packed(self, told: Numbers, num: int) -> bytes:
-        """The first ones, as doubles."""
+        """The first `num` numbers as doubles."""
         ...
 
 
 def _note_sent(table: Array, row: int, *counts: int) -> None:
-    """On a list, since what arrays give are numbers that are slow."""
+    """Work on a list, because numbers of arrays are slow."""
     numbers = table[row].tolist()
     node_state.note_sent((numbers,), 0, *counts)
     table[row] = numbers
 
 
 class PythonScoring:
-    """Implements Weighing."""
+    """Implements Scoring."""
 
     first_leg = staticmethod(scoring.first_leg)
     pair = staticmethod(scoring.pair)
@@ -128,7 +128,7 @@ class PythonScoring:
 
 
 class CompiledScoring:
-    """Implements Weighing. Raises RuntimeError where numba does not work."""
+    """Implements Scoring. Raises RuntimeError where numba does not work."""
 
     def __init__(self) -> None:
         numba, extending, errors = (
@@ -190,7 +190,7 @@ def _source(name: str) -> Any:
 
 
 def _parts() -> Sequence[Any]:
-    """What compiled functions may call."""
+    """Functions that compiled functions may call."""
     modules = {module.__name__: module for module in SOURCES}
     own = [
         each
@@ -202,7 +202,7 @@ def _parts() -> Sequence[Any]:
 
 
 def _signatures(types: Any) -> dict[str, Any]:
-    """Compiled for these alone, and at once: a call with other types is an error, not a pause of seconds."""
+    """Types to compile for, at once. A call with other types is an error, not a pause of seconds."""
     row, rows, table = types.float64[::1], types.int64[::1], types.float64[:, ::1]
     asked, number, whole = types.UniTuple(types.float64, NUM_ASKED), types.float64, types.int64
     pools, text = (rows,) * 5, types.Array(types.uint8, 1, "C", readonly=True)
@@ -239,8 +239,10 @@ def use(functions: Scoring) -> None:
 
 
 def load(cache_dir: Path) -> bool:
-    """Use compiled functions from now on; the first time on a machine they are compiled, which takes seconds. False,
-    and a line in the log, where that does not work: choices are the same without, only slower."""
+    """Use compiled functions from now on. The first time on a machine takes seconds.
+
+    Returns False, with a line in the log, where that fails. Choices are then the same, only slower.
+    """
     from pdcluster.processes.kernel_cache import filling
 
     folder = cache_dir
@@ -258,7 +260,7 @@ def load(cache_dir: Path) -> bool:
         return False
     except (
         Exception
-    ) as error:  # numba reads files with pickle, which may raise anything on one that a power cut left half written
+    ) as error:  # numba reads files with pickle, which may raise anything on a file that a power cut truncated
         log.warning(
             "choices of nodes are weighed in plain Python, which is slower: remove %s to have them compiled again",
             folder,
@@ -269,7 +271,7 @@ def load(cache_dir: Path) -> bool:
 
 
 def is_kept(cache_dir: Path) -> bool:
-    """Whether to load them takes but a moment, because they were compiled before, or are not to be had."""
+    """Whether loading is quick: compiled before, or impossible."""
     try:
         return (_folder(cache_dir) / f"{KEPT}.filled").exists()
     except (ImportError, OSError):
@@ -277,8 +279,8 @@ def is_kept(cache_dir: Path) -> bool:
 
 
 def _folder(cache_dir: Path) -> Path:
-    """One for these sources: numba itself looks at the file of the function that is called only."""
-    from pdcluster.processes.kernel_cache import open_place  # nothing of an engine is loaded before this
+    """A cache for these sources: numba itself checks only the file of the called function."""
+    from pdcluster.processes.kernel_cache import open_place  # nothing of the engine is loaded before this
 
     digest = hashlib.blake2b(b"".join(Path(str(module.__file__)).read_bytes() for module in SOURCES), digest_size=8)
     return open_place(cache_dir) / f"{KEPT}-{digest.hexdigest()}"

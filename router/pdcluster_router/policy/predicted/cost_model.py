@@ -1,8 +1,7 @@
-"""The formulas of `seconds`: the terms of one node for one request, all in seconds.
+"""The formulas of the policy `seconds`: the terms of one node for one request, in seconds.
 
-Plain functions over rows of numbers (`stations`), written so that numba compiles them as they stand: loops, ifs and
-floats, no objects. `compiled` has them compiled where it can; else, and in tests, they run as the Python that they are,
-with the same floats.
+They are plain functions over rows of numbers (`node_rows`), written for numba: loops, ifs and floats, no objects.
+`compiled` compiles them where it can. Otherwise they run as Python, with the same floats.
 """
 
 from __future__ import annotations
@@ -10,50 +9,46 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import sqrt
 
-# Share of a prompt's last chunk whose KV leaves after the first token, about: layers go in groups while the later ones
-# are computed.
+# Share of a prompt's last chunk whose KV leaves after the first token. Layers leave in groups while later ones are
+# computed.
 LAST_GROUP = 0.25
 
-# Bandwidth of a pair that has not moved anything yet.
+# Bandwidth assumed for a pair that has moved nothing yet.
 UNMEASURED_BYTES_S = 1e9
 
 # Commit, its check and the acknowledgement.
 HANDOVER_S = 1e-3
 
-# Times what a row alone takes from token to token, up to which rows are well served (DESIGN §11).
+# Rows are well served up to this multiple of a lone row's time per token (DESIGN §11).
 COMFORT = 2.0
 
-# How much more a second weighs for each time that a pace is beyond that.
+# Extra weight of a second for each multiple beyond COMFORT.
 STRAIN = 5.0
 
-# Times what a prompt takes alone, short ones given the time of a usual one, within which its first token is in time
-# (DESIGN §11).
+# A first token is in time within this multiple of its prompt's lone time; short prompts get a usual one's (DESIGN §11).
 PATIENCE = 5.0
 
-# Standard deviations by which a row may be slower than the mean of all. Prompts come beside it by chance, each with a
-# pause about as long as that of the one that is asked about: while there are few, as a Poisson process; the less time
-# there is without one, the less is left to chance.
+# Standard deviations by which a row may be slower than the mean. Prompts come beside it by chance, as a Poisson process
+# while they are few. The less time without prompts, the less is left to chance.
 CHANCE = 1.0
 
-# Of what rows may take on average from token to token, as long as some of them take more.
+# Share of the limit that rows may take on average while some take more.
 WELL = 0.9
 
-# Where answers are short, or rows are asked to be as fast as alone, any pause would weigh as much as it pleases, and
-# prompts wait for long instead: by replays of short answers, whose first tokens came 9 % later with 100 than without
-# any of it, and 5 % with this.
+# Upper bound of the weight of a pause. Without a bound, prompts would wait long for rows with short answers: first
+# tokens came 9 % later at 100, 5 % at 4 (replay).
 MOST_PAUSE_WEIGHT = 4.0
 
-# Of the seconds that a copy of cached tokens would take to compute: what others lose by the room that it takes, in
-# which prefixes were that no other node holds. By replays of long documents that are asked about again, in caches of a
-# third of them: with 0.5 and 1.0 first tokens come 23 and 28 % sooner than with 0.
+# Price of a copy of cached tokens, as a share of computing them: it takes the room of prefixes that no other node
+# holds. Long documents in small caches had first tokens 23 and 28 % sooner with 0.5 and 1.0 than with 0.
 COPY_WEIGHT = 1.0
 
-# Of what prompts could have had cached (`lost_prefixes`): from there on a copy costs that much. Where nothing is lost
-# it costs nothing: agents at half load, whose prefixes all fit, would wait 10 % longer.
+# From this share of lost prefixes on, a copy costs its full price. Where nothing is lost it costs nothing: agents whose
+# prefixes all fit would wait 10 % longer.
 MUCH_LOST = 0.1
 
 ROUNDING = 1e-9
-# Stands where zero would be divided by.
+# Stands in for a zero divisor.
 TINY = 1e-300
 
 PREFILL_TERMS = ("wait", "compute", "fetch", "price", "slowed", "copy")
@@ -61,12 +56,11 @@ DECODE_TERMS = ("room", "exposed", "decode", "others", "row_price", "copy")
 LOCAL_TERMS = (*PREFILL_TERMS, "room", "decode", "others", "row_price")
 
 Numbers = Sequence[float]
-# What holds for all nodes at one moment: the price, seconds that later prompts lose for each second of work; and of the
-# time in which prompts are computed, the share on a node that does so for others, and on a decode node.
+# What holds for all nodes now: the price (seconds that later prompts lose per second of work), and the share of time
+# with prompts on a serving node and on a decode node.
 Market = tuple[float, float, float]
 
-# Columns of a table of nodes: the fields of `stations.Station`, in their order. What they follow from stands behind
-# them (`settling`).
+# Columns of a table of nodes: the fields of `node_rows.NodeRow`, in order. Derived columns follow them (`node_state`).
 (
     IS_SERVER,
     NUM_PROMPTS,
@@ -96,9 +90,8 @@ Market = tuple[float, float, float]
 ) = range(25)
 NUM_STATION = 25
 
-# What is asked of each node: the request, the policy's own numbers, and what the router knows beside the nodes
-# (`base.Query`). PREVIOUS: the mode of the last choice: 1 local, 2 remote, 0 none. LOST: share of what could have been
-# cached.
+# Numbers of a request, of the policy, and of the router (`base.Query`). PREVIOUS: 1 local, 2 remote, 0 none. LOST:
+# share of cacheable tokens that were lost.
 (
     NUM_TOKENS,
     OUTPUT,
@@ -120,7 +113,7 @@ NUM_ASKED = 13
 
 
 def alone_s(node: Numbers, new: float, cached: float) -> float:
-    """Computing so many tokens behind cached ones, with nothing beside them; 0 for none."""
+    """Seconds to compute so many tokens behind cached ones, alone; 0 for none."""
     if new <= 0.0:
         return 0.0
     steps = new / node[CHUNK_TOKENS]
@@ -130,7 +123,7 @@ def alone_s(node: Numbers, new: float, cached: float) -> float:
 
 
 def gap_s(node: Numbers, new: float, cached: float) -> float:
-    """The longest pause between tokens of running rows while `new` tokens of a prompt are computed."""
+    """The longest gap between tokens of running rows while `new` prompt tokens are computed."""
     chunk = node[CHUNK_TOKENS]
     if new < chunk:
         chunk = new
@@ -138,10 +131,12 @@ def gap_s(node: Numbers, new: float, cached: float) -> float:
 
 
 def paced_s(node: Numbers, new: float, cached: float, output: float) -> float:
-    """Between tokens of the rows that run there, over an answer: as it was lately, but for the steps in which this
-    prompt is computed beside them, and what waits before it; and slower by CHANCE, which few long pauses leave more
-    room to than many short ones, and a node that always computes prompts none: no row is slower than all of its
-    steps."""
+    """Seconds between tokens of the node's rows, over an answer.
+
+    It takes the recent gap, adds the steps of this prompt and of waiting prompts, and adds CHANCE. A few long pauses
+    leave more to chance than many short ones. A node that always computes prompts leaves none: no row is slower than
+    all its steps.
+    """
     steps = max(new / node[CHUNK_TOKENS], 1.0)
     busy_s = max(alone_s(node, new, cached) / steps, node[DECODE_FIXED_S]) + node[ADDED_S]
     share = min((node[WAIT_S] / max(node[PROMPT_STEP_S], busy_s, TINY) + steps) / output, 1.0)
@@ -154,8 +149,7 @@ def paced_s(node: Numbers, new: float, cached: float, output: float) -> float:
 
 
 def comfort_s(node: Numbers, itl_s: float) -> float:
-    """What rows that run there, or will, may take from token to token: as asked, or COMFORT times what one of them
-    takes alone."""
+    """What rows on the node may take between tokens: as required, or COMFORT times a lone row's time."""
     if itl_s > 0.0:
         return itl_s
     each_s = node[ADDED_S] / node[ROWS] if node[ROWS] > 0.0 else node[EACH_ROW_S]
@@ -163,13 +157,12 @@ def comfort_s(node: Numbers, itl_s: float) -> float:
 
 
 def num_slowed(node: Numbers) -> float:
-    """Rows that a prompt there slows. Those of a decode node's prompts are its own."""
+    """Rows that a prompt slows. A decode node's own prompts slow its own rows."""
     return node[ROWS] if node[IS_SERVER] > 0.0 else node[ROWS] + node[NUM_PROMPTS]
 
 
 def keeps_pace(node: Numbers, cached: float, asked: Numbers) -> bool:
-    """Whether running rows wait no longer for a token than they may, once and on average, while the prompt is computed
-    there."""
+    """Whether running rows stay within their limit, once and on average, while the prompt is computed."""
     if num_slowed(node) == 0.0:
         return True
     new, itl_s = asked[NUM_TOKENS] - cached, asked[ITL_ASKED_S]
@@ -180,13 +173,15 @@ def keeps_pace(node: Numbers, cached: float, asked: Numbers) -> bool:
 
 
 def bears(node: Numbers, cached: float, asked: Numbers, most: float) -> bool:
-    """Whether the node holds up no running rows for long by the prompt, or at most so many."""
+    """Whether the prompt holds up no running rows for long, or at most `most` of them."""
     return num_slowed(node) <= most or keeps_pace(node, cached, asked)
 
 
 def computed(node: Numbers, known: float, asked: Numbers) -> tuple[float, float]:
-    """Seconds of computing what is not known there, and what each row that runs there loses meanwhile. At least one
-    token is always computed: the first output token is drawn from its logits."""
+    """Seconds to compute what is not cached, and what each running row loses meanwhile.
+
+    At least one token is computed, for the logits of the first output token.
+    """
     new = asked[NUM_TOKENS] - known
     if new < 1.0:
         new = 1.0
@@ -199,10 +194,10 @@ def computed(node: Numbers, known: float, asked: Numbers) -> tuple[float, float]
 
 
 def copy_s(node: Numbers, cached: float, kept: float, asked: Numbers) -> float:
-    """What others lose when this node, too, holds tokens of the prompt beyond those it has `cached`, up to those that
-    another one keeps: COPY_WEIGHT of what the node would save with them, which is less than the whole prompt, since one
-    token is always computed. On a decode node nothing: rows that come there bring their KV wherever their prompts are
-    computed."""
+    """What others lose when this node also holds tokens that another one keeps.
+
+    COPY_WEIGHT of what the node would save with them. Zero on a decode node: its rows bring their KV anyway.
+    """
     if kept <= cached or node[IS_SERVER] <= 0.0 or asked[LOST] <= 0.0:
         return 0.0
     scarcity = min(asked[LOST] / MUCH_LOST, 1.0)
@@ -212,10 +207,11 @@ def copy_s(node: Numbers, cached: float, kept: float, asked: Numbers) -> float:
 def prompt_on(
     node: Numbers, cached: float, held: float, bytes_s: float, asked: Numbers
 ) -> tuple[float, float, float, float]:
-    """How the node would come by the prompt's KV: by a copy of the `held` tokens that another node has, which comes
-    while this one's queue is worked off, where that is sooner than by its own cache. Seconds of fetching that the queue
-    does not hide, of computing the rest, what rows lose meanwhile, and whether it fetches. bytes_s: of the path; 0 for
-    none."""
+    """How the node gets the prompt's KV: a fetch of the `held` tokens, where that is sooner than its own cache.
+
+    Returns seconds of fetching that the queue does not hide, seconds of computing, what rows lose meanwhile, and
+    whether it fetches. bytes_s: of the path; 0 for none.
+    """
     compute_s, paused_s = computed(node, cached, asked)
     if bytes_s > 0.0 and held > cached:
         fetch_s = HANDOVER_S + (held - cached) * node[KV_BYTES] / bytes_s - node[WAIT_S]
@@ -229,10 +225,12 @@ def prompt_on(
 
 
 def beside_prompts_s(node: Numbers, quiet_s: float, busy_s: float, share: float, output: float) -> float:
-    """Between tokens of a row with prompts beside it for that share of the time, or while what waits now is computed,
-    whichever makes it slower. On a node that computes prompts for others more will follow, so that the wait is a share
-    of the row's time as well. On a decode node it is over once, however long its steps are: rows lose that, not their
-    whole pace."""
+    """Seconds between tokens of a row with prompts beside it, for that share of time or while the waiting ones are
+    computed, whichever is slower.
+
+    On a serving node more prompts will follow, so waiting work is also a share of the row's time. On a decode node it
+    is over once, and rows lose only that.
+    """
     wait_s, once_s = node[WAIT_S], 0.0
     if wait_s > 0.0 and node[IS_SERVER] > 0.0:
         life_s = output * quiet_s
@@ -252,10 +250,11 @@ def beside_prompts_s(node: Numbers, quiet_s: float, busy_s: float, share: float,
 def row_on(
     node: Numbers, cached: float, asked: Numbers, market: Market
 ) -> tuple[float, float, float, float, float, float]:
-    """A row beside those that run, with prompts beside it for the market's share of the time, and while what waits now
-    is computed. Its pace; strain: how much more a second weighs there, because rows are slower than is comfortable;
-    then room, decode, others (what the running rows lose by one more beside them) and row_price (the row's share of the
-    steps that compute prompts, priced)."""
+    """A new row beside the running ones, with prompts beside it.
+
+    Returns its pace; strain (extra weight of a second, because rows are slower than comfortable); then room, decode,
+    others (what running rows lose by one more) and row_price (the row's share of prompt steps, priced).
+    """
     output, is_server = asked[OUTPUT], node[IS_SERVER]
     row_s = node[EACH_ROW_S] + node[CONTEXT_S] * (asked[NUM_TOKENS] + output / 2)
     quiet_s, busy_s = node[TPOT_S] + row_s, node[PROMPT_STEP_S] + row_s
@@ -282,18 +281,19 @@ def row_on(
 
 
 def slowness(node: Numbers, tpot_s: float, asked: Numbers) -> float:
-    """Of rows on a node: 0 when each is as fast as alone, 1 when they are as slow as they may be."""
+    """How slow rows are: 0 as fast as alone, 1 at their limit."""
     lone_s = alone_row_s(node, asked)
     slower_s = tpot_s - lone_s
     return slower_s / bearable_s(lone_s, asked) if slower_s > ROUNDING * tpot_s else 0.0
 
 
 def pause_weight(node: Numbers, late: float, asked: Numbers) -> float:
-    """What a second weighs by which a row of a decode node is held up, beside one for which a first token is waited: as
-    many times more as a row has less to lose over an answer until it is slow than a prompt has until it is late, if
-    any, and no more than MOST_PAUSE_WEIGHT. late: how near prompts are to that; the nearer, the more does their time
-    weigh, too, by replays of generated mixes with the second power. On a node that computes prompts for others it is 1:
-    they have to be computed beside somebody's rows."""
+    """Weight of a second that rows of a decode node are held up, against a second of waiting for a first token.
+
+    It grows as rows have less to lose until slow than the prompt until late, up to MOST_PAUSE_WEIGHT. late: how near
+    prompts are to being late; it counts with the second power (replay). On a serving node it is 1: prompts must be
+    computed beside someone's rows.
+    """
     patience_s = PATIENCE * alone_s(node, max(asked[NUM_TOKENS], asked[USUAL_TOKENS]), 0.0)
     weight = patience_s / (asked[OUTPUT] * bearable_s(alone_row_s(node, asked), asked))
     if node[IS_SERVER] > 0.0 or weight <= 1.0 or late >= 1.0:
@@ -302,11 +302,11 @@ def pause_weight(node: Numbers, late: float, asked: Numbers) -> float:
 
 
 def alone_row_s(node: Numbers, asked: Numbers) -> float:
-    """From token to token of a row with nothing beside it."""
+    """Seconds between tokens of a row alone."""
     return node[DECODE_FIXED_S] + node[EACH_ROW_S] + node[CONTEXT_S] * (asked[NUM_TOKENS] + asked[OUTPUT] / 2)
 
 
 def bearable_s(lone_s: float, asked: Numbers) -> float:
-    """By how much a row may be slower than alone."""
+    """How much slower than alone a row may be."""
     limit_s = asked[ITL_ASKED_S] if asked[ITL_ASKED_S] > 0.0 else COMFORT * lone_s
     return max(limit_s - lone_s, TINY)

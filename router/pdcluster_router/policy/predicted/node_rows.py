@@ -1,7 +1,7 @@
-"""What a policy needs of each node in numbers, and which nodes may take a leg. Values only: what follows from a report
-is worked out by `policy.predicted.node_state`, what it means for a request by `policy.predicted.cost_model`.
+"""Nodes as numbers, and which may take a leg. Values only.
 
-All nodes of a view stand in one table, a row a node, as compiled code takes them.
+All nodes of a view are one table, a row per node, as compiled code takes it. `node_state` derives columns from a
+report; `cost_model` says what they mean for a request.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ Table = NDArray[np.float64]
 
 
 class NodeRow(msgspec.Struct, frozen=True, gc=False):
-    """One node. Its fields in this order are the first columns of a table (`policy.predicted.cost_model` names them).
+    """One node. Its fields, in this order, are the first columns of a table (`cost_model` names them).
 
-    is_server: 1 on nodes that compute prompts for others, 0 on decode nodes. chunk_tokens: inf when a prompt is one
-    step. each_row_s: what a row adds to a step, beside context_s for each token that it attends to; added_s: what the
-    rows that run add together. itl_s, prompt_step_s, stretch: see Pace. missing_rows: rows that must end before there
-    is room for one more, as a share of all. tight: 1 ÷ pages that rows hold where pages are scarce, else 0;
-    spare_pages: those that a row could have. doubt: share of a prompt's predicted seconds by which the node's model may
-    be wrong."""
+    is_server: 1 on nodes that compute prompts for others, 0 on decode nodes.
+    chunk_tokens: inf when a prompt is one step.
+    each_row_s: what a row adds to a step, beside context_s per attended token.
+    added_s: what all running rows add.
+    itl_s, prompt_step_s, stretch: see NodePacing.
+    missing_rows: rows that must end before one more fits, as a share of all.
+    tight: 1 ÷ pages held by rows where pages are scarce, else 0.
+    spare_pages: pages for a new row.
+    doubt: share of a prompt's predicted seconds by which the model may be wrong.
+    """
 
     is_server: float
     num_prompts: float
@@ -55,7 +59,7 @@ class NodeRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class Pool:
-    """Rows of nodes that may take a leg, ascending. Not changed once made; kept as long as these nodes are the same."""
+    """Rows of nodes that may take a leg, ascending. Immutable."""
 
     def __init__(self, rows: Iterable[int], size: int) -> None:
         self.rows = tuple(rows)
@@ -81,7 +85,7 @@ class Pool:
         return self if len(rows) == len(self.rows) else Pool(rows, self._size)
 
     def part(self, name: object, is_in: Callable[[int], bool]) -> Pool:
-        """Its rows for which that holds; looked at once for each name."""
+        """The rows for which `is_in` holds, cached by name."""
         part = self._parts.get(name)
         if part is None:
             part = self._parts[name] = self.only(is_in)

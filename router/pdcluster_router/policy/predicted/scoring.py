@@ -1,9 +1,8 @@
-"""Weighs the nodes for one request by `estimates`: what holds for all of them, the best of each leg, and which mode is
-less. Compiled where that can be (`compiled`), else the Python that it is.
+"""Scores the nodes for one request by `cost_model`: what holds for all, the best of each leg, and the better mode.
 
-Which nodes may take which leg is not decided here, but by whoever gives the pools: rows, ascending. A choice is two
-calls, since the paths from the computing node matter to its partner only: `first_leg`, and where that gives a prefill
-node, `pair`. What they find stands in one row of numbers, so that a record of it costs nothing until somebody reads it.
+It is compiled where possible (`compiled`). The caller gives the pools as ascending rows. A choice is two calls:
+`first_leg`, and `pair` where that found a prefill node, because paths from the computing node matter only to its
+partner. Results stand in one row of numbers, so a record costs nothing until it is read.
 """
 
 from __future__ import annotations
@@ -54,20 +53,18 @@ Table = Sequence[Numbers]
 Rows = Sequence[int]
 Found = MutableSequence[float]
 
-# Of rows that a prompt slows at all.
+# Least strain of rows that a prompt slows at all.
 LEAST_STRAIN = 0.05
 
-# Nobody computes prompts for longer than that and still takes rows.
+# Upper bound of the share of time with prompts on a node that still takes rows.
 MOST_SHARE = 0.9
 
-# More than that is not known better either, and a mode shall not stay for ever.
+# Upper bound of the doubt, so that a mode does not stay for ever.
 MOST_DOUBT = 0.5
 
-# What is found. Modes are numbered as PREVIOUS. SKIPPED: better prefill nodes that have no partner. BEARABLE: rows that
-# a node of mode local may hold up for long, -1 for none. IS_CALM: 0 where every local node holds up too many. The
-# market: price: seconds that later prompts lose for each second of work; share: of the time in which a node that
-# computes prompts for others will do so, local_share: in which a decode node will for its own; late: of the first
-# tokens of those that wait, 0 while a node is idle, 1 when they will just be in time.
+# Result numbers. Modes are numbered as PREVIOUS. SKIPPED: better prefill nodes without a partner. BEARABLE: rows that a
+# local node may hold up for long, -1 for none. IS_CALM: 0 where every local node holds up too many. The market: price,
+# share and local_share as in Market; late: 0 while a node is idle, 1 when waiting first tokens will just be in time.
 (
     MODE,
     PREFILL,
@@ -86,10 +83,10 @@ MOST_DOUBT = 0.5
 ) = range(14)
 NO_MODE, LOCAL, REMOTE = 0.0, 1.0, 2.0
 PREFILL_LEG, DECODE_LEG, LOCAL_LEG = 0, 1, 2
-# Kept of a leg, the best first.
+# Candidates kept per leg, the best first.
 MOST_CANDIDATES = 16
 ENTRY_ROW, ENTRY_COST, ENTRY_FETCHED, ENTRY_CACHED, ENTRY_VALUES = 0, 1, 2, 3, 4
-# Numbers of one node of a leg; a leg of fewer terms leaves the last ones.
+# Numbers per node of a leg. A leg with fewer terms leaves the last ones unused.
 ENTRY = ENTRY_VALUES + 10
 HEADER = NUM_LEG + 3
 NUM_FOUND = HEADER + 3 * MOST_CANDIDATES * ENTRY
@@ -98,8 +95,11 @@ NUM_FOUND = HEADER + 3 * MOST_CANDIDATES * ENTRY
 def weigh_market(
     node_rows: Table, cached: Numbers, serving: Rows, decoding: Rows, asked: Numbers, found: Found
 ) -> None:
-    """What holds for all nodes now. serving: nodes that compute prompts for others; decoding: those that only
-    decode."""
+    """What holds for all nodes now.
+
+    serving: nodes that compute prompts for others.
+    decoding: decode-only nodes.
+    """
     of_serving, of_decoding = totals(node_rows, serving), totals(node_rows, decoding)
     num_held = asked[NUM_HELD]
     least_s, prompts, backlog_s, _, _, _ = of_serving if len(serving) else of_decoding
@@ -119,16 +119,15 @@ def weigh_market(
         late = wait_s / max(PATIENCE * alone_s(first, max(asked[NUM_TOKENS], asked[USUAL_TOKENS]), 0.0), TINY)
     share = 0.0
     if len(serving):
-        # How many prompts are there or wait for them tells it of now: with Poisson arrivals ρ = N ÷ (1 + N).
+        # The share of now, from the number of prompts there or waiting: with Poisson arrivals ρ = N ÷ (1 + N).
         share = (of_serving[1] + num_held) / (of_serving[1] + num_held + len(serving))
         share = max(share, share_later(node_rows, cached, serving, of_serving, of_decoding, asked))
         if len(decoding):
-            # What decode nodes computed themselves counts, too: the next such prompt may come here, and takes all the
-            # time of a row that is here.
+            # Prompts computed by decode nodes count: the next one may come here, and takes all the time of a row.
             share = max(share, min((asked[BUSY_SERVING] + asked[BUSY_DECODING]) / len(serving), MOST_SHARE))
     found[PRICE], found[SHARE], found[LATE] = price, share, late
-    # By the work that was sent there lately. What is on a decode node now says less about the life of a row: it is soon
-    # over, which `beside_prompts_s` counts, and whether more follows is this policy's own choice.
+    # From work sent there lately. Present work on a decode node is soon over, which `beside_prompts_s` counts. Whether
+    # more follows is this policy's own choice.
     found[LOCAL_SHARE] = min(asked[BUSY_DECODING] / len(decoding), MOST_SHARE) if len(decoding) else 0.0
 
 
@@ -137,7 +136,7 @@ def market_of(found: Numbers) -> Market:
 
 
 def totals(node_rows: Table, rows: Rows) -> tuple[float, float, float, float, float, float]:
-    """The least wait of any of them; sums of prompts, backlog, rows, context and TPOT × rows."""
+    """The least wait of any node, and sums of prompts, backlog, rows, context and TPOT × rows."""
     least_s, prompts, backlog_s, num_rows, context, tpot_rows = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     for place in range(len(rows)):
         node = node_rows[rows[place]]
@@ -154,9 +153,11 @@ def totals(node_rows: Table, rows: Rows) -> tuple[float, float, float, float, fl
 def share_later(
     node_rows: Table, cached: Numbers, serving: Rows, of_serving: Numbers, of_decoding: Numbers, asked: Numbers
 ) -> float:
-    """Of the time of nodes that compute prompts for others, over the life of an answer. By Little's law the rows that
-    run came at rows ÷ (output × TPOT) a second, each with a prompt about as long as what it attends to now, and cached
-    about as far as this one is at best."""
+    """Share of time with prompts on serving nodes over the life of an answer.
+
+    By Little's law the running rows came at rows ÷ (output × TPOT) a second. Each had a prompt about as long as what it
+    attends to, cached about as far as this one at best.
+    """
     num_rows = of_serving[3] + of_decoding[3]
     life_s = asked[OUTPUT] * (of_serving[5] + of_decoding[5]) / max(num_rows, 1.0)
     if life_s <= 0.0:
@@ -175,8 +176,9 @@ def start_of(leg: int, rank: int) -> int:
 
 
 def enter(found: Found, leg: int, row: int, cost: float, node_rows: Table) -> int:
-    """Where the terms of that node go, whose rows come ascending; -1 when MOST_CANDIDATES are better. Ties go to the
-    node with fewer requests, then to the first."""
+    """Where the terms of that node go, in ascending rows; -1 when MOST_CANDIDATES are better. Ties go to the node with
+    fewer requests, then to the first.
+    """
     num = int(found[NUM_LEG + leg])
     if num == MOST_CANDIDATES:
         worst = start_of(leg, num - 1)
@@ -210,7 +212,7 @@ def note(found: Found, at: int, row: int, cost: float, is_fetched: float, cached
 
 
 def most_kept(node_rows: Table, cached: Numbers, pool: Rows) -> float:
-    """Tokens of the prompt that some node of the pool which computes prompts for others has, or soon will have."""
+    """Tokens of the prompt that some serving node of the pool has or soon will have."""
     most = 0.0
     for row in pool:
         if cached[row] > most and node_rows[row][IS_SERVER] > 0.0:
@@ -228,8 +230,10 @@ def weigh_prefill(
     asked: Numbers,
     found: Found,
 ) -> None:
-    """slowed: what running rows lose by the prompt. Work that is done on a decode node delays no prompt of the others,
-    so it has no price."""
+    """Score serving nodes for the prompt.
+
+    slowed: what running rows lose by it. Work on a decode node delays no other prompt, so it has no price.
+    """
     kept = most_kept(node_rows, cached, pool)
     found[NUM_LEG + PREFILL_LEG] = 0.0
     for row in pool:
@@ -310,7 +314,7 @@ def weigh_local(
 def exposed_s(
     node: Numbers, cached: float, bytes_s: float, chunk_tokens: float, compute_s: float, asked: Numbers
 ) -> float:
-    """What of a transfer to the node is left when the first token is there, and the handing over."""
+    """Seconds of the transfer that remain after the first token, with the hand-over."""
     token_s = node[KV_BYTES] / (bytes_s if bytes_s > 0.0 else UNMEASURED_BYTES_S)
     missing = asked[NUM_TOKENS] - cached
     left_s = missing * token_s - compute_s
@@ -331,8 +335,11 @@ def weigh_decode(
     asked: Numbers,
     found: Found,
 ) -> None:
-    """Those that `first` can give KV to; -1: all. paths: bytes a second from where the prompt is computed, in chunks of
-    chunk_tokens; 0 for one that was not measured. Where it is computed, all of it is kept."""
+    """Score decode nodes that `first` can send KV to; -1: all.
+
+    paths: bytes/s from the computing node, in chunks of chunk_tokens; 0 for unmeasured. The computing node keeps the
+    whole prompt.
+    """
     market = market_of(found)
     found[NUM_LEG + DECODE_LEG] = 0.0
     for row in pool:
@@ -361,7 +368,10 @@ def weigh_decode(
 
 
 def is_partner(prefill: int, decode: int, groups: Rows, exchange: Table) -> bool:
-    """exchange: whether nodes of two groups have a medium in common."""
+    """Whether KV can move between two nodes.
+
+    exchange: 1 where two groups share a medium.
+    """
     return prefill != decode and exchange[groups[prefill]][groups[decode]] > 0.0
 
 
@@ -382,8 +392,10 @@ def first_leg(
     asked: Numbers,
     found: Found,
 ) -> int:
-    """The best prefill node that has a partner, or -1: then the best node for both legs is found. held: tokens on the
-    node from which KV may be fetched (source, -1 for none), over paths of so many bytes a second."""
+    """The best prefill node with a partner, or -1 with the best node for both legs.
+
+    held: tokens on the node from which KV may be fetched (source, -1 for none), over paths in bytes/s.
+    """
     weigh_market(node_rows, cached, serving, decoding, asked, found)
     found[NUM_LEG + PREFILL_LEG] = found[NUM_LEG + DECODE_LEG] = found[NUM_LEG + LOCAL_LEG] = 0.0
     found[SKIPPED] = 0.0
@@ -416,7 +428,10 @@ def pair(
     asked: Numbers,
     found: Found,
 ) -> None:
-    """The best partner of the prefill node that `first_leg` found, and which mode is less. paths: from that node."""
+    """The best partner of the prefill node of `first_leg`, and the better mode.
+
+    paths: from that node.
+    """
     leg = start_of(PREFILL_LEG, int(found[SKIPPED]))
     first, compute_s = node_rows[int(found[leg])], found[leg + ENTRY_VALUES + 1]
     weigh_decode(
@@ -456,13 +471,15 @@ def settle_local(node_rows: Table, cached: Numbers, rank: int, asked: Numbers, f
 
 
 def ttft_s(found: Numbers, leg: int) -> float:
-    """wait, compute and fetch are the first terms of both legs that compute a prompt."""
+    """wait, compute and fetch: the first terms of both legs that compute a prompt."""
     return found[leg + ENTRY_VALUES] + found[leg + ENTRY_VALUES + 1] + found[leg + ENTRY_VALUES + 2]
 
 
 def calm_rank(node_rows: Table, cached: Numbers, asked: Numbers, found: Numbers) -> int:
-    """Of the best local node that holds up no running rows for long; where the prefill node would, too, no more rows
-    than that. -1 for none."""
+    """Rank of the best local node that holds up no running rows for long; -1 for none.
+
+    Where the prefill node would hold up rows, too, a local node may hold up as many.
+    """
     for rank in range(int(found[NUM_LEG + LOCAL_LEG])):
         row = int(found[start_of(LOCAL_LEG, rank)])
         if bears(node_rows[row], cached[row], asked, found[BEARABLE]):
@@ -471,8 +488,11 @@ def calm_rank(node_rows: Table, cached: Numbers, asked: Numbers, found: Numbers)
 
 
 def is_local_better(node_rows: Table, rank: int, cached: Numbers, asked: Numbers, found: Numbers) -> bool:
-    """The price counts only as far as first tokens are nearer to being late than these rows are to being slow; beyond
-    that it is forgotten with the third power: by replays of generated mixes, where 1, 2 and 5 gave less goodput."""
+    """Whether mode local is better.
+
+    The price counts only as far as first tokens are nearer to being late than rows to being slow. Beyond that it fades
+    with the third power: 1, 2 and 5 gave less goodput in replay.
+    """
     prefill, decode, local = (
         start_of(PREFILL_LEG, int(found[SKIPPED])),
         start_of(DECODE_LEG, 0),
@@ -496,7 +516,7 @@ def is_local_better(node_rows: Table, rank: int, cached: Numbers, asked: Numbers
 
 
 def doubt_s(node_rows: Table, found: Numbers, leg: int) -> float:
-    """Of a prompt's time there: of what is computed, whose cost the node fitted."""
+    """Seconds by which the prompt's time may be wrong, from the model's error bars."""
     doubt = node_rows[int(found[leg])][DOUBT]
     return (doubt if doubt < MOST_DOUBT else MOST_DOUBT) * (found[leg + ENTRY_VALUES] + found[leg + ENTRY_VALUES + 1])
 
