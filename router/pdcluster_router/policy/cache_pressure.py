@@ -1,18 +1,15 @@
-"""Whether room in the caches of nodes is scarce: of what prompts of late had in common with earlier ones, how much no
-node kept. Pure.
+"""Cache pressure: how much of what prompts could have had cached no node had kept. Pure.
 
-Full caches are not scarce ones: most of what lies in a cache that has run for a while is never asked for again, and a
-copy in its place costs nobody anything. What earlier prompts had is told by `seen_blocks`, and so only of prompts that
-came through this router.
+A full cache is not a scarce one. Most of what an old cache holds is never asked for again, and a copy in its place
+costs nothing. Earlier prompts are those that came through this router (`prefix_index.ideal_cache`).
 """
 
 from __future__ import annotations
 
-# Weight of the prompt that came last.
+# Weight of the newest prompt.
 NEWEST = 1 / 128
 
-# Usual prompts that count as kept beside those that were, so that a prefix that was lost says little while few are
-# asked for again.
+# Usual prompts that count as kept at the start, so that one lost prefix says little.
 PRIOR = 16 * NEWEST
 
 

@@ -1,36 +1,31 @@
-"""The default: least predicted seconds, by the nodes' own cost models, with the mode chosen per request (DESIGN §7).
+"""The default policy: least predicted seconds, by the nodes' own cost models, with the mode chosen per request (DESIGN
+§7).
 
-Sources: predicted TTFT from Mooncake's Conductor (FAST'25, algorithm 1); the price of uncached work is our own
-(reference/routers.md b, h).
+Sources: predicted TTFT is from Mooncake's Conductor (FAST'25, algorithm 1). The price of uncached work is our own.
 
- 1. Prefill leg: wait + compute + price × compute + what rows lose that run there + copy. The price is what a second of
-    work costs those who come later: alpha × the queue of the least loaded node, counted in average prompts. While any
-    node is idle it is 0 and the least wait + compute wins; when all have a queue, saving work (going where the prefix
-    is cached) is worth more than a shorter queue. A prefix that another node holds is fetched from there where that is
-    sooner than computing it. Either way the KV is held twice then, and what makes room for it perhaps was held once: a
-    copy costs COPY_WEIGHT of the time that computing it takes, also while nodes are idle, as far as caches lose what is
-    asked for (Query.lost).
- 2. Decode leg: exposed transfer + output × TPOT + what the rows beside it lose + the wait for room + copy, as in rule
-    1: of all that the computing node keeps, on a node that computes prompts for others, too.
- 3. Local: both on one node, without a transfer. Work that is done on a decode node delays no prompt of the others, so
-    it has no price; it is paid by the rows there. A second that these lose weighs as many times more as they have less
-    to lose over an answer until they are slow (COMFORT) than a prompt has until it is late (PATIENCE), as long as none
-    is. And between modes the price counts only as far as first tokens are nearer to being late than these rows are to
-    being slow: rows shall not be slowed for waits that harm nobody, and both limits are reached together.
- 4. TPOT counts the prompts that will be computed beside the row while it lives: as many as wait, as the rows that run
-    came with, and, where nodes have roles, as were sent lately: on a prefill node to whatever node, as the next one may
-    come here. What waits on a decode node slows a row once, and no longer than it takes. Where it is beyond COMFORT
-    times a lone row's, a second weighs more, so that decode nodes take prompts while their rows stay well served, and
-    prefill nodes take rows while they are idle enough.
- 5. Remote or local, whichever is less; the mode of the last choice (not one that a request asked for) keeps a margin,
-    so that a tie does not flip with every report: as a share of the time to first token, and what the nodes' models may
-    be wrong by (their error bars), so that it does not flip with what is not known. A prompt that would hold up running
-    rows longer than the inter-token limit, or make them slow on average over an answer, goes elsewhere while there is a
-    pair that can take it: many would lose what one wins. Where the prefill node has rows that it would hold up, too, it
-    goes where these are fewer: a single row on a prefill node is no reason to slow all those of a decode node. Prompts
-    that wait on a decode node will be rows there. Nodes that are passed over for their rows are no places for the
-    request either: while those that are left have much to do, it waits in the router (`gate`).
- 6. While no node has run enough steps to know what they cost: the product score.
+1. Prefill leg: wait + compute + price × compute + what running rows lose + copy. The price is what a second of work
+   costs later requests: alpha × the queue of the least loaded node, in average prompts. While any node is idle the
+   price is 0, and the least wait + compute wins. When all have a queue, saving work is worth more than a shorter queue.
+   A prefix on another node is fetched where that is sooner than computing it. Either way the KV then exists twice, in
+   room that may have held other prefixes. So a copy costs COPY_WEIGHT of computing it, as far as caches lose prefixes
+   that are asked for (Query.lost). It costs that also while nodes are idle.
+2. Decode leg: exposed transfer + output × TPOT + what the rows beside it lose + the wait for room + copy. On a serving
+   node, the copy is of all that the computing node keeps.
+3. Local: both legs on one node, without a transfer. Work on a decode node delays no other prompt, so it has no price;
+   its rows pay. A second that they lose weighs more, the less they have left until they are slow (COMFORT), compared
+   with what the prompt has left until it is late (PATIENCE). Between modes, the price counts only as far as first
+   tokens are nearer to being late than these rows are to being slow. So rows are not slowed for harmless waits, and
+   both limits are reached together.
+4. TPOT counts prompts that will be computed beside the row while it lives. It takes the waiting prompts, the prompts
+   that running rows came with, and, where nodes have roles, the prompts sent lately to any prefill node. A prompt on a
+   decode node slows a row once. Beyond COMFORT times a lone row's time, a second weighs more. So decode nodes take
+   prompts while their rows are well served, and prefill nodes take rows while they are idle enough.
+5. Mode: remote or local, whichever is less. The mode of the last free choice keeps a margin: a share of the time to
+   first token, plus the error bars of the nodes' models. So ties do not flip with every report. A prompt that would
+   hold up running rows beyond the inter-token limit goes elsewhere while a pair can take it. Where the prefill node has
+   rows, too, the prompt goes where these are fewer. Nodes that are passed over for their rows do not count as room.
+   While the other nodes are busy, the request waits in the router (`queueing.gate`).
+6. While no node knows its step costs, the product score decides.
 """
 
 from __future__ import annotations
