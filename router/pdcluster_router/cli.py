@@ -1,5 +1,4 @@
-"""The command `pdcluster-router`: reads the router section and serves until it is told to stop. Only glue; the work is
-in `process`."""
+"""The command `pdcluster-router`. Reads its section of the settings and serves until it is stopped."""
 
 from __future__ import annotations
 

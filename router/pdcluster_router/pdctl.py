@@ -1,5 +1,4 @@
-"""The command `pdctl`: what an operator asks of a cluster, and of traces without one. Only glue; a command's work is
-imported when it runs."""
+"""The command `pdctl`. A subcommand's work is imported when it runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The router process: bootstrap, links, dispatch HTTP and gRPC put together, served until SIGTERM or SIGINT, then
-drained."""
+"""The router process: bootstrap, links, dispatch, HTTP and gRPC, served until SIGTERM or SIGINT, then drained."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ from pdcluster_router.workers.worker import WorkerIdentity, show
 logger = logging.getLogger(__name__)
 
 COMPILE_LOOK_S = 0.1
-# For the process that compiles choices: a part of a minute, behind another one that does so (`kernel_cache.WAIT_S`).
+# For the process that compiles policies: part of a minute, perhaps behind another one (`kernel_cache.WAIT_S`).
 COMPILE_S = 360.0
 
 WARM_S = 2.0
@@ -61,7 +60,7 @@ WARM_LOOK_S = 0.01
 
 
 def run(config: RouterConfig) -> int:
-    """Serve until a signal; the exit code is 0 after a drain, 1 when a part of the router failed."""
+    """Serve until a signal. Returns 0 after a drain, 1 when a part of the router failed."""
     keep_heap()
     return uvloop.run(_serve(config))
 
@@ -104,7 +103,7 @@ async def _serve(config: RouterConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RouterComponents:
-    """What a router is made of, before anything of it runs."""
+    """The parts of a router before it runs."""
 
     cluster: NodeTable
     models: ModelRegistry
@@ -114,7 +113,10 @@ class RouterComponents:
 
 
 def assemble(config: RouterConfig, me: Peer, worker: WorkerIdentity | None, stack: AsyncExitStack) -> RouterComponents:
-    """stack: closes what has to be closed."""
+    """Build them.
+
+    stack: closes what must be closed.
+    """
     events = EventLog()
     cluster = _cluster(config, me, events, stack)
     models = ModelRegistry(cluster, config.tokenizer, config.tool_format, config.reasoning)
@@ -157,8 +159,9 @@ def _selector(config: RouterConfig, cluster: NodeTable) -> PolicySelector:
 
 
 async def compile_choices() -> None:
-    """Requests are routed meanwhile, only slower. What is not kept yet is compiled by another process, since that holds
-    the interpreter's lock for seconds; one in a session of its own, so that a Ctrl-C is this router's to handle."""
+    """Compile policies in another process, which holds no lock of ours. Requests are routed meanwhile, more slowly. The
+    process has its own session, so Ctrl-C reaches this router only.
+    """
     cache_dir = cache_directory()
     if not await asyncio.to_thread(compiled.is_kept, cache_dir):
         compiling, until = _compiling(), time.monotonic() + COMPILE_S
@@ -181,13 +184,12 @@ async def compile_choices() -> None:
 
 
 def _compiling() -> subprocess.Popen[bytes]:
-    """Not asyncio's, since uvloop forks, and what gRPC does at a fork kills some of these children; this one starts
-    without a fork."""
+    """Not asyncio's: uvloop forks, and gRPC kills some children at a fork. This one starts without a fork."""
     return subprocess.Popen([sys.executable, "-m", compiled.__name__], start_new_session=True)
 
 
 async def _join(worker: WorkerIdentity, me: Peer, parts: RouterComponents, tasks: Tasks) -> FrontDoors:
-    """One of several: answer the supervisor, and know the cluster before listening."""
+    """Join a group of workers: answer the supervisor, and know the cluster before listening."""
     front = parts.front
     desk = WorkerEndpoint(parts.admin, front.metrics.registry)
     await tasks.run(desk.serve(worker, me.incarnation))
@@ -205,7 +207,11 @@ async def _serve_admin(admin: Admin, config: RouterConfig, stack: AsyncExitStack
 
 @dataclass(frozen=True, slots=True)
 class FrontDoors:
-    """worker None: the only one; exposition None: of this process."""
+    """HTTP and gRPC.
+
+    worker: None: the only one.
+    exposition: None: of this process.
+    """
 
     dispatch: Dispatch
     metrics: RouterMetrics
@@ -215,8 +221,10 @@ class FrontDoors:
 
 
 async def warm(cluster: NodeTable, dispatch: Dispatch) -> float:
-    """How many seconds it took. A worker listens once it knows the nodes and what they hold, so that no client meets
-    one that knows nothing while others serve; and after WARM_S whatever it knows, because there may be no nodes yet."""
+    """Wait until the nodes and their caches are known, at most WARM_S, and return the seconds.
+
+    So no client meets a worker that knows nothing while others serve. There may be no nodes yet.
+    """
     began = time.monotonic()
     while (taken := time.monotonic() - began) < WARM_S:
         if dispatch.is_ready() and all(cluster.caches.is_exact(card.incarnation) for card in cluster.listed()):
@@ -227,7 +235,7 @@ async def warm(cluster: NodeTable, dispatch: Dispatch) -> float:
 
 @asynccontextmanager
 async def _open(front: FrontDoors, config: RouterConfig) -> AsyncIterator[tuple[str, str | None]]:
-    """HTTP and gRPC while the block runs; both drain at the same time."""
+    """Serve HTTP and gRPC while the block runs. Both drain at the same time."""
     dispatch, metrics, places, worker = front.dispatch, front.metrics, front.places, front.worker
     id_prefix, is_shared = (worker.id_prefix, True) if worker is not None else ("", False)
     plain = Plain(dispatch.shared, metrics)
@@ -241,7 +249,7 @@ async def _open(front: FrontDoors, config: RouterConfig) -> AsyncIterator[tuple[
         )
         grpc_address = None
         if config.grpc is not None:
-            from pdcluster_router.frontend import grpc  # half the router's start, and not everybody wants it
+            from pdcluster_router.frontend import grpc  # half of the router's start, and not everyone wants it
 
             doors.append(AsyncExitStack())
             settings = grpc.GrpcSettings(
@@ -260,7 +268,7 @@ async def _open(front: FrontDoors, config: RouterConfig) -> AsyncIterator[tuple[
 
 
 async def keep_roles(admin: Admin, controller: RoleController) -> None:
-    """Look every second, and carry out what the controller wants."""
+    """Look every second and carry out the controller's flips."""
     while True:
         await asyncio.sleep(LOOK_S)
         flip = controller.decide(time.monotonic(), admin.cluster.view())
@@ -310,8 +318,10 @@ def dispatch_settings(config: RouterConfig, *, is_shared: bool = False) -> Dispa
 
 
 class Tasks:
-    """What must not end before the router does: if one fails, the failure is logged, and the process stops. stack: ends
-    them, the latest first."""
+    """Tasks that must not end before the router. If one fails, it is logged and the process stops.
+
+    stack: ends them, the latest first.
+    """
 
     def __init__(self, stop: asyncio.Event, stack: AsyncExitStack) -> None:
         self._stop = stop

@@ -1,8 +1,7 @@
-"""The spare process of a router's supervisor: everything a worker imports is loaded, nothing of it is used before it is
-told which worker to be.
+"""The spare process of a router's supervisor. It imports all that a worker imports, and then waits to become one.
 
-`python -m pdcluster_router.spare --ready-fd N`, started by the supervisor only. It costs the memory of a loaded, idle
-Python process (`router.spare` turns it off).
+`python -m pdcluster_router.spare --ready-fd N`, started by the supervisor only. It costs the memory of an idle Python
+process (`router.spare` turns it off).
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-# What brings all that a worker imports, now or later.
+# Imports that bring all that a worker imports, now or later.
 LOADED = ("pdcluster_router.cli", "pdcluster_router.process", "pdcluster_router.frontend.grpc")
 
 

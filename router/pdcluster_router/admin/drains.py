@@ -1,5 +1,4 @@
-"""Emptying a node, for one router and for several workers alike: cordon it, then tell what is left whenever that
-changed, until nothing is."""
+"""Draining a node, for one router or several workers: cordon it, then report what is left until nothing is."""
 
 from __future__ import annotations
 
@@ -18,14 +17,16 @@ class Cordoning(Protocol):
     async def cordon(self, name: str, *, cordoned: bool) -> NodeStatus: ...
 
     async def wait_for_change(self, timeout_s: float) -> None:
-        """Until it is worth another look, at most so long."""
+        """Wait until another look is worth it, at most so long."""
         ...
 
 
 async def drain(
     nodes: Cordoning, name: str, deadline_s: float, log: EventLog, clock: Callable[[], float]
 ) -> AsyncIterator[DrainProgress]:
-    """Raises DeadlineExceeded when something runs after deadline_s; the node stays cordoned."""
+    """Drain a node, yielding its progress. Raises DeadlineExceeded when work is left after deadline_s; the node stays
+    cordoned.
+    """
     if not 0.0 <= deadline_s < math.inf:
         raise BadRequest(f"deadline_s is {deadline_s:g}; it must be a number of seconds, 0 or more", "deadline_s")
     deadline = clock() + deadline_s
@@ -48,7 +49,7 @@ async def drain(
 
 
 def progress_of(node: NodeStatus) -> DrainProgress | None:
-    """None while the node has not reported since it was cordoned."""
+    """What is left on a node; None while it has not reported since it was cordoned."""
     load = node.load
     if load is None or not load.draining:
         return None

@@ -1,5 +1,4 @@
-"""The Admin service over gRPC, on a port of its own and behind a token where one is set: translates calls to
-Operations, and answers to protobuf."""
+"""The Admin service over gRPC, on its own port, behind a token where one is set. Translates calls to Operations."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ STOP_GRACE_S = 0.5
 
 
 class AdminService(stubs.AdminServicer):
-    """Lives in one event loop, that of a router or of its supervisor."""
+    """Runs in the event loop of a router or of its supervisor."""
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
@@ -172,8 +171,9 @@ def _event(event: Event) -> pb.Event:
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls without the token, where there is one, and answers our errors with their status. Health and
-    reflection need the token too."""
+    """Refuses calls without the token, and answers our errors with their status. Health and reflection need the token,
+    too.
+    """
 
     def __init__(self, token: str | None) -> None:
         self._expected = None if token is None else f"Bearer {token}".encode()
@@ -237,7 +237,7 @@ def _same_kind(
 
 @asynccontextmanager
 async def listening(operations: Operations, address: str, token: str | None) -> AsyncIterator[str]:
-    """Serves while the block runs and gives HOST:PORT."""
+    """Serve while the block runs; yields HOST:PORT."""
     server = grpc.aio.server(
         interceptors=(Guard(token),), options=(("grpc.so_reuseport", 0),), maximum_concurrent_rpcs=MAX_CALLS
     )

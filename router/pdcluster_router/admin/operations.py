@@ -1,8 +1,7 @@
-"""What operators ask and are told, in plain values: the seam between the Admin service (`admin_api`) and whoever
-answers.
+"""The seam between the Admin service and whoever answers it: plain values and one protocol.
 
-That is one router (`admin`), or the supervisor of several workers on its workers' behalf (`workers.fleet`). The values
-can be sent from one process to another; nothing here does that, or decides anything.
+One router answers (`admin.service`), or the supervisor for its workers (`workers.fleet`). Values can go from process to
+process.
 """
 
 from __future__ import annotations
@@ -20,7 +19,11 @@ State = Literal["connecting", "ready", "cordoned"]
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
-    """in_flight: requests of the router, or of all workers, on the node; load: None before its first report."""
+    """One node.
+
+    in_flight: requests of the router, or of all workers.
+    load: None before its first report.
+    """
 
     name: str
     incarnation: str
@@ -36,7 +39,10 @@ class NodeStatus(msgspec.Struct, frozen=True):
 
 
 class RequestStatus(msgspec.Struct, frozen=True):
-    """One choice of a client's request that is not answered yet. mode, prefill, decode: "" until they are chosen."""
+    """One choice of a request without its final answer.
+
+    mode, prefill, decode: "" until chosen.
+    """
 
     id: str
     model: str
@@ -51,14 +57,21 @@ class RequestStatus(msgspec.Struct, frozen=True):
 
 
 class RequestList(msgspec.Struct, frozen=True):
-    """Oldest first. silent: workers that did not answer, so that what they work on is not listed."""
+    """Requests, oldest first.
+
+    silent: workers that did not answer, whose requests are missing.
+    """
 
     requests: tuple[RequestStatus, ...]
     silent: tuple[str, ...] = ()
 
 
 class PolicyStatus(msgspec.Struct, frozen=True):
-    """shadow: "" for none; known: names that may be set."""
+    """Policies.
+
+    shadow: "" for none.
+    known: names that may be set.
+    """
 
     live: str
     shadow: str
@@ -66,8 +79,11 @@ class PolicyStatus(msgspec.Struct, frozen=True):
 
 
 class CachedNode(msgspec.Struct, frozen=True):
-    """digest: of the blocks, equal for equal sets, "" when it was not asked for; is_exact: all that the node last said
-    is known."""
+    """One node's cache as the index has it.
+
+    digest: equal for equal sets of blocks, "" when not requested.
+    is_exact: the index has all that the node last reported.
+    """
 
     node: str
     incarnation: str
@@ -77,8 +93,12 @@ class CachedNode(msgspec.Struct, frozen=True):
 
 
 class CacheStatus(msgspec.Struct, frozen=True):
-    """entries: (block, node) pairs of one view; bytes: of all views; views: each worker's own, none for a router
-    alone."""
+    """The prefix index.
+
+    entries: (block, node) pairs of one view.
+    bytes: of all views.
+    views: one per worker, none for a router alone.
+    """
 
     entries: int
     bytes: int
@@ -89,7 +109,7 @@ class CacheStatus(msgspec.Struct, frozen=True):
 
 
 class DrainProgress(msgspec.Struct, frozen=True):
-    """What is left on a node that drains."""
+    """What is left on a draining node."""
 
     waiting: int
     running: int
@@ -98,8 +118,9 @@ class DrainProgress(msgspec.Struct, frozen=True):
 
 
 class Operations(Protocol):
-    """Raises UnknownName for what is not known (any more), BadRequest, NodeLost, DeadlineExceeded, and Unavailable when
-    nobody can answer."""
+    """What operators may do. Raises UnknownName, BadRequest, NodeLost, DeadlineExceeded, or Unavailable when no worker
+    answers.
+    """
 
     async def nodes(self) -> list[NodeStatus]: ...
 

@@ -1,16 +1,14 @@
-"""When a node should change its role: a controller over the predicted backlog of both pools. Pure: told the time, it
-answers with at most one flip.
+"""Role controller: when a node should change its role, by the predicted backlog of both pools.
 
-Rules, in this order:
-  1. Nothing flips within dwell_s of the last flip, nor a node that is cordoned.
-  2. A pool is *short* when it was over its high mark at every look for sustain_s: prompts, when the seconds of prompt
-     work that wait per prefill node exceed backlog_high_s; decoding, when the share of rows or KV pages in use exceeds
-     use_high.
-  3. A pool can *spare* a node when, with one node less, it would be under its low mark; so that a flip is not undone by
-     its own effect.
-  4. When one pool is short and the other can spare a node, the spare one with the least to do flips. When both are
-     short, or none, nothing does.
-  5. Each pool keeps a node, unless a mixed node stands in for it. Mixed nodes count for both pools and never flip.
+Pure: it is given the time and returns at most one flip. Rules, in order:
+
+1. Nothing flips within dwell_s of the last flip. A cordoned node never flips.
+2. A pool is *short* when it was over its high mark at every look for sustain_s. Prefill: seconds of waiting prompt work
+   per node exceed backlog_high_s. Decode: the share of rows or KV pages in use exceeds use_high.
+3. A pool can *spare* a node when, with one node less, it would be under its low mark. So a flip is not undone by its
+   own effect.
+4. When one pool is short and the other can spare a node, its least loaded spare node flips.
+5. Each pool keeps a node, unless a mixed node stands in. Mixed nodes count for both pools and never flip.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ Pool = Literal["prefill", "decode"]
 
 @dataclass(frozen=True, slots=True)
 class RoleSettings:
-    """Seconds and shares of the rules above."""
+    """Seconds and shares of the rules."""
 
     backlog_high_s: float = 1.0
     backlog_low_s: float = 0.25
@@ -40,7 +38,10 @@ class RoleSettings:
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """why: for the event that explains it."""
+    """A change of role.
+
+    why: for the event that explains it.
+    """
 
     node: NodeView
     role: Role
@@ -48,8 +49,9 @@ class Flip:
 
 
 class RoleController:
-    """Owned by one caller, who looks every second or so and carries the flips out. One controller per cluster: several
-    would undo each other."""
+    """The controller. One caller looks every second and carries flips out. One per cluster: several would undo each
+    other.
+    """
 
     def __init__(self, settings: RoleSettings, headroom: Headroom) -> None:
         self._settings = settings
@@ -95,7 +97,7 @@ class RoleController:
         return sum(map(self._headroom.waiting_s, prefills)) / len(prefills) if prefills else 0.0
 
     def _spare_decode(self, decodes: Sequence[NodeView]) -> NodeView | None:
-        """The decode node with the least to do, if the others could carry its rows."""
+        """The least loaded decode node whose rows the others could carry."""
         own = [node for node in decodes if node.role == "decode"]
         if not own or len(decodes) < 2:
             return None
@@ -118,8 +120,10 @@ def _pool(nodes: Sequence[NodeView], pool: Pool) -> list[NodeView]:
 
 
 def _use(decodes: Sequence[NodeView], extra: NodeView | None = None) -> float:
-    """The larger share of what is taken: rows, or pages that are neither free nor evictable. extra: its load as well,
-    without its room."""
+    """The larger share in use: rows, or pages that are neither free nor evictable.
+
+    extra: a load to carry without its room.
+    """
     loads = [node.load for node in decodes if node.load is not None]
     if not loads:
         return 1.0

@@ -1,5 +1,4 @@
-"""What an operator may ask of one router and change through it: implements Operations. Served over gRPC by `admin_api`;
-decides nothing by itself."""
+"""What an operator may ask of one router and change in it. Implements Operations; served by `admin.grpc`."""
 
 from __future__ import annotations
 
@@ -32,16 +31,19 @@ from pdcluster_router.policy.registry import POLICIES, make_policy
 from pdcluster_router.policy.selector import PolicyHolder
 from pdcluster_router.request.open_requests import OpenRequest, OpenRequests
 
-# Longest wait for a node's answer to a wish.
+# Longest wait for a node's answer to a change.
 MANAGE_S = 5.0
 
-# A drain looks this often, even when nothing is heard.
+# A drain looks this often, even without news.
 LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class KnownNode:
-    """view None: the bootstrap lists it, but there is no link or no report yet."""
+    """A node.
+
+    view: None when the bootstrap lists it without a link or report.
+    """
 
     card: NodeCard
     view: NodeView | None
@@ -126,7 +128,7 @@ class Admin:
     # ------------------------------------------------------------ requests
 
     async def requests(self, node: str = "") -> RequestList:
-        """Those on one node, or all. Raises UnknownName for a node that nobody knows."""
+        """Requests on one node, or all. Raises UnknownName for an unknown node."""
         now, node = self._clock(), self._find(node).card.node if node else ""
         return RequestList(
             tuple(
@@ -135,7 +137,7 @@ class Admin:
         )
 
     async def cancel(self, request: str, reason: str) -> int:
-        """By its id, else by what its client calls it. Raises UnknownName when no open request is called that."""
+        """Cancel by id, else by the client's name. Raises UnknownName when no open request has it."""
         called = [name for name in (request, own_id(request)) if self._open.matching(name)][:1]
         if not called:
             alike = frozenset(self._explainer.called(request))
@@ -150,8 +152,7 @@ class Admin:
         return num_cancelled
 
     async def explain(self, request: str) -> list[Explanation]:
-        """Why a request, or each of its choices, went where it went. Raises UnknownName when that is not known (any
-        more)."""
+        """Why a request, or each of its choices, went where it went. Raises UnknownName when unknown."""
         found = self._explainer.explain_all(request, own_id(request))
         if not found:
             raise UnknownName(
@@ -166,8 +167,9 @@ class Admin:
         return PolicyStatus(live.name, shadow.name if shadow is not None else "", POLICIES)
 
     async def set_policy(self, *, live: str | None, shadow: str | None, dry_run: bool) -> PolicyStatus:
-        """From the next decision on; shadow "" removes it. Raises BadRequest for one that does not exist, and then
-        changes nothing."""
+        """Set policies from the next decision on; shadow "" removes it. Raises BadRequest for an unknown one, and then
+        changes nothing.
+        """
         try:
             made = make_policy(live) if live is not None else self._policies.live
             watching = self._policies.shadow if shadow is None else make_policy(shadow) if shadow else None
@@ -184,7 +186,10 @@ class Admin:
     # ------------------------------------------------------------ caches and events
 
     async def cache(self, *, digests: bool) -> CacheStatus:
-        """digests look at every row: half a second for ten million."""
+        """The prefix index.
+
+        digests: reads every row: half a second for ten million.
+        """
         caches, index = self.cluster.caches, self.cluster.caches.index
         nodes = tuple(
             CachedNode(
@@ -235,7 +240,7 @@ def _status(found: KnownNode) -> NodeStatus:
 
 
 def _after(found: KnownNode, answer: Managed) -> KnownNode:
-    """As the node says it is now; its next report says the same."""
+    """The node as its answer says. Its next report says the same."""
     view = found.view
     if view is None or view.load is None:
         return found

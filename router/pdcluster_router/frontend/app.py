@@ -1,8 +1,7 @@
-"""The OpenAI-compatible HTTP application: which path does what, how many requests at a time, and what becomes of
-errors.
+"""The OpenAI-compatible HTTP application: paths, limits and errors.
 
-It hears of requests from connections (`http_connection.Application`) and answers through their exchanges, without a
-framework. Preparing and answering generations is in `prepare` and `answer`, listening in `server`.
+Connections call it (`connection.Application`), and it answers through their exchanges, without a framework. `prepare`
+and `response` handle generations; `server` listens.
 """
 
 from __future__ import annotations
@@ -59,12 +58,12 @@ Exposition = Callable[[], Awaitable[bytes]]
 
 T = TypeVar("T")
 
-# More of them are made text in a thread.
+# More tokens are detokenized in a thread.
 MANY_TOKENS = 4096
 MODELS_PREFIX = "/v1/models/"
 AUTHORIZATION = b"authorization"
 SERVED = ("/v1/chat/completions", "/v1/completions", "/v1/models")
-# How paths begin that clients of OpenAI's API, and of servers like it, may ask for.
+# First parts of paths that clients of OpenAI-like servers may ask for.
 NOT_SERVED = (
     "/v1/responses", "/v1/embeddings", "/v1/conversations", "/v1/messages", "/v1/rerank", "/v1/score", "/v1/images",
     "/v1/audio", "/v1/videos", "/v1/files", "/v1/uploads", "/v1/batches", "/v1/moderations", "/v1/assistants",
@@ -74,8 +73,13 @@ NOT_SERVED = (
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """body_s: longest time for a body to arrive; stall_s: longest time for a client to read what it was sent;
-    id_prefix: begins the ids of requests; cors_origins: of pages that may use the API, "*" for all."""
+    """Limits of HTTP.
+
+    body_s: longest time for a body to arrive.
+    stall_s: longest time for a client to read.
+    id_prefix: begins request ids.
+    cors_origins: pages that may use the API, "*" for all.
+    """
 
     max_requests: int = 1024
     max_body_bytes: int = 8 * 2**20
@@ -95,13 +99,17 @@ def create_app(
     exposition: Exposition | None = None,
     plain: Plain | None = None,
 ) -> App:
-    """places: shared with other front doors; None for its own. exposition: what a scrape gets, None for this process's
-    metrics. plain: the short way past the dispatcher; None: all requests go to it."""
+    """Make the application.
+
+    places: shared with other front doors; None for its own.
+    exposition: answers a scrape; None for this process's metrics.
+    plain: the machine for plain requests; None: all go to the dispatcher.
+    """
     return App(dispatcher, settings, metrics, places or Places(settings.max_requests), exposition, plain)
 
 
 class App:
-    """Implements http_connection.Application. Lives in one event loop, as all its exchanges do."""
+    """Implements connection.Application. Runs in one event loop with its exchanges."""
 
     def __init__(
         self,
@@ -137,8 +145,7 @@ class App:
     # ------------------------------------------------ what connections tell
 
     def begin(self, exchange: Exchange) -> None:
-        """What can be told from the head alone: who asks, whether there is a place, and whether the body is worth
-        waiting for."""
+        """Check what the head tells: the tenant, room for a request, and whether the body is worth waiting for."""
         self._metrics.http_requests_open.value += 1
         try:
             if self._cors.is_on:
@@ -175,7 +182,7 @@ class App:
                 return
             handler = self._post.get(exchange.path) or self._route(exchange.path)[0]
             handler(exchange)
-        except Exception as error:  # the top of a request: a bug of ours must not take the others with it
+        except Exception as error:  # the top of a request: a bug of ours must not hurt other requests
             fail(exchange, error, self._metrics)
 
     def late(self, exchange: Exchange) -> None:
@@ -216,7 +223,7 @@ class App:
         )
 
     def _check_declared_length(self, exchange: Exchange) -> None:
-        """A client that waits for 100-continue, or declares far too much, is answered before it sends the body."""
+        """Refuse a declared length that is too large before the body is sent, also with 100-continue."""
         declared = exchange.headers.get(b"content-length")
         limit = self.settings.max_body_bytes
         if declared is None or not declared.isdigit() or int(declared) <= limit:
@@ -238,7 +245,7 @@ class App:
         raise UnknownName(f"there is no {path[:200]}{closest(path, self._paths())}")
 
     def _options(self, exchange: Exchange) -> None:
-        """A page's browser asks what it may send, without a key; others may know what there is, too."""
+        """Answer OPTIONS without a key. Browsers ask what a page may send; others may know which paths exist."""
         methods = self._route(exchange.path)[1]
         exchange.reply(200, b"", allow(methods) + self._cors.preflight(exchange.headers, methods))
 
@@ -246,7 +253,7 @@ class App:
         return (*self._post, *self._get)
 
     def _endpoint(self, path: str) -> str:
-        """The metric's label: known paths only, so that clients cannot make up series."""
+        """The metric's label. Only known paths, so that clients cannot create series."""
         if path in self._post or path in self._get:
             return path
         return "/v1/models" if path.startswith(MODELS_PREFIX) else "other"
@@ -273,7 +280,7 @@ class App:
             self._answer(exchange, prepare_completion(request, self._dispatcher, terms))
 
     def _prepare_later(self, exchange: Exchange, prepare: Callable[[], Prepared], terms: Terms) -> None:
-        """In a thread."""
+        """Prepare in a thread."""
         self._later(exchange, partial(asyncio.to_thread, prepare), partial(self._answer, exchange), terms.left_s)
 
     def _answer(self, exchange: Exchange, prepared: Prepared) -> None:
@@ -287,8 +294,10 @@ class App:
         then: Callable[[T], None],
         within_s: float | None = None,
     ) -> None:
-        """What takes long has a task, and mostly a thread, so that one of them does not hold up everybody's streams.
-        within_s: the wait for a free thread included; None: as long as a request may take."""
+        """Run slow work as a task, mostly in a thread, so that streams go on.
+
+        within_s: includes the wait for a free thread; None: as long as a request may take.
+        """
         limit_s = self.settings.deadline_s if within_s is None else within_s
         task = asyncio.create_task(self._run(exchange, work, then, limit_s), name=f"prepare {exchange.id}")
         self._preparing.add(task)
@@ -341,7 +350,7 @@ class App:
         return msgspec.json.encode(reply)
 
     def _tokenizer_info(self, exchange: Exchange) -> None:
-        """As vLLM has it, for lm-eval's remote tokenizer."""
+        """As in vLLM, for lm-eval's remote tokenizer."""
         self._places.identify(exchange.header(AUTHORIZATION))
         exchange.reply(200, msgspec.json.encode(find_model(self._dispatcher, None).text.info))
 
@@ -370,7 +379,7 @@ class App:
             exchange.reply(200, b'{"status":"ready"}')
         elif (refusal := self._dispatcher.refusal()) is not None:
             answer_error(exchange, Unservable(f"not ready: {refusal}"))
-        else:  # answered here: a probe that waits is no failed request
+        else:  # answered here: a waiting probe is no failed request
             answer_error(
                 exchange,
                 Unavailable("not ready: no route exists yet; it needs a prefill and a decode node, or a mixed one"),

@@ -1,7 +1,6 @@
-"""From a dispatcher's events to what a reply is made of: one stream of pieces per choice, several choices merged as
-they come.
+"""From a dispatcher's events to pieces of a reply: one stream per choice, merged for several.
 
-A stop string ends its generation here, which cancels it on the nodes. Knows neither HTTP nor OpenAI's JSON.
+A stop string ends its generation here and cancels it on the nodes. It knows neither HTTP nor OpenAI's JSON.
 """
 
 from __future__ import annotations
@@ -28,8 +27,10 @@ FINISH_REASONS = {"stop": "stop", "eos": "stop", "length": "length"}
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The prompt, to be repeated before the first text. logprobs: alternatives beside its tokens, None when they are
-    not reported."""
+    """The prompt to repeat before the output.
+
+    logprobs: alternatives per prompt token; None when not reported.
+    """
 
     text: str
     token_ids: array[int]
@@ -38,7 +39,7 @@ class Echo:
 
 
 class Clock(msgspec.Struct):
-    """When tokens came, as the router saw it; monotonic seconds."""
+    """When tokens came to the router, monotonic seconds."""
 
     started: float
     first: float | None = None
@@ -56,15 +57,17 @@ class Clock(msgspec.Struct):
         return None if moment is None else moment - self.started
 
     def timeline(self, num_tokens: int) -> Timeline:
-        """What the router alone can tell, for a choice that a stop string ended."""
+        """The router's own part of a timeline, for a choice that a stop string ended."""
         decode_s = self.last - self.first if self.last is not None and self.first is not None else 0.0
         first, second = self.since_start(self.first), self.since_start(self.second)
         return Timeline(ttft_s=first, ttst_s=second, decode_s=decode_s, decode_tokens=max(num_tokens - 1, 0))
 
 
 class OutputChoice(msgspec.Struct):
-    """One choice of a reply, and what becomes known of it. prompt_logprobs: alternatives beside the prompt's tokens,
-    None when not asked for."""
+    """One choice of a reply.
+
+    prompt_logprobs: alternatives per prompt token; None when not requested.
+    """
 
     generation: Generation
     text: ChoiceText
@@ -78,22 +81,23 @@ class OutputChoice(msgspec.Struct):
     attempts: int | None = None
     timeline: Timeline | None = None
     finish: str | None = None
-    # False: only the prompt is told of; the token that a node gives all the same is dropped.
+    # False: only the prompt is reported. The token that a node makes is dropped.
     generates: bool = True
-    # Which field of the request the generation's grammar was made from.
+    # The request field that the grammar was made from.
     grammar_param: str | None = None
 
 
 def sent_to_client(choice: OutputChoice, error: Exception) -> Exception:
-    """The same; one about what a node calls the grammar names the field that the client knows."""
+    """The error as the client sees it. An error about the grammar names the client's field."""
     if isinstance(error, BadRequest) and error.param == PARAM and choice.grammar_param is not None:
         return BadRequest(str(error), choice.grammar_param)
     return error
 
 
 class _Pieces:
-    """Implements generation.Sink for one choice: events become pieces as they come, so that a stop string ends its
-    generation though nobody reads."""
+    """Implements generation.Sink for one choice. Events become pieces as they come, so a stop string works without a
+    reader.
+    """
 
     def __init__(self, choice: OutputChoice) -> None:
         self.unread = Unread[TextPiece](choice.generation.hang_up)
@@ -102,7 +106,7 @@ class _Pieces:
 
     def start(self, dispatcher: Dispatcher) -> Running:
         self._running = dispatcher.start(self._choice.generation, self)
-        self._finish_if_stopped()  # it may have been told before
+        self._finish_if_stopped()  # stop strings may have matched before
         return self._running
 
     def on_chunk(self, chunk: TokenChunk) -> None:
@@ -120,10 +124,10 @@ class _Pieces:
 
     def _take(self, event: TokenChunk | Done) -> None:
         if self._choice.text.stopped:
-            return  # said before its node knew that it may stop
+            return  # sent before its node knew that it may stop
         try:
             is_read = self.unread.put(advance(self._choice, event))
-        except Exception as error:  # the top of what happens to a choice: its reader hears of it
+        except Exception as error:  # the top of a choice: its reader gets the error
             self.unread.fail(error)
             is_read = False
         if not is_read and self._running is not None:
@@ -136,7 +140,7 @@ class _Pieces:
 
 
 async def pieces_of(choice: OutputChoice, dispatcher: Dispatcher) -> AsyncGenerator[TextPiece, None]:
-    """Ends with the piece whose `finish` is set; closing it early, or a stop string, closes the generation."""
+    """Pieces up to the one with `finish`. Closing it early, or a stop string, closes the generation."""
     pieces = _Pieces(choice)
     running = pieces.start(dispatcher)
     try:
@@ -150,8 +154,11 @@ async def pieces_of(choice: OutputChoice, dispatcher: Dispatcher) -> AsyncGenera
 
 
 def advance(choice: OutputChoice, event: TokenChunk | Done) -> TextPiece:
-    """What an event of its generation adds to the choice. `choice.finish` is set with its last piece; a stop string may
-    set it before the generation ended: it is cancelled then."""
+    """The piece that an event adds.
+
+    `choice.finish` is set with the last one. A stop string may set it before the generation ended: then it is
+    cancelled.
+    """
     if choice.finish is not None:
         raise IntegrityError(f"the generation of {choice.generation.request} went on after its end")
     if isinstance(event, Done):
@@ -164,7 +171,7 @@ def advance(choice: OutputChoice, event: TokenChunk | Done) -> TextPiece:
     if text.stopped:
         _finish(choice, piece, "stop")
         choice.timeline = choice.clock.timeline(choice.text.num_tokens)
-        choice.cached_tokens = event.route.cached_tokens or 0  # a node that found nothing says nothing
+        choice.cached_tokens = event.route.cached_tokens or 0  # a node that found nothing reports nothing
         choice.attempts = event.route.attempts
     return piece
 
@@ -202,7 +209,7 @@ def _advance(choice: OutputChoice, chunk: TokenChunk) -> TextPiece:
 
 
 def _check_ids(choice: OutputChoice, token_ids: Sequence[int]) -> None:
-    """Nodes are asked for the ids of one model: any other one is no token, and would be told as an empty text."""
+    """Refuse ids outside the model's vocabulary. Nodes are asked for the ids of one model."""
     if token_ids and (highest := max(token_ids)) >= choice.vocab_size:
         raise ProtocolError(
             f"{choice.generation.request}: a node said token {highest}, this model has ids below "
@@ -234,7 +241,7 @@ def _echoed_tokens(echo: Echo, most: int, logprobs: Sequence[TokenLogprobs]) -> 
 
 
 def _of_prompt(token_ids: Sequence[int], most: int, logprobs: Sequence[TokenLogprobs]) -> list[TokenLogprobs | None]:
-    """With at most so many alternatives each. Nothing predicts a prompt's first token, so it has no logprob."""
+    """Logprobs of prompt tokens, with at most `most` alternatives each. The first token has none."""
     if len(logprobs) != len(token_ids) - 1:
         raise IntegrityError(f"a prompt of {len(token_ids)} tokens came back with {len(logprobs)} prompt logprobs")
     return [
@@ -256,7 +263,7 @@ def _finished(choice: OutputChoice, done: Done) -> TextPiece:
 
 
 def _with_clock(timeline: Timeline, clock: Clock) -> Timeline:
-    """The dispatcher's own times where it gives them, ours where it does not."""
+    """The dispatcher's times where it has them, the router's where it has none."""
     if timeline.ttft_s is not None and (timeline.ttst_s is not None or clock.second is None):
         return timeline
     first = clock.since_start(clock.first) if timeline.ttft_s is None else timeline.ttft_s
@@ -273,7 +280,7 @@ def _finish(choice: OutputChoice, piece: TextPiece, reason: str) -> None:
 
 
 async def merge(streams: Sequence[AsyncGenerator[TextPiece, None]]) -> AsyncGenerator[tuple[int, TextPiece], None]:
-    """Pieces with their choice's index, as they come. When one stream fails, or the caller stops, all are closed."""
+    """Pieces with their choice's index, as they come. If one stream fails, or the caller stops, all are closed."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as stream:
             async for piece in stream:
@@ -299,7 +306,7 @@ async def _pump(
         async with aclosing(stream):
             async for piece in stream:
                 await arrived.put((index, piece))
-    except Exception as error:  # the top of this task: whoever merges raises it
+    except Exception as error:  # the top of this task: the merging caller raises it
         await arrived.put((index, error))
     else:
         await arrived.put((index, None))

@@ -1,9 +1,8 @@
-"""The short way of a stream's next tokens to its client: text in an event whose rest was written once, posted to the
-connection.
+"""The fast token path of a stream: a token's text goes between prepared bytes, straight to its connection.
 
-For a choice whose events carry nothing but text, and whose text goes on as it comes; what else an event may need
-(logprobs, stop strings, calls of tools, a client that has to read first) takes the general way, `answer`. Both say the
-same bytes and leave the choice the same, but for offsets of tokens in the text, which only logprobs tell.
+It serves choices whose events hold only text that goes on. All else (logprobs, stop strings, tool calls, a client that
+must read first) goes through `response`. Both send the same bytes and leave the choice in the same state, but for text
+offsets, which only logprobs use.
 """
 
 from __future__ import annotations
@@ -17,14 +16,18 @@ from pdcluster_router.http.exchange import ClientConnection
 
 
 def through(choice: OutputChoice, line: ClientConnection, before: Mapping[int, bytes], after: bytes) -> Take:
-    """before, after: what stands around an event's text, as JSON, the former by the text's size; line: where it goes.
-    Two tokens came before."""
+    """The fast path of a choice whose first two tokens were sent.
+
+    before, after: what stands around an event's text, as JSON; `before` by the text's size.
+    line: the connection.
+    """
     text, clock, write_coalescer, parts = choice.text, choice.clock, line.write_coalescer, line.write_coalescer.parts
     texts = text.known(choice.vocab_size)
 
     def take(position: int, token_ids: tuple[int, ...]) -> bool:
-        """Implements generation.Take: False where the client has to read first, or a token is wrong. Nearly all that a
-        router says is said here, so it calls nothing that it need not."""
+        """Implements generation.Take: False where the client must read first, or a token is wrong. Most of a router's
+        output comes here, so it calls as little as possible.
+        """
         said = texts.known.get(token_ids)
         if said is None or line.is_paused or text.num_tokens != position:
             return take_unknown(position, token_ids)

@@ -1,7 +1,6 @@
-"""The gRPC front door: the same preparation, dispatch and answers as HTTP, as typed messages over HTTP/2.
+"""The gRPC front door: the same preparation, dispatch and answers as HTTP, as typed messages.
 
-A call's deadline is the request's, its cancellation cancels both legs, and a client that does not read holds one
-message. Serving other services on the same server, and what an operator may do, are elsewhere.
+A call's deadline is the request's. Its cancellation cancels both legs. A client that does not read holds one message.
 """
 
 from __future__ import annotations
@@ -47,22 +46,27 @@ from pdcluster_router.frontend.response import record, route_report, usage_of
 log = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-# Beyond it a request, which may have schemas or a hundred thousand token ids in it, is unpacked in a thread.
+# Larger requests are unpacked in a thread. They may hold schemas or a hundred thousand token ids.
 LONG_BYTES = 256 << 10
-# A client that gives up at its deadline may come before it: on its way here gRPC rounds the time that is left up, to
-# two or three digits.
+# gRPC rounds a client's remaining time up to two or three digits. So a client that gives up at its deadline may come
+# early.
 ROUNDED_S, ROUNDED_SHARE = 0.02, 0.01
-# How often it is looked whether some route could take a request.
+# How often health is checked.
 HEALTH_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class GrpcSettings:
-    """deadline_s: for calls without a deadline, and the most that one may ask for; stall_s: longest time for a client
-    to read a message; last_word_s: for one that reads nothing, to take the error that ended its call; connection_age_s:
-    after it a connection takes no more calls (clients make another by themselves), so that one with a call that nobody
-    reads ends when all calls of its time are past their deadlines: gRPC for Python cannot reset a call. id_prefix:
-    begins the ids of requests; is_port_shared: other workers of this router listen there, too."""
+    """Limits of gRPC.
+
+    deadline_s: for calls without one, and the most that one may ask for.
+    stall_s: longest time for a client to read a message.
+    last_word_s: for a client that reads nothing, to take its error.
+    connection_age_s: then a connection takes no more calls, and clients make another. Python's gRPC cannot reset a
+    call, so a call that nobody reads ends with its connection.
+    id_prefix: begins request ids.
+    is_port_shared: other workers listen there, too.
+    """
 
     max_message_bytes: int = 8 * 2**20
     max_calls: int = 2048
@@ -76,15 +80,14 @@ class GrpcSettings:
 
 
 class Inference(stubs.InferenceServicer):
-    """Lives in the router's event loop, each call in a task of its own that gRPC cancels when the client leaves or its
-    deadline passes."""
+    """Runs in the router's event loop. gRPC cancels a call's task when its client leaves or its deadline passes."""
 
     def __init__(self, dispatcher: Dispatcher, settings: GrpcSettings, metrics: RouterMetrics, places: Places) -> None:
         self._dispatcher = dispatcher
         self._settings = settings
         self._metrics = metrics
         self._places = places
-        # When the server ends what still runs; who is cancelled then was not left by its client.
+        # When the server ends running calls. A call cancelled then was not left by its client.
         self.ends_at = math.inf
 
     async def Generate(self, request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext) -> None:
@@ -106,7 +109,7 @@ class Inference(stubs.InferenceServicer):
             elif monotonic() < self.ends_at:
                 self._metrics.disconnects.inc()
             raise
-        except Exception as error:  # the top of a call: a bug of ours, which must not take the others with it
+        except Exception as error:  # the top of a call: a bug of ours must not hurt other calls
             code = grpc.StatusCode.INTERNAL
             log.exception("a call of Generate failed")
             await self._fail(
@@ -182,8 +185,9 @@ class Inference(stubs.InferenceServicer):
         return self._settings.deadline_s if left is None else min(left, self._settings.deadline_s)
 
     async def _fail(self, context: grpc.aio.ServicerContext, error: PdclusterError) -> None:
-        """The status waits behind what the client has not read; the call does not, since it would keep its place. Who
-        reads on later gets both."""
+        """Send the status behind what the client has not read. The call ends now, to free its place. A client that
+        reads later gets both.
+        """
         self._metrics.errors.labels(error.code).inc()
         try:
             async with asyncio.timeout(self._settings.last_word_s):
@@ -200,7 +204,7 @@ class _Reader:
         self._waiting: asyncio.Timeout | None = None
 
     async def write(self, context: grpc.aio.ServicerContext, reply: pb.GenerateReply) -> None:
-        """Raises Cancelled when the client reads nothing for too long, or was hung up on."""
+        """Send a message. Raises Cancelled when the client reads nothing for too long, or was hung up on."""
         try:
             async with asyncio.timeout(self._stall_s) as self._waiting:
                 await context.write(reply)
@@ -215,7 +219,10 @@ class _Reader:
 
 
 def _reply(choice: OutputChoice, index: int, piece: TextPiece, position: int | None) -> pb.GenerateReply:
-    """position: of the piece's first token; None for the choice's first piece."""
+    """One message of a stream.
+
+    position: of the piece's first token; None for the choice's first piece.
+    """
     reply = convert.piece_to_proto(
         index, piece, position or 0, logprobs=choice.generation.sampling.logprobs is not None
     )
@@ -233,7 +240,7 @@ def _metadata(context: grpc.aio.ServicerContext, name: str) -> str | None:
 
 
 def _trace_id(context: grpc.aio.ServicerContext) -> str | None:
-    """The client's own x-request-id, when it is short and plain."""
+    """The client's x-request-id, when it is short and plain."""
     given = _metadata(context, "x-request-id")
     return given if given is not None and 0 < len(given) <= 128 and given.isascii() and given.isprintable() else None
 
@@ -242,14 +249,15 @@ def _trace_id(context: grpc.aio.ServicerContext) -> str | None:
 async def listening(
     servicer: Inference, dispatcher: Dispatcher, address: str, settings: GrpcSettings, *, drain_s: float
 ) -> AsyncIterator[str]:
-    """Serves while the block runs and gives HOST:PORT. Leaving it takes no new calls and lets open ones finish for at
-    most drain_s."""
+    """Serve while the block runs; yields HOST:PORT. Leaving it takes no new calls, and open ones finish within
+    drain_s.
+    """
     server = grpc.aio.server(
         options=(
             (
                 "grpc.so_reuseport",
                 int(settings.is_port_shared),
-            ),  # a second router on the same port must fail, not take half of the calls
+            ),  # a second router on the port must fail, not take half of the calls
             ("grpc.max_receive_message_length", settings.max_message_bytes),
             ("grpc.keepalive_time_ms", 10_000),
             ("grpc.keepalive_timeout_ms", 5_000),
@@ -277,8 +285,7 @@ async def listening(
 
 
 def _handlers(servicer: Inference) -> grpc.GenericRpcHandler:
-    """The generated registration, but for bytes that are no message: those are the caller's error, not a traceback in
-    our log."""
+    """The generated registration. Bytes that are no message are the caller's error, without a traceback in the log."""
     methods = {
         "Generate": grpc.unary_stream_rpc_method_handler(
             servicer.Generate, request_deserializer=_parse, response_serializer=pb.GenerateReply.SerializeToString
@@ -303,7 +310,7 @@ def _parse(body: bytes) -> pb.GenerateRequest | None:
 
 
 async def _keep_health(states: health.aio.HealthServicer, dispatcher: Dispatcher) -> None:
-    """The process is healthy while it runs, the service while some route could take a request."""
+    """Keep health states: the process serves while it runs, the service while some route could take a request."""
     await states.set("", health_pb2.HealthCheckResponse.SERVING)
     told = None
     while True:
@@ -316,7 +323,7 @@ async def _keep_health(states: health.aio.HealthServicer, dispatcher: Dispatcher
 
 
 def bind(server: grpc.aio.Server, address: str, *, flag: str) -> str:
-    """Raises ConfigError naming the flag that has another address."""
+    """Bind an address. Raises ConfigError that names its flag."""
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:

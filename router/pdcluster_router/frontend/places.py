@@ -1,5 +1,7 @@
-"""How many requests a router process works on at a time, whichever front door they came through, and in whose name.
-Before a body is looked at."""
+"""Places: how many requests a router process works on at a time, over all front doors, and for which tenant.
+
+A place is taken before the body is read.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from pdcluster_router.queueing.shares import GREED, Shares
 
 
 class Places:
-    """Owned by the router's event loop. When there are tenants, none of them can take all places."""
+    """Owned by the router's event loop. With tenants, none of them can take all places."""
 
     def __init__(self, max_requests: int, tenants: Tenants | None = None, metrics: HoldMetrics | None = None) -> None:
         self._tenants = tenants or Tenants()
@@ -25,12 +27,13 @@ class Places:
         return self._shares.used
 
     def identify(self, authorization: str | None) -> Tenant:
-        """Raises Unauthorized."""
+        """The tenant of a key. Raises Unauthorized."""
         return self._tenants.identify(authorization)
 
     def take(self, authorization: str | None = None) -> Tenant:
-        """One place for the tenant with that key, until `give_back`; raises Unauthorized, and Overloaded when there is
-        none."""
+        """Take a place for the tenant with that key, until `give_back`. Raises Unauthorized, and Overloaded when there
+        is none.
+        """
         tenant = self._tenants.identify(authorization)
         shares = self._shares
         if tenant.max_requests is not None and (own := shares.taken_by(tenant.name)) >= tenant.max_requests:
@@ -50,7 +53,7 @@ class Places:
 
     @contextmanager
     def taken(self, authorization: str | None = None) -> Iterator[Tenant]:
-        """One place while the block runs."""
+        """A place while the block runs."""
         tenant = self.take(authorization)
         try:
             yield tenant

@@ -1,7 +1,6 @@
-"""From a checked request to its choices, ready to run: template, tokens, lengths, seeds, one Generation per choice.
+"""From a checked request to its choices: chat template, tokens, lengths, seeds, one Generation per choice.
 
-Long prompts (`is_long`) take long: whoever prepares them does so in a thread, so that one of them does not hold up
-everybody's streams.
+Long prompts (`is_long`) take long. Callers prepare them in a thread, so that streams go on.
 """
 
 from __future__ import annotations
@@ -38,21 +37,25 @@ from pdcluster_router.frontend.choices import Clock, Echo, OutputChoice
 SEED_BITS = 63
 
 DEADLINE = b"x-request-deadline-s"
-# Headers, see `deadline_of` and `mode_of`.
+# Headers of `deadline_of` and `mode_of`.
 MODE = b"x-pdcluster-mode"
 
-# What a part of a message, or a call of a tool, counts besides its text.
+# Characters that a part of a message, or a tool call, counts beside its text.
 PART_CHARACTERS = 16
 
 MAX_PLANS = 256
 
-# As many as a body may hold take a third of a second to check and seconds to render.
+# The most messages of a body take a third of a second to check, and seconds to render.
 MANY_MESSAGES = 256
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """Who a request is and what the server grants it; arrived is a monotonic time, from which deadline_s counts. mode:
-    asked for in a header, None without one; client_id and hang_up: see Generation."""
+    """Who a request is, and what the server grants it.
+
+    arrived: monotonic seconds, from which deadline_s counts.
+    mode: from the header; None without one.
+    client_id, hang_up: see Generation.
+    """
 
     request_id: str
     arrived: float
@@ -65,12 +68,15 @@ class Terms(msgspec.Struct, frozen=True):
 
     @property
     def left_s(self) -> float:
-        """Until its deadline."""
+        """Seconds until its deadline."""
         return max(self.deadline_s - (time.monotonic() - self.arrived), 0.0)
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """choices in the order of their indexes: all of the first prompt, then all of the second, and so on."""
+    """A request ready to run.
+
+    choices: in the order of their indexes: all of the first prompt, then all of the second.
+    """
 
     choices: list[OutputChoice]
     num_prompts: int
@@ -85,15 +91,17 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """echo: the text to repeat before the output, None for no echo."""
+    """One prompt.
+
+    echo: the text to repeat before the output, None for no echo.
+    """
 
     token_ids: array[int]
     echo: str | None = None
 
 
 def deadline_of(given: str | None, most_s: float) -> float:
-    """From the header x-request-deadline-s: seconds from now after which the answer is of no use; at most what the
-    server allows."""
+    """The deadline of the header x-request-deadline-s: seconds from now, at most what the server allows."""
     if given is None:
         return most_s
     try:
@@ -109,14 +117,14 @@ def deadline_of(given: str | None, most_s: float) -> float:
 
 
 def mode_of(given: str | None) -> Force | None:
-    """From the header x-pdcluster-mode; the field pdcluster_mode of a body wins over it."""
+    """The mode of the header x-pdcluster-mode. The body's field pdcluster_mode wins over it."""
     if given is None or given in ("auto", "remote", "local"):
         return cast("Force | None", given)
     raise BadRequest(f"x-pdcluster-mode is {given[:100]!r}; it must be auto, remote or local", "x-pdcluster-mode")
 
 
 def find_model(dispatcher: Dispatcher, name: str | None) -> ServedModel:
-    """name None means the only one there is."""
+    """The model's info and text. name None: the only model."""
     models = dispatcher.models()
     if not models:
         raise Unavailable("no node is known yet, so no model can be served; retry, and see /ready")
@@ -134,14 +142,13 @@ def find_model(dispatcher: Dispatcher, name: str | None) -> ServedModel:
 
 
 def is_long(request: requests.ChatRequest | requests.CompletionRequest | requests.TokenizeRequest) -> bool:
-    """Whether it takes so long to render and tokenize that a thread is worth its price. Token ids are nothing to
-    tokenize."""
+    """Whether rendering and tokenizing take long enough for a thread. Token ids need no tokenizing."""
     if _has_long_forms(request):
         return True
     prompt = None if isinstance(request, requests.ChatRequest) else request.prompt
     if isinstance(prompt, list):
         if prompt and not isinstance(prompt[0], str):
-            return False  # one kind in a list, or it is refused
+            return False  # all items have one kind, or it is refused
         return sum(len(part) for part in prompt if isinstance(part, str)) > SHORT_CHARACTERS
     if isinstance(prompt, str):
         return len(prompt) > SHORT_CHARACTERS
@@ -156,13 +163,13 @@ def is_long(request: requests.ChatRequest | requests.CompletionRequest | request
 
 
 def _has_long_forms(request: requests.ChatRequest | requests.CompletionRequest | requests.TokenizeRequest) -> bool:
-    """Tools for the template, schemas to be checked."""
+    """Whether it has tools to render or schemas to check."""
     if (
         isinstance(request, requests.CompletionRequest)
         and request.response_format is None
         and request.structured_outputs is None
     ):
-        return False  # as mostly
+        return False  # the usual case
     tools = None if isinstance(request, requests.CompletionRequest) else request.tools
     forms = (
         None if isinstance(request, requests.TokenizeRequest) else (request.response_format, request.structured_outputs)
@@ -173,7 +180,7 @@ def _has_long_forms(request: requests.ChatRequest | requests.CompletionRequest |
 
 
 def _num_characters(message: requests.ChatMessage) -> int:
-    """Of all that a template may show."""
+    """Characters that a template may show."""
     content = message.content or ""
     shown = (
         sum(len(part.text or "") + PART_CHARACTERS for part in content) if isinstance(content, list) else len(content)
@@ -190,7 +197,7 @@ def _num_of_arguments(arguments: str | dict[str, object] | None) -> int:
 
 
 def _has_long_arguments(request: requests.ChatRequest | requests.TokenizeRequest) -> bool:
-    """For the template, which may show those too."""
+    """Whether it has long tool arguments, which a template may show."""
     kwargs = request.chat_template_kwargs
     return bool(kwargs) and len(msgspec.json.encode(kwargs)) > SHORT_CHARACTERS
 
@@ -245,7 +252,7 @@ def tokenize(request: requests.TokenizeRequest, model: ServedModel) -> array[int
 
 
 def encode_rendered(text: TextModel, rendered: str, add_special_tokens: bool) -> array[int]:
-    """The template writes the special tokens itself, so none are added unless the request insists."""
+    """Tokenize a rendered chat. The template writes special tokens, so none are added unless the request insists."""
     return text.encode(rendered, add_special_tokens=True) if add_special_tokens else text.encode_chat(rendered)
 
 
@@ -290,15 +297,19 @@ def _encode_prompt(
 
 
 class RequestPlan(msgspec.Struct, frozen=True):
-    """What requests with the same options to the same model have in common. sampling: but for length, seed, logprobs
-    and grammar; silent: ids that end a generation; stops: strings that do."""
+    """What requests with the same options to the same model share.
+
+    sampling: without length, seed, logprobs and grammar.
+    silent: ids that end a generation.
+    stops: strings that end it.
+    """
 
     sampling: Sampling
     silent: frozenset[int]
     stops: tuple[str, ...]
 
 
-# All that a Plan is made of, besides the model.
+# The options that make a RequestPlan, besides the model.
 OPTIONS = (
     "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "logit_bias", "bad_words",
@@ -309,8 +320,9 @@ _options = attrgetter(*OPTIONS)
 
 
 class Plans:
-    """Those that were made, since a client mostly asks with the same options again. What is no value (lists, objects)
-    is planned anew each time. Threads may share it."""
+    """Cached plans, because clients mostly repeat their options. Options with lists or objects are planned anew.
+    Threads may share it.
+    """
 
     def __init__(self) -> None:
         self._made: dict[object, RequestPlan] = {}
@@ -331,7 +343,7 @@ class Plans:
 def _plan(request: requests.Common, model: ServedModel) -> RequestPlan:
     text, info = model.text, model.info
     shaping = shaping_of(request, text.defaults, text, info.vocab_size)
-    longest = max(request.min_tokens or 0, 1)  # how long it may be is another matter
+    longest = max(request.min_tokens or 0, 1)  # how long it may be is checked elsewhere
     sampling = limits.build_sampling(
         request, text.defaults, info, max_tokens=longest, seed=0, logprobs=None, shaping=shaping
     )
@@ -343,12 +355,15 @@ _plans = Plans()
 
 
 def find_plan(request: requests.Common, model: ServedModel) -> RequestPlan:
-    """Raises BadRequest for options that the model cannot honour."""
+    """The plan of a request. Raises BadRequest for options that the model cannot honour."""
     return _plans.of(request, model)
 
 
 def _head(request: requests.Common, reply_id: str, model: ServedModel, num_prompt: int, *, logprobs: bool) -> Head:
-    """num_prompt: tokens of all prompts."""
+    """The head of a reply.
+
+    num_prompt: tokens of all prompts.
+    """
     options, wants_ids = request.stream_options, bool(request.return_token_ids)
     so_far = UsageSoFar(num_prompt, 0, num_prompt) if options is not None and options.continuous_usage_stats else None
     created, wants_usage = int(time.time()), _wants_usage(request)
@@ -387,8 +402,10 @@ class _Builder:
             raise BadRequest(f"{what}, at most {self._terms.max_choices} are allowed; send several requests", "n")
 
     def sampling(self, max_tokens: int, logprobs: int | None, grammar: Grammar | None) -> Sampling:
-        """Of one prompt, with a seed of its own unless one was given. A node gives at least one token; where none is
-        asked for it is not told."""
+        """The sampling of one prompt, with its own seed unless one was given.
+
+        A node makes at least one token. Where none is requested it is not reported.
+        """
         planned, asked = self._plan.sampling, self._request.seed
         limits.check_least(planned.min_tokens, max_tokens)
         seed = draw_bits(SEED_BITS) if asked is None else limits.wire_seed(asked)
@@ -397,7 +414,7 @@ class _Builder:
         return msgspec.structs.replace(planned, max_tokens=length, seed=seed, logprobs=logprobs, grammar=grammar)
 
     def prepared(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], reply_format: ReplyFormat) -> Prepared:
-        """Whose number was checked."""
+        """The choices of prompts whose number was checked."""
         if len(prompts) == self._num == 1:
             choices = [self._choice(prompts[0], samplings[0], 0)]
         else:

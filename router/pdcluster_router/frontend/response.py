@@ -1,9 +1,8 @@
-"""Answers one generation request over HTTP, whole or as an event stream, with its route, usage and metrics.
+"""Answers a generation over HTTP, whole or as an event stream, with route, usage and metrics.
 
-The response starts when the first token, or an error, is there: an error before the first byte is a proper HTTP status,
-one after it an `error` event. Choices run concurrently; if one fails all are cancelled and the one error answers. An
-answer has no task: nodes' tokens move it, and what they add waits here while its client does not read, MAX_UNREAD
-pieces at most.
+The response starts with the first token or an error. An error before the first byte is an HTTP status; one after it is
+an `error` event. Choices run concurrently. If one fails, all are cancelled and its error answers. An answer has no
+task: node messages drive it. What they add waits here while its client does not read, at most MAX_UNREAD pieces.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from pdcluster_router.http.errors import ClientLeft, fail
 from pdcluster_router.http.exchange import JSON, NO_BUFFERING, Exchange
 from pdcluster_router.request.open_requests import HANG_UP_S
 
-# Pieces that wait for a client that does not read; one that is further behind is given up.
+# Pieces that wait for a client that does not read. A client further behind is given up.
 MAX_UNREAD = 1 << 16
 
 NO_TIMELINE = Timeline()
 
 Event = TokenChunk | Done | Exception
-# What an event adds to the answer, or ends it by.
+# What an event adds to the answer, or the error that ends it.
 Said = TextPiece | Exception
 
 
@@ -52,15 +51,14 @@ class AnswerWriter(Protocol):
 
 
 def answer(exchange: Exchange, prepared: Prepared, dispatcher: Dispatcher, metrics: RouterMetrics) -> None:
-    """Starts the generations; from then on they move the answer."""
+    """Start the generations. From then on they drive the answer."""
     HttpAnswer(exchange, prepared.choices, writer_of(exchange, prepared), metrics).start(dispatcher)
 
 
 def open_answer(
     exchange: Exchange, choice: OutputChoice, writer: AnswerWriter, metrics: RouterMetrics
 ) -> tuple[HttpAnswer, Sink]:
-    """Of a request with one choice, whose generation runs already: what it is to be told, and the answer that is to
-    adopt it."""
+    """An answer for a single choice whose generation runs already: its sink, and the answer to adopt it."""
     opened = HttpAnswer(exchange, (choice,), writer, metrics)
     return opened, _ChoiceSink(opened, choice, 0)
 
@@ -70,7 +68,7 @@ def writer_of(exchange: Exchange, prepared: Prepared) -> AnswerWriter:
 
 
 class HttpAnswer:
-    """Lives from its start until its exchange is over; the generations are cancelled by then."""
+    """An answer, from its start until its exchange is over. The generations are cancelled by then."""
 
     __slots__ = ("_choices", "_exchange", "_is_over", "_metrics", "_num_open", "_running", "_unread", "_writer")
 
@@ -88,13 +86,11 @@ class HttpAnswer:
         self._exchange.on_resume = self._read_on
         try:
             self._start_all(dispatcher)
-        except (
-            Exception
-        ) as error:  # the top of what happens to an answer: generations that run must not write into one that failed
+        except Exception as error:  # the top of an answer: running generations must not write into a failed one
             self._end(error)
 
     def adopt(self, running: Running) -> None:
-        """Its only generation, which runs already."""
+        """Take over its only generation, which runs already."""
         self._exchange.on_gone = self._over
         self._exchange.on_resume = self._read_on
         self._running.append(running)
@@ -110,19 +106,21 @@ class HttpAnswer:
                 running.finish(choice.text.num_tokens)
 
     def take(self, index: int, choice: OutputChoice, event: Event) -> None:
-        """An event of a choice's generation. Whatever goes wrong with it answers the client. It is looked at as it
-        comes, so that a stop string ends its generation though nobody reads; what it adds to the answer waits until the
-        client does."""
+        """Take in an event of a choice. Any failure answers the client.
+
+        The event is read at once, so a stop string ends its generation without a reader. What it adds waits until the
+        client reads.
+        """
         text = choice.text
         if self._is_over or text.stopped:
-            return  # said before its node knew that it may stop
+            return  # sent before its node knew that it may stop
         said: Said
         if isinstance(event, Exception):
             said = sent_to_client(choice, event)
         else:
             try:
                 said = advance(choice, event)
-            except Exception as error:  # the top of what happens to a choice
+            except Exception as error:  # the top of a choice
                 said = error
         if text.stopped and index < len(self._running):
             self._running[index].finish(choice.text.num_tokens)
@@ -133,11 +131,11 @@ class HttpAnswer:
 
     @property
     def is_held_back(self) -> bool:
-        """Nothing can be sent now: its client has to read first, or it is over."""
+        """Whether nothing can be sent: the client must read first, or the answer is over."""
         return self._is_over or bool(self._unread) or self._exchange.is_paused
 
     def through(self, index: int) -> Take | None:
-        """A short way for a choice of which something was said already; None where there is none."""
+        """The fast token path of a choice that has begun; None where there is none."""
         return self._writer.through(index)
 
     def _say(self, index: int, said: Said) -> None:
@@ -151,7 +149,7 @@ class HttpAnswer:
                 if not self._num_open:
                     self._writer.finish()
                     self._end(None)
-        except Exception as error:  # the top of what happens to an answer
+        except Exception as error:  # the top of an answer
             self._end(error)
 
     def _keep(self, index: int, said: Said) -> None:
@@ -160,12 +158,12 @@ class HttpAnswer:
             return
         self._unread.append((index, said))
         if isinstance(said, Exception):
-            self._cancel(str(said))  # the others end with it, however late that is read
+            self._cancel(str(said))  # the others end with it, however late it is read
         if isinstance(said, Cancelled):
             asyncio.get_running_loop().call_later(HANG_UP_S, self._hang_up_if_stuck, len(self._unread))
 
     def _hang_up_if_stuck(self, num_unread: int) -> None:
-        """The request is over; whoever does not read on now is not waited for."""
+        """End a request whose client is too far behind."""
         if not self._is_over and len(self._unread) == num_unread:
             self._end(ClientLeft("the client did not read what it was sent"))
 
@@ -183,7 +181,7 @@ class HttpAnswer:
         self._unread.clear()
         if error is not None:
             self._cancel("client left" if isinstance(error, ClientLeft) else str(error))
-        self._running = []  # who is done with each other lets go, so that no garbage collector has to find it out
+        self._running = []  # drop the reference cycle, so that no garbage collector has to find it
         self._exchange.on_gone = self._exchange.on_resume = None
         record(self._choices, self._metrics)
         if error is not None:
@@ -202,7 +200,7 @@ class _ChoiceSink:
     def __init__(self, answer: HttpAnswer, choice: OutputChoice, index: int) -> None:
         self._answer, self._choice, self._index = answer, choice, index
         self._through: Take | None = None
-        # Whether there is a way through.
+        # Whether the choice has a fast token path.
         self._is_asked = False
 
     def on_chunk(self, chunk: TokenChunk) -> None:
@@ -210,7 +208,7 @@ class _ChoiceSink:
 
     def way(self) -> Take | None:
         if self._answer.is_held_back:
-            return None  # there may be a way once it reads
+            return None  # there may be one once the client reads
         if not self._is_asked:
             self._is_asked, self._through = True, self._answer.through(self._index)
         return self._through
@@ -226,7 +224,7 @@ class _ChoiceSink:
 
 
 class _Whole:
-    """Text is put together at the end: adding to it for each token copies all that came before."""
+    """A whole reply. Text is joined at the end, because appending copies all before it."""
 
     def __init__(self, exchange: Exchange, prepared: Prepared) -> None:
         self._exchange, self._prepared = exchange, prepared
@@ -260,14 +258,14 @@ class _Whole:
 
 
 class _Collected(msgspec.Struct):
-    """A choice's first piece with what came after it, but for its text."""
+    """A choice's first piece and all that came after it, but for text."""
 
     piece: TextPiece
     texts: list[str]
     thoughts: list[str]
 
     def add(self, piece: TextPiece) -> None:
-        """One that is not the first: what comes with the first only is not looked at."""
+        """Add a later piece. Fields of the first piece are not read again."""
         whole = self.piece
         self.texts.append(piece.text)
         if piece.reasoning:
@@ -324,13 +322,13 @@ class _Stream:
 
 
 def _headers(kind: bytes, route: RequestRoute | None) -> bytes:
-    """With what was known at the first byte; a part that has no name yet or does not exist is left out."""
+    """Reply headers as known at the first byte. Unknown or missing parts are left out."""
     return kind if route is None else named_headers(kind, route.mode, route.prefill, route.decode, route.backend)
 
 
 @lru_cache(maxsize=1024)
 def named_headers(kind: bytes, mode: str, prefill: str | None, decode: str | None, backend: str) -> bytes:
-    """Asked for with every request, and there are few pairs of nodes."""
+    """Cached by route: every request asks, and pairs of nodes are few."""
     named = (("mode", mode), ("prefill", prefill), ("decode", decode), ("transfer", backend))
     return kind + b"".join(
         b"x-pdcluster-%b: %b\r\n" % (name.encode(), _header_value(value)) for name, value in named if value
@@ -338,12 +336,12 @@ def named_headers(kind: bytes, mode: str, prefill: str | None, decode: str | Non
 
 
 def _header_value(text: str) -> bytes:
-    """Of what a node calls itself, or a medium: it is the node's word, and shall not begin lines of its own."""
+    """A value that a node chose, made safe: it must not begin header lines."""
     return "".join([each if each.isprintable() else "?" for each in text]).encode("latin-1", "replace")
 
 
 def usage_of(prepared: Prepared) -> TokenUsage:
-    """Every prompt counts once, however many choices it has; cached tokens likewise, when the nodes reported them."""
+    """The usage. Each prompt counts once, however many choices it has. Cached tokens likewise."""
     choices = prepared.choices
     if len(choices) == 1:
         choice, num_cached = choices[0], choices[0].cached_tokens
@@ -382,7 +380,7 @@ def route_report(choice: OutputChoice) -> RouteReport:
 
 
 def record(choices: Sequence[OutputChoice], metrics: RouterMetrics) -> None:
-    """Times to tokens as the client saw them, so measured here."""
+    """Record times to tokens as the client saw them."""
     for choice in choices:
         route, timeline, clock, num_output = (
             choice.route,

@@ -1,5 +1,4 @@
-"""Listens for HTTP in the caller's event loop, looks after the deadlines of connections, and drains them. Signals and
-flags are the caller's."""
+"""Listens for HTTP in the caller's event loop, checks deadlines of connections, and drains them."""
 
 from __future__ import annotations
 
@@ -18,12 +17,11 @@ from pdcluster_router.frontend.app import App, HttpSettings
 from pdcluster_router.http.connection import Connection, Connections, LineLimits
 
 BACKLOG = 2048
-# How late a connection's deadline may be seen.
+# How late a passed deadline may be seen.
 SWEEP_S = 0.1
-# A client whose machine is gone says nothing more: it is asked after 20 s of silence, and given up 15 s later, so that
-# its generation ends.
+# A client whose machine is gone is probed after 20 s of silence and given up 15 s later, which ends its generation.
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
-# For clients to read that the router stops.
+# Time for clients to read that the router stops.
 LAST_WORD_S = 1.0
 
 
@@ -37,7 +35,7 @@ def http_settings(config: RouterConfig) -> HttpSettings:
 
 
 def router_metrics() -> RouterMetrics:
-    """On a registry of their own, with this process's memory, CPU and file descriptors beside them."""
+    """The router's metrics in a registry of their own, with this process's memory, CPU and descriptors."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
@@ -46,9 +44,11 @@ def router_metrics() -> RouterMetrics:
 
 @asynccontextmanager
 async def listening(app: App, address: str, *, drain_s: float, is_port_shared: bool = False) -> AsyncIterator[str]:
-    """Serves while the block runs and gives HOST:PORT (the real port, when 0 was asked for). Leaving it takes no new
-    connections, lets open requests finish for at most drain_s, then cancels them, and tells their clients.
-    is_port_shared: other workers of this router listen there, too."""
+    """Serve while the block runs; yields HOST:PORT, with the real port for 0.
+
+    Leaving it takes no new connections, lets open requests finish within drain_s, then cancels them and tells their
+    clients. is_port_shared: other workers listen there, too.
+    """
     bound = bind(address, is_port_shared=is_port_shared)
     own = app.settings
     limits = LineLimits(own.max_body_bytes, own.body_s, own.stall_s, id_prefix=own.id_prefix)
@@ -85,7 +85,7 @@ async def _drain(connections: Connections, drain_s: float) -> None:
         if not await _are_over(connections, LAST_WORD_S):
             for connection in list(connections):
                 connection.abort()
-            await connections.wait_until_none()  # the loop tells them in its next turn
+            await connections.wait_until_none()  # the loop closes them in its next turn
 
 
 async def _are_over(connections: Connections, within_s: float) -> bool:
@@ -98,12 +98,11 @@ async def _are_over(connections: Connections, within_s: float) -> bool:
 
 
 def bind(address: str, *, is_port_shared: bool) -> socket.socket:
-    """A socket that listens; those that it accepts have its options."""
+    """A listening socket. Accepted ones inherit its options."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio switches Nagle's algorithm off only where the socket says TCP; with it, events of one answer may be 40 ms
-    # apart.
+    # asyncio switches Nagle's algorithm off only where the socket says TCP. With it, events may be 40 ms apart.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

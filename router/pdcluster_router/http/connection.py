@@ -1,19 +1,16 @@
-"""HTTP/1.1 over one TCP connection: bytes into exchanges, one answered at a time, in their order. `httptools` parses
-them; what a request asks is not decided here.
+"""HTTP/1.1 over one TCP connection: bytes into exchanges, answered one at a time, in order. `httptools` parses.
 
-1. A request is begun when its head is there and the one before it has its answer; the application may answer at once,
-   before the body came.
-2. A body is kept up to the application's limit, and beyond that read and dropped up to DISCARD_FACTOR times of it, so
-   that the client sees its answer instead of a broken connection; a client that says what it would send, and waits for
-   100-continue, is answered before it does.
-3. What comes while an answer is not complete waits here, a read's worth parsed and MAX_AHEAD_BYTES as it came; up to
-   that it is read, because only who reads sees that a client has left.
-4. One sweep of the server looks at the deadlines of all connections (`deadline`): for a request to arrive, for the
-   client to read, for the next one.
-5. Nobody gets another protocol who asks for one (Java's client does, on every new connection): such a head is read
-   again without that wish, because the parser takes what follows it for the other protocol.
-6. When the server drains, a connection ends with its answer, or at once when it has none. Whoever takes longer than the
-   server waits is told so.
+1. A request begins when its head is there and the one before has its answer. The application may answer before the body
+   came.
+2. A body is kept up to the application's limit. Beyond that it is read and dropped, up to DISCARD_FACTOR times the
+   limit, so that the client sees its answer. A client that waits for 100-continue is answered before it sends.
+3. What comes during an answer waits here: one read parsed, and MAX_AHEAD_BYTES unparsed. It is read because only a
+   reader sees that a client left.
+4. One sweep of the server checks all deadlines (`deadline`): for a request to arrive, for the client to read, for the
+   next one.
+5. A client that asks for another protocol does not get it (Java's does, on every connection). Its head is parsed again
+   without that wish, because the parser would take what follows for the other protocol.
+6. When the server drains, a connection ends with its answer, or at once. A request that outlasts the drain is told so.
 """
 
 from __future__ import annotations
@@ -42,14 +39,19 @@ MAX_AHEAD_BYTES = 64 * 1024
 # Targets up to this length have their paths cached.
 USUAL_URL_BYTES = 64
 FRAMING = (b"content-length", b"transfer-encoding", b"connection")
-# What is posted beyond that is sent at once, so that the transport says when its client does not read.
+# More posted bytes are sent at once, so that the transport notices a client that does not read.
 MOST_POSTED_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class LineLimits:
-    """request_s: for a request to arrive, once it began; stall_s: for a client to read what it was sent; idle_s:
-    between two requests; id_prefix: begins the ids of requests."""
+    """Limits of a connection.
+
+    request_s: for a request to arrive once it began.
+    stall_s: for a client to read.
+    idle_s: between two requests.
+    id_prefix: begins request ids.
+    """
 
     max_body_bytes: int
     request_s: float = 30.0
@@ -59,14 +61,14 @@ class LineLimits:
 
 
 class Application(Seam):
-    """What a connection does with requests. None of these may raise or wait."""
+    """What a connection calls. None of these may raise or wait."""
 
     def begin(self, exchange: Exchange) -> None:
         """A request's head is here. It may be answered now."""
         ...
 
     def complete(self, exchange: Exchange) -> None:
-        """Its body is here, too, unless it was too large (`is_too_large`)."""
+        """Its body is here, too, unless it is too large (`is_too_large`)."""
         ...
 
     def late(self, exchange: Exchange) -> None:
@@ -82,16 +84,16 @@ class Application(Seam):
         ...
 
     def stopping(self, exchange: Exchange) -> None:
-        """The server has drained as long as it may: this one gets its answer now."""
+        """The server drained as long as it may. Answer now."""
         ...
 
     def over(self, exchange: Exchange) -> None:
-        """Once for each that was begun, when nothing more is sent."""
+        """Nothing more is sent. Called once per exchange."""
         ...
 
 
 class Connections(set["Connection"]):
-    """Those that are open, of one server."""
+    """The open connections of one server."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +112,7 @@ class Connections(set["Connection"]):
 
 
 class Connection(Protocol):
-    """Implements http_exchange.Line. Belongs to the server's loop."""
+    """Implements exchange.ClientConnection. Owned by the server's loop."""
 
     def __init__(self, application: Application, limits: LineLimits, open_ones: Connections) -> None:
         self._application, self._limits, self._open_ones = application, limits, open_ones
@@ -118,15 +120,14 @@ class Connection(Protocol):
         self._transport: Transport | None = None
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
-        # That came since the last of a body, or of a request: of a head, or of what follows a chunked body. The parser
-        # keeps them.
+        # Bytes since the last body or request: of a head, or behind a chunked body. The parser keeps them.
         self._bare_bytes = 0
         self._parsing: Exchange | None = None
         self._current: Exchange | None = None
         self._early: deque[Exchange] = deque()
-        # What came behind those that are early, not parsed yet.
+        # Bytes behind the early exchanges, not parsed yet.
         self._ahead = bytearray()
-        # What is read is a head that asked for another protocol: up to its end, and then from its start again.
+        # The head asked for another protocol. It is read to its end, and then parsed again.
         self._is_wish = False
         self._ends_soon = self._read_paused = False
         self._is_reading = True
@@ -183,7 +184,7 @@ class Connection(Protocol):
             self._read(False)
 
     def _parse_ahead(self) -> None:
-        """Nothing that is early is left."""
+        """Parse what waited, once no exchange is early."""
         data, self._ahead = bytes(self._ahead), bytearray()
         self._read(True)
         self._parse(data)
@@ -201,7 +202,7 @@ class Connection(Protocol):
             )
 
     def _feed(self, data: bytes) -> bytes:
-        """What is to be read next instead of the rest of it."""
+        """Parse bytes. Returns what to parse next instead of the rest."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as wish:
@@ -213,7 +214,7 @@ class Connection(Protocol):
         return b""
 
     def _without_wish(self) -> bytes:
-        """The head that was just read, as far as it says where its request ends, for a parser that has not seen it."""
+        """The head just read, with only what frames its request, for a fresh parser."""
         parser, self._parser = self._parser, httptools.HttpRequestParser(self)
         framing = [b"%b: %b\r\n" % (name, self._headers[name]) for name in FRAMING if name in self._headers]
         version = parser.get_http_version().encode()
@@ -299,7 +300,7 @@ class Connection(Protocol):
             self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def end(self, exchange: Exchange) -> None:
-        """Implements Line."""
+        """Implements ClientConnection."""
         self._application.over(exchange)
         if not exchange.keeps_alive:
             self.close()
@@ -309,11 +310,13 @@ class Connection(Protocol):
             else:
                 self._rest()
         else:
-            exchange.parts.clear()  # and the rest of its body is dropped as it comes, in the time that a body has
+            exchange.parts.clear()  # the rest of its body is dropped as it comes, within the time of a body
 
     def _settle(self) -> None:
-        """The current request is over: the next ones, as far as they are here already. Those that are answered at once
-        come back here, so that this is a loop and not as deep as the line of requests is long."""
+        """The current request is over: go on with those that are here.
+
+        Requests that are answered at once return here, so it is a loop and not a recursion.
+        """
         self._current = None
         if self._is_settling:
             return
@@ -328,7 +331,7 @@ class Connection(Protocol):
             self._rest()
 
     def _rest(self) -> None:
-        """There is nothing to do until its client says more."""
+        """Idle until the client sends more."""
         self._current = None
         transport = self._transport
         if transport is not None and not transport.is_closing():
@@ -357,16 +360,16 @@ class Connection(Protocol):
                 self._transport.pause_reading()
 
     def send(self, data: bytes) -> None:
-        """Implements Line."""
+        """Implements ClientConnection."""
         if self in self._posted:
             data = self._posted.pop(self) + data
         self.write(data)
 
     def post(self, data: bytes) -> None:
-        """Implements Line."""
+        """Implements ClientConnection."""
         posted = self._posted
         if self in posted:
-            data = posted[self] + data  # few parts come in one turn
+            data = posted[self] + data  # a turn has few parts
         posted[self] = data
         if len(data) > MOST_POSTED_BYTES:
             self._flush()
@@ -374,12 +377,12 @@ class Connection(Protocol):
             self.write_coalescer.flush_soon()
 
     def _flush(self) -> None:
-        """What was posted is sent."""
+        """Send what was posted."""
         if self in self._posted:
             self.send(b"")
 
     def close(self) -> None:
-        """After what was sent, as far as the client reads it in time."""
+        """Close behind what was sent, as far as the client reads it in time."""
         self._flush()
         self.deadline = monotonic() + self._limits.stall_s
         if self._transport is not None:
@@ -392,7 +395,7 @@ class Connection(Protocol):
         self.deadline = monotonic() + self._limits.stall_s
         current = self._current
         if self._is_closing:
-            self.abort()  # it does not even read the end
+            self.abort()  # the client does not even read the end
         elif current is None or current.finished:
             self.close()
         elif self.is_paused:
@@ -401,7 +404,7 @@ class Connection(Protocol):
             self._application.late(current)
 
     def drain(self) -> None:
-        """No more requests; the one that is being answered goes on to its end."""
+        """Take no more requests. The one being answered goes on to its end."""
         self._ends_soon = True
         if self._current is None:
             self.close()
@@ -409,20 +412,21 @@ class Connection(Protocol):
             self._current.keeps_alive = False
 
     def stop(self) -> None:
-        """What is being answered is answered now, and the connection ends."""
+        """Answer the current request now, and end the connection."""
         current = self._current
         if current is not None and not current.finished:
             self._application.stopping(current)
         self.close()
 
     def abort(self) -> None:
-        """Implements Line."""
+        """Implements ClientConnection."""
         if self._transport is not None:
             self._transport.abort()
 
     def _refuse(self, status: bytes, words: str) -> None:
-        """The bytes are no request. Those before them get their answers first, and the connection ends with the last;
-        when there are none, this is said."""
+        """The bytes are no request. Earlier requests get their answers, and the connection ends with the last. Without
+        any, this is the answer.
+        """
         broken, self._parsing = self._parsing, None
         self._read_paused = True
         if broken is not None and broken is not self._current:
@@ -442,11 +446,11 @@ class Connection(Protocol):
 
 
 def nowhere(data: bytes, /) -> None:
-    """Of a connection that is not there."""
+    """The write of a closed connection."""
 
 
 def path_of(url: bytes) -> str:
-    """Of a request target; what no parser understands names no endpoint."""
+    """The path of a request target. An unparsable target names no endpoint."""
     return _usual_path(url) if len(url) <= USUAL_URL_BYTES else _path(url)
 
 
@@ -460,5 +464,5 @@ def _path(url: bytes) -> str:
     return unquote(path) if "%" in path else path
 
 
-# There are few that are asked for.
+# Clients ask for few paths.
 _usual_path = lru_cache(maxsize=256)(_path)

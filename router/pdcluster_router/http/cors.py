@@ -1,5 +1,7 @@
-"""Which pages in browsers may use the API (CORS): lines of heads for the origins that `router.cors_origins` names. Keys
-come in a header, so that pages need no cookies and get none."""
+"""Which web pages may use the API (CORS): header lines for the origins of `router.cors_origins`.
+
+Keys come in a header, so pages need no cookies and get none.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
 ANY = "*"
-# For which a browser need not ask again.
+# How long a browser need not ask again.
 MAX_AGE_S = 600
 MAX_ASKED_BYTES = 2048
 EXPOSED = (
@@ -18,7 +20,7 @@ ORIGIN, ASKED_METHOD, ASKED_HEADERS = b"origin", b"access-control-request-method
 
 
 class Cors:
-    """Immutable. Of no origins it says nothing."""
+    """Immutable. Without origins it adds no lines."""
 
     def __init__(self, origins: Collection[str]) -> None:
         self._is_any = ANY in origins
@@ -27,7 +29,7 @@ class Cors:
         self.lines = lru_cache(maxsize=256)(self._lines)
 
     def _lines(self, origin: bytes | None) -> bytes:
-        """Of every answer to a request from that origin, None for no page."""
+        """Lines of every answer to that origin; None for no page."""
         vary = b"" if self._is_any or not self.is_on else b"vary: Origin\r\n"
         allowed = self._allowed(origin)
         if not allowed:
@@ -35,7 +37,7 @@ class Cors:
         return b"access-control-allow-origin: %b\r\naccess-control-expose-headers: %b\r\n%b" % (allowed, EXPOSED, vary)
 
     def preflight(self, headers: Mapping[bytes, bytes], methods: Sequence[str]) -> bytes:
-        """Of the answer to OPTIONS, besides: what the page may send. Nothing unless it asks, and is allowed to."""
+        """Lines of an answer to OPTIONS: what the page may send. Empty unless it asks and is allowed to."""
         if ASKED_METHOD not in headers or not self._allowed(headers.get(ORIGIN)):
             return b""
         asked = headers.get(ASKED_HEADERS, b"authorization, content-type")

@@ -1,5 +1,4 @@
-"""What can be wrong with an HTTP request before anybody looks at its body, beside what `errors` has for every protocol;
-and how any error becomes an answer."""
+"""HTTP's own errors, and how any error becomes an answer."""
 
 from __future__ import annotations
 
@@ -22,7 +21,10 @@ class UnsupportedMediaType(BadRequest):
 
 
 class MethodNotAllowed(BadRequest):
-    """methods: that the path takes."""
+    """Another method than the path takes.
+
+    methods: that it takes.
+    """
 
     code = "method_not_allowed"
     http_status = 405
@@ -38,12 +40,11 @@ class SlowRequest(BadRequest):
 
 
 class ClientLeft(Cancelled):
-    """There is nobody to answer any more; others may be cancelled, too, and are told."""
+    """The client left. Siblings may be cancelled with it."""
 
 
 def fail(exchange: Exchange, error: Exception, metrics: RouterMetrics) -> None:
-    """The error as the request's one answer, counted; what is no error of ours is a bug, which the client is not told
-    about."""
+    """Answer with the error, once, and count it. Bugs are not shown to the client."""
     if isinstance(error, ClientLeft):
         exchange.status = error.http_status
         metrics.disconnects.inc()
@@ -60,7 +61,7 @@ def fail(exchange: Exchange, error: Exception, metrics: RouterMetrics) -> None:
 
 
 def answer_error(exchange: Exchange, error: PdclusterError) -> None:
-    """A status before the first byte, the last event of the stream after it; nothing when the answer is complete."""
+    """A status before the first byte, the last event of a stream after it, nothing behind a complete answer."""
     if exchange.finished:
         return
     if exchange.started:
@@ -78,7 +79,7 @@ def too_large(size: int, limit: int) -> RequestTooLarge:
 
 
 def allow(methods: Sequence[str]) -> bytes:
-    """The line of a head that says what a path takes."""
+    """The header line that lists a path's methods."""
     return b"allow: %b\r\n" % ", ".join(methods).encode()
 
 

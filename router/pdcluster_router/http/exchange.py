@@ -1,9 +1,7 @@
-"""One HTTP request and its answer, as the application sees them: what the client asked, and bytes on their way back.
-Knows no endpoint and no parser.
+"""One HTTP request and its answer, as the application sees them. Knows no endpoint and no parser.
 
-Nothing here waits. What the client does not read stays in the transport's buffer; whoever writes more than once looks
-at `is_paused` first. A part of an answer goes out with the others of the same turn of the loop: a write is what costs
-most of a token.
+Nothing here waits. Unread bytes stay in the transport's buffer; a caller that writes more than once checks `is_paused`.
+Parts of an answer leave together at the end of the loop's turn, because a write is most of a token's cost.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ from pdcluster_router.core.tenants import Tenant
 from pdcluster_router.http.write_coalescing import WriteCoalescer
 
 JSON = b"content-type: application/json\r\n"
-# Lines of a head, as all that are given here. For event streams: nothing between us and the client may collect them.
+# Header lines of event streams: nothing on the way may buffer them.
 NO_BUFFERING = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
 
-# Of a body, as they came.
+# Parts of a body, as they came.
 MAX_PARTS = 256
 
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus} | {
@@ -41,28 +39,31 @@ class ClientConnection(Protocol):
     write_coalescer: WriteCoalescer
 
     def write(self, data: bytes, /) -> object:
-        """Now, where nothing was posted."""
+        """Write now, where nothing was posted."""
         ...
 
     def send(self, data: bytes) -> None:
-        """Now, behind what was posted."""
+        """Write now, behind what was posted."""
         ...
 
     def post(self, data: bytes) -> None:
-        """Before the loop's turn ends, together with what else is posted in it."""
+        """Write before the loop's turn ends, together with other posts."""
         ...
 
     def end(self, exchange: Exchange) -> None:
-        """The last byte of its answer was sent, or there will be none."""
+        """Its last byte was sent, or it gets no answer."""
         ...
 
     def abort(self) -> None:
-        """The connection is cut, whatever its client has not read."""
+        """Cut the connection, whatever its client has not read."""
         ...
 
 
 class ParsedHead(msgspec.Struct, eq=False):
-    """The head of one request. headers: names in lower case; of equal names the last one."""
+    """The head of one request.
+
+    headers: names in lower case; of equal names the last one.
+    """
 
     method: str
     path: str
@@ -72,8 +73,10 @@ class ParsedHead(msgspec.Struct, eq=False):
 
 
 class Befores(dict[int, bytes]):
-    """What is posted before a middle of so many bytes, made when it is first asked for: the texts of tokens have few
-    sizes. around: bytes of a chunk beside its middle."""
+    """Bytes before a chunk's middle, by the middle's size, made on first use. Texts of tokens have few sizes.
+
+    around: bytes of a chunk beside its middle.
+    """
 
     __slots__ = ("_around", "_before")
 
@@ -86,11 +89,15 @@ class Befores(dict[int, bytes]):
 
 
 class Exchange:
-    """Owned by its connection, in the server's loop. tenant: in whose name it holds a place, None while it holds none;
-    on_gone, on_resume: called when it is over before its time (with what it ends by), and when the client reads again.
-    extra: lines of the head of its answer, whatever that is."""
+    """Owned by its connection, in the server's loop.
 
-    # What most requests never change stands here, so that nothing of it is made for each of them.
+    tenant: in whose name it holds a place; None while it holds none.
+    on_gone: called with the error when it ends early.
+    on_resume: called when the client reads again.
+    extra: header lines of any answer.
+    """
+
+    # Defaults that most requests keep, so that none of them costs a store.
     tenant: Tenant | None = None
     extra = b""
     status = body_bytes = 0
@@ -112,18 +119,19 @@ class Exchange:
         return self.head.method
 
     def header(self, name: bytes) -> str | None:
-        """name: lower case. The last one wins."""
+        """A header by its lower-case name."""
         found = self.headers.get(name)
         return None if found is None else found.decode("latin-1")
 
     @property
     def client_id(self) -> str:
-        """What the client calls this request, "" when it did not say."""
+        """The client's name for this request, "" without one."""
         return self.trace.decode("ascii") if self._is_named else ""
 
     def _trace_of(self, given: bytes) -> bytes:
-        """x-request-id: the client's own when it is short and plain, else ours. Echoed, and explained by; inside, `id`
-        names the request."""
+        """The x-request-id: the client's own when it is short and plain, else ours. It is echoed, and explained by;
+        inside, `id` names the request.
+        """
         own = self.id.encode()
         if given and len(given) <= 128 and given.isascii() and given.decode("ascii").isprintable():
             self._is_named = given != own
@@ -131,8 +139,9 @@ class Exchange:
         return own
 
     def keep(self, data: bytes) -> None:
-        """A part of its body, unless it has its answer. Many parts become one: a client may send each byte in a chunk
-        of its own."""
+        """Keep a part of the body, unless the answer is complete. Many parts are joined: a client may send a byte per
+        chunk.
+        """
         if self.finished:
             return
         if len(self.parts) <= MAX_PARTS:
@@ -141,20 +150,22 @@ class Exchange:
             self.parts[-1] += data
 
     def take_body(self) -> bytes:
-        """Its body, once: a stream may last for minutes, and what it was asked with is of no use meanwhile."""
+        """The body, once. A stream may last for minutes and needs it no more."""
         parts, self.parts = self.parts, []
         return bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
 
     @property
     def is_paused(self) -> bool:
-        """Whether the client has more to read than it likes."""
+        """Whether the client has more to read than it takes."""
         return self.line.is_paused
 
     # ------------------------------------------------ answering
 
     def reply(self, status: int, body: bytes, headers: bytes = JSON, then: Callable[[], object] | None = None) -> None:
-        """The whole answer in one write. then: what is done behind it, but before the next request of the line
-        begins."""
+        """The whole answer in one write.
+
+        then: runs behind it, but before the connection's next request begins.
+        """
         line, request = self.line, self.head
         self.status, self.started, self.finished = status, True, True
         end = b"\r\n" if self.keeps_alive and not request.is_http_1_0 else self._ending()
@@ -166,8 +177,7 @@ class Exchange:
         line.end(self)
 
     def start(self, status: int, headers: bytes) -> None:
-        """The head of an answer whose length is not known yet. To a client of HTTP/1.0 the connection's end is the
-        answer's."""
+        """The head of an answer of unknown length. For HTTP/1.0, the connection's end ends it."""
         if self.head.is_http_1_0:
             self.keeps_alive = False
         else:
@@ -188,14 +198,13 @@ class Exchange:
         self.line.end(self)
 
     def framing(self, before: bytes, after: bytes) -> tuple[Mapping[int, bytes], bytes]:
-        """For texts of tokens that stand between these: what is posted before a middle of that many bytes, and after
-        it. The answer has started."""
+        """What to post around a token's text: bytes before it by its size, and after it. The answer has started."""
         if not self._is_chunked:
             return defaultdict(lambda: before), after
         return Befores(before, len(before) + len(after)), after + b"\r\n"
 
     def abandon(self) -> None:
-        """There is nobody to answer, and nobody reads what was written."""
+        """No one is left to answer or to read."""
         if not self.finished:
             self.finished = True
             self.keeps_alive = False
@@ -203,7 +212,7 @@ class Exchange:
             self.line.abort()
 
     def _ending(self) -> bytes:
-        """Of a head."""
+        """The last lines of a head."""
         if not self.keeps_alive:
             return b"connection: close\r\n\r\n"
         return b"connection: keep-alive\r\n\r\n" if self.head.is_http_1_0 else b"\r\n"
@@ -218,7 +227,7 @@ class _Date:
 
     def line(self) -> bytes:
         now = time()
-        if not self._second <= now < self._second + 1:  # a clock may be set back, too
+        if not self._second <= now < self._second + 1:  # the clock may be set back
             self._second = int(now)
             self._line = b"date: " + formatdate(self._second, usegmt=True).encode() + b"\r\n"
         return self._line

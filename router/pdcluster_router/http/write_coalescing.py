@@ -1,5 +1,7 @@
-"""What lines send together when a turn of the loop ends: a write is what costs most of a token, so all that comes to a
-line in a turn shares it."""
+"""Write coalescing: all that a connection posts in a turn of the loop leaves in one write.
+
+A write is most of a token's cost.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,17 @@ from typing import Protocol
 
 class CoalescedWriter(Protocol):
     def write(self, data: bytes, /) -> object:
-        """Now, whatever was posted."""
+        """Write now, whatever was posted."""
         ...
 
 
 class WriteCoalescer:
-    """Of all lines of one server, in its loop."""
+    """The posts of all connections of one server, in its loop."""
 
     __slots__ = ("is_due", "parts")
 
     def __init__(self) -> None:
-        # What each line has to send. Who adds to it looks at `is_due`.
+        # What each connection has to send. Whoever adds to it checks `is_due`.
         self.parts: dict[CoalescedWriter, bytes] = {}
         self.is_due = False
 

@@ -1,7 +1,6 @@
-"""Takes requests in and runs each to its one answer: what all of them share is put together here, what happens to one
-of them is in `run`.
+"""Takes requests and runs each to its one answer. `run` has the life of one request.
 
-Nothing here knows HTTP, sockets or tokenizers.
+It knows no HTTP, sockets or tokenizers.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ __all__ = ["Dispatch", "DispatchSettings"]
 
 
 class RefusedRequest:
-    """Implements generation.Running for a request that never ran: there is nothing to cancel."""
+    """Implements generation.Running for a request that never ran."""
 
     def cancel(self, reason: str) -> None:
         return
@@ -43,7 +42,7 @@ class RefusedRequest:
 
 
 class Dispatch:
-    """Implements generation.Dispatcher over a Cluster. Owned by the router's event loop."""
+    """Implements generation.Dispatcher over the cluster. Owned by the router's event loop."""
 
     def __init__(
         self,
@@ -78,7 +77,7 @@ class Dispatch:
         return self.shared.models.refusal()
 
     def start(self, generation: Generation, sink: Sink) -> Running:
-        """Run one request to its one answer; see the contract in `generation`."""
+        """Run one request to its one answer, by the contract of `generation`."""
         try:
             run = Run.of(self.shared, generation, sink)
         except errors.PdclusterError as error:

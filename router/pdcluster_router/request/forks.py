@@ -1,15 +1,15 @@
-"""Choices of one prompt: the first one leads, the others wait until it is known where it decodes, and go there to share
-its KV (`Prefill.fork_of`).
+"""Forks: the choices of a prompt after the first, which share its KV (`Prefill.fork_of`).
 
-So a prompt is computed and sent once, however many choices it has. A follower is a request of its own in all else: when
-its leader has no node to share, or sharing fails, it is placed like any other. Owned by the router's event loop.
+The first choice is the parent. Its forks wait until its decode node is known, and go there. So a prompt is computed and
+sent once. In all else a fork is a request of its own. When its parent has no node to share, or sharing fails, it is
+placed like any other. Owned by the router's event loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# Hears of the boot of the node that decodes the leader; None: there is none to follow.
+# Receives the boot that decodes the parent; None: there is none to share.
 Heard = Callable[[str | None], None]
 
 
@@ -18,21 +18,21 @@ class ForkGroups:
         self._waiting: dict[str, list[Heard]] = {}
 
     def __len__(self) -> int:
-        """Leaders that are not settled."""
+        """Parents without a decode node."""
         return len(self._waiting)
 
     def enter(self, request: str) -> None:
-        """It leads; `settle` must come, at the latest with its end."""
+        """A parent starts. `settle` must follow, at the latest at its end."""
         self._waiting[request] = []
 
     def follow(self, request: str, heard: Heard) -> bool:
-        """Whether there is something to wait for: `heard` is called once then."""
+        """Whether there is a parent to wait for; `heard` is then called once."""
         forks = self._waiting.get(request)
         if forks is not None:
             forks.append(heard)
         return forks is not None
 
     def settle(self, request: str, incarnation: str | None) -> None:
-        """Idempotent."""
+        """The parent's decode node is known. Idempotent."""
         for heard in self._waiting.pop(request, ()):
             heard(incarnation)

@@ -1,4 +1,4 @@
-"""Which requests this router is working on, for operators: who they are, where they run, and how to end one."""
+"""Open requests, for operators: what they are, where they run, and how to end one."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from pdcluster.core.errors import Cancelled
 from pdcluster_router.core.generation import Mode
 
-# A client that is being served when its request is cancelled has so long to read on, and then gets its error; one that
-# does not is hung up on.
+# A client whose request is cancelled has so long to read its error, and is then hung up on.
 HANG_UP_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenRequest:
-    """One choice of a client's request, as it is now. started: on the dispatcher's clock; end: gives the request this
-    error as its answer, unless it has one. nodes are named once they are chosen; num_output: tokens sent so far."""
+    """One choice of a request, as it is now.
+
+    started: on the dispatcher's clock.
+    end: answers the request with this error, unless it has an answer.
+    num_output: tokens sent so far. Nodes are named once chosen.
+    """
 
     request: str
     model: str
@@ -46,7 +49,10 @@ class OpenRequests:
         return len(self._open)
 
     def enter(self, request: str, told: Callable[[], OpenRequest]) -> None:
-        """told: how it is, for the few who ask."""
+        """Add a request.
+
+        told: returns its state, for the few who ask.
+        """
         self._open[request] = told
 
     def leave(self, request: str) -> None:
@@ -54,15 +60,15 @@ class OpenRequests:
         self._open.pop(request, None)
 
     def all(self) -> list[OpenRequest]:
-        """Oldest first."""
+        """All requests, oldest first."""
         return [told() for told in self._open.values()]
 
     def matching(self, request: str) -> list[OpenRequest]:
-        """The one of this id, or all choices of the client's request of this id."""
+        """The request of this id, or all choices of the client's request."""
         return [told() for name, told in self._open.items() if name == request or name.rpartition("-")[0] == request]
 
     def cancel(self, request: str, reason: str) -> int:
-        """How many choices were ended; each answers its client with an error."""
+        """End choices with an error. Returns how many."""
         found = self.matching(request)
         for entry in found:
             entry.end(Cancelled(f"request {entry.request} was cancelled by an operator: {reason}"))

@@ -1,5 +1,4 @@
-"""When an attempt that failed is followed by another one, and which nodes are left alone meanwhile. Plain state,
-moments are passed in."""
+"""When another attempt follows a failed one, and which nodes it avoids. Plain state; times are passed in."""
 
 from __future__ import annotations
 
@@ -15,19 +14,21 @@ from pdcluster_router.queueing.hold_queue import HoldLimits
 
 logger = logging.getLogger(__name__)
 
-# Before the first retry, the second, and later ones.
+# Pauses before the first retry, the second, and later ones.
 RETRY_PAUSES_S = (0.0, 0.1, 0.5)
 
-# Longest time that a node's refusal of one request counts for the others: a small one may find room where a large one
-# did not.
+# Longest time that a refusal of one request counts for others. A small one may find room where a large one did not.
 SHUT_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchSettings:
-    """retries: new attempts after the first that failed (refusals for want of room do not count,
-    they wait); hold_s: how long a request may wait for room without getting on;
-    late_report_s: how long a finished request waits for the prefill node's report, which only the timeline needs."""
+    """Limits of dispatch.
+
+    retries: attempts after the first failed one. Refusals for want of room wait and do not count.
+    hold_s: how long a request may wait for room without progress.
+    late_report_s: wait for the prefill node's report, which only the timeline needs.
+    """
 
     retries: int = 3
     hold_s: float = 60.0
@@ -39,10 +40,11 @@ class DispatchSettings:
 
 
 class RetryBudget:
-    """Decides after a failed attempt whether there is another. Refusals for want of room may go on for hold_s from the
-    first one after the last token that was emitted; anything else counts. The first retry comes at once, because most
-    failures are a node's end; later ones after a pause, because what fails again at once may be a path that is coming
-    back."""
+    """Decides after a failed attempt whether another follows.
+
+    Refusals for want of room may go on for hold_s after the last emitted token. Anything else counts. The first retry
+    is immediate, because most failures are a node's end. Later ones pause, because a path may be coming back.
+    """
 
     __slots__ = ("_emitted", "_held_since", "_settings", "attempts")
 
@@ -50,11 +52,11 @@ class RetryBudget:
         self._settings = settings
         self._held_since: float | None = None
         self._emitted = 0
-        # The one that runs now included; refusals are not attempts.
+        # With the running one. Refusals are no attempts.
         self.attempts = 1
 
     def spend(self, failure: RetryAttempt, job: Job, now: float) -> float:
-        """Seconds to wait before the next attempt; raises the cause when there must not be one."""
+        """Seconds to wait before the next attempt. Raises the cause when there must be none."""
         if isinstance(failure.cause, errors.Overloaded):
             if self._held_since is None or len(job.emitted) > self._emitted:
                 self._held_since, self._emitted = now, len(job.emitted)
@@ -73,8 +75,9 @@ class RetryBudget:
 
 
 class Shut:
-    """Nodes that just had no room: all that wait would try them, one after the other, and be refused one after the
-    other. Owned by one router."""
+    """Nodes that just had no room. Without it, every waiting request would try them and be refused. Owned by one
+    router.
+    """
 
     def __init__(self) -> None:
         self._until: dict[str, float] = {}
@@ -86,7 +89,7 @@ class Shut:
         self._until[failure.incarnation] = now + min(failure.cause.retry_after_s, SHUT_S)
 
     def apply(self, job: Job, now: float) -> None:
-        """The request leaves them alone, too."""
+        """The request avoids these nodes, too."""
         for incarnation, until in self._until.items():
             if until > now:
                 job.busy[incarnation] = max(job.busy.get(incarnation, now), until)

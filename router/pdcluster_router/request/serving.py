@@ -1,4 +1,4 @@
-"""What the router knows of the models behind it, as dispatch asks for it."""
+"""What dispatch needs of the models behind the router."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class ServedModels(Protocol):
     def refusal(self) -> str | None: ...
 
     def chain(self, model: str, salt: bytes) -> HashChain:
-        """How the model's nodes name KV for this tenant; raises UnknownModel or Unavailable."""
+        """How the model's nodes name KV for this salt. Raises UnknownModel or Unavailable."""
         ...

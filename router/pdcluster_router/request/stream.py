@@ -1,5 +1,4 @@
-"""A generation as a stream of events, for who prefers to wait for them: gRPC, tests. HTTP hears of them directly
-(`generation.Sink`)."""
+"""A generation as a stream of events, for callers that wait: gRPC and tests. HTTP uses `generation.Sink` directly."""
 
 from __future__ import annotations
 
@@ -14,12 +13,15 @@ from pdcluster_router.request.open_requests import HANG_UP_S
 
 T = TypeVar("T")
 
-# Events that wait for a reader; one that is further behind is given up.
+# Events that wait for a reader. A reader further behind is given up.
 MAX_UNREAD = 1 << 16
 
 
 class Unread(Generic[T]):
-    """What waits for one reader. hang_up: see Generation; called when the request was cancelled and nobody reads."""
+    """What waits for one reader.
+
+    hang_up: see Generation; called when the request was cancelled and no one reads.
+    """
 
     def __init__(self, hang_up: HangUp | None = None) -> None:
         self._hang_up = hang_up
@@ -27,13 +29,13 @@ class Unread(Generic[T]):
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, said: T) -> bool:
-        """False when its reader is too far behind: that is what it hears in the end."""
+        """Add an event. False when the reader is too far behind, which is what it gets in the end."""
         has_room = len(self._waiting) < MAX_UNREAD
         self._put(said if has_room else Cancelled(f"the client is {MAX_UNREAD} events behind"))
         return has_room
 
     def fail(self, error: Exception) -> None:
-        """The last that the reader hears."""
+        """The last event that the reader gets."""
         self._put(error)
         if isinstance(error, Cancelled) and self._hang_up is not None:
             asyncio.get_running_loop().call_later(HANG_UP_S, self._hang_up_if_stuck, self._hang_up, len(self._waiting))
@@ -43,7 +45,7 @@ class Unread(Generic[T]):
             hang_up()
 
     async def next(self) -> T:
-        """Raises the error that ended the generation. Its deadline is that of the generation, which always ends."""
+        """The next event. Raises the error that ended the generation. Its deadline is the generation's."""
         while not self._waiting:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -79,13 +81,14 @@ class Events:
         self._unread.fail(error)
 
     async def next(self) -> TokenChunk | Done:
-        """Raises the error that ended the generation."""
+        """The next event. Raises the error that ended the generation."""
         return await self._unread.next()
 
 
 async def events_of(dispatcher: Dispatcher, generation: Generation) -> AsyncGenerator[TokenChunk | Done, None]:
-    """Chunks, then one Done, or the error. Closing it before its end, or cancelling the task that waits in it, cancels
-    the request on the nodes."""
+    """Chunks, then one Done or the error. Closing it early, or cancelling its task, cancels the request on the
+    nodes.
+    """
     events = Events(generation.hang_up)
     running = events.running = dispatcher.start(generation, events)
     try:

@@ -1,8 +1,8 @@
-"""Moments at which something is to be looked at again, for many at a time: one timer of the loop for all of them.
+"""Timers of many requests on one timer of the loop.
 
-Nearly every deadline of a request is never reached, so what counts is that setting and dropping one costs next to
-nothing. Moments are rounded up to a tick, those that are more than a second away to a coarser one. An alarm is a reason
-to look, not a proof that time is over: whoever moved its deadline meanwhile sets another one.
+Most deadlines are never reached, so setting and dropping one must be cheap. Times are rounded up to a tick, and to a
+coarser tick beyond a second. A timer is a reason to look, not a proof that time is over: whoever moved its deadline
+sets another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 from pdcluster.core.errors import IntegrityError
 
 TICK_S = 0.005
-# So many make a tick of moments that are FAR_S away or more.
+# Ticks of one coarse tick, for times FAR_S away or more.
 COARSE_TICKS = 32
 FAR_S = 1.0
 
@@ -25,14 +25,17 @@ Ring = Callable[[], None]
 
 
 class Timers:
-    """Owned by one event loop, which it finds when an alarm is set. tick_s: how late a near one may ring."""
+    """Owned by one event loop, found when the first timer is set.
+
+    tick_s: how late a near timer may fire.
+    """
 
     def __init__(self, tick_s: float = TICK_S) -> None:
         self._tick_s = tick_s
         self._loop: asyncio.AbstractEventLoop | None = None
-        # By tick. Dicts, so that those of one tick ring in the order in which they were set.
+        # By tick. Dicts, so that timers of one tick fire in the order in which they were set.
         self._rings: dict[int, dict[Ring, None]] = {}
-        # A heap of the ticks above, those included whose alarms were all dropped.
+        # A heap of these ticks, also of those whose timers were all dropped.
         self._ticks: list[int] = []
         self._timer: asyncio.TimerHandle | None = None
 
@@ -40,9 +43,9 @@ class Timers:
         return sum(map(len, self._rings.values()))
 
     def set(self, seconds: float, ring: Ring) -> int:
-        """Ring after so many seconds; the answer is what `drop` needs."""
+        """Call `ring` after so many seconds. Returns what `drop` needs."""
         if self._loop is None:
-            self._loop = asyncio.get_running_loop()  # found once: to find it costs a system call
+            self._loop = asyncio.get_running_loop()  # found once: finding it is a system call
         tick = int((self._loop.time() + seconds) / self._tick_s) + 1
         if seconds >= FAR_S:
             tick += -tick % COARSE_TICKS
@@ -56,13 +59,13 @@ class Timers:
         return tick
 
     def drop(self, tick: int, ring: Ring) -> None:
-        """Idempotent; the tick's entry goes when its time comes, so that the loop's timer need not be moved."""
+        """Idempotent. The tick's entry stays until its time, so that the loop's timer need not move."""
         rings = self._rings.get(tick)
         if rings is not None:
             rings.pop(ring, None)
 
     def close(self) -> None:
-        """Nothing rings any more."""
+        """No timer fires any more."""
         self._rings.clear()
         self._ticks.clear()
         self._arm()
@@ -72,7 +75,7 @@ class Timers:
             self._timer.cancel()
             self._timer = None
         if self._ticks:
-            assert self._loop is not None  # an alarm was set
+            assert self._loop is not None  # a timer was set
             self._timer = self._loop.call_at(self._ticks[0] * self._tick_s, self._look, self._loop)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -80,24 +83,23 @@ class Timers:
         now = loop.time() + 1e-9
         while self._ticks and self._ticks[0] * self._tick_s <= now:
             for ring in self._rings.pop(heapq.heappop(self._ticks)):
-                loop.call_soon(ring)  # so that what one of them raises does not cost the others theirs
+                loop.call_soon(ring)  # so that an error of one does not stop the others
         if self._timer is None:
             self._arm()
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError when some tick would never be looked at."""
+        """Raises IntegrityError when a tick would never be looked at."""
         if sorted(self._ticks) != sorted(self._rings) or bool(self._ticks) != (self._timer is not None):
             raise IntegrityError(
                 f"alarms wait at {sorted(self._rings)}, {sorted(self._ticks)} are looked at; timer {self._timer}"
             )
 
 
-# Alarms that many requests share: who joins within a while waits for the same one, so that to join and to leave are a
-# dict's.
+# Timer buckets: timers that many requests share, so that joining and leaving are dict operations.
 #
-# For those that only want to be looked at before so many seconds are over: a round may ring for them a little sooner.
+# They fit callers that only want a look before so many seconds are over. A bucket may fire a little early.
 
-# For so long a round takes in more: as exact as alarms are that are so far away.
+# How long a bucket takes members. As exact as timers that far away.
 OPEN_S = COARSE_TICKS * TICK_S
 
 
@@ -105,12 +107,15 @@ class Member(Protocol):
     def ring(self) -> None: ...
 
 
-# In the order in which they came. Whoever leaves takes itself out.
+# Members in the order they joined. A member that leaves removes itself.
 Round = dict[Member, None]
 
 
 class TimerBuckets:
-    """Owned by one event loop. seconds: until a round rings, from its start on."""
+    """Owned by one event loop.
+
+    seconds: from a bucket's start until it fires.
+    """
 
     def __init__(self, timers: Timers, seconds: float) -> None:
         self.seconds = seconds
@@ -120,8 +125,10 @@ class TimerBuckets:
         self._until = -math.inf
 
     def join(self, member: Member, now: float) -> Round:
-        """The round that rings for the member before `seconds` are over, as exactly as any alarm; now: a moment of the
-        members' clock."""
+        """Join the bucket that fires before `seconds` are over, as exactly as any timer.
+
+        now: on the members' clock.
+        """
         if now >= self._until:
             self._round, self._until = {}, now + self._open_s
             self._timers.set(self.seconds - self._open_s, partial(self._ring, self._round))
@@ -130,12 +137,12 @@ class TimerBuckets:
 
     def _ring(self, members: Round) -> None:
         if members is self._round:
-            self._until = -math.inf  # who joins now needs another one
+            self._until = -math.inf  # the next member needs a new bucket
         try:
             while members:
                 member = next(iter(members))
                 del members[member]
                 member.ring()
         finally:
-            if members:  # what one of them raises does not cost the others theirs
+            if members:  # an error of one member must not stop the others
                 self._timers.set(0.0, partial(self._ring, members))

@@ -1,8 +1,7 @@
-"""One connection between the supervisor and a worker: questions with deadlines both ways, answers by number, events one
-way. Same at both ends.
+"""One connection between supervisor and worker: questions with deadlines both ways, and events one way.
 
-A question gets an answer, an error of the other side, or Silent: the other end is gone, or did not answer in time.
-Nothing waits without a bound.
+A question gets an answer, an error of the other side, or WorkerSilent: the other end is gone or too slow. Both ends are
+the same. Every wait has a bound.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ T = TypeVar("T")
 Reply = Callable[[frames.AnyQuestion], Awaitable[object]]
 Hear = Callable[[Event], None]
 
-# Being answered at a time.
+# Questions being answered at a time.
 MAX_QUESTIONS = 256
 
-# More than this waiting to be read means that the other end does not read.
+# More unsent bytes mean that the other end does not read.
 MAX_UNSENT_BYTES = 2 * frames.MAX_FRAME_BYTES
 
 
@@ -36,7 +35,12 @@ class WorkerSilent(Unavailable):
 
 
 class Channel:
-    """Owned by one event loop. name: of the other end, in messages. reply: answers its questions; hear: its events."""
+    """Owned by one event loop.
+
+    name: of the other end, in messages.
+    reply: answers its questions.
+    hear: receives its events.
+    """
 
     def __init__(
         self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reply: Reply, hear: Hear
@@ -50,7 +54,7 @@ class Channel:
         self.is_open = True
 
     async def run(self) -> None:
-        """Until the connection ends, whichever end closed it; then nobody waits on it any more."""
+        """Run until the connection ends. Then no question waits any more."""
         try:
             while (frame := await frames.read(self._reader)) is not None:
                 self._take(frame)
@@ -69,7 +73,7 @@ class Channel:
         self._writer.close()
 
     async def ask(self, question: frames.AnyQuestion, kind: type[T], timeout_s: float) -> T:
-        """Raises Silent, or what the other end raised."""
+        """Ask a question. Raises WorkerSilent, or what the other end raised."""
         self._num_asked += 1
         number, answer = self._num_asked, asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
@@ -97,7 +101,7 @@ class Channel:
             raise WorkerSilent(f"{self.name} is gone; if it died, it is being started again")
         if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.close()
-            self._writer.transport.abort()  # nobody will read what waits
+            self._writer.transport.abort()  # no one will read what waits
             raise WorkerSilent(f"{self.name} reads nothing; its control connection is closed")
         self._writer.write(frames.encode(frame))
 
@@ -133,10 +137,10 @@ class Channel:
         try:
             value = msgspec.msgpack.encode(await self._reply(asked.question))
             answered = frames.WorkerAnswer(asked.number, value)
-            frames.encode(answered)  # too large an answer is an error of its own
+            frames.encode(answered)  # an answer that is too large raises
         except PdclusterError as error:
             answered = frames.WorkerAnswer(asked.number, problem=frames.problem_of(error))
-        except Exception as error:  # the top of this task: a bug of ours, which whoever asked must hear of
+        except Exception as error:  # the top of this task: the asker must get a bug of ours as an error
             logger.exception("a question of %s failed", self.name)
             answered = frames.WorkerAnswer(
                 asked.number, problem=frames.Problem("PdclusterError", f"internal error: {error}; see the log")

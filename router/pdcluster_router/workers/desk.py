@@ -1,7 +1,6 @@
-"""A worker's end of the control channel: answers the supervisor's questions from its own Admin and metrics, and tells
-it of every event.
+"""A worker's end of the control channel: answers questions from its Admin and metrics, and sends events.
 
-Losing the supervisor ends the worker: nobody would start it again, stop it, or ask it anything.
+A worker that loses its supervisor ends: no one would restart, stop or ask it.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ class WorkerEndpoint:
         self._channel: Channel | None = None
 
     async def exposition(self) -> bytes:
-        """The metrics of all workers, as the supervisor puts them together."""
+        """The metrics of all workers, merged by the supervisor."""
         if self._channel is None:
             raise Unavailable("the router's supervisor is not reached yet; ask again")
         return await self._channel.ask(frames.AskExposition(), bytes, SCRAPE_S)
 
     async def serve(self, worker: WorkerIdentity, incarnation: str) -> None:
-        """Answer until cancelled; raises when the supervisor is gone."""
+        """Answer until cancelled. Raises when the supervisor is gone."""
         try:
             reader, writer = await asyncio.open_unix_connection(str(worker.control))
         except OSError as error:

@@ -1,9 +1,7 @@
-"""The metrics of all workers as one exposition: families as plain values on their way to the supervisor, and their
-merging there.
+"""The metrics of all workers as one exposition: families as plain values, and their merging in the supervisor.
 
-Every sample gets a label `worker`, so that a worker that was started again is a counter's reset and no riddle. What
-nodes report of themselves is the same from every worker and is told once, without that label: what all workers know (a
-node is up when it is for each), and of `in_flight` the sum.
+Every sample gets a label `worker`, so a restarted worker looks like a counter's reset. What nodes report is the same
+from every worker and told once, without that label. A node is up when it is for each worker. `in_flight` is the sum.
 """
 
 from __future__ import annotations
@@ -48,7 +46,10 @@ def _family(metric: Metric) -> Family:
 
 
 class MergedFamilies(Collector):
-    """The families of those workers that answered. restarts: by worker, of all workers."""
+    """Families of the workers that answered.
+
+    restarts: by worker, of all workers.
+    """
 
     def __init__(self, told: Mapping[str, list[Family]], restarts: Mapping[str, int]) -> None:
         self._told = told

@@ -1,9 +1,8 @@
-"""All workers of a router as one: implements Operations by asking those that can answer, side by side and with a
-deadline, and merging what they say.
+"""All workers of a router as one: implements Operations by asking workers side by side, with deadlines, and merging.
 
-What only one worker has (a request, an explanation) is asked of the one that the id names, else of all. What is the
-node's own (cordon, role) goes through any one of them. The policy is set on all, and again on a worker that is started
-later. A worker that is dead or stuck is named, and not waited for.
+Requests and explanations are asked of the worker that the id names, else of all. A node's cordon or role goes through
+any worker. A policy is set on all, and again on a worker that starts later. A dead or stuck worker is named and not
+waited for.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ logger = logging.getLogger(__name__)
 # Longest wait for a worker's answer.
 ASK_S = 2.0
 
-# For what a node must answer, too.
+# Where a node must answer, too.
 MANAGE_S = 6.0
 
 # A drain looks at all workers this often.
@@ -50,7 +49,11 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class WorkerAnswers(Generic[T]):
-    """By worker. errors: what workers raised; silent: those that did not answer."""
+    """Answers by worker.
+
+    errors: what workers raised.
+    silent: workers that did not answer.
+    """
 
     told: dict[int, T] = field(default_factory=dict)
     errors: dict[int, PdclusterError] = field(default_factory=dict)
@@ -76,7 +79,7 @@ class Fleet:
         except (ProtocolError, TimeoutError):
             joined = None
         if not isinstance(joined, frames.Joined) or joined.worker not in self._channels:
-            writer.close()  # nobody that we started
+            writer.close()  # not one of our workers
             return
         number = joined.worker
         channel = Channel(f"worker {number}", reader, writer, self._answer, lambda event: self._hear(number, event))
@@ -101,7 +104,7 @@ class Fleet:
                 channel.close()
 
     async def _set_again(self, channel: Channel) -> None:
-        """What an operator set before this worker was started."""
+        """Set what an operator set before this worker started."""
         if self._policy.live is None and self._policy.shadow is None:
             return
         try:
@@ -128,7 +131,7 @@ class Fleet:
         return await channel.ask(question, kind, timeout_s)
 
     async def _ask_all(self, question: frames.AnyQuestion, kind: type[T]) -> WorkerAnswers[T]:
-        """Raises Unavailable when no worker answers."""
+        """Ask all workers. Raises Unavailable when none answers."""
         answers: WorkerAnswers[T] = WorkerAnswers()
 
         async def ask(number: int) -> None:
@@ -147,7 +150,7 @@ class Fleet:
         return answers
 
     async def _ask_any(self, question: frames.AnyQuestion, kind: type[T], timeout_s: float) -> T:
-        """The first that answers, whatever it answers."""
+        """The first answer of any worker."""
         for number in self._channels:
             try:
                 return await self._ask(number, question, kind, timeout_s)
@@ -156,13 +159,13 @@ class Fleet:
         raise Unavailable(f"none of the {len(self._channels)} workers answers; see the router's log")
 
     async def _ask_holder(self, request: str, question: frames.AnyQuestion, kind: type[T]) -> dict[int, T]:
-        """Of those that know the request: the worker that its id names, or whoever else knows it."""
+        """Ask the worker that the id names, or whoever else knows the request."""
         named = worker_of(request)
         if named in self._channels:
             try:
                 return {named: await self._ask(named, question, kind)}
             except (WorkerSilent, UnknownName):
-                pass  # asked of all, who say what is wrong; a client may call its requests as we do
+                pass  # then all are asked; a client's name may look like an id
         answers = await self._ask_all(question, kind)
         if answers.told:
             return answers.told
@@ -229,7 +232,7 @@ class Fleet:
         return await self._ask_any(frames.AskPolicy(), PolicyStatus, ASK_S)
 
     async def set_policy(self, *, live: str | None, shadow: str | None, dry_run: bool) -> PolicyStatus:
-        """Checked by one worker before any is changed. One that is silent now gets it when it is started again."""
+        """Set policies after one worker has checked them. A silent worker gets them when it starts again."""
         checked = await self._ask_any(frames.SetPolicy(live, shadow, True), PolicyStatus, ASK_S)
         if dry_run:
             return checked
@@ -262,8 +265,7 @@ class Fleet:
 
 
 def merged(views: Sequence[NodeStatus]) -> NodeStatus:
-    """As the worker sees it that knows least: a node is ready when it is for all of them, and drains once all know
-    it."""
+    """Nodes as the least informed worker sees them: ready when ready for all, draining once all know."""
     in_flight = sum(view.in_flight for view in views)
     waiting = [view for view in views if view.load is None] or [
         view for view in views if view.load is not None and not view.load.draining
@@ -273,7 +275,7 @@ def merged(views: Sequence[NodeStatus]) -> NodeStatus:
 
 
 def agreeing(views: Sequence[CacheStatus]) -> bool:
-    """Whether all say the same of every node."""
+    """Whether all workers report the same of every node."""
 
     def facts(nodes: Sequence[CachedNode]) -> set[tuple[str, int, bool, str]]:
         return {(node.incarnation, node.blocks, node.is_exact, node.digest) for node in nodes}

@@ -1,8 +1,6 @@
-"""What a supervisor and its workers say to each other over a unix socket: length-prefixed msgpack of the types below,
-checked as it is read.
+"""Frames between supervisor and workers over a unix socket: length-prefixed msgpack, checked on reading.
 
-Both may ask; an answer carries the question's number. A worker introduces itself first (Joined) and tells of events
-unasked.
+Both may ask; an answer carries the question's number. A worker first sends Joined, and sends events unasked.
 """
 
 from __future__ import annotations
@@ -69,11 +67,11 @@ class AskCacheState(Question, frozen=True):
 
 
 class AskMetrics(Question, frozen=True):
-    """Of a worker: its own families."""
+    """To a worker: its own metric families."""
 
 
 class AskExposition(Question, frozen=True):
-    """Of the supervisor: the text for a scrape, of all workers."""
+    """To the supervisor: the scrape text of all workers."""
 
 
 AnyQuestion = (
@@ -105,7 +103,10 @@ class WorkerQuestion(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerAnswer(msgspec.Struct, frozen=True, tag=True):
-    """value: msgpack of what the question asks for, when there is no problem."""
+    """An answer.
+
+    value: msgpack of what the question asks for, when there is no problem.
+    """
 
     number: int
     value: bytes = b""

@@ -1,9 +1,8 @@
-"""Ports that several workers listen on at once (SO_REUSEPORT): the kernel spreads new connections evenly over those
-that listen, and a worker that dies takes only its own connections along.
+"""Ports that several workers listen on (SO_REUSEPORT). The kernel spreads new connections over them.
 
-The supervisor holds each port with a socket that is bound and does not listen, so that the port stays ours while
-workers come and go; before that it looks whether anybody else listens there, because with SO_REUSEPORT another process
-of the same user could take half of the connections.
+A worker that dies takes only its own connections along. The supervisor holds each port with a socket that is bound but
+does not listen, so the port stays ours. It first checks that no one else listens there: another process of the same
+user could take half of the connections.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ from pdcluster.settings.kinds import split_address
 
 
 def hold(address: str, flag: str) -> tuple[socket.socket, str]:
-    """The socket that holds the port until it is closed, and HOST:PORT with the real port. Raises ConfigError naming
-    the flag."""
-    option = getattr(socket, "SO_REUSEPORT", None)  # missing where the system has no such thing
+    """The socket that holds the port until it is closed, and HOST:PORT with the real port. Raises ConfigError that
+    names the flag.
+    """
+    option = getattr(socket, "SO_REUSEPORT", None)  # missing where the system has no such option
     if option is None:
         raise ConfigError(
             f"several workers on {address} need SO_REUSEPORT, which this system does not have; use --workers 1"

@@ -1,8 +1,7 @@
-"""The supervisor of a router's workers: holds the ports, starts the workers and starts again those that die, serves
-Admin for all, and drains all.
+"""The supervisor of a router's workers: holds ports, starts and restarts workers, serves Admin, drains.
 
-It is on no request's path. Each worker is a whole router (links, view, index, gate); what they have in common is the
-ports and this process. When the supervisor dies its workers die with it.
+It is on no request's path. Each worker is a whole router; they share only the ports and this process. When the
+supervisor dies, its workers die with it.
 """
 
 from __future__ import annotations
@@ -27,28 +26,27 @@ from pdcluster_router.workers import ports
 from pdcluster_router.workers.fleet import Fleet
 from pdcluster_router.workers.worker import WorkerIdentity
 
-# What a worker runs, whether it is started afresh or was the spare.
+# The program of a worker, whether started afresh or from the spare.
 PROGRAM = "pdcluster_router.cli"
 SPARE = "pdcluster_router.spare"
 
 logger = logging.getLogger(__name__)
 
 READY_S = 60.0
-# A worker gets this much longer than its own drain before it is killed.
+# Extra time beyond its own drain before a worker is killed.
 GRACE_S = 1.0
 
 # Crashes of one worker within a minute; after more the router ends.
 RESTARTS = 5
 
-# Before a worker that died is started again; doubled with each crash. Short, because the others carry its load and a
-# start takes a second.
+# Pause before a dead worker is restarted, doubled with each crash. Short, because the others carry its load.
 FIRST_DELAY_S = 0.02
 
 SOCKET_NAME = "control"
 
 
 def run(loaded: LoadedSection[RouterConfig]) -> int:
-    """Serve until a signal; the exit code is 0 after a drain, 1 when a worker had to be killed or crashed too often."""
+    """Serve until a signal. Returns 0 after a drain, 1 when a worker was killed or crashed too often."""
     return asyncio.run(_serve(loaded))
 
 
@@ -82,7 +80,7 @@ async def _serve(loaded: LoadedSection[RouterConfig]) -> int:
 
 
 async def _until(stop: asyncio.Event, work: asyncio.Future[int]) -> int | None:
-    """Until the work is done or `stop` is set, None then; raises what the work raised."""
+    """Run the work until `stop` is set; None then. Raises what the work raised."""
     stopped = asyncio.create_task(stop.wait())
     work.add_done_callback(lambda _: stopped.cancel())
     try:
@@ -118,7 +116,7 @@ async def _hold_ports(config: RouterConfig, stack: AsyncExitStack) -> tuple[str,
 
 @asynccontextmanager
 async def _control(fleet: Fleet) -> AsyncIterator[Path]:
-    """The socket where workers call, in a directory that only this user can enter."""
+    """The socket that workers connect to, in a directory that only this user can enter."""
     with tempfile.TemporaryDirectory(prefix="pdcluster-") as folder:
         path = Path(folder) / SOCKET_NAME
         try:
@@ -139,7 +137,7 @@ async def _serve_admin(config: RouterConfig, fleet: Fleet, stack: AsyncExitStack
         return None
     set_library_environment(
         {"GRPC_ENABLE_FORK_SUPPORT": "0"}
-    )  # workers are forked to be replaced at once: nothing of gRPC is used in between
+    )  # workers are forked right after, and nothing of gRPC is used in between
     from pdcluster_router.admin import grpc as admin_api  # brings grpc
 
     return await stack.enter_async_context(admin_api.listening(fleet, config.admin, config.admin_token()))
@@ -148,7 +146,7 @@ async def _serve_admin(config: RouterConfig, fleet: Fleet, stack: AsyncExitStack
 def worker_spec(
     loaded: LoadedSection[RouterConfig], name: str, worker: WorkerIdentity, http: str, grpc: str | None
 ) -> Spec:
-    """A worker is told what this process was told, but for what is its own."""
+    """A worker's command: this process's options with its own changes."""
     own: dict[str, object] = {
         "router.name": name,
         "router.worker": worker,
@@ -170,5 +168,5 @@ def worker_spec(
 
 
 def _forward(name: str, line: str) -> None:
-    """Lines of workers carry their names already."""
+    """Forward a line. Workers' lines carry their names already."""
     print(line, file=sys.stderr, flush=True)

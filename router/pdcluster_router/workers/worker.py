@@ -1,8 +1,7 @@
-"""One worker among several: which one it is, how it reaches its supervisor, and its share of what a router may hold.
+"""One worker among several: its number, its supervisor, and its share of the router's bounds.
 
-Bounds of a router (requests, hold queue, those of tenants) are divided by the number of workers, so that all together
-keep to them; a bound that is less than the number of workers is one for each. Connections spread evenly but not
-exactly, so a worker may refuse while another still has room.
+Bounds (requests, hold queue, tenants') are divided by the number of workers, at least 1 each. Connections spread evenly
+but not exactly, so a worker may refuse while another has room.
 """
 
 from __future__ import annotations
@@ -18,7 +17,11 @@ from pdcluster.settings.config import RouterConfig
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """number counts from 0; control: the supervisor's socket."""
+    """A worker.
+
+    number: from 0.
+    control: the supervisor's socket.
+    """
 
     number: int
     count: int
@@ -51,7 +54,7 @@ class WorkerIdentity:
 
 
 def show(name: str) -> None:
-    """In ps and top, where the arguments of one that was a spare say nothing of it; the kernel keeps 15 bytes."""
+    """Set the name in ps and top, where a former spare's arguments say nothing. The kernel keeps 15 bytes."""
     Path("/proc/self/comm").write_bytes(name.encode()[-15:])
 
 
