@@ -1,14 +1,13 @@
-"""Names for KV contents: one chained hash per full hash block of tokens. Pure; knows no pages and no nodes.
+"""Prefix hashes: one chained hash per full hash block of tokens. Pure; knows no pages and no nodes.
 
-A chain is cut into stretches of STRETCH_BLOCKS blocks. The hash of a block is SHA-256, cut to 128 bits, of a mark, the
-hash of the block before its stretch, and the stretch's tokens up to the end of the block as little-endian int32. So a
-hash names all tokens up to the end of its block. Before the first stretch stands the chain's root, which holds what
-else decides whether two requests may share KV: tenant salt, adapter, weight version, and the block size. Whoever knows
-the hashes and tokens of a chain can extend it, and needs the root to begin one, or to go on in its first stretch.
+A chain is cut into stretches of STRETCH_BLOCKS blocks. A block's hash is SHA-256, cut to 128 bits, of a mark, the hash
+before its stretch, and the stretch's tokens up to the block's end as little-endian int32. So a hash names all tokens up
+to the end of its block. The chain's root stands before the first stretch. It holds what else decides whether requests
+may share KV: tenant salt, adapter, weight version, block size. Who knows hashes and tokens can extend a chain.
+Beginning one, or extending its first stretch, needs the root.
 
-One state goes through a stretch and tells a hash after each block, which costs a third of a hash made anew for each
-block; SHA-256 because it has instructions of its own on CPUs of this decade. Stretches are short, so that going on with
-a chain costs a few microseconds, wherever it is.
+One state goes through a stretch and yields a hash after each block, at a third of the cost of separate hashes. CPUs of
+this decade have instructions for SHA-256. Stretches are short, so extending a chain costs a few microseconds anywhere.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ BLOCK_TOKENS = 32
 STRETCH_BLOCKS = 32
 
 _TOKEN_BYTES = 4
-# Made once: a hash is one cut among a few calls.
+# A slice object made once: hashing is a few calls.
 _CUT = slice(HASH_BYTES)
 _ROOT_PERSON = b"pdcluster.root"
-# Never changed; a copy costs half of a new state.
+# Never changed. A copy costs half of a new state.
 _START = hashlib.sha256(b"pdcluster.block.")
 
 # Token ids: packed little-endian int32 in anything bytes-like, which is fast, or plain ints.
@@ -34,7 +33,7 @@ Tokens = bytes | bytearray | memoryview | Iterable[int]
 
 
 def chain_root(*, block_tokens: int = BLOCK_TOKENS, salt: bytes = b"", adapter: str = "", weights: str = "") -> bytes:
-    """What stands before a chain's first block. Fields are length-prefixed, so that no two choices run together."""
+    """The root of a chain. Fields are length-prefixed, so that no two choices collide."""
     root = hashlib.blake2b(digest_size=HASH_BYTES, person=_ROOT_PERSON)
     for part in (str(block_tokens).encode(), salt, adapter.encode(), weights.encode()):
         root.update(len(part).to_bytes(8, "little"))
@@ -51,14 +50,15 @@ def block_hashes(
 
 
 def extend(hashes: bytes | bytearray, tokens: Tokens, *, root: bytes, block_tokens: int = BLOCK_TOKENS) -> bytes:
-    """The hashes of those full blocks of `tokens` that come after the ones `hashes` covers.
+    """The hashes of the full blocks of `tokens` behind those that `hashes` covers.
 
-    tokens: all of them, from the first on. root: used only in the first stretch.
+    tokens: all, from the first on.
+    root: used only in the first stretch.
     """
     packed = _packed(tokens)
     block_bytes = block_tokens * _TOKEN_BYTES
     at, end = len(hashes) // HASH_BYTES, len(packed) // block_bytes
-    if not at and end <= STRETCH_BLOCKS:  # as short prompts are
+    if not at and end <= STRETCH_BLOCKS:  # the case of short prompts
         return _stretch(root, packed[:0], packed[: end * block_bytes], block_bytes) if end else b""
     fresh: list[bytes] = []
     while at < end:
@@ -84,7 +84,7 @@ def extend(hashes: bytes | bytearray, tokens: Tokens, *, root: bytes, block_toke
 
 
 def is_extendable(hashes: bytes | bytearray, root: bytes) -> bool:
-    """Whether a chain can be begun, or gone on with."""
+    """Whether a chain can be begun or extended."""
     return bool(root) or len(hashes) >= STRETCH_BLOCKS * HASH_BYTES
 
 
@@ -100,7 +100,7 @@ def _stretch(before: bytes, known: memoryview, fresh: memoryview, block_bytes: i
     blocks = iter_unpack(f"{block_bytes}s", fresh)
     return b"".join(
         [tell()[cut] for (block,) in blocks if add(block) is None]
-    )  # always: a loop that appends takes a third longer
+    )  # a loop that appends takes a third longer
 
 
 def _packed(tokens: Tokens) -> memoryview:

@@ -1,8 +1,8 @@
-"""The shape of KV pages: what one page holds, in which order, in how many bytes. Pure arithmetic; the tensors are in
-`kv.pool`.
+"""The layout of KV pages: what a page holds, in which order, in how many bytes. Pure arithmetic; `kv.pool` has the
+tensors.
 
-Page-major: [page][layer][K, V][kv head][token][dim], so that a page is one contiguous run for a transfer, and a head
-range of a page is contiguous per (layer, K or V).
+Page-major: [page][layer][K, V][kv head][token][dim]. So a page is one contiguous run for a transfer. A head range of a
+page is contiguous per (layer, K or V).
 """
 
 from __future__ import annotations
@@ -38,23 +38,28 @@ class KVLayout:
 
 
 def head_range(num_heads: int, rank: int, ranks: int) -> tuple[int, int]:
-    """The kv heads [first, end) that a rank of a tensor-parallel node holds. With more ranks than heads several hold
-    the same one, as all ranks do with a latent that every head shares (one kv head here)."""
+    """The kv heads [first, end) of a rank of a tensor-parallel node.
+
+    With more ranks than heads, several ranks hold the same head. All do with a latent that every head shares (one kv
+    head here).
+    """
     if ranks >= num_heads:
         first = rank * num_heads // ranks
         return first, first + 1
     return rank * num_heads // ranks, (rank + 1) * num_heads // ranks
 
 
-# Of nodes that promise no equal bits.
+# Arithmetic of nodes that promise no equal bits.
 DEFAULT_ARITHMETIC = "default"
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """All that two nodes must agree on before one may attend to the other's KV, but for layout.page_tokens, which may
-    differ (each is a multiple of hash_block_tokens). layout: with the heads of all of a node's ranks; arithmetic: how
-    sums are made, where bits must be equal. Compared when a node joins."""
+    """What two nodes must agree on to attend to each other's KV. Compared when a node joins.
+
+    layout: with the heads of all ranks. Its page_tokens may differ, as a multiple of hash_block_tokens.
+    arithmetic: how sums are made, where bits must be equal.
+    """
 
     model: str
     weights: str
@@ -64,5 +69,5 @@ class Fingerprint:
     arithmetic: str = DEFAULT_ARITHMETIC
 
     def digest(self) -> str:
-        """16 hex digits that are equal exactly when every field is."""
+        """16 hex digits, equal exactly when every field is."""
         return hashlib.blake2b(repr(self).encode(), digest_size=8).hexdigest()

@@ -36,7 +36,7 @@ Hashes = bytes | bytearray
 
 
 class PagePool:
-    """Owned by one thread. Every call keeps the invariants or raises and changes nothing."""
+    """All pages of a node. Owned by one thread. Every call keeps the invariants, or raises and changes nothing."""
 
     def __init__(self, num_pages: int, page_tokens: int, block_tokens: int) -> None:
         if num_pages < 1:
@@ -55,7 +55,7 @@ class PagePool:
         self._free = list(range(num_pages - 1, -1, -1))
         self._owners = [0] * num_pages
         self._writer: list[int | None] = [None] * num_pages
-        # The block hashes of a published page; its last one is the page's key.
+        # The block hashes of a published page. The last one is the page's key.
         self._hashes = [b""] * num_pages
         self._parent: list[int | None] = [None] * num_pages
         self._depth = [0] * num_pages
@@ -108,8 +108,9 @@ class PagePool:
     # ------------------------------------------------------------ owners
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` private pages, each with one owner, evicting cached ones as needed; None, and nothing changed, when
-        there are not that many."""
+        """`count` private pages with one owner each, evicting cached ones as needed. None, without changes, when there
+        are too few.
+        """
         if count > self.num_available:
             return None
         pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
@@ -119,7 +120,7 @@ class PagePool:
         return pages
 
     def acquire(self, pages: Iterable[int]) -> None:
-        """One more owner for each of these used or cached pages. A prefix is acquired first page first."""
+        """Add an owner to each of these used or cached pages. A prefix is acquired first page first."""
         pages = list(pages)
         for page in pages:
             if not self._owners[page] and not self._hashes[page]:
@@ -132,8 +133,9 @@ class PagePool:
                     self._turn_busy(page)
 
     def release(self, pages: Sequence[int]) -> None:
-        """One owner less for each page. With its last owner a page turns cached if published, quarantined while it has
-        a writer, else free."""
+        """Remove an owner from each page. Without owners, a page is cached if published, quarantined while it has a
+        writer, else free.
+        """
         for page, times in Counter(pages).items():
             if self._owners[page] < times:
                 raise IntegrityError(
@@ -147,9 +149,11 @@ class PagePool:
                 self._settle(page)
 
     def make_private(self, page: int) -> int | None:
-        """The page that an owner of `page` may write to, once it holds the same (copy on write): `page` itself where it
-        is nobody else's and not published, else a fresh one; None, and nothing changed, when there is none. The owner
-        keeps `page`, too, and releases it once it is copied."""
+        """The page that an owner of `page` may write to once it holds the same contents (copy on write).
+
+        It is `page` itself where it has one owner and is not published, else a fresh page. None, without changes, when
+        there is none. The owner keeps `page` and releases it after the copy.
+        """
         if not self._owners[page]:
             raise IntegrityError(f"page {page} cannot be made private: it is {self._state(page)}")
         if self._owners[page] == 1 and not self._hashes[page] and self._writer[page] is None:
@@ -158,7 +162,7 @@ class PagePool:
         return None if fresh is None else fresh[0]
 
     def _settle(self, page: int) -> None:
-        """Put a page whose owners ended where it belongs."""
+        """Move a page without owners to its state."""
         if self._writer[page] is not None:
             self._num_quarantined += 1
         elif not self._hashes[page]:
@@ -169,8 +173,9 @@ class PagePool:
     # ------------------------------------------------------------ writers
 
     def attach_writer(self, pages: Iterable[int], nonce: int) -> None:
-        """From now on the holder of `nonce` may write to these private pages, until `detach_writer`; no page may be
-        reused before that."""
+        """The holder of `nonce` may write to these private pages until `detach_writer`. No page is reused before
+        that.
+        """
         attached = tuple(pages)
         if nonce in self._pages_of_writer:
             raise IntegrityError(f"writer {nonce:#x} is attached already")
@@ -185,8 +190,9 @@ class PagePool:
         self._pages_of_writer[nonce] = attached
 
     def detach_writer(self, nonce: int) -> None:
-        """The holder of `nonce` can write no more (its commit was verified, or there is proof): quarantined pages of it
-        turn free."""
+        """The holder of `nonce` can write no more: its commit was verified, or there is proof. Its quarantined pages
+        become free.
+        """
         if nonce not in self._pages_of_writer:
             raise IntegrityError(f"writer {nonce:#x} is not attached")
         for page in self._pages_of_writer.pop(nonce):
@@ -198,8 +204,9 @@ class PagePool:
     # ------------------------------------------------------------ the prefix cache
 
     def match_length(self, hashes: Hashes, max_pages: int | None = None) -> int:
-        """Pages of the longest published prefix of a chain of block hashes, at most `max_pages`. Looks at log2 of them
-        (requirement 1)."""
+        """Pages of the longest published prefix of a hash chain, at most `max_pages`. Looks at log2 of them
+        (requirement 1).
+        """
         low, high = 0, len(hashes) // self._page_hash_bytes
         if max_pages is not None:
             high = min(high, max_pages)
@@ -212,7 +219,7 @@ class PagePool:
         return low
 
     def match(self, hashes: Hashes, max_pages: int | None = None) -> list[int]:
-        """The longest published prefix of a chain of block hashes, first page first. Nothing is acquired."""
+        """The longest published prefix of a hash chain, first page first. Acquires nothing."""
         length = self.match_length(hashes, max_pages)
         page = self._lookup(hashes, length) if length else None
         pages = []
@@ -223,16 +230,15 @@ class PagePool:
         return pages
 
     def num_idle(self, pages: Iterable[int]) -> int:
-        """How many of these pages `allocate` could evict now, so that acquiring them makes that many fewer
-        available."""
+        """How many of these pages `allocate` could evict now. Acquiring them makes so many fewer available."""
         return sum(page in self._idle for page in pages)
 
     def publish(self, page: int, hashes: bytes, parent: bytes | None) -> int:
-        """Enter a filled page into the prefix cache, and return the page that holds its contents from now on.
+        """Publish a filled page, and return the page that holds its contents from now on.
 
-        hashes: those of its blocks; parent: the hash before them, None for a first page. When another page of the same
-        contents was published earlier, that one stays: the caller's ownership moves to it, and it is what is returned.
-        Publishing a page again changes nothing.
+        hashes: of its blocks.
+        parent: the hash before them, None for a first page. If a page with the same contents was published earlier, it
+        stays: ownership moves to it, and it is returned. Publishing again changes nothing.
         """
         self._check_publishable(page, hashes)
         known = self._published.get(hashes[-HASH_BYTES:])
@@ -262,8 +268,7 @@ class PagePool:
         return bool(self._hashes[page])
 
     def forget(self, pages: Iterable[int]) -> None:
-        """These are nobody's prefix any more, nor is what is published below them (requirement 4). Looks at every page:
-        it hardly happens."""
+        """Unpublish these pages and all below them (requirement 4). Looks at every page; rare."""
         doomed = set(pages)
         found: list[int] = []
         for page in sorted((page for page, hashes in enumerate(self._hashes) if hashes), key=self._depth.__getitem__):
@@ -291,8 +296,9 @@ class PagePool:
             )
 
     def drain_changes(self) -> tuple[bytes, bytes]:
-        """Block hashes (added, removed) since the last call, HASH_BYTES each; what came and went in between is in
-        neither."""
+        """Block hashes (added, removed) since the last call, HASH_BYTES each. What came and went in between is in
+        neither.
+        """
         return self._changes.drain()
 
     def snapshot(self) -> bytes:
@@ -303,13 +309,14 @@ class PagePool:
 
     def _lookup(self, hashes: Hashes, depth: int) -> int | None:
         """The page published under the hash that ends page `depth` (from 1) of the chain. The depth is checked, because
-        a chain comes from a peer."""
+        a chain comes from a peer.
+        """
         end = depth * self._page_hash_bytes
         page = self._published.get(bytes(hashes[end - HASH_BYTES : end]))
         return page if page is not None and self._depth[page] == depth else None
 
     def _turn_busy(self, page: int) -> None:
-        """An idle page got its first owner: it and its idle ancestors leave the list."""
+        """An idle page got its first owner. It and its idle ancestors leave the list."""
         above: int | None = page
         while above is not None:
             page = above
@@ -321,8 +328,9 @@ class PagePool:
                     return
 
     def _turn_idle(self, page: int) -> None:
-        """A published page lost its last owner and has no busy child: it and the ancestors it alone kept busy enter the
-        list, child first."""
+        """A published page lost its last owner and has no busy child. It and the ancestors that it alone kept busy
+        enter the list, child first.
+        """
         above: int | None = page
         while above is not None:
             page = above
@@ -350,7 +358,7 @@ class PagePool:
                 self._turn_idle(above)
 
     def _unpublish(self, page: int) -> None:
-        """One with no published page below it."""
+        """Unpublish a page with no published page below it."""
         hashes, self._hashes[page] = self._hashes[page], b""
         del self._published[hashes[-HASH_BYTES:]]
         self._parent[page] = None
@@ -367,7 +375,7 @@ class PagePool:
     # ------------------------------------------------------------ integrity
 
     def check_integrity(self) -> None:
-        """Recount everything; raises IntegrityError that names what does not add up."""
+        """Recount everything. Raises IntegrityError that names what does not add up."""
         states = Counter(self._state(page) for page in range(self.num_pages))
         for state, count in (
             ("free", self.num_free),
@@ -443,8 +451,9 @@ class PagePool:
 
 
 class _Changes:
-    """Which block hashes are published, and what changed since they were last told. Pages larger than a block can share
-    their first blocks' hashes, hence the count."""
+    """Published block hashes, and changes since they were last reported. Larger pages can share their first blocks'
+    hashes, hence the count.
+    """
 
     def __init__(self) -> None:
         self.present: Counter[bytes] = Counter()

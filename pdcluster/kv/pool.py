@@ -1,9 +1,8 @@
-"""The memory behind page ids: one contiguous run of pages, and the tensor view that the engine computes in. It
-allocates no ids and knows no request.
+"""The memory behind page ids: one contiguous run of pages, and the tensor view that the engine computes in.
 
-On CPU the pages are one memfd: anonymous shared memory that other processes can map through its descriptor and that the
-kernel frees with the last of them, even after SIGKILL. On an accelerator they are a plain device tensor, and `fd` is
-None.
+It allocates no ids and knows no requests. On a CPU the pages are one memfd: shared memory that other processes map by
+its descriptor. The kernel frees it with the last of them, even after SIGKILL. On an accelerator they are a device
+tensor, and `fd` is None.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from pdcluster.core.errors import ConfigError
 from pdcluster.kv.layout import DType, KVLayout
 
 TORCH_DTYPE: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Linux 5.14; Python has no name for it.
+# Linux 5.14. Python has no name for it.
 _MADV_POPULATE_WRITE = 23
 
 
 class KVPool:
-    """Owns the pages from construction to `close`. Any thread may read the attributes; who may write which page is not
-    decided here.
+    """Owns the pages from construction to `close`. Any thread may read the attributes. Others decide who may write
+    which page.
 
-    tensor: [page][layer][K, V][kv head][token][dim]; address, nbytes and fd are what `transfer.backends.base.Region`
-    wants.
+    tensor: [page][layer][K, V][kv head][token][dim].
+    address, nbytes, fd: the fields of `transfer.backends.base.Region`.
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, device: str = "cpu") -> None:
@@ -50,7 +49,7 @@ class KVPool:
 
     @property
     def view(self) -> memoryview:
-        """All bytes, writable. Only host memory has one."""
+        """All bytes, writable. Only host memory has them."""
         if self._mapping is None:
             raise ConfigError(
                 "a pool in device memory has no host view; use a transfer backend that reaches device memory"
@@ -58,13 +57,14 @@ class KVPool:
         return memoryview(self._mapping)
 
     def copy(self, pages: Sequence[tuple[int, int]]) -> None:
-        """From source to target, each pair in turn."""
+        """Copy each (source, target) pair in turn."""
         for source, target in pages:
             self.tensor[target].copy_(self.tensor[source])
 
     def close(self) -> None:
-        """Give up the descriptor. The mapping itself goes with its last view, so that no reader is left with a dangling
-        address. Idempotent."""
+        """Release the descriptor. The mapping ends with its last view, so no reader gets a dangling address.
+        Idempotent.
+        """
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
@@ -85,11 +85,11 @@ def _map_shared(nbytes: int) -> tuple[int, mmap.mmap]:
 
 
 def _populate(mapping: mmap.mmap) -> None:
-    """Touch every page now, so that the first prefill does not pay for it. Kernels that cannot are left to fault pages
-    in on first use.
+    """Touch every page, so that the first prefill does not pay for it. Kernels that cannot do that fault pages in on
+    first use.
 
-    As huge pages, where the system has them for shared memory (`shmem_enabled`): a long context lies in pieces of a few
-    KiB, and reads of those end at every page of the system's.
+    It asks for huge pages where the system has them for shared memory (`shmem_enabled`): a long context lies in pieces
+    of a few KiB, and reads end at every page of the system.
     """
     with suppress(OSError):  # this kernel has none
         mapping.madvise(mmap.MADV_HUGEPAGE)

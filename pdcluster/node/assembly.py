@@ -1,5 +1,6 @@
-"""Composes a node from its parts, so that the process (`server`) and the tests build the very same thing around
-different engines and media."""
+"""Builds a node from its components. The process (`server`) and tests build the same node around other engines and
+media.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +33,17 @@ from pdcluster.transfer.protocol.writer import Writer
 from pdcluster.wire.hub import Hub
 from pdcluster.wire.sockets import WireSettings
 
-# The id of rank 0's KV pool among a node's regions; the other ranks' follow.
+# Id of rank 0's KV region. Other ranks' ids follow.
 KV_REGION = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the model and the pools fix. regions, memories: the pool of rank 0 and its bytes; links: to the other ranks,
-    in their order."""
+    """What the model and the pools fix.
+
+    regions, memories: rank 0's pool and its bytes.
+    links: to the other ranks, in order.
+    """
 
     vocab_size: int
     num_pages: int
@@ -52,9 +56,13 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """How the node talks. backends: by name, best first; group_s: what one more group of layers costs (see grouping);
-    parking_share: how much of the pool finished KV may park in (see parking); pull_s: how long a prompt may wait for KV
-    from another node (see fetch)."""
+    """How the node communicates.
+
+    backends: by name, best first.
+    group_s: cost of one more group of layers (`LayerGroups`).
+    parking_share: share of the pool for parked KV.
+    pull_s: how long a prompt may wait for KV of another node.
+    """
 
     me: Peer
     role: Role
@@ -71,7 +79,7 @@ class Wiring:
 
 @dataclass(frozen=True, slots=True)
 class NodeContext:
-    """What the four sides of a node work on together."""
+    """What the four sides of a node share."""
 
     scheduler: Scheduler
     pages: PagePool
@@ -92,8 +100,10 @@ def assemble(
     clock: Callable[[], float],
     grammars: GrammarSource | None = None,
 ) -> NodeComponents:
-    """Everything the loop needs. grammars: None when the engine knows none. The hub is bound when this returns; nothing
-    was said yet."""
+    """Build all that the loop needs. The hub is bound afterwards; nothing was sent.
+
+    grammars: None when the engine has none.
+    """
     hub = Hub(wiring.me, listen=wiring.listen, context=wiring.context, settings=wiring.wire, clock=clock)
     backends = _media_of_all_ranks(wiring, shape)
     pages = PagePool(shape.num_pages, shape.pages.page_tokens, shape.block_tokens)
@@ -127,7 +137,7 @@ def assemble(
 
 
 def _media_of_all_ranks(wiring: Wiring, shape: Shape) -> dict[str, RankedBackend]:
-    """By name, best first, each over the endpoints of every rank; the pools of this process are registered."""
+    """Backends by name, best first, each over the endpoints of every rank. This process's pools are registered."""
     backends = {
         name: RankedBackend((own, *(link.ends[name] for link in shape.links)), KV_REGION)
         for name, own in wiring.backends.items()

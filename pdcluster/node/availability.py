@@ -1,8 +1,7 @@
-"""What a node is scheduled for and whether it takes new work, as operators and controllers set it while it runs. Owned
-by the node loop's thread.
+"""A node's role and whether it takes new work, as operators and controllers set them. Owned by the node loop's thread.
 
-A role is advice to routers: every node can do everything, so what runs is not touched by a change, and work that a
-router sent before it heard of the change is done all the same. Draining for good, on the way out, is the loop's.
+A role is advice to routers: every node can do everything. A change touches nothing that runs, and work that a router
+sent before is done. The loop drains a node that ends.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class CardPublisher(Protocol):
-    """Where the node's card is changed, for those who are not linked to it."""
+    """Where the node's card changes, for those without a link to it."""
 
     def set_role(self, role: Role) -> None: ...
 
@@ -24,7 +23,10 @@ class CardPublisher(Protocol):
 
 
 class NodeAvailability:
-    """is_draining: on the way out, which no message takes back."""
+    """The node's role and cordon.
+
+    is_draining: on the way out; no message takes that back.
+    """
 
     def __init__(self, role: Role, cluster: CardPublisher) -> None:
         self.role = role
@@ -37,7 +39,7 @@ class NodeAvailability:
         return not (self.is_cordoned or self.is_draining)
 
     def apply(self, message: Manage) -> Managed:
-        """Idempotent; the answer says how it is now."""
+        """Apply a change and answer with the new state. Idempotent."""
         if message.role is not None and message.role != self.role:
             logger.info("role %s becomes %s", self.role, message.role)
             self.role = message.role
@@ -49,6 +51,6 @@ class NodeAvailability:
         return Managed(message.number, self.role, self.is_cordoned)
 
     def drain(self) -> None:
-        """No new work from now on."""
+        """Take no new work from now on."""
         self.is_draining = True
         self._cluster.set_draining(True)

@@ -1,5 +1,4 @@
-"""What a node's loop composes: its parts, and what it needs of an engine and of the bootstrap. Declarations only;
-`assembly` builds them."""
+"""The components of a node's loop, and what it needs of an engine and of the bootstrap. Declarations only."""
 
 from __future__ import annotations
 
@@ -27,9 +26,12 @@ from pdcluster.wire.hub import Hub
 
 
 class StepEngine(Protocol):
-    """The part of the engine that the loop drives; done_fd is readable when a launched step can be collected, layer_fd
-    when a bell of its plan rang. One more step may be launched behind the one that runs: it is computed as soon as that
-    is done, collected or not."""
+    """The part of the engine that the loop drives.
+
+    done_fd: readable when a launched step can be collected.
+    layer_fd: readable when a milestone of its plan was reached. One more step may be launched behind the running one.
+    It is computed once that is done, collected or not.
+    """
 
     @property
     def done_fd(self) -> int: ...
@@ -48,7 +50,10 @@ class StepEngine(Protocol):
 
 
 class Neighbours(Protocol):
-    """Who left the cluster, as the bootstrap tells it; wakeup_fd is readable when there is news."""
+    """Nodes that left the cluster, from the bootstrap.
+
+    wakeup_fd: readable when there is news.
+    """
 
     wakeup_fd: int
 
@@ -61,7 +66,7 @@ class Neighbours(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NodeComponents:
-    """Everything the loop composes, built by `server`."""
+    """The components of a node, built by `assembly`."""
 
     me: Peer
     standing: NodeAvailability

@@ -1,9 +1,9 @@
-"""The decode side of a node: slots reserved for KV that a prefill node pushes, and every row that runs to its end here
-(mode local included).
+"""The decode side of a node: slots for KV of prefill nodes, and every row that runs to its end here, also in mode
+local.
 
 A slot's life: Reserve → Reserved(ticket) → Landed (its KV verified) → the row runs → Finished. When the ticket breaks,
-the row is dropped at once, but its pages stay with the ticket's nonce as writer until the reader says Reclaimed. Owned
-by the node loop's thread; no sockets here.
+the row is dropped at once. Its pages keep the ticket's nonce as writer until the reader reports Reclaimed. Owned by the
+node loop's thread; no sockets here.
 """
 
 from __future__ import annotations
@@ -36,12 +36,10 @@ from pdcluster.transfer.protocol.reader import Reader
 from pdcluster.transfer.protocol.session import Landed, Reclaimed
 from pdcluster.transfer.protocol.session import TicketFailed as TicketFailed
 
-# Who asked for a slot first: keeps large prompts from starving at a full decode node, while small ones still slip
-# through for a while.
+# The wait queue of a full decode node: it keeps large prompts from starving, while small ones pass for a while.
 #
-# A refused request holds no memory here, only a place: it asks again, and until it gets its slot no more than
-# `max_overtakes` later ones may pass
-# it. A place is given up by not asking for `patience_s`. Pure; the caller brings the clock.
+# A refused request holds a position, no memory. It asks again. Until it gets its slot, at most `max_overtakes` later
+# ones may pass it. A request that does not ask for `patience_s` loses its position. Pure; the caller passes the time.
 
 
 @dataclass(slots=True)
@@ -51,7 +49,7 @@ class _Place:
 
 
 class WaitQueue:
-    """Oldest place first. Bounded: more requests than `capacity` get no place, and may be overtaken for ever."""
+    """Positions, oldest first. Bounded: beyond `capacity` requests get none, and may be overtaken for ever."""
 
     def __init__(self, *, max_overtakes: int = 8, patience_s: float = 2.0, capacity: int = 1024) -> None:
         self._max_overtakes = max_overtakes
@@ -63,7 +61,7 @@ class WaitQueue:
         return len(self._places)
 
     def may_try(self, request: str, now: float) -> bool:
-        """Whether the request may take room now; False while somebody before it was overtaken often enough."""
+        """Whether the request may take room now. False while one before it was overtaken often enough."""
         for waiting, place in list(self._places.items()):
             if now - place.asked_at > self._patience_s:
                 del self._places[waiting]
@@ -74,7 +72,7 @@ class WaitQueue:
         return True
 
     def refused(self, request: str, now: float) -> None:
-        """It got no room: it takes or keeps its place."""
+        """The request got no room. It takes or keeps its position."""
         place = self._places.get(request)
         if place is not None:
             place.asked_at = now
@@ -82,7 +80,7 @@ class WaitQueue:
             self._places[request] = _Place(now)
 
     def served(self, request: str) -> None:
-        """It got its slot, and so overtook all who were before it."""
+        """The request got its slot, and so overtook all before it."""
         for waiting, place in self._places.items():
             if waiting == request:
                 break
@@ -90,13 +88,16 @@ class WaitQueue:
         self._places.pop(request, None)
 
 
-# When to ask again behind somebody who waits for room.
+# When to ask again behind a request that waits for room.
 PLACE_RETRY_S = 0.1
 
 
 @dataclass(slots=True)
 class DecodeLeg:
-    """nonce: the ticket under which KV still comes; None for a local leg and once it landed."""
+    """A leg of the decode side.
+
+    nonce: the ticket under which KV still comes; None for a local leg and once it landed.
+    """
 
     router: Peer
     request: str
@@ -133,9 +134,9 @@ class DecodeSide:
         self._legs: dict[str, DecodeLeg] = {}
         self._by_key: dict[str, DecodeLeg] = {}
         self._by_nonce: dict[int, DecodeLeg] = {}
-        # Local legs of which no step has computed anything yet, by key.
+        # Local legs of which no step has computed anything, by key.
         self._queued: dict[str, DecodeLeg] = {}
-        # Legs in the queue that wait for the KV of another request's prompt, by that request.
+        # Forks in the queue that wait for the KV of another request's prompt, by that request.
         self._forks: dict[str, list[DecodeLeg]] = {}
 
     # ------------------------------------------------------------ what a router asks
@@ -189,8 +190,7 @@ class DecodeSide:
             self._end(leg, "router lost")
 
     def keep_only(self, router: Peer, awaited: Set[tuple[str, int]]) -> None:
-        """The router (re)connected: legs it does not name are nobody's, because a Cancel was lost or could not be
-        sent."""
+        """The router (re)connected. End legs that it does not name: a Cancel was lost or could not be sent."""
         for leg in unawaited(self._legs.values(), router, awaited):
             self._end(leg, "the router no longer waits for it")
 
@@ -200,8 +200,10 @@ class DecodeSide:
         return key in self._by_key
 
     def on_launch(self, plan: StepPlan) -> None:
-        """After a step was planned: local legs that leave the queue say what they found cached, before their first
-        token. A router that ends one at a stop string hears no last word of it. Most found nothing and say nothing."""
+        """A step was planned. Local legs that leave the queue report what they found cached, before their first token.
+
+        A router that ends one at a stop string gets no last message. Most found nothing and report nothing.
+        """
         for leg in [self._queued.pop(row.request) for row in plan.rows if row.request in self._queued]:
             if leg.sequence.num_cached:
                 self._outbox.message(leg.router, Scheduled(leg.request, leg.attempt, leg.sequence.num_cached))
@@ -333,8 +335,9 @@ class DecodeSide:
         self._end(leg, reason)
 
     def _end(self, leg: DecodeLeg, reason: str) -> None:
-        """Drop the row. Pages of an open ticket stay quarantined until the reader says Reclaimed. Idempotent: a leg
-        takes those along that wait for its KV."""
+        """Drop the row. Pages of an open ticket stay quarantined until the reader reports Reclaimed. Idempotent. Forks
+        that wait for its KV end with it.
+        """
         if self._by_key.get(leg.key) is not leg:
             return
         if leg.nonce is not None:

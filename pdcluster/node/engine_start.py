@@ -1,5 +1,4 @@
-"""Starts a node's engine, alone or over ranks, and says what the rest of the node must know of it. It decides nothing
-about requests."""
+"""Starts a node's engine, alone or over ranks, and gathers what the rest of the node must know of it."""
 
 from __future__ import annotations
 
@@ -25,8 +24,13 @@ EXIT_RANK_LOST = 70
 
 @dataclass(frozen=True, slots=True)
 class NodeEngine:
-    """driver: what the loop drives and the node closes at its end; local: the engine of this process, rank 0; region,
-    memory: its pool and its bytes (none for a pool in device memory); links: to the other ranks' transfer endpoints."""
+    """A started engine.
+
+    driver: driven by the loop, closed by the node.
+    local: rank 0's engine in this process.
+    region, memory: its pool and bytes; none for device memory.
+    links: to the other ranks' transfer endpoints.
+    """
 
     driver: StepEngine
     local: Engine
@@ -39,8 +43,11 @@ class NodeEngine:
 def start_engine(
     config: NodeConfig, model_dir: Path, me: Peer, region: int, on_lost: Callable[[str], None] | None = None
 ) -> NodeEngine:
-    """Load the model and warm up. region: the id of rank 0's pool; those of the others follow. on_lost: told when a
-    rank is gone; the default ends this process."""
+    """Load the model and warm up.
+
+    region: id of rank 0's pool; others follow.
+    on_lost: called when a rank is gone. By default it ends this process.
+    """
     own = engine_config(config, model_dir)
     if config.tp == 1:
         engine = Engine(own)
@@ -54,8 +61,10 @@ def start_engine(
 
 
 def end_process(reason: str) -> None:
-    """A node that lost a rank must not go on, in any of its threads: it ends at once, as by SIGKILL. Its other ranks
-    die with it, its peers see their connections close, and whoever watches it starts it again."""
+    """End this process at once, as by SIGKILL. A node that lost a rank must not go on in any thread.
+
+    Its other ranks die with it, its peers see closed connections, and its supervisor restarts it.
+    """
     logger.critical("this node gives itself up: %s", reason)
     for handler in logging.getLogger().handlers:
         handler.flush()
@@ -115,7 +124,7 @@ def _media(transfer: TransferConfig, me: Peer, region: int) -> Media:
 
 
 def share_cores(cores: tuple[int, ...], ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Cores of each rank; with fewer cores than ranks all share them."""
+    """The cores of each rank. With fewer cores than ranks all share them."""
     if len(cores) < ranks:
         return (cores,) * ranks if cores else ()
     return tuple(cores[len(cores) * rank // ranks : len(cores) * (rank + 1) // ranks] for rank in range(ranks))

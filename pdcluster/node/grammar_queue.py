@@ -1,8 +1,7 @@
-"""Work that waits for its grammar, before anything else of the node hears of it: what needs no grammar, or one that is
-compiled, passes at once.
+"""Work that waits for its grammar, in front of the rest of the node. Work without one, or with a compiled one, passes.
 
-A prompt waits as long as its request lives. A reservation is answered soon: its router asks again, here or elsewhere,
-while the compile goes on. Owned by the node loop's thread.
+A prompt waits as long as its request lives. A reservation is answered soon: its router asks again while the compile
+goes on. Owned by the node loop's thread.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pdcluster.transfer.backends.base import Peer
 # Less than any router waits for the answer to a Reserve.
 RESERVE_S = 1.5
 RETRY_S = 0.2
-# How often it is looked whether a compile takes too long.
+# How often slow compiles are looked for.
 LOOK_S = 0.5
 MAX_WAITING = 1024
 
@@ -33,13 +32,13 @@ class GrammarSource(Protocol):
 
     @property
     def is_full(self) -> bool:
-        """Whether it should be told what is in use."""
+        """Whether it must be told which grammars are in use."""
         ...
 
     def trim(self, used: Set[Grammar]) -> None: ...
 
     def want(self, grammar: Grammar) -> bool:
-        """Whether it can be used now. Raises BadRequest or Overloaded."""
+        """Whether the grammar can be used now. Raises BadRequest or Overloaded."""
         ...
 
     def take_news(self) -> None: ...
@@ -59,12 +58,12 @@ class AwaitingGrammar:
 
 class GrammarQueue:
     def __init__(self, source: GrammarSource | None, outbox: Outbox, clock: Callable[[], float]) -> None:
-        """source: None for an engine that knows no grammars."""
+        """source: None for an engine without grammars."""
         self._source = source
         self._outbox = outbox
         self._clock = clock
         self._waiting: list[AwaitingGrammar] = []
-        # For prompts that wait: a decode node had the grammar sooner.
+        # Tickets of waiting prompts, whose decode node had the grammar sooner.
         self._tickets: dict[str, Deliver] = {}
         self._look_at = 0.0
 
@@ -73,7 +72,7 @@ class GrammarQueue:
         return None if self._source is None else self._source.news_fd
 
     def admit(self, router: Peer, message: Prefill | Reserve) -> bool:
-        """Whether the work may go on now. If not it comes back from `ready`, or its router was told why it does not."""
+        """Whether the work may go on now. Otherwise it comes back from `ready`, or its router was answered."""
         work = message.work
         grammar = work.sampling.grammar
         if grammar is None:
@@ -88,7 +87,7 @@ class GrammarQueue:
         return answer is True
 
     def keep_ticket(self, router: Peer, message: Deliver) -> bool:
-        """Whether it is for a prompt that waits here; it comes back behind it then."""
+        """Keep a ticket for a prompt that waits here. It comes back behind the prompt."""
         request = message.ticket.request
         if any(
             each.router == router and each.leg == "prefill" and each.message.work.request == request
@@ -99,10 +98,10 @@ class GrammarQueue:
         return False
 
     def ready(self) -> Iterator[tuple[Peer, Prefill | Reserve | Deliver]]:
-        """Work whose grammar is here now, in the order in which it came. What can not wait longer is answered."""
+        """Work whose grammar is here, in the order in which it came. Work that waited too long is answered."""
         if self._source is None:
             return
-        self._source.take_news()  # also when nobody waits any more, or the loop would never sleep again
+        self._source.take_news()  # also when nothing waits any more, or the loop would never sleep again
         if not self._waiting:
             return
         now = self._clock()
@@ -129,7 +128,10 @@ class GrammarQueue:
         return self._source is not None and self._source.is_full
 
     def trim(self, used: Set[Grammar]) -> None:
-        """used: by what runs or waits behind this queue; what waits in it uses its own."""
+        """Drop unused grammars.
+
+        used: those of work behind this queue. Work in the queue counts by itself.
+        """
         if self._source is not None:
             self._source.trim(used | {each.grammar for each in self._waiting})
 
@@ -140,7 +142,7 @@ class GrammarQueue:
         self._keep(lambda each: each.router != router)
 
     def keep_only(self, router: Peer, awaited: Set[tuple[str, int]]) -> None:
-        """The router (re)connected: what it does not name is nobody's."""
+        """The router (re)connected. Drop work that it does not name."""
         self._keep(
             lambda each: each.router != router or (each.message.work.request, each.message.work.attempt) in awaited
         )
@@ -167,7 +169,7 @@ class GrammarQueue:
             self._tickets = {request: ticket for request, ticket in self._tickets.items() if request in prompts}
 
     def _ask(self, waiting: AwaitingGrammar) -> bool | None:
-        """None when its router was told that it can not be."""
+        """Ask for a grammar. None when its router was told that it cannot be."""
         work = waiting.message.work
         try:
             if self._source is None:

@@ -1,17 +1,16 @@
-"""The reading end of pulls: KV of a prompt that another node has cached is fetched before the prompt is computed here.
+"""Pulls of KV between nodes. The reading end fetches KV of a prompt that another node has cached, before it is
+computed.
 
-A pull's life: a Prefill names a holder → the sequence is held in the queue, pages are taken for the tokens that the
-cache lacks, the holder may write to them under a ticket like any other, and Fetch asks it to → the KV is verified and
-published → the sequence is let go and finds a longer cached prefix. Whatever goes wrong, the sequence is let go and
-computes its prompt: a pull fails no request, and costs it at most `pull_s`.
+A pull's life: a Prefill names a holder. The sequence is held in the queue. Pages are taken for the tokens that the
+cache lacks. The holder may write to them under a ticket, and Fetch asks it to. The KV is verified and published. The
+sequence is resumed and finds a longer cached prefix. A pull fails no request and costs it at most `pull_s`: whatever
+goes wrong, the prompt is computed.
 
-A pull is all or nothing. Its digests come with its Commit, so a page of it is known to be right only then; chunks that
-are not are asked for again (`session`), and a pull that ends without all of them publishes no page. What was cached
-here before stays, and is used.
+A pull is all or nothing. Its digests come with its Commit, so its pages are right only then. Missing chunks are asked
+for again. A pull that ends without all of them publishes no page. What was cached before stays.
 
-The pages belong to the pull alone while it is open. They are given up when it ends, well or not: what was published
-stays cached, what a writer may still write to is quarantined until the reader says Reclaimed. Owned by the node loop's
-thread; no sockets here. The other end is `export`.
+While it is open, the pages belong to the pull alone. At its end, published pages stay cached, and pages that a writer
+may still write to are quarantined until the reader reports Reclaimed. Owned by the node loop's thread; no sockets here.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from pdcluster.transfer.protocol.writer import Writer
 
 logger = logging.getLogger(__name__)
 
-# When a holder is not asked any more for a while: each failure costs a request its time.
+# When a holder is avoided for a while: each failure costs a request its time.
 BREAKER = BreakerSettings(failures=2, window_s=30.0, pause_s=5.0)
 
-# Judged at a time. Boots that are gone are forgotten when their links end, but a router may name one to which there
-# never was a link.
+# Holders judged at a time. A gone boot is forgotten when its link ends, but a router may name one that never had a
+# link.
 MAX_HOLDERS = 1024
 
 # Ends that speak for the holder.
@@ -49,8 +48,10 @@ WELL = ("ok", "declined")
 
 @dataclass(slots=True)
 class PullInProgress:
-    """pages: in token order from the prompt's first on, all held by the pull while it is open; the first num_cached of
-    them were cached here."""
+    """One pull.
+
+    pages: in token order from the prompt's first on, all held while it is open. The first num_cached were cached here.
+    """
 
     sequence: Sequence
     holder: Peer
@@ -63,8 +64,11 @@ class PullInProgress:
 
 
 class FetchSide:
-    """counters: pulls by how they ended (ok, declined, failed, expired, cancelled), and why others did not begin
-    (needless, no_room, avoided)."""
+    """The reading end.
+
+    counters: pulls by how they ended (ok, declined, failed, expired, cancelled), and why others did not begin
+    (needless, no_room, avoided).
+    """
 
     def __init__(
         self,
@@ -90,8 +94,9 @@ class FetchSide:
     # ------------------------------------------------------------ what the loop asks for
 
     def start(self, sequence: Sequence, pull: Pull, deadline_s: float) -> None:
-        """Fetch what the holder has beyond this node's own cache, if there is room. The sequence is in the queue
-        already, unless it was refused."""
+        """Fetch what the holder has beyond this node's cache, if there is room. The sequence is queued already, unless
+        it was refused.
+        """
         if self._scheduler.find(sequence.key) is not sequence:
             return
         num_pages = self._wanted(sequence, pull.num_tokens)
@@ -118,7 +123,7 @@ class FetchSide:
         self._abort(pulling, message.reason, "failed" if message.gave_up else "declined")
 
     def on_event(self, event: Landed | TicketFailed | Reclaimed) -> None:
-        """What became of a ticket of ours."""
+        """A ticket of ours changed."""
         pulling = self._pulls[event.nonce]
         if isinstance(event, TicketFailed):
             if pulling.is_open:
@@ -131,7 +136,7 @@ class FetchSide:
             self._end(pulling, "ok")
 
     def expire(self) -> None:
-        """End pulls for sequences that ended. Their deadlines are those of their tickets, which the reader keeps."""
+        """End pulls whose sequences ended. The reader keeps the deadlines of tickets."""
         for pulling in [
             each for each in self._pulls.values() if each.is_open and each.sequence.state is not Residence.HELD
         ]:
@@ -143,7 +148,7 @@ class FetchSide:
 
     @property
     def num_holders(self) -> int:
-        """Of which is known how their pulls ended."""
+        """Holders whose past pulls are remembered."""
         return len(self._breakers)
 
     @property
@@ -163,8 +168,9 @@ class FetchSide:
     # ------------------------------------------------------------ beginning
 
     def _wanted(self, sequence: Sequence, num_tokens: int) -> int:
-        """Pages of the prefix that the sequence could use: its last token is computed here in any case, and with prompt
-        logprobs all are."""
+        """Pages of the prefix that the sequence could use. Its last token is always computed here, and with prompt
+        logprobs all are.
+        """
         if sequence.wants_prompt_logprobs:
             return 0
         usable = min(num_tokens, sequence.num_tokens - 1)
@@ -172,7 +178,7 @@ class FetchSide:
         return min(usable, len(sequence.hashes) // HASH_BYTES * self._pages.block_tokens) // self._pages.page_tokens
 
     def _take(self, cached: list[int], num_fresh: int) -> list[int] | None:
-        """Fresh pages, and the cached ones before them held; None when others need them more."""
+        """Take fresh pages and hold the cached ones before them; None when others need them more."""
         pages = self._pages
         if (
             self._scheduler.has_waiting_preempted
@@ -196,7 +202,7 @@ class FetchSide:
         self._pulls[ticket.nonce] = PullInProgress(
             sequence, holder, ticket.nonce, pages, len(cached), now, now + seconds
         )
-        # All that the holder has: its pages may be larger than ours, and are named by their last hash.
+        # All that the holder has: its pages may be larger, and are named by their last hash.
         num_hashes = pull.num_tokens // self._pages.block_tokens
         fetch = Fetch(ticket, bytes(sequence.hashes[: num_hashes * HASH_BYTES]))
         self._outbox.message(pull.holder, fetch, once=lambda: self._reader.is_permitted(ticket.nonce))
@@ -207,14 +213,15 @@ class FetchSide:
 
     def _breaker(self, holder: Peer) -> Breaker:
         if holder not in self._breakers and len(self._breakers) >= MAX_HOLDERS:
-            del self._breakers[next(iter(self._breakers))]  # the one that is known longest
+            del self._breakers[next(iter(self._breakers))]  # the oldest one
         return self._breakers.setdefault(holder, Breaker(BREAKER))
 
     # ------------------------------------------------------------ ends
 
     def _publish(self, pulling: PullInProgress) -> int:
-        """Enter the pages into the prefix cache, and say how many; where it got one of the same contents meanwhile,
-        that one stays. None behind one that was forgotten meanwhile."""
+        """Publish the pages, and return how many. An earlier page with the same contents stays. None behind a forgotten
+        page.
+        """
         hashes, width = pulling.sequence.hashes, self._pages.page_tokens // self._pages.block_tokens * HASH_BYTES
         for index in range(pulling.num_cached, len(pulling.pages)):
             if index and not self._pages.is_published(pulling.pages[index - 1]):
@@ -252,33 +259,34 @@ class FetchSide:
             logger.info("pull for %s from node %s: %s after %.3f s: %s", key, node, result, now - pulling.began, reason)
 
 
-# The writing end of pulls: cached KV that another node asks for by its block hashes is pinned here and written under
-# that node's ticket.
+# The writing end of pulls pins cached KV that another node asks for by its block hashes, and writes it under that
+# node's ticket.
 #
-# An export's life: Fetch → the pages are found and pinned → everything is pushed at once, and Commit goes out →
-# Acked, or GaveUp, which the reader is
-# told → Drained, and the pages are unpinned. A node that no longer has the KV, has no room to pin it or is draining
-# answers Declined: the other one
-# then computes.
-#
-# Nothing is computed here and no request is known. Owned by the node loop's thread; no sockets here. The other end is
-# `fetch`.
+# An export's life: Fetch; pages are found and pinned; everything is pushed, and Commit goes out; Acked, or GaveUp,
+# which the reader is told; Drained, and the pages are unpinned. A node without the KV, without room to pin it, or
+# draining answers Declined. Then the other node computes. Nothing is computed here and no request is known.
 
-# Exports at a time; whoever asks for more computes.
+# Exports at a time. Others are declined.
 MAX_OPEN = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """pages: the source, one reference each."""
+    """One export.
+
+    pages: the source, one reference each.
+    """
 
     reader: Peer
     pages: list[int]
 
 
 class ExportSide:
-    """counters: exports by how they ended (acked, gave_up), and what was declined (gone, no_room, busy, draining,
-    impossible)."""
+    """The writing end.
+
+    counters: exports by how they ended (acked, gave_up), and what was declined (gone, no_room, busy, draining,
+    impossible).
+    """
 
     def __init__(
         self, scheduler: Scheduler, pages: PagePool, writer: Writer, outbox: Outbox, *, max_open: int = MAX_OPEN
@@ -288,18 +296,18 @@ class ExportSide:
         self._writer = writer
         self._outbox = outbox
         self._max_open = max_open
-        # By nonce, until no write can read their pages any more.
+        # By nonce, until no write can read their pages.
         self._exports: dict[int, Export] = {}
         self.counters: Counter[str] = Counter()
 
     def open(self, sender: Peer, message: Fetch, *, is_draining: bool) -> None:
-        """Begin to write what is asked for, or say that it will not be."""
+        """Begin to write what is asked for, or decline."""
         ticket = message.ticket
         if peer_of(ticket.reader) != sender:
             self.counters["foreign_message"] += 1
             return
         if ticket.nonce in self._exports:
-            return  # said twice
+            return  # a repeated message
         num_pages = self._pages.pages_for(ticket.num_tokens)
         pages = self._pages.match(message.hashes, num_pages)
         if is_draining:

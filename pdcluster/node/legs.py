@@ -1,7 +1,7 @@
-"""A request's leg on this node: what the prefill side and the decode side keep of it, and what they report.
+"""A request's leg on this node: what the prefill and decode sides keep of it and report.
 
-Plain bookkeeping; no sockets, no engine. A leg's scheduler key is `request#attempt`, so that a new attempt of a request
-can start while the pages of its predecessor are still on their way out.
+Plain bookkeeping, no sockets, no engine. A leg's scheduler key is `request#attempt`. So a new attempt can start while
+the pages of the one before are still being written.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from pdcluster.transfer.backends.base import Peer
 
 @dataclass(slots=True)
 class EmittedTokens:
-    """Output tokens of one attempt, kept so that a lost frame can be sent again. first_position: tokens that earlier
-    attempts emitted."""
+    """Output tokens of one attempt, kept so that a lost frame can be sent again.
+
+    first_position: tokens that earlier attempts emitted.
+    """
 
     request: str
     attempt: int
@@ -45,20 +47,20 @@ class EmittedTokens:
 
     @property
     def num_numbers(self) -> int:
-        """What the log holds: tokens, logprobs and the alternatives beside them."""
+        """Numbers in the log: tokens, logprobs and alternatives."""
         return len(self.tokens) + sum(
             1 + 2 * len(entry.top_ids) for entries in (self.logprobs, self.prompt_logprobs) for entry in entries
         )
 
     def append(self, token: int, logprobs: TokenLogprobs | None) -> TokenRow:
-        """Record a token and give the row that reports it."""
+        """Record a token and return the row that reports it."""
         self.tokens.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
         return self.since(self.num_output - 1)
 
     def since(self, position: int) -> TokenRow:
-        """Everything from output position `position` on (or from the first one this attempt produced)."""
+        """Everything from output position `position` on, or from the first one of this attempt."""
         skip = max(position - self.first_position, 0)
         return TokenRow(
             request=self.request,
@@ -72,7 +74,7 @@ class EmittedTokens:
 
 @dataclass(frozen=True, slots=True)
 class EndedLeg:
-    """The last word on a leg, with its tokens, for a router that lost the frame that said so."""
+    """The last message on a leg, with its tokens, for a router that lost it."""
 
     router: Peer
     output: EmittedTokens
@@ -80,7 +82,7 @@ class EndedLeg:
 
 
 class EndedLegs:
-    """The most recent last words, bounded in number and in what their outputs hold (numbers: a token, a logprob)."""
+    """The newest last messages, bounded in number and in numbers of their outputs."""
 
     def __init__(self, capacity: int = 1024, max_numbers: int = 1 << 20) -> None:
         self._capacity = capacity
@@ -100,7 +102,7 @@ class EndedLegs:
         return self._ended.get((request, attempt))
 
     def forget_router(self, router: Peer) -> None:
-        """Its lease ended: nobody will ask."""
+        """Its lease ended: it will not ask."""
         for key in [key for key, ended in self._ended.items() if ended.router == router]:
             self._drop(self._ended.pop(key))
 
@@ -130,31 +132,30 @@ def of_router(legs: Iterable[L], router: Peer) -> list[L]:
 
 
 def unawaited(legs: Iterable[L], router: Peer, awaited: Set[tuple[str, int]]) -> list[L]:
-    """Those that the router would have named if it waited for them."""
+    """Legs of a router that it did not name as awaited."""
     return [leg for leg in of_router(legs, router) if (leg.request, leg.attempt) not in awaited]
 
 
 def check_newest(work: Work, leg: AnyLeg | None) -> None:
-    """Raises ProtocolError for an attempt that comes after a later one of its request: nobody waits for it any more."""
+    """Raises ProtocolError for an attempt older than one that is here: nobody waits for it."""
     if leg is not None and leg.attempt > work.attempt:
         raise errors.ProtocolError(
             f"attempt {work.attempt} of {work.request} came after attempt {leg.attempt}, which runs here"
         )
 
 
-# What may be wrong with work that a router sends; anything else is a mistake of ours.
+# Errors of work that a router sends. Any other error is a bug of ours.
 REFUSALS = (errors.Overloaded, errors.BadRequest, errors.ProtocolError)
 
 
 def refusal(work: Work, leg: RefusedLeg, error: errors.PdclusterError, param: str = "") -> Refused:
-    """The answer to work that was not accepted."""
+    """The answer to refused work."""
     if isinstance(error, errors.Overloaded):
         return Refused(work.request, work.attempt, leg, str(error), error.retry_after_s)
     return Refused(work.request, work.attempt, leg, str(error), 0.0, retryable=False, param=param)
 
 
-# Turns the Work of a message into the scheduler's Sequence, after checking what only this node can know: its
-# vocabulary.
+# Turns the Work of a message into a Sequence, after checks that only this node can make: its vocabulary.
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ class SequenceFactory:
     clock: Callable[[], float]
 
     def make(self, work: Work, *, remote: bool) -> Sequence:
-        """Raises BadRequest for work that no node with this model can run."""
+        """Make a sequence. Raises BadRequest for work that no node with this model can run."""
         sequence = Sequence(work, key=key_of(work), remote=remote, arrived=self.clock(), block_tokens=self.block_tokens)
         tokens = sequence.tokens
         for bad in (int(np.min(tokens)), int(np.max(tokens))):
@@ -178,7 +179,7 @@ class SequenceFactory:
         return sequence
 
     def _check_shaping(self, work: Work) -> None:
-        """An id that the logits do not have would fail the whole step, other requests' rows too."""
+        """Refuse ids outside the logits. They would fail the whole step, with other requests' rows."""
         shaping = work.sampling.shaping
         if shaping is None:
             return
@@ -191,7 +192,7 @@ class SequenceFactory:
                 raise BadRequest(f"{name} has token id {highest}; this model has ids 0 to {self.vocab_size - 1}", name)
 
     def _check_logprobs(self, work: Work) -> None:
-        """What a request produced goes out again in one row when its router lost it."""
+        """Bound the logprobs: what a request produced goes out again in one row when its router lost it."""
         sampling = work.sampling
         num_output = max(min(sampling.max_tokens, self.max_len - work.num_prompt), 0)
         most = most_bytes(work.num_prompt, sampling.prompt_logprobs, num_output, sampling.logprobs)

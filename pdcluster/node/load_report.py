@@ -1,5 +1,7 @@
-"""What a node tells its routers unasked: its load when that changed, and which block hashes came and went. Owned by the
-node loop's thread."""
+"""What a node sends its routers unasked: its load when it changed, and block hashes that came and went.
+
+Owned by the node loop's thread.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ STATES: dict[BreakerState, BreakerName] = {
 
 
 def path_loads(paths: Paths) -> tuple[PathLoad, ...]:
-    """Bandwidths in two digits, so that a report does not differ from the last one by noise alone."""
+    """Bandwidths in two digits, so that noise alone makes no report."""
     return tuple(
         PathLoad(each.peer.node, each.backend, float(f"{each.bytes_s:.2g}"), STATES[each.state], each.is_chosen)
         for each in paths.report(MAX_REPORTED_PEERS)
@@ -38,7 +40,7 @@ def by_reason(counters: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
 
 
 class Reporter:
-    """At most one report per interval; a router that said Hello gets a whole snapshot at once."""
+    """At most one report per interval. A router that sent Hello gets a whole snapshot at once."""
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class Reporter:
         clock: Callable[[], float],
         seen: Callable[[Peer], int],
     ) -> None:
-        """seen: number of the last frame that was taken in from a router."""
+        """seen: number of the last frame taken from a router."""
         self._pages = pages
         self._load = load
         self._interval_s = interval_s
@@ -61,8 +63,10 @@ class Reporter:
         self._sequence = 0
 
     def add(self, router: Peer, send: Send) -> None:
-        """Welcome a router (again), or one that missed deltas: everything as it is now. Pending changes are inside the
-        snapshot, so others get them first."""
+        """Welcome a router, or one that missed deltas, with everything as it is.
+
+        The snapshot contains pending changes, so other routers get these first.
+        """
         self._report_cache(send)
         self._routers.add(router)
         send(router, CacheDelta(self._sequence, True, self._pages.snapshot(), b""))
@@ -85,7 +89,7 @@ class Reporter:
                 send(router, self._load_for(router, load))
 
     def next_deadline(self) -> float | None:
-        """When a change that came too early for the last report may go out."""
+        """When a change too early for the last report may go out."""
         return self._next_at if self._routers and self._clock() < self._next_at else None
 
     def _load_for(self, router: Peer, load: Load) -> Load:
@@ -100,9 +104,9 @@ class Reporter:
             send(router, CacheDelta(self._sequence, False, added, removed))
 
 
-# The model card's text files, which a router may ask for in pieces. Weights are not among them.
+# The model's text files, which a router may fetch in pieces. Weights are not among them.
 #
-# Read once at start and kept, so that a file that changes on disk cannot give a router half of each.
+# They are read once at start, so a file that changes on disk cannot give a router half of each.
 
 CHUNK_BYTES = 1 << 20
 
@@ -113,6 +117,6 @@ class ModelFiles:
         self.digest = files_digest(self._files)
 
     def chunk(self, message: FetchFile) -> FileChunk:
-        """The piece at message.offset; total_bytes 0 for a file that the model does not have."""
+        """The piece at message.offset. total_bytes is 0 for a file that the model lacks."""
         data = self._files.get(message.name, b"")
         return FileChunk(message.name, message.offset, len(data), data[message.offset : message.offset + CHUNK_BYTES])

@@ -1,10 +1,10 @@
-"""The node's one loop, where scheduler, engine and transfer meet: drain the inbox, take in the last step, move
-transfers on, launch the next step, report.
+"""The node's one loop, where scheduler, engine and transfer meet.
 
-One thread runs it and owns everything it touches (scheduler, pages, both sides, hub). It never blocks but in `_wait`,
-which ends when a socket, the engine, a backend or the stop signal has something, or when the next clock runs out. While
-a step runs in the engine's own thread, messages are handled; with `looks_ahead` the results of the step before it, too:
-the engine then has its next step before it is done with one.
+Each turn drains the inbox, takes in the last step, moves transfers on, launches the next step and reports. One thread
+runs it and owns all it touches (scheduler, pages, both sides, hub). It blocks only in `_wait`, which ends when a
+socket, the engine, a backend or the stop signal has something, or the next timer fires. Messages are handled while a
+step runs in the engine's thread. With `looks_ahead`, the results of the step before it are, too, and the engine has its
+next step early.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ from pdcluster.wire.hub import LeaseEnded, LinkLost, Received
 
 logger = logging.getLogger(__name__)
 
-# done_fd was readable, so the result is a moment away.
+# done_fd was readable, so the result comes at once.
 COLLECT_S = 5.0
 
-# Steps in a row that may fail before the node gives itself up.
+# Failed steps in a row before the node gives up.
 MAX_FAILURES = 3
 
 RECOUNT_PAGES = 4096
 
-# Last frames of a drained node may take so long to leave.
+# Time for a drained node's last frames to leave.
 LINGER_S = 0.5
 
-# So long idle, and the books are recounted, once.
+# Idle time before the books are recounted, once.
 IDLE_CHECK_S = 1.0
 
-# The hub's heartbeats and leases want a look this often.
+# The hub's heartbeats and leases need a look this often.
 LONGEST_WAIT_S = 0.1
 
 
@@ -80,7 +80,7 @@ class NodeLoop:
         clock: Callable[[], float],
         looks_ahead: bool = False,
     ) -> None:
-        """looks_ahead: plan the next step of rows that decode before the tokens of the running one are known."""
+        """looks_ahead: plan the next step of decode rows before the tokens of the running one are known."""
         self._parts = parts
         self._looks_ahead = looks_ahead
         self._drain_s = drain_s
@@ -90,7 +90,7 @@ class NodeLoop:
         )
         # Launched and not collected, oldest first.
         self._in_flight: deque[StepPlan] = deque()
-        # The step in flight stands behind one that failed.
+        # The step in flight stands behind a failed one.
         self._is_behind_failure = False
         self._steps = 0
         self._failures = 0
@@ -106,12 +106,13 @@ class NodeLoop:
         self._milestone.register(parts.engine.layer_fd, select.POLLIN)
 
     def stop(self) -> None:
-        """Ask the loop to drain and return; safe from signal handlers and other threads."""
+        """Ask the loop to drain and return. Safe from signal handlers and other threads."""
         os.eventfd_write(self._stop_fd, 1)
 
     def run(self) -> None:
         """Serve until `stop`, then until running work is done or the drain deadline passed. Raises what the engine
-        raises: the node is broken then."""
+        raises: the node is broken then.
+        """
         try:
             while not self._is_over():
                 self._wait()
@@ -274,7 +275,7 @@ class NodeLoop:
             self._parts.decode.reserve(router, message, sequence)
 
     def _accept(self, router: Peer, work: Work, leg: RefusedLeg, *, remote: bool) -> Sequence | None:
-        """The work as a sequence; None when the node takes no new work, or not this, and the router was told why."""
+        """The work as a sequence. None when the node takes no new work, or not this; the router was answered."""
         if self._drain_until is not None:
             self._parts.outbox.message(
                 router, Refused(work.request, work.attempt, leg, f"node {self._parts.me.node} is draining", 0.05)
@@ -289,8 +290,7 @@ class NodeLoop:
             return None
 
     def _on_hello(self, router: Peer, message: Hello) -> None:
-        """(Re)welcome a router: what it lost is sent again, what we do not know it is told, what it no longer waits for
-        ends."""
+        """(Re)welcome a router: send again what it lost, report what we do not know, end what it no longer awaits."""
         lost: list[tuple[str, int]] = []
         awaited = {(request, attempt) for request, attempt, _ in message.open}
         self._parts.prefill.keep_only(router, awaited)
@@ -326,7 +326,7 @@ class NodeLoop:
     # ------------------------------------------------------------ steps
 
     def _watch_layers(self) -> None:
-        """Layers of the running step that are ready to leave."""
+        """Send layers of the running step that are ready."""
         engine = self._parts.engine
         if not self._milestone.poll(0):
             return
@@ -335,7 +335,7 @@ class NodeLoop:
             self._parts.prefill.on_layers(engine.layers_done)
 
     def _collect(self) -> None:
-        """Take in the results of a step that is done."""
+        """Take in the results of a finished step."""
         parts = self._parts
         if not self._in_flight or not self._done.poll(0):
             return
@@ -347,7 +347,7 @@ class NodeLoop:
             return
         except (
             Exception
-        ) as error:  # the top of the engine's work: its rows are told, the node goes on unless it keeps failing
+        ) as error:  # the top of the engine's work: its rows fail, and the node goes on unless the engine keeps failing
             self._in_flight.popleft()
             self._fail_step(plan, error)
             return
@@ -369,14 +369,15 @@ class NodeLoop:
         parts.prefill.on_step(plan)
 
     def _fail_row(self, key: str, error: RowError) -> None:
-        """One row can not go on; what was computed for the others stands."""
+        """One row cannot go on. Results of other rows stand."""
         logger.warning("%s ends: %s", key, error.reason)
         self._parts.prefill.fail(key, error.reason, retryable=error.retryable, param=error.param)
         self._parts.decode.fail(key, error.reason, retryable=error.retryable, param=error.param)
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> None:
-        """The step computed nothing: all its requests may try another node. Raises when the engine fails again and
-        again; a step fails with the one before it."""
+        """The step computed nothing: its requests may try another node. Raises when the engine keeps failing. A step
+        fails with the one before it.
+        """
         self._failures += not self._is_behind_failure
         self._is_behind_failure = bool(self._in_flight)
         logger.error("a step of %d rows failed", len(plan.rows), exc_info=error)
@@ -404,7 +405,9 @@ class NodeLoop:
             self._parts.decode.on_launch(plan)
 
     def _launch_ahead(self) -> None:
-        """Behind the step that runs. It has no prefill rows, and so no bells, and nobody leaves the queue for it."""
+        """Launch a step behind the running one. It has no prefill rows, so no milestones, and no request leaves the
+        queue for it.
+        """
         plan = self._parts.scheduler.look_ahead()
         if plan is not None:
             self._parts.engine.launch(plan)
@@ -431,7 +434,7 @@ class NodeLoop:
                 parts.prefill.on_event(event)
 
     def _send(self, event: Send) -> None:
-        """A peer of whom only the boot is known is answered on the link that it opened."""
+        """Send a transfer event's message. A peer known only by its boot is answered on the link that it opened."""
         self._parts.hub.send(event.to if event.to.address else peer_of(event.to), event.message)
 
     def _expire(self) -> None:
@@ -447,8 +450,9 @@ class NodeLoop:
         return not self._in_flight and not (legs or self._num_pinned or parts.pages.num_quarantined)
 
     def _check_idle(self) -> None:
-        """When nothing ran for a while the allocators must add up; a leak is found here, not days later. Not at every
-        pause: a recount visits all pages."""
+        """After an idle while, check that the allocators add up, so that a leak is found early. Not at every pause: a
+        recount visits all pages.
+        """
         now = self._clock()
         if not self._is_idle():
             self._idle_since = now
@@ -458,8 +462,9 @@ class NodeLoop:
             self._check_books()
 
     def _check_books(self) -> None:
-        """Raises IntegrityError when something leaked. A pool too large to be recounted in a moment is judged by its
-        counters."""
+        """Raises IntegrityError when something leaked. A pool too large for a quick recount is judged by its
+        counters.
+        """
         pages = self._parts.pages
         if pages.num_used or pages.num_quarantined:
             raise IntegrityError(

@@ -1,8 +1,7 @@
-"""What a node has to say to its routers, and about pulls to other nodes, gathered over one turn of the loop: all new
-tokens of a router in one frame.
+"""Messages of one turn of the loop to routers, and about pulls to other nodes. All new tokens of a router are one
+frame.
 
-Owned by the node loop's thread. It does not know what the messages mean, only that a row's tokens come before what
-follows them.
+Owned by the node loop's thread. It only knows that a row's tokens come before what follows them.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from typing import Protocol
 from pdcluster.core.messages import AnyMessage, Endpoint, TokenLogprobs, TokenRow, Tokens
 from pdcluster.transfer.backends.base import Peer
 
-# Of the rows in one frame, by the estimates below; less than any peer's frame limit (wire.codec).
+# Bytes of rows in one frame, by the estimates below; less than any peer's frame limit (wire.codec).
 MAX_ROWS_BYTES = 48 << 20
-# At most: a row's ids and numbers, a token, a logprob, one alternative beside it.
+# Upper bounds: a row's ids and numbers, a token, a logprob, one alternative.
 ROW_BYTES, TOKEN_BYTES, ENTRY_BYTES, TOP_BYTES = 300, 5, 16, 14
 
 
 class Sender(Protocol):
     def send(self, to: Peer | Endpoint, message: AnyMessage) -> bool:
-        """False when the frame could not be queued; the link then signals a gap and both ends compare notes."""
+        """False when the frame could not be queued. The link then signals a gap, and both ends exchange their state."""
         ...
 
 
@@ -42,15 +41,18 @@ class Outbox:
         self._pending.setdefault(router, PendingOutput()).rows.append(row)
 
     def message(self, to: Peer | Endpoint, message: AnyMessage, *, once: Callable[[], bool] | None = None) -> None:
-        """Send `message` after this turn's tokens. A node that has not called us is named by its endpoint. once: not
-        before this is true, which it must become."""
+        """Send `message` after this turn's tokens.
+
+        A node that has not called us is named by its endpoint. once: send it only when this is true, which it must
+        become.
+        """
         if once is not None and not once():
             self._held.append((once, to, message))
             return
         self._pending.setdefault(to, PendingOutput()).messages.append(message)
 
     def flush(self, sender: Sender) -> None:
-        """Send everything. What a dead link drops is not kept: the router asks for it again by its Hello."""
+        """Send everything. What a dead link drops is not kept: the router asks for it by its Hello."""
         held, self._held = self._held, []
         for once, to, message in held:
             self.message(to, message, once=once)
@@ -63,7 +65,7 @@ class Outbox:
 
 
 def frames(rows: Iterable[TokenRow]) -> Iterator[tuple[TokenRow, ...]]:
-    """The rows in their order, as few frames as the limit allows. Only logprobs make a row large."""
+    """The rows in order, in as few frames as the limit allows. Only logprobs make a row large."""
     frame: list[TokenRow] = []
     left = MAX_ROWS_BYTES
     for row in rows:
@@ -78,7 +80,7 @@ def frames(rows: Iterable[TokenRow]) -> Iterator[tuple[TokenRow, ...]]:
 
 
 def bytes_of(row: TokenRow) -> int:
-    """At most so many on the wire."""
+    """Upper bound of its bytes on the wire."""
     return (
         ROW_BYTES
         + TOKEN_BYTES * len(row.tokens)
@@ -92,8 +94,9 @@ def _bytes_of_entries(entries: tuple[TokenLogprobs, ...]) -> int:
 
 
 def most_bytes(num_prompt: int, prompt_alternatives: int | None, num_output: int, alternatives: int | None) -> int:
-    """Of the largest row that a request may need: everything it produced, for a router that lost it. None: no
-    logprobs."""
+    """Bytes of the largest row that a request may need: all it produced, for a router that lost it. None: no
+    logprobs.
+    """
     prompt = 0 if prompt_alternatives is None else num_prompt * (ENTRY_BYTES + TOP_BYTES * prompt_alternatives)
     output = 0 if alternatives is None else num_output * (ENTRY_BYTES + TOP_BYTES * alternatives)
     return ROW_BYTES + TOKEN_BYTES * num_output + prompt + output

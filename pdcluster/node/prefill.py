@@ -1,12 +1,12 @@
-"""The prefill side of a node: prompts computed for a remote decode node, their KV pushed under that node's ticket, kept
-parked until it is taken.
+"""The prefill side of a node: prompts for remote decode nodes. Their KV is pushed under a ticket, or parked until one
+comes.
 
 A leg's life: Prefill → the scheduler computes chunks → token 1 goes to the router → parked. Deliver may come at any
-time in between; from then on every computed page is pushed. The leg ends with Acked (Delivered to the router), Cancel,
-Release, or its parking deadline, which runs while no ticket is open: a transfer has clocks of its own.
+time. From then on every computed page is pushed. The leg ends with Acked (Delivered to the router), Cancel, Release, or
+its parking deadline, which runs while no ticket is open.
 
-Pages under a write are pinned here (one reference each per ticket) until the writer says Drained, whatever becomes of
-the leg: a source page that a write may still read is never reused. Owned by the node loop's thread; no sockets here.
+Pages under a write are pinned (one reference each per ticket) until the writer reports Drained, whatever becomes of the
+leg. So a source page that a write may read is never reused. Owned by the node loop's thread; no sockets here.
 """
 
 from __future__ import annotations
@@ -51,16 +51,11 @@ from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.protocol.session import Acked, Drained, TicketGaveUp, TransferStats
 from pdcluster.transfer.protocol.writer import Writer
 
-# Finished KV that waits in a prefill node's own pool until a decode node takes it: how much there is, and when that
-# is too much.
+# Parked KV: finished KV that waits in the node's own pool for a decode node.
 #
-# Up to a limit the node goes on computing while decode nodes are full; beyond it new remote prefills are refused by
-# message, so that the router holds
-# them or sends them elsewhere. The limit leaves pages for whatever else runs here, above all the slots without which
-# two mixed nodes that are full
-# of finished KV for each other would wait for ever. A pool in host memory needs no second place to park in; one in
-# device memory could move
-# parked pages to the host, which is not built: there the limit is the same share of the device's pool.
+# Up to a limit the node computes on while decode nodes are full. Beyond it new remote prefills are refused by message,
+# so that the router holds them or sends them elsewhere. The limit leaves pages for other work, above all slots: without
+# them two mixed nodes full of finished KV for each other would wait for ever. KV in device memory is parked there, too.
 
 SHORTEST_S = 0.02
 LONGEST_S = 1.0
@@ -68,8 +63,9 @@ GAP_WEIGHT = 0.3
 
 
 class ParkedKV:
-    """Pages shared by several parked requests count once. Owned by the node loop's thread; the pages belong to the
-    scheduler's sequences."""
+    """Pages that several parked requests share count once. Owned by the node loop's thread; the pages belong to
+    sequences.
+    """
 
     def __init__(self, limit_pages: int, clock: Callable[[], float], deadline_s: float) -> None:
         """deadline_s: how long a request's KV may wait for a decode node."""
@@ -101,7 +97,7 @@ class ParkedKV:
         self._holders.update(pages)
 
     def leave(self, key: str) -> None:
-        """Taken or given up; nothing happens when it does not park here."""
+        """The KV was taken or given up. Nothing happens when it is not parked here."""
         pages = self._parked.pop(key, None)
         if pages is None:
             return
@@ -114,17 +110,14 @@ class ParkedKV:
         self._moved_at = now
 
     def retry_after_s(self) -> float:
-        """When to ask again: at the pace at which KV was taken lately, and less often the longer none was."""
+        """When to ask again: at the recent rate of KV being taken, and later the longer none was."""
         return min(max(self._gap_s, self._clock() - self._moved_at, SHORTEST_S), LONGEST_S)
 
 
-# In how many groups of layers the last tokens of a prompt leave their node: as many as pay. Pure arithmetic over
-# measured bandwidth.
+# In how many groups of layers the last tokens of a prompt leave. Pure arithmetic over measured bandwidth.
 #
-# What a transfer adds to a prompt's time is the part that cannot start before the last layer is computed: with g
-# equal groups about bytes / (g ×
-# bandwidth), and every group costs a fixed time of its own. The sum is least at g = √(bytes / (bandwidth × cost of a
-# group)).
+# A transfer adds the part that cannot start before the last layer is computed: with g equal groups about bytes / (g ×
+# bandwidth). Each group has a fixed cost. The sum is least at g = √(bytes / (bandwidth × cost of a group)).
 
 FIRST_GUESS_BYTES_S = 2e9
 SMALLEST_SAMPLE_BYTES = 1 << 18
@@ -132,7 +125,10 @@ WEIGHT = 0.3
 
 
 class LayerGroups:
-    """group_s: fixed cost of one more group (submit, wake-up, stamp), in seconds. Owned by the node loop's thread."""
+    """Owned by the node loop's thread.
+
+    group_s: fixed seconds of one more group (submit, wake-up, stamp).
+    """
 
     def __init__(self, num_layers: int, page_bytes: int, *, group_s: float = 0.0004) -> None:
         self.num_layers = num_layers
@@ -141,7 +137,7 @@ class LayerGroups:
         self._bandwidth: dict[str, float] = {}
 
     def observe(self, stats: TransferStats) -> None:
-        """Learn a backend's bandwidth from a transfer that ended well; small ones say more about fixed costs."""
+        """Learn a backend's bandwidth from a good transfer. Small ones say more about fixed costs."""
         if stats.nbytes < SMALLEST_SAMPLE_BYTES or stats.busy_s <= 0:
             return
         sample = stats.nbytes / stats.busy_s
@@ -153,14 +149,15 @@ class LayerGroups:
         return self._bandwidth.get(backend, FIRST_GUESS_BYTES_S)
 
     def milestones(self, num_pages: int, backend: str) -> tuple[int, ...]:
-        """After which numbers of layers to send what is there of these pages; the rest leaves with the end of the step.
-        Empty for a small prompt."""
+        """Layer counts after which to send these pages' layers. The rest leaves with the end of the step. Empty for a
+        small prompt.
+        """
         groups = round(math.sqrt(num_pages * self._page_bytes / (self.bandwidth(backend) * self._group_s)))
         groups = min(max(groups, 1), self.num_layers)
         return tuple(self.num_layers * index // groups for index in range(1, groups))
 
 
-# What a refusal of a delivery says about coming back: the KV is parked, another ticket may come at once.
+# Retry hint of a refused delivery: the KV is parked, and another ticket may come at once.
 STOPPED_BY_PEER_S = 0.05
 
 
@@ -175,11 +172,11 @@ class PrefillLeg:
     deadline: float
     arrived: float
     output: EmittedTokens
-    # Since the last moment at which KV that is finished had a ticket.
+    # Since finished KV last had a ticket.
     parking_deadline: float | None = None
     ticket: Ticket | None = None
     backend: str = ""
-    # Tokens before it were pushed; of those from it on, `layers_pushed` layers were.
+    # Tokens before it were pushed. Of those from it on, `layers_pushed` layers were.
     pushed: int = 0
     layers_pushed: int = 0
     source: list[int] = field(default_factory=list)
@@ -222,7 +219,7 @@ class PrefillSide:
         self._legs: dict[str, PrefillLeg] = {}
         self._by_key: dict[str, PrefillLeg] = {}
         self._by_nonce: dict[int, PrefillLeg] = {}
-        # Legs that the scheduler did not take out of its queue yet.
+        # Legs that the scheduler did not take from its queue yet.
         self._queued: dict[str, PrefillLeg] = {}
         self._pins: dict[int, Pins] = {}
         # Legs whose last chunk the running step computes, and which send its layers in groups.
@@ -231,7 +228,7 @@ class PrefillSide:
     # ------------------------------------------------------------ what a router asks
 
     def start(self, router: Peer, message: Prefill, sequence: Sequence) -> None:
-        """Queue a prompt for computing; answers Refused when the node cannot take it."""
+        """Queue a prompt for computing. Answers Refused when the node cannot take it."""
         work = message.work
         self.cancel(work.request, work.attempt, "a newer attempt came")
         try:
@@ -257,14 +254,15 @@ class PrefillSide:
 
     def deliver(self, router: Peer, message: Deliver) -> None:
         """Start pushing under a ticket. An earlier ticket of the request is given up: its decode node is gone or
-        full."""
+        full.
+        """
         ticket = message.ticket
         leg = self._legs.get(ticket.request)
         if leg is None or leg.router != router:
             self._refuse(router, ticket.request, ticket.attempt, "deliver", "this node has no KV for the request", 0.0)
             return
         if leg.ticket is not None and leg.ticket.nonce == ticket.nonce:
-            return  # said again, because the router could not know that the first one came
+            return  # repeated, because the router could not know that the first one came
         self._drop_ticket(leg, "a newer ticket came")
         if ticket.num_tokens != leg.num_tokens:
             self._refuse(
@@ -288,7 +286,7 @@ class PrefillSide:
         self._advance(leg)
 
     def cancel(self, request: str, attempt: int, reason: str) -> None:
-        """End the leg if it is of this attempt or an earlier one; pages under a write stay pinned until it ended."""
+        """End the leg if it is of this attempt or an earlier one. Pages under a write stay pinned."""
         leg = self._legs.get(request)
         if leg is None or leg.attempt > attempt:
             return
@@ -305,8 +303,7 @@ class PrefillSide:
             self._end(leg, "router lost")
 
     def keep_only(self, router: Peer, awaited: Set[tuple[str, int]]) -> None:
-        """The router (re)connected: legs it does not name are nobody's, because a Cancel was lost or could not be
-        sent."""
+        """The router (re)connected. End legs that it does not name: a Cancel was lost or could not be sent."""
         for leg in unawaited(self._legs.values(), router, awaited):
             self._end(leg, "the router no longer waits for it")
 
@@ -316,7 +313,7 @@ class PrefillSide:
         return key in self._by_key
 
     def on_launch(self, plan: StepPlan) -> None:
-        """After a step was planned: legs that left the queue say so, and push what was cached."""
+        """A step was planned. Legs that left the queue report it, and push what was cached."""
         now = self._clock()
         for leg in [self._queued.pop(row.request) for row in plan.rows if row.request in self._queued]:
             leg.scheduled_at = now
@@ -324,8 +321,7 @@ class PrefillSide:
             self._advance(leg)
 
     def milestones(self, plan: StepPlan) -> tuple[int, ...]:
-        """Before a step is launched: after which layers of it something can leave. A ticket may still come while the
-        step runs."""
+        """Layer counts of the step after which something can leave. A ticket may still come while it runs."""
         self._layered.clear()
         milestones: set[int] = set()
         for row in plan.rows:
@@ -341,13 +337,13 @@ class PrefillSide:
         return tuple(sorted(milestones))
 
     def on_layers(self, layers_done: int) -> None:
-        """While a step runs: push the layers that it computed of the last tokens."""
+        """A step runs: push the layers of last tokens that it computed."""
         for leg in self._layered:
             if leg.ticket is not None and layers_done > leg.layers_pushed and leg.pushed < leg.num_tokens:
                 self._push(leg, leg.num_tokens, (leg.layers_pushed, layers_done))
 
     def on_step(self, plan: StepPlan) -> None:
-        """After a step's results were taken in: push what it computed. Legs that had no row in it have nothing new."""
+        """A step was taken in: push what it computed. Legs without a row in it have nothing new."""
         for leg in [self._by_key[row.request] for row in plan.rows if row.request in self._by_key]:
             self._advance(leg)
 
@@ -372,7 +368,7 @@ class PrefillSide:
         self._advance(leg)
 
     def fail(self, key: str, reason: str, *, retryable: bool = True, param: str = "") -> None:
-        """One of our rows cannot be computed here; another node may, or else it is the request that must change."""
+        """One of our rows cannot be computed here. Another node may, or the request must change."""
         leg = self._by_key.get(key)
         if leg is not None:
             code = errors.PdclusterError.code if retryable else errors.BadRequest.code
@@ -401,7 +397,7 @@ class PrefillSide:
     # ------------------------------------------------------------ clocks and questions
 
     def expire(self) -> None:
-        """End legs whose request or parking deadline passed."""
+        """End legs past their request's or parking deadline."""
         now = self._clock()
         for leg in [leg for leg in self._legs.values() if now >= self._limit(leg)]:
             is_late = now >= leg.deadline
@@ -427,7 +423,7 @@ class PrefillSide:
 
     @property
     def grammars(self) -> set[Grammar]:
-        """In use."""
+        """Grammars in use."""
         return {
             leg.sequence.sampling.grammar for leg in self._legs.values() if leg.sequence.sampling.grammar is not None
         }
@@ -447,7 +443,7 @@ class PrefillSide:
     # ------------------------------------------------------------ inside
 
     def _advance(self, leg: PrefillLeg) -> None:
-        """Push the full pages that are computed and not pushed yet; with token 1 also the last page, and the commit."""
+        """Push full computed pages. With token 1 also the last page, and the commit."""
         if leg.ticket is None:
             return
         page_tokens = self._pages.page_tokens
@@ -459,10 +455,10 @@ class PrefillSide:
             self._writer.finish(leg.ticket.nonce, leg.first_token, leg.first_logprobs)
 
     def _push(self, leg: PrefillLeg, end: int, layers: tuple[int, int]) -> None:
-        """Hand the writer layers [first, end) of the tokens that were not pushed yet, and pin their pages."""
+        """Pass layers [first, end) of the unpushed tokens to the writer, and pin their pages."""
         assert leg.ticket is not None
         page_tokens, nonce = self._pages.page_tokens, leg.ticket.nonce
-        if not leg.layers_pushed:  # else the groups go on with the pages of the first one, which are pinned
+        if not leg.layers_pushed:  # otherwise the groups go on with the pages of the first one, which are pinned
             leg.source = leg.sequence.pages[leg.pushed // page_tokens : -(-end // page_tokens)].tolist()
             self._pages.acquire(leg.source)
             self._pins[nonce].pages.extend(leg.source)

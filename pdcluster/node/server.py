@@ -1,5 +1,6 @@
-"""The node process: engine, transfer media, links and bootstrap registration put together; runs the loop until SIGTERM
-or SIGINT, then drains."""
+"""The node process: engine, transfer media, links and registration. Runs the loop until SIGTERM or SIGINT, then
+drains.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: NodeConfig) -> int:
-    """Serve until a signal; the exit code is 0 after a drain, 1 when the engine broke."""
+    """Serve until a signal. Returns 0 after a drain, 1 when the engine broke."""
     check(config)
     if config.cores:
         os.sched_setaffinity(0, config.cores)
@@ -126,15 +127,16 @@ class Sticky(Protocol):
 def leave_last(
     engine: Sticky, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
 ) -> None:
-    """When everything else is closed: a node that breaks tells why, as it may not come to whoever would."""
+    """Log why the node broke, after everything else is closed. It may not reach whoever would log it."""
     if engine.num_stuck and error is not None:
         logger.critical("this node broke", exc_info=error)
     leave_if_stuck(engine.num_stuck, 0 if error is None else 1)
 
 
 def leave_if_stuck(num_threads: int, code: int) -> None:
-    """End the process here when threads still compute within a library: an interpreter that ends around them is aborted
-    by the C++ runtime, and what was a drain, or an error with a reason, looks like a crash of it."""
+    """End the process while library threads still compute. An interpreter that ends around them is aborted by the C++
+    runtime, and a drain would look like a crash.
+    """
     if num_threads:
         logger.warning("%d threads still compute for grammars that took too long; leaving without them", num_threads)
         logging.shutdown()
@@ -144,7 +146,7 @@ def leave_if_stuck(num_threads: int, code: int) -> None:
 
 
 def check(config: NodeConfig) -> None:
-    """Refuse by name what cannot be done yet."""
+    """Refuse by name what is not built."""
     if config.device != "cpu" and config.role != "mixed":
         raise ConfigError(
             f"node.role is {config.role} on {config.device}, but KV in device memory cannot be moved yet; use role "
@@ -176,8 +178,7 @@ def check(config: NodeConfig) -> None:
 
 
 def open_backends(config: NodeConfig, me: Peer) -> dict[str, Backend]:
-    """The media this node can move KV over, best first; none for a pool in device memory, which then serves in mode
-    local."""
+    """The media of this node, best first. None for a pool in device memory, which then serves in mode local."""
     if config.device != "cpu":
         return {}
     transfer = config.transfer
@@ -188,7 +189,7 @@ def open_backends(config: NodeConfig, me: Peer) -> dict[str, Backend]:
 
 
 def media_of_all(backends: dict[str, Backend], links: Sequence[RankLink]) -> dict[str, Backend]:
-    """Those that every rank of the node has."""
+    """Media that every rank of the node has."""
     lacking = [name for name in backends if not all(name in link.ends for link in links)]
     for name in lacking:
         logger.warning("this node goes on without %s, which not all of its ranks could start", name)
@@ -208,7 +209,7 @@ def limits_of(config: NodeConfig, engine: Engine) -> SchedulerLimits:
 
 
 def usable_len(engine: Engine) -> int:
-    """The longest request: what the model takes, and what the pool holds."""
+    """The longest request: what the model takes and the pool holds."""
     return min(engine.max_len, engine.num_pages * engine.layout.page_tokens)
 
 
@@ -253,7 +254,7 @@ def card_of(
     backends: tuple[str, ...],
     model_dir: Path,
 ) -> NodeCard:
-    """What the node says of itself to the cluster."""
+    """The node's card."""
     model, *aliases = config.served_model_name or (served_name(model_dir),)
     return NodeCard(
         node=me.node,

@@ -1,7 +1,7 @@
 """Times the node's own steps and fits its cost model to them. Owned by the node loop's thread.
 
-A step lasts from its launch until the loop is ready for the next launch, so that what the loop does between two steps
-is in the model: requests wait for that too.
+A step lasts from its launch until the next launch is possible. So the loop's work between steps is in the model:
+requests wait for it, too.
 """
 
 from __future__ import annotations

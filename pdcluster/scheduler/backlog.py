@@ -1,5 +1,4 @@
-"""What a node has accepted and not done: tokens of prompts and the attention pairs they will make, rows that decode.
-Pure; read by load reports."""
+"""The backlog of a node: prompt tokens and attention pairs to compute, and rows that decode. Pure; for load reports."""
 
 from __future__ import annotations
 
@@ -11,8 +10,9 @@ from pdcluster.scheduler.sequence import Sequence
 
 
 def backlog(running: Iterable[Sequence], waiting: Iterable[Sequence]) -> tuple[int, int]:
-    """(tokens, pairs). A waiting prompt counts without what was cached when it came or will be by its turn
-    (`blocks_by_then`); the cache may change until it starts, and is counted then."""
+    """(tokens, pairs) to compute. A waiting prompt counts without what is cached, or will be by its turn
+    (`blocks_by_then`).
+    """
     tokens, pairs = 0, 0.0
     for sequence in running:
         if sequence.num_pending > 1:
@@ -26,9 +26,11 @@ def backlog(running: Iterable[Sequence], waiting: Iterable[Sequence]) -> tuple[i
 
 
 def blocks_by_then(sequence: Sequence, ahead: Iterable[Sequence]) -> int:
-    """Leading hash blocks that the sequence shares with one that is served before it: without them, the next turn of a
-    conversation whose last one still waits would be reported as a whole prompt of work, and routers would send it away
-    from its cache."""
+    """Leading hash blocks that the sequence shares with one served before it.
+
+    Otherwise the next turn of a conversation whose last one still waits would count as a whole prompt, and routers
+    would send it away from its cache.
+    """
     return max((_num_common(sequence.hashes, other.hashes) for other in ahead), default=0)
 
 
@@ -49,6 +51,6 @@ def _num_common(one: bytearray, other: bytearray) -> int:
 
 
 def decoding(running: Iterable[Sequence], num_reserved: int) -> tuple[int, int]:
-    """(rows, context tokens) of what decodes here, or will: no remote prefills. Slots have no KV of their own yet."""
+    """(rows, context tokens) of rows that decode here, or will. Slots have no KV of their own yet."""
     contexts = [sequence.num_computed for sequence in running if not sequence.remote]
     return len(contexts) + num_reserved, sum(contexts)

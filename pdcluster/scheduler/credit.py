@@ -1,7 +1,6 @@
-"""Pages that sequences take from the pool, and their credit: pages kept available for their growth (`Scheduler`, rule
-1). Pure.
+"""Pages of sequences, and their credit: pages kept available for their growth (`Scheduler`, rule 1). Pure.
 
-It does not decide who is admitted or preempted: it says what there is room for, and gives all of it or nothing.
+It decides no admission or preemption. It says what there is room for, and gives all of it or nothing.
 """
 
 from __future__ import annotations
@@ -15,30 +14,36 @@ from pdcluster.scheduler.sharing import Forks
 
 
 class Credit:
-    """Of one scheduler. reserve_tokens: output tokens for whose pages every row has credit."""
+    """Owned by one scheduler.
+
+    reserve_tokens: output tokens for whose pages every row has credit.
+    """
 
     def __init__(self, pool: PagePool, reserve_tokens: int) -> None:
         self._pool = pool
         self._reserve_tokens = reserve_tokens
-        # Of all sequences.
+        # Sum over all sequences.
         self._total = 0
 
     @property
     def num_spare(self) -> int:
-        """Pages that are nobody's credit."""
+        """Pages without credit on them."""
         return max(self._pool.num_available - self._total, 0)
 
     def growth(self, sequence: Sequence, num_pages: int) -> int:
         """Pages beyond num_pages for the sequence's next reserve_tokens tokens. A remote prefill never grows; the last
-        token needs no KV."""
+        token needs no KV.
+        """
         if sequence.remote:
             return 0
         ahead = min(sequence.num_tokens + self._reserve_tokens, sequence.max_total - 1)
         return max(self._pool.pages_for(ahead) - num_pages, 0)
 
     def take(self, sequence: Sequence, max_cached: int, *, is_alone: bool) -> bool:
-        """Pages for all tokens of the sequence: a cached prefix of at most max_cached pages, and fresh ones. is_alone:
-        no credit is needed."""
+        """Pages for all tokens of the sequence: a cached prefix of at most max_cached pages, and fresh ones.
+
+        is_alone: no credit is needed.
+        """
         pool = self._pool
         sequence.extend_hashes(sequence.num_tokens)
         num_cached = pool.match_length(sequence.hashes, max_cached)
@@ -61,7 +66,7 @@ class Credit:
         return True
 
     def take_fork(self, sequence: Sequence, forks: Forks) -> bool:
-        """The prompt's pages from the sequence that computed them, and one of its own."""
+        """The prompt's pages from the parent sequence, and one of its own."""
         credit = self.growth(sequence, self._pool.pages_for(sequence.num_tokens))
         if 1 + credit + self._total > self._pool.num_available:
             return False
@@ -70,7 +75,7 @@ class Credit:
         return True
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """A page more when num_tokens need one; False when there is none."""
+        """One more page when num_tokens need it; False when there is none."""
         if sequence.num_pages * self._pool.page_tokens >= num_tokens:
             return True
         pages = self._pool.allocate(1)
@@ -81,7 +86,7 @@ class Credit:
         return True
 
     def forgo_growth(self, sequence: Sequence) -> None:
-        """It grows no more; its pages are still its own."""
+        """The sequence grows no more. Its pages stay."""
         self._set_credit(sequence, 0)
 
     def _set_credit(self, sequence: Sequence, credit: int) -> None:
@@ -89,7 +94,7 @@ class Credit:
         sequence.credit = credit
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raises IntegrityError when the credit of all live sequences is not what is counted."""
+        """Raises IntegrityError when the credit of the live sequences differs from the count."""
         credit = sum(sequence.credit for sequence in sequences)
         if credit != self._total:
             raise IntegrityError(f"scheduler: the rows' credit is {credit} pages, {self._total} are counted")

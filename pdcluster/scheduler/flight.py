@@ -1,14 +1,12 @@
-"""Steps that were launched and not taken in yet: what they compute, and what must not be given to anybody until they
-are over. Pure.
+"""Steps in flight: launched and not taken in. Pure.
 
-At most two: the one that runs, and one planned behind it before its tokens are known (`Scheduler.look_ahead`).
+At most two: the running one, and one planned behind it before its tokens are known (`Scheduler.look_ahead`).
 Requirements:
- 1. A sequence that ends keeps its pages until the last step that computes it is over: the row behind may be one that
-    nobody wants any more.
- 2. A step behind one that failed is void when its tokens were to come from that: its results must not be taken in, and
-    nothing may follow it.
- 3. A page that left a sequence's table while a step was in flight keeps an owner until that step is over: it may be
-    read by the table as it was.
+
+1. A sequence that ends keeps its pages until the last step that computes it is over.
+2. A step behind a failed one is void when it needs that one's tokens: its results are not taken in, and nothing may
+   follow it.
+3. A page that left a sequence's table keeps an owner until the steps in flight are over: they may read the old table.
 """
 
 from __future__ import annotations
@@ -26,7 +24,12 @@ from pdcluster.scheduler.sequence import Sequence
 
 @dataclass(slots=True)
 class StepInFlight:
-    """sequences: of the plan's rows, in their order; kept: pages with one owner too many (3); is_void: see 2."""
+    """One step.
+
+    sequences: of the plan's rows, in order.
+    kept: pages with one owner too many (3).
+    is_void: see 2.
+    """
 
     plan: StepPlan
     sequences: list[Sequence]
@@ -36,7 +39,7 @@ class StepInFlight:
 
 
 class StepsInFlight:
-    """Of one scheduler, oldest first."""
+    """Owned by one scheduler, oldest first."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -48,11 +51,11 @@ class StepsInFlight:
 
     @property
     def followable(self) -> StepInFlight | None:
-        """The step in flight, when there is one that may have another behind it."""
+        """The step in flight that may have another behind it; None for none."""
         return self._flights[0] if len(self._flights) == 1 and not self._flights[0].is_void else None
 
     def ending(self) -> Iterator[Sequence]:
-        """Sequences that ended and keep their pages for a step."""
+        """Ended sequences that keep their pages for a step."""
         return iter(
             {
                 id(each): each
@@ -83,8 +86,9 @@ class StepsInFlight:
                 )
 
     def land(self, now: float) -> tuple[StepInFlight, float]:
-        """The oldest step is over, and how long the engine was at it: what it wrote to is free for others, unless
-        another one writes there, too."""
+        """The oldest step is over, after so much engine time. Its pages are free for others, unless another step writes
+        there.
+        """
         flight = self._flights.popleft()
         began_at, self._landed_at = max(flight.launched_at, self._landed_at), now
         self._pool.release(flight.kept)
@@ -95,11 +99,11 @@ class StepsInFlight:
         return flight, now - began_at
 
     def void(self) -> None:
-        """The step that landed last has failed."""
+        """The last landed step has failed."""
         for flight in self._flights:
             flight.is_void = any(row.follows for row in flight.plan.rows)
 
     def keep(self, pages: list[int]) -> None:
-        """Until the newest step is over; its caller gave each an owner for that."""
+        """Keep pages until the newest step is over. The caller gave each an owner for that."""
         if pages:
             self._flights[-1].kept += pages

@@ -1,8 +1,7 @@
-"""When there will be room: how soon rows and pages come free, told from the rows that run and the steps that ran.
-Guesses for `retry_after`.
+"""Forecast of room: when rows and pages come free, from running rows and past steps. Guesses for `retry_after`.
 
-A row's end is known only at the latest, and many end sooner. So a guess is capped: who comes back too early is refused
-again, which costs one message; who comes back too late leaves a slot empty.
+A row's latest end is known, and many end sooner. So a guess is capped: a request that returns too early costs one
+message, one that returns too late leaves a slot empty.
 """
 
 from __future__ import annotations
@@ -17,7 +16,10 @@ WEIGHT = 0.2
 
 
 class Forecast:
-    """default_s: the answer while no step was measured, and for what does not end by itself."""
+    """Times of steps.
+
+    default_s: the answer while no step was measured, and for what does not end by itself.
+    """
 
     def __init__(self, token_budget: int, default_s: float) -> None:
         self._token_budget = token_budget
@@ -29,11 +31,11 @@ class Forecast:
         self._step_s = step_s if self._step_s is None else self._step_s + WEIGHT * (step_s - self._step_s)
 
     def row_free_s(self, running: Iterable[Sequence]) -> float:
-        """Until the first of these rows ends."""
+        """Seconds until the first of these rows ends."""
         return self._seconds(min(map(self._steps_left, running), default=None))
 
     def pages_free_s(self, running: Iterable[Sequence], missing: int) -> float:
-        """Until rows that end have given back that many pages: theirs, and those kept available for their growth."""
+        """Seconds until ending rows have returned that many pages: theirs, and those kept for their growth."""
         for steps, pages in sorted(
             (self._steps_left(sequence), sequence.num_pages + sequence.credit)
             for sequence in running
@@ -45,11 +47,11 @@ class Forecast:
         return self._default_s
 
     def prompts_done_s(self, num_tokens: int) -> float:
-        """Until that many prompt tokens are computed."""
+        """Seconds until that many prompt tokens are computed."""
         return self._seconds(-(-num_tokens // self._token_budget))
 
     def _steps_left(self, sequence: Sequence) -> int:
-        """At most; a remote prefill leaves the batch with its first token."""
+        """Upper bound. A remote prefill leaves the batch with its first token."""
         prompt_steps = -(-sequence.num_pending // self._token_budget)
         return prompt_steps if sequence.remote else prompt_steps + sequence.max_total - sequence.num_tokens - 1
 

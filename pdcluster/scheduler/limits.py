@@ -1,5 +1,4 @@
-"""What the scheduler may use, and whether a sequence fits into it at all. Plain values; the numbers come from the
-node's config and model."""
+"""Limits of the scheduler, and whether a sequence fits them. Plain values from the node's config and model."""
 
 from __future__ import annotations
 
@@ -15,12 +14,17 @@ LOGPROB_SCORES = 1 << 23
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """token_budget: tokens computed in one step at most; max_rows: rows of the running batch and slots together;
-    max_waiting: bound of the queue (preempted rows come on top); max_len: prompt and output tokens of one request;
-    reserve_tokens: output tokens of a row for which admission keeps pages available; max_overtakes: how many smaller
-    requests may pass one that waits for pages; retry_after_s: what a refusal says about coming back while nothing was
-    measured yet; logprob_tokens: prompt positions in one step whose logprobs are wanted, each of which takes
-    milliseconds where the vocabulary is large, for all rows of the step.
+    """Limits.
+
+    token_budget: tokens computed in one step.
+    max_rows: running rows and slots.
+    max_waiting: bound of the queue; preempted rows come on top.
+    max_len: prompt and output tokens of a request.
+    reserve_tokens: output tokens of a row for which admission keeps pages.
+    max_overtakes: smaller requests that may pass one waiting for pages.
+    retry_after_s: hint of a refusal while nothing was measured.
+    logprob_tokens: prompt positions with logprobs in one step. Each takes milliseconds with a large vocabulary, for all
+    rows.
     """
 
     token_budget: int
@@ -53,14 +57,16 @@ class SchedulerLimits:
 
 
 def logprob_tokens_of(vocab_size: int) -> int:
-    """As many positions as hold up a step about as long whatever the vocabulary: 64 with 131,000 tokens or more. What
-    is made for each of them beside that takes its time too, so with a small vocabulary they are not endless."""
+    """Positions that delay a step about alike for any vocabulary: 64 with 131,000 tokens or more. Other work per
+    position bounds them for a small one.
+    """
     return min(max(LOGPROB_SCORES // vocab_size, 64), 512)
 
 
 def longest(sequence: Sequence, limits: SchedulerLimits, pool: PagePool) -> int:
     """Tokens at which the sequence ends at the latest. Raises BadRequest or RequestTooLarge when it can never run
-    here."""
+    here.
+    """
     max_tokens = sequence.sampling.max_tokens
     if max_tokens <= sequence.num_output:
         raise BadRequest(

@@ -1,5 +1,4 @@
-"""What a sequence puts into a step, how a step is put together, what comes out of it, and when a sequence ends.
-Pure."""
+"""Rows of a step: what a sequence puts in, how a step is built, what comes out, and when a sequence ends. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +14,11 @@ from pdcluster.scheduler.sequence import Sequence
 class Update:
     """What one step, or a commit, did to one sequence.
 
-    token: the new output token, at output index `position` of the whole request; None for a chunk that is not the last
-    of its prompt. prompt_logprobs: all of them, with the first token of a request that asked for them. finished: why it
-    ended with this token; its pages are no longer its own then. parked: a remote prefill got its first token and keeps
-    its pages until `release`. error: it got no token, and can not go on here; it is for the caller to cancel it.
+    token: the new output token, at output index `position` of the request; None for a chunk before the prompt's last.
+    prompt_logprobs: all, with the first token.
+    finished: why it ended with this token; its pages are then gone.
+    parked: a remote prefill got its first token and keeps its pages until `release`.
+    error: it got no token and cannot go on here; the caller must cancel it.
     """
 
     key: str
@@ -37,8 +37,12 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """The scheduler's part of messages.Load. waiting_tokens, waiting_pairs: of prompts not computed yet; rows: those
-    that decode here or will, slots too; context_tokens: KV that they attend to."""
+    """The scheduler's part of messages.Load.
+
+    waiting_tokens, waiting_pairs: of prompts to compute.
+    rows: rows that decode here or will, with slots.
+    context_tokens: KV that they attend to.
+    """
 
     waiting: int
     running: int
@@ -52,8 +56,9 @@ class Occupancy:
 
 
 def make_row(sequence: Sequence, count: int) -> Row:
-    """The row that computes the next `count` tokens; it samples when these are all there are. Of a sequence in flight
-    it is the row behind."""
+    """The row for the next `count` tokens. It samples when these are the last. For a sequence in flight it is the row
+    behind.
+    """
     if sequence.num_in_flight:
         return _next_row(sequence)
     start = sequence.num_computed
@@ -76,7 +81,7 @@ def make_row(sequence: Sequence, count: int) -> Row:
 
 
 def _next_row(sequence: Sequence) -> Row:
-    """The row behind the one in flight, whose token is not known yet."""
+    """The row behind the one in flight, whose token is unknown."""
     return Row(
         request=sequence.key,
         tokens=NOT_DRAWN_YET,
@@ -91,18 +96,19 @@ def _next_row(sequence: Sequence) -> Row:
 
 
 def can_be_followed(plan: StepPlan, sequences: Iterable[Sequence]) -> bool:
-    """Whether each of its rows has one next token to compute, if any: no chunks, no forks, whose pages a failed step
-    would not have copied, and no remote prefills, which leave the batch with their token and whose layers are watched
-    while they are computed."""
+    """Whether a step may follow before this one's tokens are known: each row has at most one next token.
+
+    So no chunks; no forks, whose pages a failed step would not have copied; and no remote prefills, which leave the
+    batch and whose layers are watched.
+    """
     return not plan.copies and len(plan.rows[-1].tokens) == 1 and not any(sequence.remote for sequence in sequences)
 
 
 def finish(sequence: Sequence, token: int, eos_token_ids: frozenset[int]) -> tuple[FinishReason | None, int | None]:
-    """Why the sequence ends with `token`, which was just appended, and the token that ended it; (None, None) while it
-    goes on.
+    """Why the sequence ends with `token`, just appended, and the token that ended it; (None, None) while it goes on.
 
-    Output tokens before index min_tokens end nothing, as in the sampler, which never draws an ending token there:
-    unless a grammar leaves nothing else.
+    Output tokens before index min_tokens end nothing. The sampler draws no ending token there, unless a grammar leaves
+    nothing else.
     """
     sampling = sequence.sampling
     if sequence.num_output > sampling.min_tokens or sampling.grammar is not None:
@@ -116,7 +122,10 @@ def finish(sequence: Sequence, token: int, eos_token_ids: frozenset[int]) -> tup
 
 
 class Draft:
-    """A plan in the making. Rows of one token come first. logprobs_left: of positions whose logprobs somebody wants."""
+    """A plan in the making. Rows of one token come first.
+
+    logprobs_left: positions whose logprobs are still wanted.
+    """
 
     def __init__(self, left: int, logprobs_left: int = 0) -> None:
         self.left = left
@@ -128,7 +137,7 @@ class Draft:
         self._chunk_rows: list[Row] = []
 
     def room(self, sequence: Sequence) -> int:
-        """How many of its tokens may be computed in this step."""
+        """How many of its tokens this step may compute."""
         return min(
             sequence.num_pending, self.left, self._logprobs_left if sequence.wants_prompt_logprobs else self.left
         )

@@ -45,7 +45,7 @@ from pdcluster.scheduler.sharing import Forks, can_fork, publish
 
 __all__ = ["Occupancy", "Scheduler", "SchedulerLimits", "Update"]
 
-# How many requests are tried in one step beyond those that there are rows for.
+# Requests tried in one step beyond those with rows.
 _LOOKAHEAD = 8
 
 
@@ -63,7 +63,7 @@ class Scheduler:
         self._clock = clock
         self._live: dict[str, Sequence] = {}
         self._waiting: OrderedDict[str, Sequence] = OrderedDict()
-        # Oldest first, whenever they were admitted; so the newest row is the last one.
+        # Oldest first; so the newest row is the last one.
         self._running: list[Sequence] = []
         self._num_reserved = 0
         self._num_parked = 0
@@ -72,16 +72,16 @@ class Scheduler:
         self._num_arrived = 0
         self._flights = StepsInFlight(pages)
         self._forecast = Forecast(limits.token_budget, limits.retry_after_s)
-        # False: remote prefills stay in the queue, because too much finished KV waits to be taken already. Others pass
-        # them.
+        # False: remote prefills stay in the queue, because too much finished KV is parked. Others pass them.
         self.admit_remote = True
         self.num_preemptions = 0
 
     # ------------------------------------------------------------ sequences come and go
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence: local, or remote prefill. Raises BadRequest when it can never run here, Overloaded when the
-        queue is full."""
+        """Queue a sequence, local or remote prefill. Raises BadRequest when it can never run here, Overloaded when the
+        queue is full.
+        """
         self._accept(sequence)
         if len(self._waiting) >= self._limits.max_waiting:
             reason = (
@@ -97,11 +97,10 @@ class Scheduler:
         self._waiting[sequence.key] = sequence
 
     def reserve(self, sequence: Sequence) -> list[int]:
-        """A slot for KV that another node writes: a row, the longest cached prefix (sequence.num_cached tokens) and
-        pages for the rest.
+        """Reserve a slot for KV that another node writes: a row, the longest cached prefix (sequence.num_cached tokens)
+        and pages for the rest.
 
-        Returns the pages of all tokens, in order. Raises BadRequest when it can never fit, Overloaded when there is no
-        room now.
+        Returns the pages of all tokens, in order. Raises BadRequest when it can never fit, Overloaded without room.
         """
         self._accept(sequence)
         running, forecast = self._running, self._forecast
@@ -132,8 +131,9 @@ class Scheduler:
         return pages
 
     def commit(self, key: str, first_token: int, logprobs: TokenLogprobs | None = None) -> Update:
-        """The slot's KV was verified, and its writer detached: the row joins the batch with its first token, or ends
-        with it."""
+        """The slot's KV was verified and its writer detached. The row joins the batch with its first token, or ends
+        with it.
+        """
         sequence = self._live.get(key)
         if sequence is None or sequence.state is not Residence.RESERVED:
             raise ProtocolError(
@@ -150,16 +150,18 @@ class Scheduler:
         return self._append(sequence, first_token, logprobs)
 
     def cancel(self, key: str) -> Sequence | None:
-        """End a sequence in whatever state (rule 3); None when it is not, or no longer, here. Its pages that have a
-        writer turn quarantined."""
+        """End a sequence in any state (rule 3); None when it is not here. Its pages with a writer become
+        quarantined.
+        """
         sequence = self._live.get(key)
         if sequence is not None:
             self._end(sequence)
         return sequence
 
     def release(self, key: str) -> Sequence | None:
-        """End a parked sequence: its KV was taken, or nobody wants it. None, and nothing done, when it is not parked
-        here."""
+        """End a parked sequence: its KV was taken, or nobody wants it. None, without changes, when it is not parked
+        here.
+        """
         sequence = self._live.get(key)
         if sequence is None or sequence.state is not Residence.PARKED:
             return None
@@ -167,8 +169,9 @@ class Scheduler:
         return sequence
 
     def hold(self, sequence: Sequence) -> None:
-        """Keep a waiting sequence in its place of the queue, but do not admit it before `resume`: KV of its prompt is
-        on its way here."""
+        """Keep a waiting sequence in its position, but do not admit it before `resume`: KV of its prompt is on its
+        way.
+        """
         sequence.advance("hold")
 
     def resume(self, sequence: Sequence) -> None:
@@ -180,8 +183,10 @@ class Scheduler:
     # ------------------------------------------------------------ steps
 
     def schedule(self, token_budget: int | None = None) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute. token_budget: a smaller one for this step; decode
-        rows run whatever it is."""
+        """The next step; None when there is nothing to compute.
+
+        token_budget: a smaller one for this step. Decode rows always run.
+        """
         if self._flights:
             raise IntegrityError("schedule was called while a step is in flight; call update or drop_step first")
         step = Draft(
@@ -196,8 +201,7 @@ class Scheduler:
         return self._launch(step)
 
     def look_ahead(self) -> StepPlan | None:
-        """The step behind the one in flight, before the tokens of that are known; None when it has to wait for them
-        (rule 6)."""
+        """The step behind the one in flight, before its tokens are known; None when it must wait for them (rule 6)."""
         flight = self._flights.followable
         if flight is None or not can_be_followed(flight.plan, flight.sequences) or self._could_admit():
             return None
@@ -214,7 +218,8 @@ class Scheduler:
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Update]:
         """Take in the results of the oldest step in flight: one Update per row whose sequence still lives, in the
-        plan's order."""
+        plan's order.
+        """
         self._flights.check(plan, result)
         in_flight, step_s = self._land()
         self._forecast.observe(step_s)
@@ -225,9 +230,9 @@ class Scheduler:
         ]
 
     def drop_step(self) -> None:
-        """The oldest step in flight failed: nothing was computed. Its rows stay as they were, but for forks, whose
-        pages were not copied; the caller cancels those that shall not be tried again. A step behind it that takes
-        tokens from it must be dropped, too."""
+        """The oldest step in flight failed. Its rows stay as they were, but for forks, whose pages were not copied. The
+        caller cancels rows that must not be retried, and drops a step behind it that takes its tokens.
+        """
         forked = self._forks.sequences
         self._land()
         self._flights.void()
@@ -248,9 +253,11 @@ class Scheduler:
                 step.take(sequence, room)
 
     def _admit(self, step: Draft) -> None:
-        """Admit waiting sequences in order. When one finds no pages, smaller ones may pass it, but only max_overtakes
-        times, so that it cannot starve; a preempted one, whose client has seen tokens, is never passed. Those that the
-        step has no room for are no part of that."""
+        """Admit waiting sequences in order.
+
+        When one finds no pages, smaller ones may pass it, at most max_overtakes times. A preempted one, whose client
+        has seen tokens, is never passed. Sequences without room in this step do not count.
+        """
         if step.left == 0 or self._num_free_rows == 0:
             return
         blocked: Sequence | None = None
@@ -272,7 +279,7 @@ class Scheduler:
                 blocked = sequence
 
     def _try_admit(self, sequence: Sequence) -> bool:
-        # Rule 5; and prompt logprobs need the logits of every prompt position.
+        # Rule 5. Prompt logprobs need the logits of every prompt position.
         usable_tokens = 0 if sequence.wants_prompt_logprobs else sequence.num_tokens - 1
         is_fork = can_fork(sequence)
         if not (
@@ -289,7 +296,7 @@ class Scheduler:
         return True
 
     def _could_admit(self) -> bool:
-        """Whether a request waits that the next step might take in."""
+        """Whether a waiting request might be admitted to the next step."""
         return self._num_free_rows > 0 and any(
             each.state is Residence.WAITING and (self.admit_remote or not each.remote)
             for each in self._waiting.values()
@@ -312,7 +319,7 @@ class Scheduler:
         sequence.num_computed += len(row.tokens)
         if answer.error is None:
             self._flights.keep(publish(self._pool, sequence))
-        elif answer.error.spoils_kv:  # whoever computed it: one that was cancelled in between told nobody
+        elif answer.error.spoils_kv:  # whoever computed it: a sequence cancelled in between told nobody
             self._pool.forget(sequence.pages.tolist())
         if row.prompt_logprobs is not None:
             sequence.prompt_logprobs.extend(answer.prompt_logprobs)
@@ -323,7 +330,7 @@ class Scheduler:
         return self._append(sequence, answer.token, answer.logprobs)
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> Update:
-        """Give the sequence its next output token, and see what becomes of it."""
+        """Append the next output token, and see what becomes of the sequence."""
         position = sequence.num_output
         sequence.append(token)
         sequence.last_token_at = self._clock()
@@ -348,8 +355,9 @@ class Scheduler:
         return self._credit.take(sequence, max_cached, is_alone=not self._running and not self._num_reserved)
 
     def _has_room(self, sequence: Sequence) -> bool:
-        """A page for the next token of a decode row, at the cost of newer rows if need be; False when the row itself
-        had to give way (rule 2)."""
+        """A page for the next token of a decode row, at the cost of newer rows if need be. False when the row itself
+        had to give way (rule 2).
+        """
         while not self._credit.grow(sequence, sequence.num_tokens):
             newest = next(row for row in reversed(self._running) if not row.remote)
             self._preempt(newest)
@@ -416,7 +424,7 @@ class Scheduler:
         self._credit.forgo_growth(sequence)
 
     def _queue_moves_s(self) -> float:
-        """Until some request leaves the full queue."""
+        """Seconds until some request leaves the full queue."""
         if self._num_free_rows == 0:
             return self._forecast.row_free_s(self._running)
         return self._forecast.prompts_done_s(sum(sequence.num_pending for sequence in self._running) + 1)
@@ -425,18 +433,17 @@ class Scheduler:
 
     @property
     def num_spare_pages(self) -> int:
-        """Pages that can be had without touching what is kept available for the growth of rows."""
+        """Pages that are not kept for the growth of rows."""
         return self._credit.num_spare
 
     @property
     def has_waiting_preempted(self) -> bool:
-        """Somebody whose client has seen tokens waits, for pages or a place in a step: nobody else may take pages
-        meanwhile."""
+        """A preempted sequence waits, whose client has seen tokens. No other may take pages meanwhile."""
         return self._preempted is not None
 
     @property
     def _preempted(self) -> Sequence | None:
-        """The preempted sequence whose turn it is: these are in front of all others."""
+        """The preempted sequence whose turn it is; they stand in front of all others."""
         first = next(iter(self._waiting.values()), None)
         return first if first is not None and first.num_preempted else None
 
@@ -456,7 +463,7 @@ class Scheduler:
         )
 
     def check_integrity(self) -> None:
-        """Recount everything, the pool's books too; raises IntegrityError that names what does not add up."""
+        """Recount everything, the pool's books too. Raises IntegrityError that names what does not add up."""
         self._pool.check_integrity()
         states = Counter(sequence.state for sequence in self._live.values())
         counted = {

@@ -1,7 +1,6 @@
-"""One attempt of one request while it is on a node: its tokens, how many of them have KV, and the pages that hold it.
+"""One attempt of one request on a node: its tokens, how many have KV, and their pages.
 
-Plain state with one owner, the scheduler; others read. Where it may go from where is the table RESIDENCE in
-`lifecycle`.
+Plain state owned by the scheduler; others read. `lifecycle.RESIDENCE` is its state table.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from pdcluster.core.lifecycle import RESIDENCE, Residence, advance
 from pdcluster.core.messages import HASH_BYTES, Sampling, TokenLogprobs, Work
 from pdcluster.kv.hashing import extend, is_extendable
 
-# Output tokens for which a new token array has room, so that short answers never copy it.
+# Output tokens for which a token array has room at first, so that short answers never copy it.
 _HEADROOM = 64
 
 
 class Sequence:
-    """key: unique on the node; the scheduler and the engine know it by this. arrived: the scheduler's clock when it
-    came.
+    """A sequence.
 
-    tokens: the prompt, then every output token known so far, whoever made it. num_computed of them have KV in `pages`.
-    Views that were handed out stay valid, but a page table entry may change to another page of the same contents
-    between steps.
+    key: unique on the node.
+    arrived: on the scheduler's clock.
+    tokens: the prompt, then every known output token. num_computed of them have KV in `pages`. Views stay valid, but a
+    table entry may change to another page with the same contents between steps.
     """
 
     __slots__ = (
@@ -71,7 +70,7 @@ class Sequence:
         self.key = key
         self.request = work.request
         self.attempt = work.attempt
-        # Prefill whose decoding happens on another node: parked after its first token.
+        # Another node decodes it: it is parked after its first token.
         self.remote = remote
         self.sampling: Sampling = work.sampling
         self.stop_token_ids = frozenset(work.sampling.stop_token_ids)
@@ -88,18 +87,18 @@ class Sequence:
         self._hash_root = work.hash_root
         self.block_tokens = block_tokens
         self.state = Residence.WAITING
-        # Another choice of the same prompt, whose KV it may take over when it is admitted.
+        # Another choice of the prompt, whose KV it may take over on admission.
         self.parent: Sequence | None = None
         # Launched steps that compute it, and so write to its pages.
         self.num_in_flight = 0
         self.num_computed = 0
-        # Pages, from the first on, whose contents are in the prefix cache.
+        # Leading pages that are in the prefix cache.
         self.num_published = 0
-        # Tokens whose KV was found here when the sequence first got pages; until then, when it came.
+        # Tokens whose KV was cached when it first got pages. Until then, when it came.
         self.num_cached = 0
-        # Of those, tokens whose KV was fetched from another node for this sequence.
+        # Of those, tokens fetched from another node for this sequence.
         self.num_pulled = 0
-        # Pages that it does not hold but that admission keeps available for its growth.
+        # Pages kept available for its growth.
         self.credit = 0
         # Tokens at which it ends at the latest; set by the scheduler.
         self.max_total = 0
@@ -127,7 +126,7 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        """Output tokens of the whole request so far; also the position of the next one."""
+        """Output tokens of the whole request so far, and the position of the next one."""
         return self.num_tokens - self.num_prompt
 
     @property
@@ -140,16 +139,16 @@ class Sequence:
         return self._tokens[: self.num_tokens]
 
     def append(self, token: int) -> None:
-        """The next output token. Its history has it from the step that drew it; of a token that was drawn elsewhere it
-        must be told."""
+        """Append the next output token. Its history has it from the step that drew it. A token drawn elsewhere must be
+        added.
+        """
         if self.num_tokens == len(self._tokens):
             self._tokens = _grown(self._tokens, self.num_tokens + 1)
         self._tokens[self.num_tokens] = token
         self.num_tokens += 1
 
     def extend_hashes(self, num_tokens: int) -> None:
-        """Have the hash chain cover the full blocks of the first num_tokens tokens, where enough of its start is
-        known."""
+        """Extend the hash chain over the full blocks of the first num_tokens tokens, where its start is known."""
         if num_tokens > self.num_tokens:
             raise IntegrityError(
                 f"hashes of {num_tokens} tokens of {self.key}, which has {self.num_tokens}: what is behind them is "
@@ -184,7 +183,7 @@ class Sequence:
         self._pages[index] = page
 
     def take_pages(self) -> list[int]:
-        """Give up all pages; nothing is computed any more. The array handed out by `pages` before is left as it was."""
+        """Give up all pages. The array that `pages` returned before stays as it was."""
         pages: list[int] = self.pages.tolist()
         self._pages = np.empty(0, np.int32)
         self._num_pages = 0
@@ -193,7 +192,7 @@ class Sequence:
 
 
 def _grown(values: NDArray[np.int32], at_least: int) -> NDArray[np.int32]:
-    """A longer copy, by half at least, so that appending one by one costs O(1) on average."""
+    """A copy longer by half at least, so that appending costs O(1) on average."""
     longer = np.empty(max(at_least, len(values) + len(values) // 2), np.int32)
     longer[: len(values)] = values
     return longer

@@ -1,13 +1,13 @@
-"""Pages that sequences have in common: what one publishes for all, and what a fork takes over from the sequence that
-computed its prompt.
+"""Shared pages: what a sequence publishes for all, and what a fork takes from its parent.
 
-A fork is another choice of the same prompt. It shares its leader's pages and writes to none of them: the page its first
-token goes to is copied first (copy on write). Requirements:
- 1. No page has two writers: a row writes only to pages that it alone owns, or that hold nothing of others behind what
-    it writes.
- 2. A copy is made by the engine at the begin of the step that first writes to it; until that step is over its source
-    keeps an owner here, so that it is not given to anybody who writes.
- 3. A step that failed copied nothing: its forks compute their prompts themselves.
+A fork is another choice of the same prompt. It shares its parent's pages and writes to none of them: the page of its
+first token is copied first (copy on write). Requirements:
+
+1. No page has two writers. A row writes only to pages that it alone owns, or that hold nothing of others behind its
+   write.
+2. The engine makes a copy at the start of the step that first writes to it. Until that step is over, its source keeps
+   an owner here.
+3. A failed step copied nothing: its forks compute their prompts themselves.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from pdcluster.scheduler.sequence import Sequence
 
 
 class Forks:
-    """Of one scheduler. Holds the sources of copies while a step makes them."""
+    """Owned by one scheduler. Holds the sources of copies while a step makes them."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self._sources: list[int] = []
         # (source, target) pages that the next step copies, or the one in flight.
         self.copies: list[tuple[int, int]] = []
-        # Those that need them.
+        # Sequences that need them.
         self.sequences: list[Sequence] = []
 
     def take(self, sequence: Sequence) -> None:
-        """All pages of the prompt from the leader; at least one page must be available. Only the last token is computed
-        anew, for its logits."""
+        """All pages of the prompt from the parent; at least one page must be available. Only the last token is
+        computed, for its logits.
+        """
         pool, parent = self._pool, sequence.parent
         assert parent is not None
         num_shared = (sequence.num_tokens - 1) // pool.page_tokens
@@ -57,8 +58,7 @@ class Forks:
 
 
 def can_fork(sequence: Sequence) -> bool:
-    """Whether its leader has, now and here, the KV of the very prompt that it has; otherwise the sequence is like any
-    other."""
+    """Whether its parent has the KV of this very prompt, here and now. Otherwise the sequence is like any other."""
     parent = sequence.parent
     if parent is None or parent.state is not Residence.RUNNING or sequence.wants_prompt_logprobs:
         return False
@@ -67,11 +67,10 @@ def can_fork(sequence: Sequence) -> bool:
 
 
 def publish(pool: PagePool, sequence: Sequence) -> list[int]:
-    """Enter the full pages that are computed into the prefix cache. Where the cache has a page of the same contents,
-    the sequence takes that. Nothing is entered behind a page that was forgotten meanwhile.
+    """Publish the full computed pages. Where the cache has a page with the same contents, the sequence takes that.
 
-    Returns pages with one owner too many, for the caller to release: a step in flight may read them by the table that
-    it was given.
+    Nothing is published behind a forgotten page. Returns pages with one owner too many, for the caller to release: a
+    step in flight may read them by its table.
     """
     num_full = sequence.num_computed // pool.page_tokens
     kept_for_step: list[int] = []

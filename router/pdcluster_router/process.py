@@ -46,7 +46,7 @@ from pdcluster_router.queueing.headroom import Headroom
 from pdcluster_router.queueing.hold_queue import HoldLimits
 from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 from pdcluster_router.request.plain.plain import Plain
-from pdcluster_router.workers.desk import WorkerEndpoint
+from pdcluster_router.workers.endpoint import WorkerEndpoint
 from pdcluster_router.workers.worker import WorkerIdentity, show
 
 logger = logging.getLogger(__name__)

@@ -1,9 +1,7 @@
-"""What rank 0 of a tensor-parallel node and its other ranks say to each other: length-prefixed msgpack over a socket
-pair.
+"""The channel between rank 0 and another rank: length-prefixed msgpack over a socket pair.
 
-Start and Plan go down; Here and Ready come up once each. A second channel of the same kind carries `rank_messages`. The
-end of a stream is the end of the node. No state but the socket; which process is started or declared dead is not
-decided here.
+Start and RankPlan go down. Here and Ready come up once each. A second channel carries `messages`. The end of a stream
+is the end of the node. It has no state but the socket.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ MAX_PIECE = 1 << 20
 
 
 class Media(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank's transfer endpoint is: boot and media of its node (fields of config.TransferConfig), the id of its
-    pool's region."""
+    """A rank's transfer endpoint: boot and media of its node, and its pool's region id."""
 
     node: str
     incarnation: str
@@ -43,8 +40,13 @@ class Media(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What a rank computes, and where it finds the others. config: the fields of engine.EngineConfig, paths as text;
-    cores: empty for all; pulse_s: how often it must show that it lives; media: None for a rank without transfers."""
+    """What a rank computes, and where it finds the others.
+
+    config: the fields of engine.EngineConfig, paths as text.
+    cores: empty for all.
+    pulse_s: how often it must show that it lives.
+    media: None without transfers.
+    """
 
     rank: int
     size: int
@@ -73,7 +75,10 @@ class Here(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The rank has its weights and its pool. adverts: of its transfer endpoint, by medium."""
+    """The rank has its weights and its pool.
+
+    adverts: of its transfer endpoint, by medium.
+    """
 
     num_pages: int
     weights_digest: str
@@ -81,7 +86,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class PlanRow(msgspec.Struct, frozen=True, array_like=True):
-    """step.Row, its arrays as packed int32."""
+    """step.Row with packed int32 arrays."""
 
     request: str
     tokens: bytes
@@ -105,7 +110,7 @@ _decoder: msgspec.msgpack.Decoder[RankMessage] = msgspec.msgpack.Decoder(RankMes
 
 
 def pack_plan(plan: StepPlan) -> RankPlan:
-    """The plan without its bells, since only rank 0 rings, and without histories, since only rank 0 draws."""
+    """The plan without milestones, which only rank 0 reports, and without histories, since only rank 0 samples."""
     return RankPlan(
         tuple(
             PlanRow(
@@ -125,12 +130,12 @@ def pack_plan(plan: StepPlan) -> RankPlan:
 
 
 def _bare(sampling: Sampling | None) -> Sampling | None:
-    """That a row samples, without its grammar, which may be long: rank 0 alone draws."""
+    """That a row samples, without its grammar: only rank 0 samples."""
     return sampling if sampling is None or sampling.grammar is None else msgspec.structs.replace(sampling, grammar=None)
 
 
 def unpack_plan(plan: RankPlan) -> StepPlan:
-    """Raises ProtocolError for arrays that are none."""
+    """Raises ProtocolError for malformed arrays."""
     for row in plan.rows:
         if len(row.tokens) % 4 or len(row.pages) % 4:
             raise ProtocolError(
@@ -160,8 +165,9 @@ def frame(message: RankMessage) -> bytes:
 
 
 class RankChannel:
-    """One end. One thread may send while another receives; both block, with a deadline for every send and, when told
-    so, for a receive."""
+    """One end. One thread may send while another receives. Both block; every send has a deadline, a receive may have
+    one.
+    """
 
     def __init__(self, sock: socket.socket, *, send_s: float) -> None:
         self.sock = sock
@@ -171,13 +177,13 @@ class RankChannel:
         return self.sock.fileno()
 
     def send(self, data: bytes) -> None:
-        """Frames; raises TimeoutError when the other end takes nothing, OSError when it is gone."""
+        """Send frames. Raises TimeoutError when the other end takes nothing, OSError when it is gone."""
         view, deadline = memoryview(data), time.monotonic() + self._send_s
         while view := self.offer(view):
             self._wait(select.POLLOUT, deadline)
 
     def offer(self, view: memoryview) -> memoryview:
-        """Of frames, as much as the other end takes at once; returns the rest. Raises OSError when it is gone."""
+        """Send what the other end takes at once, and return the rest. Raises OSError when it is gone."""
         while view:
             try:
                 view = view[self.sock.send(view, socket.MSG_DONTWAIT) :]
@@ -186,8 +192,9 @@ class RankChannel:
         return view
 
     def receive(self, timeout_s: float | None = None) -> RankMessage | None:
-        """The next message; None at the end of the stream, within a message too: the other end is gone. Raises
-        TimeoutError."""
+        """The next message. None at the end of the stream, also within a message: the other end is gone. Raises
+        TimeoutError.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         head = self._take(LENGTH.size, deadline)
         if len(head) < LENGTH.size:
@@ -207,7 +214,7 @@ class RankChannel:
             raise ProtocolError(f"a message between ranks is not readable: {error}") from error
 
     def shutdown(self) -> None:
-        """End the stream, for whoever waits in `receive` too."""
+        """End the stream, also for a thread in `receive`."""
         try:
             self.sock.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -217,7 +224,7 @@ class RankChannel:
         self.sock.close()
 
     def _take(self, count: int, deadline: float | None) -> bytearray:
-        """Exactly so many bytes, fewer only at the end of the stream."""
+        """Exactly so many bytes; fewer only at the end of the stream."""
         data = bytearray()
         while len(data) < count:
             try:

@@ -1,8 +1,7 @@
-"""The transfer endpoint of a rank above 0: its own backends over its own pool, on a thread of its own beside the one
-that computes.
+"""The transfer endpoint of a rank above 0: its backends over its pool, on a thread beside the computing one.
 
-Rank 0 holds the protocol (`transfer.protocol.session`) and says by `rank_messages` what to permit, write and digest;
-this does it and tells what happened. It decides nothing, and keeps no more than the writes under way.
+Rank 0 holds the protocol (`transfer.protocol.session`). It sends what to permit, write and digest; this end does it and
+reports back. It decides nothing, and keeps only writes in flight.
 """
 
 from __future__ import annotations
@@ -35,15 +34,18 @@ from pdcluster.transfer.layout.spans import digest
 
 logger = logging.getLogger(__name__)
 
-# Writes under way are looked at this often even when no bell rang.
+# Writes in flight are looked at this often even without a wake-up.
 LOOK_AGAIN_MS = 50
-# A message has begun, so its rest is a moment away.
+# A message has begun, so its rest comes at once.
 RECEIVE_S = 10.0
 
 
 @dataclass(slots=True)
 class WriteInFlight:
-    """runs: to digest what was sent, where that was asked for and the medium's mover did not."""
+    """A write in flight.
+
+    runs: to digest what was sent, where that was asked for and the medium's mover did not.
+    """
 
     medium: str
     handle: Handle
@@ -117,7 +119,7 @@ class RankEndpoint:
         self._news.append(Fenced(message.medium, message.question, fence is Fence.FENCED, backend.advert()))
 
     def _look(self) -> None:
-        """Arrivals first: that clears the bell which both share."""
+        """Arrivals first: that clears the wake-up that both share."""
         for name, backend in self._backends.items():
             self._news.extend(arrived(name, arrival) for arrival in backend.arrivals())
         for number, flight in list(self._flights.items()):

@@ -1,10 +1,8 @@
-"""Rank 0's end of another rank's transfer endpoint (`rank_endpoint`): its backends and its pool as if they were here,
-but that answers come later.
+"""Rank 0's end of another rank's transfer endpoint: its backends and pool as if they were here, with later answers.
 
-What the loop's thread asks is sent at once, or, while the rank is busy, by a thread of the link, which also takes in
-what the rank says: the loop waits for no rank. A fence is told only once the rank has proved it: until then the answer
-is that there is none yet, which whoever wants it asks for again. A rank that does nothing any more, although it is
-asked, ends its node.
+The loop's requests are sent at once, or by a thread of the link while the rank is busy. That thread also receives. So
+the loop waits for no rank. A fence is reported only once the rank has proved it; until then the answer is "not yet",
+and the caller asks again. A rank that does nothing although it is asked ends its node.
 """
 
 from __future__ import annotations
@@ -42,19 +40,18 @@ from pdcluster.transfer.layout.runs import SpanTable, run_table
 from pdcluster.transfer.layout.spans import CopyRuns
 from pdcluster.transfer.protocol.rank_memory import Answers, OwnMemories, PendingAnswer
 
-# Fences that are remembered until somebody asks for them; one that was forgotten is asked for anew.
+# Fences remembered until asked for. A forgotten one is asked for anew.
 MAX_PROOFS = 4096
 JOIN_S = 5.0
-# A rank whose process hangs is noticed by its pulse, long before. This is for an endpoint that hangs in one that lives:
-# the fence of a connection may take it seconds, and so may a digest on a busy machine.
+# For an endpoint that hangs in a living process. A hanging process is noticed earlier, by its pulse. The fence of a
+# connection may take seconds, and so may a digest.
 PATIENCE_S = 30.0
 LOOK_S = 1.0
 MAX_UNSENT_BYTES = 256 << 20
 
 
 class RankSilent:
-    """How long a rank has said nothing, counted at every look. A pause of this very process (it was stopped) says
-    nothing about the rank."""
+    """How long a rank has sent nothing, counted at every look. A pause of this process says nothing about the rank."""
 
     def __init__(self, look_s: float) -> None:
         self.look_s = look_s
@@ -68,8 +65,12 @@ class RankSilent:
 
 
 class RankLink:
-    """Used by the loop's thread, and by its own. adverts: the rank's, by medium; on_lost: told once, from any thread,
-    why it is over; patience_s: how long the rank may say nothing."""
+    """Used by the loop's thread, and by its own.
+
+    adverts: the rank's, by medium.
+    on_lost: called once, from any thread, with the reason.
+    patience_s: how long the rank may send nothing.
+    """
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class RankLink:
         return answer
 
     def close(self) -> None:
-        """End the rank's endpoint, by which it ends. Idempotent."""
+        """End the rank's endpoint. Idempotent."""
         self._is_over = True
         self._channel.shutdown()
         self._thread.join(JOIN_S)
@@ -156,8 +157,9 @@ class RankLink:
             self._lose(f"says nothing about transfers any more: {error!r}")
 
     def _serve(self) -> None:
-        """Until the channel ends, or the rank is silent for too long. One that lives answers a Mark, so silence is
-        looked into by one."""
+        """Run until the channel ends, or the rank is silent for too long. A living rank answers a Mark, so silence is
+        probed by one.
+        """
         silence = RankSilent(min(LOOK_S, self._patience_s / 4))
         while silence.seconds < self._patience_s:
             events = self._wait(silence.look_s)
@@ -174,7 +176,7 @@ class RankLink:
         self._lose(f"has done nothing about transfers for {silence.seconds:.1f} s")
 
     def _wait(self, timeout_s: float) -> int:
-        """For the channel, or for more to be sent; returns the channel's events."""
+        """Wait for the channel, or for more to send. Returns the channel's events."""
         poller = select.poll()
         poller.register(self._doorbell.fd, select.POLLIN)
         poller.register(self._channel.sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
@@ -193,7 +195,7 @@ class RankLink:
                 self._unsent.popleft()
 
     def _hear(self) -> bool:
-        """Take in the next message; False at the end of the channel."""
+        """Take in the next message. False at the end of the channel."""
         message = self._channel.receive()
         if message is None:
             return False
@@ -212,7 +214,7 @@ class RankLink:
 
 
 class RankEnd:
-    """A backend of the rank. Implements base.Backend, public methods for one thread; `take` is the link's."""
+    """A backend of the rank. Implements base.Backend. Public methods belong to one thread, `take` to the link's."""
 
     def __init__(self, link: RankLink, name: str, advert: bytes) -> None:
         self.name = name
@@ -220,16 +222,16 @@ class RankEnd:
         self._advert = advert
         self.doorbell = Doorbell()
         self.wakeup_fd = self.doorbell.fd
-        # Of what this end drops: nothing.
+        # This end drops nothing.
         self.counters: Mapping[str, int] = Counter()
         self._writes = Writes(self.doorbell)
         self._arrivals = Arrivals(self.doorbell)
         self._lock = threading.Lock()
-        # Of whom we write to.
+        # Adverts of peers that we write to.
         self._adverts: dict[Peer, bytes] = {}
-        # Of which nonce or boot the rank is asked to prove that nothing more can land.
+        # The nonce or boot that each open question asks the rank to fence.
         self._questions: dict[int, int | Peer] = {}
-        # The open question about it, if nothing of it was permitted or written since. Never two: a fence is asked for
+        # The open question about each, unless something was permitted or written since. Never two: fences are asked for
         # again and again.
         self._asked: dict[int | Peer, int] = {}
         self._proved: OrderedDict[int | Peer, None] = OrderedDict()
@@ -241,7 +243,7 @@ class RankEnd:
         return self._advert
 
     def connect(self, peer: Peer, advert: bytes) -> None:
-        """With every write the rank is told; where it cannot connect, the write fails."""
+        """The rank is told with every write. Where it cannot connect, the write fails."""
         self._adverts[peer] = advert
 
     def permit(self, permit: Permit) -> None:
@@ -262,7 +264,7 @@ class RankEnd:
         if advert is None:
             raise PeerUnreachable(f"{peer.node} is not connected; call connect first")
         with self._lock:
-            self._asked.pop(peer, None)  # the next close ends this write too
+            self._asked.pop(peer, None)  # the next close ends this write, too
         handle, table = self._writes.new(), pack_runs(run_table(runs))
         self._link.send(
             WriteRequest(
@@ -284,11 +286,11 @@ class RankEnd:
         return self._arrivals.take()
 
     def shutdown(self) -> None:
-        """The rank shuts its own down when its channel ends."""
+        """The rank shuts its own backend down when its channel ends."""
         self.doorbell.close()
 
     def take(self, message: Settled | Arrived | Fenced) -> None:
-        """What the rank says."""
+        """Take in a message of the rank."""
         if isinstance(message, Settled):
             self._writes.settle(
                 Handle(message.handle), WriteStatus(message.status), message.digest, seconds=message.seconds
@@ -302,8 +304,7 @@ class RankEnd:
     # ------------------------------------------------------------ proofs
 
     def _fence(self, key: int | Peer, ask: Callable[[int], ToRank]) -> Fence:
-        """What is proved of it by now; the rank does it (again), unless it was told to and has not answered, and says
-        what it can prove then."""
+        """What is proved by now. The rank is asked (again) unless a question is open."""
         with self._lock:
             fence = Fence.FENCED if key in self._proved else Fence.CANNOT_FENCE
             if key in self._asked:
@@ -326,7 +327,7 @@ class RankEnd:
         self.doorbell.ring()
 
     def _reopen(self, *keys: int | Peer) -> None:
-        """What was proved holds no more, nor does what is being asked."""
+        """Earlier proofs, and open questions, hold no more."""
         with self._lock:
             for key in keys:
                 self._asked.pop(key, None)
@@ -334,7 +335,7 @@ class RankEnd:
 
 
 class LinkedMemories:
-    """Implements rank_memory.RankMemories: rank 0's pool here, the others behind their links, in the order of ranks."""
+    """Implements rank_memory.RankMemories: rank 0's pool here, the others behind their links, in order of ranks."""
 
     def __init__(self, own: memoryview, links: Sequence[RankLink]) -> None:
         self._own = OwnMemories([own])

@@ -1,12 +1,9 @@
-"""A tensor-parallel engine as the node's loop sees it: rank 0 computes in this process, every other rank in a child
-process of its own.
+"""A tensor-parallel engine for the node's loop: rank 0 computes in this process, every other rank in a child process.
 
-Rank 0 plans; `launch` sends the plan to all, and what rank 0 computed is the result, since its sums hold every rank's
-share. The ranks are one engine: when one dies, falls silent, or a step fails, they are out of step for good, and
-`on_lost` is told, which must end this process (whoever watches the node starts it anew). Children die with this
-process.
-
-Each rank owns its pool and moves its own KV: rank 0 reaches its transfer endpoint by a `RankLink`.
+Rank 0 plans. `launch` sends the plan to all. Rank 0's result is the result, since its sums hold every rank's share. The
+ranks are one engine: when one dies, falls silent or fails a step, they are out of step for good. `on_lost` must then
+end this process, and its supervisor restarts it. Children die with this process. Each rank owns its pool and moves its
+own KV through a `RankLink`.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from pdcluster.settings.config import LogConfig
 
 logger = logging.getLogger(__name__)
 
-# Told, from any thread, why the engine can not go on.
+# Called from any thread with the reason why the engine cannot go on.
 OnLost = Callable[[str], None]
 
 STOP_S = 5.0
@@ -47,10 +44,15 @@ M = TypeVar("M", Here, Ready)
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """size: ranks, this one included; cores: what each is pinned to, empty for anywhere; start_s: longest time until
-    all are ready; step_s: longest wait for the other ranks within a step; pulse_s, silence_s: how often a rank shows
-    that it lives, and after how long it counts as lost; media: of rank 0, the others' regions have the next ids; None:
-    no transfers."""
+    """Ranks.
+
+    size: with this one.
+    cores: what each is pinned to; empty for anywhere.
+    start_s: longest time until all are ready.
+    step_s: longest wait for other ranks within a step.
+    pulse_s, silence_s: how often a rank shows that it lives, and when it counts as lost.
+    media: of rank 0; the others' regions have the next ids. None: no transfers.
+    """
 
     size: int
     cores: tuple[tuple[int, ...], ...] = ()
@@ -75,13 +77,16 @@ class RankProcess:
 
 
 class RankedEngine:
-    """Implements loop.StepEngine. launch, collect, step, warmup and close from one thread. local: rank 0's engine;
-    layout: that of every rank's pool."""
+    """Implements components.StepEngine. launch, collect, step, warmup and close belong to one thread.
+
+    local: rank 0's engine.
+    layout: of every rank's pool.
+    """
 
     def __init__(
         self, config: EngineConfig, settings: RankSettings, on_lost: OnLost, progress: LayerProgress | None = None
     ) -> None:
-        share_of(read_config(config.model_dir), 0, settings.size)  # a mistake is told before anything starts
+        share_of(read_config(config.model_dir), 0, settings.size)  # a mistake is reported before anything starts
         self._on_lost = on_lost
         self._settings = settings
         self._children: list[RankProcess] = []
@@ -109,12 +114,12 @@ class RankedEngine:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the ranks above 0."""
+        """Process ids of the ranks above 0."""
         return tuple(child.process.pid for child in self._children)
 
     @property
     def links(self) -> tuple[RankLink, ...]:
-        """To the transfer endpoints of the ranks above 0; empty when they have none."""
+        """Links to the transfer endpoints of the ranks above 0; empty without transfers."""
         return tuple(child.link for child in self._children if child.link is not None)
 
     @property
@@ -127,12 +132,13 @@ class RankedEngine:
 
     @property
     def layers_done(self) -> int:
-        """A layer is done here when its last sum is, to which every rank contributed after it had written its KV."""
+        """Layers done. A layer is done when its last sum is: every rank wrote its KV before contributing."""
         return self.local.layers_done
 
     def launch(self, plan: StepPlan) -> None:
-        """Raises IntegrityError, before any rank computes it, for a plan that goes on with tokens that only rank 0
-        draws."""
+        """Raises IntegrityError, before any rank computes, for a plan that continues with tokens that only rank 0
+        samples.
+        """
         if any(row.follows for row in plan.rows):
             raise IntegrityError(
                 "a step was planned before the tokens of the one before it were known, which the ranks above 0 never "
@@ -228,7 +234,7 @@ class RankedEngine:
         while not self._closing.is_set():
             ready = {fd for fd, _ in poller.poll(self._settings.pulse_s * 1000)}
             now = time.monotonic()
-            # A pause of this very process (it was stopped) says nothing about the others.
+            # A pause of this process (it was stopped) says nothing about the others.
             passed, last = min(now - last, 2 * self._settings.pulse_s), now
             for child in self._children:
                 if child.pidfd in ready and not self._closing.is_set():
@@ -250,7 +256,7 @@ class RankedEngine:
 
 
 def _of_rank(config: EngineConfig, rank: int) -> EngineConfig:
-    """On GPUs every rank has one of its own."""
+    """A rank's engine config. On GPUs every rank has its own device."""
     return config if config.device == "cpu" else replace(config, device=f"{config.device}:{rank}")
 
 

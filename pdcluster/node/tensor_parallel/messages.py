@@ -1,9 +1,8 @@
-"""What rank 0 and another rank of its node say about transfers, on a channel of its own beside that of the plans: the
-verbs of `transfer.backends.base` and their answers. Plain values; `rank_link` is rank 0's end, `rank_endpoint` the
-other.
+"""Messages between rank 0 and another rank about transfers: the verbs of `transfer.backends.base` and their answers.
 
-medium: a backend's name. Tables of runs and spans travel packed, as little-endian 64-bit words. question: comes back in
-the answer. Everything is done in the order in which it was said.
+They have a channel beside that of the plans. `endpoint_client` is rank 0's end, `endpoint` the other. medium: a
+backend's name. Tables of runs and spans are packed little-endian 64-bit words. question: comes back in the answer.
+Messages are handled in order.
 """
 
 from __future__ import annotations
@@ -40,8 +39,12 @@ class Revoke(RankMessage, frozen=True):
 
 
 class WriteRequest(RankMessage, frozen=True):
-    """handle: by which rank 0 knows it. advert: of its ticket, to connect with before. stamp: nonce, chunk, trial,
-    nbytes."""
+    """A write.
+
+    handle: rank 0's.
+    advert: of its ticket, to connect with first.
+    stamp: nonce, chunk, trial, nbytes.
+    """
 
     medium: str
     handle: int
@@ -61,14 +64,14 @@ class Close(RankMessage, frozen=True):
 
 
 class Digest(RankMessage, frozen=True):
-    """Of these bytes of the rank's pool."""
+    """Digest these bytes of the rank's pool."""
 
     question: int
     spans: bytes
 
 
 class Mark(RankMessage, frozen=True):
-    """Answered when all before it was done and what arrived until then was told."""
+    """Answered when all before it was done and all arrivals until then were reported."""
 
     question: int
 
@@ -77,7 +80,10 @@ class Mark(RankMessage, frozen=True):
 
 
 class Settled(RankMessage, frozen=True):
-    """What is known of a write: the value of a WriteStatus. digest, seconds: of one that is done."""
+    """A write's state: the value of a WriteStatus.
+
+    digest, seconds: of a finished one.
+    """
 
     medium: str
     handle: int
@@ -95,7 +101,10 @@ class Arrived(RankMessage, frozen=True):
 
 
 class Fenced(RankMessage, frozen=True):
-    """To Revoke and Close. advert: as it is now."""
+    """Answers Revoke and Close.
+
+    advert: as it is now.
+    """
 
     medium: str
     question: int
@@ -104,7 +113,7 @@ class Fenced(RankMessage, frozen=True):
 
 
 class DigestResult(RankMessage, frozen=True):
-    """To Digest and Mark (0)."""
+    """Answers Digest, and Mark (0)."""
 
     question: int
     value: int

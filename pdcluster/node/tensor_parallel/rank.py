@@ -1,9 +1,8 @@
-"""The process of one rank above 0 of a tensor-parallel node: its share of the weights, its pool, its transfer endpoint,
-and the plans that rank 0 sends.
+"""The process of one rank above 0: its share of the weights, its pool, its transfer endpoint, and plans from rank 0.
 
-Started by `node.tensor_parallel.engine`, never by hand: `python -m pdcluster.node.tensor_parallel.rank PLANS TRANSFERS
-PULSE PARENT` with three inherited descriptors and the parent's pid. It ends when a channel ends, and with its parent
-however that dies. Signals of a terminal are rank 0's business.
+`node.tensor_parallel.engine` starts it: `python -m pdcluster.node.tensor_parallel.rank PLANS TRANSFERS PULSE PARENT`,
+with three inherited descriptors and the parent's pid. It ends with a channel and with its parent. Terminal signals are
+rank 0's business.
 """
 
 from __future__ import annotations
@@ -72,16 +71,16 @@ def main() -> int:
 
 
 def serve(channel: RankChannel, engine: Engine) -> None:
-    """Compute what is sent until the stream ends. A step that fails leaves the ranks out of step, so it ends this one,
-    and with it the node."""
+    """Compute plans until the stream ends. A failed step leaves the ranks out of step, so it ends this process and the
+    node.
+    """
     while (message := channel.receive()) is not None:
         assert isinstance(message, RankPlan)
         engine.step(unpack_plan(message))
 
 
 def move(endpoint: RankEndpoint) -> None:
-    """The thread of the transfer endpoint. Without it the rank is of no use: an error there ends the process, and with
-    it the node."""
+    """The thread of the transfer endpoint. An error there ends the process, and with it the node."""
     try:
         endpoint.run()
     except Exception:
@@ -123,8 +122,9 @@ def log_config(start: Start) -> LogConfig:
 
 
 def pulse(fd: int, interval_s: float) -> None:
-    """Show that this process runs: a byte now and then. Nobody reads them while rank 0 is stopped, which is no
-    error."""
+    """Write a byte now and then, to show that this process runs. Rank 0 may be stopped and not read; that is no
+    error.
+    """
     os.set_blocking(fd, False)
     while True:
         try:

@@ -216,7 +216,7 @@ async def test_a_stranger_on_the_control_socket_is_turned_away() -> None:
 
 async def test_one_scrape_is_labelled_by_worker_and_tells_nodes_once() -> None:
     async with two_workers() as workers:
-        text = (await workers.desks[0].exposition()).decode()
+        text = (await workers.endpoints[0].exposition()).decode()
         for line in (
             'pdcluster_things_total{kind="good",worker="0"} 1.0',
             'pdcluster_things_total{kind="good",worker="1"} 2.0',
@@ -230,7 +230,7 @@ async def test_one_scrape_is_labelled_by_worker_and_tells_nodes_once() -> None:
         await workers.die(1)
         await workers.join(1)
         await workers.die(1)
-        after = (await workers.desks[0].exposition()).decode().splitlines()
+        after = (await workers.endpoints[0].exposition()).decode().splitlines()
         assert (
             'pdcluster_worker_up{worker="1"} 0.0' in after
             and 'pdcluster_worker_restarts_total{worker="1"} 1.0' in after

@@ -26,7 +26,7 @@ from pdcluster_router.admin.operations import (
 )
 from pdcluster_router.cluster.events import Event, EventLog
 from pdcluster_router.explain.records import Explanation
-from pdcluster_router.workers.desk import WorkerEndpoint
+from pdcluster_router.workers.endpoint import WorkerEndpoint
 from pdcluster_router.workers.fleet import Fleet
 from pdcluster_router.workers.worker import WorkerIdentity
 
