@@ -1,8 +1,8 @@
-"""Copying and digesting a write's payload without the GIL. For backends' mover threads.
+"""Copying and digesting a write's payload without the GIL, for the backends' mover threads.
 
-The loop over a payload's runs is compiled by numba and has an XXH3 of its own (`moving_kernel`), so that a thread asks
-for the GIL once per `advance`, not once per run. Where numba can not be had, the same is done run by run from Python.
-It decides nothing.
+numba compiles the loop over a payload's runs together with an XXH3 (`copy_kernel`). A thread therefore takes the GIL
+once per `advance`, not once per run. Without numba, Python does the same run by run. This module decides nothing about
+what is written.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REMEMBERED = 8192
 Words = NDArray[np.uint64]
 NO_STATE: Words = np.zeros(0, dtype=np.uint64)
 
-# Rows of addresses of target (0: only digest) and source, and number of bytes.
+# Rows of (target address, source address, number of bytes). Target 0 means: only digest.
 Table = NDArray[np.uint64]
 
 
@@ -42,13 +42,14 @@ def copies(runs: RunTable, target: int, source: int) -> Table:
     return (runs.rows.take((1, 0, 2), axis=1) + np.array([target, source, 0], dtype=np.int64)).view(np.uint64)
 
 
-# Address and bytes.
+# Address and number of bytes.
 Memory = tuple[int, int]
 
 
 def copies_inside(runs: RunTable, source: Memory, target: Memory, nbytes: int) -> Table | None:
-    """As `copies`; None when the runs do not hold so many bytes together, or one of them is empty or not inside of both
-    memories."""
+    """As `copies`, with offsets checked. Returns None when the runs do not add up to `nbytes`, or one is empty or
+    leaves a memory.
+    """
     compiled = native()
     if compiled is None:
         is_inside = runs.read_inside(nbytes, source[1]) and runs.targets.are_inside(target[1])
@@ -70,7 +71,7 @@ def reads(spans: SpanTable, address: int) -> Table:
 
 
 def packing(runs: RunTable, source: int, block: int) -> Table:
-    """Runs from the memory at `source`, one after the other into `block`."""
+    """Runs that gather the memory at `source` into `block`, one after the other."""
     table = np.empty((len(runs), 3), dtype=np.int64)
     table[:, 1], table[:, 2] = runs.rows[:, 0] + source, runs.rows[:, 2]
     table[:, 0] = block + np.cumsum(table[:, 2]) - table[:, 2]
@@ -78,7 +79,7 @@ def packing(runs: RunTable, source: int, block: int) -> Table:
 
 
 def packed(spans: SpanTable, address: int, block: int) -> Table:
-    """Spans of the memory at `address`, copied from the bytes at `block` that are theirs one after the other."""
+    """Spans of the memory at `address`, copied from bytes that lie one after the other in `block`."""
     table = np.empty((len(spans), 3), dtype=np.int64)
     table[:, 0], table[:, 2] = spans.rows[:, 0] + address, spans.rows[:, 1]
     table[:, 1] = block + np.cumsum(table[:, 2]) - table[:, 2]
@@ -104,8 +105,9 @@ class _Native:
 
 @functools.cache
 def native() -> _Native | None:
-    """Loaded once per process (a moment of compiling on the very first run); None, and a line in the log, when it does
-    not work here."""
+    """The compiled loop, loaded once per process; the first load compiles it. Returns None, and logs why, when numba
+    does not work here.
+    """
     try:
         return _Native()
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
@@ -114,23 +116,26 @@ def native() -> _Native | None:
 
 
 class GilWaits:
-    """Seconds that mover threads waited for the GIL, from the end of a compiled loop to the next line of Python; the
-    last REMEMBERED ones."""
+    """The last REMEMBERED waits of mover threads for the GIL, in seconds. Each runs from the end of a compiled loop to
+    the next line of Python.
+    """
 
     def __init__(self) -> None:
         self.seconds: deque[float] = deque(maxlen=REMEMBERED)
 
 
 class Payload:
-    """The bytes of one write in wire order, moved on by `advance`. Used by one thread; what its addresses name must
-    stay mapped."""
+    """The bytes of one write in wire order. `advance` moves them. One thread uses it; the addresses must stay
+    mapped.
+    """
 
     def __init__(
         self, table: Table, *, digests: bool, of_copy: bool = False, cached: bool = False, waits: GilWaits | None = None
     ) -> None:
-        """of_copy: digest what was stored, because another may write to the source meanwhile. The compiled loop always
-        does: it loads each byte once. cached: the target, or what is only digested, is read again at once and stays in
-        the cache."""
+        """of_copy: digest what was stored, because another process may write to the source meanwhile. The compiled loop
+        always does so, as it loads each byte once.
+        cached: keep the target in the cache, because it is read again soon.
+        """
         self._table = table
         self._of_copy = of_copy
         self._past_caches = not cached
@@ -143,18 +148,18 @@ class Payload:
             self._state = self._native.new_state() if digests else NO_STATE
 
     def extend(self, table: Table) -> None:
-        """More bytes at the end of a payload all of which was moved."""
+        """Append bytes to a payload that was moved completely."""
         self._table = table
         self._cursor[:2] = 0
 
     def advance(self, nbytes: int) -> None:
-        """Copy and digest the next so many bytes, or what is left."""
+        """Copy and digest the next `nbytes`, or what is left."""
         if self._native is None:
             self._advance_slowly(nbytes)
             return
         self._native.move(
             self._table, self._cursor, nbytes, self._native.calls, self._state, self._past_caches
-        )  # holds no GIL
+        )  # without the GIL
         if self._waits is not None:
             _, _, seconds, nanoseconds = self._cursor.tolist()
             self._waits.seconds.append(time.monotonic() - seconds - nanoseconds * 1e-9)
@@ -175,7 +180,7 @@ class Payload:
         self._cursor[:2] = row, offset
 
     def digest(self) -> int:
-        """xxh3-64 of what was moved so far."""
+        """xxh3-64 of the bytes moved so far."""
         if self._hash is not None:
             return int(self._hash.intdigest())
         assert self._native is not None and len(self._state), "this payload is moved without a digest"

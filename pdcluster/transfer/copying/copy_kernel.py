@@ -1,10 +1,12 @@
-"""The inner loop of `moving`, compiled by numba so that it holds no GIL. Imported only there; it calls C functions by
-their addresses.
+"""The inner loop of `copy`, compiled by numba so that it runs without the GIL. Only `copy` imports it. C functions are
+called by address.
 
-Its digest is XXH3 (64 bits, no seed, the library's own secret): the figure that the xxhash package gives for the same
-bytes in a row, which tests compare. The package can not copy on the way and so reads from memory what the copy then
-reads again; here a cache line is loaded once, digested and stored. Vectors of eight words become whatever the processor
-has. Functions without a signature are compiled as parts of those that have one, so that a warm start loads little.
+The digest is XXH3 (64 bits, no seed, the default secret). It equals the xxhash package's digest of the same bytes;
+tests compare both. The package cannot copy, so it would read from memory what the copy then reads again. This loop
+loads each cache line once, digests it and stores it.
+
+Vectors of eight words become whatever the processor has. Functions without a signature are compiled into those that
+have one, so that a warm start loads little.
 """
 
 from __future__ import annotations
@@ -23,12 +25,11 @@ WORD, NUMBER = ir.IntType(64), ir.IntType(32)
 LINE = ir.VectorType(WORD, 8)
 LINE_BYTES = 64
 STREAM_LINES = 4
-# Shorter copies are memmove's.
+# memmove does shorter copies.
 STREAM_BYTES = 4096
-# Bytes are asked for when those so far before them are moved: the processor by itself foresees neither the next page
-# nor where another run begins. FAR: in runs of at most SHORT_RUN_BYTES after which the source jumps, of which it has
-# hardly seen that they go on when they end. Where all of one is moved before the next one's bytes can be there, those
-# of the run after the next are asked for.
+# Prefetch distances. The processor predicts neither the next page nor where another run begins, so the loop prefetches
+# ahead. FAR applies to runs of at most SHORT_RUN_BYTES after which the source jumps. If a whole run moves before the
+# next one's bytes can arrive, the loop prefetches the run after the next.
 AHEAD_BYTES, FAR_AHEAD_BYTES = 1024, 4096
 SHORT_RUN_BYTES = 32 << 10
 
@@ -36,7 +37,7 @@ SHORT_RUN_BYTES = 32 << 10
 
 
 def _type_call(typing_context: Any, function: Any, first: Any, second: Any, third: Any) -> Any:
-    """Call a C function of three words; narrower ones ignore the upper bits."""
+    """Call a C function of three words. Narrower parameters ignore the upper bits."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], ir.FunctionType(WORD, [WORD] * 3).as_pointer())
@@ -46,15 +47,16 @@ def _type_call(typing_context: Any, function: Any, first: Any, second: Any, thir
 
 
 def _load(builder: Any, address: Any, offset: int) -> Any:
-    """A cache line's worth of words, from anywhere."""
+    """Load a cache line's worth of words from any address."""
     line = builder.load(builder.inttoptr(builder.add(address, WORD(offset)), LINE.as_pointer()))
     line.align = 1
     return line
 
 
 def _store(builder: Any, line: Any, address: Any, offset: int, *, past_caches: bool) -> None:
-    """past_caches: a copied page is not read here again, and its old bytes need not be fetched first; the address is a
-    multiple of LINE_BYTES."""
+    """Store a cache line. past_caches: bypass the caches, because nobody here reads the copy again; the address must
+    then be a multiple of LINE_BYTES.
+    """
     store = builder.store(line, builder.inttoptr(builder.add(address, WORD(offset)), LINE.as_pointer()))
     store.align = LINE_BYTES if past_caches else 1
     if past_caches:
@@ -62,7 +64,7 @@ def _store(builder: Any, line: Any, address: Any, offset: int, *, past_caches: b
 
 
 def _type_stream(typing_context: Any, target: Any, source: Any, ahead: Any) -> Any:
-    """Copy STREAM_LINES past the caches, and ask for those ahead."""
+    """Copy STREAM_LINES past the caches and prefetch those ahead."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         target, source, ahead = arguments
@@ -76,7 +78,7 @@ def _type_stream(typing_context: Any, target: Any, source: Any, ahead: Any) -> A
 
 
 def _type_fence(typing_context: Any) -> Any:
-    """What was stored past the caches is visible before whatever follows."""
+    """Make all stores past the caches visible before later ones."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -86,9 +88,9 @@ def _type_fence(typing_context: Any) -> Any:
 
 
 def _prefetch(builder: Any, address: Any, offset: int, *, is_kept: bool) -> None:
-    """Ask for a cache line; a hint, which does nothing for an address that is not there. is_kept: it is read again
-    soon, by others; otherwise it comes as far as the second cache, which can wait for more lines at a time than the
-    first."""
+    """Prefetch a cache line; a bad address does nothing. is_kept: others read the line again soon. Otherwise it comes
+    only as far as the second cache, which can wait for more lines at a time.
+    """
     byte = ir.IntType(8).as_pointer()
     prefetch = builder.module.declare_intrinsic(
         "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, NUMBER, NUMBER, NUMBER])
@@ -96,11 +98,11 @@ def _prefetch(builder: Any, address: Any, offset: int, *, is_kept: bool) -> None
     builder.call(
         prefetch,
         [builder.inttoptr(builder.add(address, WORD(offset)), byte), NUMBER(0), NUMBER(3 if is_kept else 2), NUMBER(1)],
-    )  # to read, how often, data
+    )  # read, locality, data
 
 
 def _type_touch(typing_context: Any, address: Any) -> Any:
-    """Have a page's address looked up before its bytes are wanted."""
+    """Look up a page's address before its bytes are needed."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _prefetch(builder, arguments[0], 0, is_kept=True)
@@ -116,7 +118,7 @@ _fence: Any = intrinsic(_type_fence)
 
 # ---------------------------------------------------------------- digests
 
-# Of the XXH3 specification.
+# From the XXH3 specification.
 SECRET = np.frombuffer(
     bytes.fromhex(
         "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
@@ -128,22 +130,25 @@ SECRET = np.frombuffer(
     ),
     dtype=np.uint8,
 )
-# Asked for once: numpy makes objects to answer.
+# Read once: numpy creates objects for every read.
 SECRET_ADDRESS = SECRET.ctypes.data
 STRIPE_BYTES = LINE_BYTES
 BLOCK_STRIPES = 16
 BLOCK_BYTES = BLOCK_STRIPES * STRIPE_BYTES
-# Up to so many, XXH3 is another function, which the package computes from the first bytes that are kept.
+# XXH3 is another function up to this size. The package computes it from the first bytes, which the state keeps.
 SHORT_BYTES = 240
-# Offsets in the secret for the last stripe and for the final sum.
+# Offsets in the secret for the last stripe and the final sum.
 LAST_SECRET, SUM_SECRET = 121, 11
 PRIMES_32 = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 PRIMES_64 = (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)
 START = (PRIMES_32[2], *PRIMES_64[:4], PRIMES_32[1], PRIMES_64[4], PRIMES_32[0])
 
-# Words of a state after its eight sums: stripes digested of this block; bytes that are pending; bytes in all; the last
-# stripe digested, and after it the bytes that are pending, 1 to 64 of them once there were any, because the very last
-# stripe is treated otherwise; the first SHORT_BYTES.
+# Words of a state after its eight sums:
+# - stripes digested in this block;
+# - pending bytes;
+# - total bytes;
+# - the last digested stripe, then 1 to 64 pending bytes, because the very last stripe is treated differently;
+# - the first SHORT_BYTES.
 STRIPE, PENDING, TOTAL, LAST, HEAD, STATE_WORDS = 8, 9, 10, 16, 32, 64
 
 
@@ -155,7 +160,7 @@ def new_state() -> NDArray[np.uint64]:
 
 
 def finished(state: NDArray[np.uint64]) -> int:
-    """The digest of all that was given so far; more may be given afterwards."""
+    """The digest of all bytes so far. More may follow afterwards."""
     total = int(state[TOTAL])
     if total <= SHORT_BYTES:
         return int(xxhash.xxh3_64_intdigest(state[HEAD:].tobytes()[:total]))
@@ -179,8 +184,9 @@ def _scrambled(builder: Any, sums: Any, secret: Any) -> Any:
 
 
 def _stripes(count: int, *, store: bool = False, past_caches: bool = False, scramble: bool = False) -> Any:
-    """`function(sums, secret, first, target, source, ahead)`: digest, and store, so many stripes of a block, its first
-    being number `first`; ask for as many from `ahead` on."""
+    """Build `function(sums, secret, first, target, source, ahead)`. It digests and stores `count` stripes of a block,
+    starting with number `first`, and prefetches as many from `ahead`.
+    """
 
     def type_stripes(
         typing_context: Any, sums: Any, secret: Any, first: Any, target: Any, source: Any, ahead: Any
@@ -203,7 +209,7 @@ def _stripes(count: int, *, store: bool = False, past_caches: bool = False, scra
 
 
 def _type_folded(typing_context: Any, first: Any, second: Any) -> Any:
-    """Both halves of the product of two words, as one."""
+    """XOR of both halves of the product of two words."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         wide = ir.IntType(128)
@@ -233,7 +239,7 @@ _scramble = _stripes(0, scramble=True)
 
 @numba.njit(nogil=True)
 def _next_stripe(sums: Any, secret: Any, stripe: Any) -> Any:
-    """The number of the stripe after this one; a block that is full is scrambled."""
+    """The number of the following stripe. A full block is scrambled."""
     if stripe + np.uint64(1) < np.uint64(BLOCK_STRIPES):
         return stripe + np.uint64(1)
     _scramble(sums, secret, np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(0))
@@ -242,14 +248,15 @@ def _next_stripe(sums: Any, secret: Any, stripe: Any) -> Any:
 
 @numba.njit(nogil=True)
 def _ahead(source: Any, at: Any, nbytes: Any, following: Any, distance: Any) -> Any:
-    """What to ask for when `at` of so many bytes are moved. following: where the next run begins."""
+    """The address to prefetch when `at` of `nbytes` are moved. following: where the next run begins."""
     coming = at + distance
     return source + coming if coming < nbytes else following + (coming - nbytes)
 
 
 class Stretch(NamedTuple):
-    """Bytes in a row, by addresses. target 0: they are only digested. following: what is read after them; distance: how
-    far ahead to ask for it."""
+    """Contiguous bytes, by address. target 0: only digest. following: what is read next; distance: how far ahead to
+    prefetch.
+    """
 
     target: Any
     source: Any
@@ -260,9 +267,12 @@ class Stretch(NamedTuple):
 
 @numba.njit(nogil=True)
 def _digest(calls: NDArray[np.uint64], state: NDArray[np.uint64], stretch: Stretch, more: bool, past: bool) -> None:
-    """Digest bytes, and copy them where target is not 0: each is loaded once, so what is digested is what is stored
-    even if another writes to the source at the same time. calls: see `move`. more: others follow at once, so that no
-    stripe here is the very last. past: past the caches, which a source that is only digested does not fill either."""
+    """Digest bytes, and copy them unless target is 0. Each byte is loaded once, so the digest is of what was stored
+    even if another process writes to the source.
+    calls: see `move`.
+    more: other bytes follow at once, so no stripe here is the very last.
+    past: bypass the caches; a source that is only digested does not fill them either.
+    """
     memmove, secret = calls[0], calls[2]
     target, source, nbytes, following, distance = (
         stretch.target,
@@ -328,7 +338,7 @@ def _digest(calls: NDArray[np.uint64], state: NDArray[np.uint64], stretch: Stret
 
 @numba.njit("uint64(uint64[::1],uint64)", nogil=True, cache=True)
 def _finished(state: NDArray[np.uint64], secret: Any) -> Any:
-    """Of more than SHORT_BYTES."""
+    """The digest of more than SHORT_BYTES."""
     sums, zero = state[:8].copy(), np.uint64(0)
     last = np.uint64(state.ctypes.data) + np.uint64(8 * LAST) + state[PENDING]
     _stripe(np.uint64(sums.ctypes.data), secret + np.uint64(LAST_SECRET), zero, zero, last, last)
@@ -345,9 +355,11 @@ def _finished(state: NDArray[np.uint64], secret: Any) -> Any:
 
 @numba.njit("int64(int64[:,::1],uint64[::1],uint64[:,::1])", nogil=True, cache=True)
 def tabulate(rows: NDArray[np.int64], memories: NDArray[np.uint64], table: NDArray[np.uint64]) -> Any:
-    """See `moving.copies_inside`. rows: (source, target, nbytes), offsets. memories: address and bytes of the source,
-    then of the target. table: filled as `move` wants it. Returns the bytes of all runs, -1 when one is empty or not
-    inside."""
+    """Fill `table` for `move` from checked offsets; see `copy.copies_inside`.
+    rows: (source, target, nbytes), offsets.
+    memories: address and bytes of the source, then of the target.
+    Returns the bytes of all runs, or -1 when one is empty or outside.
+    """
     total, zero = 0, 0
     source_bytes, target_bytes = np.int64(memories[1]), np.int64(memories[3])
     for row in range(rows.shape[0]):
@@ -393,9 +405,13 @@ def move(
     state: NDArray[np.uint64],
     past: bool,
 ) -> None:
-    """See `moving.Payload`. table: (target, source, nbytes) addresses, target 0: only digest (the source). cursor: row,
-    offset in it, seconds and nanoseconds when this ended. calls: addresses of memmove, clock_gettime and SECRET. state:
-    empty: no digest. past: as in `_digest`."""
+    """Move up to `left` bytes; see `copy.Payload`.
+    table: rows of (target, source, nbytes) addresses; target 0 means: only digest the source.
+    cursor: row, offset in it, and the seconds and nanoseconds when this call ended.
+    calls: addresses of memmove, clock_gettime and SECRET.
+    state: empty means: no digest.
+    past: as in `_digest`.
+    """
     row, offset = cursor[0], cursor[1]
     zero = np.uint64(0)
     digests = len(state) > 0

@@ -1,8 +1,7 @@
-"""Loops over the pages of a ticket, compiled by numba. Imported only by `moving`; what they are for is told in
-`pairing`.
+"""Loops over the pages of a ticket, compiled by numba. Only `copy` imports it; `page_pairs` says what each loop is for.
 
-A dozen numpy functions would do the same, but each is code of its own that has left the caches since the last transfer,
-and all of it would run before the first byte.
+A dozen numpy calls would do the same. Each would have left the caches since the last transfer, and all would run before
+the first byte.
 """
 
 from __future__ import annotations
@@ -14,16 +13,15 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-# As they lie in a ticket's bytes.
+# As the pages lie in a ticket's bytes.
 TICKET_PAGES = types.Array(types.int32, 1, "C", readonly=True)
-# Page ids from here on are left to the general way: a ticket's ids are its reader's word, and so would be the size of
-# the table.
+# Larger page ids take the general path. A peer chooses the ids, and so would choose the size of the table.
 MOST_PAGES = 1 << 22
 
 
 @numba.njit(types.int64(TICKET_PAGES, types.int64, types.int64), cache=True)
 def are_distinct(pages: NDArray[np.int32], first: int, end: int) -> Any:
-    """See `pairing.are_distinct`; -1 when it does not say."""
+    """See `page_pairs.are_distinct`. Returns -1 when it does not decide."""
     largest = -1
     for at in range(first, end):
         if pages[at] < 0:
@@ -42,7 +40,7 @@ def are_distinct(pages: NDArray[np.int32], first: int, end: int) -> Any:
 
 @numba.njit(types.boolean(types.int64[::1], types.int64, types.int64), cache=True)
 def are_below(pages: NDArray[np.int64], count: int, limit: int) -> Any:
-    """See `pairing.are_below`."""
+    """See `page_pairs.are_below`."""
     smallest, largest = 0, -1
     for at in range(count):
         smallest, largest = min(smallest, pages[at]), max(largest, pages[at])
@@ -63,8 +61,11 @@ def pair(
     rows: NDArray[np.int64],
     ends: NDArray[np.int64],
 ) -> Any:
-    """See `pairing.paired`. rows: filled with (source, target, nbytes); ends: of the parts, in pages, and when this
-    returns in rows. Returns the number of rows. All pages must be there."""
+    """See `page_pairs.paired`.
+    rows: filled with (source, target, nbytes).
+    ends: ends of the parts, in pages; on return, in rows.
+    Returns the number of rows. All pages must exist.
+    """
     count, row, part = ends[-1], -1, 0
     begins = True
     for at in range(count):

@@ -1,6 +1,7 @@
-"""Checks of a ticket's pages and runs between whole pages that look the same at both ends, as most transfers need them:
-in compiled loops, since this stands before the first byte. Where these can not be had the same comes from `geometry`
-and numpy; other layouts always do. Pure.
+"""Checks of a ticket's pages, and runs between whole pages of equal shape. Pure.
+
+Most transfers need only these, before their first byte, so they are compiled loops. Without numba, `geometry` and numpy
+compute the same. Other layouts always use `geometry`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ Pages = NDArray[np.int64]
 
 
 def unpack_pages(packed: bytes) -> TicketPages:
-    """Of a ticket, as `messages.pack_tokens` packs them."""
+    """The page ids of a ticket, packed by `messages.pack_tokens`."""
     return np.frombuffer(packed, dtype=np.int32)
 
 
 def are_distinct(pages: TicketPages, first: int, end: int) -> bool:
-    """Is no page of pages[first:end] negative, and none there twice?"""
+    """Whether pages[first:end] holds no negative page and none twice."""
     compiled = native()
     answer = compiled.are_distinct(pages, first, end) if compiled is not None else -1
     if answer >= 0:
@@ -37,17 +38,17 @@ def are_distinct(pages: TicketPages, first: int, end: int) -> bool:
 
 
 def are_below(pages: Pages, count: int, limit: int) -> bool:
-    """Are there so many pages, and the first so many of them within [0, limit)?"""
+    """Whether there are `count` pages and the first `count` lie in [0, limit)."""
     if len(pages) < count:
         return False
     compiled = native()
     if compiled is not None:
         return bool(compiled.are_below(pages, count, limit))
-    return not count or bool(pages[:count].view(np.uint64).max() < limit)  # a negative one is a very large one
+    return not count or bool(pages[:count].view(np.uint64).max() < limit)  # a negative id is a very large one
 
 
 class PageRun(NamedTuple):
-    """So many pages in a row, from the one with index `first` on in ours and `their_first` in those of a ticket."""
+    """Consecutive pages: from index `first` in ours, and from `their_first` in those of a ticket."""
 
     ours: Pages
     first: int
@@ -56,9 +57,9 @@ class PageRun(NamedTuple):
 
 
 def paired(row: PageRun, page_bytes: int, start: int, nbytes: int, ends: Sequence[int]) -> list[RunTable]:
-    """Copies of `nbytes` of each of our pages, from byte `start` of it on, to the same place of the page that stands
-    for it in the ticket. As `join_runs_in_parts`: neighbours joined, in parts that end before the pages of these
-    numbers."""
+    """Copies of bytes [start, start + nbytes) of each of our pages to the same bytes of its page in the ticket. As in
+    `join_runs_in_parts`, neighbours are joined, and parts end before the pages numbered in `ends`.
+    """
     compiled, count = native(), ends[-1]
     missing = (
         min(row.first, row.their_first, len(row.ours) - row.first - count, len(row.theirs) - row.their_first - count)

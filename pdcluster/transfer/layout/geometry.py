@@ -1,10 +1,9 @@
-"""Where KV lies in the pages of a node, and which runs carry it from one node's pages to another's when their page
-sizes or ranks differ. Pure.
+"""Where KV lies in a node's pages, and which runs carry it to pages of another size or rank count. Pure.
 
-A page is [layer][plane][head][token][cell]; planes are K and V (one for a latent that both share). Positions are
-tokens. A *block* is the largest number of tokens that divides both ends' pages, and the order on the wire is (block,
-layer, plane, head, token, cell), which both ends can walk in their own memory. With equal pages and all heads that is a
-page as it lies in memory. The smallest piece is one head's tokens of a block: there is never a run per token.
+A page is [layer][plane][head][token][cell]. Planes are K and V, or one shared latent. Positions are tokens. A *block*
+is the largest number of tokens that divides the pages of both ends. The wire order is (block, layer, plane, head,
+token, cell), which both ends can walk in their own memory. With equal pages and all heads, that is a page as it lies in
+memory. The smallest piece is one head's tokens of a block; there is never a run per token.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Offsets = NDArray[np.int64]
 
 
 class Contiguity(IntEnum):
-    """What is contiguous at one end: one head's tokens, several heads' of a plane, or everything of some layers."""
+    """What is contiguous at one end: one head's tokens, several heads of a plane, or whole layers."""
 
     HEAD = 0
     HEADS = 1
@@ -36,8 +35,10 @@ class Contiguity(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PageShape:
-    """The pages of a node, all of whose `ranks` have the same number of them. heads: kv heads of the model, of which a
-    page of a rank holds a part; cell_bytes: one token of one head of one plane."""
+    """The shape of a node's pages; every rank has equally many.
+    heads: kv heads of the model; a rank's page holds a part of them.
+    cell_bytes: one token of one head of one plane.
+    """
 
     page_tokens: int
     num_layers: int
@@ -60,7 +61,7 @@ class PageShape:
 
     @classmethod
     def plain(cls, page_tokens: int, page_bytes: int, num_layers: int = 1) -> PageShape:
-        """Pages of one rank whose inside, but for the layers, is nobody's business."""
+        """Pages of one rank of which only the layers are known."""
         return cls(page_tokens, num_layers, 1, 1, page_bytes // num_layers // page_tokens)
 
     @property
@@ -70,7 +71,7 @@ class PageShape:
 
     @property
     def head_bytes(self) -> int:
-        """One head's tokens of a page, in one plane."""
+        """Bytes of one head's tokens in a page, in one plane."""
         return self.page_tokens * self.cell_bytes
 
     @property
@@ -83,7 +84,7 @@ class PageShape:
 
     @property
     def page_bytes(self) -> int:
-        """A page of one rank."""
+        """Bytes of a page of one rank."""
         return self.num_layers * self.layer_bytes
 
     def heads_of(self, rank: int) -> tuple[int, int]:
@@ -92,7 +93,7 @@ class PageShape:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """One leg's way: heads [first_head, end_head) from a rank of the writer to a rank of the reader."""
+    """One leg: heads [first_head, end_head) from a writer's rank to a reader's rank."""
 
     writer_rank: int
     reader_rank: int
@@ -101,8 +102,9 @@ class Course:
 
 
 class Part(NamedTuple):
-    """Some of a ticket's KV: blocks [first_block, end_block), layers [first_layer, end_layer), heads [first_head,
-    end_head)."""
+    """A part of a ticket's KV: blocks [first_block, end_block), layers [first_layer, end_layer), heads [first_head,
+    end_head).
+    """
 
     block_tokens: int
     first_block: int
@@ -115,8 +117,9 @@ class Part(NamedTuple):
 
 @lru_cache(maxsize=64)
 def plan_courses(heads: int, writer_ranks: int, reader_ranks: int) -> tuple[Course, ...]:
-    """Every head of every reader's rank from exactly one writer's rank. Where several writers hold the same heads, they
-    share the readers."""
+    """Assign every head of every reader's rank to exactly one writer's rank. Writers that hold the same heads share the
+    readers.
+    """
     holders: list[list[int]] = [[] for _ in range(heads)]
     for rank in range(writer_ranks):
         for head in range(*head_range(heads, rank, writer_ranks)):
@@ -145,7 +148,7 @@ def part_bytes(shape: PageShape, part: Part) -> int:
 
 
 def piece_of(shape: PageShape, rank: int, part: Part) -> Contiguity:
-    """The largest piece that is contiguous in this end's pages and in the order of the wire."""
+    """The largest piece that is contiguous both in this end's pages and on the wire."""
     if part.block_tokens != shape.page_tokens:
         return Contiguity.HEAD
     return Contiguity.LAYERS if (part.first_head, part.end_head) == shape.heads_of(rank) else Contiguity.HEADS
@@ -161,8 +164,9 @@ def pieces_per_block(shape: PageShape, part: Part, piece: Contiguity) -> int:
 def offsets(
     shape: PageShape, rank: int, pages: Sequence[int] | Offsets, first_page: int, part: Part, piece: Contiguity
 ) -> tuple[Offsets, int]:
-    """Where the pieces of a part begin in a rank's region, in the order of the wire, and the bytes of each. pages: ids,
-    the first of them holding tokens from first_page * page_tokens on."""
+    """Offsets in a rank's region where the pieces of a part begin, in wire order, and the bytes of each piece. pages:
+    ids; the first holds tokens from first_page * page_tokens on.
+    """
     starts = (
         _block_starts(shape, np.asarray(pages, dtype=np.int64), first_page, part) + part.first_layer * shape.layer_bytes
     )
@@ -178,7 +182,7 @@ def offsets(
 
 
 def _block_starts(shape: PageShape, pages: Offsets, first_page: int, part: Part) -> Offsets:
-    """Where each block's first token lies, in its page's first layer."""
+    """Offsets of each block's first token, in its page's first layer."""
     if part.block_tokens == shape.page_tokens:
         return pages[part.first_block - first_page : part.end_block - first_page] * shape.page_bytes
     tokens = np.arange(part.first_block, part.end_block, dtype=np.int64) * part.block_tokens
@@ -189,13 +193,14 @@ def _block_starts(shape: PageShape, pages: Offsets, first_page: int, part: Part)
 
 
 def join_runs(sources: Offsets, targets: Offsets, nbytes: int) -> RunTable:
-    """Copies of equal pieces as runs, neighbours joined where they are contiguous at both ends."""
+    """Copies of equal pieces as runs. Neighbours are joined where both ends are contiguous."""
     return join_runs_in_parts(sources, targets, nbytes, [len(sources)])[0]
 
 
 def join_runs_in_parts(sources: Offsets, targets: Offsets, nbytes: int, ends: Sequence[int]) -> list[RunTable]:
-    """As `join_runs` for each part, which end before the pieces of these numbers; a run never goes on into the next
-    part."""
+    """As `join_runs` for each part. Parts end before the pieces numbered in `ends`; no run crosses into the next
+    part.
+    """
     breaks = (sources[1:] - sources[:-1] != nbytes) | (targets[1:] - targets[:-1] != nbytes)
     for end in ends[:-1]:
         breaks[end - 1] = True
@@ -210,7 +215,7 @@ def join_runs_in_parts(sources: Offsets, targets: Offsets, nbytes: int, ends: Se
 
 
 def join_spans(starts: Offsets, nbytes: int) -> SpanTable:
-    """Equal pieces as spans in the same order, neighbours joined."""
+    """Equal pieces as spans in the same order, with neighbours joined."""
     if not len(starts):
         return SpanTable(np.empty((0, 2), dtype=np.int64))
     firsts, counts = _stretches(starts[1:] - starts[:-1] != nbytes)
@@ -220,20 +225,19 @@ def join_spans(starts: Offsets, nbytes: int) -> SpanTable:
 
 
 def are_pieces(spans: SpanTable, starts: Offsets, nbytes: int) -> bool:
-    """Are the spans, in their order, exactly the pieces of so many bytes that begin there, whichever neighbours they
-    join?"""
+    """Whether the spans, in order, are exactly the pieces that begin at `starts`. Neighbours may be joined."""
     lengths = spans.rows[:, 1]
     if not len(lengths) or lengths.min() <= 0:
         return False
     counts = lengths // nbytes
     if int(counts.sum()) != len(starts) or (counts * nbytes != lengths).any():
-        return spans.joined() == join_spans(starts, nbytes)  # cut finer, or not these
+        return spans.joined() == join_spans(starts, nbytes)  # cut finer, or different bytes
     within = np.arange(len(starts), dtype=np.int64) - np.repeat(counts.cumsum() - counts, counts)
     return np.array_equal(np.repeat(spans.rows[:, 0], counts) + within * nbytes, starts)
 
 
 def _stretches(breaks: NDArray[np.bool_]) -> tuple[Offsets, Offsets]:
-    """Where stretches begin that are not broken, and their lengths. breaks[i]: between i and i + 1."""
+    """The start and length of each stretch without a break. breaks[i]: between i and i + 1."""
     after = breaks.nonzero()[0]
     borders = np.empty(len(after) + 2, dtype=np.int64)
     borders[0], borders[-1] = 0, len(breaks) + 1

@@ -1,8 +1,8 @@
-"""The runs and spans of a chunk as arrays, so that thousands of them cost as little Python as one. Pure.
+"""Runs and spans of a chunk as arrays, so that thousands cost as little Python as one. Pure.
 
-Mismatched layouts make thousands of small runs out of a chunk. Everything that looks at all of them (checks, joins,
-cuts, wire tables) is here or in `geometry`, and works on whole arrays. Numbers from peers are unsigned on the wire and
-may be negative here: the checks below refuse them before anything is added to them.
+Different page layouts cut a chunk into thousands of small runs. Every operation over all of them (checks, joins, cuts,
+wire tables) is here or in `geometry` and works on whole arrays. Numbers from peers are unsigned on the wire and may be
+negative here. The checks below refuse negative numbers before any addition.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from pdcluster.transfer.layout.spans import CopyRun, CopyRuns, Span, Spans
 
 Words = NDArray[np.int64]
-# Of one write; so that sums of what peers say stay far from overflow.
+# Upper bound of one write, so that sums of a peer's numbers cannot overflow.
 MOST_BYTES = 1 << 40
 
 
 class SpanTable(Sequence[Span]):
-    """A sequence of spans (offset, nbytes), as rows of `rows`, which nobody changes any more."""
+    """A sequence of spans (offset, nbytes), as rows. The rows never change."""
 
     __slots__ = ("rows",)
 
@@ -30,7 +30,7 @@ class SpanTable(Sequence[Span]):
 
     @classmethod
     def unpack(cls, data: bytes | bytearray | memoryview) -> SpanTable:
-        """Little-endian pairs of 64-bit words, as they come over a wire; anything may be in them."""
+        """Little-endian pairs of 64-bit words from a wire. The values are unchecked."""
         return cls(np.frombuffer(data, dtype="<i8").reshape(-1, 2))
 
     def pack(self) -> bytes:
@@ -68,18 +68,18 @@ class SpanTable(Sequence[Span]):
         return int(self.rows[:, 1].sum())
 
     def add_up_to(self, nbytes: int) -> bool:
-        """Do they hold so many bytes together, none of them empty?"""
+        """Whether the spans add up to `nbytes` and none is empty."""
         lengths = self.rows[:, 1]
         if not len(lengths) or nbytes > MOST_BYTES or lengths.min() <= 0 or lengths.max() > nbytes:
             return False
         return int(lengths.sum()) == nbytes
 
     def are_inside(self, nbytes: int) -> bool:
-        """Are they all within so many bytes, none of them empty?"""
+        """Whether all spans lie within `nbytes` and none is empty."""
         return are_inside(self.rows[:, 0], self.rows[:, 1], nbytes)
 
     def joined(self) -> SpanTable:
-        """The same bytes in the same order, neighbours joined."""
+        """The same bytes in the same order, with neighbours joined."""
         rows = self.rows
         if len(rows) < 2:
             return self
@@ -99,18 +99,18 @@ def span_table(spans: Iterable[Span]) -> SpanTable:
 
 
 def chained(tables: Iterable[SpanTable]) -> SpanTable:
-    """The spans of all tables in their order."""
+    """The spans of all tables, in order."""
     return SpanTable(np.concatenate([table.rows for table in tables]))
 
 
 def merged(tables: Iterable[SpanTable]) -> SpanTable:
-    """Disjoint spans of all tables in ascending order, neighbours joined."""
+    """The spans of all tables, ascending, with neighbours joined. They must be disjoint."""
     rows = np.concatenate([table.rows for table in tables])
     return SpanTable(rows[np.argsort(rows[:, 0])]).joined()
 
 
 class RunTable(Sequence[CopyRun]):
-    """A sequence of runs, as rows (source, target, nbytes) of `rows`, which nobody changes any more."""
+    """A sequence of runs, as rows (source, target, nbytes). The rows never change."""
 
     __slots__ = ("rows",)
 
@@ -146,7 +146,7 @@ class RunTable(Sequence[CopyRun]):
         return int(self.rows[:, 2].sum())
 
     def read_inside(self, nbytes: int, region_bytes: int) -> bool:
-        """Do our own runs read so many bytes, all within the region?"""
+        """Whether our own runs read `nbytes`, all within the region."""
         starts, lengths = self.rows[:, 0], self.rows[:, 2]
         return len(lengths) > 0 and are_inside(starts, lengths, region_bytes) and int(lengths.sum()) == nbytes
 
@@ -159,7 +159,7 @@ class RunTable(Sequence[CopyRun]):
         return SpanTable(self.rows.take((1, 2), axis=1))
 
     def cut(self, block_bytes: int) -> tuple[Words, Words]:
-        """The rows of the same bytes in order, none across the end of a block, and the first row of each block."""
+        """Rows of the same bytes in order, none across the end of a block, and the first row of each block."""
         lengths = self.rows[:, 2]
         ends = lengths.cumsum()
         starts = ends - lengths
@@ -175,7 +175,7 @@ class RunTable(Sequence[CopyRun]):
         return rows, firsts
 
     def pieces(self, block_bytes: int) -> list[RunTable]:
-        """The same bytes in order, cut so that each piece fits a block and all but the last fill it."""
+        """The same bytes in order, cut into pieces of one block each. Only the last may be shorter."""
         rows, firsts = self.cut(block_bytes)
         return [RunTable(piece) for piece in np.split(rows, firsts[1:])]
 
@@ -187,14 +187,14 @@ def run_table(runs: CopyRuns) -> RunTable:
 
 
 def are_inside(offsets: Words, lengths: Words, limit: int) -> bool:
-    """Is every [offset, offset + length) within [0, limit), and none empty?"""
+    """Whether every [offset, offset + length) lies within [0, limit) and none is empty."""
     return bool(
         ((lengths > 0) & (lengths <= limit) & (offsets >= 0) & (offsets <= limit - np.minimum(lengths, limit))).all()
     )
 
 
 def cover(ranges: Spans, spans: SpanTable) -> bool:
-    """Is every span inside one of the sorted, disjoint, joined ranges?"""
+    """Whether every span lies inside one of the sorted, disjoint, joined ranges."""
     allowed = span_table(ranges).rows
     if not len(allowed):
         return not len(spans)

@@ -1,15 +1,12 @@
-"""When to leave a path (one backend to one peer) alone, and when to try it again. Pure: times are given, nothing is
-done.
+"""When to leave a path (one backend to one peer) alone, and when to try it again. Pure: callers pass the time.
 
-B1  Closed, a path is used. So many failures within a window open it.
-B2  Open, it is left alone for a pause. Each opening soon after the last one doubles the pause, up to a longest one:
-    never for ever.
-B3  After the pause it is half-open: one write may go, the probe. It ends well → closed; it fails → open again. A probe
-    of which nothing is heard for a while is forgotten, so that the next one may go.
-B4  Only writes that began after the last opening say something about an open path; older ones were part of why it
-    opened.
-B5  `Breakers.usable` is never empty: when every path to a peer is shut, it names the one whose pause ends first. Trying
-    is better than nothing.
+B1 A closed path is used. A number of failures within a window opens it.
+B2 An open path is left alone for a pause. Each opening soon after the last one doubles the pause, up to a maximum.
+B3 After the pause the path is half-open: one write may go, the probe. Success closes the path; failure opens it again.
+A probe without an answer is forgotten after a while, so that the next one may go.
+B4 Only writes that began after the last opening count for an open path. Older ones were part of why it opened.
+B5 `Breakers.usable` is never empty. When every path to a peer is open, it names the one whose pause ends first: trying
+is better than nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +27,9 @@ class BreakerState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BreakerSettings:
-    """failures within window_s open a path for pause_s, at most for longest_s. probe_s: how long a probe may be
-    silent."""
+    """A number of failures within window_s opens a path for pause_s, at most for longest_s. probe_s: how long a probe
+    may stay unanswered.
+    """
 
     failures: int = 3
     window_s: float = 10.0
@@ -58,22 +56,22 @@ class Breaker:
 
     @property
     def opens_until(self) -> float:
-        """The end of the pause; in the past for a closed path."""
+        """The end of the pause. For a closed path it lies in the past."""
         return float("-inf") if self._opened is None else self._opened + self._pause
 
     def has_room(self, now: float) -> bool:
-        """May a write begin now?"""
+        """Whether a write may begin now."""
         state = self.state(now)
         probing = self._probed is not None and now < self._probed + self._settings.probe_s
         return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not probing)
 
     def begin(self, now: float) -> None:
-        """A write begins. On a half-open path it is the probe."""
+        """Record that a write begins. On a half-open path it is the probe."""
         if self.state(now) is BreakerState.HALF_OPEN:
             self._probed = now
 
     def succeeded(self, began: float, now: float) -> bool:
-        """A write that began then ended well; True when that closes the path."""
+        """Record a success of a write that began at `began`. True when it closes the path."""
         if self._opened is None or began < self._opened:
             return False  # B4
         self._opened = self._probed = None
@@ -82,7 +80,7 @@ class Breaker:
         return True
 
     def failed(self, began: float, now: float) -> bool:
-        """A write that began then failed; True when that opens the path."""
+        """Record a failure of a write that began at `began`. True when it opens the path."""
         if self._opened is not None:
             return began >= self._opened and self._open(now)  # B4
         self._failures.append(now)
@@ -102,7 +100,7 @@ class Breaker:
 
 
 class Breakers:
-    """All paths of a node. Owned by the node loop's thread."""
+    """All paths of a node. The node loop's thread owns them."""
 
     def __init__(self, settings: BreakerSettings) -> None:
         self._settings = settings
@@ -110,7 +108,7 @@ class Breakers:
         self.counters: Counter[str] = Counter()
 
     def usable(self, peer: Peer, backends: Sequence[str], now: float) -> list[str]:
-        """Those of the backends, in the same order, by which a write may begin now; never none of them (B5)."""
+        """The given backends, in order, by which a write may begin now. Never empty (B5)."""
         usable = [name for name in backends if self._at(peer, name).has_room(now)]
         return usable or [min(backends, key=lambda name: self._at(peer, name).opens_until)]
 
@@ -137,7 +135,7 @@ class Breakers:
         return self._at(peer, backend).state(now)
 
     def forget(self, peer: Peer) -> None:
-        """The boot is gone for good."""
+        """Forget a boot that is gone for good."""
         self._breakers = {key: breaker for key, breaker in self._breakers.items() if key[0] != peer}
 
     def _at(self, peer: Peer, backend: str) -> Breaker:

@@ -1,4 +1,4 @@
-"""Which transfer backends a node starts. A backend's module, and its library, is imported only when it is chosen."""
+"""Which transfer backends a node starts. A backend's module and library are imported only when it is chosen."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pdcluster.transfer.backends.staging import Fabric, StagedSettings
 LOG = logging.getLogger(__name__)
 
 NAMES = ("shm", "tcp", "mooncake", "nixl")
-# Best first as long as a pair was not measured; see `auto_names` for nixl. mooncake runs over TCP without RDMA devices
-# and is slower than tcp, so it is only taken when it is asked for.
+# Best first, as long as a pair is not measured; `auto_names` adds nixl. mooncake without RDMA devices uses TCP and is
+# slower than tcp, so the user must name it.
 AUTO = ("shm", "tcp")
 NOT_YET = {
     "cuda_ipc": "CUDA IPC between GPUs of one host",
@@ -23,19 +23,20 @@ NOT_YET = {
     "mooncake-rdma": "Mooncake over RDMA by a name of its own: use mooncake with node.transfer.devices",
 }
 INFINIBAND = Path("/sys/class/infiniband")
-# Of staging, 4 MiB each: they stay in the last-level cache, and a link needs no more under way. Of half that size a
-# transfer costs a tenth more of the writer's core, because whatever Python does for a piece it does with cold caches.
+# Staging blocks of 4 MiB each. They stay in the last-level cache, and a link needs no more in flight. Half that size
+# costs a tenth more of the writer's core, because Python's work per piece runs with cold caches.
 MOST_BLOCKS = 5
 
 
 def create_backends(
     name: str, me: Peer, *, host: str, staging_bytes: int, fabric: Fabric | None = None
 ) -> dict[str, Backend]:
-    """The backends behind --transfer NAME by name, best first, started; raises ConfigError by name for what can not be
-    had.
+    """The started backends behind --transfer NAME, by name, best first.
 
-    host: address that sockets listen on and that peers are told. staging_bytes: memory for staging blocks per
-    connection, where a medium needs them. fabric: RDMA devices for those that use them.
+    host: address that sockets listen on and that peers connect to.
+    staging_bytes: memory for staging blocks per connection, where a medium needs them.
+    fabric: RDMA devices for the backends that use them.
+    Raises ConfigError when a named backend cannot start.
     """
     fabric = fabric if fabric is not None else Fabric()
     names = auto_names(host, fabric, has_nixl=_has_nixl()) if name == "auto" else (name,)
@@ -55,14 +56,16 @@ def create_backends(
 
 
 def auto_names(host: str, fabric: Fabric, *, has_nixl: bool) -> tuple[str, ...]:
-    """nixl joins where it is installed and may find another way than the sockets of tcp; measuring decides. On loopback
-    there is none: it would cost every node its start and its memory, and every pair its turn at being measured."""
+    """The backends of `auto`. nixl joins where it is installed and may find a path other than tcp's sockets; measuring
+    decides. On loopback there is no such path, and nixl would only cost start time, memory and measuring.
+    """
     return (*AUTO, "nixl") if fabric.devices or (has_nixl and not host.startswith("127.")) else AUTO
 
 
 def check_fabric(fabric: Fabric, name: str, names: tuple[str, ...], found_in: Path = INFINIBAND) -> None:
-    """Refuse RDMA settings that nothing would use, and devices that this host does not have: a library would quietly go
-    on without."""
+    """Refuse RDMA settings that no backend uses, and devices that this host lacks. The library would silently go on
+    without them.
+    """
     if fabric == Fabric():
         return
     if not {"mooncake", "nixl"} & set(names):
@@ -92,7 +95,7 @@ def _has_nixl() -> bool:
 
 
 def _start_if_it_can(name: str, me: Peer, settings: StagedSettings) -> Backend | None:
-    """A backend that nobody asked for by name."""
+    """Start a backend that the user did not name; None when it cannot start."""
     try:
         return _create(name, me, settings)
     except ConfigError as error:

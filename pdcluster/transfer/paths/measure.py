@@ -1,19 +1,16 @@
-"""Which backend carries the next write to a peer: the fastest as measured on the first writes to that boot, but none
-that keeps failing.
+"""Which backend carries the next write to a peer: the fastest one measured for that boot, unless it keeps failing.
 
-A pair is measured once, on its own first writes: each backend in turn carries a few of them, one at a time, into the
-ticket's still private pages. Nothing is sent for the sake of measuring, and no live page is touched. A backend's first
-write pays for its connection and does not count, nor do writes so small that they say more about fixed costs. Durations
-come from the backends (`base.Backend.take_duration`), so that a busy node loop does not blur them.
+A pair is measured once, on its own first writes. Each backend in turn carries a few of them, one at a time, into the
+ticket's still private pages. Nothing is sent only to measure. A backend's first write pays for its connection and does
+not count; neither do very small writes. Durations come from the backends (`base.Backend.take_duration`), so that a busy
+node loop does not blur them.
 
-The bandwidth that is reported follows the writes since. The choice stays as measured until a look at another path says
-otherwise: a path that was measured and is not chosen carries one write after a pause, which doubles from look to look,
-up to a longest one. On a path that is half-open that write is the probe. Was it faster than the chosen path is now,
-then all paths of the pair are measured again, side by side; one write alone moves nothing, as it may have met a bad
-moment.
+The reported bandwidth follows later writes. The choice stays as measured until a look at another path disagrees. A
+measured path that is not chosen carries one write after a pause, which doubles up to a maximum. On a half-open path
+that write is the probe. If it beats the chosen path's present speed, all paths of the pair are measured again. One
+write alone changes nothing, as it may have met a bad moment.
 
-Plain bookkeeping over an injected clock; the rules of failing paths are in `breaker`, what becomes of a failed chunk in
-`ladder`.
+Bookkeeping over an injected clock. `breaker` has the rules of failing paths, `ladder` those of failed chunks.
 """
 
 from __future__ import annotations
@@ -30,13 +27,18 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MeasureSettings:
-    """warm_writes of a backend do not count; it is measured after sample_writes more, or sample_bytes. A backend is
-    preferred to those before it in the node's order when it is `margin` times as fast: the order is by what else speaks
-    for them (copies, checks, CPU). smallest_bytes: of a write that measures. patience_s: a write that takes longer does
-    not hold up the others. again_s: pause before a backend that failed, or was too slow, while it was measured is
-    measured again, and before one that is not chosen is looked at; it doubles each time, up to longest_s. live_bytes,
-    weight: how many bytes make a sample of the reported bandwidth, and how much of it counts. max_peers: boots that are
-    remembered, those met last."""
+    """How paths are measured.
+    warm_writes: first writes of a backend that do not count.
+    sample_writes, sample_bytes: a backend is measured after this many more.
+    margin: a backend wins over those before it in the node's order only if it is this many times as fast. The order
+    reflects copies, checks and CPU.
+    smallest_bytes: smallest write that measures.
+    patience_s: a slower write no longer blocks the others.
+    again_s: pause before a backend that failed or was slow is measured again, and before a look at one that is not
+    chosen. It doubles up to longest_s.
+    live_bytes, weight: bytes of one sample of the reported bandwidth, and the sample's weight.
+    max_peers: number of boots remembered.
+    """
 
     warm_writes: int = 1
     sample_writes: int = 3
@@ -53,8 +55,9 @@ class MeasureSettings:
 
 @dataclass(frozen=True, slots=True)
 class PathReport:
-    """One path as it stands. bytes_s: KV bytes per second of the writes to that peer together; 0 as long as it was not
-    measured."""
+    """The present state of one path. bytes_s: KV bytes per second of concurrent writes to that peer; 0 until
+    measured.
+    """
 
     peer: Peer
     backend: str
@@ -65,9 +68,11 @@ class PathReport:
 
 @dataclass(slots=True)
 class _Rate:
-    """Writes of one path that ended well, without the warm-up ones in nbytes and seconds. not_before: it is not worth
-    measuring till then, pause: how long that was the last time. in_flight, since, live_*: its writes under way, and
-    what ended while some were."""
+    """Measurements of one path, from writes that succeeded.
+    nbytes, seconds: without the warm-up writes.
+    not_before: earliest time of the next measurement; pause: the last wait.
+    in_flight, since, live_*: writes in flight, and what ended meanwhile.
+    """
 
     writes: int = 0
     nbytes: int = 0
@@ -85,7 +90,7 @@ class _Rate:
         return self.nbytes / self.seconds if self.seconds > 0 else 0.0
 
     def forget(self) -> None:
-        """It is to be measured, from the beginning."""
+        """Start measuring from the beginning."""
         self.writes, self.nbytes, self.seconds, self.not_before = 0, 0, 0.0, float("-inf")
 
     def restart(self, now: float) -> None:
@@ -93,7 +98,7 @@ class _Rate:
 
 
 class Paths:
-    """All paths from this node. Owned by the node loop's thread."""
+    """All paths from this node. The node loop's thread owns them."""
 
     def __init__(
         self,
@@ -112,17 +117,18 @@ class Paths:
         self.counters = self._breakers.counters
 
     def meet(self, peer: Peer, backends: Sequence[str]) -> None:
-        """A ticket can be served by these."""
+        """Record that these backends can serve a ticket of the peer."""
         rates = self._rates.pop(peer, {})
-        self._rates[peer] = rates  # the last one met comes last
+        self._rates[peer] = rates  # keep the latest peer last
         for name in backends:
             self._rate(peer, name)
         while len(self._rates) > self._settings.max_peers:
             self.forget(next(iter(self._rates)))
 
     def best(self, peer: Peer, backends: Sequence[str], nbytes: int | None = None) -> str:
-        """The one that the next write takes; changes nothing. nbytes: its size; None asks for the choice as it stands,
-        without measuring."""
+        """The backend for the next write; changes nothing. nbytes: its size; None returns the present choice without
+        measuring.
+        """
         if len(backends) == 1:
             return backends[0]
         usable = self._breakers.usable(peer, sorted(backends, key=self._order.index), self._clock())
@@ -138,11 +144,11 @@ class Paths:
         return next(due, best) if measures else best
 
     def has_room(self, peer: Peer, backend: str) -> bool:
-        """May a write begin there now, for all that is known?"""
+        """Whether the path may begin a write now."""
         return self._breakers.has_room(peer, backend, self._clock())
 
     def is_measuring(self, peer: Peer, backends: Sequence[str], nbytes: int) -> bool:
-        """Should a write of that size to the peer wait until it is the only one?"""
+        """Whether a write of that size to the peer must wait until no other is in flight."""
         large = nbytes >= self._settings.smallest_bytes
         return (
             large
@@ -151,7 +157,7 @@ class Paths:
         )
 
     def begin(self, peer: Peer, backend: str) -> float:
-        """A write begins; returns when, for `succeeded` and `failed`."""
+        """Record that a write begins. Returns the time, for `succeeded` and `failed`."""
         now = self._clock()
         self._breakers.begin(peer, backend, now)
         rate = self._rate(peer, backend)
@@ -163,7 +169,7 @@ class Paths:
         return now
 
     def succeeded(self, peer: Peer, backend: str, began: float, nbytes: int, seconds: float | None) -> None:
-        """seconds: how long the write took, None when its backend cannot say."""
+        """Record a success. seconds: duration of the write; None when its backend cannot tell."""
         if peer not in self._rates:
             return  # forgotten meanwhile
         self._breakers.succeeded(peer, backend, began, self._clock())
@@ -177,7 +183,7 @@ class Paths:
             self._sample(peer, rate, nbytes, seconds)
 
     def failed(self, peer: Peer, backend: str, began: float) -> None:
-        """The path, not the ticket, let a write down. Measuring does not wait for it."""
+        """Record that the path, not the ticket, failed a write. Measuring does not wait for it."""
         if peer not in self._rates:
             return
         now, rate = self._clock(), self._rate(peer, backend)
@@ -189,24 +195,24 @@ class Paths:
         self._postpone(rate, now)
 
     def ended(self, peer: Peer, backend: str) -> None:
-        """A write ended in a way that says nothing about its path."""
+        """Record that a write ended without telling anything about its path."""
         if peer in self._rates:
             rate = self._rate(peer, backend)
             rate.in_flight = max(rate.in_flight - 1, 0)
             rate.restart(self._clock())
 
     def distrust(self, peer: Peer, backend: str, began: float) -> None:
-        """What a write that began then brought was wrong, or never came."""
+        """Record that a write delivered wrong bytes, or nothing."""
         if peer in self._rates:
             self._breakers.failed(peer, backend, began, self._clock())
 
     def forget(self, peer: Peer) -> None:
-        """The boot is gone for good."""
+        """Forget a boot that is gone for good."""
         self._rates.pop(peer, None)
         self._breakers.forget(peer)
 
     def report(self, max_peers: int | None = None) -> list[PathReport]:
-        """Of the peers met last, the latest boot of each node."""
+        """The latest boot of each node, of the peers met last."""
         now = self._clock()
         latest = {peer.node: peer for peer in self._rates}
         peers = list(latest.values())[-max_peers:] if max_peers is not None else list(latest.values())
@@ -243,8 +249,9 @@ class Paths:
             self._tell(peer)
 
     def _observe(self, rate: _Rate, nbytes: int, seconds: float | None) -> None:
-        """What was moved while writes were under way: of one write by its own duration, of several by this node's
-        clock."""
+        """Add what was moved while writes were in flight. One write counts by its own duration, several by this node's
+        clock.
+        """
         now = self._clock()
         rate.live_writes += 1
         rate.live_nbytes += nbytes
@@ -255,7 +262,7 @@ class Paths:
             rate.restart(now)
 
     def _compare(self, peer: Peer, backend: str, bytes_s: float) -> None:
-        """A write of a path that was measured went so fast. Says something when another one is chosen."""
+        """Compare a measured path's write with the chosen path. Logs when the choice changes."""
         rates = self._rates[peer]
         chosen = self.best(peer, list(rates))
         if backend == chosen:
@@ -272,7 +279,7 @@ class Paths:
         rate.not_before = now + rate.pause
 
     def _is_known(self, peer: Peer, backend: str) -> bool:
-        """Is there nothing to be measured now?"""
+        """Whether nothing needs measuring now."""
         rate, now = self._rate(peer, backend), self._clock()
         return (
             self._is_measured(rate)
@@ -281,12 +288,13 @@ class Paths:
         )
 
     def _can_measure(self, peer: Peer, name: str) -> bool:
-        """Is it being measured, or could it be now? One that its breaker shuts would make all others wait until it
-        opens."""
+        """Whether the path is being measured, or could be now. A path with an open breaker would make all others
+        wait.
+        """
         return self._rate(peer, name).in_flight > 0 or self.has_room(peer, name)
 
     def _is_due(self, rate: _Rate) -> bool:
-        """Is it time for another look?"""
+        """Whether another look is due."""
         return self._is_measured(rate) and self._clock() >= rate.not_before
 
     def _is_measured(self, rate: _Rate) -> bool:

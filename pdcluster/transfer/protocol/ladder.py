@@ -1,14 +1,13 @@
-"""By which path a chunk is written, and what becomes of it when that failed. Plain bookkeeping above `measure` and
-`breaker`.
+"""Which path writes a chunk, and what happens after a failure. Bookkeeping above `measure` and `breaker`.
 
-The rungs of a chunk, from the first to the last:
- L1  The path that `measure.Paths` names for the pair.
- L2  Failed definitely: the same medium again, a bounded number of times, as long as its breaker lets it. (Its lanes are
-     its own: one that let a write down is not used again.)
- L3  Failed so often, or the peer is out of reach that way: any other medium that both ends have, best first.
- L4  None is left, or the outcome of one write is not definite: the ticket ends, and the router makes a new attempt.
-     UNKNOWN and LOST are never written again under the same ticket. A refusal by the reader is no failure of a path:
-     the ticket is dead there. What did not verify at the reader goes by another medium if there is one.
+The rungs of a chunk, in order:
+L1 The path that `measure.Paths` names for the pair.
+L2 After a definite failure: the same medium again, a bounded number of times, while its breaker allows it. It opens
+other lanes, because one that failed a write is not used again.
+L3 After repeated failures, or when the peer is unreachable that way: any other common medium, best first.
+L4 When none is left, or the outcome of one write is not definite: the ticket ends and the router starts a new attempt.
+UNKNOWN and LOST are never written again under the same ticket. A refusal by the reader is no failure of a path: the
+ticket is dead there. A chunk that fails verification goes by another medium if there is one.
 """
 
 from __future__ import annotations
@@ -28,18 +27,20 @@ REASONS = {
 
 
 class Ladder:
-    """The rungs of all chunks of a writer. failures: writes that ended badly, by reason; resends: chunks written again,
-    by reason."""
+    """The rungs of all chunks of a writer.
+    failures: failed writes by reason.
+    resends: chunks written again, by reason.
+    """
 
     def __init__(self, paths: Paths, trials: int) -> None:
-        """trials: of one chunk on one medium."""
+        """trials: tries of one chunk on one medium."""
         self._paths = paths
         self._trials = trials
         self.failures: Counter[str] = Counter()
         self.resends: Counter[str] = Counter()
 
     def next_path(self, outgoing: Outgoing, chunk: Chunk) -> str | None:
-        """Which backend writes the chunk now; None when the ladder ends here (L4)."""
+        """The backend that writes the chunk now; None when the ladder ends here (L4)."""
         left = [name for name in outgoing.backends if name not in chunk.spent]
         if not left:
             return None
@@ -47,7 +48,7 @@ class Ladder:
         return chunk.path if again else self._paths.best(outgoing.peer, left, chunk.nbytes)
 
     def begin(self, outgoing: Outgoing, chunk: Chunk, name: str) -> None:
-        """A write of the chunk begins by that backend."""
+        """Record that a backend begins to write the chunk."""
         if chunk.retries:
             self.resends[
                 chunk.retries
@@ -67,7 +68,7 @@ class Ladder:
         self._paths.succeeded(peer, chunk.path, chunk.began, chunk.nbytes, seconds)
 
     def ended_badly(self, peer: Peer, chunk: Chunk, status: WriteStatus) -> None:
-        """Any answer but DONE."""
+        """Record any answer but DONE."""
         self.failures[REASONS[status]] += 1
         if status is WriteStatus.REFUSED:
             self._paths.ended(peer, chunk.path)
@@ -77,13 +78,13 @@ class Ladder:
             self._step_down(chunk, is_spent=chunk.tries.get(chunk.path, 0) >= self._trials)
 
     def unreachable(self, peer: Peer, chunk: Chunk) -> None:
-        """The write could not even begin: no use in trying the same at once."""
+        """Record that the write could not begin. Trying the same path again at once is useless."""
         self.failures["unreachable"] += 1
         self._paths.failed(peer, chunk.path, chunk.began)
         self._step_down(chunk, is_spent=True)
 
     def not_verified(self, outgoing: Outgoing, chunk: Chunk) -> None:
-        """The reader asks for it again."""
+        """Record that the reader asks for the chunk again."""
         self._paths.distrust(outgoing.peer, chunk.path, chunk.began)
         chunk.done, chunk.retries = False, "not_verified"
         chunk.tries.clear()

@@ -1,7 +1,6 @@
-"""What a reader asks about the memory of its node's ranks, which may be other processes: digests, and whether they have
-done what they were told.
+"""What a reader asks of its node's ranks, which may be other processes: digests, and whether earlier orders are done.
 
-Answers come when they come; where all pools are in this process they are there at once.
+Answers arrive asynchronously. Where all pools are in this process, they are there at once.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pdcluster.transfer.layout.spans import digest
 
 @dataclass(slots=True, eq=False)
 class PendingAnswer:
-    """value: None until it came, which rings a backend's bell."""
+    """value: None until the answer came; its arrival rings a backend's doorbell."""
 
     value: int | None = None
 
@@ -30,15 +29,16 @@ def are_here(answers: Answers) -> bool:
 
 class RankMemories(Protocol):
     def begin_digest(self, rank: int, spans: SpanTable) -> PendingAnswer:
-        """xxh3-64 of these bytes of a rank's pool, after everything that its backends were told before."""
+        """xxh3-64 of these bytes of a rank's pool, after everything its backends were ordered before."""
 
     def mark(self) -> Answers:
-        """All here once every rank has done what its backends were told before, and everything that arrived until then
-        was handed over."""
+        """The answers are complete once every rank has done its backends' earlier orders and handed over everything
+        that arrived until then.
+        """
 
 
 class OwnMemories:
-    """Of pools in this process."""
+    """The pools of this process."""
 
     def __init__(self, memories: Sequence[memoryview]) -> None:
         self._memories = [memory.cast("B") for memory in memories]

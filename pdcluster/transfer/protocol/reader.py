@@ -1,5 +1,6 @@
-"""Reader: the decode node's half of the transfer protocol (rules R1…R10 in `session`). It owns the pages of open and of
-dead tickets."""
+"""Reader: the decode node's half of the transfer protocol (rules R1…R10 in `session`). It owns the pages of open and
+dead tickets.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +51,7 @@ __all__ = ["Landed", "Reader", "ReaderEvent", "Reclaimed", "Send", "TicketFailed
 
 
 class Reader:
-    """All tickets this node issued. Owned by one thread, which also is the only one that calls `arrivals` of the
-    backends."""
+    """All tickets this node issued. One thread owns it, and only that thread calls the backends' `arrivals`."""
 
     def __init__(
         self,
@@ -65,8 +65,10 @@ class Reader:
         ranks: RankMemories | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """me: this boot's endpoint (its adverts are ignored); order: best first; ranks: who digests; default: `local`
-        has the memory of all ranks."""
+        """me: this boot's endpoint; its adverts are ignored.
+        order: backends, best first.
+        ranks: who computes digests; by default `local` holds the memory of all ranks.
+        """
         self._me = me
         self._backends = backends
         self._order = tuple(order)
@@ -80,9 +82,9 @@ class Reader:
         # Pages that are writable under an open or a quarantined ticket.
         self._is_owned = np.zeros(min(memory.nbytes for memory in local.memories) // shape.page_bytes, dtype=np.bool_)
         self._notices: dict[int, AbortNotice] = {}
-        # Verified tickets: writer, the answer to a repeated Commit, until when we remember.
+        # Verified tickets: writer, the answer to a repeated Commit, and how long we remember it.
         self._answers: dict[int, tuple[Peer, CommitAck, float]] = {}
-        # Answers that allow writes, until every rank does.
+        # Answers that allow writes. They wait until every rank allows them.
         self._held: dict[int, CommitAck] = {}
         # Dead boots that a ticket or an Abort still names.
         self._gone: set[Peer] = set()
@@ -104,8 +106,9 @@ class Reader:
         cached_tokens: int,
         deadline_s: float,
     ) -> Ticket:
-        """Issue a ticket: `writer` may write the KV of tokens [cached_tokens, num_tokens) into `pages` (in token order
-        from token 0 on)."""
+        """Issue a ticket: `writer` may write the KV of tokens [cached_tokens, num_tokens) into `pages`, which are in
+        token order from token 0.
+        """
         self._forget_old()
         writable = writable_pages(self._shape, self._is_owned, pages, num_tokens, cached_tokens)
         nonce = self._random.getrandbits(64)
@@ -128,7 +131,7 @@ class Reader:
         incoming = Incoming(
             ticket, peer_of(writer), writable, in_token_order(self._shape, writable), now, now + deadline_s
         )
-        self._gone.discard(incoming.writer)  # declared dead too early: it is spoken to again
+        self._gone.discard(incoming.writer)  # declared dead too early; it is reachable again
         self._tickets[nonce] = incoming
         self._is_owned[writable] = True
         whole = join_spans(np.sort(writable) * self._shape.page_bytes, self._shape.page_bytes)
@@ -136,21 +139,22 @@ class Reader:
         return ticket
 
     def is_permitted(self, nonce: int) -> bool:
-        """Does every rank take what is written under the ticket by now? Nobody must be told of it before. True when it
-        ended."""
+        """Whether every rank now accepts writes under the ticket. The writer must not get the ticket before. True when
+        the ticket ended.
+        """
         incoming = self._tickets.get(nonce)
         return incoming is None or are_here(incoming.permitted)
 
     def abort(self, nonce: int, reason: str) -> None:
-        """Give up a ticket; the events are Failed, and Reclaimed when its pages are safe. Nothing happens when it ended
-        already."""
+        """Give up a ticket. The events are Failed, and Reclaimed when its pages are safe. Nothing happens when it
+        already ended.
+        """
         incoming = self._tickets.get(nonce)
         if incoming is not None:
             self._fail(incoming, reason)
 
     def handle(self, sender: Peer, message: Commit | AbortAck) -> None:
-        """A message of a writer. Repetitions, and messages that are too late, are answered as before and change
-        nothing."""
+        """Handle a writer's message. Repeated and late messages get the same answer as before and change nothing."""
         self._poll_now = True
         incoming = self._tickets.get(message.nonce)
         if isinstance(message, AbortAck):
@@ -163,8 +167,9 @@ class Reader:
             self._on_commit(incoming, message)
 
     def peer_gone(self, peer: Peer) -> None:
-        """A writer's boot was declared dead (lease ended, link lost for good): fail its tickets and ask the media for
-        their fences, again in later polls until there is proof."""
+        """Handle a writer's boot that was declared dead (lease ended, link lost for good). Its tickets fail. Later
+        polls ask the media for their fences until there is proof.
+        """
         self._gone.add(peer)
         for incoming in [each for each in self._tickets.values() if each.writer == peer]:
             self._fail(incoming, f"node {peer.node} is gone")
@@ -172,7 +177,7 @@ class Reader:
         self._poll_now = True
 
     def poll(self) -> list[ReaderEvent]:
-        """Take arrivals, verify Commits, repeat Aborts, look for fences; never blocks."""
+        """Take arrivals, verify Commits, repeat Aborts and look for fences. Never blocks."""
         self._poll_now = False
         self._collect()
         self._expire()
@@ -185,7 +190,7 @@ class Reader:
         return events
 
     def next_deadline(self) -> float | None:
-        """Clock time by which `poll` must run even if no doorbell rings; None when there is nothing to wait for."""
+        """Clock time by which `poll` must run even without a doorbell; None when nothing waits."""
         if self._events or self._poll_now:
             return self._clock()
         return earliest(
@@ -203,7 +208,7 @@ class Reader:
         return sum(each.state is Reading.OPEN for each in self._tickets.values())
 
     def is_idle(self) -> bool:
-        """No page is reserved or in quarantine. (An Abort may still be repeated: it holds nothing.)"""
+        """Whether no page is reserved or in quarantine. A repeated Abort may remain, as it holds nothing."""
         return not self._tickets and not self._is_owned.any()
 
     def check_integrity(self) -> None:
@@ -256,7 +261,7 @@ class Reader:
     def _on_abort_ack(self, sender: Peer, message: AbortAck, incoming: Incoming | None) -> None:
         if not set(message.lost).issubset(self._order):
             self.counters["bad_abort_ack"] += (
-                1  # by a medium that no advert of ours offers: this writer's word is no proof
+                1  # by a medium that none of our adverts offers: this writer's word is no proof
             )
             return
         notice = self._notices.get(message.nonce)
@@ -280,7 +285,9 @@ class Reader:
     # ------------------------------------------------------------ endings
 
     def _fail(self, incoming: Incoming, reason: str, *, tell: bool = True) -> None:
-        """R3: dead from now on; reclaimed at once where every backend can fence a nonce. tell: send Aborts."""
+        """R3: the ticket is dead from now on. It is reclaimed at once where every backend can fence a nonce. tell: send
+        Aborts.
+        """
         if incoming.state is not Reading.OPEN:
             return
         ticket, now = incoming.ticket, self._clock()
@@ -365,14 +372,14 @@ class Reader:
         if incoming.unchecked and self._num_digesting_bytes < self._settings.verify_bytes:
             return self._clock()
         if incoming.unchecked is not None or incoming.revoked is not None:
-            return incoming.deadline  # our ranks ring
+            return incoming.deadline  # our ranks ring the doorbell
         promised = None if incoming.commit is None else incoming.commit_time + self._settings.arrival_s
         return earliest(incoming.deadline, promised)
 
     def _verify(self) -> None:
-        """Check Commits whose stamps are all here (or are overdue): a bounded number of bytes per poll, and no more
-        than these at once with ranks that answer later. They do everything in its order, so that other tickets wait
-        behind what they are to digest."""
+        """Check Commits whose stamps all arrived or are overdue. One poll checks a bounded number of bytes, and no more
+        are pending at ranks that answer later. Ranks work in order, so other tickets would wait behind them.
+        """
         budget = self._settings.verify_bytes - self._num_digesting_bytes
         for incoming in list(self._tickets.values()):
             if (
@@ -400,8 +407,9 @@ class Reader:
         )
 
     def _land_as_seen(self, incoming: Incoming, commit: Commit) -> bool:
-        """A Commit that says just what was seen, as most do, needs no other look, unless something arrived before the
-        permit was revoked."""
+        """Accept a Commit that equals what was seen. It needs no further check, unless something arrived before the
+        permit was revoked.
+        """
         if not is_as_seen(self._shape, incoming, commit) or not self._is_revoked(incoming):
             return False
         self._collect()
@@ -411,7 +419,7 @@ class Reader:
         return True
 
     def _is_revoked(self, incoming: Incoming) -> bool:
-        """R2; the Commit promised that no write is under way. True once every rank has done it."""
+        """R2; the Commit promised that no write is in flight. True once every rank has revoked the permit."""
         if incoming.revoked is None:
             for name in self._order:
                 self._backends[name].revoke(incoming.ticket.nonce)
@@ -419,7 +427,7 @@ class Reader:
         return are_here(incoming.revoked)
 
     def _begin_check(self, incoming: Incoming, commit: Commit) -> None:
-        """Once all its stamps are here, or are overdue, or none can come as the permit was revoked."""
+        """Begin once all stamps arrived or are overdue, or none can arrive because the permit was revoked."""
         if incoming.missing is None and not self._accept(incoming, commit):
             return
         incoming.missing = [entry for entry in incoming.missing or () if not self._has_arrived(incoming, entry)]
@@ -440,7 +448,7 @@ class Reader:
         incoming.bad = [each.entry.index for each in incoming.landings if not self._has_arrived(incoming, each.entry)]
 
     def _accept(self, incoming: Incoming, commit: Commit) -> bool:
-        """Look at a Commit once, while its last chunks may still land: does it cover the ticket?"""
+        """Check a Commit once, while its last chunks may still land: does it cover the ticket?"""
         if not covers_all(self._shape, incoming.ticket, commit):
             self.counters["bad_commit"] += 1
             self._refuse(incoming, commit, "the Commit's chunks do not cover the ticket's tokens")
@@ -456,8 +464,9 @@ class Reader:
         return arrival is not None and arrival.stamp.nbytes == entry.nbytes
 
     def _check_digest(self, incoming: Incoming, landing: Landing) -> int:
-        """Ask for the digest of a chunk, unless it is known or there are none; returns the bytes that are digested for
-        it."""
+        """Request the digest of a chunk, unless it is known or digests are off. Returns the bytes that are digested for
+        it.
+        """
         on_arrival = self._digest_on_arrival(incoming, landing)
         if not self._settings.digests:
             return 0
@@ -476,10 +485,13 @@ class Reader:
         return False
 
     def _digest_on_arrival(self, incoming: Incoming, landing: Landing) -> int | None:
-        """What the medium digested when the chunk landed, if it still holds (R2): no later write may have changed the
-        bytes. The Commit names the chunk's last try, and every earlier one had failed before it began, which means that
-        it can not land any more (base, 3); so this holds for the one arrival of that try, while every chunk landed at
-        just the places that the Commit says: no other has spoiled this one."""
+        """The digest that the medium took when the chunk landed, if it still holds (R2): no later write may have
+        changed the bytes.
+
+        The Commit names the chunk's last try. Every earlier try had failed before it began, so it can no longer land
+        (base, 3). The digest therefore holds for the one arrival of that try, provided every chunk landed exactly where
+        the Commit says: then no other chunk has overwritten it.
+        """
         arrival = incoming.arrived[landing.entry.index]
         is_last = arrival.stamp.trial == landing.entry.trial and len(incoming.arrived) == incoming.promised
         return arrival.digest if is_last and incoming.is_in_place and not incoming.repeated else None
@@ -553,8 +565,9 @@ class Reader:
                 self._events.append(Send(notice.writer, Abort(nonce, notice.reason, max(0.0, notice.until - now))))
 
     def _forget_gone(self) -> None:
-        """That a boot is dead is asked for its tickets and for Aborts to it only. `peer_gone` failed all its tickets,
-        and a later one speaks to it again: once none is left, nothing will ask."""
+        """Forget dead boots that no ticket and no Abort names. `peer_gone` failed all their tickets, and a later ticket
+        makes a boot reachable again.
+        """
         if self._gone:
             self._gone &= {each.writer for each in self._tickets.values()} | {
                 peer_of(notice.writer) for notice in self._notices.values()

@@ -1,5 +1,6 @@
-"""What a Reader keeps of a ticket it issued and of an Abort it repeats, and whether a Commit says all of a ticket's KV
-came. Plain; rules in `session`."""
+"""What a Reader keeps of a ticket and of a repeated Abort, and whether a Commit covers all of a ticket's KV. Pure;
+rules in `session`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from pdcluster.transfer.protocol.session import TransferStats
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """A chunk of a Commit, and of what it is on a rank."""
+    """A chunk of a Commit, and its position on a rank."""
 
     entry: ChunkEntry
     rank: int
@@ -41,9 +42,13 @@ class Landing:
 
 @dataclass(slots=True)
 class Incoming:
-    """One ticket. `writable`: the pages the writer may write, in token order; `whole`: see `in_token_order`; `missing`:
-    chunks of the Commit, found to cover the ticket, of which no stamp was seen yet; `unchecked`: those not digested
-    yet; `repeated`: chunks of which more than one write arrived."""
+    """One ticket.
+    writable: the pages the writer may write, in token order.
+    whole: see `in_token_order`.
+    missing: chunks of an accepted Commit whose stamp has not arrived.
+    unchecked: chunks without a digest yet.
+    repeated: chunks of which more than one write arrived.
+    """
 
     ticket: Ticket
     writer: Peer
@@ -62,23 +67,23 @@ class Incoming:
     # Of all chunks of the Commit, once it was found to cover the ticket.
     landings: list[Landing] = field(default_factory=list)
     unchecked: deque[Landing] | None = None
-    # Digests of the chunks that were taken out of `unchecked`.
+    # Requested digests of chunks that were taken out of `unchecked`.
     asked: list[tuple[ChunkEntry, PendingAnswer]] = field(default_factory=list)
     permitted: Answers = ()
-    # All here once every rank has done what its backends were told last; None while the permit stands.
+    # Complete once every rank has done its backends' last orders; None while the permit stands.
     revoked: Answers | None = None
     # Chunks in the Commit.
     promised: int = 0
-    # Every chunk landed where the Commit says; looked at when there are digests.
+    # Whether every chunk landed where the Commit says. Only checked when there are digests.
     is_in_place: bool = False
     bad: list[int] = field(default_factory=list)
     resent: int = 0
     unfenced: set[str] = field(default_factory=set)
     first_arrival: float | None = None
     last_arrival: float = 0.0
-    # Also those of chunks that were asked for again.
+    # Includes chunks that were requested again.
     arrived_bytes: int = 0
-    # What arrived as its Commit would say it, when it was the whole ticket and nothing else: see `legs_seen`.
+    # The legs of the expected Commit, when exactly the whole ticket arrived; see `legs_seen`.
     seen: tuple[Leg, ...] = ()
 
 
@@ -95,7 +100,7 @@ class AbortNotice:
 def writable_pages(
     shape: PageShape, is_owned: NDArray[np.bool_], pages: Sequence[int], num_tokens: int, cached_tokens: int
 ) -> Offsets:
-    """The pages that a writer may write. All mistakes here are our own node's."""
+    """The pages that a writer may write. Every mistake here is our own node's."""
     tokens = shape.page_tokens
     if (
         not 0 <= cached_tokens <= num_tokens
@@ -118,7 +123,7 @@ def writable_pages(
 
 
 def stats_of(incoming: Incoming, commit: Commit) -> TransferStats:
-    """Of one that was verified."""
+    """Statistics of a verified ticket."""
     started = incoming.last_arrival if incoming.first_arrival is None else incoming.first_arrival
     nbytes, seconds = sum(entry.nbytes for leg in commit.legs for entry in leg.chunks), incoming.last_arrival - started
     return TransferStats(
@@ -132,7 +137,7 @@ def stats_of(incoming: Incoming, commit: Commit) -> TransferStats:
 
 
 def pieces(shape: PageShape, incoming: Incoming, rank: int, part: Part) -> tuple[Offsets, int]:
-    """Where a part's bytes begin in a rank's memory, piece by piece in the order of the wire, and the bytes of each."""
+    """Offsets of a part's pieces in a rank's memory, in wire order, and the bytes of each piece."""
     return offsets(
         shape,
         rank,
@@ -148,15 +153,17 @@ def spans_of(shape: PageShape, incoming: Incoming, landing: Landing) -> SpanTabl
 
 
 def in_token_order(shape: PageShape, writable: Offsets) -> SpanTable:
-    """Where whole pages of a ticket lie in a rank's memory, neighbours joined. Taken when the ticket is issued, so that
-    the last arrival only has to be compared with it."""
+    """Offsets of a ticket's whole pages in a rank's memory, with neighbours joined. Computed when the ticket is issued,
+    so that the last arrival only needs a comparison.
+    """
     return join_spans(writable * shape.page_bytes, shape.page_bytes)
 
 
 def legs_seen(shape: PageShape, incoming: Incoming, region: int, *, digests: bool) -> tuple[Leg, ...]:
-    """What arrived as its Commit would say it, when chunk after chunk is the whole ticket, each came once and, with
-    digests, lies where the ticket's tokens are; otherwise nothing. Taken while the Commit is on its way: one that says
-    the same fulfils R2 but for the revoked permit."""
+    """The legs that a matching Commit would name. Empty unless the arrived chunks are exactly the whole ticket, each
+    came once and, with digests, each lies where the ticket's tokens are. Computed while the Commit travels: an equal
+    Commit then fulfils R2 but for the revoked permit.
+    """
     ticket, tokens = incoming.ticket, shape.page_tokens
     at, end = ticket.cached_tokens // tokens, -(-ticket.num_tokens // tokens)
     if shape.ranks > 1 or incoming.arrived_bytes != (end - at) * shape.page_bytes or incoming.repeated:
@@ -179,8 +186,9 @@ def legs_seen(shape: PageShape, incoming: Incoming, region: int, *, digests: boo
 
 
 def _lie_in_order(row: Sequence[Arrival], whole: SpanTable) -> bool:
-    """Do these hold, one after the other, the bytes of `whole`, each as many as its stamp says? Of one alone, the
-    caller looks at the stamp."""
+    """Whether these chunks, in order, hold the bytes of `whole`, each as many as its stamp says. For a single chunk the
+    caller checks the stamp.
+    """
     if len(row) == 1:
         spans = span_table(row[0].spans)
         return spans == whole or spans.joined() == whole
@@ -191,13 +199,14 @@ def _lie_in_order(row: Sequence[Arrival], whole: SpanTable) -> bool:
 
 
 def is_as_seen(shape: PageShape, incoming: Incoming, commit: Commit) -> bool:
-    """Never as long as nothing was seen: a Commit may have no legs, too."""
+    """Whether the Commit equals what was seen. False while nothing was seen, because a Commit may also have no legs."""
     return len(incoming.seen) > 0 and commit.block_tokens == shape.page_tokens and commit.legs == incoming.seen
 
 
 def are_in_place(shape: PageShape, incoming: Incoming, landings: Sequence[Landing], region: int) -> bool:
-    """Did these chunks land at just the places that the Commit says? region: of rank 0. Neighbours in a row are looked
-    at together."""
+    """Whether these chunks landed exactly where the Commit says. region: of rank 0. Neighbours in a row are checked
+    together.
+    """
     for rank, part, row in _rows(landings):
         arrivals = [incoming.arrived[each.entry.index] for each in row]
         tables = [span_table(arrival.spans) for arrival in arrivals]
@@ -211,7 +220,7 @@ def are_in_place(shape: PageShape, incoming: Incoming, landings: Sequence[Landin
 
 
 def _rows(landings: Iterable[Landing]) -> Iterator[tuple[int, Part, list[Landing]]]:
-    """Chunks of the same layers and heads whose blocks follow each other, and what they are together."""
+    """Group chunks of equal layers and heads whose blocks follow each other."""
     row: list[Landing] = []
     for landing in landings:
         if row and not _follows(row[-1], landing):
@@ -238,7 +247,7 @@ def _joined(row: list[Landing]) -> tuple[int, Part, list[Landing]]:
 
 
 def part_of(commit: Commit, leg: Leg, entry: ChunkEntry) -> Part:
-    """What a chunk holds. Only of a Commit that `covers_all`, or to be checked by it."""
+    """What a chunk holds. Valid only for a Commit that `covers_all` accepted or is checking."""
     block = commit.block_tokens
     return Part(
         block,
@@ -252,8 +261,9 @@ def part_of(commit: Commit, leg: Leg, entry: ChunkEntry) -> Part:
 
 
 def is_in_order(shape: PageShape, ticket: Ticket, commit: Commit) -> bool:
-    """Does it have all of the ticket in whole pages of one rank, chunk after chunk? As most have, which needs no arrays
-    to be seen."""
+    """Whether the Commit holds the ticket in whole pages of one rank, chunk after chunk. Most do, and this check needs
+    no arrays.
+    """
     if shape.ranks > 1 or len(commit.legs) != 1 or commit.block_tokens != shape.page_tokens:
         return False
     leg, at = commit.legs[0], ticket.cached_tokens
@@ -279,7 +289,9 @@ def is_in_order(shape: PageShape, ticket: Ticket, commit: Commit) -> bool:
 
 
 def covers_all(shape: PageShape, ticket: Ticket, commit: Commit) -> bool:
-    """R2: each head of each layer of each block once on every rank, in whole blocks, and the byte counts fit."""
+    """R2: each head of each layer of each block arrives once on every rank, in whole blocks, and the byte counts
+    fit.
+    """
     return is_in_order(shape, ticket, commit) or covers_each_cell(shape, ticket, commit)
 
 
@@ -303,7 +315,7 @@ def covers_each_cell(shape: PageShape, ticket: Ticket, commit: Commit) -> bool:
 def _take(
     shape: PageShape, ticket: Ticket, commit: Commit, leg: Leg, entry: ChunkEntry, seen: NDArray[np.bool_]
 ) -> bool:
-    """Mark what a chunk holds; False when it is outside of the ticket, was marked before, or has another size."""
+    """Mark what a chunk holds. False when it lies outside the ticket, was marked before, or has another size."""
     part, block, end = part_of(commit, leg, entry), commit.block_tokens, entry.first_token + entry.num_tokens
     first_head, end_head = shape.heads_of(leg.reader_rank)
     in_blocks = entry.first_token % block == 0 and (

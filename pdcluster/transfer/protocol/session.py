@@ -1,37 +1,36 @@
-"""The KV transfer protocol above the backends: its settings, its events and its rules. The two halves are
-`writer.Writer` and `reader.Reader`.
+"""The KV transfer protocol above the backends: settings, events and rules. Its two halves are `writer.Writer` and
+`reader.Reader`.
 
-A decode node (reader) issues a ticket: a permit for one prefill node's boot (writer) to write some pages. The writer
-pushes chunks through a backend, then sends Commit with every chunk's digest; the reader verifies its own memory and
-answers CommitAck. Either side may give up; the reader then sends Abort, the writer answers AbortAck. Rules, cited by
-number in the code:
+A decode node (reader) issues a ticket: a permit for one boot of a prefill node (writer) to write some pages. The writer
+pushes chunks through a backend, then sends Commit with every chunk's digest. The reader verifies its own memory and
+answers CommitAck. Either side may give up. The reader then sends Abort and the writer answers AbortAck. The code cites
+these rules by number:
 
- R1  Commit goes out only when no write under the ticket is unfinished. One write whose outcome is not known ends the
-     ticket.
- R2  The reader takes pages only when chunks cover exactly the tokens asked for, every chunk's stamp arrived with the
-     right length, and the digests are those of the bytes in its pages when no write can change them any more: taken
-     after the permit was revoked, or on arrival of the chunk's last try, when nothing else arrived
-     (Reader._digest_on_arrival says why that holds).
- R3  The reader reuses a dead ticket's pages only when nothing can land by any backend any more: by AbortAck, or by the
-     backend's own fence. Time is never proof: until then the pages are in quarantine.
- R4  The writer reuses source pages only when no write of the ticket can read them any more.
- R5  AbortAck is sent only when no write under the ticket is unfinished. It names the media by which writes were LOST:
-     those may still land, and the reader needs the fence of each of these media; for all others AbortAck is the proof.
-     A writer never forgets such a ticket, since its reader may ask for ever; past a bound it says of every ticket it
-     does not know what it must say of those it forgot.
- R6  Abort for an unknown ticket leaves a tombstone: that ticket can not be opened any more, until its deadline made it
-     void anyway.
- R7  Commit and its answer carry a round. An answer to an older round decides nothing, and a Commit of an older round
-     gets its old answer again: otherwise a late duplicate could reopen pages that are live.
- R8  Commit and Abort are repeated until they are answered or the ticket's deadline; both ends answer a repetition the
-     same way again.
- R9  Messages from any boot but the one in the ticket are dropped and counted.
- R10 A chunk goes only by a connection that its own ticket's advert may use. A medium may fence what a boot holds by
-     refusing it (shm); a later ticket that lets the boot in again must not carry the older one's chunks.
+R1 The writer sends Commit only when no write under the ticket is unfinished. One write of unknown outcome ends the
+ticket.
+R2 The reader takes pages only under three conditions. The chunks cover exactly the requested tokens. Every chunk's
+stamp arrived with the right length. The digests are those of the bytes in its pages once no write can change them:
+taken after the permit was revoked, or on arrival of the chunk's last try when nothing else arrived
+(`Reader._digest_on_arrival` gives the reason).
+R3 The reader reuses a dead ticket's pages only when nothing can land by any backend: by AbortAck, or by the backend's
+own fence. Time is never proof. Until then the pages are in quarantine.
+R4 The writer reuses source pages only when no write of the ticket can read them.
+R5 The writer sends AbortAck only when no write under the ticket is unfinished. AbortAck names the media whose writes
+were LOST. Those may still land, and the reader needs the fence of each of these media; for all others AbortAck is the
+proof. A writer never forgets such a ticket, since its reader may ask for ever. Past a bound it answers for every
+unknown ticket as it must for those it forgot.
+R6 Abort for an unknown ticket leaves a tombstone: that ticket cannot be opened until its deadline voids it anyway.
+R7 Commit and its answer carry a round. An answer to an older round decides nothing, and a Commit of an older round gets
+its old answer again. Otherwise a late duplicate could reopen live pages.
+R8 Commit and Abort are repeated until they are answered or the ticket's deadline passes. Both ends answer a repetition
+the same way.
+R9 Messages from any boot but the one in the ticket are dropped and counted.
+R10 A chunk goes only by a connection that its own ticket's advert may use. A medium may fence a boot by refusing it
+(shm). A later ticket that lets the boot in again must not carry the older one's chunks.
 
-Both halves are pure: no threads, no sockets, an injected clock. All I/O is the backends'; messages leave as events of
-`poll`, which must be called when a backend's wakeup_fd is readable, after every `handle`, and at `next_deadline`.
-Reader.poll before Writer.poll (see base.Backend.wakeup_fd).
+Both halves are pure: no threads, no sockets, an injected clock. Backends do all I/O, and messages leave as events of
+`poll`. Call `poll` when a backend's wakeup_fd is readable, after every `handle`, and at `next_deadline`. Call
+Reader.poll before Writer.poll (see `base.Backend.wakeup_fd`).
 """
 
 from __future__ import annotations
@@ -52,22 +51,27 @@ Clock = Callable[[], float]
 class LocalPages:
     """The KV pages of this node, as transfers see them."""
 
-    # Id of rank 0's registered region; the regions of other ranks follow.
+    # Id of rank 0's registered region. The regions of other ranks follow.
     region: int
     shape: PageShape
-    # The bytes of the ranks that are in this process, in the order of ranks.
+    # The memory of the ranks in this process, in rank order.
     memories: Sequence[memoryview]
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """digests: both ends must agree. chunk_bytes, chunk_runs bound one write; window_bytes, window_runs bound the
-    writes in flight per peer.
+    """Bounds and pauses of the protocol.
 
-    trials: tries of a chunk on one backend. rounds: how often the reader asks for chunks again. repeat_s: pause before
-    an unanswered message is sent again. commit_s: how long the writer waits for the answer to Commit. arrival_s: how
-    long the reader waits for stamps that the Commit promises. verify_bytes: digested per poll, so that a long prompt
-    does not hold up the loop. proof_s: pause before a fence is asked for again.
+    digests: both ends must agree.
+    chunk_bytes, chunk_runs: bounds of one write.
+    window_bytes, window_runs: bounds of the writes in flight per peer.
+    trials: tries of a chunk on one backend.
+    rounds: how often the reader asks for chunks again.
+    repeat_s: pause before an unanswered message is sent again.
+    commit_s: how long the writer waits for the answer to Commit.
+    arrival_s: how long the reader waits for stamps that the Commit promises.
+    verify_bytes: bytes digested per poll, so that a long prompt does not block the loop.
+    proof_s: pause before a fence is requested again.
     """
 
     digests: bool = True
@@ -87,8 +91,12 @@ class Settings:
 
 
 class TransferStats(msgspec.Struct, frozen=True):
-    """transfer_s: first write submitted → last write done; busy_s: the part of it in which a write was under way;
-    exposed_s: `finish` → Commit answered (0 at the reader). Bytes without resends."""
+    """Times and sizes of one transfer.
+    transfer_s: first write submitted until last write done.
+    busy_s: the part of it with a write in flight.
+    exposed_s: `finish` until the Commit is answered; 0 at the reader.
+    Bytes exclude resends.
+    """
 
     backend: str
     nbytes: int
@@ -114,7 +122,7 @@ class Acked(msgspec.Struct, frozen=True):
 
 
 class TicketGaveUp(msgspec.Struct, frozen=True):
-    """Writer: the ticket is dead; tell the router. The source pages may still be read until Drained."""
+    """Writer: the ticket is dead; report it to the router. The source pages may still be read until Drained."""
 
     nonce: int
     reason: str
@@ -136,14 +144,14 @@ class Landed(msgspec.Struct, frozen=True):
 
 
 class TicketFailed(msgspec.Struct, frozen=True):
-    """Reader: the ticket is dead, its pages are in quarantine until Reclaimed."""
+    """Reader: the ticket is dead. Its pages are in quarantine until Reclaimed."""
 
     nonce: int
     reason: str
 
 
 class Reclaimed(msgspec.Struct, frozen=True):
-    """Reader: proof came that nothing can land any more; the pages may be reused. Follows Failed once."""
+    """Reader: proof came that nothing can land any more, so the pages may be reused. Follows Failed once."""
 
     nonce: int
 
@@ -157,10 +165,10 @@ def peer_of(endpoint: Endpoint) -> Peer:
 
 
 def reply_to(peer: Peer) -> Endpoint:
-    """An endpoint for a peer of whom only the boot is known."""
+    """An endpoint for a peer of which only the boot is known."""
     return Endpoint(peer.node, peer.incarnation, "")
 
 
 def earliest(*times: float | None) -> float | None:
-    """The first of the times that are not None."""
+    """The earliest of the times that are not None."""
     return min((time for time in times if time is not None), default=None)

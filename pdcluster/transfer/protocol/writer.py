@@ -1,5 +1,6 @@
 """Writer: the prefill node's half of the transfer protocol (rules R1…R10 in `session`). It decides what to write when;
-backends move the bytes."""
+backends move the bytes.
+"""
 
 from __future__ import annotations
 
@@ -45,15 +46,14 @@ from pdcluster.transfer.protocol.writer_state import (
 
 __all__ = ["Acked", "Drained", "Send", "TicketGaveUp", "TransferStats", "Writer", "WriterEvent"]
 
-# Kinds of pages that are remembered.
+# Number of page kinds remembered.
 MAX_FITS = 64
-# Writes in flight are looked at this often even when no doorbell rang.
+# Writes in flight are polled this often even without a doorbell.
 NO_WAKEUP_S = 0.05
 
 
 class Writer:
-    """All tickets this node writes under. Owned by one thread, which also is the only one that calls `poll` of the
-    backends' handles."""
+    """All tickets this node writes under. One thread owns it, and only that thread polls the backends' handles."""
 
     def __init__(
         self,
@@ -67,9 +67,12 @@ class Writer:
         block_tokens: int = 1,
         paths: Paths | None = None,
     ) -> None:
-        """local: its memories are digested; order: backend names, best first; block_tokens: what pages of readers must
-        be multiples of; paths: which of them carries what; default: as measured, with the usual settings."""
-        native()  # loaded now and not during the first transfer
+        """local: its memories are digested.
+        order: backend names, best first.
+        block_tokens: readers' pages must be multiples of it.
+        paths: chooses the backend; by default as measured, with the usual settings.
+        """
+        native()  # load now, not during the first transfer
         self._me = me
         self._backends = backends
         self._order = tuple(order)
@@ -85,12 +88,12 @@ class Writer:
         self._open: dict[int, Outgoing] = {}
         self._flights: dict[tuple[str, Handle], ChunkInFlight] = {}
         self._tombstones: dict[int, float] = {}
-        # Tickets that ended: reader, by which media writes were lost (R5), until when we remember; for ever where any
-        # was.
+        # Ended tickets: reader, media whose writes were lost (R5), and how long we remember them; for ever where any
+        # write was lost.
         self._answers: dict[int, tuple[Peer, tuple[str, ...], float]] = {}
-        # Media of the lost writes of tickets that had to be forgotten all the same.
+        # Media of lost writes of tickets that had to be forgotten.
         self._lost_before: set[str] = set()
-        # By page_tokens, page_bytes and ranks of tickets.
+        # By the tickets' page_tokens, page_bytes and ranks.
         self._fits: dict[tuple[int, int, int], PageFit] = {}
         self._turns: dict[Peer, deque[int]] = {}
         self._events: list[WriterEvent] = []
@@ -102,8 +105,9 @@ class Writer:
     # ------------------------------------------------------------ what the node asks for
 
     def open(self, ticket: Ticket) -> str:
-        """Accept a ticket; returns the name of the backend that would carry most of it now; raises TransferError, and
-        then nothing is held."""
+        """Accept a ticket. Returns the name of the backend that would carry most of it now. Raises TransferError and
+        then holds nothing.
+        """
         self._forget_old()
         if self._tombstones.get(ticket.nonce, 0.0) > self._clock():
             raise TransferError(
@@ -128,12 +132,14 @@ class Writer:
         num_tokens: int,
         layers: tuple[int, int] | None = None,
     ) -> None:
-        """The KV of tokens [first_token, first_token + num_tokens) is ready in these local pages, the first of which
-        holds first_token. In token order, whole blocks (only the prompt's last may be partial); what the reader has
-        cached is skipped. Nothing happens for a ticket that was given up.
+        """Write the KV of tokens [first_token, first_token + num_tokens), which is ready in these local pages.
 
-        layers: (first, end) when only these are ready; the same tokens are then pushed again with the next ones until
-        all were."""
+        The first page holds first_token. Pushes come in token order and in whole blocks; only the prompt's last may be
+        partial. What the reader has cached is skipped. Nothing happens for a ticket that was given up.
+
+        layers: (first, end) when only these are ready. The caller pushes the same tokens again with the next layers
+        until all are pushed.
+        """
         outgoing = self._open.get(nonce)
         if outgoing is None or outgoing.state is not Writing.OPEN:
             return
@@ -152,8 +158,9 @@ class Writer:
         self._poll_now = True
 
     def finish(self, nonce: int, first_token: int | None, first_logprobs: TokenLogprobs | None) -> None:
-        """Everything was pushed (first_token: None when it answers a Fetch). Commit goes out when every write is done.
-        Nothing happens for a ticket that was given up."""
+        """Record that everything was pushed. Commit goes out when every write is done. Nothing happens for a ticket
+        that was given up. first_token: None when the push answers a Fetch.
+        """
         outgoing = self._open.get(nonce)
         if outgoing is None or outgoing.state is not Writing.OPEN or outgoing.finished is not None:
             return
@@ -167,13 +174,13 @@ class Writer:
         self._poll_now = True
 
     def abort(self, nonce: int, reason: str) -> None:
-        """Give up a ticket; the events are GaveUp now and Drained when the source is free. Idempotent."""
+        """Give up a ticket. The events are GaveUp now and Drained when the source is free. Idempotent."""
         outgoing = self._open.get(nonce)
         if outgoing is not None:
             self._give_up(outgoing, reason)
 
     def handle(self, sender: Peer, message: CommitAck | Abort) -> None:
-        """A message of a reader. Repetitions, and messages that are too late, change nothing."""
+        """Handle a reader's message. Repeated and late messages change nothing."""
         self._poll_now = True
         outgoing = self._open.get(message.nonce)
         if outgoing is not None and outgoing.peer != sender:
@@ -186,7 +193,7 @@ class Writer:
             self._on_commit_ack(outgoing, message)
 
     def peer_gone(self, peer: Peer) -> None:
-        """A reader's boot is dead or unreachable for good: give up its tickets and end its connections."""
+        """Handle a reader's boot that is dead or unreachable for good: give up its tickets and end its connections."""
         for backend in self._backends.values():
             backend.close(peer)
         for outgoing in [each for each in self._open.values() if each.peer == peer]:
@@ -194,7 +201,7 @@ class Writer:
         self.paths.forget(peer)
 
     def poll(self) -> list[WriterEvent]:
-        """Take results, start writes, send and repeat Commits; never blocks."""
+        """Take results, start writes, send and repeat Commits. Never blocks."""
         self._poll_now = False
         self._collect()
         self._expire()
@@ -206,7 +213,7 @@ class Writer:
         return events
 
     def next_deadline(self) -> float | None:
-        """Clock time by which `poll` must run even if no doorbell rings; None when there is nothing to wait for."""
+        """Clock time by which `poll` must run even without a doorbell; None when nothing waits."""
         if self._events or self._poll_now:
             return self._clock()
         times = [self._clock() + NO_WAKEUP_S] if self._flights else []
@@ -216,7 +223,7 @@ class Writer:
         return min(times, default=None)
 
     def is_idle(self) -> bool:
-        """No ticket is open and no source page is pinned by one."""
+        """Whether no ticket is open and none pins a source page."""
         return not self._open and not self._flights
 
     def check_integrity(self) -> None:
@@ -235,7 +242,9 @@ class Writer:
     # ------------------------------------------------------------ opening
 
     def _fit(self, ticket: Ticket) -> PageFit:
-        """Looked at once for each kind of pages; a ticket that does not fit raises and is not remembered."""
+        """The fit of a ticket's pages, computed once for each kind of pages. A ticket that does not fit raises and is
+        not remembered.
+        """
         kind = (ticket.page_tokens, ticket.page_bytes, ticket.ranks)
         fit = self._fits.get(kind)
         if fit is None:
@@ -246,7 +255,7 @@ class Writer:
         return fit
 
     def _connect(self, peer: Peer, adverts: Mapping[str, bytes]) -> list[str]:
-        """Backends that both ends have, in our order, from the first that can be connected on."""
+        """The backends that both ends have, in our order, from the first one that can be connected."""
         common = [name for name in self._order if name in adverts and name in self._backends]
         problems = (
             [] if common else [f"{peer.node} offers {sorted(adverts) or 'none'}, this node has {list(self._order)}"]
@@ -286,7 +295,7 @@ class Writer:
             )
 
     def _check_layers(self, outgoing: Outgoing, end: int, layers: tuple[int, int] | None) -> tuple[int, int]:
-        """The layers of this push: those after the ones that were pushed of the same tokens."""
+        """Check the layers of this push: they must follow those already pushed of the same tokens."""
         first, last = layers if layers is not None else (outgoing.next_layer, self._shape.num_layers)
         same_tokens = outgoing.next_layer == 0 or end == outgoing.layered_end
         if not same_tokens or first != outgoing.next_layer or not first < last <= self._shape.num_layers:
@@ -298,7 +307,7 @@ class Writer:
         return first, last
 
     def _cut(self, outgoing: Outgoing, leg: int, push: Push) -> None:
-        """One leg of a push as chunks that wait to be written."""
+        """Cut one leg of a push into chunks that wait to be written."""
         course = outgoing.fit.courses[leg]
         for part, runs in cut(self._shape, outgoing, leg, push, self._settings):
             first = part.first_block * part.block_tokens
@@ -417,7 +426,7 @@ class Writer:
         for nonce in lost[: -self._settings.max_lost_tickets]:
             self._lost_before.update(
                 self._answers.pop(nonce)[1]
-            )  # from now on an Abort of any ticket that is unknown may mean this one
+            )  # from now on an Abort of any unknown ticket may mean this one
 
     # ------------------------------------------------------------ what poll does
 
@@ -443,7 +452,7 @@ class Writer:
                 self._ended_badly(outgoing, chunk, status, flight)
 
     def _keep_unknown(self, outgoing: Outgoing, chunk: Chunk, flight: ChunkInFlight) -> None:
-        """R1; it stays in flight, R4."""
+        """R1; the chunk stays in flight, R4."""
         if not flight.is_unknown:
             flight.is_unknown = True
             self.ladder.ended_badly(outgoing.peer, chunk, WriteStatus.UNKNOWN)
@@ -459,8 +468,9 @@ class Writer:
         self.ladder.done(outgoing.peer, chunk, seconds)
 
     def _digest(self, chunk: Chunk, taken: int | None) -> int:
-        """taken: by the mover, on the way. The source is pinned and does not change, so that it can still be taken
-        now."""
+        """taken: the digest that the mover took. The source is pinned and does not change, so it can still be digested
+        now.
+        """
         return taken if taken is not None else digest(self._memories[chunk.course.writer_rank], chunk.runs.sources)
 
     def _ended_badly(self, outgoing: Outgoing, chunk: Chunk, status: WriteStatus, flight: ChunkInFlight) -> None:
@@ -558,7 +568,7 @@ class Writer:
         )
 
     def _drain(self) -> None:
-        """End given-up tickets whose writes are all settled (R4), and tell the reader (R5)."""
+        """End given-up tickets whose writes all have an answer (R4), and tell the reader (R5)."""
         for nonce, outgoing in list(self._open.items()):
             if outgoing.state is not Writing.DRAINING or outgoing.in_flight:
                 continue
@@ -570,8 +580,9 @@ class Writer:
             self._end(outgoing)
 
     def _seek_proof(self) -> None:
-        """A write of unknown outcome past its ticket's deadline: end its connections, which may settle it. Not earlier:
-        it hurts others."""
+        """End the connections of a write of unknown outcome past its ticket's deadline, which may yield an answer. Not
+        earlier: it hurts other writes.
+        """
         now, late = self._clock(), set()
         for flight in self._flights.values():
             if flight.is_unknown and now >= self._open[flight.nonce].deadline:

@@ -1,5 +1,6 @@
-"""What a Writer keeps of a ticket and its chunks, and what must be right about a ticket before it is opened. Plain
-state; rules in `session`."""
+"""What a Writer keeps of a ticket and its chunks, and what a ticket must fulfil before it is opened. Pure state; rules
+in `session`.
+"""
 
 from __future__ import annotations
 
@@ -44,19 +45,19 @@ class Chunk:
     runs: RunTable
     nbytes: int
     trial: int = 0
-    # The backend that wrote it last; began: when; tries: how often each did. See ladder.
+    # The backend that wrote the chunk last; began: when; tries: by backend. See `ladder`.
     path: str = ""
     began: float = 0.0
     tries: dict[str, int] = field(default_factory=dict)
-    # Backends that are not tried again for it.
+    # Backends that are not tried again for the chunk.
     spent: set[str] = field(default_factory=set)
-    # Why it must be written again, until it is.
+    # Why the chunk must be written again; empty when it need not.
     retries: str = ""
     digest: int = 0
     done: bool = False
 
     def entry(self) -> ChunkEntry:
-        """What the Commit says of it."""
+        """The chunk's entry in the Commit."""
         return ChunkEntry(
             self.index,
             self.first_token,
@@ -71,7 +72,8 @@ class Chunk:
 
 class Push(NamedTuple):
     """Layers [first_layer, end_layer) of tokens [start, end) are ready. pages: ours, from the request's page number
-    first_page on."""
+    first_page.
+    """
 
     pages: NDArray[np.int64]
     first_page: int
@@ -92,8 +94,11 @@ class ChunkInFlight:
 
 
 class PageFit(NamedTuple):
-    """What readers with pages of one kind have in common: `theirs`, their pages; `block_tokens`: see geometry;
-    `pieces`: of each course, the largest that is contiguous at both ends."""
+    """What readers with pages of one kind have in common.
+    theirs: their pages.
+    block_tokens: see `geometry`.
+    pieces: for each course, the largest piece that is contiguous at both ends.
+    """
 
     theirs: PageShape
     page_bytes: int
@@ -104,8 +109,9 @@ class PageFit(NamedTuple):
 
 @dataclass(slots=True)
 class Outgoing:
-    """One ticket. `adverts`: of the media that both ends have, best first, as the reader gave them with this ticket; a
-    chunk may go by any of them."""
+    """One ticket. adverts: of the common media, best first, as the reader gave them with this ticket; a chunk may use
+    any of them.
+    """
 
     ticket: Ticket
     peer: Peer
@@ -114,22 +120,22 @@ class Outgoing:
     backends: list[str]
     deadline: float
     fit: PageFit
-    # Tokens before it were pushed with all their layers.
+    # All earlier tokens were pushed with all their layers.
     next_token: int
     layered_end: int = 0
-    # Of tokens [next_token, layered_end), layers before next_layer were pushed.
+    # Of tokens [next_token, layered_end), the earlier layers were pushed.
     next_layer: int = 0
     state: Writing = Writing.OPEN
     chunks: list[Chunk] = field(default_factory=list)
     waiting: deque[int] = field(default_factory=deque)
     in_flight: int = 0
-    # Backends by which a write was LOST.
+    # Backends whose write was LOST.
     lost: set[str] = field(default_factory=set)
     reason: str = ""
     finished: tuple[int | None, TokenLogprobs | None] | None = None
     round: int = 0
     resent: int = 0
-    # When Commit is sent (again).
+    # When Commit is sent next.
     commit_at: float | None = None
     give_up_at: float | None = None
     busy_from: float = 0.0
@@ -139,7 +145,7 @@ class Outgoing:
     finish_time: float = 0.0
 
     def main_path(self) -> str:
-        """The backend that carried most of it."""
+        """The backend that carried most of the ticket."""
         if len(self.backends) == 1:
             return self.backends[0]
         carried: Counter[str] = Counter()
@@ -148,7 +154,7 @@ class Outgoing:
         return max(carried, key=lambda name: carried[name], default=self.backends[0])
 
     def legs(self) -> tuple[Leg, ...]:
-        """What the Commit says: every leg with its chunks."""
+        """Every leg with its chunks, as the Commit names them."""
         courses = self.fit.courses
         chunks: dict[Course, list[ChunkEntry]] = {course: [] for course in courses}
         for chunk in self.chunks:
@@ -160,7 +166,7 @@ class Outgoing:
 
 
 def cut(ours: PageShape, outgoing: Outgoing, leg: int, push: Push, settings: Settings) -> list[tuple[Part, RunTable]]:
-    """One leg of a push, in parts of bounded bytes and runs. leg: number of the course."""
+    """Cut one leg of a push into parts of bounded bytes and runs. leg: number of the course."""
     fit = outgoing.fit
     course, piece, block = fit.courses[leg], fit.pieces[leg], fit.block_tokens
     first, end = push.start // block, -(-push.end // block)
@@ -187,7 +193,7 @@ def cut(ours: PageShape, outgoing: Outgoing, leg: int, push: Push, settings: Set
 def _cut_inside(
     ours: PageShape, outgoing: Outgoing, course: Course, push: Push, whole: Part, piece: Contiguity, settings: Settings
 ) -> tuple[list[int], list[RunTable]]:
-    """Of pieces that are no whole layers of pages: where the chunks end, in blocks, and the runs of each."""
+    """Cut pieces that are not whole layers of pages. Yields where the chunks end, in blocks, and the runs of each."""
     starts, nbytes = offsets(ours, course.writer_rank, push.pages, push.first_page, whole, piece)
     targets, _ = offsets(outgoing.fit.theirs, course.reader_rank, outgoing.pages.astype(np.int64), 0, whole, piece)
     pieces_each = pieces_per_block(ours, whole, piece)
@@ -196,8 +202,9 @@ def _cut_inside(
 
 
 def _ends(blocks: int, block_bytes: int, block_runs: int, settings: Settings) -> list[int]:
-    """Where the chunks of a push end, in blocks: even ones, and as few as the bounds allow, since each costs time of
-    its own. The media let a reader digest what came of a chunk while the rest comes."""
+    """Where the chunks of a push end, in blocks. Chunks are even and as few as the bounds allow, since each has fixed
+    costs. While one travels, the media let the reader digest the one before.
+    """
     most = max(1, min(settings.chunk_bytes // block_bytes, settings.chunk_runs // block_runs))
     parts = -(-blocks // most)
     return [blocks * part // parts for part in range(1, parts + 1)]
@@ -209,9 +216,9 @@ def _reshaped(shape: PageShape, page_tokens: int, ranks: int) -> PageShape:
 
 
 def checked_shape(ticket: Ticket, shape: PageShape, block_tokens: int) -> PageShape:
-    """The reader's pages, or TransferError when its KV is not of our kind. Page sizes and ranks may differ; but pages
-    that have only a few tokens in common with ours would cost a run per layer and head of each, in the node's one loop,
-    so they are whole blocks."""
+    """The reader's pages, or TransferError when its KV is of another kind. Page sizes and ranks may differ. Pages must
+    be multiples of `block_tokens`: otherwise each layer and head of a few tokens would cost a run in the node's loop.
+    """
     if ticket.ranks < 1 or (shape.heads % ticket.ranks and ticket.ranks % shape.heads):
         raise TransferError(
             f"ticket {ticket.nonce:x} is of {ticket.ranks} ranks, over which {shape.heads} kv heads cannot be dealt "
@@ -233,7 +240,7 @@ def checked_shape(ticket: Ticket, shape: PageShape, block_tokens: int) -> PageSh
 
 
 def fit_of(ticket: Ticket, shape: PageShape, block_tokens: int) -> PageFit:
-    """block_tokens: what pages of readers must be multiples of. TransferError as by `checked_shape`."""
+    """block_tokens: readers' pages must be multiples of it. Raises TransferError as `checked_shape` does."""
     theirs = checked_shape(ticket, shape, block_tokens)
     block, courses = common_block(shape, theirs.page_tokens), plan_courses(theirs.heads, shape.ranks, theirs.ranks)
     return PageFit(
@@ -242,12 +249,12 @@ def fit_of(ticket: Ticket, shape: PageShape, block_tokens: int) -> PageFit:
 
 
 def _piece(ours: PageShape, theirs: PageShape, block_tokens: int, course: Course) -> Contiguity:
-    some = Part(block_tokens, 0, 1, 0, 1, course.first_head, course.end_head)  # tokens and layers do not matter to it
+    some = Part(block_tokens, 0, 1, 0, 1, course.first_head, course.end_head)  # tokens and layers do not matter here
     return min(piece_of(ours, course.writer_rank, some), piece_of(theirs, course.reader_rank, some))
 
 
 def checked_pages(ticket: Ticket, me: Peer) -> TicketPages:
-    """The ticket's page ids, or TransferError when anything about it is wrong."""
+    """The ticket's page ids. Raises TransferError for any error in it."""
     nonce, tokens = ticket.nonce, ticket.page_tokens
     if (ticket.writer.node, ticket.writer.incarnation) != me:
         raise TransferError(
