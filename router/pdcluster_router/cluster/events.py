@@ -32,16 +32,14 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event.
+    """One event of the cluster."""
 
-    sequence: counts the events of this router from 1.
-    at: Unix seconds.
-    subject: the node or request it is about; "" for the router.
-    """
-
+    # Counts this router's events from 1.
     sequence: int
+    # Unix seconds.
     at: float
     kind: Kind
+    # The node or request it is about; "" for the router.
     subject: str
     message: str
 
@@ -64,12 +62,12 @@ class EventLog:
         self._added = asyncio.Event()
 
     def since(self, sequence: int) -> list[Event]:
-        """Events after `sequence` that are still kept; 0 for all."""
+        """The events after `sequence` that the log still has; 0 for all."""
         num_new = min(max(self._last - sequence, 0), len(self._events))
         return list(islice(self._events, len(self._events) - num_new, None))
 
     async def kept(self, sequence: int) -> AsyncIterator[Event]:
-        """Events after `sequence` that are still kept, as a stream that ends."""
+        """As `since`, but as a stream that ends."""
         for event in self.since(sequence):
             yield event
 

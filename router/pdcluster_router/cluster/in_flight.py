@@ -20,28 +20,24 @@ TOKEN_BYTES = 4
 
 
 class SentWork(msgspec.Struct, frozen=True):
-    """The work of one leg.
-
-    sequence: of the frame that carried it.
-    hashes: blocks that the node will hold when it is done.
-    """
+    """The work of one leg."""
 
     attempt: int
+    # Of the frame that carried it.
     sequence: int
     work: InFlightWork
+    # Blocks that the node will hold when the leg is done.
     hashes: bytes
 
 
 class NodeAccount(msgspec.Struct, eq=False):
-    """The work sent to one node, by request.
+    """The work sent to one node, by request."""
 
-    sent: every open leg.
-    uncounted: legs that no report counts, in the order of their frames.
-    total: their sum.
-    """
-
+    # Every open leg.
     sent: dict[str, SentWork] = {}
+    # Legs that no report counts, in the order of their frames.
     uncounted: dict[str, SentWork] = {}
+    # The sum of the uncounted work.
     total: InFlightWork = NOTHING_PENDING
 
 
@@ -102,7 +98,7 @@ class WorkInFlight:
         self.changed.add(incarnation)
 
     def of(self, incarnation: str) -> InFlightWork:
-        """The work to add to the node's last report."""
+        """The work that the node's last report does not count."""
         account = self._accounts.get(incarnation)
         return NOTHING_PENDING if account is None else account.total
 
@@ -119,7 +115,7 @@ class WorkInFlight:
 
 
 def work_of(message: Prefill | Reserve, cached_tokens: int) -> InFlightWork:
-    """The load that a message adds to its node, which caches that many tokens of the prompt.
+    """The load that a message adds to a node with `cached_tokens` of the prompt in its cache.
 
     Only a leg that decodes there takes a row for long.
     """
@@ -144,5 +140,5 @@ def _minus(total: InFlightWork, work: InFlightWork) -> InFlightWork:
     return _new(InFlightWork, map(sub, total, work))
 
 
-# Makes a tuple without a Python frame.
+# Makes a tuple subclass without a Python frame.
 _new = tuple.__new__

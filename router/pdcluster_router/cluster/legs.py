@@ -1,8 +1,8 @@
 """The router's ledger of legs: where requests run, and who reads the answers of nodes.
 
-A leg is one attempt of one request on one boot of one node. The ledger counts requests in flight for the view. It names
-open attempts to a link that reconnects. It reports a lost node to each of its requests. Owned by the router's event
-loop.
+A leg is one attempt of one request on one boot of one node. The ledger counts requests in flight for the view. It lists
+the open attempts for a link that reconnects. It reports a lost node to each of its requests. Owned by the router's
+event loop.
 """
 
 from __future__ import annotations
@@ -32,28 +32,24 @@ from pdcluster_router.core.generation import Take
 
 
 class FastTokenPath(msgspec.Struct, frozen=True, eq=False):
-    """Takes rows that only continue a stream, and writes them to the client at once.
-
-    fail: called with what `take` raised; it ends the request.
-    """
+    """Takes rows that only continue a stream, without the request reading them."""
 
     take: Take
+    # Called with the exception that `take` raised. It ends the request.
     fail: Callable[[Exception], object]
 
 
 class RequestLeg(msgspec.Struct, eq=False):
-    """One leg.
-
-    emitted: the request's own list of output tokens.
-    way: the fast token path, None while every row must be read.
-    heard_at: when a row last took that path, monotonic seconds.
-    """
+    """One attempt of a request on one boot of a node."""
 
     request: str
     attempt: int
     endpoint: Endpoint
+    # The request's own list of output tokens.
     emitted: list[int]
+    # The fast token path; None while the request must read every row.
     way: FastTokenPath | None = None
+    # When a row last took the fast path, in monotonic seconds.
     heard_at: float = 0.0
 
     @property
@@ -64,7 +60,7 @@ class RequestLeg(msgspec.Struct, eq=False):
 
 @dataclass(frozen=True, slots=True)
 class LegLost:
-    """The link to the node is gone (attempt None), or the node does not know the attempt."""
+    """The link to the node is gone (attempt None), or this boot does not have the attempt (any more)."""
 
     reason: str
     attempt: int | None = None
@@ -77,11 +73,11 @@ class NodeReconnected:
     attempt: None = None
 
 
-# A node's message about a request. attempt None: about the whole node.
+# An event of a request. attempt None: it is about the whole node.
 Body = TokenRow | Scheduled | Reserved | Delivered | Finished | Refused | Failed | LegLost | NodeReconnected
 
 
-# Reads a node's message about a request; the string is the node's incarnation. It may run while the reader sends.
+# Reads an event of a request; the string is the node's incarnation. It may be called while the reader itself sends.
 Read = Callable[[str, Body], None]
 
 
@@ -141,7 +137,7 @@ class Ledger:
         return tuple((leg.request, leg.attempt, leg.position) for leg in self._legs.get(incarnation, {}).values())
 
     def deliver(self, request: str, incarnation: str, body: Body) -> bool:
-        """Pass a message to its request. False for a late message to a request that ended."""
+        """Pass an event to the request's reader. False when there is none: a late frame of a request that ended."""
         read = self.reader_of(request)
         if read is None:
             return False
@@ -149,9 +145,9 @@ class Ledger:
         return True
 
     def deliver_rows(self, incarnation: str, rows: Sequence[TokenRow], now: float) -> int:
-        """Pass rows to their requests, most of them over their fast token paths.
+        """Pass rows to their requests. Rows that only continue a stream take its fast token path.
 
-        Returns how many rows nobody waits for.
+        Returns the number of rows without a reader.
         """
         leg_of, reader_of, num_unread = self._legs.get(incarnation, NO_LEGS).get, self.reader_of, 0
         for row in rows:
@@ -163,12 +159,12 @@ class Ledger:
                 and row.attempt == leg.attempt
             ):
                 try:
-                    take = way.take  # not a method: calling one takes longer
+                    take = way.take  # a field, not a method: calling it as a method takes longer
                     if take(row.position, row.tokens):
                         leg.emitted.extend(row.tokens)  # setting a struct's field takes longer
                         leg.heard_at = now
                         continue
-                except Exception as error:  # one request's fault must not cost the rows of others
+                except Exception as error:  # one request's error must not stop the rows of others
                     way.fail(error)
                     continue
             read = reader_of(row.request)
@@ -207,8 +203,9 @@ def refusal(message: Refused) -> errors.PdclusterError:
 
 
 def error_of(message: Failed) -> errors.PdclusterError:
-    """The node's error as one of ours. A retryable one keeps its cause as text. Others become an internal error, or the
-    caller's.
+    """The router's error for a node's failure.
+
+    A retryable failure keeps its cause as text. Others become an internal error, or an error of the caller.
     """
     if message.retryable and message.code == errors.Overloaded.code:
         return errors.Overloaded(message.message, 0.0)

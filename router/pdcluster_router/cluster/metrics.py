@@ -109,7 +109,7 @@ def _costs(
 
 
 def _predicted(nodes: tuple[NodeView, ...]) -> Metric:
-    """Predicted times of the same examples on every node, so that nodes and changes can be compared."""
+    """Predicted seconds of the same examples on every node. So nodes can be compared, and a change is visible."""
     help_text = (
         f"By the node's model: a prompt of {EXAMPLE_TOKENS} tokens, a step of one row of as many; and their error "
         "bars (9 of 10)."

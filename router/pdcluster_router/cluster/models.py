@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 FETCH_TIMEOUT_S = 10.0
 MAX_FILE_BYTES = 256 << 20
 RETRY_S = 0.5
-# Hash chains kept until the nodes change. Clients may name any number of salts.
+# Hash chains in the cache, until the nodes change. A bound, because clients may name any number of salts.
 MOST_CHAINS = 1024
 
 
@@ -101,7 +101,7 @@ class ModelRegistry:
         raise UnknownModel(f"the model {model!r} does not exist here; use one of: {', '.join(self._loaded)}", "model")
 
     def refusal(self) -> str | None:
-        """Why nothing can be served as long as the same nodes are there; None where something can."""
+        """Why no model can be served while the nodes stay the same; None where one is or may be."""
         cards = [(card.model, card.tokenizer_hash) for card in self._nodes.cards()]
         if self._loaded or not cards or not all(card in self._refused for card in cards):
             return None
@@ -112,7 +112,7 @@ class ModelRegistry:
     async def keep_loaded(self) -> None:
         """Load the text of every new model, until cancelled.
 
-        A node that leaves meanwhile is no error: another node is asked.
+        A node that leaves meanwhile is no error: the next round tries another node.
         """
         while True:
             seen = self._nodes.version
@@ -127,7 +127,7 @@ class ModelRegistry:
                 await self._nodes.wait_for_change(seen)
 
     async def _try_load(self, card: NodeCard) -> bool:
-        """Load a model's text. False where a retry may help."""
+        """Load a model's text. False where a retry may help; True also where the files themselves are wrong."""
         try:
             files = {} if self._tokenizer is not None else await self._files(card)
             if files and files_digest(files) != card.tokenizer_hash:
@@ -154,7 +154,7 @@ class ModelRegistry:
         return True
 
     def _read(self, files: dict[str, bytes]) -> TextModel:
-        """Read text files from a node's files, or from the router's own directory where there are none."""
+        """The model's text. Without `--tokenizer DIR` it comes from `files`, fetched from a node."""
         return TextModel(files if self._tokenizer is None else read_text_files(self._tokenizer), *self._marks)
 
     async def _files(self, card: NodeCard) -> dict[str, bytes]:
@@ -162,7 +162,7 @@ class ModelRegistry:
         return {name: data for name, data in files.items() if data}
 
     async def _fetch(self, incarnation: str, name: str) -> bytes:
-        """Fetch a whole file in pieces; b"" when the node has none. Sizes are checked before anything is kept."""
+        """Fetch a whole file in pieces; b"" when the node has none. Sizes are checked before a piece is added."""
         data = bytearray()
         while True:
             chunk = await self._nodes.fetch_file(incarnation, name, len(data), FETCH_TIMEOUT_S)

@@ -63,7 +63,7 @@ REDIAL_S = 0.5
 # How long typical step costs stay valid.
 TYPICAL_S = 1.0
 
-# How long the blocks of a new request are expected, beside the time that the node needs.
+# How long the router expects the blocks of a new request, beyond the time that the node needs for it.
 EXPECTED_S = 5.0
 
 # A slower path counts as unmeasured.
@@ -120,15 +120,15 @@ class NodeTable:
         self._num_managed = 0
         self._changed = asyncio.Event()
         self._view = ClusterView(())
-        # Someone may have kept the current view.
+        # Whether a caller may still have the current view.
         self._is_lent = False
         # Nodes that reported since the view was made.
         self._reported: set[str] = set()
-        # False: nodes came or left since.
+        # False: nodes came or left since the view was made.
         self._is_view_whole = True
-        # 0: compute typical costs with the next view.
+        # When typical costs expire; 0: compute them with the next view.
         self._typical_until = 0.0
-        # Whether cache updates are being taken in slices.
+        # Whether a call of `_take_piece` is scheduled.
         self._is_taking = False
         # Handlers by type. A chain of type tests costs more than most messages.
         self._handlers: dict[type[AnyMessage], Callable[[NodeState, Any], None]] = {
@@ -157,7 +157,8 @@ class NodeTable:
     def apply(self, snapshot: ClusterSnapshot) -> None:
         """Open links to new boots and drop boots that left.
 
-        A boot that lost its lease but still answers stays until its link breaks. Absence from a list is no proof.
+        A boot that lost only its lease at the bootstrap, but still answers, stays until its link breaks. Absence from
+        the list does not prove that it left.
         """
         self._is_view_whole = False
         listed = {card.incarnation: card for card in snapshot.nodes}
@@ -226,7 +227,7 @@ class NodeTable:
             self.ledger.lose_node(incarnation, reason)
             self.events.add("node-lost", state.card.node, reason)
             if not state.is_listed:
-                del self._nodes[incarnation]  # nobody reports it alive, so its link is not reopened
+                del self._nodes[incarnation]  # the bootstrap does not list it, so its link is not reopened
         elif link_state is LinkState.UP:
             self.events.add(
                 "node-up", state.card.node, f"{state.card.role} at {state.card.address}, boot {incarnation}"
@@ -245,7 +246,7 @@ class NodeTable:
     # ------------------------------------------------------------ what nodes say
 
     def _on_message(self, state: NodeState, message: AnyMessage) -> None:
-        """A closed link delivers nothing, so the node is still in the table."""
+        """Handle one message. A closed link delivers none, so the node is still in the table."""
         kind = type(message)
         if kind in ANSWERS:
             read = self.ledger.reader_of(message.request)  # type: ignore[union-attr]
@@ -301,7 +302,7 @@ class NodeTable:
     def _on_managed(self, state: NodeState, message: Managed) -> None:
         """Apply a role or cordon before the node's next report, so that it gets no unwanted work.
 
-        A node that had no time to report a cordon reports nothing about its end.
+        A cordon may end before the node reported it. Then only the answer shows its end.
         """
         load = state.load
         if load is not None:
@@ -317,7 +318,7 @@ class NodeTable:
             waiting.set_result(message)
 
     def _take_piece(self) -> None:
-        """Take in one slice of a snapshot per turn of the loop, so that requests go on."""
+        """Take in one slice of a cache report per turn of the loop, so that requests go on between them."""
         self._is_taking = self.caches.has_pieces
         if self._is_taking:
             asyncio.get_running_loop().call_soon(self._take_piece)
@@ -345,8 +346,9 @@ class NodeTable:
     # ------------------------------------------------------------ what the rest of the router asks
 
     def view(self) -> ClusterView:
-        """The view as of now. It costs what changed since the last call, and a whole rebuild only when nodes came or
-        left.
+        """The view as of now.
+
+        A call updates only what changed since the last one. It rebuilds the view only after nodes came or left.
         """
         self._bring_up()
         self._is_lent = True
@@ -355,7 +357,7 @@ class NodeTable:
     def glance(self) -> ClusterView:
         """As `view`, for a caller that keeps nothing.
 
-        Work sent since is written into the last view, unless someone may have kept it.
+        Work sent since is written into the last view in place, unless a caller of `view` may still have it.
         """
         self._bring_up()
         return self._view
@@ -383,14 +385,17 @@ class NodeTable:
             self._is_lent = False
 
     def _look_at_costs(self) -> None:
-        """Compute typical step costs now and then, and rebuild the nodes that rely on them."""
+        """Compute typical step costs, and a new view where they changed.
+
+        They stand in where a node has too few steps of its own. TYPICAL_S bounds how often nodes are recomputed.
+        """
         self._typical_until = time.monotonic() + TYPICAL_S
         found = self._view.typical_now()
         if found != self._view.typical:
             self._view = self._view.replaced({}, found, is_told=True)
 
     def _replacements(self) -> dict[str, NodeView]:
-        """Nodes with a link that reported."""
+        """New values of the nodes that reported and are in the view."""
         row_of = self._view.roster.row_of
         return {
             incarnation: self._view_of(self._nodes[incarnation])
@@ -419,9 +424,7 @@ class NodeTable:
         )
 
     def cached(self, hashes: bytes) -> dict[str, int]:
-        """Leading blocks of a prompt that each node holds or will soon hold, by incarnation. Nodes with none are left
-        out.
-        """
+        """Leading blocks of a prompt that each node holds or will soon hold, by incarnation. Others are left out."""
         return self.caches.index.depths(hashes, self._now())
 
     def held(self, hashes: bytes) -> dict[str, int]:
@@ -439,7 +442,7 @@ class NodeTable:
     def cards(self) -> Iterator[NodeCard]:
         """Cards of the reachable nodes, in the order they came.
 
-        Nodes must not come or leave meanwhile: a caller that waits makes a list first.
+        Nodes must not come or leave during the iteration: a caller that awaits makes a list first.
         """
         return (
             state.card for state in self._nodes.values() if state.link is not None and state.link.state is LinkState.UP
@@ -456,7 +459,7 @@ class NodeTable:
             self._expect_no_more(to.incarnation, message)
 
     def _note_work(self, state: NodeState, message: Prefill | Reserve, sequence: int) -> None:
-        """Count work and expected blocks until the node reports them."""
+        """Count the sent work, and expect its blocks, until the node reports them."""
         work, incarnation, now = message.work, state.card.incarnation, self._now()
         depth = self.caches.index.depth(incarnation, work.hashes)
         pending = work_of(message, depth * state.card.hash_block_tokens)
@@ -470,7 +473,10 @@ class NodeTable:
             self.caches.index.expect(incarnation, sent.hashes, now + EXPECTED_S + wait_s)
 
     def _expect_no_more(self, incarnation: str, message: Refused | Failed | Cancel) -> None:
-        """A cancelled slot gets no more KV. What was computed of a cancelled prompt stays."""
+        """Withdraw the expected blocks of a leg that ended.
+
+        A cancelled slot gets no more KV. What a node computed of a cancelled prompt stays in its cache.
+        """
         sent = self.ledger.pending.find(incarnation, message.request, message.attempt)
         if sent is None or not sent.hashes or (type(message) is Cancel and sent.work.prompts):
             return

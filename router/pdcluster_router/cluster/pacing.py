@@ -16,14 +16,14 @@ from pdcluster.cost.cost import CostError, DecodeCost, NodeCost, PrefillCost
 
 # A node's own cost model, mixed with the cluster's typical one by how sure each is.
 #
-# Nodes differ by at most DIFFER in each coefficient, nine times of ten. What a node knows of itself is in its error
-# bars (`cost.CostError`). The estimate is the usual one for two normal variables. So a node that ran three short
-# prompts trusts itself for short prompts, and the cluster for long ones.
+# Assumption: nodes differ by at most DIFFER in each coefficient, nine times of ten. What a node measured is as sure as
+# its error bars (`pdcluster.cost.cost.CostError`). The estimate is the usual one from two normal estimates. So a node
+# that ran three short prompts trusts its own fit for short prompts, and the cluster's for long ones.
 
 Vector = NDArray[np.float64]
 
 DIFFER = 0.5
-# Mixed models that are cached. Each request needs them, and they change only with reports.
+# Mixed models in the cache. Each request reads them. They change only with a report or with the typical costs.
 KEPT = 1024
 TINY = 1e-6
 
@@ -57,7 +57,7 @@ def blended_decode(own: DecodeCost, typical: DecodeCost) -> DecodeCost:
 def _blended(
     own: tuple[float, float, float], own_error: CostError, typical: tuple[float, float, float], typical_error: CostError
 ) -> tuple[float, float, float]:
-    """The mixed value; `typical` where the reported numbers cannot be combined."""
+    """The mixed coefficients; `typical` where valid numbers of a report cannot be combined."""
     mine, theirs = np.array(own), np.array(typical)
     try:
         with np.errstate(all="ignore"):
@@ -74,7 +74,7 @@ def _weighed(mine: Vector, own_root: Vector, theirs: Vector, typical_root: Vecto
     largest = np.maximum(mine, theirs)
     errors = np.maximum(
         np.linalg.norm(own_root, axis=0), np.linalg.norm(typical_root, axis=0)
-    )  # both found a size of 0
+    )  # the scale where both coefficients are 0
     unit = np.maximum(np.where(largest > 0, largest, errors), np.finfo(float).tiny)
     differ = np.diag((DIFFER * theirs / unit) ** 2 + TINY) + _covariance(typical_root / unit)
     gain = np.linalg.solve(differ + _covariance(own_root / unit), differ).T
@@ -92,10 +92,10 @@ def _covariance(root: Vector) -> Vector:
     return covariance
 
 
-# Steps of a kind before a node's fit counts as typical.
+# Steps of a kind before a node's own fit may count as typical.
 MIN_SAMPLES = 8
 
-# Steps of a kind before a node's fit is trusted alone.
+# Steps of a kind before a node's own fit is used alone, whatever is typical.
 SURE_SAMPLES = 64
 
 # The step by which nodes are compared. Nodes that differ there mostly differ alike in all steps.
@@ -105,34 +105,36 @@ Half = TypeVar("Half", PrefillCost, DecodeCost)
 
 
 class NodeWork(msgspec.Struct, frozen=True, gc=False):
-    """The work on a node: prompt tokens to compute, rows, their KV, and the recent gap between tokens (0: unknown)."""
+    """The work on a node."""
 
+    # Prompt tokens still to be computed, and the (query, key) pairs that they need.
     prefill_tokens: int
     prefill_pairs: int
+    # Rows that decode or will.
     rows: int
+    # Tokens of KV that the rows attend to.
     context_tokens: int
+    # The recent gap between tokens of a row; 0: unknown.
     itl_s: float = 0.0
 
 
 class NodePacing(msgspec.Struct, frozen=True):
-    """What a node's next seconds look like.
-
-    backlog_s: seconds of prompt work, computed alone.
-    stretch: how much longer prompts take beside the decode rows.
-    tpot_s: seconds between two tokens of a row while no prompt is computed.
-    itl_s: the recent gap between tokens, or tpot_s where that is longer.
-    prompt_step_s: seconds of a step with a full chunk beside the rows, at the depth of the waiting prompts. Without
-    any, at the depth that rows attend to.
-    """
+    """A node's predicted pace over its next seconds."""
 
     prefill: PrefillCost
     decode: DecodeCost
     rows: float
     context_tokens: float
+    # Seconds of prompt work, if computed alone.
     backlog_s: float
+    # Factor by which prompts take longer because decode rows share their steps.
     stretch: float
+    # Between two tokens of a row while no prompt is computed.
     tpot_s: float
+    # Between two tokens of a row lately, prompts included; tpot_s where that is longer.
     itl_s: float
+    # A step with the rows and a full chunk of a prompt. The chunk is as deep in its prompt as the waiting ones are on
+    # average. While none waits, prompts as long as the rows' contexts are assumed.
     prompt_step_s: float
 
     @property
@@ -189,7 +191,10 @@ def is_known(cost: NodeCost) -> bool:
 
 
 def completed(cost: NodeCost | None, typical: NodeCost | None) -> NodeCost | None:
-    """`cost` with weak coefficients mixed with `typical`. None when neither knows a half."""
+    """`cost`, with the halves that the node ran too few steps of mixed with `typical`, or taken from it.
+
+    None when such a half has no typical cost either.
+    """
     if cost is None:
         return typical
     if is_known(cost) or typical is None:
@@ -203,7 +208,7 @@ def completed(cost: NodeCost | None, typical: NodeCost | None) -> NodeCost | Non
 
 
 def _is_sure(half: PrefillCost | DecodeCost) -> bool:
-    """Whether a half is trusted alone. Without error bars, the number of steps decides."""
+    """Whether a half is used alone: after SURE_SAMPLES steps, or MIN_SAMPLES without error bars."""
     return half.samples >= (SURE_SAMPLES if _has_bars(half) else MIN_SAMPLES)
 
 
@@ -221,8 +226,8 @@ def typical_cost(costs: list[NodeCost]) -> NodeCost | None:
 def _middle(halves: Sequence[Half], usual_s: Callable[[Half], float]) -> Half | None:
     """The median half by the time of a usual step, among those with most steps.
 
-    A node's step count is its own claim. Above what makes a fit sure, more steps count nothing. So no single node
-    decides where three are sure. Of two halves it is the slower one.
+    The router cannot check a node's step count. So counts above SURE_SAMPLES weigh alike, and no single node decides
+    where three have that many. Of two halves it is the slower one.
     """
     most = min(max((half.samples for half in halves), default=0), SURE_SAMPLES)
     if most < MIN_SAMPLES:

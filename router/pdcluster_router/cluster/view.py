@@ -1,8 +1,8 @@
 """What the router believes about the cluster at one moment, as immutable values for policies.
 
-It uses no sockets and no clocks. `replaced` copies all that did not change from the view before, so a report costs one
-row. Work sent to a node (`sent`) costs some numbers of its row. The NodeView of such a node is made only when it is
-read. Row numbers follow node names, so the order in which nodes came changes nothing.
+It uses no sockets and no clocks. `ClusterView.replaced` takes over all that did not change, so a report costs the row
+of one node. `ClusterView.sent` changes only some numbers of that row. It makes no NodeView: `ClusterView.node` makes it
+on the first read. Row numbers follow node names, so the order in which nodes came changes nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class lazy_property(Generic[T]):
     def __get__(self, owner: object, kind: type[Any]) -> T: ...
 
     def __get__(self, owner: object | None, kind: type[Any]) -> T | lazy_property[T]:
-        """Compute and store the value. The descriptor defines no `__set__`, so the stored value wins from then on."""
+        """Compute and store the value. Without `__set__` here, Python reads the stored value from then on."""
         if owner is None:
             return self
         value = owner.__dict__[self._name] = self._work(owner)
@@ -51,18 +51,16 @@ class lazy_property(Generic[T]):
 
 
 class InFlightWork(NamedTuple):
-    """Work that this router sent and the node's last report does not count.
-
-    prefill_tokens, prefill_pairs: prompt work that is not cached there.
-    context_tokens: KV of the rows when they decode.
-    prompts: requests whose prompt is still to be computed.
-    """
+    """Work that this router sent and the node's last report does not count."""
 
     requests: int = 0
+    # Prompt work that the node has not cached: tokens, and their (query, key) pairs.
     prefill_tokens: int = 0
     prefill_pairs: int = 0
     rows: int = 0
+    # Tokens of KV of the rows, once they decode.
     context_tokens: int = 0
+    # Requests whose prompt the node is to compute.
     prompts: int = 0
 
 
@@ -70,27 +68,28 @@ NOTHING_PENDING = InFlightWork()
 
 
 class NodeView(msgspec.Struct, frozen=True, dict=True):
-    """One reachable node. Derived values are computed once and stored.
+    """One reachable node.
 
-    in_flight: this router's requests on the node.
-    load: its last report; None before the first.
-    backends: its transfer media; a node without any serves in mode local only.
-    cost: fitted by the node to its own steps; None before its first report.
-    bandwidth: bytes/s to other nodes by name, as far as measured.
-    kv_bytes_per_token: 0 where unknown.
+    Derived values are computed once and stored. So keep a view while nothing on its node changes.
     """
 
     endpoint: Endpoint
     role: Role
+    # This router's requests on the node.
     in_flight: int
+    # The last report; None before the first.
     load: Load | None
     block_tokens: int
     max_len: int
+    # Its transfer media. A node without any serves in mode local only.
     backends: tuple[str, ...] = ()
     is_cordoned: bool = False
     pending: InFlightWork = NOTHING_PENDING
+    # Fitted by the node to its own steps; None before its first report of it.
     cost: NodeCost | None = None
+    # Bytes/s to other nodes by name, as far as measured.
     bandwidth: Mapping[str, float] = {}
+    # 0 where unknown.
     kv_bytes_per_token: int = 0
 
     def sent(self, in_flight: int, pending: InFlightWork) -> NodeView:
@@ -173,12 +172,12 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def has_own_cost(self) -> bool:
-        """Whether its own steps fitted its costs."""
+        """Whether its cost model is fitted to enough of its own steps (`pacing.is_known`)."""
         return self.cost is not None and is_known(self.cost)
 
     @lazy_property
     def own_node_row(self) -> NodeRow | None:
-        """The node's row; None while its own cost model is unknown."""
+        """`node_row` by the node's own costs; None while they are unknown."""
         cost = self.cost
         return self.node_row(cost) if cost is not None and is_known(cost) else None
 
@@ -189,7 +188,7 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
         return NodeRow(*numbers[:NUM_STATION])
 
     def numbers(self, cost: NodeCost) -> list[float]:
-        """The independent numbers of a table row. `policy.predicted.node_state` derives the others."""
+        """A table row with 0 for each derived number. `policy.predicted.node_state.settle` fills those in."""
         load, prefill, decode, pending = self.load, cost.prefill, cost.decode, self.pending
         told = (0.0,) * 13
         tight = 0.0
@@ -228,13 +227,14 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
 class Groups:
     """Nodes grouped by transfer media.
 
-    of: each node's group.
-    exchange: 1 where two groups share a medium.
+    Two nodes can exchange KV when their groups share a medium.
     """
 
     def __init__(self, media: Sequence[frozenset[str]]) -> None:
         kinds = {each: number for number, each in enumerate(dict.fromkeys(media))}
+        # The group of each node.
         self.of = np.array([kinds[each] for each in media], np.int64)
+        # 1.0 where two groups share a medium.
         self.exchange = np.array([[float(not one.isdisjoint(other)) for other in kinds] for one in kinds]).reshape(
             len(kinds), len(kinds)
         )
@@ -243,30 +243,31 @@ class Groups:
 class Roster:
     """The nodes of a view, and the legs that each may take. It stays the same while nodes only report loads.
 
-    row_of: by incarnation.
-    prefill, decode: nodes that may take such a leg.
-    decode_only: nodes that compute no prompts for others.
-    is_split: both legs have nodes, and some node is there for one of them alone.
-    plans: cached by `policy.scales`.
+    Later views share it until that changes.
     """
 
     def __init__(self, nodes: Sequence[NodeView]) -> None:
         size = len(nodes)
         self.names = tuple(node.endpoint.node for node in nodes)
+        # Rows by incarnation.
         self.row_of = {node.incarnation: row for row, node in enumerate(nodes)}
         # Two boots of one node are in the view.
         self.has_namesakes = len(set(self.names)) < len(self.names)
         self.shortest_max_len = min((node.max_len for node in nodes), default=0)
         accepting = [(row, node.role) for row, node in enumerate(nodes) if node.accepts_work]
         self.accepting = Pool([row for row, _ in accepting], size)
+        # Nodes that may take such a leg.
         self.prefill = Pool([row for row, role in accepting if role != "decode"], size)
         self.decode = Pool([row for row, role in accepting if role != "prefill"], size)
+        # Nodes that compute no prompts for others.
         self.decode_only = Pool([row for row, role in accepting if role == "decode"], size)
+        # Both legs have nodes, and some node takes only one of them.
         self.is_split = bool(self.prefill and self.decode) and any(role != "mixed" for _, role in accepting)
         self.rows_of_name: dict[str, tuple[int, ...]] = {}
         for row, name in enumerate(self.names):
             self.rows_of_name[name] = (*self.rows_of_name.get(name, ()), row)
         self._media = tuple(frozenset(node.backends) for node in nodes)
+        # Filled by `policy.scales`, which derives it from this roster.
         self.plans: dict[object, Any] = {}
         self._paths: dict[int, tuple[Mapping[str, float], Column]] = {}
 
@@ -286,7 +287,10 @@ class Roster:
         return np.zeros(len(self.names))
 
     def paths(self, row: int, bandwidth: Mapping[str, float]) -> Column:
-        """Bytes/s from the node of that row to each node; 0 where unknown. row -1: it left. Read-only."""
+        """Bytes/s to each node from the node of that row, which reports `bandwidth`; 0 where unknown. Read-only.
+
+        row: -1 for a node that left.
+        """
         kept = self._paths.get(row)
         if kept is not None and kept[0] is bandwidth:
             return kept[1]
@@ -300,7 +304,7 @@ class Roster:
 
     @staticmethod
     def holds_for(former: NodeView, now: NodeView) -> bool:
-        """Whether a changed node leaves the roster as it is."""
+        """Whether the roster stays valid when a node changes from `former` to `now`."""
         is_alike = former.role == now.role and former.max_len == now.max_len and former.backends == now.backends
         if former.load is now.load and former.is_cordoned is now.is_cordoned:
             return is_alike  # only work was sent to it
@@ -318,16 +322,16 @@ OF_NODES = ("nodes", "accepting", "rows")
 
 
 class ClusterView:
-    """All reachable nodes that reported. It never changes visibly.
+    """All reachable nodes that reported, ordered by name. Immutable for its readers.
 
-    nodes: by name; a node's index is its row.
-    typical: step costs for nodes that have not run enough steps. None: derived from the nodes, or, where is_told,
-    unknown.
+    So the order of reports changes nothing. A node's row is its index.
+
+    typical: step costs for nodes that ran too few steps. None: derived from the nodes, or, with is_told, unknown.
     """
 
     def __init__(self, nodes: Iterable[NodeView], typical: NodeCost | None = None, *, is_told: bool = False) -> None:
         self._reported: list[NodeView] = sorted(nodes, key=_by_name)
-        # An OnNode entry means: only work was sent to the node since `_reported`.
+        # An OnNode entry: since the node's entry in `_reported`, only its work in flight changed.
         self._nodes: list[NodeView | OnNode] = list(self._reported)
         self._table: Table | None = None
         self.typical = typical
@@ -356,7 +360,7 @@ class ClusterView:
         return view
 
     def sent(self, changed: Iterable[str], counts: Counts) -> ClusterView:
-        """The view after this router sent work to nodes, or saw work end."""
+        """The view after work on its way to some nodes changed: this router sent some, or some ended."""
         if self._table is None:
             known = {name: row for name in changed if (row := self.roster.row_of.get(name)) is not None}
             return self.replaced(
@@ -383,7 +387,7 @@ class ClusterView:
         return view
 
     def note_sent(self, changed: Iterable[str], counts: Counts) -> None:
-        """The same in place, for a view with a table that no one else holds."""
+        """As `sent`, but in place. Only for a view with a table that no other caller has."""
         note_sent, row_of, nodes, table = compiled.in_use().note_sent, self.roster.row_of, self._nodes, self._table
         own = self.__dict__
         if not own.keys().isdisjoint(OF_NODES):  # a roster that was not there asked for them
@@ -391,7 +395,7 @@ class ClusterView:
                 own.pop(name, None)
         for incarnation in changed:
             row = row_of.get(incarnation)
-            if row is not None:  # otherwise a leg on a node that left, or whose link is down
+            if row is not None:  # else the leg is on a node that left, or whose link is down
                 in_flight, pending = nodes[row] = counts(incarnation)
                 note_sent(table, row, in_flight, *pending)
 
@@ -410,7 +414,7 @@ class ClusterView:
         return tuple([self.node(row) for row in range(len(self._nodes))])
 
     def reported(self, row: int) -> NodeView:
-        """The node as of its last report or a later read. For values that only reports change."""
+        """The node as of its last report. Its in_flight and pending may be old: read only what reports change."""
         return self._reported[row]
 
     def node(self, row: int) -> NodeView:
@@ -449,7 +453,7 @@ class ClusterView:
 
     @lazy_property
     def rows(self) -> list[list[float]]:
-        """The table as lists, for code that is not compiled."""
+        """The table as lists, for policy code that is not compiled."""
         rows: list[list[float]] = self.table.tolist()
         return rows
 

@@ -1,15 +1,18 @@
 """The seam between front doors (HTTP, gRPC) and dispatch.
 
-One Generation goes in. Chunks and one Done come out. These are plain values: they know no HTTP, JSON, sockets or nodes.
+One Generation goes in. A stream of TokenChunks and one Done come out. These are plain values: they know nothing of
+HTTP, JSON, sockets or the choice of nodes.
 
 `Dispatcher.start` calls its Sink without a task or queue between:
 
 1. `on_chunk` comes first, with the route that was known at the first token. `on_done` comes last.
-2. Chunks come strictly by position. Each output token comes once, whatever attempts ran.
-3. A failure is `on_error` with an error of `errors`, before or after the first chunk. Nothing follows it.
-4. The sink may be called before `start` returns. After `Running.cancel` the sink is not called.
+2. Chunks come strictly by position. Each output token comes once, whatever attempts ran behind it.
+3. A failure is `on_error`, before or after the first chunk. Nothing follows it. Its error is one of
+   `pdcluster.core.errors` unless there is a bug.
+4. The sink may be called before `start` returns. `Running.cancel` cancels the request on both legs. The sink is
+   not called after it.
 
-`stream.events_of` makes an event stream of this.
+`request.stream.events_of` makes an async stream of the same.
 """
 
 from __future__ import annotations
@@ -29,18 +32,16 @@ if TYPE_CHECKING:
 Mode = Literal["remote", "local"]
 Force = Literal["auto", "remote", "local"]
 HangUp = Callable[[], None]
-# Takes plain continuations of a stream, by position, without a TokenChunk. False: it must come as a chunk.
+# Takes tokens that only continue a stream, and their position. False: not taken, they come as a TokenChunk.
 Take = Callable[[int, tuple[int, ...]], bool]
 
 
 class TenantPriority(msgspec.Struct, frozen=True):
-    """In whose name a request runs, and how urgent it is.
-
-    priority: lower goes first.
-    """
+    """The tenant of a request, and how urgent the request is."""
 
     tenant: str = ""
     weight: float = 1.0
+    # Lower goes first.
     priority: int = 0
 
 
@@ -48,72 +49,64 @@ ANYBODY = TenantPriority()
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """One choice of one API request, ready to run.
+    """One choice of one API request, ready to run."""
 
-    request: id, unique per choice.
-    token_ids: the prompt, array('i').
-    deadline_s: seconds that the caller allows.
-    salt: names the shared prefix cache; b"" for none.
-    mode: the required mode; None for the router's own.
-    session: key of its conversation, "" for none.
-    client_id: the client's own name for it, "" for none.
-    hang_up: ends a wait for a client that does not read; None where there is none.
-    leads: other choices of the prompt share its KV.
-    parent: the choice whose KV it shares.
-    """
-
+    # Id, unique per choice.
     request: str
     model: str
+    # The prompt, array('i').
     token_ids: array[int]
     sampling: Sampling
+    # Seconds that the caller allows.
     deadline_s: float
+    # Names the prefix cache that it shares, from its tenant and the request's own cache_salt; b"" for none.
     salt: bytes = b""
     standing: TenantPriority = ANYBODY
+    # The required mode; None: the router chooses.
     mode: Force | None = None
+    # Key of its conversation; "" for none.
     session: str = ""
+    # The client's own name for it; "" for none.
     client_id: str = ""
+    # Ends a wait for a client that does not read; None where there is no such wait.
     hang_up: HangUp | None = None
+    # Whether other choices of the same prompt share its KV.
     leads: bool = False
+    # The choice whose KV it shares; None for none.
     parent: str | None = None
 
 
 class RequestRoute(msgspec.Struct, frozen=True):
-    """Where a request runs.
-
-    prefill: None in mode local.
-    backend: the transfer, "" for none.
-    cached_tokens: of the prompt; None until a node reported it.
-    attempts: with the one that runs.
-    """
+    """Where a request runs."""
 
     mode: Mode
+    # None in mode local, which has no prefill leg.
     prefill: str | None
     decode: str | None
+    # The transfer backend; "" for none.
     backend: str
+    # Of the prompt; None until a node reported it.
     cached_tokens: int | None = None
+    # The running one included.
     attempts: int = 1
 
 
 class TokenChunk(msgspec.Struct, frozen=True):
-    """New output tokens from `position` on.
-
-    prompt_logprobs: come with the first chunk, one per prompt token but the first.
-    """
+    """New output tokens; the first of them is at `position`."""
 
     position: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
+    # Sent with the first chunk: one for each prompt token but the first.
     prompt_logprobs: tuple[TokenLogprobs, ...]
     route: RequestRoute
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The good end of a generation.
-
-    stop_token: the id that ended it, if any; it is among the emitted tokens.
-    """
+    """The end of a generation without an error."""
 
     reason: FinishReason
+    # The id that ended it, if one did. It is among the emitted tokens.
     stop_token: int | None
     cached_tokens: int
     attempts: int
@@ -122,14 +115,12 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """A model that some node serves.
-
-    created: Unix seconds.
-    max_len: prompt and output tokens together.
-    """
+    """A model that some node serves."""
 
     id: str
+    # Unix seconds.
     created: int
+    # Prompt and output tokens together.
     max_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -141,7 +132,10 @@ class Sink(Protocol):
     def on_chunk(self, chunk: TokenChunk) -> None: ...
 
     def way(self) -> Take | None:
-        """The fast path for tokens after a stream's first two, while nothing else happens; None where there is none."""
+        """The fast token path; None where there is none now.
+
+        It carries the tokens after a stream's first two, as long as nothing else happens to the stream.
+        """
         ...
 
     def on_done(self, done: Done) -> None: ...
@@ -155,13 +149,13 @@ class Running(Protocol):
         ...
 
     def finish(self, num_output: int) -> None:
-        """A good end after that many tokens: a stop string matched."""
+        """End it well after `num_output` tokens, because a stop string matched."""
         ...
 
 
 class Dispatcher(Protocol):
     def start(self, generation: Generation, sink: Sink) -> Running:
-        """Run a generation by the module's contract. The sink also receives what keeps it from running."""
+        """Run a generation by the module's contract. What keeps it from running goes to the sink too."""
         ...
 
     def models(self) -> Sequence[ModelInfo]:
@@ -177,5 +171,5 @@ class Dispatcher(Protocol):
         ...
 
     def refusal(self) -> str | None:
-        """Why no request can be served while the same nodes are there; None where one may be."""
+        """Why no request can be served while the nodes stay the same; None where one may be."""
         ...

@@ -18,17 +18,19 @@ from pdcluster_router.core.generation import Force
 
 @dataclass(frozen=True, slots=True)
 class HashChain:
-    """How the model's nodes name KV: the root of the hash chain, and the tokens of a block."""
+    """How a model's nodes name KV."""
 
+    # Root of the chain (pdcluster.kv.hashing.chain_root).
     root: bytes
+    # Tokens of a block.
     block_tokens: int
 
 
 class HashedPrompt:
     """A prompt as nodes receive it: packed, with the hashes of its blocks.
 
-    The last prompt is cached, because the choices of a request share theirs and hashing may take 10 ms. Owned by the
-    router's event loop.
+    It caches the last prompt: choices of one request come one after another and share it, and hashing may take 10 ms.
+    Owned by the router's event loop.
     """
 
     def __init__(self) -> None:
@@ -37,7 +39,7 @@ class HashedPrompt:
         self._found = b"", b""
 
     def of(self, prompt: Sequence[int], chain: HashChain) -> tuple[bytes, bytes]:
-        """Packed tokens and hashes. The cache compares objects, not tokens."""
+        """Packed tokens and hashes. The cache compares the prompt object, not its tokens."""
         if prompt is not self._prompt or chain != self._chain:
             packed = pack_tokens(prompt)
             self._found = packed, extend(b"", packed, root=chain.root, block_tokens=chain.block_tokens)
@@ -58,34 +60,33 @@ class RetryAttempt(Exception):
 
 
 class Job(msgspec.Struct, eq=False):
-    """One request over all its attempts.
-
-    force: the required mode; None for the router's own.
-    session: key of its conversation.
-    excluded: incarnations that failed the request.
-    busy: until when a node wants to be left alone, by incarnation.
-    cached_tokens: of the prompt, found by the first attempt.
-    attempts: legs that were sent; tries: attempts as clients count them.
-    hashes, packed: made when needed.
-    has_prompt_logprobs: none are still to come.
-    fork_of: another choice whose KV it shares, on the boot fork_on.
-    """
+    """One request over all its attempts."""
 
     request: str
     prompt: Sequence[int]
     sampling: Sampling
     deadline: float
     chain: HashChain
+    # The required mode; None: the router chooses.
     force: Force | None = None
+    # Key of its conversation.
     session: str = ""
     emitted: list[int] = []
+    # Of the blocks of `packed`. Made when needed, unless given.
     hashes: bytes = b""
+    # Legs that were sent.
     attempts: int = 0
+    # Attempts as clients count them.
     tries: int = 1
+    # Incarnations that failed the request.
     excluded: set[str] = set()
+    # Until when a node asked for a pause, by incarnation.
     busy: dict[str, float] = {}
+    # No prompt logprobs are still to come.
     has_prompt_logprobs: bool = False
+    # Of the prompt, found in a cache by the first attempt that got so far.
     cached_tokens: int | None = None
+    # Another choice whose KV it shares, on the boot `fork_on`; None for neither.
     fork_of: str | None = None
     fork_on: str | None = None
     # Emitted tokens that `packed` and `hashes` cover; -1: not even the prompt.
@@ -115,17 +116,19 @@ class Job(msgspec.Struct, eq=False):
 
     @property
     def awaits_prompt_logprobs(self) -> bool:
-        """Whether prompt logprobs are still to come. They come from the prefill node, and may arrive after the decode
-        node's rows.
+        """Whether prompt logprobs are still to come.
+
+        They are in a row of the node that computed the prompt. It may be so large that the decode node's rows arrive
+        first.
         """
         return self.sampling.prompt_logprobs is not None and not self.has_prompt_logprobs and len(self.prompt) > 1
 
     def busy_s(self, incarnation: str, now: float) -> float:
-        """Seconds for which the node wants to be left alone; 0 for none."""
+        """Seconds until the node's requested pause ends; 0 for none."""
         return max(self.busy.get(incarnation, now) - now, 0.0)
 
     def note_cached(self, num_tokens: int) -> bool:
-        """Note the tokens that a node found in its cache. True when that is news.
+        """Record the tokens that a node found in its cache. True when they are the first so recorded.
 
         Only the first attempt counts: a later one finds what was computed for this request.
         """
@@ -135,8 +138,9 @@ class Job(msgspec.Struct, eq=False):
         return True
 
     def ending(self, eos_token_ids: Collection[int], max_len: int | None) -> tuple[FinishReason, int | None] | None:
-        """Why the output is complete although the last message was lost, by the scheduler's rule: reason and stop
-        token. None: go on.
+        """Why the output is complete: reason and stop token; None: go on.
+
+        It is the scheduler's own rule, for when the node's last message was lost.
         """
         num_output, sampling = len(self.emitted), self.sampling
         if num_output > sampling.min_tokens or (num_output and sampling.grammar is not None):

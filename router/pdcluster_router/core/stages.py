@@ -8,19 +8,17 @@ from enum import IntEnum, auto
 
 @dataclass(frozen=True, slots=True)
 class StageDeadlines:
-    """Seconds that a stage may take.
+    """Seconds that a stage may take."""
 
-    queue: from Prefill to Scheduled or a token.
-    liveness: from one row of a decoding request to the next.
-    handshake: from Reserve to its answer.
-    transfer: from token 1 and the reservation to the decode node's first frame.
-    hold: the shortest pause before a node that refused is asked again.
-    """
-
+    # From Prefill to Scheduled or a token.
     queue_s: float = 120.0
+    # From one row of a decoding request to the next.
     liveness_s: float = 30.0
+    # From Reserve to its answer.
     handshake_s: float = 5.0
+    # From the first token and the reservation to the decode node's first frame.
     transfer_s: float = 30.0
+    # The shortest pause before the router retries a node that refused.
     hold_s: float = 0.05
 
     @property

@@ -1,14 +1,19 @@
-"""Who may use the cluster: tenants by API key, and what each is granted. Read once at start from a TOML or JSON file
-(`router.tenants`):
+"""Tenants by API key, and what each may use.
 
-    [acme]                         # the name, in logs and metrics keys = ["sk-acme-…"]           # as text, or better:
-    key_hashes = ["sha256:9f86…"]  # printf %s KEY | sha256sum weight = 2.0                   # share of the cluster
-    beside other tenants priority = 0                   # the most urgent that its requests may ask for; lower goes
-    first max_requests = 64              # worked on at a time cache_salt = "team-a"          # tenants with the same
-    text share cached prefixes; "": those of everybody; left out: its own alone
+The router reads them once at start from a TOML or JSON file (`router.tenants`):
 
-Without a file everyone is one tenant and no key is needed. Keys are never logged, and found by a digest under a random
-secret of this process, so that the time of a look-up tells nothing about them.
+    [acme]                         # the name, in logs and metrics
+    keys = ["sk-acme-…"]           # as text, or better:
+    key_hashes = ["sha256:9f86…"]  # printf %s KEY | sha256sum
+    weight = 2.0                   # share of the cluster beside other tenants
+    priority = 0                   # the most urgent that its requests may ask for; lower goes first
+    max_requests = 64              # running at a time
+    cache_salt = "team-a"          # tenants with the same text share cached prefixes
+
+An empty cache_salt shares the prefixes of everybody. A tenant without cache_salt shares with no other tenant.
+
+Without a file everyone is one tenant and needs no key. Keys are never logged. A key is looked up by its digest under a
+random secret of this process. So the time of a look-up reveals nothing about keys.
 """
 
 from __future__ import annotations
@@ -48,21 +53,19 @@ class Entry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant.
-
-    priority: the most urgent that it may ask for.
-    max_requests: None for no bound of its own.
-    salt: of its cached prefixes; b"": shared by all.
-    """
+    """A tenant, and what it may use."""
 
     name: str = ""
     weight: float = 1.0
+    # The most urgent that its requests may ask for.
     priority: int = MOST_URGENT
+    # Requests at a time; None for no bound of its own.
     max_requests: int | None = None
+    # Of its cached prefixes; b"": shared by all.
     salt: bytes = b""
 
     def standing(self, priority: int | None) -> TenantPriority:
-        """Its TenantPriority for a request with this priority, None for the usual one."""
+        """Its TenantPriority for a request of this priority; None: the usual one. Raises BadRequest."""
         usual = max(self.priority, 0)
         if priority is not None and priority < self.priority:
             raise BadRequest(
@@ -72,7 +75,7 @@ class Tenant:
         return TenantPriority(self.name, self.weight, usual if priority is None else priority)
 
     def cache_salt(self, asked: str | None) -> bytes:
-        """Names the prefix cache of a request that sent this cache_salt."""
+        """The name of the prefix cache for a request that sent this cache_salt."""
         own = (asked or "").encode()
         return self.salt + own if self.salt else own
 
@@ -81,7 +84,7 @@ ANYBODY = Tenant()
 
 
 class Tenants:
-    """All tenants. Immutable."""
+    """All tenants by key. Immutable once made."""
 
     def __init__(self, entries: Mapping[str, Entry] | None = None) -> None:
         self._secret = secrets.token_bytes(32)
@@ -148,9 +151,9 @@ def _parse_hash(name: str, text: str) -> bytes:
 
 
 def read_tenants(file: Path | None, num_workers: int = 1) -> Tenants:
-    """Read the file. Without one everyone is one tenant.
+    """Read the tenants. Without a file everyone is one tenant. Raises ConfigError, which never contains a key.
 
-    num_workers: of this router, which share the tenants' bounds. Raises ConfigError that names the file, never a key.
+    num_workers: workers of this router, which share each tenant's bound.
     """
     if file is None:
         return Tenants()

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from pdcluster.core.messages import HASH_BYTES
 
-# Memory for large tables: zeroed, and taken and returned page by page.
+# Memory for large tables: zeroed, and the system gives and takes it page by page.
 #
 # numpy asks for huge pages. A new table's rows then touch every page within a few thousand rows, and the system zeroes
 # hundreds of megabytes at once: 700 ms for 23 M slots, where small pages take a few. Freeing a large table in one piece
-# takes 130 ms, so `clear` returns it in parts. Without memory advice all works the same, in larger pieces.
+# takes 130 ms, so `clear` returns it in parts. A system without memory advice moves larger pieces at once.
 
 
 class ZeroedMemory:
@@ -34,7 +34,7 @@ class ZeroedMemory:
         self.octets: NDArray[np.uint8] = np.frombuffer(self._pages, np.uint8)
 
     def clear(self, start: int, stop: int) -> None:
-        """Zero the bytes from start up to stop, and return the whole pages between them."""
+        """Zero the bytes from start up to stop. The system gets back the whole pages among them."""
         first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
         if sys.platform != "linux" or first >= last:  # elsewhere, unused pages may keep their content
             self.octets[start:stop] = 0
@@ -48,7 +48,7 @@ def _anonymous(num_bytes: int) -> mmap.mmap:
     if sys.platform != "linux":
         return mmap.mmap(-1, num_bytes)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel built without huge pages knows the advice not
+    with contextlib.suppress(OSError):  # a kernel built without huge pages refuses the advice, and gives none
         pages.madvise(mmap.MADV_NOHUGEPAGE)
     return pages
 
@@ -102,7 +102,7 @@ class BlockTable:
         self._num_cleared = 0
         self._hash_memory, self._set_memory = ZeroedMemory(num_slots * HASH_BYTES), ZeroedMemory(num_slots * SET_BYTES)
         words: Words = self._hash_memory.octets.view(np.uint64)
-        self._low, self._high = words[0::2], words[1::2]  # side by side: a new row touches one page less
+        self._low, self._high = words[0::2], words[1::2]  # interleaved: a new row touches one page less
         self.sets: Sets = self._set_memory.octets.view(np.uint32)
         self._low_view = self._low.data
         self._high_view = self._high.data
@@ -140,7 +140,7 @@ class BlockTable:
             is_here = (self._low[at] == keys.low[left]) & (held != GONE)
             alike = np.flatnonzero(
                 is_here
-            )  # compare the second word only where the first is equal, because a probe waits for memory
+            )  # compare the second word only where the first is equal: a probe waits for memory
             is_here[alike] = self._high[at[alike]] == keys.high[left[alike]]
             result[left[is_here]] = at[is_here]
             left = left[~is_here & (held != FREE)]
@@ -195,7 +195,8 @@ class BlockTable:
     def clear(self, stop: int) -> None:
         """Return the memory of slots before `stop`, once no row is left in them.
 
-        They become FREE, which ends probes. So `stop` must not pass the last slot that was never used.
+        Cleared slots are FREE, which ends probes. So it clears only up to the last slot that was never used. That slot
+        ends the probes of all rows behind it anyway.
         """
         free = np.flatnonzero(self.sets[self._num_cleared : stop] == FREE)
         if len(free):

@@ -1,13 +1,16 @@
-"""Blocks that requests in flight will create. Optimistic and short-lived, and apart from what nodes reported.
+"""Blocks that requests in flight are expected to create.
+
+These are optimistic and short-lived. They are separate from the blocks that nodes reported.
 
 A request's chain of hashes is stored once. Marks at some of its positions find it: each of the first 32 blocks, then 16
 in each doubling of the depth. A chain that holds a block holds all before it. So bisection over a prompt's positions
-finds its deepest marks, and the chains there are compared exactly. The answer is never too long, and too short by at
-most a sixteenth. 100,000 tokens cost 150 marks.
+finds its deepest marks, and the chains there are compared exactly. An answer is never longer than what the node is
+expected to hold, and at most a sixteenth too short. A chain of 100,000 tokens has 150 marks.
 
-An expectation ends when its node reports the last block (hit), when its time is over (missed), when its node leaves, or
-when newer ones need room. A mark names only the newest chain of a node. When that one ends first, the node has the
-shared blocks, unless it was withdrawn. A chain that is expected again, with all its marks, only gets more time.
+An expectation ends when its node reports the last block (hit), when its time is over (missed) or when its node leaves.
+It also ends when newer ones need room. A mark names only the newest chain of a node. When that one ends first, the node
+has the shared blocks, unless it was withdrawn. When a chain is expected again, and all its marks still name it, only
+its time is extended.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ MARK_BYTES = 400
 # Marked positions in each doubling of the depth.
 FINE = 16
 
-# Chains at the deepest marks that are compared exactly.
+# Chains at a prompt's deepest mark that are compared exactly, at most.
 COMPARED = 8
 
 # A node and the last block of a chain.
@@ -38,14 +41,12 @@ Key = tuple[str, bytes]
 
 @dataclass(slots=True, eq=False)
 class ExpectedChain:
-    """A chain of expected blocks.
-
-    num_named: its marks that name it and no newer chain of its node.
-    """
+    """The blocks that one request will create on a node."""
 
     node: str
     hashes: bytes
     until: float
+    # Marks that name it, and no newer chain of its node.
     num_named: int = 0
 
     @property
@@ -65,14 +66,10 @@ class ExpectedChain:
 
 
 class ExpectedBlocks:
-    """All expectations. Owned by one thread.
-
-    num_hits: came true.
-    num_missed: did not in time.
-    num_crowded_out: ended for want of room.
-    """
+    """All expected chains. Owned by one thread."""
 
     def __init__(self, *, max_marks: int = MAX_MARKS) -> None:
+        # Expectations that came true, that did not in time, and that ended for want of room.
         self.num_hits = self.num_missed = self.num_crowded_out = 0
         self._max_marks = max_marks
         self._marks: dict[bytes, dict[str, ExpectedChain]] = {}
@@ -80,7 +77,7 @@ class ExpectedBlocks:
         self._chains: dict[Key, ExpectedChain] = {}
         # The last blocks of each node's chains.
         self._of_node: dict[str, set[bytes]] = {}
-        # Heap of end times as of the last look. Chains that ended earlier stay until then.
+        # Heap of end times, as of when each chain was last checked. A chain that ended earlier stays until its time.
         self._ends: list[tuple[float, int, ExpectedChain]] = []
         self._order = count()
 
@@ -146,7 +143,7 @@ class ExpectedBlocks:
         for chain in sorted(others, key=attrgetter("until", "hashes"), reverse=True):
             for cut in _cuts(chain.num_common(hashes, 1))[
                 known:
-            ]:  # marks that named the withdrawn one; a later chain names those before
+            ]:  # marks of the withdrawn chain; an earlier chain of the loop named those before
                 held = marks.setdefault(hashes[cut], {})
                 if node not in held:
                     held[node] = chain
@@ -194,7 +191,7 @@ class ExpectedBlocks:
     def _levels(self, hashes: bytes) -> list[tuple[dict[str, ExpectedChain], int]]:
         """(chains, position) of the deepest mark of each group of nodes, shallow first.
 
-        Deeper marks have fewer nodes. Where two marks have equally many, so have all between.
+        A deeper mark has no more nodes than a shallower one. So where two have equally many, all between have as many.
         """
         left, last = 1, _rank(len(hashes) // HASH_BYTES)
         held = self._at(hashes, 1) if last else {}
@@ -265,7 +262,10 @@ def _block(hashes: bytes, position: int) -> bytes:
 
 
 def _has_block(hashes: bytes, block: bytes) -> bool:
-    """Whether the block is among the hashes. Searching bytes is faster than cutting them into hashes."""
+    """Whether the block is among the hashes.
+
+    A node has few chains, but a report may have thousands of blocks. Searching bytes is faster than cutting them.
+    """
     at = hashes.find(block)
     while at >= 0 and at % HASH_BYTES:
         at = hashes.find(block, at + 1)
@@ -281,7 +281,7 @@ def _position(rank: int) -> int:
 
 
 def _rank(num_blocks: int) -> int:
-    """The last mark within so many blocks."""
+    """The rank of the last mark within so many blocks."""
     if num_blocks <= FINE:
         return num_blocks
     doublings = num_blocks.bit_length() - FINE.bit_length()
@@ -293,7 +293,7 @@ _FIRST, _LAST = slice(HASH_BYTES), slice(-HASH_BYTES, None)
 
 
 def _cuts(num_blocks: int) -> list[slice]:
-    """Index arrays that cut the marks out of the hashes of so many blocks."""
+    """A slice for each mark, to cut it out of the hashes of so many blocks."""
     num_marks = _rank(num_blocks)
     for rank in range(len(_kept_cuts) + 1, num_marks + 1):
         end = _position(rank) * HASH_BYTES

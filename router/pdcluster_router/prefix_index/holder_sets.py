@@ -27,8 +27,8 @@ from pdcluster_router.prefix_index.block_table import FREE, GONE, Sets
 EMPTY = GONE
 
 MAX_NODES = 1 << 16
-# Bytes of an id beside its members: its place in the lists, and two objects in a dict. Measured by bench.index, rounded
-# up.
+# Bytes of an id beside its members: its entries in the lists, and two objects in a dict. Measured by bench.index,
+# rounded up.
 SET_BYTES = 200
 
 
@@ -64,7 +64,7 @@ class HolderSets:
         return self._num_numbers - 1
 
     def leave(self, number: int) -> None:
-        """Remove the node from all sets, from now on."""
+        """From now on, no set contains the node."""
         self._dead.add(number)
 
     # ------------------------------------------------------------ sets
@@ -78,7 +78,7 @@ class HolderSets:
         return self._member_bytes + SET_BYTES * len(self._members) + self._forward.nbytes
 
     def resolve(self, set_id: int) -> int:
-        """The id that stands for `set_id` now. Ids passed on the way then forward to it directly."""
+        """The id that stands for `set_id` now. The ids of the chain then forward to it directly."""
         if set_id not in self.forwarding:
             return set_id
         passed = []
@@ -86,7 +86,7 @@ class HolderSets:
             passed.append(set_id)
             set_id = int(self._forward[set_id])
         for earlier in passed[:-1]:
-            if earlier in self.forwarding:  # otherwise it ended with the one before it
+            if earlier in self.forwarding:  # else it ended with the one before it
                 self.hold(set_id, 1)
                 former, self._forward[earlier] = int(self._forward[earlier]), set_id
                 self.let_go(former, 1)
@@ -130,11 +130,11 @@ class HolderSets:
         return at < len(found) and found[at] == number
 
     def hold(self, set_id: int, num_rows: int) -> None:
-        """Count more rows that carry the id."""
+        """Count `num_rows` more rows that carry the id."""
         self._rows[set_id] += num_rows
 
     def let_go(self, set_id: int, num_rows: int) -> None:
-        """Count fewer rows that carry the id. The last one ends it."""
+        """Count `num_rows` fewer rows that carry the id. The last row ends the id."""
         self._rows[set_id] -= num_rows
         if self._rows[set_id] < 0:
             raise IntegrityError(f"set {set_id} is carried by {self._rows[set_id]} rows")
@@ -174,7 +174,7 @@ class HolderSets:
     # ------------------------------------------------------------ sweeping
 
     def sweep(self, num_sets: int) -> list[int]:
-        """Sweep so many sets, and return the ids that forward since. Nothing happens while no number is dead."""
+        """Sweep `num_sets` sets. Returns the ids that now forward. It does nothing while no number is dead."""
         changed: list[int] = []
         for _ in range(num_sets):
             if self._cursor >= self._sweep_end:

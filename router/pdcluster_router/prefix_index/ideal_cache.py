@@ -1,8 +1,8 @@
-"""A cache that never forgets: the block hashes that passed this router, in a table of fixed size.
+"""The block hashes that passed this router, as a cache that never evicts.
 
-It judges decisions (`explain`) and tells how much nodes lose (`policy.cache_pressure`). It answers how long a prefix
-some earlier request shared. Each hash has one slot, which a later hash takes over. So old prefixes fade, and an answer
-may be short. It is too long only by chance, 2⁻⁶⁴ a block.
+`explain` judges decisions by it, and the replay measures what nodes evict. It gives the length of the prefix that a
+prompt shares with some earlier request. Each hash has one slot in a table of fixed size, and a later hash may overwrite
+it. So old prefixes fade, and an answer may be too short. It is too long only by chance, 2⁻⁶⁴ a block.
 """
 
 from __future__ import annotations

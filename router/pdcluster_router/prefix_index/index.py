@@ -1,4 +1,6 @@
-"""The prefix index: which node holds which blocks, for a whole prompt and all nodes at once.
+"""The prefix index: which node holds which blocks.
+
+One look-up answers for a whole prompt and all nodes.
 
 A row per block (`block_table`) carries the id of the set of nodes that hold it (`holder_sets`). Nodes evict leaves
 first, so a node holds a prefix of each prompt, and sets only shrink along it. Where both ends of a stretch have the
@@ -6,8 +8,9 @@ same set, so have all blocks between. `depths` halves stretches whose ends diffe
 depths) rows.
 
 A full table grows by moving its rows into a larger one, some with each change. Until then both are searched. At
-`max_blocks` new blocks are dropped and counted, and their node is marked partial until its next snapshot. A partial
-node may look shorter. Rows of nodes that left are overwritten as rows move.
+`max_blocks` new blocks are dropped and counted, and their node is marked partial until its next snapshot. The
+holdings of a partial node are no longer prefix-closed here, so it may look shorter. Rows that only nodes that left held
+are not moved.
 
 Owned by one thread. Blocks that a request will create are in `expected`. `updates` reads the reports of nodes.
 """
@@ -30,11 +33,11 @@ GROWTH = 1.3
 FIRST_SLOTS = 4096
 
 MOVED_PER_BLOCK = 8
-# Slots of the old table that each changed block moves, and the least that is moved at once.
+# Slots of the old table to move for each changed block. They add up until LEAST_MOVED is worth a move.
 LEAST_MOVED = 4096
 
 COUNTED = 1 << 18
-# Rows are uniform over slots. A count of 2^18 slots is off by less than this share.
+# Rows are uniform over slots. So an estimate from COUNTED slots is off by less than this share, almost surely.
 SPARE = 0.02
 
 # Sets that each change sweeps while dead numbers are left.
@@ -43,13 +46,13 @@ SWEPT_SETS = 64
 # Up to so many blocks, a loop is cheaper than arrays.
 FEW_BLOCKS = 48
 
-# A table that may not grow is rebuilt only when this share of its rows may be unused.
+# A table of the largest size is rebuilt only when this share of `max_blocks` may be unused.
 FREED_SHARE = 0.125
 
 # Distinct blocks. Their rows need at most ENTRY_BYTES each.
 MAX_BLOCKS = 16 << 20
 
-# Bytes of a row at the worst moment, while both tables exist. A row holds at least one (block, node) entry.
+# Most bytes of a row: while rows move, both tables exist. A row holds at least one (block, node) entry.
 ENTRY_BYTES = SLOT_BYTES * (1 + GROWTH) / MAX_LOAD
 
 KEPT_NAMES = 512
@@ -57,17 +60,20 @@ KEPT_NAMES = 512
 
 @dataclass(slots=True)
 class Holdings:
-    """One node's share: its number, its blocks, and whether blocks were dropped for want of room."""
+    """One node's share of the index."""
 
+    # The node's number in the holder sets.
     number: int
+    # Blocks that the node holds.
     num_blocks: int = 0
+    # Blocks were dropped for want of room.
     is_partial: bool = False
 
 
 class PrefixIndex:
     def __init__(self, *, max_blocks: int = MAX_BLOCKS) -> None:
         self.max_blocks = max_blocks
-        # Entries that found no room, ever.
+        # Entries that found no room, in total.
         self.num_dropped = 0
         self.expected = ExpectedBlocks()
         self._nodes: dict[str, Holdings] = {}
@@ -75,16 +81,17 @@ class PrefixIndex:
         self._sets = HolderSets()
         self._table = BlockTable(min(FIRST_SLOTS, int(max_blocks / MAX_LOAD) + 1))
         self._former: BlockTable | None = None
-        # Slots of the old table that are done, and at most so many rows that are still to move.
+        # Slots of the old table that are done, and an upper bound of the rows that are still to move.
         self._moved = self._num_to_move = 0
         # Slots that should have been moved by now.
         self._num_owed = 0
-        # Entries that ended since the table was built. At most so many rows are unused.
+        # Entries that ended since the table was built: an upper bound of its unused rows.
         self._num_freed = 0
         self._most_slots = int(max_blocks / MAX_LOAD) + 1
         self._members: dict[int, tuple[str, ...]] = {}
         self._asked = b""
-        # The last question and its answer, until something changes. A request asks once for each node.
+        # The answer for the hashes in `_asked`, until something changes. A request looks them up again for each node
+        # that it is sent to.
         self._answer: dict[str, int] = {}
 
     # ------------------------------------------------------------ what nodes tell
@@ -133,7 +140,10 @@ class PrefixIndex:
     # ------------------------------------------------------------ what is asked
 
     def depths(self, hashes: bytes, now: float | None = None) -> dict[str, int]:
-        """Leading blocks of the prompt for each node that holds the first one. With `now`, expected blocks count."""
+        """Leading blocks of the prompt on each node that holds the first one.
+
+        now: also count the blocks that are expected at this time; None: only reported ones.
+        """
         if not hashes:
             return {}
         if hashes is not self._asked:
@@ -152,7 +162,7 @@ class PrefixIndex:
         first = table_set_of(words[0], words[1])
         if (
             first != GONE and first not in self._sets.forwarding and table_set_of(words[-2], words[-1]) == first
-        ):  # the usual case
+        ):  # the usual case: one set holds the whole prompt
             return dict.fromkeys(self._names_of(first), last + 1)
         first = self._set_of(words, 0)
         if first == EMPTY:
@@ -248,7 +258,7 @@ class PrefixIndex:
         return found
 
     def digest(self, node: str) -> str:
-        """A digest of the node's blocks, in no order; `digest_of` makes the same of hashes. Reads every row."""
+        """A digest of the node's blocks, in any order. Reads every row. `digest_of` makes the same of hashes."""
         low = high = count = 0
         for keys in self._keys_of(node):
             low ^= int(np.bitwise_xor.reduce(keys.low))
@@ -374,14 +384,14 @@ class PrefixIndex:
         return int(np.count_nonzero(changed[of_row]))
 
     def _recount(self, former: Sets, now: Sets) -> None:
-        """Recount the sets after rows changed ids. Rows of the empty set are GONE and not counted."""
+        """Count rows again after they changed ids. Rows of the empty set are GONE and not counted."""
         for set_id, count in zip(*_counts(now), strict=True):
             self._sets.hold(set_id, count)
         for set_id, count in zip(*_counts(former), strict=True):
             self._let_go(set_id, count)
 
     def _let_go(self, set_id: int, count: int) -> None:
-        behind = self._sets.resolve(set_id)  # it ends too, when no row carries an id that forwards to it
+        behind = self._sets.resolve(set_id)  # may end too, with the last row whose id forwards to it
         self._sets.let_go(set_id, count)
         self._members.pop(set_id, None)
         self._members.pop(behind, None)
@@ -389,7 +399,7 @@ class PrefixIndex:
     # ------------------------------------------------------------ room
 
     def _make_room(self, num_blocks: int) -> int:
-        """How many of the wanted new rows there may be."""
+        """How many of `num_blocks` new rows there is room for, after growing the table if it may grow."""
         if num_blocks > self._room() and (
             self._table.num_slots < self._most_slots or self._num_freed > FREED_SHARE * self.max_blocks
         ):
@@ -400,9 +410,9 @@ class PrefixIndex:
         return int(MAX_LOAD * self._table.num_slots) - self._table.num_rows - self._num_to_move
 
     def _rebuild(self, num_new: int) -> None:
-        """Begin to move living rows into a table with room for so many more, or as large as allowed.
+        """Begin to move live rows into a table with room for `num_new` more, or into the largest allowed.
 
-        It also has room for what comes while rows move, so all have moved before it is full.
+        It also has room for rows that come meanwhile, so all rows have moved before it is full.
         """
         if self._former is not None:
             self._move(self._former.num_slots)

@@ -1,7 +1,8 @@
-"""Reports of nodes about their caches, in order: numbered deltas go into the prefix index.
+"""Cache reports of nodes, taken into the prefix index in order.
 
 A node's first report is a snapshot. Numbered deltas follow. A missing number means that something was lost. The router
-then asks for a snapshot at once, and again while none comes. Until it comes, the old state stays as the best guess.
+then asks for a snapshot at once, and again while none comes. Until it comes, the index keeps the old state as the best
+guess.
 
 Large reports are taken in by slices, so the event loop does other work between them. Later reports of the node wait
 behind its slices, and the node looks shorter meanwhile. Owned by the router's event loop. It sends nothing itself.
@@ -29,28 +30,23 @@ Piece = tuple[Literal["snapshot", "remove", "add"], bytes]
 
 @dataclass(slots=True)
 class _Feed:
-    """One node's feed.
+    """The reports of one node."""
 
-    sequence: of the last delta that was taken; None while a snapshot is awaited.
-    asked_at: when the last snapshot was asked for.
-    pieces: slices that are not in the index yet.
-    """
-
+    # Of the last delta that was taken in; None while a snapshot is awaited.
     sequence: int | None = None
+    # When the router last asked for a snapshot.
     asked_at: float | None = None
+    # Slices that are not in the index yet.
     pieces: deque[Piece] = field(default_factory=deque)
 
 
 class CacheUpdates:
-    """Feeds of all nodes.
-
-    num_deltas, num_snapshots: taken in.
-    num_gaps: times when deltas were missing.
-    num_stale: deltas that an awaited snapshot will contain.
-    """
+    """The cache reports of all nodes. Owned by the router's event loop."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self.index = index
+        # Deltas and snapshots that were taken in, times when deltas were missing, and deltas that a snapshot contains
+        # or will contain.
         self.num_deltas = self.num_snapshots = self.num_gaps = self.num_stale = 0
         self._feeds: dict[str, _Feed] = {}
         # Feeds with slices left.
@@ -62,7 +58,7 @@ class CacheUpdates:
         return bool(self._waiting)
 
     def take_piece(self) -> None:
-        """Take in one slice, nodes in turn."""
+        """Take in one slice. Nodes take turns."""
         incarnation = next(iter(self._waiting))
         feed = self._waiting.pop(incarnation)
         kind, hashes = feed.pieces.popleft()
@@ -124,7 +120,7 @@ class CacheUpdates:
         return True
 
     def is_overdue(self, incarnation: str, now: float) -> bool:
-        """Whether to ask the node again, because its snapshot does not come. Called on every message of the node."""
+        """Whether to ask the node again for its snapshot. True starts a new pause of ASK_AGAIN_S."""
         feed = self._feeds.get(incarnation)
         return feed is not None and feed.sequence is None and self._ask(feed, now)
 

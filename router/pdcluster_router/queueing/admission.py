@@ -1,9 +1,9 @@
 """Whether a request may come in. Pure; a refusal carries the predicted wait.
 
-A request that can never fit gets a 400. Without nodes it gets a 503. A full hold queue, or a missed service level, is a
-429. Without a service level (`Slo.ttft_s` None) only bounds refuse. With one, a request is refused when its predicted
-time to first token, with the margin, is too long. Long prompts have a floor, because short ones fit in a little longer
-and would keep them out for ever:
+A request that can never fit gets a 400. Without nodes it gets a 503. A full hold queue, or a prediction past the
+service level, gets a 429. Without a service level (`Slo.ttft_s` None) only bounds refuse. With one, the gate refuses a
+request whose predicted time to first token, with the margin, is too long. Long prompts have a floor. Without it, short
+ones, which fit in a little longer, would keep them out for ever:
 
 1. A prompt counts as at least EVEN_SHARE of the level. So up to there all are refused at the same queue length. A
    tenant with nothing waiting is exempt while others wait.
@@ -22,32 +22,31 @@ from pdcluster_router.cluster.view import ClusterView
 EVEN_SHARE = 0.25
 LONG_FACTOR = 2.0
 MIN_RETRY_S = 0.1
-# The rate of a queue that nothing leaves, so that a wait stays a number.
+# The least rate, for a queue that nothing leaves: a predicted wait stays finite.
 LEAST_RATE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """The service level.
+    """The service level."""
 
-    ttft_s: the longest time to first token; None for none.
-    margin: share by which predictions are raised.
-    """
-
+    # The longest time to first token; None for none.
     ttft_s: float | None = None
+    # Share by which predictions are raised.
     margin: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a request must expect, in seconds: in the hold queue, before its turn on a node, and for its own prompt.
+    """What a request must expect, in seconds."""
 
-    is_modest: others wait, but none of its tenant.
-    """
-
+    # In the hold queue.
     wait_s: float
+    # On a node, before its turn.
     backlog_s: float
+    # For its own prompt.
     prefill_s: float
+    # Others wait, but none of its tenant.
     is_modest: bool = False
 
     @property

@@ -8,7 +8,8 @@
    a tenant that asks now and then would wait behind a flood.
 3. Requests of one tenant go by due time, then by arrival.
 
-`peek` changes nothing. Only `take` credits and charges. Tenants that `peek` passes over keep their deficit.
+`peek` changes nothing. Only `take` credits and charges. Requests that `peek` skips count as absent. Their tenants
+keep their deficit.
 """
 
 from __future__ import annotations
@@ -25,22 +26,20 @@ from pdcluster.core.errors import IntegrityError
 
 
 class QueuedRequest(msgspec.Struct, frozen=True, gc=False):
-    """One request in the hold queue.
-
-    priority: lower goes first.
-    work: its expected cost for a node, in one unit for all.
-    arrived, deadline: times of one clock.
-    is_paid: it was released before and came back; its tenant is not charged again.
-    """
+    """One request in the hold queue."""
 
     request: str
     tenant: str
+    # Its expected cost for a node, in one unit for all requests, such as seconds.
     work: float
     size_bytes: int
+    # Moments of one clock.
     arrived: float
     deadline: float
     weight: float = 1.0
+    # Lower goes first.
     priority: int = 0
+    # It was released before and came back, so its tenant is not charged again.
     is_paid: bool = False
 
     @property
@@ -65,7 +64,8 @@ class Flow:
     weight: float
     places: list[QueuePosition] = field(default_factory=list)
     deficit: float = 0.0
-    # Work ÷ weight that it began with as nobody else waited, and has not used since.
+    # Savings (work ÷ weight) that are not in the deficit, because no other tenant waited when it began. What it took
+    # since is subtracted.
     unused: float = 0.0
 
     def head(self, skip: Container[str]) -> QueuedRequest | None:
@@ -107,14 +107,13 @@ class Savings:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What goes next.
-
-    visits: of the round until there, with the tenants in it, in order.
-    """
+    """The request that goes next."""
 
     held: QueuedRequest
     tier: int
+    # Visits of the round until it goes.
     visits: int
+    # The tenants in the round, in order.
     ring: tuple[str, ...]
     by_floor: bool = False
 
@@ -223,7 +222,7 @@ class FairQueue:
     """All waiting requests.
 
     quantum: work that a visit credits a tenant of weight 1.
-    floor: share of the work of other tiers that a tier is owed.
+    floor: share of released work that is owed to the less urgent tiers it passed.
     burst: see Savings.
     """
 

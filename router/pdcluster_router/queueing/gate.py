@@ -33,20 +33,20 @@ Decide = Callable[[QueuedRequest], Decision]
 Reason = Mode | Literal["pace"]
 PACE: Literal["pace"] = "pace"
 
-# How long a passed-over request's decision is trusted while the ones before it stay blocked. So a report of a full pool
-# costs one decision, not one per waiting request.
+# How long the gate trusts the last score of a waiting request, while what kept it waiting is still full. So a request
+# that may go elsewhere does not wait for those before it. And a report of a full pool costs one decision, not one for
+# each waiting request.
 RESCORE_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """Why a request did not go when it was scored at `moment`.
-
-    nodes: incarnations that could have computed its prompt.
-    """
+    """Why a request did not go when it was last scored."""
 
     reason: Reason
+    # Incarnations that could have computed its prompt.
     nodes: frozenset[str]
+    # When it was scored.
     moment: float
 
 
@@ -72,7 +72,7 @@ class Gate:
         self._headroom = headroom
         self._slo = slo
         self._drain = DrainRate()
-        # Decisions of requests that were passed over lately.
+        # Wishes of requests that were passed over lately.
         self._wishes: dict[str, Wish] = {}
 
     def try_admit(self, held: QueuedRequest, decide: Decide, now: float) -> Decision | None:

@@ -1,8 +1,8 @@
 """Whether a request has room on nodes with a small backlog. Pure; reads a ClusterView.
 
-A node is *open* for prompts while less than `backlog_s` of work waits there: enough that it never idles, and so little
-that the router still decides what comes next. The policy chooses among nodes. It may choose one that is not open, for
-its cache, while some suitable node of that leg is open.
+A node is *open* for prompts while less than `backlog_s` of work waits there. That is enough to keep it busy, and so
+little that the router still decides what comes next. The policy chooses among nodes. It may choose
+one that is not open, for its cache, while some suitable node of that leg is open.
 
 Rows share their node's steps, so one row too many slows all of them. A first token mostly has time. So a request waits
 while the rows of its decode node are at their limit, but for no more than HALF of its first token's time.
@@ -27,13 +27,11 @@ MODES: tuple[Mode, ...] = ("remote", "local")
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """Limits of the backlog.
+    """Whether nodes have room for a request."""
 
-    backlog_s: seconds of prompt work that may wait on a node.
-    cold_token_s: cost of a token where a node has not measured it.
-    """
-
+    # Seconds of prompt work that may wait on a node.
     backlog_s: float = 0.25
+    # Seconds for a prompt token on a node that has not measured it.
     cold_token_s: float = 50e-6
 
     def prefill_s(self, node: NodeView, new_tokens: int, cached_tokens: int = 0) -> float:
@@ -86,8 +84,9 @@ class Headroom:
     def goes(
         self, choice: RoutingDecision, query: Query, view: ClusterView, waited_s: float, *, may_slow: bool
     ) -> bool:
-        """Whether the chosen nodes' numbers alone show that the request goes. False: ask `has_open` and
-        `keeps_pace`.
+        """Whether the chosen nodes' numbers alone show that the request goes.
+
+        It goes when `has_open` holds and, unless may_slow, `keeps_pace`. False: call those two.
         """
         if query.busy or not view.has_table:
             return False
@@ -173,5 +172,5 @@ def _is_idle(node: NodeView) -> bool:
 
 
 def _is_ruled_out(node: NodeView, query: Query) -> bool:
-    """Whether a node is out because it failed the request. The policy may still choose the last one left."""
+    """Whether the node cannot take the request, or asked for a pause (`query.busy`)."""
     return bool(why_not(node, query.num_tokens)) or node.endpoint.incarnation in query.busy

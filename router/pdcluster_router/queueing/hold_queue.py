@@ -29,38 +29,33 @@ Reason = Literal["deadline", "age"]
 
 @dataclass(frozen=True, slots=True)
 class HoldLimits:
-    """Limits of the hold queue.
-
-    age_s: longest wait.
-    urgency: times its own work until a request is due; None: first come, first served.
-    patience_s: it is due at the latest then.
-    look_ahead: requests that may be passed over for a later one.
-    quantum, floor, burst: see `fairness`.
-    is_shared: several tenants may come, so none may fill the queue.
-    """
+    """Limits of the hold queue. For quantum, floor and burst see `fairness`."""
 
     count: int = 1024
     size_bytes: int = 256 * 2**20
+    # The longest wait.
     age_s: float = 60.0
+    # A request is due after this at the latest.
     patience_s: float = 30.0
+    # A request is due after `urgency` times its own work; None: first come, first served.
     urgency: float | None = PATIENCE
+    # Requests that may be passed over for a later one.
     look_ahead: int = 16
     quantum: float = 0.05
     floor: float = 0.05
     burst: float = 1.0
+    # Several tenants may come, so none may fill the queue.
     is_shared: bool = False
 
 
 class HoldOutcome(Enum):
-    """What became of an offered request.
+    """What became of an offered request."""
 
-    PLACED: it went.
-    ELSEWHERE: the free room is not for it.
-    FULL: nothing is free for anyone.
-    """
-
+    # It went.
     PLACED = auto()
+    # The free room is not for this one.
     ELSEWHERE = auto()
+    # Nothing is free for any request.
     FULL = auto()
 
 

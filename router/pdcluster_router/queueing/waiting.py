@@ -138,7 +138,7 @@ class WaitingRequests:
                     await self._pause()
         except Exception as error:  # the top of this task: every waiting request must get a bug of ours as its answer
             logger.exception("the hold queue failed")
-            self._pump = None  # requests that come while these are told need another task
+            self._pump = None  # a request that comes during these answers needs a new task
             for request in list(self._waiters):
                 self._tell(request, "refused", errors.PdclusterError(f"internal error in the hold queue: {error}"))
 
