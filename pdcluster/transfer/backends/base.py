@@ -1,24 +1,22 @@
-"""The byte-level seam under a KV transfer: what a backend must do, and the plain values it deals in.
+"""The byte-level seam under a KV transfer: what a backend must do, and the plain values it uses.
 
-A backend moves byte ranges between registered regions of two processes and tells when they landed. It knows nothing of
-requests, pages, attempts, retries or digests; the protocol lives once, in `transfer.protocol.session`. Nothing here
-blocks: work runs in the backend's own threads or library, and `wakeup_fd` becomes readable when `poll` or `arrivals`
-has something new.
+A backend moves byte ranges between registered regions of two processes and reports when they landed. It knows no
+requests, pages, attempts, retries or digests; `transfer.protocol.session` has the protocol. Nothing here blocks: the
+backend's own threads or library do the work. `wakeup_fd` becomes readable when `poll` or `arrivals` has news.
 
-Requirements every backend meets (tests/contract runs them over all of them):
- 1. A write lands only in ranges that the reader `permit`ted for its nonce, or the reader's own copy step discards it.
-    Media where the writer reaches memory directly (shm, RDMA) cannot check at the receiver: for these `close` must say
-    CANNOT_FENCE until proof exists.
- 2. `arrivals` names a stamp only after all its payload is readable in the destination region.
- 3. FAILED means that the write neither reads the source nor can land any more. REFUSED is FAILED by the reader's own
-    word: it permits no such write, so the ticket, not the path, is at fault. LOST means that it no longer reads the
-    source but may have landed, or may still land. UNKNOWN means that it may still read the source and may still land;
-    it is no final answer: the handle stays and turns DONE, FAILED, REFUSED or LOST when there is proof, which `close`
-    may bring about.
- 4. `close` and `revoke` answer FENCED only with the medium's own proof: that no byte of that peer, or of that nonce,
-    can land from now on.
- 5. Sizes and ranges that come from a peer are checked before anything is allocated or written; a bad one is dropped and
-    counted.
+Every backend meets these requirements (tests/contract runs them over all backends):
+
+1. A write lands only in ranges that the reader permitted for its nonce, or the reader's own copy step discards it. On
+   media where the writer reaches memory directly (shm, RDMA), the receiver cannot check. There `close` must answer
+   CANNOT_FENCE until proof exists.
+2. `arrivals` names a stamp only after all its payload is readable in the destination region.
+3. FAILED: the write neither reads the source nor can land any more. REFUSED is FAILED by the reader's own word: it
+   permits no such write, so the ticket, not the path, is at fault. LOST: it no longer reads the source but may have
+   landed or may still land. UNKNOWN: it may still read the source and may still land. UNKNOWN is not final: the handle
+   stays and becomes DONE, FAILED, REFUSED or LOST when there is proof, which `close` may bring about.
+4. `close` and `revoke` answer FENCED only with the medium's own proof that no byte of that peer, or of that nonce, can
+   land from now on.
+5. Sizes and ranges from a peer are checked before any allocation or write. A bad one is dropped and counted.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ import msgspec
 from pdcluster.transfer.layout.spans import CopyRuns, Spans
 
 Handle = NewType("Handle", int)
-# What msgspec raises for bytes of a peer that it cannot take: text that is no UTF-8 is a ValueError.
+# What msgspec raises for a peer's malformed bytes. Text that is not UTF-8 is a ValueError.
 DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
@@ -53,8 +51,9 @@ class Fence(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Memory of this process that takes part in transfers. fd: a file descriptor others can map (memfd), None when
-    there is none."""
+    """Memory of this process that takes part in transfers. fd: a file descriptor that others can map (memfd); None when
+    there is none.
+    """
 
     id: int
     address: int
@@ -63,15 +62,14 @@ class Region:
 
 
 class Peer(NamedTuple):
-    """One boot of one node. A tuple, as many books have it as their key."""
+    """One boot of one node. A tuple, because many tables use it as a key."""
 
     node: str
     incarnation: str
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """Travels with every write and is verified at the reader: whose permit, which chunk of it (and which try), how many
-    bytes."""
+    """Travels with every write, and the reader verifies it: whose permit, which chunk and try, how many bytes."""
 
     nonce: int
     chunk: int
@@ -80,9 +78,10 @@ class Stamp(msgspec.Struct, frozen=True):
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A stamp that landed. digest, spans: what the medium says of the payload in memory, xxh3-64 over the spans
-    (offset, nbytes) in wire order, taken when all of it had landed; None where it does not, or where a write may land
-    again after its stamp did."""
+    """A stamp that landed.
+    digest, spans: xxh3-64 of the payload in memory, over the spans (offset, nbytes) in wire order, taken when all of it
+    had landed. None where the medium does not digest, or where a write may land again after its stamp.
+    """
 
     stamp: Stamp
     digest: int | None = None
@@ -92,7 +91,8 @@ class Arrival(msgspec.Struct, frozen=True):
 
 class Permit(msgspec.Struct, frozen=True):
     """What the holder of `nonce` may write into `region`: byte ranges (offset, nbytes), sorted and disjoint. digests:
-    wanted on arrival."""
+    take them on arrival.
+    """
 
     nonce: int
     writer: Peer
@@ -103,56 +103,65 @@ class Permit(msgspec.Struct, frozen=True):
 
 class Backend(Protocol):
     name: str
-    # Readable (an eventfd) when poll or arrivals has news. `arrivals` clears it, so whoever uses both calls `arrivals`
-    # first, then `poll`.
+    # Readable (an eventfd) when poll or arrivals has news. `arrivals` clears it, so callers use `arrivals` first, then
+    # `poll`.
     wakeup_fd: int
-    # What was dropped or refused, by reason.
+    # Dropped or refused writes, by reason.
     counters: Mapping[str, int]
 
     def register(self, region: Region) -> None:
         """Make a region of this process usable as source and target."""
 
     def advert(self) -> bytes:
-        """What a writer's `connect` needs to reach this process. No raw addresses of memory that a peer could use
-        unchecked."""
+        """What a writer's `connect` needs to reach this process. It holds no raw memory address that a peer could use
+        unchecked.
+        """
 
     def connect(self, peer: Peer, advert: bytes) -> None:
-        """Prepare writing to `peer`. Idempotent: called before every write, with the advert of its ticket. Connecting
-        goes on in the background, and writes queued behind it fail (FAILED) when it fails; raises PeerUnreachable at
-        once for an advert that cannot work or is older than the connection, or when the last try failed a moment
-        ago."""
+        """Prepare writing to `peer`. Idempotent: called before every write, with the advert of its ticket.
+
+        Connecting continues in the background. Writes queued behind it become FAILED when it fails. Raises
+        PeerUnreachable at once for an advert that cannot work or is older than the connection, or when the last try
+        failed a moment ago.
+        """
 
     def permit(self, permit: Permit) -> None:
         """Reader: allow the writes of a ticket."""
 
     def revoke(self, nonce: int) -> Fence:
-        """Reader: forget a permit. On media that check at the receiver, later writes under it are dropped, and the
-        answer is FENCED: no byte under this nonce lands after the call (it waits for a receiving thread to pass its
-        check, microseconds). May be called again."""
+        """Reader: forget a permit. May be called again.
+
+        On media that check at the receiver, later writes under it are dropped and the answer is FENCED: no byte under
+        this nonce lands after the call. The call waits microseconds for a receiving thread to pass its check.
+        """
 
     def write(
         self, peer: Peer, source_region: int, target_region: int, stamp: Stamp, runs: CopyRuns, digests: bool = False
     ) -> Handle:
-        """Start copying `runs`; raises PeerUnreachable when the peer is not connected. digests: digest the payload on
-        the way, if the medium's mover can."""
+        """Start copying `runs`. digests: digest the payload on the way if the medium's mover can. Raises
+        PeerUnreachable when the peer is not connected.
+        """
 
     def poll(self, handle: Handle) -> WriteStatus:
-        """State of a write; a final answer (DONE, FAILED, REFUSED, LOST) is given once, then the handle is
-        forgotten."""
+        """State of a write. A final answer (DONE, FAILED, REFUSED, LOST) is given once; then the handle is
+        forgotten.
+        """
 
     def take_digest(self, handle: Handle) -> int | None:
-        """xxh3-64 of the payload of a write that `poll` just said is DONE; once. None when the mover did not digest
-        it."""
+        """xxh3-64 of the payload of a write that `poll` just answered as DONE; once. None when the mover did not digest
+        it.
+        """
 
     def take_duration(self, handle: Handle) -> float | None:
-        """Seconds from `write` to the answer of a write that `poll` just said is DONE; once."""
+        """Seconds from `write` to the answer of a write that `poll` just answered as DONE; once."""
 
     def arrivals(self) -> list[Arrival]:
         """Reader: what landed since the last call."""
 
     def close(self, peer: Peer) -> Fence:
-        """Stop talking to a peer, as its reader and as its writer: its connections end, our unfinished writes to it end
-        as FAILED, LOST or UNKNOWN. May be called again later to ask for the proof again."""
+        """End all connections with a peer, as its reader and as its writer. Our unfinished writes to it end as FAILED,
+        LOST or UNKNOWN. Call it again later to ask for the proof again.
+        """
 
     def shutdown(self) -> None:
         """Release threads, sockets and mappings. Idempotent."""

@@ -1,9 +1,8 @@
-"""An in-process backend whose faults are scripted: delays, drops, duplicates, reordering, torn, late and lost writes,
-bit flips, unknown results.
+"""An in-process backend with scripted faults: delays, drops, duplicates, reordering, torn, late and lost writes, bit
+flips, unknown results.
 
-`FakeNetwork` holds the schedule and an injected clock; a `FakeBackend` is one boot's end of it. Nothing happens by
-itself: what is due happens inside the next call of any verb, in the order of the due times. For tests; a node never
-chooses it.
+`FakeNetwork` holds the schedule and an injected clock; a `FakeBackend` is one boot's end. Nothing happens by itself:
+every call first carries out the events that are due, in time order. For tests; a node never uses it.
 """
 
 from __future__ import annotations
@@ -22,12 +21,16 @@ from pdcluster.transfer.layout.spans import CopyRun, CopyRuns
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one write; the default is nothing bad.
+    """What happens to one write; the default is no fault.
 
-    delay_s: write → last byte lands (the first half lands at half of it). answer_s: that → final status, DONE or FAILED
-    (then it never lands). lost_s: write → LOST; it still lands, from a copy of the source made then. unknown_s: write →
-    UNKNOWN, until the final status; it still reads the source. torn_bytes: only so many bytes land. flip_byte: the byte
-    at this offset lands wrong. arrivals: how many stamps arrive. arrival_s: landing → stamp.
+    delay_s: from write until the last byte lands; the first half lands at half of it.
+    answer_s: from there to the final status, DONE or FAILED (then it never lands).
+    lost_s: from write to LOST; the write still lands, from a copy of the source made then.
+    unknown_s: from write to UNKNOWN, until the final status; it still reads the source.
+    torn_bytes: only this many bytes land.
+    flip_byte: the byte at this offset lands wrong.
+    arrivals: how many stamps arrive.
+    arrival_s: from landing to stamp.
     """
 
     delay_s: float = 0.0
@@ -51,16 +54,19 @@ class _Write:
     stamp: Stamp
     runs: CopyRuns
     fault: Fault
-    # Its connection ended: no further byte lands, the source is not read.
+    # Its connection ended: no further byte lands, and the source is not read.
     cut: bool = False
-    # The payload, once the source is read no more.
+    # The payload, once the source is no longer read.
     snapshot: bytes | None = None
 
 
 class FakeNetwork:
-    """plan: the fault of each write. on_land: told (backend it lands at, stamp, spans) just before bytes change.
-    checks_permits: like tcp, landing needs a permit and a nonce can be fenced; without, like shm, only the writer's
-    death (`kill`) is a fence."""
+    """The schedule of all faults.
+    plan: the fault of each write.
+    on_land: called with the receiving backend, the stamp and the spans just before bytes change.
+    checks_permits: as on tcp, a landing needs a permit and a nonce can be fenced. Without it, as on shm, only the
+    writer's death (`kill`) is a fence.
+    """
 
     def __init__(
         self,
@@ -91,7 +97,7 @@ class FakeNetwork:
         return self._schedule[0][0] if self._schedule else None
 
     def kill(self, peer: Peer) -> None:
-        """The peer's process dies: its writes stop where they are, writes to it are lost."""
+        """End the peer's process: its writes stop where they are, and writes to it are lost."""
         self.run_due()
         self.killed.add(peer)
         for write in list(self.writes):
@@ -99,7 +105,7 @@ class FakeNetwork:
                 self.cut(write)
 
     def cut(self, write: _Write) -> None:
-        """End a write's connection: definite only when nothing was sent, so it is LOST."""
+        """End a write's connection. It is FAILED when nothing was sent, else LOST."""
         write.cut = True
         write.writer.settle(write, WriteStatus.LOST)
 
@@ -119,12 +125,12 @@ class FakeBackend:
         self._permits = Permits(self._counts)
         self._writes = Writes(self._doorbell, network.clock)
         self._arrivals = Arrivals(self._doorbell)
-        # With adverts of which epoch.
+        # The epoch of the advert in use.
         self._connected: dict[Peer, int] = {}
-        # Peers whose hello came, which the first write brings: on a medium without checks they can write.
+        # Peers whose hello came with their first write. On a medium without checks they can write.
         self._met: set[Peer] = set()
         self._epoch = 0
-        # Peers that never came and were fenced, as on shm: the oldest advert they may still come with.
+        # Fenced peers that never came, as on shm: the oldest advert they may still use.
         self._least_epoch: dict[Peer, int] = {}
         network.backends[me] = self
 
@@ -177,7 +183,7 @@ class FakeBackend:
         return handle
 
     def _is_welcome(self, peer: Peer) -> bool:
-        """The hello, with the advert that `connect` got."""
+        """Check the hello, with the advert that `connect` got."""
         target = self.network.backends.get(peer)
         if target is not None and self._connected[peer] < target._least_epoch.get(self.me, 0):
             return False
@@ -247,7 +253,7 @@ class FakeBackend:
         self.network.at(fault.answer_s, lambda: self.settle(write, status))
 
     def _land(self, write: _Write, start: int, end: int) -> bool:
-        """Copy bytes [start, end) of the payload if the write still can land."""
+        """Copy bytes [start, end) of the payload if the write can still land."""
         fault, target = write.fault, self.network.backends.get(write.target)
         if write.cut or target is None or fault.status is WriteStatus.FAILED:
             return False

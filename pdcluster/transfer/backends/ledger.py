@@ -1,7 +1,7 @@
-"""What a backend's mover threads share with the thread that owns the backend: a doorbell, write handles, arrivals,
-permits, counters.
+"""What a backend's mover threads share with the backend's own thread: doorbell, write handles, arrivals, permits,
+counters.
 
-Every class here may be used from any thread. No sockets, no policy.
+Any thread may use every class here. No sockets, no policy.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ FINAL = frozenset({WriteStatus.DONE, WriteStatus.FAILED, WriteStatus.REFUSED, Wr
 
 
 def level_of_end(error: Exception, *work: object) -> int:
-    """How the end of a connection is logged. work: what it still had to do, falsy when nothing: then nobody loses
-    anything by the peer's ending it, as when a whole cluster is stopped. One that never came about had no time to get
-    work, and the writes that come too late for it say no reason."""
+    """The log level for the end of a connection. work: what it still had to do; without work, nobody loses anything
+    when the peer ends it, as when a whole cluster stops. A connection that never came about had no work yet, and writes
+    that come too late for it report no reason.
+    """
     return logging.INFO if isinstance(error, ConnectionResetError) and not any(work) else logging.WARNING
 
 
 def start_or_release(thread: threading.Thread, peer: Peer, release: Callable[[], object]) -> None:
-    """Start a thread that writes to this peer. PeerUnreachable when the process gets none now; what the thread was to
-    end with is released then."""
+    """Start a thread that writes to this peer. When the process gets no thread, call `release` and raise
+    PeerUnreachable.
+    """
     try:
         thread.start()
     except RuntimeError as error:
@@ -43,18 +45,21 @@ def start_or_release(thread: threading.Thread, peer: Peer, release: Callable[[],
 
 
 class Doorbell:
-    """An eventfd: `ring` from anywhere, poll `fd` in a loop. Only `clear` reads it: what rings already is not rung
-    again, and what does not ring is not read, as every system call at the end of a transfer delays its Commit. Nor is
-    it written under the lock: that wakes the one who clears, and he would wait for the one who rings to go on."""
+    """An eventfd: any thread calls `ring`, the owner polls `fd`, and only `clear` reads it.
+
+    A bell that rings is not written again, and a silent one is not read, because every system call at the end of a
+    transfer delays its Commit. `ring` writes outside the lock: a write wakes the owner, which would then wait for the
+    lock.
+    """
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
-        # Under the lock: is there something to be read, or will there be at once?
+        # Under the lock: whether there is something to read, or will be at once.
         self._rings = False
         # Under the lock: how many threads are about to write.
         self._ringers = 0
-        # Under the lock: the descriptor, when it is to be closed after the last of them.
+        # Under the lock: the descriptor, when it closes after the last of them.
         self._closing = -1
 
     def ring(self) -> None:
@@ -76,7 +81,7 @@ class Doorbell:
             try:
                 os.eventfd_read(self.fd)
             except BlockingIOError:
-                return  # it is about to be rung: the next wait is over at once
+                return  # it is about to ring, so the next wait ends at once
             self._rings = False
 
     def close(self) -> None:
@@ -86,7 +91,7 @@ class Doorbell:
             self._let_go()
 
     def _let_go(self) -> None:
-        """A number that is written to must not become another file's."""
+        """A descriptor that threads write to must not become another file's."""
         if self._closing >= 0 and not self._ringers:
             os.close(self._closing)
             self._closing = -1
@@ -122,9 +127,11 @@ class Writes:
         quietly: bool = False,
         seconds: float | None = None,
     ) -> None:
-        """Record an answer; the first final one stays. digest: of the payload of a write that is DONE. quietly: without
-        ringing, because more answers follow soon. seconds: how long it took, where that is known better than from `new`
-        till now."""
+        """Record an answer; the first final one stays.
+        digest: of the payload of a write that is DONE.
+        quietly: without ringing, because more answers follow soon.
+        seconds: how long it took, where that is known better than from `new` until now.
+        """
         with self._lock:
             if self._states.get(handle) in FINAL or handle not in self._states:
                 return
@@ -166,7 +173,7 @@ class Arrivals:
         self._doorbell.ring()
 
     def take(self) -> list[Arrival]:
-        """All so far; clears the doorbell first, so that one added meanwhile rings again."""
+        """All arrivals so far. Clears the doorbell first, so that a later arrival rings again."""
         self._doorbell.clear()
         taken = []
         while self._arrivals:
@@ -187,7 +194,7 @@ class Counts:
 
 
 class Permits:
-    """Which writes are allowed right now: at most one permit for each nonce and region."""
+    """The writes that are allowed now: at most one permit for each nonce and region."""
 
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
@@ -200,7 +207,7 @@ class Permits:
             self._permits[permit.nonce] = {**self._permits.get(permit.nonce, {}), permit.region: permit}
 
     def revoke(self, nonce: int) -> bool:
-        """Forget all permits of a nonce; False when there was none."""
+        """Forget all permits of a nonce. False when there was none."""
         with self._lock:
             return self._permits.pop(nonce, None) is not None
 
@@ -217,8 +224,9 @@ class Permits:
         return self._permits.get(permit.nonce, {}).get(permit.region) is permit
 
     def find(self, writer: Peer, nonce: int, region: int, spans: Spans) -> Permit | None:
-        """The permit that allows `writer` to write all the spans of `region`; None, and counted by reason, when there
-        is none."""
+        """The permit that allows `writer` to write all the spans of `region`. None, and counted by reason, when there
+        is none.
+        """
         regions = self._permits.get(nonce, {})
         permit = regions.get(region)
         if not regions:
@@ -237,20 +245,19 @@ def is_inside(region: Region, offset: int, nbytes: int) -> bool:
 
 
 def memory_of(region: Region) -> memoryview:
-    """The region's bytes, writable. The caller keeps the region mapped as long as the view lives."""
+    """The region's bytes, writable. The caller keeps the region mapped while the view lives."""
     return memoryview((ctypes.c_ubyte * region.nbytes).from_address(region.address)).cast("B")
 
 
-# What waits for a thread that carries out writes to one peer, until it is told to end or has failed. No sockets, no
-# policy.
+# The queue of a thread that carries out writes to one peer, until it must end or has failed. No sockets, no policy.
 
 W = TypeVar("W")
 
 
 class Inbox(Generic[W]):
-    """`add` and `end` are for any thread, the rest for the one whose inbox it is. It polls `fd`, and works on the first
-    write before it takes it out, so that whatever ends the thread, `fail` hands back each write that it had not done
-    with."""
+    """Any thread calls `add` and `end`; the owning thread calls the rest and polls `fd`. The owner works on the first
+    write before it takes it out. So `fail` returns every unfinished write, whatever ended the thread.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -264,7 +271,7 @@ class Inbox(Generic[W]):
         return len(self._waiting)
 
     def add(self, write: W) -> bool:
-        """False when nobody would carry it out."""
+        """Queue a write. False when no thread would carry it out."""
         with self._lock:
             if self.is_ending or self.failed_at is not None:
                 return False
@@ -291,7 +298,7 @@ class Inbox(Generic[W]):
         self._doorbell.clear()
 
     def fail(self) -> list[W]:
-        """It takes no more; those that were left."""
+        """Close the inbox and return the remaining writes."""
         with self._lock:
             self.failed_at = time.monotonic()
             left, self._waiting = list(self._waiting), deque()

@@ -1,24 +1,24 @@
-"""Mooncake's transfer engine under a staged backend: its environment and its calls. Everything we ask of the library is
-here.
+"""Mooncake's transfer engine under a staged backend: its environment and its calls. Every call to the library is here.
 
-What it does to its users, and what answers that:
- - its `protocol` argument does not choose the transport, and its environment is read once: `environment` forces TCP
-   before the first engine, unless RDMA devices are named (which was not run on hardware).
- - it picks its rpc port itself, whatever it is asked for: sessions are named by `get_rpc_port`.
- - a negative state does not mean that the write failed: what was sent may still land, so the reader's block is never
-   used again. -1 says that it ended at this end: over TCP the library says so only when the operation that sends from
-   the source has ended and its socket is closed (`ClientSession` of its sources; tests/faults/test_paused.py shows it
-   of the release that is installed). At any other state but 1 the library may still read the source, which stays pinned
-   until it says 1 or -1: no timer frees it.
- - who is registered may be written by whoever knows the address: the KV pool never is. Over TCP it need not be in order
-   to be sent from; over RDMA it would, so there everything is gathered in staging.
- - its queues overflow at 1024 entries per peer and then fail for seconds: their limit is raised, and it has a few
-   pieces at a time (`flying`), of at most an entry per MiB.
- - its progress deadline must end before its transfer deadline, or a dead peer's write is read from after it was given
-   up.
- - variables of its environment make another engine of it, or its answers mean less: they are refused.
- - before release 0.3.13 it made a connection per write: older ones are refused.
- - `transfer_submit_write` and `transfer_check_status` are the only calls that neither block nor spin.
+Properties of the library, and the answer to each:
+
+- Its `protocol` argument does not choose the transport, and it reads its environment once. `environment` forces TCP
+  before the first engine, unless RDMA devices are named (not run on hardware).
+- It picks its rpc port itself. Sessions are named by `get_rpc_port`.
+- A negative state does not mean that the write failed. What was sent may still land, so the reader's block is never
+  used again. -1 means that it ended at this end. Over TCP the library answers -1 only when the operation that sends
+  from the source has ended and its socket is closed (`ClientSession` of its sources; tests/faults/test_paused.py shows
+  it of the installed release). At any other state but 1 the library may still read the source. The source stays pinned
+  until 1 or -1; no timer frees it.
+- Whoever knows the address may write registered memory, so the KV pool is never registered. TCP can send from
+  unregistered memory. RDMA cannot, so there everything is gathered in staging.
+- Its queues overflow at 1024 entries per peer and then fail for seconds. The limit is raised, and the library gets a
+  few pieces at a time (`flying`), with at most one entry per MiB.
+- Its progress deadline must end before its transfer deadline. Otherwise it reads from a dead peer's write after that
+  was given up.
+- Some environment variables select another engine or weaken its answers. They are refused.
+- Before release 0.3.13 it opened a connection per write. Older releases are refused.
+- Only `transfer_submit_write` and `transfer_check_status` neither block nor spin.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ LOG = logging.getLogger(__name__)
 PACKAGES = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 OLDEST_RELEASE = (0, 3, 13)
 QUEUE_LIMIT = 65535
-# Of `transfer_check_status`. With 1 and -1 the library forgets the write; at any other state it may be asked again.
+# Of `transfer_check_status`. At 1 and -1 the library forgets the write; at any other state it can be asked again.
 STATES = {1: WriteStatus.DONE, 0: WriteStatus.PENDING, -1: WriteStatus.LOST}
-# Variables under which its answers mean something else: another engine, which tries other media when one failed, and
-# writes that are done once they left this end.
+# Variables that change the meaning of its answers: another engine that retries other media, or writes that count as
+# done once they left this end.
 ALTERING = ("MC_USE_TENT", "MC_USE_TEV1", "MC_TCP_PROTO")
-# The library takes no less.
+# The library's own minimum.
 LEAST_TRANSFER_TIMEOUT_S = 5
 
 
 def environment(settings: StagedSettings) -> dict[str, str]:
-    """What the library reads from its environment, to be set before the first engine of the process starts."""
+    """The variables that the library reads. Set them before the first engine of the process starts."""
     transfer_s = max(LEAST_TRANSFER_TIMEOUT_S, round(settings.unknown_s))
     progress_s = min(max(1, round(settings.progress_s)), transfer_s - 1)
     fabric = settings.fabric
@@ -76,7 +76,7 @@ def installed_release() -> str:
 
 
 def check_release(release: str) -> None:
-    """Refuse one that is too old; one that says nothing of itself was built by its user."""
+    """Refuse a release that is too old. A library without a release number was built by its user and passes."""
     numbers = tuple(map(int, re.findall(r"\d+", release)[:3]))
     if numbers and numbers < OLDEST_RELEASE:
         raise ConfigError(
@@ -87,7 +87,7 @@ def check_release(release: str) -> None:
 
 
 class MooncakeEngine:
-    """The library; any thread. Starting and closing take it a second or two each, so backends may share one."""
+    """The library; any thread. Starting and closing take a second or two each, so backends may share one."""
 
     needs_calls = False
 
@@ -119,7 +119,7 @@ class MooncakeEngine:
         self.session = f"{settings.host}:{self._engine.get_rpc_port()}"
 
     def close(self) -> None:
-        """It blocks for a second or two."""
+        """Blocks for a second or two."""
         self._engine = None
 
     def register(self, address: int, nbytes: int) -> None:
@@ -137,7 +137,7 @@ class MooncakeEngine:
         return grant.decode(errors="replace")
 
     def part(self, far: str) -> None:
-        """It keeps its connections for itself."""
+        """Does nothing: the library keeps its connections."""
 
     def submit(self, far: str, source: int, target: int, nbytes: int) -> int | None:
         return int(self._engine.transfer_submit_write(far, source, target, nbytes)) or None
@@ -146,4 +146,4 @@ class MooncakeEngine:
         return STATES.get(int(self._engine.transfer_check_status(batch)), WriteStatus.UNKNOWN)
 
     def expect(self) -> None:
-        """It has threads of its own."""
+        """Does nothing: the library has its own threads."""

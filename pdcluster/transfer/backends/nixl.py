@@ -1,10 +1,9 @@
-"""NIXL (UCX) under a staged backend: its environment and its calls. Everything we ask of the library is here. RDMA was
-not run on hardware.
+"""NIXL (UCX) under a staged backend: its environment and its calls. Every call to the library is here. RDMA was not run
+on hardware.
 
-The library's own progress thread would keep a core busy for ever, so it is off: a writer makes progress by asking for
-the states of its writes, and this engine's thread makes progress for the writes that come in, as long as their writers
-say that there are some. UCX knows no authentication; it only ever sees staging blocks, and a host of loopback keeps it
-off the network.
+The library's own progress thread would keep a core busy for ever, so it is off. A writer makes progress when it asks
+for the states of its writes. This engine's thread makes progress for incoming writes, as long as their writers report
+that there are some. UCX has no authentication. It only sees staging blocks, and on loopback it stays off the network.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from pdcluster.transfer.backends.staging import StagedSettings
 
 LOG = logging.getLogger(__name__)
 
-# One library under several names; without a GPU it makes no difference which.
+# One library under several names. Without a GPU it does not matter which.
 PACKAGES = ("nixl_cu12", "nixl_cu13")
-# How long one word of a writer keeps this end awake; it is repeated more often than that.
+# How long one message of a writer keeps this end awake. Writers repeat it more often.
 EXPECT_S = 0.05
 CALL_EVERY_S = 0.0001
 
 
 def environment(settings: StagedSettings) -> dict[str, str]:
-    """What the library reads from its environment, to be set before it is loaded. Its crash handler would hide ours."""
+    """The variables that the library reads. Set them before it is loaded. Its crash handler would hide ours."""
     values = {
         "NIXL_LOG_LEVEL": "WARN",
         "UCX_LOG_LEVEL": "error",
@@ -51,7 +50,7 @@ def environment(settings: StagedSettings) -> dict[str, str]:
 
 
 def load_library() -> Any:
-    """The library's Python module; ConfigError when it is not installed."""
+    """The library's Python module. Raises ConfigError when it is not installed."""
     keeps = logging.raiseExceptions  # the library switches it off for the whole process
     reasons = []
     try:
@@ -69,7 +68,7 @@ def load_library() -> Any:
 
 
 class NixlEngine:
-    """One NIXL agent; any thread. Starting it takes a second."""
+    """One NIXL agent; any thread. Starting takes a second."""
 
     needs_calls = True
     reads_anywhere = False
@@ -90,7 +89,7 @@ class NixlEngine:
             raise ConfigError(f"transfer backend nixl does not start: {error}") from error
         self._lock = threading.Lock()
         self._registered: dict[int, Any] = {}
-        # Writes that were not seen to end: whom to, source address, the library's handle.
+        # Writes that have not ended: peer, source address, the library's handle.
         self._flying: dict[int, tuple[str, int, Any]] = {}
         self._met: Counter[str] = Counter()
         self._next = 1
@@ -122,7 +121,7 @@ class NixlEngine:
             raise OSError(f"nixl could not register {nbytes} bytes: {error}") from error
 
     def unregister(self, address: int, nbytes: int) -> None:
-        """Memory that a write is still reading stays registered: the library would not survive that."""
+        """Memory that a write still reads stays registered, because the library would crash otherwise."""
         with self._lock:
             self._sweep()
             if any(address <= source < address + nbytes for _, source, _ in self._flying.values()):
@@ -184,7 +183,7 @@ class NixlEngine:
             except self._errors as error:
                 LOG.debug(
                     "nixl failed a write to %s: %s", far, error
-                )  # part of it may have left: its state is asked for
+                )  # part of it may have left, so its state is polled
             return batch
 
     def check(self, batch: int) -> WriteStatus:
@@ -205,7 +204,7 @@ class NixlEngine:
             return "ERR"
 
     def _release(self, batch: int) -> None:
-        """Forget a write, which cancels what can be cancelled; one that can not be stays in the books."""
+        """Forget a write and cancel it if possible. A write that cannot be cancelled stays in the books."""
         try:
             self._flying[batch][2].release()
         except self._errors as error:

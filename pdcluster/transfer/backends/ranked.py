@@ -1,9 +1,8 @@
-"""One medium of a whole node: each of its ranks has an endpoint of its own for it, and every verb goes to the ranks
-that it is about.
+"""One medium of a whole node: each rank has its own endpoint, and every verb goes to the ranks it concerns.
 
-Rank r holds region first_region + r. A node's advert is that of its one endpoint, or a list of those of its ranks. All
-ranks of a writer say hello as their node's boot, so a permit is the node's; a writer tells the ranks of a reader apart
-by names that it alone uses. Which rank writes what to which is the session's business.
+Rank r holds region first_region + r. A node's advert is that of its one endpoint, or a list of its ranks' adverts. All
+ranks of a writer say hello as their node's boot, so a permit is the node's. A writer names the ranks of a reader by
+names that only it uses. The session decides which rank writes what to which.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ _decoder = msgspec.msgpack.Decoder(tuple[bytes, ...])
 
 
 def pack_adverts(adverts: Sequence[bytes]) -> bytes:
-    """Of all ranks, in their order."""
+    """The adverts of all ranks, in order."""
     return adverts[0] if len(adverts) == 1 else MAGIC + msgspec.msgpack.encode(tuple(adverts))
 
 
 def unpack_adverts(data: bytes) -> tuple[bytes, ...]:
-    """Raises PeerUnreachable for what no node says."""
+    """Raises PeerUnreachable for malformed bytes."""
     if not data.startswith(MAGIC):
         return (data,)
     try:
@@ -52,7 +51,7 @@ def unpack_adverts(data: bytes) -> tuple[bytes, ...]:
 
 
 class RankedBackend:
-    """Implements base.Backend over one of each rank, in their order; ends[0] is of this process."""
+    """base.Backend over one endpoint of each rank, in order. ends[0] is in this process."""
 
     def __init__(self, ends: Sequence[Backend], first_region: int) -> None:
         self.name = ends[0].name
@@ -73,15 +72,16 @@ class RankedBackend:
         self._used: dict[Peer, set[tuple[int, Peer]]] = {}
 
     def register(self, region: Region) -> None:
-        """The pool of a rank of this process; others register their own."""
+        """Register the pool of a rank of this process. Other processes register theirs."""
         self._ends[region.id - self._first_region].register(region)
 
     def advert(self) -> bytes:
         return pack_adverts([end.advert() for end in self._ends])
 
     def connect(self, peer: Peer, advert: bytes) -> None:
-        """Rank 0 connects to rank 0, which always has something for it and says whether the medium reaches that node at
-        all; other pairs when they write, and with the adverts that were given last, those of the write's own ticket."""
+        """Connect rank 0 to rank 0, which always has data for it and tells whether the medium reaches that node. Other
+        pairs connect when they write, with the adverts given last: those of the write's own ticket.
+        """
         self._adverts[peer] = unpack_adverts(advert)
         self._connect(peer, 0, 0)
 
@@ -146,7 +146,7 @@ class RankedBackend:
 
 
 def _name_of(peer: Peer, rank: int, ranks: int) -> Peer:
-    """What we call a rank of a node that we write to; never said to anyone."""
+    """Our local name of a rank of a node that we write to. It is never sent."""
     return peer if ranks == 1 else Peer(peer.node, f"{peer.incarnation}#{rank}")
 
 

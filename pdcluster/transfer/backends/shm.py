@@ -1,10 +1,10 @@
 """Backend `shm`: both processes on one host. The reader's pool is shared memory (a memfd); the writer maps it and
 copies straight into the pages.
 
-The memfd travels by SCM_RIGHTS over an abstract unix socket, so nothing is left behind when a process is killed; on the
-same socket the writer tells what it has copied (`shm_notices`). The reader can not check a copy, so there is no fence
-but the writer process's end, which its pidfd proves. Only processes of the same user on the same host get in; those
-could read each other's memory anyway.
+The memfd travels by SCM_RIGHTS over an abstract unix socket, so nothing remains when a process is killed. On the same
+socket the writer reports what it has copied (`shm_frames`). The reader cannot check a copy. The only fence is the end
+of the writer's process, which its pidfd proves. Only processes of the same user on the same host get in; those could
+read each other's memory anyway.
 """
 
 from __future__ import annotations
@@ -64,21 +64,24 @@ MAX_LINKS = 1024
 MAX_BARRED = 1024
 UCRED = struct.Struct("3i")
 F_ADD_SEALS, F_SEAL_SHRINK = 1033, 2
-# Copied in one go; and when the reader is told, so that it digests at the same time. What is left to digest at the end
-# is one such piece. Of a copy that is longer, and not digested, it hears before and after: it looks at where the copy
-# goes while the bytes go there.
+# BURST: bytes copied at a time. TOLD: the writer reports progress this often, so that the reader digests at the same
+# time and has at most one such piece left at the end. A longer copy without digests has a notice before and after it;
+# the reader checks its targets while the bytes move.
 BURST_BYTES, TOLD_BYTES = 16 << 20, 2 << 20
-# Where a write goes, as long as only its sources are looked at: the reader's memory is not mapped before its connection
-# is there.
+# The range of a write while only its sources are checked. The reader's memory is not mapped before the connection
+# exists.
 ANYWHERE = (0, MOST_BYTES)
-# With more writes than these in the queue (the one that just ended among them), nobody is woken: it would take the GIL
-# from the next copy, and nobody waits for room yet.
+# With more queued writes than this (the one that just ended included), the mover wakes nobody. Waking would take the
+# GIL from the next copy, and nobody waits for room yet.
 QUIET_WRITES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class ShmSettings:
-    """connect_s: the hello's answer; progress_s: a full socket of notices; retry_s: pause after a failed connect."""
+    """connect_s: deadline of the hello's answer.
+    progress_s: deadline of a full socket of notices.
+    retry_s: pause after a failed connect.
+    """
 
     connect_s: float = 2.0
     progress_s: float = 5.0
@@ -101,13 +104,13 @@ class _Write(NamedTuple):
     region: int
     stamp: Stamp
     runs: RunTable
-    # As the mover takes them; None: the reader's memory was not mapped yet when it was asked for.
+    # Rows for the mover. None: the reader's memory was not mapped yet when the write came.
     table: Table | None
     digests: bool
 
 
 class _Mover:
-    """The thread that copies to one peer; `sock` is connected and its own."""
+    """The thread that copies to one peer. It owns the connected `sock`."""
 
     def __init__(
         self,
@@ -128,7 +131,7 @@ class _Mover:
             writes,
         )
         self._waits = waits
-        # A write stays in it until it was copied.
+        # A write stays queued until it is copied.
         self.inbox: Inbox[_Write] = Inbox()
         # By region id.
         self._maps: dict[int, MappedMemory] = {}
@@ -136,8 +139,9 @@ class _Mover:
         start_or_release(self.thread, peer, self._end)
 
     def table_of(self, runs: RunTable, source: Region, region: int, nbytes: int) -> Table | None:
-        """Where the runs read and write; None when one of them is not inside, or the reader's memory is not mapped
-        (yet)."""
+        """The addresses that the runs read and write. None when a run lies outside, or the reader's memory is not
+        mapped yet.
+        """
         mapping = self._maps.get(region)
         return (
             None
@@ -161,7 +165,7 @@ class _Mover:
         self._settle_all()
 
     def _settle_all(self) -> None:
-        """Copies run in this thread, so none is under way here: what is left is definitely not written."""
+        """Copies run in this thread, so none is in flight here. The remaining writes are definitely not written."""
         for write in self.inbox.fail():
             self._writes.settle(write.handle, WriteStatus.FAILED)
         for mapping in self._maps.values():
@@ -199,10 +203,10 @@ class _Mover:
             ready = poller.poll(0 if self._populate_more() else None)
             self.inbox.was_heard()
             if len(ready) > 1 or (ready and ready[0][0] != self.inbox.fd):
-                raise ConnectionResetError("the reader closed it")  # it never sends after the hello
+                raise ConnectionResetError("the reader closed it")  # the reader never sends after the hello
 
     def _populate_more(self) -> bool:
-        """Use a pause for what later copies would wait for."""
+        """Use a pause to enter pages that later copies need."""
         return any(mapping.populate_more() for mapping in self._maps.values())
 
     def _copy(self, sock: socket.socket, write: _Write) -> None:
@@ -220,7 +224,7 @@ class _Mover:
         burst = TOLD_BYTES if is_told and write.digests else BURST_BYTES
         if is_told:
             self._notify(sock, pack_notice(CopyNotice(write.stamp, write.region, spans, has_begun=True)))
-        for begin in range(0, nbytes, burst):  # bounded, so that `end` is seen soon
+        for begin in range(0, nbytes, burst):  # bounded, so that `end` is noticed soon
             if self.inbox.is_ending:
                 raise ConnectionAbortedError("closed by this node")
             payload.advance(burst)
@@ -244,7 +248,7 @@ class _Mover:
             except BlockingIOError:
                 if self.inbox.is_ending or time.monotonic() > deadline:
                     raise TimeoutError("the reader takes no notices") from None
-                poller = select.poll()  # select knows no descriptor above 1023
+                poller = select.poll()  # select takes no descriptor above 1023
                 poller.register(sock, select.POLLOUT)
                 poller.poll(100)
 
@@ -262,7 +266,7 @@ class _Inlet:
 
 
 class ShmBackend:
-    """See module. Public methods belong to one thread; movers, acceptor and inlets have threads of their own."""
+    """Backend `shm`. One thread calls the public methods; movers, acceptor and inlets have their own threads."""
 
     def __init__(self, me: Peer, settings: ShmSettings | None = None, *, name: str = "shm") -> None:
         self.name = name
@@ -276,19 +280,18 @@ class ShmBackend:
         self._arrivals = Arrivals(self._doorbell)
         self._permits = Permits(self._counts)
         self.gil_waits = GilWaits()
-        native()  # loaded now and not during the first transfer
+        native()  # load now, not during the first transfer
         self._regions: dict[int, Region] = {}
         self._movers: dict[Peer, _Mover] = {}
         self._ended: list[_Mover] = []
         self._lock = threading.Lock()
         self._links: set[_Inlet] = set()
-        # Writers that have our memory; used under the lock.
+        # Writers that have our memory. Used under the lock.
         self._met = Processes()
         self._epoch = 0
-        # Boots that were fenced: the oldest advert they may still come with; infinity for a process that has exited. At
-        # most MAX_BARRED.
+        # Fenced boots: the oldest advert they may still use; infinity for an exited process. At most MAX_BARRED.
         self._least_epoch: dict[Peer, float] = {}
-        # The oldest advert with which anybody else may come.
+        # The oldest advert that any other boot may use.
         self._floor = 0
         self._closed = False
         self._token = os.urandom(TOKEN_BYTES)
@@ -323,7 +326,7 @@ class ShmBackend:
         self._permits.grant(permit)
 
     def revoke(self, nonce: int) -> Fence:
-        """Later notices are dropped, but a copy can not be kept out."""
+        """Later notices are dropped, but a copy cannot be kept out."""
         self._permits.revoke(nonce)
         return Fence.CANNOT_FENCE
 
@@ -362,7 +365,7 @@ class ShmBackend:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.setblocking(False)
         try:
-            sock.connect(b"\0" + advert.socket)  # at once, there is no network in between
+            sock.connect(b"\0" + advert.socket)  # at once: there is no network in between
         except OSError as error:
             sock.close()
             raise PeerUnreachable(f"{peer.node} does not accept connections on this host: {error}") from error
@@ -405,10 +408,12 @@ class ShmBackend:
         return Fence.FENCED
 
     def _bar(self, peer: Peer) -> None:
-        """A boot that connects later must not break the proof given here. One that never came may be alive: it is let
-        in with an advert that is newer than every ticket it can hold now. Past MAX_BARRED that holds for every boot
-        that is not connected yet: those barred can be forgotten, as no ticket of theirs is written by a connection with
-        a newer advert than its own (session, R10)."""
+        """Fence a boot, and keep that proof valid when it connects later.
+
+        A boot that never came may be alive. It is let in with an advert newer than every ticket it can hold now. Past
+        MAX_BARRED this holds for every boot that is not connected. The barred boots can then be forgotten, because a
+        ticket is never written by a connection with a newer advert than its own (session, R10).
+        """
         was_met = self._met.forget(peer)
         if len(self._least_epoch) >= MAX_BARRED:
             self._epoch += 1
@@ -464,7 +469,7 @@ class ShmBackend:
     def _start_inlet(self, inlet: _Inlet, thread: threading.Thread) -> None:
         try:
             thread.start()
-        except RuntimeError as error:  # the process may have no more of them now; the next connection may get one
+        except RuntimeError as error:  # the process is out of threads; the next connection may get one
             self._counts.add("accept_failed")
             LOG.warning("dropped a transfer connection by shm: %s", error)
             self._forget(inlet)
@@ -489,7 +494,7 @@ class ShmBackend:
             self._forget(inlet)
 
     def _welcome(self, inlet: _Inlet) -> Peer:
-        """Check who it is, then share the regions."""
+        """Check the writer's identity, then share the regions."""
         sock = inlet.sock
         pid, uid, _ = UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size))
         if uid != os.getuid():

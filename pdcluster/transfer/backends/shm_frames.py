@@ -1,8 +1,8 @@
-"""What backend `shm` says over its unix sockets: the advert, the hello and its answer, and the notices of copies.
-Formats only; whatever is wrong in what a peer sent raises our own errors and nothing else.
+"""What backend `shm` sends over its unix sockets: the advert, the hello and its answer, and the notices of copies.
+Formats only; malformed bytes of a peer raise our own errors and nothing else.
 
-A short copy has one notice, when it is finished. A long one has a notice when it begins and then tells its progress, so
-that the reader digests what is in place while the rest is copied; it is finished when all its bytes are in place.
+A short copy has one notice, when it is finished. A long one has a notice when it begins and then reports progress, so
+that the reader digests what is in place meanwhile. It is finished when all its bytes are in place.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pdcluster.transfer.backends.ledger import Arrivals, Counts, Permits
 from pdcluster.transfer.copying.copy import Payload, reads
 from pdcluster.transfer.layout.runs import SpanTable
 
-# magic, nonce, chunk, trial, region, bytes; then the spans written, SPAN_BYTES each, or none where they are too many
-# for one notice.
+# magic, nonce, chunk, trial, region, bytes; then the spans written, SPAN_BYTES each, or none when they do not fit one
+# notice.
 NOTICE = struct.Struct("<4sQIIIQ")
 SPAN_BYTES = 16
-# magic, bytes in place of the copy that began last, in the order of its spans.
+# magic, bytes in place of the latest copy, in the order of its spans.
 PROGRESS = struct.Struct("<4sQ")
 MAGIC, BEGUN_MAGIC, PROGRESS_MAGIC = b"KVs2", b"KVb2", b"KVp2"
 MAX_NOTICE_SPANS = 4096
@@ -37,8 +37,9 @@ MAX_SOCKET_NAME_BYTES = 107
 
 
 class ShmAdvert(msgspec.Struct, frozen=True, array_like=True):
-    """epoch: counts the times when a boot that never came was fenced by refusing what it may still hold, which are
-    adverts of older epochs."""
+    """epoch: counts fences of boots that never came. Such a fence refuses what the boot may still hold: adverts of
+    older epochs.
+    """
 
     socket: bytes
     token: bytes
@@ -96,8 +97,9 @@ def _decode(name: str, data: bytes, kind: type[Frame]) -> Frame:
 
 
 class CopyNotice(NamedTuple):
-    """Of a copy that is finished, or has begun. spans: none where they are too many for a notice; never of one that has
-    begun."""
+    """A copy that is finished, or has begun. spans: none when they do not fit a notice; always there for one that has
+    begun.
+    """
 
     stamp: Stamp
     region: int
@@ -119,7 +121,7 @@ def pack_progress(nbytes: int) -> bytes:
 
 
 def decode_notice(data: bytes) -> CopyNotice | int:
-    """A notice, or the bytes of a progress."""
+    """A notice, or the bytes in place of a progress report."""
     if len(data) == PROGRESS.size and data.startswith(PROGRESS_MAGIC):
         return int(PROGRESS.unpack(data)[1])
     spans_bytes = len(data) - NOTICE.size
@@ -136,18 +138,19 @@ def decode_notice(data: bytes) -> CopyNotice | int:
     return CopyNotice(Stamp(nonce, chunk, trial, nbytes), region, spans, has_begun)
 
 
-# What a reader makes of the notices of one connection by shared memory: arrivals, with digests of what lies in its
-# own pages. For `shm`.
+# What a reader makes of the notices of one shared-memory connection: arrivals, with digests of its own pages. For
+# `shm`.
 #
-# The writer copies in one thread, each byte of a write once, and tells of a byte only after its copy; so what is
-# digested here can not be copied again
-# by this write. It moves nothing and fences nothing.
+# The writer copies in one thread, writes each byte once, and reports a byte only after its copy. So this write cannot
+# change what is digested here. This module moves nothing and fences nothing.
 
 
 @dataclass(slots=True)
 class _Copy:
-    """One that is under way. permit, payload: None when it is not permitted (any more), and when nobody wants its
-    digest. spans: what it says of where it goes when it arrived."""
+    """A copy in progress.
+    permit, payload: None when the copy is not permitted, and when nobody wants its digest.
+    spans: where it says it goes, for its arrival.
+    """
 
     notice: CopyNotice
     spans: SpanTable
@@ -157,14 +160,14 @@ class _Copy:
 
 
 class Notices:
-    """Of one connection; used by one thread."""
+    """The notices of one connection, for one thread."""
 
     def __init__(self, regions: Mapping[int, Region], permits: Permits, arrivals: Arrivals, counts: Counts) -> None:
         self._regions, self._permits, self._arrivals, self._counts = regions, permits, arrivals, counts
         self._copy: _Copy | None = None
 
     def take(self, peer: Peer, data: bytes) -> None:
-        """Raises ProtocolError for what no writer says."""
+        """Handle a notice. Raises ProtocolError for malformed ones."""
         notice = decode_notice(data)
         if isinstance(notice, int):
             self._go_on(notice)
@@ -176,13 +179,13 @@ class Notices:
         )
         spans = (
             notice.spans.joined() if is_digested and notice.has_begun else notice.spans
-        )  # for whoever compares them, while bytes travel
+        )  # for the comparison, while bytes travel
         self._copy = _Copy(notice, spans, permit, payload)
         if not notice.has_begun:
             self._go_on(notice.stamp.nbytes)
 
     def _go_on(self, nbytes: int) -> None:
-        """So many bytes of the copy are in place."""
+        """This many bytes of the copy are in place."""
         copy = self._copy
         if copy is None or not copy.nbytes < nbytes <= copy.notice.stamp.nbytes:
             raise ProtocolError(f"progress to {nbytes} bytes of a copy that did not begin, or is further already")

@@ -1,4 +1,4 @@
-"""Another process's shared memory, mapped here to be written. Which bytes may be written is the caller's business."""
+"""Another process's shared memory, mapped here to be written. The caller decides which bytes may be written."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ MADV_POPULATE_WRITE = 23
 
 
 class MappedMemory:
-    """A reader's region, mapped here. Its memory exists already; `populate` enters it into our page table many pages at
-    a time, which the copy would otherwise do one fault per page."""
+    """A reader's region, mapped here. Its memory exists already. `populate` enters many pages at a time into our page
+    table; a copy would otherwise fault page by page.
+    """
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self._memory = mmap.mmap(fd, nbytes)
@@ -27,13 +28,13 @@ class MappedMemory:
         anchor = ctypes.c_char.from_buffer(self._memory)
         self.address = ctypes.addressof(anchor)
         self._entered = bytearray(-(-nbytes // POPULATE_BYTES))
-        self._madvise = ctypes.CDLL(None, use_errno=True).madvise  # holds no GIL, unlike mmap's own
+        self._madvise = ctypes.CDLL(None, use_errno=True).madvise  # without the GIL, unlike mmap's own
         self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         self._next = 0
         self.is_populated = False
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """What of these bytes was not entered yet. A kernel that can not is left to fault pages in."""
+        """Enter the bytes that are not entered yet. A kernel without support faults the pages in."""
         for block in range(offset // POPULATE_BYTES, -(-(offset + nbytes) // POPULATE_BYTES)):
             if not self._entered[block]:
                 self._entered[block] = 1
@@ -41,7 +42,7 @@ class MappedMemory:
                 self._madvise(self.address + start, min(POPULATE_BYTES, self.nbytes - start), MADV_POPULATE_WRITE)
 
     def populate_more(self) -> bool:
-        """The next block that was not entered; False when all were."""
+        """Enter the next block. False when all are entered."""
         block = self._entered.find(0, self._next)
         if block < 0:
             self.is_populated = True
@@ -54,14 +55,14 @@ class MappedMemory:
         self._memory.close()
 
 
-# The proof that a process is over: its pidfd. Linux only, like shared memory by descriptor; it knows no pages.
+# Proof that a process has ended: its pidfd. Linux only, like shared memory by descriptor.
 
 # From Linux 6.5 on; the socket module has no name for it.
 SO_PEERPIDFD = 77
 
 
 def pidfd_of(sock: socket.socket, pid: int) -> int:
-    """A descriptor of the very process that connected (its pid alone could have been given to another one by now)."""
+    """A descriptor of the process that connected. Its pid alone could already belong to another process."""
     try:
         return struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4))[0]  # type: ignore[no-any-return]
     except OSError:
@@ -69,32 +70,33 @@ def pidfd_of(sock: socket.socket, pid: int) -> int:
 
 
 def has_exited(pidfd: int) -> bool:
-    """Whether the process ended; a stopped one has not."""
+    """Whether the process ended. A stopped process has not."""
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     return bool(poller.poll(0))
 
 
 class Processes:
-    """The processes behind boots: pid → pidfd, open until it has exited. Not locked."""
+    """The processes behind boots: pid → pidfd, open until the process has exited. Not locked."""
 
     def __init__(self) -> None:
         self._pidfds: dict[Peer, dict[int, int]] = {}
 
     def meet(self, peer: Peer, pid: int, sock: socket.socket) -> None:
-        """`peer` connected by `sock` from process `pid`. Processes of any boot that have exited are let go here: a node
-        that outlives many boots of its neighbours must not collect their descriptors."""
+        """Record that `peer` connected by `sock` from process `pid`. Exited processes of all boots are released here,
+        so that a long-lived node does not collect its neighbours' descriptors.
+        """
         self._let_go()
         pidfds = self._pidfds.setdefault(peer, {})
         if pid not in pidfds:
             pidfds[pid] = pidfd_of(sock, pid)
 
     def have_exited(self, peer: Peer) -> bool:
-        """Whether every process that ever connected as `peer` has ended. True as well when none did."""
+        """Whether every process that ever connected as `peer` has ended; True when none did."""
         return all(has_exited(pidfd) for pidfd in self._pidfds.get(peer, {}).values())
 
     def forget(self, peer: Peer) -> bool:
-        """Let go of its processes; False when there were none."""
+        """Release its processes. False when there were none."""
         pidfds = self._pidfds.pop(peer, {})
         for pidfd in pidfds.values():
             os.close(pidfd)

@@ -1,13 +1,16 @@
 """A backend over a transfer library that cannot cancel a write (Mooncake, NIXL): through staging blocks, at least at
 the reader.
 
-A write whose outcome such a library does not know may still land later. So it never writes the KV pool: per connection
-the reader owns a ring of large blocks. A piece of a write goes pages → (engine) ring block i → (notice on our own link;
-permit checked) → (copy) pages, or, where it has many short runs or the library wants its sources registered, first
-through a staging block of the writer (`staged_pieces`). A piece whose engine write failed or has no known outcome gets
-no notice, so it can not reach the pages, and block i is not used again on this connection. For the session that is
-FAILED, as soon as the library has said that it reads none of the write's pages any more (`staged_reads`). What the
-session digests at the reader is the copy in the pages.
+A write of unknown outcome may still land later, so the library never writes the KV pool. The reader owns a ring of
+large blocks per connection. A piece of a write takes these steps:
+1. The library writes it from the pages to ring block i. A piece of many short runs, or for a library that needs
+   registered sources, is first gathered in a staging block of the writer (`staging`).
+2. The writer sends a notice on our own link, and the reader checks the permit.
+3. The reader copies the piece to the pages.
+
+A piece whose library write failed or has no known outcome gets no notice. So it cannot reach the pages, and block i is
+not used again on this connection. For the session that is FAILED, as soon as the library reads none of the write's
+pages (`staged_pump`). The session digests the reader's copy in the pages.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ MAX_UNFINISHED = 4096
 
 @dataclass(slots=True)
 class _Landing:
-    """A write at the reader, so far. Its payload is copied and digested in the pages, piece after piece."""
+    """A write at the reader, so far. Its payload is copied and digested in the pages piece by piece."""
 
     payload: Payload
     nbytes: int = 0
@@ -62,7 +65,7 @@ class _Landing:
 
 
 class StagedBackend:
-    """See module. Public methods belong to one thread; pumps, listener and receivers have threads of their own."""
+    """The backend. One thread calls the public methods; pumps, listener and receivers have their own threads."""
 
     def __init__(
         self, me: Peer, name: str, engine: TransferLibrary, settings: StagedSettings, *, owns_engine: bool = True
@@ -82,14 +85,14 @@ class StagedBackend:
         self._arrivals = Arrivals(self._doorbell)
         self._permits = Permits(self._counts)
         self.gil_waits = GilWaits()
-        native()  # loaded now and not during the first transfer
+        native()  # load now, not during the first transfer
         self._regions: dict[int, Region] = {}
         self._pumps: dict[Peer, Pump] = {}
         self._ended: list[Pump] = []
         self._listener = Listener(self._settings.host, self._serve, self._counts, progress_s=self._settings.progress_s)
 
     def register(self, region: Region) -> None:
-        """Not with the engine: what is registered there can be written."""
+        """Register the region here, but not with the library: others can write what is registered there."""
         self._regions[region.id] = region
 
     def advert(self) -> bytes:
@@ -131,7 +134,7 @@ class StagedBackend:
         return Pump(self.name, self._me, peer, advert, self._settings, self._engine, self._reads)
 
     def _living(self, peer: Peer, pump: Pump) -> Pump:
-        """The pump, or a new one when it ended a while ago."""
+        """The pump, or a new one when it has ended."""
         if pump.inbox.failed_at is None:
             return pump
         if time.monotonic() - pump.inbox.failed_at < self._settings.retry_s:
@@ -182,7 +185,7 @@ class StagedBackend:
     def _receive(
         self, link: Link, ring: Blocks, landed: OrderedDict[tuple[int, int, int], _Landing]
     ) -> tuple[int, bool]:
-        """One notice: check it, copy its piece to the pages. landed: unfinished writes so far."""
+        """Handle one notice: check it and copy its piece to the pages. landed: unfinished writes so far."""
         head = self._next_notice(link)
         magic, block, num_runs, nonce, chunk, trial, region_id, nbytes, total = NOTICE.unpack(head)
         if (
@@ -246,7 +249,7 @@ class StagedBackend:
                 stamp, landing.payload.digest() if permit.digests else None, chained(landing.spans), permit.region
             )
         elif len(landed) > MAX_UNFINISHED:
-            landed.popitem(last=False)  # of a writer that gave up; if not, its chunk is asked for again
+            landed.popitem(last=False)  # of a writer that gave up; otherwise its chunk is requested again
 
     # ------------------------------------------------------------ ending
 

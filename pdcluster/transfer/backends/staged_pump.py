@@ -1,5 +1,6 @@
-"""The writing half of a staged backend (`staged`): the thread that moves writes to one peer, piece by piece, through
-the library and our own link."""
+"""The writing half of a staged backend: the thread that moves writes to one peer, piece by piece, through the library
+and our own link.
+"""
 
 from __future__ import annotations
 
@@ -36,25 +37,24 @@ from pdcluster.transfer.backends.tcp_links import AnswerReader, Link, TcpAdvert,
 from pdcluster.transfer.copying.copy import Payload
 from pdcluster.transfer.layout.runs import RunTable
 
-# What a library may still read of our source pages after its pump let go of it. For a staged backend that sends
-# straight from the pool.
+# What a library may still read of our source pages after its pump released it. For a staged backend that sends straight
+# from the pool.
 #
-# A write whose outcome the library does not tell in time is over for its pump, but its pages are not free: read later
-# they would hold another
-# request's KV. So every answer about a write goes through here, and a final one waits until the library itself says
-# of each of its batches that it
-# ended. Until then the write is PENDING, and after a while UNKNOWN, which keeps the pages with their ticket. No timer
-# frees them, nor an error that
-# the library raises when it is asked.
+# A write whose outcome is late is over for its pump, but its pages are not free: read later, they would hold another
+# request's KV. So every answer about a write goes through here. A final one waits until the library says that each of
+# its batches ended. Until then the write is PENDING, and after a while UNKNOWN, which keeps the pages with their
+# ticket. Neither a timer nor an error of the library frees them.
 
-# The library's last words on a batch: it reads its source no more.
+# The library's final answers on a batch: it no longer reads its source.
 ENDED = frozenset({WriteStatus.DONE, WriteStatus.LOST})
 
 
 @dataclass(slots=True)
 class _Held:
-    """answer: what the write comes to when nothing reads its source any more; None: its pump still has some of it.
-    has_failed: the library raised an error when it was asked."""
+    """A write that the library may still read.
+    answer: its result once nothing reads its source; None while its pump still has some of it.
+    has_failed: the library raised an error when asked.
+    """
 
     since: float
     batches: list[int] = field(default_factory=list)
@@ -64,8 +64,9 @@ class _Held:
 
 
 class SourceReads:
-    """Any thread. A batch given to `keep` is asked for here and nowhere else: the library forgets it with its last
-    word."""
+    """For any thread. Only this class polls a batch given to `keep`, because the library forgets it with its final
+    answer.
+    """
 
     def __init__(
         self, engine: TransferLibrary, writes: Writes, unknown_s: float, clock: Callable[[], float] = time.monotonic
@@ -79,14 +80,14 @@ class SourceReads:
         return len(self._held)
 
     def keep(self, handle: Handle, batches: Iterable[int], since: float) -> None:
-        """These batches of a write, submitted at that time of the clock, did not end."""
+        """Keep these unfinished batches of a write, submitted at `since`."""
         with self._lock:
             held = self._held.setdefault(handle, _Held(since))
             held.since = min(held.since, since)
             held.batches += batches
 
     def settle(self, handle: Handle, status: WriteStatus, digest: int | None = None) -> None:
-        """A write is over for its pump; the first such word counts."""
+        """Record that a write is over for its pump. The first such answer counts."""
         with self._lock:
             held = self._held.get(handle)
             if held is not None:
@@ -97,7 +98,7 @@ class SourceReads:
             self.look(handle)
 
     def look(self, handle: Handle) -> None:
-        """Ask the library for what is kept of a write, and tell what that changes."""
+        """Poll the kept batches of a write and act on what changed."""
         if handle not in self._held:
             return
         with self._lock:
@@ -108,7 +109,7 @@ class SourceReads:
             self._tell(handle, held)
 
     def _has_ended(self, held: _Held, batch: int) -> bool:
-        """An error of the library, which is of any kind since it is another's, is not its last word."""
+        """Whether a batch has ended. An error of the library, of any kind, is not a final answer."""
         try:
             return self._engine.check(batch) in ENDED
         except Exception as error:
@@ -132,8 +133,7 @@ class SourceReads:
             self._writes.settle(handle, WriteStatus.UNKNOWN)
 
     def end(self) -> None:
-        """The library was closed: its threads have ended, and nothing reads any source any more. Nobody gives it work
-        now."""
+        """The library is closed: its threads have ended and nothing reads any source. Nobody gives it work now."""
         with self._lock:
             for handle, held in list(self._held.items()):
                 held.batches.clear()
@@ -141,21 +141,20 @@ class SourceReads:
                 self._tell(handle, held)
 
 
-# Waiting for fractions of a millisecond. For backends' threads.
+# Waits of fractions of a millisecond, for backends' threads.
 #
-# `select` knows such times but no descriptor above 1023, `poll` takes any descriptor but whole milliseconds; ppoll of
-# the C library takes both. `WorkPace`
-# says how long to leave a library alone that must be asked whether it is done: looking takes time of the core that
-# does the work.
+# `select` knows such times but no descriptor above 1023. `poll` takes any descriptor but whole milliseconds. ppoll of
+# the C library takes both. `WorkPace` says when to poll a library next: polling takes time of the core that does the
+# work.
 
-# Between two looks.
+# Between two polls.
 LEAST_S, MOST_S = 0.0002, 0.001
-# A second for 3 GB, before anything is known.
+# Seconds per byte (3 GB/s) before anything is measured.
 FIRST_BYTE_S = 0.3e-9
 NEW_SHARE = 0.2
-# Of the time that is left by what is known, the part that is waited: late looks can so not add up to what is known.
+# The part of the predicted remaining time to wait, so that late polls cannot inflate the prediction.
 EARLY_SHARE = 0.8
-# Of the time that it is late by.
+# Of the time by which it is late.
 LATE_SHARE = 0.25
 
 
@@ -168,7 +167,7 @@ class _Time(ctypes.Structure):
 
 
 class DescriptorWaiter:
-    """Waits until one of its descriptors can be read, or is at its end. Used by one thread."""
+    """Waits until one of its descriptors is readable or at its end. For one thread."""
 
     def __init__(self, *fds: int) -> None:
         self._ppoll = ctypes.CDLL(None, use_errno=True).ppoll
@@ -177,8 +176,7 @@ class DescriptorWaiter:
         self._time = _Time()
 
     def wait(self, timeout_s: float | None, wanted: tuple[bool, ...] | None = None) -> tuple[bool, ...]:
-        """Which of them are ready; None: without a deadline. wanted: those whose news is not to end the wait are
-        False."""
+        """The ready descriptors; None: no deadline. wanted: descriptors marked False do not end the wait."""
         until = None
         if timeout_s is not None:
             self._time.seconds, self._time.nanoseconds = divmod(int(timeout_s * 1e9), 1_000_000_000)
@@ -193,24 +191,24 @@ class DescriptorWaiter:
 
 
 class WorkPace:
-    """How fast the work is done that one looks after, by what was seen of it."""
+    """How fast the polled work is done, as measured."""
 
     def __init__(self) -> None:
         self._byte_s = FIRST_BYTE_S
 
     def done(self, age_s: float, nbytes: int) -> None:
-        """So many bytes, all that was there when the last of them came, were done in so long."""
+        """Record that `nbytes`, all that was there when the last came, took `age_s`."""
         self._byte_s += NEW_SHARE * (age_s / nbytes - self._byte_s)
 
     def next_look_s(self, age_s: float, nbytes: int) -> float:
-        """When work of so many bytes, begun so long ago, is worth a look: the later it is, the more seldom."""
+        """When to poll work of so many bytes and such an age again. The later it is, the longer the pause."""
         left = nbytes * self._byte_s - age_s
         return min(MOST_S, max(LEAST_S, left * EARLY_SHARE, -left * LATE_SHARE))
 
 
 LOG = logging.getLogger(__name__)
 
-# A library that does its work while it is asked.
+# For a library that only works while it is called.
 CALLED_EVERY_S = 0.0002
 
 
@@ -221,14 +219,14 @@ class StagedWrite:
     region: int
     stamp: Stamp
     runs: RunTable
-    # Digests what is sent, piece after piece.
+    # Digests what is sent, piece by piece.
     payload: Payload
     digests: bool
-    # Not started yet; cut when the size of the peer's blocks is known.
+    # Not started yet. Cut when the size of the peer's blocks is known.
     pieces: deque[StagedPiece] | None = None
-    # Pieces with the engine or with the reader.
+    # Pieces with the library or with the reader.
     unanswered: int = 0
-    # Pieces whose notice was sent and not answered: they may be copied to the pages.
+    # Pieces whose notice was sent and not answered. The reader may copy them to the pages.
     noticed: int = 0
     failed: bool = False
     refused: bool = False
@@ -236,15 +234,17 @@ class StagedWrite:
 
 @dataclass(slots=True)
 class PieceInFlight:
-    """A piece in a block of the ring. staging: where it was gathered; None: it is read from its pages. batches: those
-    of its entries that the library has; is_whole: none of them failed so far."""
+    """A piece in a block of the ring.
+    staging: where it was gathered; None when it is read from its pages.
+    batches: those of its entries that the library has; is_whole: none of them failed so far.
+    """
 
     write: StagedWrite
     piece: StagedPiece
     staging: int | None
     batches: list[int]
     is_whole: bool = True
-    # Bytes that the engine had when it came, its own among them.
+    # Bytes that the library had when it came, its own included.
     with_engine: int = 0
     submitted: float = field(default_factory=time.monotonic)
 
@@ -264,9 +264,9 @@ class Pump:
     ) -> None:
         self._name, self._me, self._peer, self.advert = name, me, peer, advert
         self._settings, self._engine, self._reads = settings, engine, reads
-        # A write stays in it until its last piece was begun.
+        # A write stays queued until its last piece was begun.
         self.inbox: Inbox[StagedWrite] = Inbox()
-        # Blocks of the ring; `_free_staging`: blocks of ours. What was used last goes first, as it is in the caches.
+        # Blocks of the ring; `_free_staging`: our own blocks. The last used goes first, as it is in the caches.
         self._free: list[int] = []
         self._free_staging: list[int] = []
         self._engine_has: dict[int, PieceInFlight] = {}
@@ -309,8 +309,9 @@ class Pump:
             self._end(link, staging, far)
 
     def _end(self, link: Link | None, staging: Blocks | None, far: str | None) -> None:
-        """All of it, last given first, whatever of it fails: an error of the library in giving its things back leaves
-        no write without an answer."""
+        """Release everything, last acquired first, whatever fails. An error of the library must leave no write without
+        an answer.
+        """
         try:
             with ExitStack() as steps:
                 if far is not None:
@@ -332,7 +333,7 @@ class Pump:
             steps.callback(self._let_go, flying)
 
     def _let_go(self, flying: PieceInFlight) -> None:
-        """Of what the library has not ended, it may still read the pages; staging blocks are nobody's."""
+        """The library may still read the pages of what it has not ended. Staging blocks belong to nobody."""
         if flying.staging is None and flying.batches:
             self._reads.keep(flying.write.handle, flying.batches, flying.submitted)
 
@@ -354,8 +355,9 @@ class Pump:
                 self._wait(waiter)
 
     def _wait(self, waiter: DescriptorWaiter) -> None:
-        """While the library has work, an answer of the reader is worth waking up for only if its block is needed, and
-        the doorbell only if there is nothing to do after that work."""
+        """Wait for news. While the library has work, a reader's answer ends the wait only if its block is needed. The
+        doorbell ends it only if nothing else follows that work.
+        """
         is_idle = not self._engine_has
         _, was_reached = waiter.wait(self._timeout_s(), (is_idle or not self._free, is_idle or not self.inbox))
         if was_reached:
@@ -370,12 +372,13 @@ class Pump:
         return self._pace.next_look_s(time.monotonic() - oldest.submitted, oldest.with_engine)
 
     def _can_start(self) -> bool:
-        """Not more with the engine than keep it busy: it moves all that it has at the same time, so that none would be
-        there for the reader to copy before all are."""
+        """Whether another piece may start. The library gets only what keeps it busy: it moves everything at once, so
+        the reader would otherwise have nothing to copy before all of it arrived.
+        """
         return bool(self._free and self.inbox) and len(self._engine_has) < self._settings.flying
 
     def _start_piece(self, grant: Grant, far: str, staging: Blocks) -> None:
-        """One at a time, so that the engine's answers for earlier pieces do not wait for the copies of later ones."""
+        """Start one piece at a time, so that answers for earlier pieces do not wait for the copies of later ones."""
         if not self._can_start():
             return
         write = self.inbox.first()
@@ -393,7 +396,7 @@ class Pump:
         with_engine = piece.nbytes + sum(each.piece.nbytes for each in self._engine_has.values())
         flying = PieceInFlight(write, piece, own, [], with_engine=with_engine)
         self._engine_has[block] = (
-            # from now on, so that no error in between leaves a write without an answer or the library with its pages
+            # from now on, so that no error leaves a write without an answer or the library with its pages
             flying
         )
         write.unanswered += 1
@@ -416,7 +419,7 @@ class Pump:
             flying.batches.append(batch)
 
     def _read(self, write: StagedWrite, piece: StagedPiece) -> list[tuple[int, int, int]]:
-        """Digested just before it is sent, it is still in the caches then."""
+        """Digest a piece just before it is sent, because it is then still in the caches."""
         if write.digests:
             write.payload.extend(piece.reading())
             write.payload.advance(piece.nbytes)
@@ -428,7 +431,7 @@ class Pump:
         return [(block, 0, piece.nbytes)]
 
     def _keep_awake(self, link: Link) -> None:
-        """The other end's engine makes progress only when it is called, so it is told when to."""
+        """Tell the other end to call its library, which makes progress only then."""
         if not self._engine.needs_calls or not self._engine_has:
             return
         now = time.monotonic()
@@ -437,7 +440,9 @@ class Pump:
             link.send(sealed(NOTICE.pack(AWAKE_MAGIC, 0, 0, 0, 0, 0, 0, 0, 0)))
 
     def _check_engine(self, link: Link) -> None:
-        """Notices of one write go out in the order of its bytes, because the reader digests them so."""
+        """Poll the library. Notices of one write go out in the order of its bytes, because the reader digests them
+        so.
+        """
         held: set[Handle] = set()
         for block, flying in list(self._engine_has.items()):
             if flying.write.handle in held:
@@ -453,8 +458,9 @@ class Pump:
                 self._failed(flying)
 
     def _look(self, flying: PieceInFlight) -> WriteStatus:
-        """DONE: all of it landed. UNKNOWN: it did not, or nobody knows, and what the library did not end is left in
-        `batches`."""
+        """DONE: all of it landed. UNKNOWN: it did not, or nobody knows; `batches` keeps what the library has not
+        ended.
+        """
         while flying.batches:
             status = self._engine.check(flying.batches[0])
             if status is WriteStatus.PENDING and time.monotonic() - flying.submitted < self._settings.unknown_s:
@@ -472,7 +478,7 @@ class Pump:
         self._notify(link, block, flying)
 
     def _failed(self, flying: PieceInFlight) -> None:
-        """Its block does not become free: the engine may still write it. Nor does its staging block."""
+        """Neither its block nor its staging block becomes free: the library may still use them."""
         LOG.warning(
             "%s does not know what became of %d bytes to %s; a block is retired",
             self._name,

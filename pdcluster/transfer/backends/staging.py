@@ -1,5 +1,6 @@
-"""What a staged backend (`staged`) asks of a transfer library, and the memory that such a library may write: never the
-KV pool, only these blocks."""
+"""What a staged backend asks of a transfer library, and the memory that such a library may write: only these blocks,
+never the KV pool.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +24,10 @@ from pdcluster.transfer.layout.runs import RunTable
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """RDMA hardware that the user named, passed through to the library. devices: such as mlx5_0 or mlx5_0:1; none: no
-    RDMA. rails: over how many of them one write may be spread. Not run on hardware."""
+    """RDMA hardware that the user named, passed to the library. Not run on hardware.
+    devices: such as mlx5_0 or mlx5_0:1; none means no RDMA.
+    rails: over how many of them one write may be spread.
+    """
 
     devices: tuple[str, ...] = ()
     gid_index: int | None = None
@@ -33,9 +36,11 @@ class Fabric:
 
 @dataclass(frozen=True, slots=True)
 class StagedSettings:
-    """block_bytes, blocks: shape of each ring. flying: of its blocks, most that the library has under way for a peer.
-    unknown_s: engine writes without an answer for so long count as unknown. awake_s: how often a reader is told that a
-    write to it is under way, if its engine needs that."""
+    """block_bytes, blocks: shape of each ring.
+    flying: most blocks that the library has in flight for a peer.
+    unknown_s: library writes without an answer for so long count as unknown.
+    awake_s: how often a reader learns of a write in flight, if its library needs that.
+    """
 
     host: str = "127.0.0.1"
     block_bytes: int = 4 << 20
@@ -50,48 +55,50 @@ class StagedSettings:
 
 
 class TransferLibrary(Protocol):
-    """One instance of the library, shared by all connections of a backend; every method may be called from any thread.
-    Errors are OSErrors."""
+    """One instance of the library, shared by all connections of a backend. Any thread may call every method. Errors are
+    OSErrors.
+    """
 
-    # Writes to this process go on only while it calls the library, so that the other end must say when (`expect`).
+    # Writes to this process progress only while it calls the library, so the other end must announce them (`expect`).
     needs_calls: bool
-    # It sends from memory that nobody registered, as sockets can, so that a write need not be gathered in staging, and
-    # it is to be asked for a write until it says that it ended. Memory is not registered for that: whoever is
-    # registered may be written, too.
+    # It sends from unregistered memory, as sockets can. So a write need not be gathered, and the library is polled for
+    # it until it has ended. Such memory is not registered, because others may write what is registered.
     reads_anywhere: bool
 
     def register(self, address: int, nbytes: int) -> None:
         """Make memory known to the library. It stays mapped for the life of the process."""
 
     def unregister(self, address: int, nbytes: int) -> None:
-        """No new writes from or to it. A write that is under way may still touch it."""
+        """Allow no new writes from or to it. A write in flight may still touch it."""
 
     def grant(self, address: int, nbytes: int) -> bytes:
-        """What another process's `meet` needs in order to write to this registered memory."""
+        """What another process's `meet` needs to write to this registered memory."""
 
     def meet(self, grant: bytes) -> str:
-        """Prepare writing to where the grant comes from; returns its name for `submit` and `part`."""
+        """Prepare writing to where the grant comes from. Returns its name for `submit` and `part`."""
 
     def part(self, far: str) -> None:
-        """The opposite of one `meet`."""
+        """Undo one `meet`."""
 
     def submit(self, far: str, source: int, target: int, nbytes: int) -> int | None:
-        """Start a write; its id, or None when it was refused and nothing was sent."""
+        """Start a write. Returns its id, or None when it was refused and nothing was sent."""
 
     def check(self, batch: int) -> WriteStatus:
-        """PENDING, DONE, LOST (it ended and reads its source no more, but may still land) or UNKNOWN. An id is not used
-        again after DONE and LOST; after UNKNOWN only if the engine `reads_anywhere`."""
+        """PENDING, DONE, LOST (it no longer reads its source but may still land) or UNKNOWN. An id is not used again
+        after DONE and LOST; after UNKNOWN only if the engine `reads_anywhere`.
+        """
 
     def expect(self) -> None:
-        """A peer says that a write of its to this process is under way."""
+        """Note that a peer's write to this process is in flight."""
 
     def close(self) -> None:
-        """End its threads and sockets. Nobody may use it any more."""
+        """End its threads and sockets. Nobody may use it afterwards."""
 
 
 class Blocks:
-    """Registered staging memory of one connection. Retired blocks stay mapped, because the library may touch them after
-    it gave up; their memory is given back to the system."""
+    """Registered staging memory of one connection. Retired blocks stay mapped, because the library may still touch
+    them; their memory returns to the system.
+    """
 
     _retired: list[mmap.mmap] = []  # noqa: RUF012  mapped for the life of the process
 
@@ -107,13 +114,13 @@ class Blocks:
         return self.address + block * self.block_bytes
 
     def retire(self) -> None:
-        Blocks._retired.append(self._memory)  # first: it stays mapped whatever the library says now
+        Blocks._retired.append(self._memory)  # first: it stays mapped whatever the library answers
         self._engine.unregister(self.address, self.nbytes)
         self._memory.madvise(mmap.MADV_DONTNEED)
 
 
-# What a staged backend (`staged`) says over its own link: the reader's ring, notices of pieces in it, and the answers
-# to them. Formats only.
+# What a staged backend sends over its own link: the reader's ring, notices of pieces in it, and their answers. Formats
+# only.
 
 # magic, block, num_runs, nonce, chunk, trial, region, bytes of this piece, bytes of the whole write; then num_runs ×
 # (offset, bytes) and the seal of all.
@@ -121,7 +128,7 @@ NOTICE = struct.Struct("<4sIIQIIIQQ")
 RUN_BYTES = 16
 # magic, block, whether the piece was copied to its pages.
 ANSWER = struct.Struct("<4sIB")
-# AWAKE: a notice of nothing but that a write is under way.
+# AWAKE: a notice that only announces a write in flight.
 NOTICE_MAGIC, AWAKE_MAGIC, ANSWER_MAGIC = b"KVm1", b"KVw1", b"KVb1"
 LENGTH = struct.Struct("<I")
 MAX_GRANT = 1 << 16
@@ -133,8 +140,9 @@ MAX_WRITE_BYTES = 1 << 30
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
-    """The reader's ring for one connection. The engine wants an address; it checks it against the registered ring, and
-    nothing else is registered. engine: what its engine wants of ours to be met."""
+    """The reader's ring for one connection. The library wants an address; it checks it against the registered ring, and
+    nothing else is registered. engine: what its library needs to meet ours.
+    """
 
     engine: bytes
     address: int
@@ -162,18 +170,14 @@ def read_grant(link: Link) -> Grant:
     return grant
 
 
-# A staged write cut into pieces, each for one block of the reader's ring. Pure, and all pieces of a write at once: in
-# the middle of a transfer
-# Python has left the caches, and an array's every operation costs tens of microseconds.
+# A staged write cut into pieces, each for one block of the reader's ring. Pure. All pieces of a write are cut at once:
+# in the middle of a transfer Python has left the caches, and each array operation costs tens of microseconds.
 #
-# A piece that consists of a few long runs is sent from where it lies (straight); one of many short runs is gathered
-# first, because every entry costs
-# the library time of its own.
+# A piece of a few long runs is sent from where it lies (straight). One of many short runs is gathered first, because
+# every entry costs the library time.
 
-# Least that an entry of a piece holds on average if the piece has several. Mooncake over TCP took for 64 MiB, on a busy
-# machine, least of 6 rounds, 40 ms of the writer's core by entries of 4 MiB, 46 by 1 MiB, 58 by 512 KiB, 78 by 256 KiB
-# and 101 by 128 KiB: some 0.1 ms for each entry. Gathering takes 4 to 9 for all of them, and sending is cheaper after
-# it, as the block is in the caches. So short runs are worth gathering up to 1 MiB.
+# Smallest average size of an entry of a piece with several. Each entry costs Mooncake over TCP about 0.1 ms, and
+# gathering 64 MiB costs 4 to 9 ms. So short runs are worth gathering up to 1 MiB.
 ENTRY_BYTES = 1 << 20
 
 Words = NDArray[np.int64]
@@ -181,8 +185,10 @@ Words = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StagedPiece:
-    """rows: of its runs, where in the block they begin (gathered) or 0, where in memory they lie, and bytes. targets:
-    its spans at the reader, as a notice says them. is_straight: each row is an entry of its own for the library."""
+    """rows: of each run, the offset in the block (gathered) or 0, the address and the bytes.
+    targets: its spans at the reader, as a notice names them.
+    is_straight: each row is an entry of its own for the library.
+    """
 
     nbytes: int
     num_targets: int
@@ -191,15 +197,15 @@ class StagedPiece:
     is_straight: bool
 
     def packing(self, block: int) -> Table:
-        """What copies it into the block at this address."""
+        """The table that copies it into the block at this address."""
         return (self.rows + np.array([block, 0, 0], dtype=np.int64)).view(np.uint64)
 
     def reading(self) -> Table:
-        """What reads it where it lies."""
+        """The table that reads it where it lies."""
         return self.rows.view(np.uint64)
 
     def entries(self) -> list[tuple[int, int, int]]:
-        """Of a straight piece: address, place in the block, bytes."""
+        """Of a straight piece: address, offset in the block, bytes."""
         at, found = 0, []
         for _, address, nbytes in self.rows.tolist():
             found.append((address, at, nbytes))
@@ -208,8 +214,9 @@ class StagedPiece:
 
 
 def cut(runs: RunTable, address: int, block_bytes: int, *, may_be_straight: bool) -> deque[StagedPiece]:
-    """The pieces of these runs, whose sources lie in the memory at this address, in order; all but the last fill a
-    block."""
+    """The pieces of these runs, in order. Their sources lie in the memory at this address. All but the last fill a
+    block.
+    """
     rows, firsts = runs.cut(block_bytes)
     ends = np.append(firsts[1:], len(rows))
     lengths, sources = rows[:, 2], rows[:, 0] + address
@@ -238,7 +245,7 @@ def _in_blocks(lengths: Words, block_bytes: int) -> Words:
 
 
 def _joined(rows: Words, begins: NDArray[np.bool_]) -> Words:
-    """Neighbours in memory as one row, to be read only."""
+    """Neighbours in memory as one row, only to be read."""
     firsts = begins.nonzero()[0]
     joined = np.zeros((len(firsts), 3), dtype=np.int64)
     joined[:, 1], joined[:, 2] = rows[firsts, 1], np.add.reduceat(rows[:, 2], firsts)

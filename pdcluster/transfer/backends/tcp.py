@@ -1,11 +1,10 @@
 """Backend `tcp`: scatter/gather sockets straight from the writer's pages into the reader's, over a few lanes per peer.
 Also the reference.
 
-Frame of a write, little endian: FRAME header, num_runs × (offset, bytes), seal of these, payload in run order. It is
-answered by ACK when its payload is in memory (landed) or was discarded (no permit). The reader checks a frame against
-its permits before a byte of payload goes into memory, and again before every burst, so a revoke takes effect in the
-middle of a frame. Small runs go through a block that stays in the cache (`packing`). A write is LOST when its
-connection ends before its answer.
+Frame of a write, little endian: FRAME header, num_runs × (offset, bytes), their seal, payload in run order. The reader
+answers ACK when the payload is in memory (landed) or was discarded (no permit). It checks a frame against its permits
+before any payload goes into memory, and again before every burst, so a revoke takes effect within a frame. Small runs
+go through a block that stays in the cache. A write is LOST when its connection ends before its answer.
 """
 
 from __future__ import annotations
@@ -51,11 +50,10 @@ from pdcluster.transfer.layout.runs import RunTable, SpanTable, run_table
 from pdcluster.transfer.layout.spans import CopyRuns
 
 # Small runs of a socket's write, packed into a block that stays in the cache: one system call and one piece of Python
-# per block instead of per run.
+# per block, not per run.
 #
-# Mismatched layouts cut pages into runs of a few KiB. Handing each to the kernel costs more than copying it once more
-# between caches. Used by `tcp`;
-# who may write where is checked there.
+# Different layouts cut pages into runs of a few KiB. Handing each to the kernel costs more than copying it once more
+# between caches. For `tcp`, which checks who may write where.
 
 BLOCK_BYTES = 1024 << 10
 # Runs that are shorter on average are packed.
@@ -63,8 +61,7 @@ SCATTERED_BYTES = 32 << 10
 
 
 def straight(spans: SpanTable) -> SpanTable | None:
-    """The spans joined, to be handed to the kernel as they lie; None where even joined they are so short that a block
-    of them costs less."""
+    """The spans joined, to go to the kernel as they lie. None when they are so short that packing costs less."""
     joined = spans.joined()
     return None if joined.nbytes < len(joined) * SCATTERED_BYTES else joined
 
@@ -79,8 +76,9 @@ class Block:
 
 
 class Packer:
-    """The payload of a write to be sent, with the surface of `links.Cursor`: block after block of its runs. `block` is
-    used by one write at a time. The payload digests what it packs."""
+    """The payload of a write to be sent, with the interface of `tcp_links.Cursor`: block after block of its runs. One
+    write at a time uses `block`. The payload digests what it packs.
+    """
 
     def __init__(self, runs: RunTable, source: int, payload: Payload, block: Block) -> None:
         self._source, self._payload, self._block = source, payload, block
@@ -107,8 +105,7 @@ class Packer:
 
 
 class Unpacker:
-    """A write that is received: `next_view` is to be filled with what comes next, `put` copies it to its places and
-    digests it."""
+    """A write that is received. The caller fills `next_view` with the next bytes; `put` copies and digests them."""
 
     def __init__(self, spans: SpanTable, address: int, block: Block, *, digests: bool) -> None:
         self._address, self._block = address, block
@@ -139,17 +136,17 @@ ACK = struct.Struct("<4sQIIB")
 WRITE_MAGIC, ACK_MAGIC = b"KVw1", b"KVa1"
 MAX_RUNS = 65536
 MAX_WRITE_BYTES = 1 << 30
-# Sent or received, then digested: still in the cache, which the kernel's copy filled. A sender that digested first
-# would wait for memory, and the receiver for the sender. A write's source is pinned until its answer, which the same
-# thread takes after its digest; would it change all the same, in between, the digests of both ends would differ, as
-# they would in the other order.
+# Bytes are digested after they are sent or received, while the kernel's copy keeps them in the cache. A sender that
+# digested first would wait for memory, and the receiver for the sender. The source is pinned until the answer. If it
+# changed all the same, the digests of both ends would differ.
 DIGEST_BYTES = 512 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class TcpSettings:
-    """progress_s: a connection on which nothing moves for so long while something should is ended. retry_s: pause after
-    a failed connect."""
+    """progress_s: a stalled connection ends after this long.
+    retry_s: pause after a failed connect.
+    """
 
     host: str = "127.0.0.1"
     lanes: int = 2
@@ -160,8 +157,9 @@ class TcpSettings:
 
 @dataclass(slots=True)
 class _Body:
-    """Of a write. payload: digested as far as it was sent, in bursts that are still in the cache; None: a Packer does
-    it by itself."""
+    """Of a write. payload: digested as far as it was sent, in bursts that are still in the cache; None when a Packer
+    digests.
+    """
 
     cursor: Cursor | Packer
     payload: Payload | None
@@ -184,11 +182,11 @@ class _Body:
 class _Write:
     handle: Handle
     stamp: Stamp
-    # Sent alone, so that the receiver gets ready while the first burst of the payload is.
+    # Sent alone, so that the receiver gets ready during the first burst of the payload.
     header: Cursor
     prepare: Callable[[], tuple[_Body, Payload | None]]
     body: _Body | None = None
-    # Gives the digest, if one is wanted.
+    # Computes the digest, if one is wanted.
     payload: Payload | None = None
 
     @property
@@ -207,11 +205,11 @@ class _Write:
         if not self.header.is_done:
             self.header.advance(nbytes)
             return
-        assert self.body is not None  # `head` made it
+        assert self.body is not None  # `head` created it
         self.body.advance(nbytes)
 
     def digest_sent(self) -> None:
-        """While the other end, or the network, takes its time."""
+        """Digest while the other end or the network is busy."""
         if self.body is not None:
             self.body.digest_sent()
 
@@ -238,7 +236,7 @@ class _Lane:
         start_or_release(self.thread, peer, self._doorbell.close)
 
     def add(self, write: _Write) -> bool:
-        """Queue a write; False when the lane is over."""
+        """Queue a write. False when the lane is over."""
         with self._lock:
             if self._ending or self.failed_at is not None:
                 return False
@@ -346,7 +344,7 @@ class _Remote:
 
 
 class TcpBackend:
-    """See module. Public methods belong to one thread; lanes, listener and receivers have threads of their own."""
+    """Backend `tcp`. One thread calls the public methods; lanes, listener and receivers have their own threads."""
 
     def __init__(self, me: Peer, settings: TcpSettings | None = None, *, name: str = "tcp") -> None:
         self.name = name
@@ -360,7 +358,7 @@ class TcpBackend:
         self._arrivals = Arrivals(self._doorbell)
         self._permits = Permits(self._counts)
         self.gil_waits = GilWaits()
-        native()  # loaded now and not during the first transfer
+        native()  # load now, not during the first transfer
         self._regions: dict[int, Region] = {}
         self._memory: dict[int, memoryview] = {}
         self._remotes: dict[Peer, _Remote] = {}
@@ -404,7 +402,7 @@ class TcpBackend:
         self._lane(peer, remote)
 
     def _lane(self, peer: Peer, remote: _Remote) -> _Lane:
-        """The lane with the least queued, a new one when all are busy and more are allowed."""
+        """The lane with the shortest queue. A new one when all are busy and more are allowed."""
         failures = [lane.failed_at for lane in remote.lanes if lane.failed_at is not None]
         living = [lane for lane in remote.lanes if lane.failed_at is None]
         if not living and failures and time.monotonic() - max(failures) < self._settings.retry_s:
@@ -447,7 +445,7 @@ class TcpBackend:
         return handle
 
     def _prepare(self, runs: RunTable, region: Region, block: Block, *, digests: bool) -> tuple[_Body, Payload | None]:
-        """On the lane's thread, when the header is on its way."""
+        """Runs on the lane's thread, while the header is on its way."""
         sources = straight(runs.sources)
         if sources is None:
             packing = Payload(table_of(()), digests=digests, cached=True, waits=self.gil_waits)
@@ -476,8 +474,9 @@ class TcpBackend:
             self._receive(link, Stamp(nonce, chunk, trial, nbytes), region, spans, block)
 
     def _receive(self, link: Link, stamp: Stamp, region_id: int, spans: SpanTable, block: Block) -> None:
-        """Payload of a frame: into memory under its permit, or away. The answer goes out before the arrival is told:
-        the writer is longer on its way to a Commit than this end to the rest of the digest."""
+        """Receive a frame's payload into memory under its permit, or discard it. The answer goes out before the arrival
+        is reported: the writer needs longer for its Commit than this end for the rest of the digest.
+        """
         region, permit = self._allowed(link, stamp, region_id, spans)
         if permit is None or region is None:
             _discard(link, stamp.nbytes)
@@ -507,7 +506,9 @@ class TcpBackend:
     def _land(
         self, link: Link, permit: Permit, stamp: Stamp, region: Region, spans: SpanTable, block: Block
     ) -> tuple[int, Callable[[], int | None]]:
-        """Returns how many bytes are still to come when the permit was revoked, and what gives the digest."""
+        """Receive into memory. Returns how many bytes were still to come when the permit was revoked, and the source of
+        the digest.
+        """
         joined = straight(spans)
         if joined is None:
             unpacker = Unpacker(spans, region.address, block, digests=permit.digests)
@@ -517,7 +518,7 @@ class TcpBackend:
         return self._fill(link, permit, cursor, payload, stamp.nbytes), partial(_finished, payload, stamp.nbytes)
 
     def _unpack(self, link: Link, permit: Permit, unpacker: Unpacker) -> int:
-        """As `_fill`, of many small runs."""
+        """As `_fill`, for many small runs."""
         while unpacker.left:
             view = unpacker.next_view()
             link.receive_into(view)
@@ -528,10 +529,12 @@ class TcpBackend:
         return 0
 
     def _fill(self, link: Link, permit: Permit, cursor: Cursor, payload: Payload | None, left: int) -> int:
-        """Receive into memory while the permit stands, and digest what came but for the last piece; returns how many
-        bytes are still to come when it was revoked. A frame is received once, by one thread, and its writer sends no
-        other for these bytes before this one was answered or its lane ended; after its answer only with a later trial,
-        which the Commit names."""
+        """Receive into memory while the permit stands, and digest all but the last piece. Returns how many bytes were
+        still to come when it was revoked.
+
+        One thread receives a frame once. Its writer sends no other frame for these bytes before this one was answered
+        or its lane ended. After its answer it sends them only with a later trial, which the Commit names.
+        """
         fresh = 0
         while left:
             link.gather(left, self._settings.progress_s)
@@ -582,7 +585,7 @@ def _answer(link: Link, stamp: Stamp, *, landed: bool) -> None:
 
 
 def _finished(payload: Payload | None, nbytes: int) -> int | None:
-    """The digest of a payload that came to so many bytes."""
+    """The digest of a payload of this many bytes."""
     if payload is None:
         return None
     payload.advance(nbytes)

@@ -1,9 +1,8 @@
-"""Authenticated TCP connections between two boots, for backends that need them: listening, the hello, sends and
-receives with progress deadlines.
+"""Authenticated TCP connections between two boots: listening, the hello, sends and receives with progress deadlines.
 
-A hello names the writer's boot and carries the token of the reader's advert, so that only who was given a ticket gets
-in. All sockets are non-blocking; a connection is ended from another thread by shutting its socket down. Payload formats
-belong to the backends.
+A hello names the writer's boot and carries the token of the reader's advert, so only a holder of a ticket gets in. All
+sockets are non-blocking. Another thread ends a connection by shutting its socket down. Payload formats belong to the
+backends.
 """
 
 from __future__ import annotations
@@ -38,23 +37,25 @@ MAGIC = b"pdclKV1\n"
 WELCOME = b"\x01"
 TOKEN_BYTES = 16
 MAX_LINKS = 1024
-# Most bytes moved by one system call, so that whoever waits for a thread to pass its check waits microseconds.
+# Most bytes of one receive, so that a thread waiting for a check waits microseconds.
 BURST_BYTES = 1 << 20
 MAX_VECTOR = 64
 # Taken at once.
 MOST_ANSWERS = 64
-# As BURST_BYTES, of one that sends: nobody waits for it, and the socket takes no more than it has room for.
+# Most bytes of one send. Nobody waits for it, and the socket takes no more than it has room for.
 SEND_BYTES = 4 << 20
 GATHER_BYTES, GATHER_S = 512 << 10, 0.01
-# A congestion control that every Linux has, and allows to everyone.
+# A congestion control that every Linux has and allows to everyone.
 UNPACED = b"reno"
 SEAL_BYTES = 8
 
 
 def sealed(frame: bytes) -> bytes:
-    """A frame that says where bytes go, followed by its xxh3-64. A payload has its chunk's digest, but one that landed
-    in another chunk's place has spoiled that chunk, whose own digest was right when it was taken; so a damaged frame is
-    found before it acts. `Link.receive_seal` checks it."""
+    """A frame that says where bytes go, followed by its xxh3-64; `Link.receive_seal` checks it.
+
+    A chunk's digest covers its payload, but a payload in another chunk's place spoils that chunk after its own digest
+    was taken. So a damaged frame is found before it acts.
+    """
     return frame + xxhash.xxh3_64_digest(frame)
 
 
@@ -76,14 +77,15 @@ def decode_advert(data: bytes) -> TcpAdvert:
 
 
 class Cursor:
-    """A position in spans of a memory that are sent or filled piece by piece. Views are made of what one system call
-    takes and not kept: each costs a dozen instructions of Python then, in one expression, and not a hundred."""
+    """A position in spans of a memory that are sent or filled piece by piece. It creates views only for one system call
+    and does not keep them, which costs a dozen instructions of Python instead of a hundred.
+    """
 
     def __init__(self, memory: memoryview, spans: SpanTable | None = None) -> None:
-        """spans: inside of the memory, none empty; default: all of it."""
+        """spans: inside the memory, none empty; default: all of it."""
         self._memory = memory
         rows = np.array([(0, len(memory))]) if spans is None else spans.joined().rows
-        # Of the span at `_row` what is left.
+        # The remaining part of the span at `_row`.
         self._starts: list[int] = rows[:, 0].tolist()
         self._ends: list[int] = rows.sum(axis=1).tolist()
         # Bytes up to the end of each span.
@@ -99,7 +101,7 @@ class Cursor:
         return self._done == self._totals[-1]
 
     def head(self, most_bytes: int = BURST_BYTES) -> list[memoryview]:
-        """The next bytes, at most so many in at most MAX_VECTOR pieces."""
+        """The next bytes, at most `most_bytes` in at most MAX_VECTOR pieces."""
         first, until, memory = self._row, self._done + most_bytes, self._memory
         end = min(bisect_left(self._totals, until, first) + 1, first + MAX_VECTOR, len(self._totals))
         pieces = [
@@ -110,7 +112,7 @@ class Cursor:
         return pieces
 
     def advance(self, nbytes: int) -> None:
-        """By bytes that `head` gave."""
+        """Move on by bytes that `head` returned."""
         self._done += nbytes
         row = self._row = bisect_right(self._totals, self._done, self._row)
         if row < len(self._totals):
@@ -118,7 +120,7 @@ class Cursor:
 
 
 class Link:
-    """One connection. Used by one thread; `end` may be called from any."""
+    """One connection, for one thread. Any thread may call `end`."""
 
     def __init__(self, sock: socket.socket, peer: Peer, progress_s: float) -> None:
         sock.setblocking(False)
@@ -126,7 +128,7 @@ class Link:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.sock = sock
         self.peer = peer
-        # Held while bytes go into memory; see `barrier`.
+        # Locked while bytes go into memory; see `barrier`.
         self.lock = threading.Lock()
         self._progress_s = progress_s
         self._arriving = select.poll()
@@ -140,13 +142,14 @@ class Link:
             return  # it ended by itself
 
     def barrier(self) -> None:
-        """Return when the thread that receives has passed its current check: what was revoked before the call is not
-        written after it."""
+        """Return when the receiving thread has passed its current check. What was revoked before the call is not
+        written after it.
+        """
         with self.lock:
             return
 
     def wait(self, events: int, timeout_s: float | None) -> None:
-        """Until the socket is ready; TimeoutError when it makes no progress for so long (None: for ever)."""
+        """Wait until the socket is ready. Raises TimeoutError without progress for timeout_s; None waits for ever."""
         self._wake_at(1)
         poller = select.poll()
         poller.register(self.sock, events)
@@ -154,22 +157,24 @@ class Link:
             raise TimeoutError(f"no progress with {self.peer.node} for {timeout_s} s")
 
     def _wake_at(self, nbytes: int) -> None:
-        """Have the kernel say that something can be read when so many bytes can, or the connection is over."""
+        """Set the kernel's low-water mark: the socket becomes readable at `nbytes`, or when the connection is over."""
         if nbytes != self._wakes_at:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
             self._wakes_at = nbytes
 
     def gather(self, nbytes: int, timeout_s: float) -> None:
-        """Until so many bytes can be read at once, or GATHER_BYTES, or a few, when the others take their time;
-        TimeoutError when none come for so long. Fewer and larger reads wake both ends less often, and each costs some
-        Python. Until `wait` or the next `receive` a poll of the socket waits for as many."""
+        """Wait until `nbytes`, GATHER_BYTES, or a few bytes after a pause can be read at once. Raises TimeoutError when
+        none come for timeout_s.
+
+        Fewer and larger reads wake both ends less often, and each costs some Python. Until `wait` or the next
+        `receive`, a poll of the socket waits for as many bytes.
+        """
         self._wake_at(min(nbytes, GATHER_BYTES))
         if not self._arriving.poll(GATHER_S * 1000):
             self.wait(select.POLLIN, timeout_s)
 
     def receive_into(self, view: memoryview, *, idle: bool = False) -> None:
-        """Fill `view`. idle: waiting for its first byte has no deadline. Whoever polls the socket by himself after it
-        hears of the next byte."""
+        """Fill `view`. idle: no deadline for its first byte. Afterwards a poll of the socket reports the next byte."""
         position = 0
         while position < len(view):
             if len(view) - position >= GATHER_BYTES:
@@ -193,7 +198,7 @@ class Link:
         return data
 
     def receive_seal(self, *parts: bytes | bytearray) -> None:
-        """The seal of a frame that came in these parts; ProtocolError when the frame is not what was sent."""
+        """Receive the seal of a frame that came in these parts. Raises ProtocolError when it does not match."""
         seal, state = self.receive(SEAL_BYTES), xxhash.xxh3_64()
         for part in parts:
             state.update(part)
@@ -210,7 +215,7 @@ class Link:
 
 
 class AnswerReader:
-    """What the other end of a link sends that is all of one format, as much of it as is there."""
+    """Reads answers of one fixed format from a link, as many as are there."""
 
     def __init__(self, link: Link, form: struct.Struct) -> None:
         self._link, self._form = link, form
@@ -230,8 +235,9 @@ class AnswerReader:
 
 
 class Listener:
-    """Accepts links and runs `serve(link)` for each in a thread of its own; `serve` returns or raises when the link is
-    over."""
+    """Accepts links and runs `serve(link)` for each in a thread of its own. `serve` returns or raises when the link is
+    over.
+    """
 
     def __init__(self, host: str, serve: Callable[[Link], None], counts: Counts, *, progress_s: float) -> None:
         self._serve = serve
@@ -257,7 +263,7 @@ class Listener:
             link.barrier()
 
     def end_peer(self, peer: Peer, timeout_s: float = 2.0) -> bool:
-        """End the peer's links and wait for their threads; False when one did not stop in time."""
+        """End the peer's links and wait for their threads. False when one did not stop in time."""
         with self._lock:
             links = {link: thread for link, thread in self._links.items() if link.peer == peer}
         for link in links:
@@ -267,7 +273,7 @@ class Listener:
         return not any(thread.is_alive() for thread in links.values())
 
     def is_serving(self) -> bool:
-        """Is a link's thread still running?"""
+        """Whether a link's thread still runs."""
         with self._lock:
             return bool(self._links)
 
@@ -311,7 +317,7 @@ class Listener:
     def _start(self, link: Link, thread: threading.Thread) -> None:
         try:
             thread.start()
-        except RuntimeError as error:  # the process may have no more of them now; the next link may get one
+        except RuntimeError as error:  # the process is out of threads; the next link may get one
             self._counts.add("accept_failed")
             LOG.warning("dropped a transfer connection: %s", error)
             self._forget(link)
@@ -347,7 +353,7 @@ class Listener:
 
 
 def connect(me: Peer, peer: Peer, advert: TcpAdvert, *, connect_s: float, progress_s: float) -> Link:
-    """A link to the listener behind `advert`; OSError when it fails."""
+    """A link to the listener behind `advert`. Raises OSError when it fails."""
     node, incarnation = me.node.encode(), me.incarnation.encode()
     if max(len(node), len(incarnation)) > 255:
         raise ProtocolError(f"node name {me.node!r} is longer than 255 bytes")
@@ -369,16 +375,17 @@ def connect(me: Peer, peer: Peer, advert: TcpAdvert, *, connect_s: float, progre
 
 
 def is_same_host(own: str, peer: str) -> bool:
-    """Do both addresses of a connection belong to this host?"""
+    """Whether both addresses of a connection belong to this host."""
     return own == peer or ipaddress.ip_address(peer).is_loopback
 
 
 def send_unpaced(sock: socket.socket) -> None:
-    """Inside of a host there is no queue of a network to be kept short, and a congestion control that paces (BBR) only
-    makes both ends wait: for timers, and for its idea of the bandwidth, which it gets from pauses of ours."""
+    """Switch off pacing. Within a host there is no network queue to keep short. A congestion control that paces (BBR)
+    only makes both ends wait for timers.
+    """
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, UNPACED)
-    except OSError as error:  # not allowed, or a kernel without it: that is only slower
+    except OSError as error:  # not allowed, or an older kernel: that is only slower
         LOG.info(
             "connections inside of this host keep the system's congestion control and not %s: %s",
             UNPACED.decode(),
