@@ -1,10 +1,10 @@
-"""How much a JSON body may be made of, told before it is decoded. Decoding holds the interpreter's lock from its first
-byte to its last, in whichever thread it runs, so what it may take must be bounded: 8 MiB of text take 5 ms, of token
-ids 80 ms, but of tiny lists 1.5 s.
+"""Bounds on the number of values in a JSON body, checked before decoding. Decoding holds the GIL from the first byte to
+the last, in any thread, so its time must be bounded. 8 MiB of text take 5 ms, of token ids 80 ms, but of tiny lists 1.5
+s.
 
-Counted from above, by what every string, list and object begins with, since counting exactly is as slow as decoding;
-only where the bytes of strings could make the difference they are left out. Bodies below SMALL_BYTES cannot be made of
-too much. Sizes of bodies are the HTTP server's to bound.
+The check counts an upper bound, by what every string, list and object begins with. An exact count is as slow as
+decoding. It leaves out the bytes of strings only where they could make the difference. Bodies below SMALL_BYTES cannot
+hold too many values. The HTTP server bounds the size of bodies.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy as np
 from pdcluster.core.errors import BadRequest
 
 SMALL_BYTES = 128 * 1024
-# Keys included. As many take 0.15 s.
+# Keys included. This many take 0.15 s.
 MOST_STRINGS = 100_000
-# Lists and objects. As many take 0.15 s.
+# Lists and objects. This many take 0.15 s.
 MOST_CONTAINERS = 200_000
 
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 
 
 def check_bulk(body: bytes, what: str = "the body") -> None:
-    """what: how it is called in errors."""
+    """what: the name of the body in errors."""
     if len(body) <= SMALL_BYTES:
         return
     num_quotes = _count(body, b'"')

@@ -1,8 +1,8 @@
 """Server-sent events as OpenAI frames them: one `data:` line of JSON per event, `[DONE]` at the end, an `error` event
-when it went wrong.
+on failure.
 
-Many clients read lines by Unicode's line breaks (str.splitlines, httpx.iter_lines). JSON escapes most of them; the
-three that it need not are escaped here. They stand in strings only, keys included, so that the JSON says the same.
+Many clients split lines at Unicode's line breaks (str.splitlines, httpx.iter_lines). JSON escapes most of them, and
+this module escapes the other three. They occur only in strings, keys included, so the JSON keeps its meaning.
 """
 
 from __future__ import annotations
@@ -34,5 +34,5 @@ def event(data: bytes) -> bytes:
 
 
 def error_event(data: bytes) -> bytes:
-    """The last event of a stream that failed after its first byte; no `[DONE]` follows, because it is not."""
+    """The last event of a stream that failed after its first byte. No `[DONE]` follows."""
     return b"event: error\ndata: " + one_line(data) + b"\n\n"

@@ -1,7 +1,6 @@
-"""JSON bodies into structs, and what is wrong with them in words a caller can act on: the field, the value, the way
-out.
+"""JSON bodies into structs, with errors that a caller can act on: the field, the value, the way out.
 
-A body that is right is decoded once, by msgspec. Only a body that is wrong is looked at again, to say where and why.
+msgspec decodes a correct body once. Only a wrong body is examined again for the error's place and reason.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ KIND_NAMES = {
 }
 BOUNDS = {">=": "at least", "<=": "at most", ">": "greater than", "<": "less than"}
 SHOWN_CHARACTERS = 60
-# Of a larger body that is wrong it is said where and what, but not shown what is there: a second look at it takes as
-# long as 8 MiB take Python.
+# Errors of larger wrong bodies do not show the value. A second pass over 8 MiB is slow in Python.
 LOOKED_AT_BYTES = 256 * 1024
-# That is compared to others.
+# Longest name compared with others.
 LONGEST_NAME = 128
 # Of a whole number that is shown; no finite float has more.
 MOST_DIGITS = 400
@@ -55,8 +53,9 @@ HALF_A_PAIR = (
 
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[T], schemas: Mapping[str, type[msgspec.Struct]]) -> T:
-    """schemas: the struct that stands at a path ("" for the body itself, "messages[…]" with the index left out), for
-    naming known fields."""
+    """schemas: the struct at each path, for naming known fields; "" is the body itself, and "messages[…]" omits the
+    index.
+    """
     check_bulk(body)
     try:
         return decoder.decode(body)
@@ -75,7 +74,7 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T], schemas: Mapping[str, 
 
 
 def convert(fields: Mapping[str, object], kind: type[T], schemas: Mapping[str, type[msgspec.Struct]]) -> T:
-    """As `decode`, from plain values that another protocol brought."""
+    """As `decode`, from plain values of another protocol."""
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
@@ -91,7 +90,7 @@ def closest(name: str, known: Iterable[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as JSON, cut to a length a message can carry."""
+    """A value as JSON, cut to a length that fits a message."""
     if isinstance(value, str | list):
         value = value[: SHOWN_CHARACTERS + 1]
     text = json.dumps(value, ensure_ascii=False, default=str).encode(errors="replace").decode()
@@ -104,8 +103,9 @@ _FLOAT_FOR_INT = re.compile(r"Expected `(?:[^`]* )?int(?: [^`]*)?`, got `float` 
 
 
 def _with_whole_numbers(body: bytes, kind: type[T], error: msgspec.ValidationError) -> T:
-    """The body with 5.0 read as 5 in those of its fields that are whole numbers, as OpenAI and vLLM read it. Raises
-    ValidationError for what is wrong besides; error: what is wrong with it as it stands."""
+    """The body with 5.0 read as 5 in whole-number fields, as OpenAI and vLLM read it. Raises ValidationError for other
+    errors. error: the present error.
+    """
     fields: Any = None
     fixed: set[str] = set()
     while (found := _FLOAT_FOR_INT.match(str(error))) is not None and found[1] not in fixed:
@@ -133,8 +133,9 @@ def _whole(value: object) -> object:
 
 
 def _loads(body: bytes) -> object:
-    """The body as plain values, for saying what is wrong with it; raises BadRequest when it is not JSON. More lenient
-    than msgspec in one thing only: it lets half a surrogate pair pass."""
+    """The body as plain values, for error messages. Raises BadRequest when it is not JSON. Unlike msgspec it accepts
+    half a surrogate pair.
+    """
     if not body.strip():
         raise BadRequest("the body is empty; send a JSON object")
     try:
@@ -199,7 +200,8 @@ def _unknown_field(name: str, path: str, schema: type[msgspec.Struct] | None) ->
 
 def _expectation(what: str) -> str:
     """ "Expected `int | null`, got `str`" → "must be a whole number"; "Expected `float` <= 2.0" → "must be at most
-    2.0"."""
+    2.0".
+    """
     if match := re.match(r"Expected `(?:int|float)` (>=|<=|>|<) (\S+)", what):
         return f"must be {BOUNDS[match[1]]} {match[2]}"
     if match := re.match(r"Expected `(str|array)` of length (>=|<=) (\d+)", what):
@@ -220,8 +222,7 @@ def _value_at(body: object, path: str) -> object:
 
 
 def _options(path: str, schemas: Mapping[str, type[msgspec.Struct]]) -> list[str]:
-    """The literals a field takes, from its struct's annotations, beside other kinds or alone; then the other kinds that
-    are no words."""
+    """The literals of a field, from its struct's annotations; then the other kinds that are not literals."""
     parent, _, name = re.sub(r"\[\d+\]", "[…]", path).rpartition(".")
     for field in msgspec.structs.fields(schemas[parent]) if parent in schemas else ():
         if field.name == name:

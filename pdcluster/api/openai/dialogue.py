@@ -1,5 +1,6 @@
-"""What a chat asks of the shape of its answer, and how the answer is taken apart: structured output, tools and
-reasoning together, for one model."""
+"""The shape that a chat asks of its answer, and how the answer is split: structured output, tools and reasoning
+together, for one model.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +22,10 @@ SPACE_AFTER_THOUGHT: Form = {"type": "regex", "pattern": "[\\n ]{0,4}"}
 
 
 class Marking(msgspec.Struct, frozen=True):
-    """How a model marks what is not its answer. tools: the name of a format, None when it takes none; reasons: whether
-    it thinks aloud."""
+    """How a model marks what is not its answer.
+    tools: the name of a format; None when it takes none.
+    reasons: whether it emits reasoning.
+    """
 
     tools: str | None = None
     reasons: bool = False
@@ -32,7 +35,9 @@ NO_MARKS = Marking()
 
 
 class Dialogue(msgspec.Struct, frozen=True):
-    """grammar: None for any text; param: which field of the request it is of."""
+    """grammar: None for any text.
+    param: the field of the request that the grammar comes from.
+    """
 
     offer: Offer | None
     format: ToolFormat | None
@@ -46,7 +51,7 @@ class Dialogue(msgspec.Struct, frozen=True):
         return self.reasons or self.offer is not None
 
     def speech(self) -> Speech | None:
-        """For one choice; None where the text is the answer."""
+        """The parser of one choice; None where the text is the answer."""
         if not self.has_marks:
             return None
         splitter = reasoning.ReasoningSplitter(is_open=self.is_open) if self.reasons else None
@@ -89,7 +94,7 @@ def dialogue_of(request: ChatRequest, offer: Offer | None, marking: Marking, pro
 
 
 def _with_calls(tool_format: ToolFormat, offer: Offer, form: Form | None, *, reasons: bool) -> Form:
-    """form: of an answer that is no call, None for any text."""
+    """form: of an answer without calls; None for any text."""
     if form is not None:
         return {"type": "or", "elements": [tool_format.form(offer), form]}
     return tool_format.form(offer) if offer.must else tool_format.free_form(offer, reasons=reasons)
@@ -100,7 +105,7 @@ def marking_of(text: TextModel) -> Marking:
 
 
 def _after_thought(form: Form, *, is_open: bool) -> Form:
-    """The grammar is that of the answer; before it the model may think."""
+    """The grammar covers the answer. The model may reason before it."""
     thought = {"type": "tag", "begin": "" if is_open else THINK, "content": {"type": "any_text"}, "end": END_THINK}
     whole: Form = {"type": "sequence", "elements": [thought, SPACE_AFTER_THOUGHT, form]}
     return whole if is_open else {"type": "or", "elements": [whole, form]}

@@ -1,5 +1,6 @@
-"""What a request may ask of one model: lengths, token ids in range, and the Sampling that follows from its fields and
-the model's defaults."""
+"""What a request may ask of one model: lengths, token ids in range, and the Sampling from its fields and the model's
+defaults.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +17,23 @@ from pdcluster.core.errors import BadRequest, ContextTooLong
 from pdcluster.core.grammar import Grammar
 from pdcluster.core.sampling import Sampling, Shaping
 
-# Ids that are looked at sooner than numpy is called.
+# Below this many ids, Python is faster than a call of numpy.
 FEW = 32
 
-# An array's own `max` is this behind a function of Python, which costs more than a thousand ids.
+# An array's own `max` is this behind a Python function, which costs more than a thousand ids.
 _largest = np.maximum.reduce
 
 SHORTEN = "shorten it or serve with a higher --max-len"
 
-# OpenAI's default for plain completions; chat goes on to the end of the context.
+# OpenAI's default for plain completions. A chat goes on to the end of the context.
 DEFAULT_COMPLETION_TOKENS = 16
 
 
 class ModelLimits(Protocol):
-    """Of a model. max_len: prompt and output tokens together; vocab_size: ids it has an embedding for."""
+    """Limits of a model.
+    max_len: prompt and output tokens together.
+    vocab_size: number of ids with an embedding.
+    """
 
     @property
     def max_len(self) -> int: ...
@@ -54,7 +58,7 @@ def _are_within(token_ids: Sequence[int], vocab_size: int) -> bool:
     if isinstance(token_ids, array) and len(token_ids) > FEW:
         return bool(
             _largest(np.frombuffer(token_ids, np.uint32)) < vocab_size
-        )  # without a sign, what is below 0 is above all others
+        )  # unsigned: negative ids are larger than all others
     return min(token_ids) >= 0 and max(token_ids) < vocab_size
 
 
@@ -66,14 +70,14 @@ def check_prompt(num_tokens: int, limits: ModelLimits, param: str) -> None:
 
 
 def check_bytes(text: str, bound: TextBound, limits: ModelLimits, param: str) -> None:
-    """Before it is tokenized, whatever for."""
+    """Bound the bytes of a text before it is tokenized."""
     size = bound.excess_bytes(text, limits.max_len)
     if size:
         raise ContextTooLong(limits.max_len, f"{param} has {size} bytes of text, which makes more; {SHORTEN}", param)
 
 
 def check_text(text: str, bound: TextBound, limits: ModelLimits, param: str) -> None:
-    """Before a prompt is tokenized: whether it can have so few tokens."""
+    """Check, before a prompt is tokenized, whether it can fit."""
     check_bytes(text, bound, limits, param)
     if bound.is_clearly_over(text, limits.max_len):
         however = f"{param} has {len(text)} characters of text, which make more; {SHORTEN}"
@@ -81,7 +85,7 @@ def check_text(text: str, bound: TextBound, limits: ModelLimits, param: str) -> 
 
 
 def check_output(num_tokens: int, limits: ModelLimits, param: str) -> None:
-    """Of ids that are to be made text: no model gave more."""
+    """Bound the ids to be detokenized. No model's answer has more."""
     if num_tokens > limits.max_len:
         raise BadRequest(
             f"{param} has {num_tokens} ids, this model takes and gives {limits.max_len} at most; send them in parts",
@@ -90,7 +94,7 @@ def check_output(num_tokens: int, limits: ModelLimits, param: str) -> None:
 
 
 def output_tokens(asked: int | None, default: int | None, num_prompt: int, limits: ModelLimits, param: str) -> int:
-    """max_tokens of one request: as asked, if it fits; else the default or all that is left."""
+    """max_tokens of one request: the requested value if it fits, else the default or all that is left."""
     left = limits.max_len - num_prompt
     if asked is None:
         return left if default is None else min(default, left)
@@ -130,7 +134,7 @@ def build_sampling(
         seed=seed,
         min_tokens=min_tokens,
         temperature=defaults.temperature if request.temperature is None else request.temperature,
-        # the neutral values mean that the filter is off
+        # neutral values switch the filter off
         top_k=top_k if top_k is not None and top_k > 0 else None,
         top_p=top_p if top_p is not None and top_p < 1 else None,
         min_p=min_p if min_p else None,
@@ -145,6 +149,7 @@ def build_sampling(
 
 
 def wire_seed(seed: int) -> int:
-    """OpenAI's seeds are signed 64-bit numbers, the generator's key is 63 bits: the same seed always gives the same
-    key."""
+    """OpenAI's seeds are signed 64-bit numbers and the generator's key has 63 bits. The same seed always gives the same
+    key.
+    """
     return seed & (2**63 - 1)

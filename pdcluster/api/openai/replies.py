@@ -1,7 +1,6 @@
-"""What clients get, in OpenAI's words: chat and plain completions, whole or as a stream of chunks, usage, models,
-errors.
+"""Replies in OpenAI's words: chat and plain completions, whole or as chunks of a stream, usage, models, errors.
 
-A format makes bytes; it knows neither sockets nor who generated the tokens. `UNSET` fields are left out of the JSON,
+A format makes bytes. It knows neither sockets nor the source of the tokens. `UNSET` fields are left out of the JSON;
 None is written as null.
 """
 
@@ -34,10 +33,11 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Timeline(Struct, frozen=True):
-    """Seconds of one choice's life, as far as they are known; None where there is no such moment (no second token).
-    ttft and ttst are the request's, whichever attempts they came from; the rest is of the attempt that came to the end,
-    which was given its nodes placed_s after the request came: before that it was held, or tried before. A stop string
-    ends it before nodes report: their times are 0."""
+    """Seconds of one choice's life; None where there is no such moment, as without a second token.
+
+    ttft and ttst are the request's, over all attempts. The rest belongs to the final attempt, which got its nodes
+    placed_s after the request came. A stop string ends a choice before nodes report: their times are 0.
+    """
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -77,7 +77,7 @@ class TokenUsage(Struct):
 
 
 class UsageSoFar(Struct):
-    """In chunks of a stream, where it is asked for: of all choices together."""
+    """Usage of all choices together, in chunks of a stream that asks for it."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -97,7 +97,7 @@ class CalledFunction(Struct, omit_defaults=True):
 
 
 class CalledTool(Struct):
-    """A whole call; one that has an index is more of the call of that index."""
+    """A whole call. With an index it continues the call of that index."""
 
     function: CalledFunction
     id: str | UnsetType = UNSET
@@ -185,8 +185,10 @@ class CompletionReply(Struct):
 
 
 class Head(Struct, frozen=True):
-    """What all chunks of one reply share. pieces: for the text of tokens in logprobs; so_far: what chunks say of usage,
-    None for nothing."""
+    """What all chunks of one reply share.
+    pieces: for the text of tokens in logprobs.
+    so_far: the usage that chunks report; None for none.
+    """
 
     id: str
     created: int
@@ -199,7 +201,7 @@ class Head(Struct, frozen=True):
 
     @property
     def is_plain(self) -> bool:
-        """Whether chunks differ in nothing but text, so that they can be put together from prepared parts."""
+        """Whether chunks differ only in text, so that prepared parts can be joined."""
         return not (self.logprobs or self.token_ids or self.so_far is not None)
 
 
@@ -211,8 +213,7 @@ class ReplyFormat(Protocol):
     def chunk(self, index: int, piece: TextPiece) -> bytes: ...
 
     def around(self, index: int) -> tuple[bytes, bytes] | None:
-        """What stands before and after the text, as JSON, in chunks that carry nothing else; None where some carry
-        more."""
+        """The JSON before and after the text of chunks that carry nothing else; None where some carry more."""
         ...
 
     def usage_chunk(self, usage: TokenUsage) -> bytes: ...
@@ -275,8 +276,9 @@ class ChatFormat:
 
 
 def _delta(piece: TextPiece) -> ChatDelta:
-    """Of a piece with nothing to say a delta without text, so that what stands beside it (logprobs, token ids) has a
-    place; the last says nothing."""
+    """The delta of a piece. An empty piece has a delta without text, so that logprobs and token ids have a place. The
+    last piece has an empty delta.
+    """
     delta = ChatDelta()
     if piece.text or (piece.finish is None and not piece.reasoning and not piece.calls):
         delta.content = piece.text
@@ -365,7 +367,7 @@ class CompletionFormat:
 
 
 class _PlainChunks:
-    """Chunks of the first choice that carry only text: everything around the text is encoded once."""
+    """Chunks of the first choice that carry only text. Everything around the text is encoded once."""
 
     def __init__(self, example: bytes, empty: bytes) -> None:
         before, after = sse.one_line(example).split(empty, 1)
@@ -382,8 +384,9 @@ def _count(head: Head, piece: TextPiece) -> None:
 
 
 def _usage_in_chunks(head: Head) -> UsageSoFar | UnsetType | None:
-    """With include_usage every chunk but the last says `usage: null`, or the usage so far. Without either the field is
-    absent."""
+    """With include_usage every chunk but the last has `usage: null`, or the usage so far. Without either the field is
+    absent.
+    """
     if head.so_far is not None:
         return head.so_far
     return None if head.include_usage else UNSET
@@ -446,7 +449,7 @@ ERROR_TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "
 
 
 def error_body(error: PdclusterError) -> bytes:
-    """OpenAI's shape for any of our errors."""
+    """Any of our errors in OpenAI's shape."""
     status = error.http_status
     kind = "invalid_request_error" if 400 <= status < 429 else ERROR_TYPES.get(status, "server_error")
     param = error.param if isinstance(error, BadRequest) else None

@@ -1,9 +1,8 @@
-"""What clients may ask, in OpenAI's words: the bodies of the /v1 endpoints, /tokenize and /detokenize, and what they
-must hold.
+"""Requests in OpenAI's words: the bodies of the /v1 endpoints, /tokenize and /detokenize, and their checks.
 
-A field is supported, without effect here (accepted), or refused by name: unknown ones always, those we know but cannot
-honour when they are set to something that would change the output. Lengths against the model's limits are in
-`api.openai.limits`, replies in `api.openai.replies`.
+A field is supported, accepted without effect, or refused by name. Unknown fields are always refused. Known fields that
+we cannot honour are refused when their value would change the output. `api.openai.limits` checks lengths against the
+model; `api.openai.replies` has the replies.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from pdcluster.core.errors import BadRequest
 from pdcluster.core.sampling import LEAST_REPETITION, MAX_BAD_WORDS, MAX_LOGPROBS, MOST_REPETITION
 
 MAX_STOPS = 16
-# Of one of them: all text that begins one is held back and compared again with every token.
+# Of one stop string. Text that begins one is held back and compared with every token.
 MAX_STOP_CHARACTERS = 1024
-# They go to the nodes with every choice of a request and every attempt at it.
+# They go to the nodes with every choice and every attempt.
 MAX_STOP_TOKENS = 256
 
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -49,8 +48,9 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 class Common(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What chat and plain completions share. Fields typed `object` are looked at by `check_unsupported`, or by
-    nobody."""
+    """Fields that chat and plain completions share. `check_unsupported` handles fields typed `object`, or nobody
+    does.
+    """
 
     model: str
     max_tokens: Length | None = None
@@ -80,7 +80,7 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Meta(ge=-10, le=10)] | None = None
     pdcluster_mode: Literal["auto", "remote", "local"] | None = None
-    # without effect here
+    # without effect
     user: object = None
     metadata: object = None
     store: object = None
@@ -102,7 +102,7 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class FunctionCall(Struct):
-    """Parts of messages let unknown fields pass: clients and other servers keep things there that no template shows."""
+    """Parts of messages accept unknown fields: clients and other servers keep fields there that no template shows."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -127,7 +127,7 @@ class ChatMessage(Struct):
     tool_calls: list[HistoryToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    # what others call reasoning_content, and content of a model that refused
+    # other servers' name of reasoning_content, and the content of a refusal
     reasoning: object = None
     refusal: object = None
     # would change the output, see UNSUPPORTED_IN_MESSAGES
@@ -150,10 +150,10 @@ class ChatRequest(Common, kw_only=True, forbid_unknown_fields=True):
     tools: list[ToolDefinition] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
-    # hints that the template may know
+    # hints that the template may use
     reasoning_effort: Hint | None = None
     verbosity: Hint | None = None
-    # without effect here
+    # without effect
     prediction: object = None
     # would change the output
     chat_template: object = None
@@ -176,7 +176,7 @@ class CompletionRequest(Common, kw_only=True, forbid_unknown_fields=True):
 
 
 class _BareCompletion(CompletionRequest, kw_only=True, forbid_unknown_fields=True):
-    """The same with its prompt as it was written."""
+    """The same with its prompt as raw JSON."""
 
     prompt: msgspec.Raw  # type: ignore[assignment]
 
@@ -216,7 +216,7 @@ NESTED: Mapping[str, type[Struct]] = {
     "messages[…].tool_calls[…].function": FunctionCall,
 }
 
-# Fields we know but cannot honour → the values, besides null, that ask for nothing.
+# Known fields that we cannot honour → values, besides null, that ask for nothing.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "best_of": (1,),
@@ -239,7 +239,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
 }
 
-# Of all that a message may carry, what other servers act on → the way out. Empty or false it asks for nothing.
+# Fields of messages that other servers act on → the way out. Empty or false values ask for nothing.
 UNSUPPORTED_IN_MESSAGES: Mapping[str, str] = {
     "audio": "leave it out",
     "function_call": "send tool_calls",
@@ -269,7 +269,7 @@ def decode_chat(body: bytes) -> ChatRequest:
 
 
 def chat_of(fields: Mapping[str, object]) -> ChatRequest:
-    """The same from plain values, for other protocols than JSON over HTTP."""
+    """The same from plain values, for protocols other than JSON over HTTP."""
     return _checked_chat(validate.convert(fields, ChatRequest, {"": ChatRequest, **NESTED}))
 
 
@@ -292,14 +292,15 @@ def decode_completion(body: bytes) -> CompletionRequest:
 
 
 def read_completion(body: bytes) -> CompletionRequest:
-    """Of the right form; whether it asks for what there is, `check_completion` says."""
+    """Decode a body and check its form. `check_completion` checks its values."""
     request = _with_token_list(body) if len(body) > LONG_BYTES else None
     return request or validate.decode(body, _COMPLETION, _COMPLETION_SCHEMAS)
 
 
 def _with_token_list(body: bytes) -> CompletionRequest | None:
-    """Its prompt packed; None where that is no list of token ids, or something is wrong, which to tell is the full
-    decoder's part."""
+    """The body with its prompt packed. None where the prompt is no list of token ids, or something is wrong; the full
+    decoder then reports it.
+    """
     cut = cut_list(body, _IDS_BEGIN)
     check_bulk(body if cut is None else cut[1].replace(MARK, b"[]"))
     try:
@@ -316,7 +317,7 @@ def _with_token_list(body: bytes) -> CompletionRequest | None:
 
 
 def completion_of(fields: Mapping[str, object]) -> CompletionRequest:
-    """The same from plain values, for other protocols than JSON over HTTP."""
+    """The same from plain values, for protocols other than JSON over HTTP."""
     return check_completion(validate.convert(fields, CompletionRequest, _COMPLETION_SCHEMAS))
 
 
@@ -364,8 +365,9 @@ def prompts_of(request: CompletionRequest) -> list[str | Sequence[int]]:
 
 
 def _packed(prompt: Sequence[object]) -> Sequence[int] | None:
-    """None unless all are whole numbers. They are packed where they fit: who else has a look at 100,000 of them takes
-    longer than that. By a struct, which takes a third of the time that an array does."""
+    """Pack the ids where all are whole numbers and fit; otherwise None. Later checks of 100,000 packed ids are fast. A
+    struct packs in a third of an array's time.
+    """
     try:
         return array("i", struct.pack(f"{len(prompt)}i", *prompt))
     except struct.error:
@@ -380,8 +382,9 @@ def stops_of(request: Common) -> tuple[str, ...]:
 
 
 def messages_of(messages: list[ChatMessage]) -> list[dict[str, object]]:
-    """Messages as a chat template wants them: plain text, tool arguments as objects; raises BadRequest for what we
-    cannot show to a model."""
+    """Messages for a chat template: plain text, and tool arguments as objects. Raises BadRequest for what a model
+    cannot be shown.
+    """
     return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
@@ -436,8 +439,9 @@ def _check_common(request: Common) -> None:
 
 
 def template_kwargs_of(request: ChatRequest) -> dict[str, Any] | None:
-    """What a template gets besides the messages: what follows from hints, and over it the request's own words for it.
-    None for nothing."""
+    """The template's arguments besides the messages: those from hints, overridden by the request's own. None for
+    nothing.
+    """
     check_template_kwargs(request.chat_template_kwargs)
     effort, verbosity = request.reasoning_effort, request.verbosity
     if effort is None and verbosity is None:
@@ -479,8 +483,9 @@ def reasoning_of(message: ChatMessage) -> str | None:
 
 
 def _plain_content(message: ChatMessage, path: str) -> str:
-    """The text that the template gets. What an assistant or a tool did not say is empty: some templates would write
-    None, or fail on it."""
+    """The text for the template. Absent content of an assistant or a tool is empty, because some templates would write
+    None or fail.
+    """
     content = message.content
     if isinstance(content, list):
         return "\n".join([_plain_part(part, f"{path}.content[{index}]") for index, part in enumerate(content)])

@@ -1,5 +1,6 @@
-"""Penalties, logit_bias and bad_words of a request as the Shaping that nodes apply; None where it asks for none of
-them, so that it costs nothing."""
+"""Penalties, logit_bias and bad_words of a request as the Shaping that nodes apply. None where it asks for none, which
+costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +19,18 @@ NEUTRAL = Shaping()
 
 
 class TokenLookup(Protocol):
-    """What is needed of api.text.model_text.TextModel."""
+    """The part of api.text.model_text.TextModel that is used here."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]: ...
 
 
 def shaping_of(request: Common, defaults: SamplingDefaults, text: TokenLookup, vocab_size: int) -> Shaping | None:
-    """Raises BadRequest naming the field, the value and what it may be."""
+    """Raises BadRequest with the field, the value and what it may be."""
     repetition = defaults.repetition_penalty if request.repetition_penalty is None else request.repetition_penalty
     if repetition == NEUTRAL.repetition and not (
         request.presence_penalty or request.frequency_penalty or request.logit_bias or request.bad_words
     ):
-        return None  # as mostly
+        return None  # the usual case
     shaping = Shaping(
         repetition=repetition,
         presence=request.presence_penalty or 0.0,
@@ -47,7 +48,7 @@ def check_num_biases(number: int) -> None:
 
 
 def biases_of(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """By token id, as OpenAI has it: the ids are strings, as they are keys of an object."""
+    """Biases by token id. OpenAI's ids are strings, as they are keys of an object."""
     check_num_biases(len(given))
     biases: dict[int, float] = {}
     for key, bias in given.items():
@@ -69,8 +70,7 @@ def biases_of(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, f
 
 
 def bad_words_of(words: Sequence[str], text: TokenLookup) -> tuple[tuple[int, ...], ...]:
-    """As vLLM reads them: each word as it begins a text, and as it stands behind a space where that is one other
-    token."""
+    """As vLLM reads them: each word at the beginning of a text, and behind a space where that is one other token."""
     found: dict[tuple[int, ...], None] = {}
     for index, word in enumerate(words):
         bare = word.lstrip()

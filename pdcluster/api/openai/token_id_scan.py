@@ -1,26 +1,28 @@
-"""One pass over the JSON text of a list of token ids, written so that numba compiles it as it stands; a process that
-does not have that compiled is better off with `token_list`. No objects, no errors: what is no such list is told by a
-number."""
+"""One pass over the JSON text of a list of token ids, for numba to compile. Without numba, `token_list` is faster. No
+objects and no errors: a number reports a malformed list.
+"""
 
 from __future__ import annotations
 
 from collections.abc import MutableSequence, Sequence
 
-# More than ids of any vocabulary have, and such numbers fit into 32 bits.
+# More than ids of any vocabulary have. Such numbers fit into 32 bits.
 MOST_DIGITS = 8
 
-# Other letters are told by how far they are from it: what is compiled knows then that digits are small numbers.
+# Characters are compared by their distance from it, so that the compiler knows that digits are small.
 ZERO = 48
 COMMA, END, BLANK = 44 - ZERO, 93 - ZERO, 32 - ZERO
 
 
 def scan_ids(text: Sequence[int], found: MutableSequence[int]) -> tuple[int, int]:
-    """text: bytes, from behind the bracket that opens the list; found: int32, with room for a number of every two
-    bytes, and one more.
+    """Scan a list of token ids.
 
-    How many numbers were put there, and the place behind the bracket that closes the list. (-1, 0) for an empty list,
-    and for all but whole numbers from 0 on, of at most MOST_DIGITS digits and as JSON writes them, with commas between
-    and maybe blanks before each.
+    text: bytes, from behind the opening bracket.
+    found: int32, with room for one number per two bytes, and one more.
+
+    Returns the number of ids written and the offset behind the closing bracket. Returns (-1, 0) for an empty list, and
+    for anything but whole numbers from 0 on, of at most MOST_DIGITS digits, with commas between and optional blanks
+    before each.
     """
     num = value = num_digits = 0
     for at in range(len(text)):

@@ -1,15 +1,13 @@
-"""A long list of token ids straight from its JSON text into an array: without an object for each number, which takes
-several times as long.
+"""A long list of token ids, straight from JSON text into an array. An object per number would take several times as
+long.
 
-Many numbers are read at once: of each the eight bytes before the comma behind it are one word, in which what stands
-before the number is blanked out, and neighbours are added up to pairs, fours and eight digits. They are read by blocks,
-since memory that is new costs more than what is done with it.
+Many numbers are read at once. The eight bytes before each comma form one word. Bytes before the number are blanked, and
+neighbours are added to pairs, fours and eight digits. Numbers are read in blocks, because new memory costs more than
+the arithmetic.
 
-Only what is plainly a list of whole numbers from 0 on; all else is for whoever decodes JSON in full, and for those who
-say what is wrong with it.
+Only plain lists of whole numbers from 0 on are read. The full JSON decoder handles everything else and reports errors.
 
-A process that has `id_scan` compiled reads the list where it stands in a body (`cut_list`), in a third of the time, and
-nobody else reads it again.
+A process that has `token_id_scan` compiled reads the list in place within a body (`cut_list`), in a third of the time.
 """
 
 from __future__ import annotations
@@ -24,16 +22,16 @@ from numpy.typing import NDArray
 
 from pdcluster.api.openai.token_id_scan import MOST_DIGITS
 
-# Of text, from which on it pays.
+# Bytes of text from which it pays.
 LONG_BYTES = 16 * 1024
 
-# Arrays for as many are so small that their memory is at hand.
+# Arrays of this size reuse memory.
 BLOCK_BYTES = 48 * 1024
 
 _BLANKS = b" \t\r\n"
 _COMMA, _BLANK, _ZERO, _BEGIN, _END = b", 0[]"
 
-# So that the first number has a comma before it, too, and enough bytes.
+# So that the first number, too, has a comma and enough bytes before it.
 _BEFORE = bytes(MOST_DIGITS - 1) + b","
 
 _EIGHT = np.dtype(f"V{MOST_DIGITS}")
@@ -42,23 +40,25 @@ _least, _largest = np.minimum.reduce, np.maximum.reduce
 Words = NDArray[np.uint64]
 Scan = Callable[[NDArray[np.uint8], NDArray[np.int32]], tuple[int, int]]
 
-# Stands in a body where a list was. Nobody can guess it, so that a field that has it is the one whose list it was.
+# Replaces a list in a body. Nobody can guess it, so the field with this value held the list.
 MARK = b'"%s"' % secrets.token_hex(16).encode()
 
 _scan: Scan | None = None
 
 
 def use_scan(scan: Scan | None) -> None:
-    """scan: `id_scan.scan_ids`, compiled. None: no list is read where it stands."""
+    """scan: `token_id_scan.scan_ids`, compiled. None: no list is read in place."""
     global _scan
     _scan = scan
 
 
 def cut_list(body: bytes, begins: re.Pattern[bytes]) -> tuple[array[int], bytes] | None:
-    """The list of token ids that begins where `begins` is found first, and the body with MARK in its place, which is
-    JSON if the body was, and only then. None where nothing begins so, that is no such list, or there is no compiled
-    scan. begins: ends with the bracket. Which field's value the list was, if it was one, is seen by where MARK is found
-    when the rest is decoded."""
+    """The list of token ids that begins at the first `begins`, and the body with MARK in its place. The new body is
+    JSON exactly if the old one was.
+
+    begins: ends with the bracket. Returns None where nothing begins so, the list has another form, or there is no
+    compiled scan. The field that holds MARK after decoding held the list.
+    """
     scan, found = _scan, begins.search(body)
     if scan is None or found is None:
         return None
@@ -73,7 +73,7 @@ def cut_list(body: bytes, begins: re.Pattern[bytes]) -> tuple[array[int], bytes]
 
 
 def token_list(text: bytes | memoryview) -> array[int] | None:
-    """text: valid JSON. None where it is no flat list of such numbers, or one of them has more digits."""
+    """text: valid JSON. None where it is no flat list of such numbers, or one has more digits."""
     begin = bytes(text[: MOST_DIGITS + 3])
     found = _listed(memoryview(text), b" " if b", " in begin else b"")
     if found is None and begin[:1] == b"[":
@@ -82,7 +82,7 @@ def token_list(text: bytes | memoryview) -> array[int] | None:
 
 
 def _listed(text: memoryview, lead: bytes) -> array[int] | None:
-    """lead: what stands before each number but the first, behind a comma. None for anything else."""
+    """lead: what precedes each number but the first, behind a comma. None for anything else."""
     if len(text) < 2 or text[0] != _BEGIN or text[-1] != _END:
         return None
     found = array("i")
@@ -100,8 +100,9 @@ def _listed(text: memoryview, lead: bytes) -> array[int] | None:
 
 
 def _digits(block: bytes, num_blanks: int) -> Words | None:
-    """block: numbers behind _BEFORE. The digits of each, the last one in the highest byte, zeros before the first. None
-    where there is more, or less, than so many blanks before each number and a comma behind it."""
+    """The digits of each number of a block behind _BEFORE: the last digit in the highest byte, zeros before the first.
+    None unless each number has exactly so many blanks before it and a comma behind it.
+    """
     codes = np.frombuffer(block, np.uint8)
     commas = (codes == _COMMA).nonzero()[0]
     befores, ends = commas[:-1], commas[1:] - MOST_DIGITS

@@ -1,5 +1,6 @@
-"""`response_format` and `structured_outputs` of a request: their shapes, what they may ask, and the form of grammar
-they mean. What only a compiler can tell (what a client's own grammar is made of) is told by the node."""
+"""`response_format` and `structured_outputs` of a request: shapes, checks, and the grammar they mean. The node's
+compiler checks a client's own grammar.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ from pdcluster.core.grammar import MAX_CHARS, MAX_DEPTH, Grammar, depth_of
 Form = dict[str, Any]
 
 MAX_CHOICES = 1024
-# Of schemas whose grammars are remembered.
+# Size limit of schemas whose grammars are cached.
 KEPT_CHARS = 8 << 10
 
 
 class Asking(Protocol):
-    """A request, as far as it is looked at here."""
+    """The fields of a request that are read here."""
 
     ignore_eos: bool | None
     response_format: ResponseFormat | None
@@ -44,7 +45,7 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True):
-    """Exactly one of them; named as vLLM has them."""
+    """Exactly one of them is set; vLLM's names."""
 
     json: object = None
     json_object: bool | None = None
@@ -78,7 +79,7 @@ def grammar_of(form: dict[str, Any], param: str) -> Grammar:
 
 
 def _is_text(source: str) -> bool:
-    """Whether it can be sent: JSON within JSON may hold what is no character."""
+    """Whether it can be sent: JSON within JSON may hold half a surrogate pair."""
     try:
         source.encode()
     except UnicodeEncodeError:
@@ -87,7 +88,7 @@ def _is_text(source: str) -> bool:
 
 
 def asked_of(request: Asking) -> Grammar | None:
-    """Of a request that asks for nothing beside it; None for any text."""
+    """The constraint of a request; None for any text."""
     if request.response_format is None and request.structured_outputs is None:
         return None
     form = form_of(request.response_format, request.structured_outputs)
@@ -98,7 +99,7 @@ def asked_of(request: Asking) -> Grammar | None:
 
 
 def check_end(request: Asking) -> None:
-    """A grammar ends where it says, by an end-of-sequence token."""
+    """A grammar decides where it ends, by an end-of-sequence token."""
     if request.ignore_eos:
         raise BadRequest(
             "ignore_eos is true, but structured output ends where its grammar does; leave ignore_eos out", "ignore_eos"
@@ -122,14 +123,14 @@ def param_of(structured: StructuredOutputs | None) -> str:
 
 
 def json_form(schema: object, param: str) -> Form:
-    """Raises BadRequest for what is no schema, or has keywords that would not be kept."""
+    """Raises BadRequest for what is no schema, or has keywords that cannot be enforced."""
     if not isinstance(schema, dict | bool):
         raise BadRequest(f'{param} must be a JSON schema, an object such as {{"type": "object"}}', param)
     return {"type": "grammar", "grammar": _rules_of(schema, param)}
 
 
 def _rules_of(schema: object, param: str) -> str:
-    """Requests often bring the schemas of those before them."""
+    """Cached, because requests often repeat schemas."""
     try:
         text = json.dumps(schema)
     except (RecursionError, ValueError):  # nested too deeply, or a number of more digits than Python writes
@@ -196,7 +197,7 @@ def _structured(asked: StructuredOutputs) -> Form:
 
 
 def parsed(schema: object, param: str) -> object:
-    """As text or as an object, both are usual. Text is taken where a body would be. Raises BadRequest naming param."""
+    """The schema as an object. A string is parsed as JSON. Raises BadRequest naming param."""
     if not isinstance(schema, str):
         return schema
     check_bulk(schema.encode(errors="replace"), param)
@@ -209,7 +210,7 @@ def parsed(schema: object, param: str) -> object:
 
 
 def _fault(text: str, error: ValueError) -> str:
-    """What is wrong with it: Python says where, msgspec knows more that is."""
+    """What is wrong with the text: Python knows where, msgspec reports more errors."""
     try:
         has_half = not _is_text(json.dumps(json.loads(text), ensure_ascii=False))
     except RecursionError:

@@ -1,6 +1,7 @@
-"""Regular expressions and grammars of requests, rewritten so that the compiler reads them as those who wrote them
-meant: expressions as rules, grammars in the one escape that it reads otherwise. What cannot be kept is refused by
-name."""
+"""Regular expressions and grammars of requests, rewritten so that the compiler reads them as their authors meant.
+Expressions become rules. Grammars change in the one escape that it reads differently. What cannot be enforced is
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ DIGITS = re.compile(r"\d+")
 
 
 def regex(pattern: str, param: str) -> str:
-    """A grammar of the texts that the expression fits as a whole. Raises BadRequest naming the pattern."""
+    """A grammar of the texts that the whole expression matches. Raises BadRequest naming the pattern."""
     variants = without_anchors(parse(pattern, param))
     if not variants:
         raise BadRequest(f"{param} is {shown(pattern)}, which no text matches; correct it", param)
@@ -26,8 +27,9 @@ def regex(pattern: str, param: str) -> str:
 
 
 def ebnf(grammar: str, param: str) -> str:
-    """The grammar with \\xHH of two digits, as GBNF has it, where the compiler would take more. Raises BadRequest for
-    counts beyond the bound."""
+    r"""The grammar with \xHH limited to two digits, as GBNF has it; the compiler would take more. Raises BadRequest for
+    counts beyond the bound.
+    """
     for found in EBNF_TOKENS.finditer(grammar):
         if found[0][0] == "{":
             _check_counts(found[0], grammar, param)

@@ -1,6 +1,6 @@
 """The chat template of a model: messages in, the prompt's text out, as `transformers` would render it.
 
-The template is part of the model's files and runs in Jinja's sandbox; the messages are data. Nothing here tokenizes.
+The template comes with the model's files and runs in Jinja's sandbox; messages are data. Nothing here tokenizes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from pdcluster.core.errors import BadRequest, ModelError
 
 Message = Mapping[str, object]
 
-# What the server sets itself; a request's chat_template_kwargs may not.
+# The server sets these; a request's chat_template_kwargs may not.
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
-# Stands at the end of the message to continue while it is rendered. Its last space tells whether the template trims
-# messages.
+# Marks the end of the message to continue during rendering. Its last space shows whether the template trims messages.
 CONTINUE_MARK = "\ue000pdcluster-continue\ue000 "
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks assistant text for training masks; rendering only keeps what is
-    inside."""
+    """`{% generation %}…{% endgeneration %}` marks assistant text for training masks. Rendering keeps only its
+    content.
+    """
 
     tags: set[str] = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 
@@ -70,7 +70,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own filter: no HTML escapes, keys in their order."""
+    """Unlike Jinja's own filter: no HTML escapes, keys in order."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -81,7 +81,8 @@ def _strftime_now(pattern: str) -> str:
 class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """special_tokens: bos_token, eos_token, … as the template names them. Raises ModelError when the template does
-        not compile."""
+        not compile.
+        """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
         )
@@ -110,7 +111,7 @@ class ChatTemplate:
         kwargs: Mapping[str, object] | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
     ) -> str:
-        """Raises BadRequest when the template refuses these messages, e.g. because it wants the roles to alternate."""
+        """Raises BadRequest when the template refuses these messages, e.g. because roles must alternate."""
         chat = [self._prepare(message) for message in messages]
         if continue_final_message:
             chat[-1] = _marked(chat[-1])
@@ -126,8 +127,7 @@ class ChatTemplate:
         return _cut_at_mark(text) if continue_final_message else text
 
     def _prepare(self, message: Message) -> dict[str, object]:
-        """Templates expect absent keys rather than null; those that do not know `developer` get what it replaced,
-        `system`."""
+        """Templates expect absent keys, not null. For templates that do not know `developer` it becomes `system`."""
         plain = {name: value for name, value in message.items() if value is not None}
         if plain.get("role") == "developer" and not self._knows_developer:
             plain["role"] = "system"
@@ -139,7 +139,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise BadRequest(f"the model's chat template refuses these messages: {error}", "messages") from error
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
-            # A template is a program over the caller's messages: when it trips over them, they are what must change.
+            # A template is a program over the caller's messages. When it fails on them, they must change.
             reason = f"{type(error).__name__}: {error}"
             message = (
                 f"the model's chat template cannot render these messages ({reason}); check their roles and contents"

@@ -1,9 +1,9 @@
-"""The text of one choice while its tokens come: detokenised, without the text of a stop token, taken apart, and the
-answer cut at a stop string.
+"""The text of one choice while its tokens arrive: detokenized, without stop tokens, split into parts, and cut at a stop
+string.
 
-Stop strings act on the text of the answer alone: not on thoughts, marks and the arguments of calls.
+Stop strings apply to the answer's text, not to reasoning, marks and arguments of calls.
 
-Pure: tokens in, text out. Who generates them, and how the reply looks, is elsewhere.
+Pure: tokens in, text out.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ NOTHING = b'""'
 
 
 class Token(msgspec.Struct, frozen=True, gc=False):
-    """One token as replies report it. offset: characters of text before it; logprobs None where there is nothing before
-    it to predict it."""
+    """One token as replies report it.
+    offset: characters of text before it.
+    logprobs: None where nothing precedes it.
+    """
 
     id: int
     offset: int
@@ -32,12 +34,15 @@ class Token(msgspec.Struct, frozen=True, gc=False):
 
 
 class TextPiece(msgspec.Struct):
-    """What one event of a choice adds to its reply. finish is set on the last one.
+    """What one event of a choice adds to its reply. The last one sets finish.
 
-    reasoning: what the model thought before its answer; calls: of tools; where a choice has a Speech, text is without
-    them. tokens: output only; listed: those of them and of earlier ones whose logprobs are told now, None for all of
-    `tokens` (a stop string may take text away, and its tokens with it); echo: the prompt's, where they are repeated
-    with logprobs; prompt_token_ids, prompt_logprobs: on the first piece, when asked for.
+    reasoning: what the model thought before its answer.
+    calls: of tools. Where a choice has a Speech, text excludes reasoning and calls.
+    tokens: output only.
+    listed: tokens, also earlier ones, whose logprobs this event reports; None for all of `tokens`. A stop string may
+    remove text and its tokens.
+    echo: the prompt's tokens, where they are repeated with logprobs.
+    prompt_token_ids, prompt_logprobs: on the first piece, when requested.
     """
 
     text: str = ""
@@ -52,13 +57,14 @@ class TextPiece(msgspec.Struct):
 
     @property
     def scored(self) -> list[Token]:
-        """Tokens whose logprobs are told with it."""
+        """Tokens whose logprobs this event reports."""
         return self.tokens if self.listed is None else self.listed
 
 
 class ChoiceText:
-    """`stopped` is set when a stop string matched: the generation may end there, and later tokens are not part of the
-    reply."""
+    """`stopped` is set when a stop string matched. The generation may end there, and later tokens are not part of the
+    reply.
+    """
 
     __slots__ = (
         "_detokenizer", "_offset", "_silent", "_speech", "_stops", "_unlisted", "is_plain", "num_calls", "num_tokens",
@@ -73,23 +79,25 @@ class ChoiceText:
         offset: int = 0,
         speech: Speech | None = None,
     ) -> None:
-        """silent: ids that end a generation, whose text is not part of the answer; offset: characters before the first
-        token (an echo); speech: what the text is taken apart by, None for nothing."""
+        """silent: ids that end a generation and whose text is not part of the answer.
+        offset: characters before the first token (an echo).
+        speech: splits the text; None for no split.
+        """
         self._detokenizer = detokenizer
         self._stops = stops
         self._silent = silent
         self._offset = offset
         self._speech = speech
-        # Text goes on as it comes.
+        # Text passes unchanged.
         self.is_plain = speech is None and stops.is_idle
         self._unlisted: list[Token] = []
         self.num_tokens = 0
-        # Calls of tools that were given away.
+        # Calls of tools that were emitted.
         self.num_calls = 0
         self.stopped = False
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None, piece: TextPiece) -> None:
-        """Adds the token, and the text that became certain, to the piece."""
+        """Add the token, and the text that became certain, to the piece."""
         token = Token(token_id, self._offset, logprobs)
         piece.tokens.append(token)
         self.num_tokens += 1
@@ -106,26 +114,27 @@ class ChoiceText:
             self._list(piece, self._offset - self._stops.num_uncertain)
 
     def _list(self, piece: TextPiece, end: int) -> None:
-        """Tokens that begin before this character are part of the answer."""
+        """List the tokens of the answer: those that begin before this character."""
         listed = [token for token in self._unlisted if token.offset < end]
         del self._unlisted[: len(listed)]
         piece.listed = [*(piece.listed or ()), *listed]
 
     def say(self, token_id: int) -> bytes:
-        """The same where nobody asks for tokens, nor for their offsets, and the text is plain: what became certain of
-        it, as JSON."""
+        """The same for plain text without tokens and offsets: the certain text, as JSON."""
         self.num_tokens += 1
         return NOTHING if token_id in self._silent else self._detokenizer.say(token_id)
 
     def known(self, vocab_size: int) -> Detokenizer | ChainDetokenizer:
-        """Whose known texts are also those of the choice: tokens that end it, or that its model does not have, are not
-        among them."""
+        """The cached texts that are also those of the choice. They exclude tokens that end it and ids beyond its
+        model.
+        """
         self._detokenizer.ask_for(self._silent, vocab_size)
         return self._detokenizer
 
     def finish(self, piece: TextPiece, *, is_cut: bool = False) -> None:
-        """The generation ended: releases what was held back. An incomplete character may still complete a stop string.
-        is_cut: its tokens ran out."""
+        """The generation ended: release what was held back. An incomplete character may still complete a stop string.
+        is_cut: the tokens ran out.
+        """
         if self.is_plain:
             piece.text += self._detokenizer.flush()
             return
@@ -159,7 +168,7 @@ class ChoiceText:
                 return
 
     def _certain(self, text: str) -> str:
-        """Of the answer's text."""
+        """The certain part of the answer's text."""
         certain = self._stops.feed(text)
         self.stopped = self._stops.matched is not None
         return certain

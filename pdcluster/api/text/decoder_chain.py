@@ -1,16 +1,15 @@
-"""Any decoder of `tokenizers` as a stream: tokens go in one by one, text comes out once nothing that follows can change
-it.
+"""Any decoder of `tokenizers` as a stream: tokens go in one by one, and text comes out once nothing can change it.
 
-A decoder is a list of stages, each of which makes tokens of tokens; what the last one gives is joined. Each stage is
-here a small machine with the library's semantics (`tokenizers/src/decoders`, 0.23). Stages that look at one token ask
-the library, and keep its answers:
+A decoder is a list of stages, each of which maps tokens to tokens. The result is the last stage's tokens joined. Each
+stage is a small machine with the library's semantics (`tokenizers/src/decoders`, 0.23). Stages that look at one token
+ask the library and cache its answers:
 
-    Replace, Strip          each token alone
-    WordPiece, Metaspace    each token alone, the first one of a text otherwise
-    BPEDecoder              a word's end is a space, but for the text's last
-    CTC                     repeated tokens are one
-    ByteFallback            a run of bytes is known when it ends
-    Fuse, ByteLevel         all tokens become one, whose text comes in pieces
+- Replace, Strip: each token alone.
+- WordPiece, Metaspace: each token alone; the first one of a text differs.
+- BPEDecoder: a word's end is a space, except for the text's last.
+- CTC: repeated tokens are one.
+- ByteFallback: a run of bytes is known when it ends.
+- Fuse, ByteLevel: all tokens become one, whose text comes in pieces.
 
 Behind one of the last two a stage has a single token. Strip and Replace of a literal then hold back as many characters
 as they may still change. Any other stage there waits for the whole text.
@@ -33,7 +32,7 @@ UTF8 = codecs.getincrementaldecoder("utf-8")
 BYTE_TOKEN = re.compile(r"<0x([0-9a-fA-F]{2})>")
 REPLACEMENT = "\ufffd"
 EMPTY_TOKENIZER = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
-# A token that no stage which knows positions changes.
+# A token that no position-dependent stage changes.
 BEFORE = "a"
 
 
@@ -46,13 +45,14 @@ class DecoderStage(Protocol):
 
 
 def byte_alphabet() -> dict[int, str]:
-    """Byte-level BPE writes each byte as one printable character: itself where it prints, otherwise one from U+0100 on.
-    Character → latin-1."""
+    """Character → latin-1. Byte-level BPE writes each byte as one printable character: itself where it prints,
+    otherwise one from U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in printable]
     alphabet = {byte: chr(byte) for byte in printable}
     alphabet |= {0x100 + index: chr(byte) for index, byte in enumerate(hidden)}
-    # Characters that no byte is written as must not pass for the byte of the same number.
+    # Characters that stand for no byte must not pass for the byte of the same number.
     return alphabet | dict.fromkeys(hidden, "\uffff")
 
 
@@ -60,8 +60,7 @@ ALPHABET = byte_alphabet()
 
 
 def byte_level(token: str) -> bytes:
-    """The bytes that a token of byte-level BPE stands for; its own where it is an added token, written as plain
-    text."""
+    """The bytes of a byte-level BPE token. An added token is plain text."""
     try:
         return token.translate(ALPHABET).encode("latin-1")
     except UnicodeEncodeError:
@@ -78,8 +77,9 @@ def steps_of(decoder: Step | None) -> list[Step]:
 
 
 class DecoderChain:
-    """What streams of one decoder have in common: their stages, and the library's answers. Used by one event loop, or
-    by threads: what is kept is only ever added."""
+    """What streams of one decoder share: stages, and the library's cached answers. One event loop or several threads
+    may use it, because entries are only added.
+    """
 
     def __init__(self, decoder: Step | None) -> None:
         self._joins_by_spaces = decoder is None
@@ -91,7 +91,7 @@ class DecoderChain:
         return [str(step["type"]) for step in self._steps]
 
     def stream(self, *, at_start: bool) -> TokenStream:
-        """at_start: the text starts with its first token; else it continues another one."""
+        """at_start: the text starts with its first token; otherwise it continues another."""
         if self._joins_by_spaces:
             return TokenStream([_Each(_spaced, at_start)])
         stages: list[DecoderStage] = []
@@ -102,7 +102,7 @@ class DecoderChain:
         return TokenStream(stages)
 
     def isolated(self, token: str) -> bytes:
-        """What a token stands for inside of a text."""
+        """The text of a token inside a text."""
         kinds = self.kinds
         if "ByteLevel" in kinds:
             return byte_level(token)
@@ -134,8 +134,9 @@ class TokenStream:
 
 
 def _render_of(step: Step) -> Render:
-    """What the library makes of a token, first or not; its answers are kept. Strip is done here: the library panics
-    where both ends meet."""
+    """What the library makes of a token, first or not; cached. Strip is done here, because the library panics where
+    both ends meet.
+    """
     if step["type"] == "Strip":
         return lambda token, _: _stripped(token, step["content"], step["start"], step["stop"])
     decoder = Tokenizer.from_str(json.dumps(EMPTY_TOKENIZER | {"decoder": step})).decoder
@@ -289,7 +290,7 @@ class _Bytes:
 
 
 class _StrippedText:
-    """start, stop: at most so many characters go at either end; those at the end wait."""
+    """start, stop: most characters removed at each end. Those at the end wait."""
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content, self._start, self._stop = content, start, stop

@@ -1,13 +1,12 @@
-"""Token ids to text, one token at a time: text never holds half a character, and the pieces joined are the text of all
+"""Token ids to text, one token at a time. Text never holds half a character, and the joined pieces are the text of all
 tokens.
 
-Works on bytes, through a table of what every token id stands for, so a token costs a list lookup and every token's
-bytes are known exactly (logprobs report them). That is possible for decoders that map tokens one by one: byte-level
-BPE, and SentencePiece-like with byte fallback. Streams of any other decoder are `decoder_chain`'s (`ChainDetokenizer`);
-the table then holds what a token stands for inside of a text.
+A table gives the bytes of every token id, so a token costs a list lookup and its bytes are exact (logprobs report
+them). That works for decoders that map tokens one by one: byte-level BPE, and SentencePiece-like with byte fallback.
+`decoder_chain` streams any other decoder (`ChainDetokenizer`); the table then holds a token's text inside a text.
 
-Where the table's way differs from `tokenizers`: in a run of byte-fallback tokens that is not valid UTF-8, the valid
-characters are kept here, while `tokenizers` replaces the whole run, which a stream cannot know in advance.
+One difference from `tokenizers`: in a run of byte-fallback tokens that is not valid UTF-8, valid characters are kept.
+`tokenizers` replaces the whole run, which a stream cannot know in advance.
 """
 
 from __future__ import annotations
@@ -21,19 +20,20 @@ from pdcluster.api.text.decoder_chain import BYTE_TOKEN, DecoderChain, Step, byt
 
 DECODER = codecs.getincrementaldecoder("utf-8")
 
-# What SentencePiece writes for a space.
+# SentencePiece's character for a space.
 SPACE_MARK = "\u2581"
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What each token id stands for. `special` ids vanish from text unless asked for; `strips_lead`: one leading space
-    is not part of the text.
-
-    texts: the same as text, where a token's bytes are whole characters; most are, and need no decoder. said: those
-    texts as JSON, of ids that were said and are not special, each as the tuple in which a step's only token of a row
-    comes; at most the vocabulary. chain: the decoder, where the table does not say how tokens join; names: the
-    vocabulary's text of each id then. texts are None there.
+    """The text of each token id.
+    special: ids that vanish from text unless requested.
+    strips_lead: one leading space is not part of the text.
+    texts: as text, where a token's bytes are whole characters; most are and need no decoder.
+    said: texts as JSON, of ids that were emitted and are not special, each in the tuple of a step's only token of a
+    row; at most the vocabulary.
+    chain: the decoder, where the table does not tell how tokens join; texts are None then, and names holds the
+    vocabulary's text of each id.
     """
 
     table: Sequence[bytes]
@@ -45,14 +45,15 @@ class Pieces:
     names: Sequence[str | None] = ()
 
     def stream(self, *, skip_special_tokens: bool, at_start: bool) -> Detokenizer | ChainDetokenizer:
-        """at_start: the text starts here, so a leading space that only marks a word is dropped; a continuation keeps
-        it."""
+        """at_start: the text starts here, so a leading space that only marks a word is dropped. A continuation keeps
+        it.
+        """
         if self.chain is None:
             return Detokenizer(self, skip_special_tokens=skip_special_tokens, at_start=at_start)
         return ChainDetokenizer(self, self.chain, skip_special_tokens=skip_special_tokens, at_start=at_start)
 
     def of(self, token_id: int) -> bytes:
-        """b"" for ids the tokenizer does not know: models have padded vocabularies."""
+        """b"" for ids that the tokenizer does not know, because models have padded vocabularies."""
         return self.table[token_id] if 0 <= token_id < len(self.table) else b""
 
 
@@ -87,7 +88,7 @@ def _whole_text(piece: bytes) -> str | None:
 
 
 def _is_sentencepiece(steps: Sequence[Step]) -> bool:
-    """Marks of spaces become spaces, bytes characters; at most one leading space goes."""
+    """Whether space marks become spaces, byte tokens bytes, and at most one leading space is removed."""
     replace = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
     known: list[Step] = [replace, {"type": "ByteFallback"}, {"type": "Fuse"}]
     return list(steps) in (known, [*known, {"type": "Strip", "content": " ", "start": 1, "stop": 0}])
@@ -114,8 +115,8 @@ NONE_KNOWN: Mapping[tuple[int, ...], bytes] = {}
 class Detokenizer:
     """One stream of tokens, by the table. at_start: see `Pieces.stream`.
 
-    known: what `say` would give for these tokens now, and be the same after it; where one is not in it, it has to be
-    asked."""
+    known: what `say` returns for these tokens without a change of state. A token outside it needs a call of `say`.
+    """
 
     __slots__ = ("_decoder", "_is_whole", "_knows", "_pieces", "_said", "_skip", "_strip", "_texts", "known")
 
@@ -124,21 +125,22 @@ class Detokenizer:
         self._texts, self._said = pieces.texts, pieces.said
         self._skip = pieces.special if skip_special_tokens else frozenset[int]()
         self._strip = at_start and pieces.strips_lead
-        # Made for the first piece that is no whole text.
+        # Created for the first piece that is not whole characters.
         self._decoder: codecs.IncrementalDecoder | None = None
-        # No incomplete character is pending, and no leading space to look for.
+        # No incomplete character is pending, and no leading space to remove.
         self._is_whole = not self._strip
         self._knows = True
         self.known = self._said if self._is_whole else NONE_KNOWN
 
     def ask_for(self, token_ids: Set[int], vocab_size: int) -> None:
-        """These, and those beyond the vocabulary, are never among the known, since they are no text to who asks.
-        Special ones are not anyway; with others nothing is known."""
+        """Exclude these ids and those beyond the vocabulary from `known`, since they are not text to the caller.
+        Special ids are never in it. Other ids here empty it.
+        """
         if vocab_size < len(self._texts) or not self._pieces.special.issuperset(token_ids):
             self._knows, self.known = False, NONE_KNOWN
 
     def show(self, token_ids: frozenset[int]) -> None:
-        """These are text, though they are special."""
+        """Treat these special ids as text."""
         self._skip -= token_ids
 
     def feed(self, token_id: int) -> str:
@@ -181,8 +183,7 @@ class Detokenizer:
 
 
 class ChainDetokenizer:
-    """One stream of tokens, by the decoder's own stages. Nothing is known before it is asked: what a token adds may
-    depend on others."""
+    """One stream of tokens, by the decoder's own stages. `known` is empty: a token's text may depend on others."""
 
     __slots__ = ("_names", "_skip", "_stream", "known")
 

@@ -1,5 +1,6 @@
-"""Logprobs in OpenAI's two shapes, a list of objects for chat and parallel lists for plain completions; those of a
-prompt in vLLM's."""
+"""Logprobs in OpenAI's two shapes: a list of objects for chat, parallel lists for plain completions. A prompt's are in
+vLLM's shape.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +41,14 @@ class CompletionLogprobs(Struct):
 
 
 class PromptLogprob(Struct):
-    """rank: 1 for the most likely; null for the prompt's own token where it is not among the alternatives that were
-    asked for."""
+    """rank: 1 for the most likely; null for the prompt's own token outside the requested alternatives."""
 
     logprob: float
     rank: int | None
     decoded_token: str
 
 
-# One per token of the prompt, by token id, as vLLM has it; null for the first one.
+# One per token of the prompt, by token id, as in vLLM; null for the first.
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
@@ -90,7 +90,7 @@ def completion_logprobs(tokens: Sequence[Token], pieces: Pieces) -> CompletionLo
 
 
 def _alternatives(token: Token, pieces: Pieces) -> dict[str, float] | None:
-    """By text, best first; the token itself is always among them, as OpenAI has it. None when none were asked for."""
+    """By text, best first. The token itself is always included, as in OpenAI. None when none were requested."""
     if token.logprobs is None or not token.logprobs.top_ids:
         return None
     found: dict[str, float] = {}
@@ -109,8 +109,9 @@ def _readable(raw: bytes) -> str:
 
 
 def _unambiguous(raw: bytes) -> str:
-    """The token's text; for a part of a character its bytes in hex, as OpenAI writes them, so that parallel lists and
-    keys stay distinct."""
+    """The token's text. A part of a character is its bytes in hex, as OpenAI writes them, so that lists and keys stay
+    distinct.
+    """
     try:
         return raw.decode()
     except UnicodeDecodeError:

@@ -1,7 +1,6 @@
-"""Everything between text and token ids for one model: its tokenizer, chat template, special tokens and sampling
-defaults.
+"""Everything between text and token ids for one model: tokenizer, chat template, special tokens, sampling defaults.
 
-Built from the model's files (bytes, whoever brought them), never from the network, and without torch or transformers.
+Built from the bytes of the model's files, never from the network, and without torch or transformers.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from pdcluster.checkpoint.text_files import read_text_files
 from pdcluster.core.errors import BadRequest, ModelError
 from pdcluster.core.sampling import LEAST_REPETITION, MOST_REPETITION
 
-# Special tokens that prompts and answers have; a padding token that is not there is never needed.
+# Special tokens of prompts and answers. A missing padding token is never needed.
 ENDS = ("bos_token", "eos_token")
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What the model's authors recommend (generation_config.json), for fields a request leaves out."""
+    """The model authors' recommendation (generation_config.json), for fields that a request leaves out."""
 
     temperature: float = 1.0
     top_p: float | None = None
@@ -46,16 +45,18 @@ class SamplingDefaults:
 
 
 class TextModel:
-    """Immutable after construction but for the segments of chats that are kept; may be used from several threads.
+    """Immutable after construction, except for the cached segments of chats. Several threads may use it.
 
-    info: the tokenizer's configuration as clients may read it, special tokens as text."""
+    info: the tokenizer's configuration for clients, special tokens as text.
+    """
 
     def __init__(self, files: Mapping[str, bytes], tool_format: str = "auto", reasoning: str = "auto") -> None:
-        """files: contents by name, of those in files.TEXT_FILES that the model has; only tokenizer.json must be there.
+        """files: contents by name, of those in files.TEXT_FILES that the model has. Only tokenizer.json is required.
         tool_format, reasoning: how the model marks calls of tools (a name of api.tools.formats) and thoughts (think),
-        or none; auto: as its chat template shows.
+        or none. auto: as its chat template shows.
 
-        Raises ModelError naming the file that is missing or wrong."""
+        Raises ModelError naming the missing or wrong file.
+        """
         try:
             self._build(files)
             source = "" if self.template is None else self.template.source
@@ -68,7 +69,7 @@ class TextModel:
             TypeError,
             LookupError,
             AttributeError,
-        ) as error:  # of files that are JSON, but of another shape
+        ) as error:  # JSON files of an unexpected shape
             raise ModelError(
                 f"the model's text files are not as expected: {type(error).__name__}: {error}; take its original files"
             ) from error
@@ -101,19 +102,19 @@ class TextModel:
 
     @property
     def vocab_size(self) -> int:
-        """Highest token id the tokenizer knows, plus one; the model's own vocabulary may be padded beyond."""
+        """Highest token id of the tokenizer, plus one. The model's own vocabulary may be padded beyond it."""
         return len(self.pieces.table)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
-        """add_special_tokens is for plain prompts; a chat template writes its own. Long text does not hold the
-        interpreter lock."""
+        """add_special_tokens: for plain prompts; a chat template writes its own. Long text does not hold the GIL."""
         if len(text) <= SHORT_CHARACTERS:
             return array("i", self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         return array("i", self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def encode_chat(self, text: str) -> array[int]:
-        """What `render_chat` wrote, special tokens found in it and none added: segments that were encoded before cost
-        nothing."""
+        """Ids of a text from `render_chat`, with its special tokens and none added. Segments that were encoded before
+        cost nothing.
+        """
         return self.segments.encode(text)
 
     def render_chat(
@@ -125,7 +126,7 @@ class TextModel:
         kwargs: Mapping[str, object] | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
     ) -> str:
-        """The prompt's text, special tokens included: for `encode_chat`."""
+        """The prompt's text with special tokens, for `encode_chat`."""
         if self.template is None:
             way_out = "use /v1/completions, or put a chat_template.jinja beside its tokenizer.json"
             raise BadRequest(f"this model has no chat template; {way_out}", "messages")
@@ -143,7 +144,7 @@ class TextModel:
     def detokenizer(
         self, *, skip_special_tokens: bool = True, at_start: bool = True, shows_marks: bool = False
     ) -> Detokenizer | ChainDetokenizer:
-        """shows_marks: tokens that mark parts of an answer are text, whatever they are to the tokenizer."""
+        """shows_marks: tokens that mark parts of an answer are text, even if special."""
         detokenizer = self.pieces.stream(skip_special_tokens=skip_special_tokens, at_start=at_start)
         if shows_marks and self._marks:
             detokenizer.show(self._marks)
@@ -178,7 +179,7 @@ def _load_tokenizer(files: Mapping[str, bytes], config: Mapping[str, Any], speci
         tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])
     except Exception as error:  # tokenizers raises nothing narrower
         raise ModelError(f"tokenizer.json cannot be read: {error}") from error
-    # A file may carry the training run's truncation and padding, which would cut prompts silently.
+    # A file may carry truncation and padding of the training run, which would cut prompts silently.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     _add_missing_tokens(tokenizer, config, special)
@@ -188,7 +189,7 @@ def _load_tokenizer(files: Mapping[str, bytes], config: Mapping[str, Any], speci
 
 
 def _add_missing_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """tokenizer_config.json may name tokens that tokenizer.json lacks, under the ids that follow."""
+    """Add tokens that tokenizer_config.json names and tokenizer.json lacks, under the next ids."""
     decoder: Mapping[str, Mapping[str, Any]] = config.get("added_tokens_decoder") or {}
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -216,7 +217,7 @@ def _add_missing_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], special
 def _bos_eos_processor(
     tokenizer: Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]
 ) -> TemplateProcessing:
-    """add_bos_token and add_eos_token, where a model says them, overrule tokenizer.json's own post-processor."""
+    """add_bos_token and add_eos_token, where set, overrule tokenizer.json's own post-processor."""
     bos = special.get("bos_token") if config.get("add_bos_token") else None
     eos = special.get("eos_token") if config.get("add_eos_token") else None
     single = " ".join([*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])])
@@ -226,8 +227,9 @@ def _bos_eos_processor(
 
 
 def _template_source(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja first, then tokenizer_config.json, then chat_template.json; of several named templates the
-    default one."""
+    """chat_template.jinja first, then tokenizer_config.json, then chat_template.json. Of several named templates, the
+    default one.
+    """
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"].decode()
     source = config.get("chat_template") or _json_file(files, "chat_template.json").get("chat_template")
@@ -251,7 +253,7 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
 
 
 def _number(generation: Mapping[str, Any], name: str, least: float, most: float) -> float | None:
-    """None where the file does not say it."""
+    """None where the file does not set it."""
     given = generation.get(name)
     if given is None:
         return None

@@ -1,17 +1,18 @@
-"""Tokenizing a long conversation anew costs its new text only: ids are kept for each stretch of text between two
-special tokens.
+"""A cache of token ids for each stretch of text between special tokens, so that a long conversation costs only its new
+text.
 
-A tokenizer first looks for its added tokens in the raw text, and then treats each piece between them alone: normalizer,
-pre-tokenizer and model see one piece at a time. So text may be cut before any token that is always found, and the ids
-of the parts, one after the other, are those of the whole. What must hold for a cut, checked when the model is loaded:
- 1. The token is special and looked for in the raw text (not normalized), takes no blanks with it (lstrip, rstrip), may
-    stand anywhere (not single_word), and neither begins nor ends with a blank.
- 2. It is found where the tokenizer finds it: leftmost, then longest, among *all* tokens that are looked for in raw
-    text.
- 3. A part begins with its token, so that its text does not stand at the very beginning, which some pre-tokenizers treat
-    otherwise.
- 4. Normalizer, pre-tokenizer and model are of kinds that look at one piece at a time, and nothing is random.
-Where one fails, text is encoded whole. Thread-safe: routers tokenize long prompts in threads.
+A tokenizer first finds its added tokens in the raw text, then treats each piece between them alone. So text may be cut
+before any token that is always found, and the parts' ids joined are those of the whole. Requirements for a cut, checked
+when the model is loaded:
+
+1. The token is special and found in the raw text (not normalized). It takes no blanks with it (lstrip, rstrip) and may
+   stand anywhere (not single_word). It neither begins nor ends with a blank.
+2. It is found where the tokenizer finds it: leftmost, then longest, among *all* tokens found in raw text.
+3. A part begins with its token, so its text is not at the very beginning, which some pre-tokenizers treat differently.
+4. Normalizer, pre-tokenizer and model look at one piece at a time, and nothing is random. Otherwise text is encoded
+   whole.
+
+Thread-safe: routers tokenize long prompts in threads.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 MAX_CACHE_BYTES = 64 << 20
-# What an entry costs beside its text and its ids: two objects and its place in the dict. Rounded up.
+# Cost of an entry beside its text and ids: two objects and a dict entry, rounded up.
 ENTRY_BYTES = 256
 
-# Text up to here is tokenized at once; longer text in the way that lets other threads run meanwhile.
+# Text up to here is tokenized directly; longer text by a call that releases the GIL.
 SHORT_CHARACTERS = 4096
 
 NORMALIZERS = {
@@ -46,8 +47,10 @@ MODELS = {"BPE", "Unigram", "WordLevel", "WordPiece"}
 
 
 class SegmentedEncoder:
-    """Text with its special tokens written out → ids, none added. num_hits, num_misses: segments found and not;
-    num_bytes: of what is kept."""
+    """Text with written special tokens → ids; none are added.
+    num_hits, num_misses: segments found and not found.
+    num_bytes: of the cache.
+    """
 
     def __init__(self, tokenizer: Tokenizer, content: Mapping[str, Any], *, max_bytes: int = MAX_CACHE_BYTES) -> None:
         """content: of the tokenizer.json that the tokenizer was made from."""
@@ -61,7 +64,7 @@ class SegmentedEncoder:
 
     @property
     def is_cutting(self) -> bool:
-        """Whether the tokenizer allows it at all."""
+        """Whether the tokenizer allows cuts."""
         return self._added is not None
 
     def encode(self, text: str) -> array[int]:
@@ -130,7 +133,7 @@ def is_piecewise(content: Mapping[str, Any]) -> bool:
 
 
 def _kinds(stage: Mapping[str, Any] | None) -> set[str]:
-    """Of a stage and of all that it is made of."""
+    """The kinds of a stage and of all its parts."""
     if stage is None:
         return set()
     parts = [*(stage.get("normalizers") or ()), *(stage.get("pretokenizers") or ())]
@@ -153,8 +156,9 @@ def _raw_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
 
 
 def longest_of(contents: Iterable[str]) -> str:
-    """A pattern for the leftmost, then longest of them (requirement 2). A tree of their characters, so that a text
-    which begins hundreds of tokens and ends none costs no more than others: a search does not let other threads run."""
+    """A pattern for the leftmost, then longest of them (requirement 2). It is a tree of characters: a text that begins
+    hundreds of tokens and ends none stays cheap, because a search holds the GIL.
+    """
     tree: dict[str, Any] = {}
     for content in contents:
         node = tree

@@ -1,8 +1,8 @@
-"""Stop strings over a text that arrives in pieces: nothing after the match is released, and only what may become a
+"""Stop strings over a text that arrives in pieces. Nothing after the match is released, and only what may become a
 match is held back.
 
-The match is the one that is complete first; of several complete at the same character, the longest. So it does not
-depend on how the text was cut.
+The match that completes first wins; of several that complete at the same character, the longest. So the result does not
+depend on the pieces.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._held = ""
         self.matched: str | None = None
-        # Characters at the end of the text that are not released: held, or from the match on.
+        # Characters at the end of the text that are not released: held back, or from the match on.
         self.num_uncertain = 0
 
     @property
     def is_idle(self) -> bool:
-        """There is nothing to match, so that it need not be fed."""
+        """Whether there is nothing to match, so that `feed` is not needed."""
         return not self._stops
 
     def feed(self, text: str) -> str:
-        """The text that is now certain; once `matched` is set, the text before the match, and nothing more is
-        released."""
+        """The text that is now certain. Once `matched` is set, it is the text before the match, and nothing more is
+        released.
+        """
         if not self._stops:
             return text
         buffer = self._held + text
@@ -43,7 +44,7 @@ class StopMatcher:
         return buffer[: len(buffer) - keep]
 
     def flush(self) -> str:
-        """The held text, when the stream ended without a match."""
+        """The text held back, when the stream ended without a match."""
         held, self._held, self.num_uncertain = self._held, "", 0
         return held
 
@@ -52,7 +53,7 @@ class StopMatcher:
         return min(ends, key=lambda match: (match[0], -len(match[1])), default=None)
 
     def _holdback(self, buffer: str) -> int:
-        """Length of the longest end of buffer that begins some stop string."""
+        """Length of the longest suffix of buffer that begins some stop string."""
         longest = max(len(stop) for stop in self._stops) - 1
         for size in range(min(longest, len(buffer)), 0, -1):
             tail = buffer[-size:]

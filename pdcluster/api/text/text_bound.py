@@ -1,9 +1,9 @@
-"""Whether a text is too long, told before all of it is tokenized: 8 MB of text cost half a minute and gigabytes.
+"""Whether a text is too long, found before all of it is tokenized: 8 MB of text cost half a minute and gigabytes.
 
-1. No token stands for more text than the longest one does. Tokenizers that may drop text (blanks, long words they do
-   not know) get DROPPED times as much.
+1. No token stands for more text than the longest one does. Tokenizers that may drop text (blanks, long unknown words)
+   get DROPPED times as much.
 2. Text that is long for its bound (LIKELY characters a token) is first tokenized in parts, only to count, until it is
-   clearly too long. A cut can change a few tokens beside it: SLACK makes up for them. Parts end where a word does.
+   clearly too long. A cut can change a few tokens beside it; SLACK allows for them. Parts end at word ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEEPING_PRE_TOKENIZERS = {"ByteLevel", "Digits", "Metaspace", "Split", "UnicodeS
 
 
 class TextBound:
-    """Immutable; may be used from several threads. token_bytes: of UTF-8 that one token stands for, at most."""
+    """Immutable; several threads may use it. token_bytes: most UTF-8 bytes that one token stands for."""
 
     def __init__(self, tokenizer: Tokenizer, content: Mapping[str, Any]) -> None:
         """content: of the tokenizer.json that the tokenizer was made from."""
@@ -32,13 +32,13 @@ class TextBound:
         self.token_bytes = _longest(tokenizer, content) * (1 if _keeps_text(content) else DROPPED)
 
     def excess_bytes(self, text: str, num_tokens: int) -> int:
-        """The text's bytes where so many tokens cannot hold them, else 0."""
+        """The text's bytes when so many tokens cannot hold them, else 0."""
         most = num_tokens * self.token_bytes
         size = len(text.encode()) if 4 * len(text) > most else 0
         return size if size > most else 0
 
     def is_clearly_over(self, text: str, num_tokens: int) -> bool:
-        """Whether the text has more tokens, as far as that is told sooner than by tokenizing all of it."""
+        """Whether the text surely has more tokens, as far as that is faster than tokenizing all of it."""
         if len(text) <= LIKELY * num_tokens:
             return False
         found, most = 0, num_tokens + SLACK * num_tokens
@@ -62,8 +62,9 @@ def _parts(text: str, size: int) -> Iterator[str]:
 
 
 def _longest(tokenizer: Tokenizer, content: Mapping[str, Any]) -> int:
-    """Byte-level BPE writes a byte as one character. Elsewhere a token is written in no fewer bytes than its text
-    has."""
+    """Bytes of the longest token. Byte-level BPE writes a byte as one character. Elsewhere a token has at least as many
+    bytes as its text.
+    """
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     is_byte_level = "ByteLevel" in _kinds(content.get("pre_tokenizer")) | _kinds(content.get("normalizer"))
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
@@ -83,7 +84,7 @@ def _keeps_text(content: Mapping[str, Any]) -> bool:
 
 
 def _kinds(stage: Mapping[str, Any] | None) -> set[str]:
-    """Of a stage and of all that it is made of."""
+    """The kinds of a stage and of all its parts."""
     if stage is None:
         return set()
     parts = [*(stage.get("normalizers") or ()), *(stage.get("pretokenizers") or ())]

@@ -1,4 +1,4 @@
-"""Arguments of a call that comes back in a history, as chat templates want them: an object, as far as it was said."""
+"""Arguments of a call in a history, as chat templates want them: an object, as far as it was written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 
 from pdcluster.core.errors import BadRequest
 
-# Of longer text that is no JSON it is not looked up to where it is some.
+# Longer text that is not JSON is not searched for its valid part.
 LOOKED_AT_CHARACTERS = 64 * 1024
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)
@@ -20,11 +20,13 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def arguments_of(given: str | Mapping[str, object] | None, path: str) -> object:
-    """None, or nothing but blanks, is no arguments. Text is read as models write it: it may end anywhere (max_tokens
-    cut it), and have line breaks in strings. Of an object with something wrong in it the part before that is taken.
-    Other text that is no JSON stays text.
+    """The arguments as an object. None or blanks mean no arguments.
 
-    path: of the call, for errors. Raises BadRequest where it is nested too deeply."""
+    Models may cut text anywhere (max_tokens) and put line breaks in strings. Of a faulty object the part before the
+    fault is taken. Other text that is not JSON stays text.
+
+    path: of the call, for errors. Raises BadRequest where it is nested too deeply.
+    """
     if given is None or isinstance(given, Mapping):
         return given or {}
     if not given.strip():

@@ -1,9 +1,8 @@
-"""One call of a tool as models write it, `{"name": …, "arguments": {…}}`, read character by character: the name as soon
-as it is certain, then the arguments as they come, exactly as the model wrote them. What surrounds a call is the
-business of a format.
+"""One call of a tool as models write it, `{"name": …, "arguments": {…}}`, read character by character. The name is
+emitted as soon as it is certain, then the arguments as they come, exactly as written. A format handles what surrounds a
+call.
 
-A call is said (its name given away) when its arguments begin: until then it may turn out to be no call, and its text is
-kept.
+A call's name is emitted when its arguments begin. Until then it may turn out to be no call, and its text is kept.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ SPACE = " \t\r\n"
 
 
 class ToolCallDelta(msgspec.Struct, omit_defaults=True, frozen=True):
-    """More of one call. id and name come with the first of them, which has index of a new call."""
+    """A part of one call. The first one has id and name and the index of a new call."""
 
     index: int
     arguments: str = ""
@@ -27,13 +26,14 @@ class ToolCallDelta(msgspec.Struct, omit_defaults=True, frozen=True):
     name: str | None = None
 
 
-# Text of an answer, or more of a call.
+# Text of an answer, or a part of a call.
 Part = str | ToolCallDelta
 
 
 class CallRules(NamedTuple):
-    """new_id: ids for calls, each used once; knows: whether a tool of that name was offered; names: of those that
-    were."""
+    """new_id: ids for calls, each used once.
+    knows: whether a tool of that name was offered; names: of those offered.
+    """
 
     new_id: Callable[[], str]
     knows: Callable[[str], bool]
@@ -41,7 +41,7 @@ class CallRules(NamedTuple):
 
 
 class Balanced:
-    """Follows one JSON value that is an object, a list or a string, to its end."""
+    """Follows one JSON object, list or string to its end."""
 
     __slots__ = ("_depth", "_escaped", "_in_string")
 
@@ -50,7 +50,7 @@ class Balanced:
         self._in_string = self._escaped = False
 
     def ends_with(self, character: str) -> bool:
-        """Take the next character; whether the value is complete with it."""
+        """Take the next character. True when it completes the value."""
         if self._in_string:
             if self._escaped:
                 self._escaped = False
@@ -70,8 +70,9 @@ class Balanced:
 
 
 class CallReader:
-    """Reads one call. is_done: it was complete; is_bad: it is no call. What may be long is kept in pieces, so that each
-    is copied once."""
+    """Reads one call.
+    is_done: it was complete; is_bad: it is no call. Long text is kept in pieces, so that each is copied once.
+    """
 
     def __init__(self, index: int, rules: CallRules) -> None:
         self._index = index
@@ -90,7 +91,7 @@ class CallReader:
 
     @property
     def raw(self) -> str:
-        """What was read while nothing was said."""
+        """What was read before anything was emitted."""
         return "".join(self._raw)
 
     def feed(self, text: str) -> tuple[list[ToolCallDelta], str]:
@@ -116,7 +117,7 @@ class CallReader:
         return ToolCallDelta(self._index, arguments)
 
     def _say(self) -> None:
-        """The name is known, and so are the arguments, or their beginning."""
+        """The name is known, and the arguments or their beginning."""
         if self._name is None or self.is_said:
             return
         if not self._rules.knows(self._name):
@@ -198,7 +199,7 @@ class CallReader:
         return self._name is None or self._early is not None
 
     def _arguments(self) -> None:
-        """Complete arguments that were not given away: their name is still to come, or they are no object."""
+        """Complete arguments that were not emitted: their name is still to come, or they are no object."""
         value = "".join(self._value)
         text = _text(value) if value.startswith('"') else value
         if text in (None, "null", ""):
@@ -226,7 +227,7 @@ class CallReader:
 
 
 class NamedReader(CallReader):
-    """Arguments whose call's name stands outside of them."""
+    """Arguments of a call whose name stands outside them."""
 
     def __init__(self, index: int, rules: CallRules, name: str) -> None:
         super().__init__(index, rules)
@@ -250,7 +251,7 @@ class NamedReader(CallReader):
 
 
 def _text(raw: str) -> str | None:
-    """A JSON string's text; None for what is none."""
+    """A JSON string's text; None for invalid ones."""
     try:
         value = json.loads(raw, strict=False)
     except (ValueError, RecursionError):

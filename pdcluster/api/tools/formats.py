@@ -1,5 +1,6 @@
-"""The formats in which models call tools: which one a model uses, who parses it, and the grammars of an answer that
-must be calls, and of one that may have some."""
+"""The formats in which models call tools: which one a model uses, its parser, and the grammars of answers with required
+or optional calls.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from pdcluster.api.tools.markers import ARGS, CALL_ID, END_THINK, END_TOOL_CALL,
 from pdcluster.api.tools.offered import Function, Offer, parameters_of
 from pdcluster.api.tools.parsers import HermesParser, LlamaParser, MistralParser, Parser
 
-# Of a function's arguments.
+# The grammar of a function's arguments.
 FormOf = Callable[[Function], Form]
 
 SPACES = r"[ \t\r\n]*"
-# Before calls: a model that likes line breaks would never begin.
+# Before calls. A model that likes line breaks would never begin.
 SOME_SPACE = r"[ \n]{0,4}"
 
-# In a regular expression; a compiler warns of others that are escaped.
+# In a regular expression. A compiler warns of other escaped characters.
 SPECIAL = frozenset("|[](){}.*+?^$\\")
 
 MISTRAL_ID_CHARACTERS = string.ascii_letters + string.digits
@@ -32,14 +33,16 @@ def _long_id() -> str:
 
 
 def _short_id() -> str:
-    """Mistral's templates refuse any other kind."""
+    """Mistral's templates refuse any other kind of id."""
     return "".join(secrets.choice(MISTRAL_ID_CHARACTERS) for _ in range(9))
 
 
 class ToolFormat(NamedTuple):
-    """begin, end: around the arguments of one call, {name} being the function's; opening, closing: around all of them,
-    separator between. trigger: only where a call begins it is in a text; None where an answer is calls or text, as it
-    begins. named: before a call whose name stands outside."""
+    """begin, end: around the arguments of one call; {name} is the function's.
+    opening, closing: around all calls; separator: between them.
+    trigger: begins a call within text; None where an answer is either calls or text.
+    named: before a call whose name stands outside.
+    """
 
     parser: Callable[[CallRules], Parser]
     new_id: Callable[[], str]
@@ -55,7 +58,7 @@ class ToolFormat(NamedTuple):
         return self.parser(CallRules(self.new_id, offer.knows, [tool.name for tool in offer.tools]))
 
     def form(self, offer: Offer) -> Form:
-        """Of an answer that is calls and nothing else."""
+        """The grammar of an answer that is only calls."""
         calls = self._calls(offer, _checked)
         return (
             calls
@@ -64,8 +67,9 @@ class ToolFormat(NamedTuple):
         )
 
     def free_form(self, offer: Offer, *, reasons: bool) -> Form:
-        """Of an answer that is text, calls or both: a call is of an offered tool, and of a strict one its arguments are
-        what it says. reasons: the model may think before it answers."""
+        """The grammar of an answer that is text, calls or both. A call is of an offered tool; a strict tool's arguments
+        match its schema. reasons: the model may think first.
+        """
         if self.trigger is None:
             around = [_regex(SOME_SPACE + f"({_escaped(PYTHON_TAG)})?"), self._calls(offer, _strict)]
             return {
@@ -115,7 +119,7 @@ FORMATS: Mapping[str, ToolFormat] = {
     ),
 }  # fmt: skip
 
-# What a template has in it → the format that its model was taught.
+# Text in a template → the format that its model was taught.
 SIGNS: tuple[tuple[str, str], ...] = (
     (TOOL_CALL, "hermes"),
     (TOOL_CALLS, "mistral"),
@@ -125,7 +129,7 @@ SIGNS: tuple[tuple[str, str], ...] = (
 
 
 def detect(template: str) -> str | None:
-    """The format that a chat template speaks of; None for one that takes no tools."""
+    """The format that a chat template uses; None for one without tools."""
     if "tools" not in template:
         return None
     return next((name for sign, name in SIGNS if sign in template), None)
@@ -137,12 +141,12 @@ def _checked(tool: Function) -> Form:
 
 
 def _strict(tool: Function) -> Form:
-    """Of one that is not strict arguments are an object, as its model likes it."""
+    """Arguments of a tool that is not strict are any object."""
     return _checked(tool) if tool.strict else any_object()
 
 
 def _no_call(banned: str | None) -> list[Form]:
-    """Texts that do not begin as calls do. banned: what they do not have in them."""
+    """Texts that do not begin as calls do. banned: what they do not contain."""
     mark = PYTHON_TAG
     begins = "|".join(
         [r"[^{<\s]", *(f"{_escaped(mark[:length])}[^{_escaped(mark[length])}]" for length in range(1, len(mark)))]

@@ -1,5 +1,6 @@
-"""Tokens by which models mark parts of an answer: a call of a tool, reasoning. They are text to whoever reads the
-answer, also where a tokenizer says that they are special."""
+"""Tokens by which models mark calls of tools and reasoning. They are text to the reader of the answer, even where a
+tokenizer calls them special.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The tools that a request offers and which of them the model must, may or must not call: shapes and checks of `tools`
-and `tool_choice`."""
+"""The tools that a request offers, and which of them the model must, may or must not call: shapes and checks of `tools`
+and `tool_choice`.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +43,9 @@ ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """must: a call has to come; those it may be of are `tools`, all that are `shown` are in the prompt. parallel: there
-    may be several."""
+    """must: a call is required. `tools` may be called; the prompt shows all `shown`.
+    parallel: several calls are allowed.
+    """
 
     tools: Sequence[Function]
     shown: Sequence[ToolDefinition]
@@ -52,7 +54,7 @@ class Offer(msgspec.Struct, frozen=True):
 
     @property
     def is_strict(self) -> bool:
-        """Whether arguments of some tool have to be what its schema says."""
+        """Whether some tool's arguments must match its schema."""
         return any(tool.strict for tool in self.tools)
 
     def knows(self, name: str) -> bool:
@@ -103,7 +105,7 @@ def _check(tools: Sequence[ToolDefinition]) -> None:
 
 
 def parameters_of(function: Function, param: str) -> dict[str, Any]:
-    """The schema of its arguments, for a grammar. None given means that it takes none."""
+    """The schema of its arguments, for a grammar. An absent schema means no arguments."""
     schema = {"type": "object", **(function.parameters or {"properties": {}})}
     if schema["type"] != "object":
         raise BadRequest(f"{param} has type {shown(schema['type'])}; arguments of a function are an object", param)

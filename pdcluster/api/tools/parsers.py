@@ -1,13 +1,12 @@
-"""How families of models write their calls of tools, found in a text that comes in pieces: what is no call is released
-as soon as that is certain.
+"""Parsers of tool calls, by family of models, over a text that comes in pieces. What is no call is released as soon as
+that is certain.
 
-    hermes    text <tool_call>{…}</tool_call> <tool_call>{…}</tool_call>        Hermes, Qwen llama     {…}; {…}   or
-    <|python_tag|>{…}                                 Llama 3: the whole answer is calls, or none of it mistral   text
-    [TOOL_CALLS][{…}, {…}]   or   [TOOL_CALLS]name[ARGS]{…}      Mistral, before and since tokenizer 11
+- hermes (Hermes, Qwen): text <tool_call>{…}</tool_call> <tool_call>{…}</tool_call>
+- llama (Llama 3): {…}; {…} or <|python_tag|>{…}. The whole answer is calls, or none of it.
+- mistral: text [TOOL_CALLS][{…}, {…}] before tokenizer 11, [TOOL_CALLS]name[ARGS]{…} since.
 
-White space around calls belongs to nothing. What is no call is text as it was written, white space included. So is a
-first call that breaks off before its arguments, unless the tokens ran out: then what begins like a call is neither text
-nor a call.
+White space around calls is dropped. What is no call is text as written, white space included. So is a first call that
+breaks off before its arguments, unless the tokens ran out: then the beginning of a call is neither text nor a call.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pdcluster.api.tools.calls import SPACE, CallReader, CallRules, NamedReader,
 from pdcluster.api.tools.held import begins, keep_for, without_mark
 from pdcluster.api.tools.markers import ARGS, CALL_ID, END_TOOL_CALL, PYTHON_TAG, TOOL_CALL, TOOL_CALLS
 
-# Characters between Mistral's mark and the arguments: a name, other marks, an id. More of them are text.
+# Characters between Mistral's mark and the arguments: a name, other marks, an id. Longer ones are text.
 MAX_NAME = 256
 
 
@@ -30,15 +29,16 @@ class Parser(Protocol):
         ...
 
     def flush(self, *, is_cut: bool = False) -> list[Part]:
-        """The text ended; is_cut: not by itself."""
+        """The text ended. is_cut: because the tokens ran out."""
         ...
 
 
 class _Machine:
-    """A buffer, and states that each take from its front what they understand. A state that takes nothing and stays
-    waits for more."""
+    """A buffer, and states that each take what they understand from its front. A state that takes nothing and stays
+    waits for more.
+    """
 
-    # With which calls begin.
+    # Calls begin with these.
     marks: tuple[str, ...] = ()
 
     def __init__(self, rules: CallRules) -> None:
@@ -46,7 +46,7 @@ class _Machine:
         self._buffer = ""
         self._state = self._start
         self._call: CallReader | None = None
-        # Before a call that may turn out to be none: white space and its mark.
+        # Before a possible call: white space and its mark.
         self._lead = ""
         self._parts: list[Part] = []
         self.num_calls = 0
@@ -62,11 +62,10 @@ class _Machine:
         return parts
 
     def flush(self, *, is_cut: bool = False) -> list[Part]:
-        """Of a call that was said its arguments are what came of them. The beginning of another behind it is nothing:
-        no text, and no call yet."""
+        """An emitted call keeps the arguments that came. The beginning of another call behind it is dropped."""
         call, text = self._call, self._buffer
         if call is not None and call.is_said:
-            pass  # what is behind it was not read yet
+            pass  # the text behind it was not read yet
         elif call is not None or self._lead:
             is_nothing = self.num_calls or (is_cut and self._is_marked(self._lead, "" if call is None else call.raw))
             text = "" if is_nothing else self._lead + ("" if call is None else call.raw) + text
@@ -78,7 +77,7 @@ class _Machine:
         return [text] if text else []
 
     def _is_marked(self, lead: str, raw: str) -> bool:
-        """Whether what began can be nothing but a call."""
+        """Whether what began can only be a call."""
         return bool(lead.strip())
 
     def _start(self) -> None:
@@ -121,8 +120,9 @@ class _Machine:
         self._buffer = ""
 
     def _up_to(self, mark: str) -> bool:
-        """Release the text before a mark, and take the mark and the white space before it as the lead of a call; False
-        while it is not there."""
+        """Release the text before a mark; the mark and the white space before it become the lead of a call. False while
+        the mark is absent.
+        """
         before, found, after = self._buffer.partition(mark)
         text = before.rstrip() if found else before[: len(before) - keep_for(before, mark)]
         self._say(text)
@@ -169,7 +169,7 @@ class LlamaParser(_Machine):
             self._state = self._text
 
     def _after_call(self) -> None:
-        """Another call may follow, after a semicolon or none."""
+        """Another call may follow, with or without a semicolon."""
         text = self._buffer.lstrip(SPACE + ";")
         lead = self._buffer[: len(self._buffer) - len(text)]
         if text.startswith(PYTHON_TAG):
@@ -187,7 +187,7 @@ class LlamaParser(_Machine):
         return super().flush(is_cut=is_cut)
 
     def _is_marked(self, lead: str, raw: str) -> bool:
-        """An object without a mark may be an answer in JSON: it is a call as far as it begins like one."""
+        """An object without a mark may be an answer in JSON. It is a call as far as it begins like one."""
         bare = "".join(raw.split())
         return super()._is_marked(lead, raw) or any(
             begun.startswith(bare) or bare.startswith(begun)

@@ -1,7 +1,7 @@
-"""Splits what a model thinks aloud from what it answers, as the text comes: `<think>…</think>` before the answer.
+"""Splits a model's reasoning from its answer as the text comes: `<think>…</think>` before the answer.
 
-Some templates open the mark in the prompt, then the output begins inside. White space around the marks belongs to
-neither side. How the text is cut into pieces changes nothing: what may become a mark is held back.
+Some templates open the mark in the prompt, so the output begins inside. White space around the marks is dropped. How
+the text is cut into pieces changes nothing: what may become a mark is held back.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ReasoningSplitter:
                 return Split(reasoning, content)
 
     def flush(self, *, is_cut: bool = False) -> Split:
-        """The end: what was held back is what it looks like. is_cut: a mark that had begun would have become one."""
+        """The end: text held back is text. is_cut: the tokens ran out, so the beginning of a mark is dropped."""
         held, self._held = self._held, ""
         if self._state in ("start", "answer"):
             return Split("", "" if is_cut and self._state == "start" and held.strip() else held)
@@ -54,7 +54,7 @@ class ReasoningSplitter:
         return Split(held.rstrip() if self._state == "thinking" else "", "")
 
     def _start(self) -> None:
-        """Nothing but white space may stand before the mark."""
+        """Only white space may precede the mark."""
         text = self._held.lstrip()
         if text.startswith(THINK):
             self._held, self._state = text[len(THINK) :], "lead"
@@ -82,5 +82,5 @@ def is_left_open(prompt: str) -> bool:
 
 
 def knows_reasoning(template: str) -> bool:
-    """Whether a model's chat template speaks of the mark."""
+    """Whether a model's chat template contains the mark."""
     return END_THINK in template

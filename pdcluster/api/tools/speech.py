@@ -1,4 +1,4 @@
-"""What a chat model says, taken apart as it comes: what it thinks, what it answers, which tools it calls."""
+"""A chat model's output, split as it comes into reasoning, answer and calls of tools."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdcluster.api.tools.reasoning import ReasoningSplitter
 
 
 class Said(NamedTuple):
-    """parts: text of the answer and calls, in the order in which they came."""
+    """parts: text of the answer and calls, in order."""
 
     reasoning: str = ""
     parts: Sequence[Part] = ()
@@ -42,7 +42,7 @@ class Speech:
         return Said(reasoning, self._parts(text))
 
     def flush(self, *, is_cut: bool = False) -> Said:
-        """The text ended. is_cut: not by itself, so that a mark that had begun is no text."""
+        """The text ended. is_cut: the tokens ran out, so a mark that had begun is no text."""
         reasoning = text = ""
         if self._reasoning is not None:
             reasoning, text = self._reasoning.flush(is_cut=is_cut)

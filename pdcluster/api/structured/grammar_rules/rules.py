@@ -1,5 +1,6 @@
-"""The rules of a grammar while it is made: parts, named once each, without what can never end, and written as
-xgrammar's EBNF."""
+"""The rules of a grammar under construction: parts with one name each, without parts that never end, written as
+xgrammar's EBNF.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +16,16 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Regex:
-    """An expression that xgrammar compiles itself, which is quick in use. Not exact in all cases: only for some that a
-    test knows."""
+    """An expression that xgrammar compiles itself, which is fast. It is not exact in all cases, so only expressions
+    that a test covers use it.
+    """
 
     expression: str
 
 
 @dataclass(frozen=True, slots=True)
 class Class:
-    """Characters of a class, so many; xgrammar counts them without a state for each, as it does of no other part."""
+    """A number of characters of a class. xgrammar counts them without a state for each, as for no other part."""
 
     expression: str
     least: int = 1
@@ -42,7 +44,7 @@ class RuleSequence:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Without options it is what nothing fits."""
+    """Without options, nothing matches it."""
 
     options: tuple[Part, ...]
 
@@ -66,14 +68,15 @@ def row(*parts: Part) -> Part:
 
 
 def one_of(options: list[Part]) -> Part:
-    """Each once."""
+    """An alternative without duplicates."""
     different = tuple(dict.fromkeys(options))
     return different[0] if len(different) == 1 else OneOf(different)
 
 
 class GrammarRules:
-    """name: gives a part a name that stands for it wherever it is the same; reserve and define: a name before its part
-    is known."""
+    """name: names a part; equal parts share a name.
+    reserve, define: name a part before its content is known.
+    """
 
     def __init__(self) -> None:
         self._parts: dict[str, Part] = {}
@@ -97,14 +100,14 @@ class GrammarRules:
         return self._names[part]
 
     def circular(self, key: Hashable, written: Callable[[Part], Part]) -> Part:
-        """A part that refers to itself, the same for the same key. written: from its name."""
+        """A part that refers to itself, the same for the same key. written: creates its content from its name."""
         if key not in self._circular:
             self._circular[key] = named = self.reserve()
             self.define(named, written(named))
         return self._circular[key]
 
     def written(self, root: Part) -> str | None:
-        """None when nothing that ends fits."""
+        """None when nothing that ends matches."""
         ending = self._ending()
         kept = _pruned(root, ending)
         if kept == NOTHING:
@@ -120,7 +123,7 @@ class GrammarRules:
         return "\n".join(lines) + "\n"
 
     def _ending(self) -> set[str]:
-        """Names of the rules that some finite text fits, found from those that need no other."""
+        """Names of rules that some finite text matches, found from those that need no other rule."""
         users: dict[str, list[str]] = {}
         for name, part in self._parts.items():
             for used in _names_in(part):
@@ -145,7 +148,7 @@ def _ends(part: Part, ending: set[str]) -> bool:
 
 
 def _pruned(part: Part, ending: set[str]) -> Part:
-    """Without options that never end."""
+    """The part without options that never end."""
     if not _ends(part, ending):
         return NOTHING
     if isinstance(part, RuleSequence):
@@ -184,7 +187,7 @@ def _written(part: Part) -> str:
 
 
 def count(least: int, most: int | None) -> str:
-    """How often something comes."""
+    """A repetition count in EBNF."""
     if (sign := SIGNS.get((least, most))) is not None:
         return sign
     if most is None:
@@ -193,7 +196,7 @@ def count(least: int, most: int | None) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text in EBNF. Brackets are coded: they would count as nesting."""
+    """A text in EBNF. Brackets are escaped, because they would count as nesting."""
     return f'"{"".join(_coded(char) for char in text)}"'
 
 

@@ -1,7 +1,6 @@
-"""Trees of regular expressions as parts of a grammar: of a text as it is, or of what stands between the quotes of a
-JSON string.
+"""Trees of regular expressions as parts of a grammar: of plain text, or of text between the quotes of a JSON string.
 
-They become rules, not expressions that xgrammar compiles itself: (b|(b){1,2}) of those takes bbb.
+They become rules, not expressions that xgrammar compiles itself: its (b|(b){1,2}) accepts bbb.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class RuleWriter:
         return self._sequence(node)
 
     def _character(self, ranges: Ranges) -> list[Part]:
-        """Ways of writing one of them."""
+        """The spellings of one character."""
         if not self._in_json:
             return [Class(bracketed(ranges))]
         plain, pending_messages, coded = escaped(ranges)
@@ -48,8 +47,9 @@ class RuleWriter:
         return row(Many(self._rules.name(one_of(ways)), node.least, node.least), endless) if node.least else endless
 
     def _endless(self, ranges: Ranges, ways: list[Part]) -> Part:
-        """One way after another: xgrammar knows beforehand which tokens fit such a rule, but not of a repetition of
-        choices."""
+        """Repeated spellings as a recursive rule: xgrammar precomputes the tokens of such a rule, but not of a
+        repetition of choices.
+        """
 
         def written(again: Part) -> Part:
             return one_of([EMPTY, *(row(way, again) for way in ways)])
@@ -74,6 +74,6 @@ class RuleWriter:
 
 
 def grammar_of(node: Node) -> str:
-    """EBNF of the texts that fit a node without anchors."""
+    """EBNF of the texts that match a node without anchors."""
     rules = GrammarRules()
     return rules.written(RuleWriter(rules, in_json=False).part(node)) or ""

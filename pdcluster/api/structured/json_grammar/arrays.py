@@ -14,8 +14,9 @@ MAX_ITEMS = 100_000
 
 
 def array(make: Converter, node: Mapping[str, Any], path: str) -> Part:
-    """Of a tuple all items come, also those that minItems does not ask for. Others come where they are named or
-    needed."""
+    """An array. All items of a tuple come, also those that minItems does not require. Other items come where they are
+    named or required.
+    """
     first, others = _schemas(node, path)
     least = whole_number(node, "minItems", path) or 0
     most = whole_number(node, "maxItems", path)
@@ -34,7 +35,7 @@ def array(make: Converter, node: Mapping[str, Any], path: str) -> Part:
 
 
 def _schemas(node: Mapping[str, Any], path: str) -> tuple[list[Any], object]:
-    """Of the first items, and of those behind them; older drafts have the first ones in `items`."""
+    """The schemas of the first items and of the rest. Older drafts have the first ones in `items`."""
     first, others = node.get("prefixItems"), node.get("items")
     if isinstance(others, list):
         if first is not None:
@@ -66,7 +67,7 @@ def _written(make: Converter, heads: list[Part], other: Part | None, least: int,
 
 
 def _more(make: Converter, separator: Part, other: Part | None, least: int, most: int | None) -> Part:
-    """Items behind others. Without a schema for them there is none."""
+    """Items behind others. Without a schema for them there are none."""
     if other is None:
         return EMPTY if not least else one_of([])
     return Many(make.rules.name(row(separator, other, make.space)), least, most)

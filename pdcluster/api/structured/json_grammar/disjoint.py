@@ -1,4 +1,6 @@
-"""Whether two parts of a `oneOf` surely never fit the same value: then what is made for one is right for the whole."""
+"""Whether two parts of a `oneOf` surely never match the same value. Then a grammar of one part is right for the
+whole.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,15 @@ from typing import Any
 from pdcluster.api.structured.json_grammar.kinds import KINDS, kind_of, kinds_of, values_of
 
 Schema = Mapping[str, Any]
-# A schema, or what its reference names.
+# A schema, or the target of its reference.
 Resolve = Callable[[object], object]
 
-# Into properties of properties.
+# Depth of nested properties.
 MAX_LOOKS = 8
 
 
 def identity(value: object) -> object:
-    """Equal for values that a schema takes for the same: 1 and 1.0, but not true."""
+    """Equal for values that a schema treats as equal: 1 and 1.0, but not true."""
     if isinstance(value, dict):
         return "object", frozenset((key, identity(each)) for key, each in value.items())
     if isinstance(value, list):
@@ -25,7 +27,7 @@ def identity(value: object) -> object:
 
 
 def differ(one: object, other: object, resolve: Resolve, looks: int = MAX_LOOKS) -> bool:
-    """False also where nobody can tell."""
+    """Whether the two surely differ. False also when that is unknown."""
     one, other = resolve(one), resolve(other)
     if one is False or other is False:
         return True
@@ -55,7 +57,7 @@ def _objects_differ(one: Schema, other: Schema, resolve: Resolve, looks: int) ->
 
 
 def _lacks(one: Schema, other: Schema) -> bool:
-    """Whether what is made for one has not all that the other requires."""
+    """Whether what the grammar writes for one surely lacks something that the other requires."""
     is_closed = (
         "properties" in one and one.get("additionalProperties") in (None, False) and not one.get("patternProperties")
     )
@@ -73,7 +75,7 @@ def _required(node: Schema) -> set[str]:
 
 
 def telling_property(parts: list[object]) -> str | None:
-    """A property that all of some objects declare with a value of their own; None when there is none."""
+    """A property that some objects all declare with distinct values; None when there is none."""
     if len(parts) < 2 or not all(isinstance(part, dict) and kinds_of(part) == ("object",) for part in parts):
         return None
     declared = [_properties(part) for part in parts if isinstance(part, dict)]

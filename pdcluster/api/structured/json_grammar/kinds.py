@@ -1,4 +1,4 @@
-"""Of which types a value or a schema is."""
+"""The types of a value or a schema."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdcluster.core.errors import BadRequest
 Schema = Mapping[str, Any]
 
 KINDS = ("object", "array", "string", "number", "integer", "boolean", "null")
-# Keywords that speak of one type alone, and tell it where no type is given.
+# Keywords of a single type. They imply the type where none is given.
 KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     "string": ("minLength", "maxLength", "pattern", "format"),
@@ -26,7 +26,7 @@ KEYWORDS: Mapping[str, tuple[str, ...]] = {
         "maxProperties",
     ),
 }
-# Values that ask for nothing, beside null, which does so anywhere.
+# Values that ask for nothing; null does so everywhere.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "minLength": (0,), "minItems": (0,), "minProperties": (0,), "required": ([],), "additionalProperties": (True, {}),
     "items": (True, {}),
@@ -44,7 +44,7 @@ def asks(node: Schema, keyword: str) -> bool:
 
 
 def kind_of(value: object) -> str:
-    """The narrowest one."""
+    """The narrowest type."""
     if isinstance(value, bool):
         return "boolean"
     if value is None:
@@ -60,7 +60,7 @@ def is_of(value: object, kinds: tuple[str, ...]) -> bool:
 
 
 def given_kinds(node: Schema, path: str) -> tuple[str, ...] | None:
-    """What `type` says; None where it is not there. Raises BadRequest for what is no type."""
+    """What `type` names; None where it is absent. Raises BadRequest for what is no type."""
     given = node.get("type")
     if given is None:
         return None
@@ -74,14 +74,14 @@ def given_kinds(node: Schema, path: str) -> tuple[str, ...] | None:
 
 
 def values_of(node: Schema) -> list[object] | None:
-    """All that it allows; None where they are not listed."""
+    """All values that it allows; None where they are not listed."""
     if "const" in node:
         return [node["const"]]
     return node["enum"] if isinstance(node.get("enum"), list) else None
 
 
 def kinds_of(node: Schema) -> tuple[str, ...] | None:
-    """All that its values may be, as far as it says so by itself; None where it does not."""
+    """All types that the schema itself allows; None where it names none."""
     values, given = values_of(node), node.get("type")
     if values is not None:
         return tuple(kind_of(value) for value in values)
@@ -93,5 +93,5 @@ def kinds_of(node: Schema) -> tuple[str, ...] | None:
 
 
 def told_kinds(node: Schema) -> tuple[str, ...]:
-    """What keywords tell."""
+    """Types that keywords imply."""
     return tuple(kind for kind, words in KEYWORDS.items() if any(asks(node, word) for word in words))

@@ -1,7 +1,7 @@
-"""Regular expressions of JSON numbers between bounds, exactly, however many digits bounds have.
+"""Exact regular expressions of JSON numbers between bounds of any number of digits.
 
-Numbers without a bound have as many digits as readers keep: 19 before the point, 15 behind it. None is so large that
-a reader takes it for infinite, and none so near to a bound that a reader rounds it to what the bound excludes.
+Numbers without a bound have as many digits as readers keep: 19 before the point, 15 behind it. No number is so large
+that a reader takes it for infinite, or so near to a bound that a reader rounds it to an excluded one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Value = int | float
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """None: without. above, below: what is excluded."""
+    """None means: no bound. above, below: the bound is excluded."""
 
     least: Value | None = None
     most: Value | None = None
@@ -86,7 +86,7 @@ def _natural(low: int, high: int) -> Iterator[str]:
 
 
 def _between(low: str, high: str) -> Iterator[str]:
-    """Digits, equally many."""
+    """Digits of equal number."""
     same = next((index for index, pair in enumerate(zip(low, high, strict=True)) if pair[0] != pair[1]), len(low))
     head, low, high = low[:same], low[same:], high[same:]
     if not low:
@@ -169,7 +169,7 @@ def _decimal(value: Value) -> Decimal:
 
 
 def _next(bound: Value, *, up: bool) -> Decimal:
-    """The nearest number that a reader does not take for the bound, with few digits where that is possible."""
+    """The nearest number that a reader does not take for the bound, with few digits where possible."""
     exact = _decimal(bound)
     unit = Decimal(1).scaleb(-max(FRACTION_DIGITS - len(str(abs(int(exact)))) + (abs(exact) < 1), 1))
     near = exact.quantize(unit, ROUND_FLOOR) + unit if up else exact.quantize(unit, ROUND_CEILING) - unit
@@ -213,12 +213,12 @@ def _split(value: Decimal, places: int) -> tuple[int, str]:
 
 
 def _fractions(whole: str, low: str, high: str) -> Iterator[str]:
-    """A whole number and what may stand behind it. Fewer digits stand for zeros."""
+    """A whole number and its possible fractions. Missing digits count as zeros."""
     if not low.strip("0"):
         yield whole
     same = next((index for index, pair in enumerate(zip(low, high, strict=True)) if pair[0] != pair[1]), len(low))
     point = whole + r"\u002e"
-    for length in range(1, same + 1):  # as far as both are the same, no more than that may stand there
+    for length in range(1, same + 1):  # while both are equal, no more digits may follow
         if not low[length:].strip("0"):
             yield point + low[:length]
     if same == len(low):

@@ -1,7 +1,7 @@
-"""Objects of a JSON schema as parts of a grammar: properties in their order, then members with other names.
+"""Objects of a JSON schema as parts of a grammar: properties in order, then members with other names.
 
-A name may come twice among the other members, so they count as one. None of them has a declared name: of two members
-with the same name readers get the last one.
+A grammar cannot tell repeated names among the other members, so they count as one member. None of them has a declared
+name: of two members with one name, readers keep the last.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Property(NamedTuple):
 
 
 class Other(NamedTuple):
-    """Members that are not declared: their name, as it is written, and their value."""
+    """Undeclared members: their name as written, and their value."""
 
     name: Part
     value: Part
@@ -76,7 +76,7 @@ def object_(make: Converter, node: Schema, path: str) -> Part:
 
 
 class _Names:
-    """Names that members may have. Patterns are matched anywhere in a name."""
+    """The names that members may have. Patterns match anywhere in a name."""
 
     def __init__(self, make: Converter, node: Schema, path: str) -> None:
         self._make, self._node, self._path = make, node, path
@@ -91,20 +91,21 @@ class _Names:
 
     @property
     def _additional(self) -> object:
-        """The schema of members that neither properties nor patternProperties have; not said, it is none where either
-        is there."""
+        """The schema of members outside properties and patternProperties. When absent, such members are allowed only if
+        neither is there.
+        """
         given = self._node.get("additionalProperties")
         if given is None:
             return "properties" not in self._node and "patternProperties" not in self._node
         return given
 
     def declared(self) -> list[Property]:
-        """In their order; those that only `required` names come last."""
+        """In order. Those that only `required` names come last."""
         names = dict.fromkeys([*self._properties, *self._required])
         return [each for name in names if (each := self._declared(name)) is not None]
 
     def _declared(self, name: str) -> Property | None:
-        """None for one that may not come."""
+        """None for a name that may not occur."""
         at, is_required = f"{self._path}.properties.{name}", name in self._required
         schemas = [self._properties[name]] if name in self._properties else []
         schemas += [schema for pattern, schema in self._patterns.items() if self._matches(pattern, name)]
@@ -140,7 +141,7 @@ class _Names:
         return expression is None or self._overlap(expression, of_text(name))
 
     def _named(self, *, anywhere_too: bool = False) -> Node | None:
-        """What propertyNames says of a name: only what speaks of strings is taken; None where that is nothing."""
+        """What propertyNames requires of a name. Only string keywords count; None without any."""
         names, at = self._names, f"{self._path}.propertyNames"
         if not isinstance(names, dict):
             raise BadRequest(f"{at} is {shown(names)}; it must be a schema", at)
@@ -197,7 +198,7 @@ class _Names:
         return quoted(self._make.rules, expression)
 
     def _patterned(self) -> list[Other]:
-        """Of each pattern. One that could be another's, too, or a declared one, would have to fit both."""
+        """Members of each pattern. A pattern that overlaps another or a declared name would have to match both."""
         others: list[Other] = []
         declared = dict.fromkeys([*self._properties, *self._required])
         for pattern, schema in self._patterns.items():
@@ -227,7 +228,7 @@ class _Names:
 
 
 def _none_of(names: list[str]) -> Node:
-    """Any text but these: what leaves all of them somewhere, and what is only the beginning of one."""
+    """Any text but these: texts that leave the common tree somewhere, and proper prefixes."""
     following: dict[str, set[str]] = {}
     for name in names:
         for index in range(len(name) + 1):
@@ -245,8 +246,9 @@ def _none_of(names: list[str]) -> Node:
 
 
 class _Members:
-    """Members one after another. A state is how many properties were looked at, and how many members came, as far as
-    that counts."""
+    """Members in sequence. A state is the number of properties passed and the number of members written, as far as that
+    counts.
+    """
 
     def __init__(
         self, make: Converter, properties: list[Property], others: list[Part], least: int, most: int | None
@@ -266,7 +268,7 @@ class _Members:
         return self._states[0, 0]
 
     def _state(self, index: int, number: int) -> Part:
-        """What may follow."""
+        """What may follow in a state."""
         if index == len(self._properties):
             return self._end(number)
         each = self._properties[index]

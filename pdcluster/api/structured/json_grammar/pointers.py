@@ -1,4 +1,4 @@
-"""References within a JSON schema: `#/$defs/a~1b%25`, read as RFC 6901 and RFC 3986 have it."""
+"""References within a JSON schema, such as `#/$defs/a~1b%25`, by RFC 6901 and RFC 3986."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdcluster.core.errors import BadRequest
 
 
 def target(whole: Mapping[str, Any], reference: object, path: str) -> object:
-    """What it names. Raises BadRequest naming path."""
+    """The target of a reference. Raises BadRequest naming path."""
     if not isinstance(reference, str) or (reference != "#" and not reference.startswith("#/")):
         raise not_kept(path, f"$ref {shown(reference)}", "refer to a part of this schema, such as #/$defs/NAME")
     found: object = whole

@@ -1,9 +1,9 @@
-"""A JSON schema of a request as a grammar of the JSON texts that it allows, in xgrammar's EBNF. Whatever the grammar
-would not keep is refused by the place where it stands; what changes nothing may stand anywhere.
+"""A JSON schema as a grammar of the JSON texts that it allows, in xgrammar's EBNF. What a grammar cannot enforce is
+refused by its path; what changes nothing is accepted.
 
-The grammar may allow less than the schema: properties come in their order, undeclared ones only where
-additionalProperties names them, and keywords that speak of one type say that a value without a type is of that one. It
-never allows more.
+The grammar may allow less than the schema. Properties come in order. Undeclared ones come only where
+additionalProperties names them. Keywords of one type make a value without a type one of that type. The grammar never
+allows more.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from pdcluster.core.errors import BadRequest
 from pdcluster.core.grammar import MAX_DEPTH
 
 MAX_SCHEMA_NODES = 10_000
-# Parts of a oneOf that are compared with each other.
+# Most parts of a oneOf that are compared with each other.
 MAX_COMPARED = 64
-# To a reference, one after the other, where parts are compared.
+# Longest chain of references where parts are compared.
 MAX_REFERENCES = 16
-# In a row between two parts of JSON: a model that likes line breaks would never end.
+# Most white space in a row between two parts of JSON. A model that likes line breaks would never end.
 MAX_WHITESPACE = 16
 
 Schema = Mapping[str, Any]
 
-# Keywords that no grammar keeps → their values that ask for nothing, beside null.
+# Keywords that no grammar enforces → values, beside null, that ask for nothing.
 NOT_ENFORCED: Mapping[str, tuple[object, ...]] = {
     "not": (False,), "if": (), "$dynamicRef": (), "$recursiveRef": (), "uniqueItems": (False,), "contains": (),
     "unevaluatedItems": (True, {}),
@@ -76,8 +76,9 @@ CONSTRAINTS = frozenset({"type", *CHOSEN, *(word for words in KEYWORDS.values() 
 
 
 def grammar_of_schema(schema: object, param: str) -> str:
-    """EBNF whose root is a value. Raises BadRequest naming the place for what is no schema, cannot be kept, or allows
-    nothing that ends."""
+    """EBNF whose root is a value. Raises BadRequest naming the path of what is no schema, cannot be enforced, or allows
+    nothing that ends.
+    """
     return _Grammar(schema, param).written()
 
 
@@ -95,7 +96,7 @@ class _Grammar:
 
     def written(self) -> str:
         root = self.convert(self._whole, self._param)
-        while self._waiting:  # what is referred to comes after what refers to it, so that both may go in circles
+        while self._waiting:  # targets are converted after the references to them, so that both may form cycles
             named, schema, path = self._waiting.pop()
             self.rules.define(named, self.convert(schema, path))
         written = self.rules.written(root)
@@ -161,7 +162,7 @@ class _Grammar:
         return not (keyword == "if" and node.get("then") is None and node.get("else") is None)
 
     def _may_stand_beside(self, node: Schema, chosen: str, word: str, path: str) -> bool:
-        """What says the same as what is chosen."""
+        """Whether the keyword says the same as what is chosen."""
         if word == "format" and isinstance(node[word], str) and node[word] not in {*KEPT, *NOT_KEPT}:
             return True
         if chosen in ("const", "enum"):
@@ -186,7 +187,7 @@ class _Grammar:
         return one_of([self.convert(part, f"{path}.{chosen}[{index}]") for index, part in enumerate(parts)])
 
     def _one_of(self, parts: list[object], path: str) -> Part:
-        """Where a property tells them apart it always comes, also where the schema does not require it."""
+        """A property that distinguishes the parts always comes, even if the schema does not require it."""
         name = telling_property([self._resolved(part) for part in parts])
         if name is None:
             self._check_one_of(parts, path)
@@ -239,7 +240,7 @@ class _Grammar:
         )
 
     def _check_one_of(self, parts: list[object], path: str) -> None:
-        """What two of them allow would be wrong."""
+        """Refuse parts that may overlap: a value that two of them allow would be wrong."""
         listed = [values_of(part) if isinstance(part, dict) else None for part in parts]
         if all(values is not None for values in listed):
             keys = [identity(value) for values in listed for value in values or []]
@@ -314,7 +315,7 @@ class _Grammar:
 
 
 def _asks(node: Schema, word: str) -> bool:
-    """Whether a keyword asks for something; allOf does so when one of its parts does."""
+    """Whether a keyword asks for something. allOf does when one of its parts does."""
     parts = node.get("allOf")
     return asks(node, word) and (word != "allOf" or not isinstance(parts, list) or any(_tells(part) for part in parts))
 
@@ -326,7 +327,7 @@ def _tells(part: object) -> bool:
 
 
 def _says(part: object, word: str, wanted: object) -> bool:
-    """Whether one of several schemas has a keyword with the same value."""
+    """Whether one of several schemas has the keyword with the same value."""
     if not isinstance(part, dict):
         return False
     if word == "type" and (values := values_of(part)) is not None:
@@ -334,7 +335,7 @@ def _says(part: object, word: str, wanted: object) -> bool:
         return all(is_of(value, tuple(kind for kind in kinds if kind in KINDS)) for value in values)
     try:
         return word in part and bool(part[word] == wanted)
-    except RecursionError:  # nested deeper than anything that is taken
+    except RecursionError:  # nested more deeply than anything accepted
         return False
 
 

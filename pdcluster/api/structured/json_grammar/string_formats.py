@@ -1,5 +1,6 @@
-"""What strings of a `format` look like, as regular expressions: never more than the format allows, sometimes less
-(dates from the year 1000, hosts of at most four labels), so that whoever checks them takes them."""
+"""Strings of each `format` as regular expressions. An expression never allows more than the format, sometimes less, so
+that checkers accept every match (dates from the year 1000, hosts of at most four labels).
+"""
 
 from __future__ import annotations
 
@@ -81,11 +82,11 @@ KEPT: Mapping[str, str] = {
     "relative-json-pointer": rf"(?:0|[1-9]\d{{0,8}})(?:#|{_POINTER})",
 }
 
-# That JSON Schema knows, too. Any other name is an annotation, as JSON Schema has it.
+# Known to JSON Schema as well. Any other name is an annotation there.
 NOT_KEPT = frozenset({"regex"})
 
 
 @lru_cache(maxsize=len(KEPT))
 def expression_of(name: str) -> Node:
-    """Of a name in KEPT."""
+    """The expression of a name in KEPT."""
     return parse(KEPT[name], f"format {name}")

@@ -1,7 +1,7 @@
-"""Strings of a JSON schema as parts of a grammar: a pattern, a format, lengths. All of them speak of the text as
-readers get it, and what is written is that text escaped.
+"""Strings of a JSON schema as parts of a grammar: pattern, format, lengths. All concern the decoded text; the grammar
+writes it escaped.
 
-A pattern without ^ and $ is the whole text, as models and people mean it; with one of them the text is open at the
+A pattern without ^ and $ is the whole text, as models and people mean it. With one of them the text is open at the
 other side.
 """
 
@@ -23,9 +23,9 @@ from pdcluster.core.errors import BadRequest
 
 Schema = Mapping[str, Any]
 
-# A longer string is no answer of a model.
+# No model's answer has a longer string.
 MAX_LENGTH = 100_000
-# Characters that are counted with escapes among them: each costs the compiler a look at the whole vocabulary.
+# Most characters counted with escapes. Each costs the compiler a pass over the vocabulary.
 MAX_COUNTED = 64
 
 _ITSELF = complement(union(CONTROLS, of_text('"\\')))
@@ -33,17 +33,17 @@ _CODED = (
     r"u([0-9a-cA-CefEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}"
     r"|[dD][89abAB][0-9a-fA-F]{2}\u005cu[dD][c-fC-F][0-9a-fA-F]{2})"
 )
-# One character of a JSON string, in any way that it may be written.
+# One character of a JSON string in any spelling.
 CHARACTER = rf"({alternatives(_ITSELF)}|\u005c([\u0022\u005c\u002fbfnrt]|{_CODED}))"
 
 
 def plain_string(least: int = 0, most: int | None = None) -> Part:
-    """Of so many characters."""
+    """A string of so many characters."""
     return Regex(rf"\u0022{CHARACTER}{count(least, most)}\u0022")
 
 
 def whole_text(variants: Mapping[Sides, Node]) -> Node:
-    """Texts that a pattern stands for."""
+    """The texts that a pattern stands for."""
     return choice([_opened(sides, node) for sides, node in variants.items()])
 
 
@@ -55,7 +55,7 @@ def _opened(sides: Sides, node: Node) -> Node:
 
 
 def anywhere(variants: Mapping[Sides, Node]) -> Node:
-    """All texts that a pattern matches."""
+    """All texts that contain a match."""
     return choice(
         [
             sequence([*([] if starts else [ANYTHING]), node, *([] if ends else [ANYTHING])])
@@ -90,12 +90,12 @@ def string(rules: GrammarRules, node: Schema, path: str) -> Part:
 
 
 def quoted(rules: GrammarRules, expression: Node) -> Part:
-    """A JSON string with such a text in it."""
+    """A JSON string of such a text."""
     return row(Text('"'), RuleWriter(rules, in_json=True).part(expression), Text('"'))
 
 
 def expression_in(node: Schema, path: str, least: int, most: int | None) -> Node | None:
-    """What pattern and format say, with lengths; None where neither is there."""
+    """Pattern, format and lengths combined; None without pattern and format."""
     name, pattern = node.get("format"), node.get("pattern")
     if name is not None and not isinstance(name, str):
         raise BadRequest(f"{path}.format is {shown(name)}; a format is a string", path)

@@ -1,4 +1,4 @@
-"""What the keywords of a JSON schema hold, checked, and how it is said that something cannot be kept."""
+"""The checked values of a JSON schema's keywords, and the errors for what cannot be enforced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdcluster.api.structured.grammar_rules.rules import GrammarRules, Part
 from pdcluster.api.validate import shown
 from pdcluster.core.errors import BadRequest
 
-# Of a bound: floats have up to 309.
+# Most digits of a bound; floats have up to 309.
 MAX_DIGITS = 400
 LARGEST = 10**MAX_DIGITS
 
@@ -20,7 +20,7 @@ def not_kept(path: str, what: str, way_out: str) -> BadRequest:
 
 
 def whole_number(node: Mapping[str, Any], keyword: str, path: str) -> int | None:
-    """A count; None where it is not given."""
+    """A count; None when absent."""
     value = number(node, keyword, path)
     if value is not None and (value < 0 or value != int(value)):
         raise BadRequest(f"{path}.{keyword} is {shown(value)}; it must be a whole number from 0 on", path)
@@ -28,7 +28,7 @@ def whole_number(node: Mapping[str, Any], keyword: str, path: str) -> int | None
 
 
 def number(node: Mapping[str, Any], keyword: str, path: str) -> int | float | None:
-    """A bound; None where it is not given."""
+    """A bound; None when absent."""
     value = node.get(keyword)
     if value is None:
         return None
@@ -44,7 +44,7 @@ def number(node: Mapping[str, Any], keyword: str, path: str) -> int | float | No
 
 
 def mapping(node: Mapping[str, Any], keyword: str, path: str) -> Mapping[str, Any]:
-    """Schemas by name; {} where it is not given."""
+    """Schemas by name; {} when absent."""
     value = node.get(keyword)
     if value is None:
         return {}
@@ -54,13 +54,13 @@ def mapping(node: Mapping[str, Any], keyword: str, path: str) -> Mapping[str, An
 
 
 class Converter(Protocol):
-    """What makes parts of a grammar from schemas."""
+    """Turns schemas into parts of a grammar."""
 
     rules: GrammarRules
     space: Part
 
     def convert(self, schema: object, path: str) -> Part:
-        """Of any schema within the whole one."""
+        """Convert any schema within the whole one."""
         ...
 
     def any_value(self) -> Part: ...

@@ -1,4 +1,4 @@
-"""Sets of characters, as sorted ranges of code points, how xgrammar writes them, and how JSON does."""
+"""Sets of characters as sorted ranges of code points, and their spelling in xgrammar and JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SURROGATES = (0xD800, 0xDFFF)
 NAMED_ESCAPES = {ord(char): json.dumps(char)[1:-1] for char in '"\\\b\f\n\r\t'}
 UTF8_LENGTHS = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, LAST))
 CONTROLS = ((0, 0x1F),)
-# Written as \uXXXX: they mean something there, or brackets in a text would count as nesting.
+# Written as \uXXXX, because they are syntax there, or brackets in a text would count as nesting.
 NOT_PLAIN = frozenset("|[](){}.*+?^$\\-/\"'")
 
 
@@ -73,8 +73,7 @@ NOT_LINE_END = complement(LINE_ENDS)
 
 @lru_cache(maxsize=3)
 def widest(letter: str) -> Ranges:
-    """All that \\d, \\w or \\s means to any reader of a pattern: Python counts letters of every script, JavaScript
-    U+FEFF."""
+    r"""All that \d, \w or \s means to any reader: Python counts letters of every script, JavaScript U+FEFF."""
     everything = "".join(map(chr, range(LAST + 1)))
     found = ranges_of((match.start(), match.end() - 1) for match in re.finditer(rf"\{letter}+", everything))
     return union(found, of_text("\ufeff")) if letter == "s" else found
@@ -94,7 +93,7 @@ def literal(code: int) -> str:
 def bracketed(ranges: Ranges) -> str:
     """A class of a rule."""
     first, *others = ranges
-    if first[0] == ord("^") and (others or first[0] != first[1]):  # in front it would turn the class around
+    if first[0] == ord("^") and (others or first[0] != first[1]):  # at the front it would negate the class
         others = (
             [*others, (first[0], first[0])]
             if first[0] == first[1]
@@ -105,8 +104,9 @@ def bracketed(ranges: Ranges) -> str:
 
 
 def alternatives(ranges: Ranges) -> str:
-    """The same for xgrammar's Regex: a class for each length in UTF-8. One of several lengths would take overlong
-    bytes."""
+    """The same for xgrammar's Regex: a class for each length in UTF-8. A class of several lengths would accept overlong
+    bytes.
+    """
     return "|".join(bracketed(part) for bounds in UTF8_LENGTHS if (part := intersection(ranges, (bounds,))))
 
 
@@ -118,8 +118,7 @@ def _range(pair: tuple[int, int]) -> str:
 
 
 class Escaped(NamedTuple):
-    """Characters by how they stand in a JSON string: as themselves, as a backslash and a letter, or as \\u00 and two
-    digits."""
+    r"""Characters by spelling in a JSON string: plain, a backslash and a letter, or \u00 and two digits."""
 
     plain: Ranges
     pending_messages: Ranges
@@ -127,7 +126,7 @@ class Escaped(NamedTuple):
 
 
 def escaped(ranges: Ranges) -> Escaped:
-    """Whatever may stand as itself does, and everything else is written in one way only."""
+    """A character that may be plain is plain. Every other one has one spelling."""
     special = ranges_of((code, code) for code in NAMED_ESCAPES)
     coded = minus(intersection(ranges, CONTROLS), special)
     digits = {str(high): "".join(f"{low:x}" for low in range(16) if _has(coded, 16 * high + low)) for high in range(2)}

@@ -1,4 +1,4 @@
-"""Whether a text can fit two regular expressions at once, found by walking both at a time."""
+"""Whether some text matches two regular expressions, found by walking both at once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ANYTHING = Repeat(Chars(ANY), 0, None)
 
 
 class TooIntricate(Exception):
-    """It would take too long to tell."""
+    """The check would take too long."""
 
 
 class _Machine:
-    """States that a text leads through; 0 is where it begins, 1 where it ends."""
+    """An automaton. State 0 is the start, state 1 the end."""
 
     def __init__(self, node: Node) -> None:
         self.steps: list[list[tuple[Ranges, int]]] = [[], []]
@@ -85,5 +85,5 @@ def overlap(one: Node, other: Node) -> bool:
 
 
 def of_text(text: str) -> Node:
-    """That fits this text alone."""
+    """An automaton of this text alone."""
     return sequence([Chars(((ord(char), ord(char)),)) for char in islice(text, None)])

@@ -1,5 +1,6 @@
-"""Reads a regular expression of a request into a tree. What cannot be kept, or is not read alike by everybody, is
-refused by name."""
+"""Parses a request's regular expression into a tree. What cannot be enforced, or is read differently by different
+engines, is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from pdcluster.api.validate import shown
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.grammar import MAX_DEPTH
 
-# In braces. Compilers keep such numbers in 32 bits and go on with what is left of larger ones.
+# In braces. Compilers keep such numbers in 32 bits and truncate larger ones.
 MAX_REPEATS = 1_000_000
 MAX_ANCHORS = 100
 
@@ -42,7 +43,7 @@ HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 NAME = re.compile(r"P?<[A-Za-z_][A-Za-z0-9_]{0,63}>")
 COUNT = re.compile(r"\{(\d+)(,?)(\d*)\}")
 
-# Characters that everybody means by it, and those that anybody does.
+# Characters that every engine includes, and those that any engine includes.
 Item = tuple[Ranges, Ranges]
 
 
@@ -115,7 +116,7 @@ class _Parser:
         if counts is None:
             return item
         least, most = counts
-        if not self._take("?") and self._peek() == "+":  # lazy ones fit the same
+        if not self._take("?") and self._peek() == "+":  # lazy ones match the same
             self._not_kept("a possessive repetition")
         if self._peek() in ("*", "?", "+") or COUNT.match(self._text, self._at):
             self._wrong("a repetition of a repetition")
@@ -126,7 +127,7 @@ class _Parser:
         return item if least else choice([EMPTY, item])
 
     def _counts(self) -> tuple[int, int | None] | None:
-        """What stands behind an atom; a brace that is no count is a letter."""
+        """The repetition behind an atom. A brace that is no count is a literal."""
         for sign, counts in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
             if self._take(sign):
                 return counts
@@ -237,7 +238,7 @@ class _Parser:
         return sure(self._single(ord(char)))
 
     def _escape(self, *, in_class: bool) -> Item:
-        """What stands behind a backslash."""
+        """The escape behind a backslash."""
         char = self._peek()
         if not char:
             self._wrong("a backslash at its end")
@@ -263,7 +264,7 @@ class _Parser:
         return sure(self._single(0 if char == "0" else ord(char)))
 
     def _unknown(self, char: str, *, in_class: bool) -> None:
-        """Of the letters and digits only \\0 with no digit behind it is taken."""
+        r"""Of the letters and digits only \0 without a following digit is accepted."""
         is_octal = char.isdigit() and (in_class or char == "0")
         if char == "0" and not self._peek().isdigit():
             return

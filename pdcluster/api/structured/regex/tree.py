@@ -1,8 +1,8 @@
-"""Regular expressions of requests as trees. What both Python and ECMAScript read in one way is taken, anything else is
-refused by its name.
+r"""Regular expressions of requests as trees. Only what Python and ECMAScript read alike is accepted; the rest is
+refused by name.
 
-Of what they read differently the smaller set counts: \\d is 0 to 9, and \\D nothing that anybody calls a digit. ^ and $
-are where the text begins and ends; `Sides` says which of both a text has behind it.
+Where they differ, the smaller set counts: \d is 0 to 9, and \D excludes every script's digits. ^ and $ are the
+beginning and the end of the text; `Sides` tells which of them a part requires.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Concatenation:
 
 @dataclass(frozen=True, slots=True)
 class Alternation:
-    """One of the options; without any, nothing at all fits."""
+    """One of the options. Without any, nothing matches."""
 
     options: tuple[Node, ...]
     has_anchor: bool = False
@@ -45,7 +45,7 @@ class Alternation:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """most None: without end. Nothing in it has an anchor."""
+    """most None: unbounded. It contains no anchor."""
 
     item: Node
     least: int
@@ -56,7 +56,7 @@ class Repeat:
 Node = Chars | Anchor | Concatenation | Alternation | Repeat
 EMPTY = Concatenation(())
 
-# Whether a text has to stand where all begins, and where all ends.
+# Whether a text must stand at the beginning, and at the end.
 Sides = tuple[bool, bool]
 
 
@@ -72,7 +72,7 @@ def choice(options: list[Node]) -> Node:
 
 
 def lengths(node: Node) -> tuple[int, int | None]:
-    """The least and the most characters of what fits."""
+    """The least and the most characters of a match."""
     if isinstance(node, Chars):
         return 1, 1
     if isinstance(node, Anchor):
@@ -93,7 +93,7 @@ def lengths(node: Node) -> tuple[int, int | None]:
 
 
 def without_anchors(node: Node) -> Mapping[Sides, Node]:
-    """What fits, by whether it must stand at the begin and at the end; {} when nothing can."""
+    """The matches by whether they must stand at the beginning and at the end; {} for none."""
     if not node.has_anchor:
         return {(False, False): node}
     if isinstance(node, Anchor):
@@ -117,8 +117,9 @@ def without_anchors(node: Node) -> Mapping[Sides, Node]:
 
 
 def _after(sides: Sides, nodes: list[Node], more: Sides, part: Node) -> tuple[Sides, Node] | None:
-    """A part behind others: one that stands at the begin has nothing before it, and behind one that stands at the end
-    is nothing."""
+    """A part behind others. One that stands at the beginning has nothing before it, and nothing follows one that stands
+    at the end.
+    """
     (starts, ends), (part_starts, part_ends) = sides, more
     if part_starts:
         if any(lengths(node)[0] for node in nodes):
@@ -140,8 +141,9 @@ def _joined(pairs: Iterator[tuple[Sides, Node]] | list[tuple[Sides, Node]]) -> d
 
 
 def with_length(node: Node, least: int, most: int | None) -> Node | None:
-    """Texts of a node without anchors that are so long, None when there are none. Where several parts may vary each
-    gets a share of the room, so that fewer texts fit, but none that is too short or too long."""
+    """Texts of this length of a node without anchors; None when there are none. Where several parts vary, each gets a
+    share of the room. So fewer texts match, but none that is too short or too long.
+    """
     shortest, longest = lengths(node)
     if least <= shortest and (most is None or (longest is not None and longest <= most)):
         return node
@@ -185,7 +187,7 @@ def _sequence_with_length(node: Concatenation, least: int, most: int | None) -> 
 def _repeat_with_length(node: Repeat, least: int, most: int | None) -> Node | None:
     low, high = lengths(node.item)
     item: Node | None = node.item
-    if low == 0 and node.item != EMPTY:  # an empty turn says nothing
+    if low == 0 and node.item != EMPTY:  # an empty iteration adds nothing
         item, low = with_length(node.item, 1, None), 1
         node = Repeat(node.item, 0, node.most)
     if most is not None and (high is None or high * max(node.least, 1) > most):
