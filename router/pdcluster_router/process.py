@@ -191,10 +191,10 @@ def _compiling() -> subprocess.Popen[bytes]:
 async def _join(worker: WorkerIdentity, me: Peer, parts: RouterComponents, tasks: Tasks) -> FrontDoors:
     """Join a group of workers: answer the supervisor, and know the cluster before listening."""
     front = parts.front
-    desk = WorkerEndpoint(parts.admin, front.metrics.registry)
-    await tasks.run(desk.serve(worker, me.incarnation))
+    endpoint = WorkerEndpoint(parts.admin, front.metrics.registry)
+    await tasks.run(endpoint.serve(worker, me.incarnation))
     WorkerMetrics(front.metrics.registry).warm_seconds.set(await warm(parts.cluster, front.dispatch))
-    return replace(front, worker=worker, exposition=desk.exposition)
+    return replace(front, worker=worker, exposition=endpoint.exposition)
 
 
 async def _serve_admin(admin: Admin, config: RouterConfig, stack: AsyncExitStack) -> str | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from worker_desks import ScriptedWorker, node_status, two_workers
+from worker_endpoints import ScriptedWorker, node_status, two_workers
 
 from pdcluster.core.errors import BadRequest, DeadlineExceeded, PdclusterError, Unavailable, UnknownName
 from pdcluster_router.admin.operations import CachedNode, CacheStatus

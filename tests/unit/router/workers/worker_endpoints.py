@@ -142,7 +142,7 @@ class Workers:
     def __init__(self, fleet: Fleet, folder: Path) -> None:
         self.fleet = fleet
         self.scripted: dict[int, ScriptedWorker] = {}
-        self.desks: dict[int, WorkerEndpoint] = {}
+        self.endpoints: dict[int, WorkerEndpoint] = {}
         self._path = folder / "control"
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
@@ -153,8 +153,10 @@ class Workers:
 
     async def join(self, number: int, worker: ScriptedWorker | None = None) -> ScriptedWorker:
         scripted = self.scripted[number] = worker or ScriptedWorker()
-        desk = self.desks[number] = WorkerEndpoint(scripted, registry_of(number))
-        self._tasks[number] = asyncio.create_task(desk.serve(WorkerIdentity(number, 2, self._path), f"boot-{number}"))
+        endpoint = self.endpoints[number] = WorkerEndpoint(scripted, registry_of(number))
+        self._tasks[number] = asyncio.create_task(
+            endpoint.serve(WorkerIdentity(number, 2, self._path), f"boot-{number}")
+        )
         await self.until(lambda: self.fleet.is_there(number))
         return scripted
 
