@@ -1,7 +1,7 @@
-"""The command `pdcluster`: up, demo, node, bootstrap, config. A subcommand's module is imported when it runs, so that
---help is instant.
+"""The command `pdcluster`: up, demo, node, bootstrap, config.
 
-Only glue: settings are in `config`, flags in `flags`, and each command's work in the module that it imports.
+A subcommand's module is imported when it runs, so that --help is instant. Settings, flags and the commands' work are in
+other modules.
 """
 
 from __future__ import annotations

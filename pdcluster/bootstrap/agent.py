@@ -1,8 +1,8 @@
-"""The two clients of the bootstrap: `NodeAgent` keeps a node registered and says who left, `watch` follows the cluster
+"""The two clients of the bootstrap. `NodeAgent` keeps a node registered and says who left. `watch` follows the cluster
 for a router.
 
-Traffic never waits for the bootstrap: while it is away, nodes keep trying and watchers keep the last snapshot. Several
-addresses are independent bootstraps: a node registers with each, a watcher follows one and goes to the next when it
+Traffic never waits for the bootstrap. While it is away, nodes keep trying and watchers keep the last snapshot. Several
+addresses are independent bootstraps. A node registers with each. A watcher follows one and goes to the next when it
 fails.
 """
 
@@ -49,8 +49,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Retry:
-    """Pauses between tries that fail: doubling from first_s to last_s, each cut by a random part, so that nodes do not
-    come back in step."""
+    """Pauses between tries that fail. They double from first_s to last_s. Each is cut by a random part, so that nodes
+    do not come back together.
+    """
 
     first_s: float = 0.1
     last_s: float = 2.0
@@ -66,15 +67,14 @@ class Retry:
 
 
 class NodeAgent:
-    """Keeps one node registered, in threads of its own (one per bootstrap, one that watches); every method may be
-    called from any thread.
+    """Keeps one node registered. It runs one thread per bootstrap and one that watches. Every method may be called from
+    any thread.
 
     `wakeup_fd` is readable when `gone` has news.
     """
 
     def __init__(self, addresses: Sequence[str], *, heartbeat_s: float | None = None) -> None:
-        """heartbeat_s: at most this long between two renewals; a third of the lease that the bootstrap grants, when
-        that is shorter."""
+        """heartbeat_s: the longest time between two renewals. A third of the granted lease, when that is shorter."""
         self._addresses = _required(addresses)
         self._heartbeat_s = heartbeat_s
         self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -88,16 +88,19 @@ class NodeAgent:
         self._threads: list[threading.Thread] = []
 
     def start(self, card: NodeCard, registered: Callable[[], None] = lambda: None) -> None:
-        """Begin to register; returns at once. `registered` is called once, from an agent's thread, when the first
-        bootstrap took the node."""
+        """Begin to register. Returns at once. An agent's thread calls `registered` once, when the first bootstrap took
+        the node.
+        """
         self._card, self._registered = card, registered
         for address, nudge in zip(self._addresses, self._nudges, strict=True):
             self._run_thread(f"bootstrap {address}", partial(self._keep, address, nudge))
         self._run_thread("bootstrap watch", self._watch)
 
     def gone(self) -> list[Peer]:
-        """Boots of other nodes that left the cluster since the last call. Raises the error for which a bootstrap
-        refused this node for good: BadRequest or ConfigError; the node cannot serve then."""
+        """Boots of other nodes that left the cluster since the last call.
+
+        Raises BadRequest or ConfigError when a bootstrap refused this node for good. The node cannot serve then.
+        """
         self._clear_wakeup()
         peers: list[Peer] = []
         while True:
@@ -155,7 +158,9 @@ class NodeAgent:
                 self._leave(stub, address)
 
     def _renew(self, stub: stubs.BootstrapStub, address: str, registered: bool) -> tuple[float, bool]:
-        """One call that keeps the node known; the time until the next one, and whether the node is registered now."""
+        """One call that keeps the node known. Returns the seconds until the next one, and whether the node is
+        registered.
+        """
         card = self._current_card()
         if registered:
             request = pb.KeepAliveRequest(
@@ -257,8 +262,7 @@ class NodeAgent:
 
 
 async def watch(addresses: Sequence[str]) -> AsyncIterator[ClusterSnapshot]:
-    """The cluster as it is now, and again whenever it changed, for ever. While no bootstrap answers, nothing comes and
-    the last one holds."""
+    """The cluster as it is now, and again whenever it changes, for ever. While no bootstrap answers, nothing comes."""
     retry, last = Retry(), None
     for address in cycle(_required(addresses)):
         try:

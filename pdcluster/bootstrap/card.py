@@ -1,5 +1,6 @@
-"""What the cluster knows about a node, and a snapshot of all nodes: plain values, checked. Who is alive is decided in
-`bootstrap.store`."""
+"""What the cluster knows about a node, and a snapshot of all nodes: plain values, checked. The store decides who is
+alive.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +24,13 @@ INT31 = (1 << 31) - 1
 class NodeCard:
     """One boot of one node, as it introduces itself.
 
-    node: its name, unique in the cluster; model: the name that requests use; address: host:port of its control socket;
-    backends: names of transfer backends, best first; tokenizer_hash: content hash of the tokenizer's files. Page and
-    hash block sizes are in the fingerprint.
+    node: its name, unique in the cluster.
+    model: the name that requests use.
+    address: host:port of its control socket.
+    backends: names of transfer backends, best first.
+    tokenizer_hash: content hash of the tokenizer's files.
+
+    Page and hash block sizes are in the fingerprint.
     """
 
     node: str
@@ -79,8 +84,10 @@ class NodeCard:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSnapshot:
-    """All nodes at one moment, sorted by name. boot and version name the moment; settling: the bootstrap is so young
-    that a node missing here may only not have registered again yet."""
+    """All nodes at one moment, sorted by name. boot and version name the moment.
+
+    settling: the bootstrap is young, so a missing node may only not have registered again yet.
+    """
 
     boot: str
     version: int
@@ -88,8 +95,9 @@ class ClusterSnapshot:
     nodes: tuple[NodeCard, ...]
 
     def merged_over(self, earlier: ClusterSnapshot | None) -> ClusterSnapshot:
-        """This snapshot, with the nodes of an earlier one that it does not disprove: absence proves nothing while
-        settling."""
+        """This snapshot, and the nodes of an earlier one that it does not disprove. Absence proves nothing while
+        settling.
+        """
         if earlier is None or not self.settling:
             return self
         known = {card.node: card for card in earlier.nodes} | {card.node: card for card in self.nodes}
@@ -102,7 +110,7 @@ class ClusterSnapshot:
 
 
 def check_card(card: NodeCard) -> None:
-    """Raises BadRequest for a field that no node of ours would send."""
+    """Raises BadRequest for a field that no node of pdcluster sends."""
     for name, value in (("node", card.node), ("incarnation", card.incarnation)):
         _check_text(name, value, MAX_NAME_CHARS, required=True)
     layout = card.fingerprint.layout

@@ -39,8 +39,7 @@ def card_to_proto(card: NodeCard) -> pb.NodeCard:
 
 
 def card_from_proto(card: pb.NodeCard) -> NodeCard:
-    """The plain card; its ranges are not checked here. Raises BadRequest when it speaks of another kind of fingerprint
-    than ours."""
+    """The plain card. Its ranges are not checked here. Raises BadRequest for an unknown kind of fingerprint."""
     fingerprint = _fingerprint_from_proto(card.fingerprint)
     if fingerprint.digest() != card.fingerprint_digest:
         raise BadRequest(

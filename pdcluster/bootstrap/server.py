@@ -1,5 +1,7 @@
-"""The bootstrap service: the store behind gRPC, with health and reflection. One asyncio loop owns the store; nothing is
-kept on disk, because every node registers again when a bootstrap that restarted does not know it."""
+"""The bootstrap service: the store behind gRPC, with health and reflection. One asyncio loop owns the store.
+
+Nothing is kept on disk. After a restart, every node registers again.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,7 @@ class Servicer(stubs.BootstrapServicer):
 
 @asynccontextmanager
 async def serving(listen: str, settings: StoreSettings) -> AsyncIterator[str]:
-    """Serve while the block runs; yields the address with the port that was bound."""
+    """Serve while the block runs. Yields the address with the bound port."""
     server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
     servicer = Servicer(NodeStore(settings))
     stubs.add_BootstrapServicer_to_server(servicer, server)
@@ -128,7 +130,7 @@ async def serving(listen: str, settings: StoreSettings) -> AsyncIterator[str]:
 
 
 async def serve(config: BootstrapConfig, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set; announces the bound address."""
+    """Serve until `stop` is set. Announces the bound address."""
     async with serving(config.listen, StoreSettings(lease_s=config.lease_s, max_nodes=config.max_nodes)) as address:
         announce(config.ready_fd, address, name="bootstrap")
         log.info("bootstrap serves %s", address)
@@ -136,7 +138,7 @@ async def serve(config: BootstrapConfig, stop: asyncio.Event) -> None:
 
 
 def run(config: BootstrapConfig) -> int:
-    """The process: serve until SIGTERM or SIGINT; the exit code is 0."""
+    """The process: serve until SIGTERM or SIGINT. Returns exit code 0."""
     return asyncio.run(_run(config))
 
 

@@ -1,7 +1,6 @@
-"""Who is alive: nodes with leases, the newest boot of each name, one layout for all. Pure state with an injected clock;
-no sockets, no threads.
+"""Who is alive: nodes with leases, the newest boot of each name, one layout for all. Pure state with an injected clock.
 
-A node is in from its registration until it leaves or its lease ends. Every change bumps the version, so that watchers
+A node is in from its registration until it leaves or its lease ends. Every change raises the version, so that watchers
 get each state once.
 """
 
@@ -26,7 +25,9 @@ MAX_REPLACED = 4096
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """lease_s: how long a silent node stays in; max_nodes bounds what callers can make the store hold."""
+    """lease_s: how long a silent node stays in.
+    max_nodes: bounds what callers can make the store hold.
+    """
 
     lease_s: float = 6.0
     max_nodes: int = 4096
@@ -45,7 +46,7 @@ class _Lease:
 
 
 class NodeStore:
-    """Owned by one thread. `boot` names this store's life: versions of two boots do not compare."""
+    """Owned by one thread. `boot` names this store's life. Versions of two boots do not compare."""
 
     def __init__(self, settings: StoreSettings, clock: Callable[[], float] = monotonic) -> None:
         self.boot = secrets.token_hex(8)
@@ -61,8 +62,11 @@ class NodeStore:
         return self._settings.lease_s
 
     def register(self, card: NodeCard) -> None:
-        """Take a node in, in place of any other boot of that name. Raises BadRequest (bad card), ConfigError (does not
-        fit the cluster, or a newer boot has its name), Overloaded (too many nodes)."""
+        """Take a node in, in place of any other boot of that name.
+
+        Raises BadRequest for a bad card, Overloaded for too many nodes. Raises ConfigError when it does not fit the
+        cluster, or a newer boot has its name.
+        """
         self.expire()
         check_card(card)
         if card.peer in self._replaced:
@@ -83,7 +87,7 @@ class NodeStore:
         self._put(card)
 
     def keep_alive(self, peer: Peer, *, role: Role, draining: bool) -> bool:
-        """Renew a lease and take over the state that changes. False when that boot is not in: it has to register."""
+        """Renew a lease and take over the state that changes. False when that boot is not in and has to register."""
         self.expire()
         known = self._leases.get(peer.node)
         if known is None or known.card.peer != peer:
@@ -145,7 +149,7 @@ class NodeStore:
 
 
 def differences(ours: Fingerprint, theirs: Fingerprint) -> Iterator[str]:
-    """The fields in which two fingerprints differ and may not, to be read by a person."""
+    """The fields in which two fingerprints differ and may not, as text."""
     left, right = asdict(ours), asdict(theirs)
     left |= left.pop("layout")
     right |= right.pop("layout")

@@ -1,4 +1,4 @@
-"""Which tokens end an answer: those that generation_config.json, config.json or the tokenizer names, all together.
+"""Which tokens end an answer: all that generation_config.json, config.json or the tokenizer name.
 
 Fine-tuned models often name their new end in one of them only.
 """
@@ -30,8 +30,9 @@ class _Tokenizer(msgspec.Struct):
 
 
 def eos_token_ids(files: Mapping[str, bytes]) -> tuple[int, ...]:
-    """In the order of sources, each once. files: a model's text files by name; raises ModelError for an id that is
-    none."""
+    """In the order of sources, each once. files: a model's text files by name. Raises ModelError for a value that is no
+    id.
+    """
     return tuple(dict.fromkeys(_named(files)))
 
 
@@ -66,7 +67,7 @@ def _tokenizer_end(files: Mapping[str, bytes]) -> int | None:
             return added
         return msgspec.json.decode(tokenizer.model.vocab, type=dict[str, int]).get(content)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        return None  # whoever needs the tokenizer says what is wrong with it; a Unigram's vocabulary is a list
+        return None  # whoever needs the tokenizer reports what is wrong with it; a Unigram's vocabulary is a list
 
 
 def _json_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""Reads a GGUF file of a Llama, Qwen2 or Qwen3: its settings as a Hugging Face config.json, and its tokenizer as text
+"""Reads a GGUF file of a Llama, Qwen2 or Qwen3: its settings as a Hugging Face config.json, its tokenizer as text
 files. It reads no weights.
 
-What the file says becomes what a Hugging Face directory would say, so that one reader checks both. Needs the package
-`gguf`, no torch.
+One reader then checks both kinds of models. Needs the package `gguf`, but no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +32,9 @@ def is_gguf(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """metadata: its keys; tensors: those of the package, by name, mapped from the file."""
+    """metadata: the file's keys.
+    tensors: those of the package, by name, mapped from the file.
+    """
 
     path: Path
     metadata: Mapping[str, Any]
@@ -148,8 +149,9 @@ class GgufFile:
         raise ModelError(f"{self.path}: rope scaling {kind!r} is not supported; none, linear and yarn are")
 
     def _llama3_rope(self, theta: float, head_dim: int) -> Json:
-        """The file holds what each frequency is divided by; the largest is the factor, and the rest has to follow from
-        it."""
+        """The file holds what each frequency is divided by. The largest is the factor. The others have to follow from
+        it.
+        """
         factors = np.asarray(self.tensors[ROPE_FACTORS].data, np.float32)
         found = {"rope_type": "llama3", "rope_theta": theta, "factor": float(factors.max()), **LLAMA3_ROPE}
         if factors.shape != (head_dim // 2,) or not np.allclose(factors, _llama3_factors(found, head_dim), rtol=1e-3):
@@ -168,7 +170,7 @@ def _llama3_factors(rope: Json, head_dim: int) -> Any:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Raises ModelError for what is no GGUF file, or a damaged one. The last one that was read is kept."""
+    """Raises ModelError for a file that is no GGUF, or is damaged. Keeps the last one that was read."""
     stat = path.stat()
     return _open(path, stat.st_size, stat.st_mtime_ns)
 

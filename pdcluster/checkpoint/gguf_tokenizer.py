@@ -1,9 +1,9 @@
-"""A Hugging Face tokenizer made of what a GGUF file says of its own: vocabulary, merges or scores, and which
-pre-tokenizer it was trained with.
+"""Makes a Hugging Face tokenizer of what a GGUF file says: vocabulary, merges or scores, and the name of a
+pre-tokenizer.
 
 Byte-level BPE (`gpt2`) and SentencePiece BPE (`llama`) only. The patterns are those of the models' own tokenizer.json
-files; the names that stand for them are llama.cpp's (`llama-vocab.cpp`). A name that is not in the table is refused,
-since another pattern gives other tokens.
+files. Their names are llama.cpp's (`llama-vocab.cpp`). A name that is not in the table is refused, since another
+pattern gives other tokens.
 """
 
 from __future__ import annotations
@@ -148,8 +148,9 @@ def _sentencepiece(
 
 
 def _merges_by_score(tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]) -> list[list[str]]:
-    """SentencePiece joins whichever pair gives the best piece; BPE goes by a list. A pair for each way to cut each
-    piece, best pieces first."""
+    """SentencePiece joins whichever pair gives the best piece. BPE goes by a list: a pair for each way to cut each
+    piece, best pieces first.
+    """
     ids = {
         token: index
         for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True))

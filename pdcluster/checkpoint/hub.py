@@ -1,9 +1,7 @@
-"""Models by the names of repositories, ORG/NAME or ORG/NAME@REVISION, through huggingface_hub: its cache, its settings
-(HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE), its locks between processes. Only the files that are served are
-downloaded.
+"""Models by the names of repositories: ORG/NAME or ORG/NAME@REVISION. huggingface_hub brings its cache, locks and
+settings (HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE). Only the files that are served are downloaded.
 
-It also says by which name a model is served: a snapshot in the hub's cache by its repository's, whoever gave its
-directory.
+A snapshot in the hub's cache is served by its repository's name, even when its directory was given.
 """
 
 from __future__ import annotations
@@ -34,8 +32,9 @@ def is_repository(model: Path) -> bool:
 
 
 def local_model(model: Path) -> Path:
-    """The model's directory or file: itself, or of a repository the snapshot, downloaded where it is missing. Raises
-    ModelError."""
+    """The model's directory or file. Of a repository: the snapshot, downloaded where it is missing. Raises
+    ModelError.
+    """
     if not is_repository(model):
         return model
     found = REPOSITORY.fullmatch(str(model))
@@ -48,7 +47,7 @@ def local_model(model: Path) -> Path:
 
 
 def served_name(model: Path) -> str:
-    """The name of a model that nobody named: its repository's, its file's without the ending, or its directory's."""
+    """The name of a model that nobody named: that of its repository, its file without the ending, or its directory."""
     whole = model.absolute()
     if whole.suffix.lower() == ".gguf":
         return whole.stem

@@ -1,7 +1,7 @@
-"""Looks at a model's directory before anything is loaded: whether what is needed is there and whole. Reads names, sizes
-and headers only.
+"""Looks at a model's directory before anything is loaded: whether all files are there and whole. Reads names, sizes and
+headers only.
 
-It names the fault and the way out. What the files say is checked by whoever reads them.
+It names the fault and the way out. The readers check what the files say.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SAVE_AGAIN = (
 
 
 def check_model_files(model: Path, *, needs_tokenizer: bool = True) -> None:
-    """Raises ModelError. A file other than .gguf is refused; what is in a GGUF file is its reader's to check."""
+    """Raises ModelError. A file other than .gguf is refused. A GGUF file is left to its reader."""
     if not model.is_dir():
         _check_file(model)
         return
@@ -137,7 +137,7 @@ def _indexed(index: Path, names: set[str]) -> list[str]:
 
 
 def _check_whole(shard: Path) -> None:
-    """A safetensors file begins with its header's size and the header, which says how many bytes follow."""
+    """A safetensors file begins with its header's size and the header. The header says how many bytes follow."""
     size = shard.stat().st_size
     with shard.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")

@@ -1,5 +1,6 @@
-"""The files of a model that make its text: which they are, how they are read, and the digest by which a router knows
-that a node's are the same."""
+"""The files of a model that make its text: names, contents, and a digest. By the digest a router knows that nodes
+agree.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ TEXT_FILES = (
 
 
 def read_text_files(directory: Path) -> dict[str, bytes]:
-    """Contents by name, of those that exist; raises ModelError when there is none. Of a GGUF file those that it stands
-    for."""
+    """Contents by name, of those that exist. Raises ModelError when there is none. A GGUF file gives those that it
+    stands for.
+    """
     if is_gguf(directory):
         return open_gguf(directory).text_files
     files = {name: (directory / name).read_bytes() for name in TEXT_FILES if (directory / name).is_file()}

@@ -1,5 +1,6 @@
-"""What a plain value in a message may be, said once: msgspec checks these while it decodes. Not here: what depends on
-two values (`wire.codec`)."""
+"""Bounds of plain values in messages. msgspec checks them while it decodes. Rules between two values are checked after
+decoding.
+"""
 
 from __future__ import annotations
 

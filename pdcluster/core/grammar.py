@@ -1,5 +1,6 @@
-"""What a request's output must look like: part of a message, made by the router (`api.structured.constraints`),
-compiled by `engine.sampling.grammar` on a node. Plain values, and the bounds that keep a compiler safe."""
+"""What a request's output must look like, as part of a message. The router makes it, a node compiles it. Plain values,
+and bounds that keep a compiler safe.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +9,12 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-# How a node names it in what it refuses. Which of the client's fields it was made from is known where the request was
-# read.
+# The field that a node names in a refusal. The router knows which of the client's fields it was made from.
 PARAM = "grammar"
 
 # As 128 tools need it.
 MAX_CHARS = 512 << 10
-# Of brackets within each other: compilers recurse, and a stack that is exhausted ends the process.
+# Of nested brackets. Compilers recurse, and an exhausted stack ends the process.
 MAX_DEPTH = 64
 
 
@@ -26,8 +26,9 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
 
 def depth_of(source: str) -> int:
-    """The most brackets open at a time, in JSON, in the expressions in its strings, or in both: never less than what a
-    parser recurses over. Those that are only text count, too, while nothing closes them."""
+    """The most brackets open at a time, in JSON or in the expressions in its strings. Never less than what a parser
+    recurses over. Brackets in text count too, while nothing closes them.
+    """
     depth = deepest = 0
     for character in source:
         if character in "([{":

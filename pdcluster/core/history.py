@@ -1,9 +1,9 @@
-"""What a row said before, as far as its sampling depends on it: how often each token came, the last few tokens, and
-what must not follow them.
+"""What a row said before, as far as its sampling depends on it: how often each token came, the last tokens, and what
+must not follow.
 
-Made once for a request with `Shaping`, then grown token by token: nothing here is proportional to the context after
-that, but arrays of the distinct tokens. It belongs to the row's sequence, so it survives preemption; a row that comes
-from another node is given all tokens and counts them anew. Who applies it to logits is `engine.sampling.penalties`.
+Made once for a request with `Shaping`, then grown token by token. After that only arrays of distinct tokens grow with
+the context. It belongs to the row's sequence and survives preemption. A row from another node is given all tokens and
+counts them anew.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ HEADROOM = 64
 
 
 class History:
-    """Owned by the thread that owns the sequence, and lent to a step that computes it, which enters the token that it
-    draws: the step after it may begin before the sequence has heard of that token.
+    """Owned by the thread that owns the sequence. Lent to a step that computes it, which enters the token that it
+    draws. The next step may begin before the sequence knows that token.
 
-    prompt counts for the repetition penalty only; bad words and the other penalties look at the output.
+    The prompt counts for the repetition penalty only. Bad words and the other penalties look at the output.
     """
 
     __slots__ = ("_counts", "_ids", "_place", "_tail", "bias_ids", "biases", "last_ids", "prefixes", "shaping")
@@ -95,7 +95,7 @@ def history_of(shaping: Shaping | None, prompt: NDArray[np.int32], output: NDArr
 
 
 def _split(bad_words: tuple[tuple[int, ...], ...]) -> tuple[Ids, Ids]:
-    """All but the last token of each, filled up in front to one width; and the last tokens."""
+    """All but the last token of each word, filled up in front to one width. And the last tokens."""
     width = max((len(word) for word in bad_words), default=1) - 1
     prefixes = np.full((len(bad_words), width), ANY, np.int64)
     for row, word in enumerate(bad_words):

@@ -1,14 +1,11 @@
-"""Who may go from which state to which: every state machine of the nodes, as a table. Everything about states lives
-here, and nothing else.
+"""Who may go from which state to which: every state machine of the nodes, as a table.
 
-An event that the table does not hold raises IllegalTransition and changes nothing; terminal states have no events. The
-tables say what is allowed, their users say when: `transfer` owns Writing and Reading, `scheduler` owns Residence. An
-attempt at the router has no states of its own: it is what its two legs have said so far, and the clocks that run
-(`attempt.Stage`).
+An event that the table does not hold raises IllegalTransition and changes nothing. Terminal states have no events. The
+tables say what is allowed, their users say when.
 
-    Writing   one ticket, seen by the prefill node that writes under it
-    Reading   one ticket, seen by the decode node that issued it
-    Residence one attempt's sequence, seen by the scheduler of the node that it is on
+- Writing: one ticket, seen by the prefill node that writes under it.
+- Reading: one ticket, seen by the decode node that issued it.
+- Residence: one attempt's sequence, seen by the scheduler of its node.
 """
 
 from __future__ import annotations
@@ -58,7 +55,7 @@ class Residence(Enum):
 
 
 class IllegalTransition(Exception):
-    """An event that is not allowed in this state: a bug of ours, or a peer out of step."""
+    """An event that is not allowed in this state: a bug of pdcluster, or a peer out of step."""
 
 
 State = TypeVar("State", bound=Enum)
@@ -96,7 +93,7 @@ RESIDENCE: Table[Residence] = {
 
 
 def advance(table: Table[State], state: State, event: str) -> State:
-    """The state after `event`; raises IllegalTransition when the table does not allow it."""
+    """The state after `event`. Raises IllegalTransition when the table does not allow it."""
     try:
         return table[state, event]
     except KeyError:

@@ -1,5 +1,4 @@
-"""What a node says in numbers of its steps and of its ways to other nodes: parts of its load report (`messages.Load`),
-and the base of such parts."""
+"""What a node says in numbers of its steps and its ways to other nodes: parts of its load report."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ Root = tuple[SecondsLeft, SecondsLeft, SecondsLeft, SecondsLeft, SecondsLeft, Se
 
 
 class CostReport(Value, frozen=True, array_like=True):
-    """Coefficients of the node's cost model (`cost.NodeCost`), in seconds, the numbers of steps they were fitted to,
-    and its error bars (`cost.CostError`)."""
+    """Coefficients of the node's cost model in seconds, the numbers of steps they were fitted to, and error bars."""
 
     prefill_fixed_s: Seconds
     prefill_token_s: Seconds
@@ -41,9 +39,12 @@ class CostReport(Value, frozen=True, array_like=True):
 
 
 class PathLoad(Value, frozen=True, array_like=True):
-    """One way of KV out of the reporting node, to node `peer` by `backend`. bytes_s: KV bytes per second (not bits, not
-    per rank: all writes to that peer together), as its last writes went; 0 as long as none was measured. state: of its
-    breaker. is_chosen: the next writes go by it."""
+    """One way of KV out of the reporting node, to node `peer` by `backend`.
+
+    bytes_s: KV bytes (not bits) a second of all ranks' last writes to that peer. 0 as long as none was measured.
+    state: of its breaker.
+    is_chosen: the next writes go by it.
+    """
 
     peer: Id
     backend: Id

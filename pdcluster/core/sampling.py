@@ -1,5 +1,4 @@
-"""How a request wants its output tokens chosen, and what is told of them beside the tokens: parts of messages. Plain
-values; who applies them is `engine.sampling.sampler`."""
+"""How a request wants its output tokens chosen, and what is told beside the tokens. Plain parts of messages."""
 
 from __future__ import annotations
 
@@ -13,25 +12,26 @@ from pdcluster.core.grammar import Grammar
 
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 128
-# Numbers that a step may have to look at for each token of a row. A bad word is two: it may stand at the start of a
-# text or behind a space.
+# Numbers that a step may have to look at for each token of a row. A bad word is two: at the start of a text, and behind
+# a space.
 MAX_BAD_WORD_TOKENS = 32
 
 # Alternatives beside a token.
 MAX_LOGPROBS = 1024
 
 
-# Of what logits are divided by; less would make infinite ones of them.
+# Logits are divided by it. Less makes infinite ones.
 LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0
 
 
 class Shaping(msgspec.Struct, frozen=True, array_like=True):
-    """What changes a row's logits by what it said before, or token by token. Penalties at their neutral values change
+    """Changes of a row's logits by what it said before, or token by token. Penalties at their neutral values change
     nothing.
 
-    repetition: divides positive logits of tokens in prompt or output, multiplies negative ones. presence, frequency:
-    subtracted from logits of output tokens, once, and once per occurrence. biases: added. bad_words: token sequences of
-    which the last one is never drawn after the others.
+    repetition: divides positive logits of tokens in prompt or output, multiplies negative ones.
+    presence, frequency: subtracted from logits of output tokens, once, and once per occurrence.
+    biases: added.
+    bad_words: token sequences of which the last token is never drawn after the others.
     """
 
     repetition: Annotated[float, Meta(ge=LEAST_REPETITION, le=MOST_REPETITION)] = 1.0
@@ -52,11 +52,14 @@ class Shaping(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """How output tokens are chosen. temperature 0 is greedy; None switches a filter off.
+    """How output tokens are chosen. temperature 0 is greedy. None switches a filter off.
 
-    seed and choice key the counter-based generator together with the token's position, so any node draws the same
-    numbers. logprobs: number of alternatives reported beside each output token's own logprob (0: only its own), None
-    for none. shaping: None for nothing. grammar: what the output must look like, None for anything.
+    seed and choice key the counter-based generator together with the token's position. So any node draws the same
+    numbers.
+
+    logprobs: number of alternatives beside each output token's own logprob (0: only its own). None for none.
+    shaping: None for nothing.
+    grammar: None for anything.
     """
 
     max_tokens: Positive
@@ -76,7 +79,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probabilities at one position: of the token itself, and of the most likely ones, best first."""
+    """Natural-log probabilities at one position: of the token itself, and of the most likely tokens, best first."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()

@@ -1,8 +1,8 @@
 """What crosses the seam between scheduler and engine: one StepPlan in, one StepResult out.
 
-Plain values only (numpy arrays are the one exception, so that a page table or a prompt is never copied into Python
-objects). There is no prefill phase and no decode phase here: a row computes `tokens` at positions `start…`, and samples
-after its last one when `sampling` is given.
+Plain values, and numpy arrays so that page tables and prompts are never copied into Python objects. There is no prefill
+phase and no decode phase. A row computes `tokens` at positions `start…`. It samples after its last one when `sampling`
+is given.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ NOT_DRAWN_YET: NDArray[np.int32] = np.zeros(1, np.int32)
 class Row:
     """One request's share of a step.
 
-    tokens: int32 [n], the ids computed this step (n ≥ 1); start: how many tokens of the row already have KV in `pages`.
-    pages: int32 [≥ ceil((start + n) / page_tokens)], page ids in token order; extra entries are ignored. sampling:
-    given when the row's last position yields a token. The token's position for the random generator is start + n.
-    output_index: how many output tokens the request had before this one (for min_tokens). prompt_logprobs: number of
-    alternatives wanted for every prompt position computed in this step, None for none; the logprob of the token at
-    position start comes from the previous chunk's last row, so a result carries those of positions start+1 … start+n,
-    where `next_token` is the id at position start + n if it is still prompt, else None. history: what penalties and bad
-    words look at, of a row whose sampling has any; the step that draws the row's token enters it there, once. output:
-    the output tokens so far, of a row that samples by a grammar. follows: its one token is the one that the step
-    launched just before draws for the same request; `tokens` is NOT_DRAWN_YET then, and `output` lacks it.
+    tokens: int32 [n], n ≥ 1, the ids computed this step.
+    start: how many tokens of the row already have KV in `pages`.
+    pages: int32 [≥ ceil((start + n) / page_tokens)], page ids in token order. Extra entries are ignored.
+    sampling: given when the row's last position yields a token. The random generator takes position start + n.
+    output_index: output tokens of the request before this one (for min_tokens).
+    prompt_logprobs: number of alternatives for every prompt position of this step, None for none. A result carries
+    those of positions start+1 … start+n.
+    next_token: the id at position start + n if it is still prompt, else None.
+    history: what penalties and bad words look at. The step that draws the row's token enters it there, once.
+    output: the output tokens so far, of a row that samples by a grammar.
+    follows: its one token is the one that the step launched just before draws for the same request. `tokens` is
+    NOT_DRAWN_YET then, and `output` lacks it.
     """
 
     request: str
@@ -52,8 +54,9 @@ class Row:
 class StepPlan:
     """Rows of one forward. Decode rows (n == 1) come first.
 
-    copies: (source, target) pages; the engine copies them before it computes anything. bells: numbers of layers
-    after whose computing the engine rings, so that their KV can leave while the others are computed."""
+    copies: (source, target) pages, which the engine copies first.
+    bells: numbers of layers after which the engine rings, so that their KV can leave early.
+    """
 
     rows: tuple[Row, ...]
     milestones: tuple[int, ...] = ()
@@ -66,8 +69,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class RowError:
-    """Why one row can not go on here while the others do. param: what of its work is at fault, "" for nothing in
-    particular; spoils_kv: its KV may be why, and shall be nobody else's prefix."""
+    """Why one row can not go on here while the others do.
+
+    param: what of its work is at fault, "" for nothing in particular.
+    spoils_kv: its KV may be the cause, and must not become a prefix of others.
+    """
 
     reason: str
     retryable: bool
@@ -77,8 +83,7 @@ class RowError:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """token is None for a row that did not sample (a chunk that is not the prompt's last), or could not: error says
-    why, and whether another node might."""
+    """token is None for a row that did not sample: its chunk is not the prompt's last, or `error` says why."""
 
     request: str
     token: int | None
@@ -89,7 +94,7 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Results in the order of the plan's rows; forward_s is the wall time of the forward in seconds."""
+    """Results in the order of the plan's rows. forward_s: wall time of the forward in seconds."""
 
     rows: tuple[RowResult, ...]
     forward_s: float

@@ -1,9 +1,7 @@
-"""What a step costs in seconds: nodes fit these models to their own steps (`fit`), the router and the replay predict
-with them.
+"""What a step costs in seconds. Nodes fit these models to their own steps. The router and the replay predict with them.
 
-Pure values and arithmetic; no clock, no I/O. A *pair* is one query attending to one key: a chunk of `new` tokens after
-`cached` ones makes new × (cached + new / 2) of them, and chunks add up exactly, which is why a backlog can be reported
-as tokens and pairs.
+A *pair* is one query attending to one key. A chunk of `new` tokens after `cached` ones makes new × (cached + new / 2)
+of them. Chunks add up exactly, so a backlog can be reported as tokens and pairs.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ RECENT_STEPS = 256
 
 
 def lately(itl_s: float, step_s: float, steps: int) -> float:
-    """A node's recent gap between tokens after `steps` more steps of step_s each; itl_s 0: there were none before."""
+    """A node's recent gap between tokens after `steps` more steps of step_s each. itl_s 0: there were none before."""
     return step_s if not itl_s else itl_s + (1.0 - (1.0 - 1.0 / RECENT_STEPS) ** steps) * (step_s - itl_s)
 
 
@@ -35,12 +33,13 @@ CERTAIN: Root = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class CostError:
-    """Error bars of one half of a cost model: within them 9 of 10 steps, or answers, are expected.
+    """Error bars of one half of a cost model. 9 of 10 steps, or answers, are expected within them.
 
-    spread: share of its prediction by which a step differs, whatever is known of the model. doubt: the same of the
-    model itself, on such work as came lately. root: of a triangle whose product with a work's (1, tokens, pairs) or (1,
-    rows, context) is as long as the model's own error for that work is, in seconds: large where no such work was seen.
-    Any six numbers are a valid root."""
+    spread: share of its prediction by which a step differs, however well the model is known.
+    doubt: the model's own share, on such work as came lately.
+    root: a triangle. Its product with a work's (1, tokens, pairs) or (1, rows, context) is as long as the model's error
+    in seconds. Large where no such work was seen. Any six numbers are valid.
+    """
 
     spread: float = 0.0
     doubt: float = 0.0
@@ -58,8 +57,9 @@ class CostError:
         return sqrt(first * first + second * second + third * third)
 
     def seconds(self, work: Work, predicted_s: float) -> float:
-        """Half the width of the interval around a prediction. What makes a step slower holds on, so the steps of one
-        prompt do not even it out."""
+        """Half the width of the interval around a prediction. What makes a step slower lasts, so a prompt's steps do
+        not even it out.
+        """
         noise_s, model_s = self.spread * predicted_s, self.model_s(work)
         return sqrt(noise_s * noise_s + model_s * model_s)
 
@@ -69,9 +69,14 @@ EXACT = CostError()
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """Seconds of prompt tokens alone in their steps: fixed_s a step, token_s a token, pair_s an attention pair.
-    chunk_tokens: most tokens of one step; 0: a prompt is one step. samples: steps it was fitted to; 0: nothing was
-    measured, the numbers are a guess."""
+    """Seconds of prompt tokens alone in their steps.
+
+    fixed_s: a step.
+    token_s: a token.
+    pair_s: an attention pair.
+    chunk_tokens: most tokens of one step. 0: a prompt is one step.
+    samples: steps it was fitted to. 0: the numbers are a guess.
+    """
 
     fixed_s: float
     token_s: float
@@ -81,8 +86,9 @@ class PrefillCost:
     error: CostError = EXACT
 
     def seconds(self, new: float, cached: float = 0.0) -> float:
-        """T(new, cached); 0 when there is nothing to compute. `work_s` of it, written out, since a router asks that for
-        every request."""
+        """T(new, cached). 0 when there is nothing to compute. It repeats `work_s`, since a router asks this for every
+        request.
+        """
         if new <= 0:
             return 0.0
         chunk = self.chunk_tokens
@@ -110,8 +116,13 @@ class PrefillCost:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCost:
-    """Seconds of a step of decode rows: fixed_s, row_s a row, context_s a token of KV that some row attends to.
-    samples: as in PrefillCost."""
+    """Seconds of a step of decode rows.
+
+    fixed_s: a step.
+    row_s: a row.
+    context_s: a token of KV that some row attends to.
+    samples: steps it was fitted to.
+    """
 
     fixed_s: float
     row_s: float
@@ -132,8 +143,8 @@ class DecodeCost:
         return self.row_s * rows + self.context_s * context_tokens
 
 
-# What takes less than that takes nothing: divided by less, seconds and rows as large as a report may have them are more
-# than a float can be, and one node with such numbers left the others without a choice.
+# What takes less takes nothing. Dividing by less can make more seconds or rows than a float holds. One such node would
+# leave the others without a choice.
 SHORTEST_S = 1e-18
 
 

@@ -1,22 +1,18 @@
-"""Fits a node's cost model to the steps it runs: least squares with forgetting, never negative. Pure arithmetic; no
-clock.
+"""Fits a node's cost model to the steps it runs: least squares with forgetting, never negative. Pure arithmetic.
 
-A step with prompt tokens is taken as prefill_fixed + token·tokens + pair·pairs + row·rows + context·context, one
-without as decode_fixed + row·rows + context·context: so a mixed step teaches both halves what it holds, and the rows
-beside a chunk are not taken for prompt work.
+A step with prompt tokens is prefill_fixed + token·tokens + pair·pairs + row·rows + context·context. One without is
+decode_fixed + row·rows + context·context. So a mixed step teaches both halves, and rows beside a chunk do not count as
+prompt work.
 
- 1. Squares are of relative errors: a decode step of a millisecond counts as much as a chunk of a second.
- 2. The two kinds of steps are forgotten apart, each only when one of its kind comes: a day of decoding does not wash
-    out what prefill costs.
- 3. The fit is tied, weakly, to the one before it. What recent steps say nothing about (long contexts, when only short
-    prompts came) stays as it was.
- 4. A step that took several times what is usual for it (a page fault, a stopped process) is clipped; if it becomes
-    usual, the fit follows. Among the first steps nothing is usual yet: there, a slow one counts as others of its length
-    do. By what was predicted for it, it would outweigh hundreds.
- 5. Error bars: each step is predicted before it is learned from, and the error that nine of ten of the last ones stayed
-    within is the spread of steps (no distribution is assumed). The model's own error follows from it and from what was
-    seen: the inverse of the weighted sums, by the usual formula of least squares; what nobody measured has the tie
-    alone, which is weak, so its bars are wide.
+1. Squares are of relative errors. A decode step of a millisecond counts as much as a chunk of a second.
+2. The two kinds of steps are forgotten apart, each only when one of its kind comes. A day of decoding does not wash out
+   what prefill costs.
+3. The fit is tied, weakly, to the one before it. What recent steps say nothing about stays as it was.
+4. A step that took several times what is usual is clipped. If it becomes usual, the fit follows. Among the first steps,
+   a slow one counts as others of its length do.
+5. Error bars: each step is predicted before it is learned from. The spread is the error that nine of ten of the last
+   ones stayed within. The model's own error is the inverse of the weighted sums, by the usual formula of least squares.
+   What nobody measured has the weak tie alone, so its bars are wide.
 """
 
 from __future__ import annotations
@@ -44,7 +40,7 @@ WARM = 8
 COVERED = 0.9
 # Last steps of a kind whose errors are kept.
 WINDOW = 128
-# For the model's own error: that steps agree with each other does not say what others would take.
+# For the model's own error. Steps that agree do not say what others would take.
 LEAST_SPREAD = 0.01
 # Steps after which the fit is solved though nobody asked, so that errors are those of a recent one.
 SOLVE_STEPS = 16
@@ -168,8 +164,9 @@ class CostFit:
         )
 
     def _error(self, kind: StepKind, wide: Vector, half: slice) -> CostError:
-        """Of the coefficients of one half, the others being just as uncertain. wide: a root of the inverse of what is
-        known of all of them."""
+        """Of the coefficients of one half. The others are just as uncertain. wide: a root of the inverse of all that is
+        known.
+        """
         spread = kind.spread()
         noise = max(spread, LEAST_SPREAD)
         upper = np.asarray(np.linalg.qr(wide[half].T, mode="r"), np.float64) * self._scale[half] * noise

@@ -1,7 +1,7 @@
 """`pdcluster demo`: starts a cluster like `up`, sends it real requests over HTTP, prints each stream and its timeline,
 and stops it.
 
-A client like any other: it uses the OpenAI API and the standard library's HTTP, nothing of the cluster's insides.
+A client like any other: it uses the OpenAI API over the standard library's HTTP.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ COMPLETIONS = "/v1/completions"
 LONG_PROMPT_CHARS = 2800
 SHOWN_PROMPT_LINES = 3
 REQUEST_TIMEOUT_S = 60.0
-# What the demo wants unless the user says otherwise: any free port, quiet logs, and every request through two nodes.
+# Defaults of the demo: any free port, quiet logs, every request through two nodes.
 DEFAULTS: dict[str, object] = {
     "up.http": "127.0.0.1:0",
     "up.grpc": "none",

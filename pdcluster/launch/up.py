@@ -1,6 +1,6 @@
 """`pdcluster up`: bootstrap, nodes and router of one cluster as child processes on this machine.
 
-Decides names, addresses, cores and the order of starting and stopping; keeping processes alive is the supervisor's.
+Decides names, addresses, cores and the order of starting and stopping. The supervisor keeps processes alive.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ from pdcluster.telemetry.log import resolve_format
 
 NODE_STOP_S = 5.0
 BOOTSTRAP_STOP_S = 3.0
-# A process gets this much longer than its own drain deadline before it is killed: letting go of ranks and pools takes
+# A process gets this much longer than its drain deadline before it is killed. Letting go of ranks and pools takes
 # seconds on a busy machine.
 KILL_GRACE_S = 6.0
-# KV pool of a node with the bundled model unless told otherwise: 100 thousand tokens, and memory that a laptop can
-# spare.
+# KV pool of a node with the bundled model: 100 thousand tokens, and memory that a laptop can spare.
 BUNDLED_KV_BYTES = 2**28
 READY_POLL_S = 0.03
 NEVER_READY = f'"code":"{Unservable.code}"'.encode()
@@ -121,7 +120,7 @@ class ClusterOutput:
 
 
 class LocalCluster:
-    """The processes of one `up`. Start it once, stop it once; `stop` may be called at any time."""
+    """The processes of one `up`. Start it once, stop it once. `stop` may be called at any time."""
 
     def __init__(self, loaded: LoadedSection[UpConfig], output: ClusterOutput, *, log_format: str) -> None:
         self._loaded = loaded
@@ -169,8 +168,7 @@ class LocalCluster:
                 check_free(path, address)
 
     async def _find_model(self) -> Path:
-        """Where the model lies, downloaded if need be. What is not there, or not whole, ends here and not after the
-        nodes have started."""
+        """Where the model lies, downloaded if need be. A missing or damaged model ends here, before nodes start."""
         model = self._given_model or bundled.path()
         if is_repository(model):
             self._say(f"looking for {model}")
@@ -179,14 +177,17 @@ class LocalCluster:
         return model
 
     async def _read_text(self) -> Facts:
-        """Beside the nodes' start: a tokenizer or template that the router could never read ends it at once."""
+        """Runs beside the nodes' start. A tokenizer or template that the router could never read ends the start at
+        once.
+        """
         model = self._router_settings.config.tokenizer or self._found_model or bundled.path()
         await asyncio.to_thread(TextModel.from_dir, model)
         return {}
 
     def _listens(self, name: str) -> tuple[str, str | None]:
-        """The setting that says where the router listens for `name`, and what it says: up's own, unless only the
-        router's section has one."""
+        """The setting that says where the router listens for `name`, and its value: up's own, unless only the router's
+        section has one.
+        """
         path, values = f"up.{name}", self._loaded.values
         if not self._is_set(path) and self._router_settings.origins[f"router.{name}"] != "default":
             path, values = f"router.{name}", self._router_settings.values
@@ -368,8 +369,9 @@ def make_output(loaded: LoadedSection[UpConfig]) -> tuple[ClusterOutput, str]:
 
 
 def plan_nodes(config: UpConfig, available: set[int]) -> tuple[NodePlan, ...]:
-    """Names and roles; every node gets an equal share of the cores when there is at least one for each, the rest is
-    left to the router."""
+    """Names and roles. Every node gets an equal share of the cores when there is at least one for each. The rest is
+    left to the router.
+    """
     roles: list[tuple[Role, int, int]] = [
         ("prefill", config.prefill, config.prefill_tp or config.tp),
         ("decode", config.decode, config.decode_tp or config.tp),
@@ -384,7 +386,7 @@ def plan_nodes(config: UpConfig, available: set[int]) -> tuple[NodePlan, ...]:
 
 
 async def in_daemon(work: Callable[[], T]) -> T:
-    """What `work` returns, in a thread that does not keep this process when it is told to end meanwhile."""
+    """What `work` returns, from a thread that does not keep this process alive."""
     loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
     def run() -> None:
@@ -401,8 +403,7 @@ async def in_daemon(work: Callable[[], T]) -> T:
 
 
 def check_free(path: str, address: str) -> None:
-    """Refuse an address that the router could not listen on, before anything starts. path: of the setting that says
-    so."""
+    """Refuse an address that the router could not listen on, before anything starts. path: the setting's."""
     host, port = split_address(address)
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
@@ -420,7 +421,7 @@ def check_free(path: str, address: str) -> None:
 
 
 def _transfer(nodes: list[Facts]) -> str:
-    """The medium that pairs of these nodes use: the first of one's list (best first) that all of them have."""
+    """The medium that pairs of these nodes use: the first of one's list (best first) that all have."""
     lists = [[str(name) for name in given] for facts in nodes if isinstance(given := facts.get("transfer"), list)]
     return next((name for name in (lists[0] if lists else ()) if all(name in other for other in lists)), "none")
 
@@ -439,7 +440,7 @@ def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
 
 
 async def _all_or_nothing(starts: list[Coroutine[None, None, Facts]]) -> list[Facts]:
-    """Run all at once; the first failure cancels the others and is raised."""
+    """Run all at once. The first failure cancels the others and is raised."""
     tasks = [asyncio.create_task(start) for start in starts]
     try:
         return await asyncio.gather(*tasks)

@@ -1,6 +1,8 @@
-"""Compiles what a first node and a first router on this machine would compile, into the place where they look for it:
-`python -m pdcluster.launch.warm`, which `make setup` runs beside its downloads. It starts nothing; the kernels of the
-batch-invariant mode are left to the first node that has it."""
+"""Compiles the kernels of a first node and a first router, into the place where they look: `python -m
+pdcluster.launch.warm`. `make setup` runs it beside its downloads.
+
+It starts nothing. Kernels of the batch-invariant mode are left to the first node that has it.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""One child process and the two pipes it talks through: where it announces that it is ready, and where its output
-comes. It restarts nothing.
+"""One child process and its two pipes: the one that says it is ready, and its output. It restarts nothing.
 
 Requirements:
- 1. A child dies with its parent, however the parent dies (PR_SET_PDEATHSIG; the kernel ties it to the thread that
-    forked, so spawn on the main one).
- 2. Terminal signals reach the parent alone: every child leads a session of its own, so that the parent decides who
-    stops when.
+
+1. A child dies with its parent, however the parent dies. PR_SET_PDEATHSIG ties it to the thread that forked, so spawn
+   on the main one.
+2. Terminal signals reach the parent alone. Every child leads a session of its own, so the parent decides who stops
+   when.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ LINE_LIMIT_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
-    """ready, output: reading ends of the pipes. Whoever holds this reads both to their end with `lines`, or calls
-    `close_pipes`."""
+    """ready, output: reading ends of the pipes. The holder reads both to their end with `lines`, or calls
+    `close_pipes`.
+    """
 
     process: Process
     ready: int
@@ -47,8 +48,7 @@ class Spawned:
 async def spawn(argv: Sequence[str], stdin: int = DEVNULL) -> Spawned:
     """Start `argv --ready-fd N`. Raises OSError when there is no such program."""
     ready_reader, ready_writer = os.pipe()
-    # A pipe of our own, since asyncio reports a process with its PIPE as ended only after every heir of that pipe is
-    # gone, too.
+    # Not asyncio's PIPE: asyncio reports the end only after every heir of the pipe is gone.
     output_reader, output_writer = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(

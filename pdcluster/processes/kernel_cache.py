@@ -1,9 +1,8 @@
-"""Where compiled kernels are kept, that one process at a time fills such a place, and that places which nobody uses go.
-It compiles nothing.
+"""Where compiled kernels are kept. One process at a time fills such a place, and unused places are removed. It compiles
+nothing.
 
-numba numbers the files of a kernel's variants by an index that it reads, changes and writes back. Two processes that do
-so at the same time may give both their variants one number: then a kernel made for other arrays, or for another
-machine's CPU, is loaded as if it were the right one.
+numba numbers a kernel's variants by an index that it reads, changes and writes back. Two processes at the same time may
+give both variants one number. Then a kernel for other arrays, or another CPU, is loaded as if it were the right one.
 """
 
 from __future__ import annotations
@@ -40,10 +39,11 @@ SOURCES = Path(__file__).parents[1] / "engine" / "kernels"
 
 
 def place_of(cache_dir: Path) -> Path:
-    """For these sources, where they lie, this numba and this CPU. numba looks at a function's own file only, but
-    kernels are also made of what stands in the others; machines of several kinds may share the directory; and what
-    another installation of the same sources, or another numba, filled, numba does not find, so it must not count as
-    filled."""
+    """The place for these sources, where they lie, this numba and this CPU.
+
+    numba looks at a function's own file only, but kernels also depend on other files. Machines of several kinds may
+    share the directory. numba does not find what another installation or version filled.
+    """
     import numba
     from numba.core.registry import cpu_target
 
@@ -55,8 +55,9 @@ def place_of(cache_dir: Path) -> Path:
 
 
 def open_place(cache_dir: Path) -> Path:
-    """`place_of`, made where it is missing and noted as used now. Who makes one removes those that nobody used for
-    long, or that are too many. Raises OSError that says why where nothing can be written."""
+    """`place_of`, made where it is missing and noted as used now. Raises OSError with the reason where nothing can be
+    written.
+    """
     place = place_of(cache_dir)
     cache_dir.mkdir(parents=True, exist_ok=True)
     with _turn(cache_dir, fcntl.LOCK_SH):
@@ -70,8 +71,7 @@ def open_place(cache_dir: Path) -> Path:
 
 
 def _check_writable(place: Path) -> None:
-    """numba reads nothing from a place that it cannot write to, however filled, and calls that a function without a
-    locator."""
+    """numba reads nothing from a place that it cannot write to, and reports that as a function without a locator."""
     try:
         with tempfile.TemporaryFile(dir=place):
             return
@@ -80,9 +80,9 @@ def _check_writable(place: Path) -> None:
 
 
 def forget_places(cache_dir: Path) -> None:
-    """Remove places that are not used, least recently used first. One that another process is about to use is renamed
-    never, or before that process looks for it: it notes its use under the same lock. What cannot be removed stays, and
-    keeps no other."""
+    """Remove unused places, least recently used first. A place that a process is about to use stays, because it notes
+    its use under the same lock. What cannot be removed stays, and keeps no other.
+    """
     try:
         with _turn(cache_dir, fcntl.LOCK_EX) as has_turn:
             for place in _unused(cache_dir, time.time()) if has_turn else ():
@@ -95,8 +95,8 @@ def forget_places(cache_dir: Path) -> None:
 
 def _set_aside(place: Path) -> None:
     try:
-        # Not the process's number: in a container that is 1 each time, and what one left half removed would be in the
-        # way for ever.
+        # Not named by the process's number: in a container that is 1 each time. A leftover would be in the way for
+        # ever.
         place.rename(place.with_name(f"{GONE}{place.name}-{time.time_ns()}"))
     except OSError as error:
         log.debug("%s, which nobody uses, is not removed: %s", place, error)
@@ -130,10 +130,11 @@ def _turn(cache_dir: Path, how: int) -> Iterator[bool]:
 
 @contextmanager
 def filling(place: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[None]:
-    """For a block that loads `what` or compiles it into `place`: the first time no other process is in such a block.
-    Once it is there, nobody waits.
+    """For a block that loads `what` or compiles it into `place`. The first time, no other process is in such a block.
+    Later nobody waits.
 
-    A place that cannot be locked, or another that takes longer than wait_s, is no reason to stop."""
+    A place that cannot be locked, or another that takes longer than wait_s, is no reason to stop.
+    """
     filled = place / f"{what}.filled"
     lock = None if filled.exists() else _locked(place / "lock", time.monotonic() + wait_s)
     if not filled.exists():

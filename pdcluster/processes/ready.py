@@ -1,10 +1,9 @@
-"""How a process tells the one that started it that it serves: one JSON line on an inherited file descriptor (--ready-fd
-N).
+"""How a process tells its parent that it serves: one JSON line on an inherited file descriptor (--ready-fd N).
 
-    {"ready": true, "address": "127.0.0.1:41234", "name": "decode-0", …}
+{"ready": true, "address": "127.0.0.1:41234", "name": "decode-0", …}
 
-A node announces itself once it is registered and warm, the bootstrap service and the router once they accept
-connections. Nothing is announced twice: the descriptor is closed after the line.
+A node announces itself once it is registered and warm. The bootstrap and the router do so once they accept connections.
+Nothing is announced twice: the descriptor is closed after the line.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ MAX_LINE_BYTES = 65536
 
 
 def announce(fd: int | None, address: str, **facts: str | int | float | bool | list[str] | None) -> None:
-    """Write the line and close `fd`; does nothing without a descriptor. A parent that went away is not an error
-    here."""
+    """Write the line and close `fd`. Does nothing without a descriptor. A parent that went away is no error."""
     if fd is None:
         return
     line = json.dumps({"ready": True, "address": address, **facts}).encode() + b"\n"

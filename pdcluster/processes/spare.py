@@ -1,10 +1,9 @@
-"""A process that is started ahead: it imports what a child imports, then waits on its standard input to be told which
-child it is to be.
+"""A process that is started ahead. It imports what a child imports, then waits on its standard input for the child's
+arguments.
 
-So a child that died is replaced without the second of importing. A spare binds nothing, connects to nothing and has no
-thread: it is the same program as a fresh one, only further. Both ends are here: `Spare` in the parent, `awaited_argv`
-in the process itself. A spare that died while it was idle is found out when it is wanted; then there is none, and the
-parent starts a fresh process as it would without spares.
+So a dead child is replaced without the second of importing. A spare binds nothing, connects to nothing and has no
+thread. `Spare` is the parent's end, `awaited_argv` the process's. A spare that died while idle is noticed when it is
+wanted. The parent then starts a fresh process.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Spare:
         self._stdin = writer
 
     def take(self, argv: Sequence[str]) -> Spawned | None:
-        """The process, which now runs `argv`; None when there is none that could. It is the caller's then."""
+        """The process, which now runs `argv` and is the caller's. None when there is none that could."""
         line = json.dumps(argv).encode() + b"\n"
         if self._idle is None or self.pid is None or len(line) > MAX_LINE_BYTES:
             return None
@@ -88,8 +87,7 @@ class Spare:
 
 
 def awaited_argv() -> list[str] | None:
-    """In the spare: the argument list it is to run, with its own --ready-fd; None when the parent does not need it any
-    more."""
+    """In the spare: the argument list it is to run, with its own --ready-fd. None when the parent needs it no more."""
     with open(sys.stdin.fileno(), "rb", closefd=False) as stdin:
         line = stdin.readline(MAX_LINE_BYTES)
     if not line.endswith(b"\n"):

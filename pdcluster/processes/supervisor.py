@@ -1,10 +1,9 @@
 """Child processes that are kept alive: start and wait until ready, forward their output, restart what crashes, stop in
 order.
 
-It knows argument lists and signals, and nothing of nodes or routers; `child_process` knows pipes, and ties a child's
-life to ours. One Supervisor lives in one asyncio loop on the main thread.
+One Supervisor lives in one asyncio loop on the main thread.
 
-Requirement: after `stop` returned no child is left, and nothing that a child left behind in its process group.
+Requirement: after `stop` returned no child is left, and nothing that a child left in its process group.
 """
 
 from __future__ import annotations
@@ -48,8 +47,9 @@ class ChildGaveUp(PdclusterError):
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What to run. address_flags: (fact, flag) pairs; a restart passes the first start's addresses by them, so that
-    others still find the child."""
+    """What to run. address_flags: (fact, flag) pairs. A restart passes the first start's addresses by them, so that
+    others still find the child.
+    """
 
     name: str
     argv: tuple[str, ...]
@@ -144,7 +144,7 @@ class Supervisor:
             await asyncio.gather(*(self._stop(self._children[name]) for name in group if name in self._children))
 
     def hurry(self) -> None:
-        """Do not wait for drains any more; takes effect in a `stop` that is under way, too."""
+        """Do not wait for drains any more. Takes effect in a `stop` that is under way, too."""
         self._hurry.set()
 
     async def _launch(self, child: Child) -> None:
@@ -165,8 +165,7 @@ class Supervisor:
         return self._spare.take(child.argv()) if self._spare is not None else None
 
     async def keep_spare(self, argv: Sequence[str]) -> None:
-        """From now on keep one process of this program, which becomes the next child that has to be started (see
-        `spare`)."""
+        """From now on keep one process of this program. It becomes the next child that has to be started."""
         self._spare = Spare(argv)
         await self._prepare_spare()
 

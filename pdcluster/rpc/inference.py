@@ -1,5 +1,4 @@
-"""Generate's protobuf messages as the requests and replies that the HTTP API has, so that both mean the same. No calls,
-no dispatch."""
+"""Generate's protobuf messages as the requests and replies of the HTTP API, so that both mean the same."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ _TOOL_MODES = {
     pb.TOOL_MODE_REQUIRED: "required",
 }
 
-# Messages of a chat, and calls in them: as many as a JSON body may have, where each is two fields with their names.
+# Messages of a chat, and calls in them: as many as a JSON body may have.
 MOST_TURNS = MOST_STRINGS // 4
 
 
@@ -88,8 +87,7 @@ def _chat_fields(message: pb.GenerateRequest) -> dict[str, object]:
 
 
 def _check_number(chat: pb.Chat) -> None:
-    """Of what is a few bytes here and a thousand as plain values; what is among them is bounded by the size of a
-    message."""
+    """A few bytes here are a thousand as plain values. The size of a message bounds what is in them."""
     if len(chat.tools) > MAX_TOOLS:
         raise BadRequest(f"chat.tools has {len(chat.tools)} entries, at most {MAX_TOOLS} are allowed", "tools")
     num_turns = len(chat.messages)

@@ -1,4 +1,4 @@
-"""Our errors as gRPC status codes and back: the one border where gRPC's errors are translated."""
+"""pdcluster's errors as gRPC status codes and back."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def status_of(error: PdclusterError) -> grpc.StatusCode:
 
 
 def error_of(error: grpc.RpcError, who: str) -> PdclusterError:
-    """Ours for gRPC's; `who` names the server in the message. A code that none of ours stands for means that the server
-    cannot serve."""
+    """The error of pdcluster for gRPC's. `who` names the server. An unknown code means that the server cannot serve."""
     if not isinstance(error, grpc.Call) and not isinstance(error, grpc.aio.AioRpcError):
         return Unavailable(f"{who}: {error}")
     kind = _ERRORS.get(error.code(), Unavailable)

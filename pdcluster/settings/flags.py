@@ -1,7 +1,5 @@
-"""Command-line flags made from the keys of `config`: each key is declared once and is a flag of every command that
-takes its section. And flags made from the fields of dataclasses, for a command that reads no configuration.
-
-It knows typer and nothing of what the commands do.
+"""Command-line flags made from the keys of the configuration. Each key is a flag of every command that takes its
+section. Flags can also be made from the fields of dataclasses.
 """
 
 from __future__ import annotations
@@ -94,7 +92,7 @@ def assignments(pairs: list[str]) -> dict[str, object]:
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Inside, our own errors end the process with one clear line: exit code 2 for bad settings, 1 for the rest."""
+    """Inside, pdcluster's errors end the process with one clear line. Exit code 2 for bad settings, 1 for the rest."""
     try:
         yield
     except PdclusterError as error:

@@ -1,7 +1,6 @@
-"""What a setting is: how a part of `config` declares one, its names outside, and how parts are read and built from what
-sources gave.
+"""What a setting is: how a part declares one, its names outside, and how parts are built from the sources' values.
 
-It knows no setting of ours, and reads no source: neither flags nor files nor the environment.
+It knows no setting and reads no source.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Kinds of settings: functions that turn a raw value (text from a flag or a variable, a TOML value) into the value a
-field has.
+"""Kinds of settings: functions that turn a raw value (text from a flag or a variable, a TOML value) into a field's
+value.
 
-Each raises ValueError saying what the value must be; which setting it was, and where it came from, is added by `keys`.
+Each raises ValueError that says what the value must be. The caller adds the setting and its source.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def path(raw: object) -> Path:
 
 
 def model_path(raw: object) -> Path:
-    """A path, or a repository's name: what begins as a path does is one, whether it is there or not."""
+    """A path, or a repository's name. What begins as a path is one, whether it exists or not."""
     found = path(raw)
     return found.absolute() if str(raw).startswith((".", "~")) else found
 

@@ -1,6 +1,6 @@
-"""What is measured, one declaration each: names start with pdcluster_, base units, counters end in _total.
+"""What is measured, one declaration each. Names start with pdcluster_, units are base units, counters end in _total.
 
-A group is built on a registry by whoever owns it (a router process, a test); nothing is registered at import time.
+A group is built on a registry by its owner. Nothing is registered at import time.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
-# Choices that ended alike, answers that are alike, and decisions, that are not counted yet: to count many at once costs
-# little more than one.
+# Choices that ended alike, equal answers, and decisions, not counted yet. Counting many at once costs little more than
+# one.
 MOST_NOTED = 1024
 
-# Media that are counted by name, beyond them as "other": how one is called is a node's word.
+# Media that are counted by name, beyond them as "other". Nodes choose the names.
 MAX_MEDIUM_LABELS = 64
 
 # Mode (None: no first token came), finish reason (None: it did not end well) and backend of a choice.
 Ending = tuple[str | None, str | None, str]
 
-# Of a choice: tokens of its prompt and its output, cached tokens, attempts; seconds to the first and the second token
-# and from token to token (None: there was no such token), in the queue, of the transfer; bytes of the transfer.
+# Of a choice: tokens of its prompt and output, cached tokens, attempts. Seconds to the first and the second token, from
+# token to token (None: no such token), in the queue, of the transfer. Bytes of the transfer.
 Noted = tuple[int, int, int, int, float | None, float | None, float | None, float, float, int]
 
 # Of a decision: seconds that its first token came later than predicted, and than at best; prompt tokens found in the
@@ -89,8 +89,7 @@ class RouterMetrics:
         self.transfer_bytes = counter("kv_transfer_bytes", "KV moved for choices that ended well.", "backend")
 
     def note(self, ending: Ending, noted: Noted) -> None:
-        """A choice is over. Counted with others like it when somebody looks, or when there are many: a dozen numbers
-        each."""
+        """A choice is over. Counted with others like it at the next scrape, or when there are many."""
         alike = self._noted[ending]
         alike.append(noted)
         if len(alike) >= MOST_NOTED:
@@ -227,7 +226,7 @@ class ExplainMetrics:
         )
 
     def judged(self, found: Judged) -> None:
-        """Counted with others when somebody looks, or when there are many."""
+        """Counted with others at the next scrape, or when there are many."""
         self._judged.append(found)
         if len(self._judged) >= MOST_NOTED:
             self._count_judged()

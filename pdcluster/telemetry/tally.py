@@ -1,8 +1,8 @@
 """Counters, gauges and histograms for what happens to every request: plain numbers of one thread, shown to Prometheus
 when it asks.
 
-`prometheus_client`'s own take a lock and walk their buckets for each value, which for a dozen values a request is as
-much as parsing it. Names and exposition are the same. Only for owners that count in one thread.
+`prometheus_client` takes a lock and walks buckets for each value. For a dozen values a request, that costs as much as
+parsing it. Names and exposition are the same.
 """
 
 from __future__ import annotations
@@ -95,8 +95,7 @@ class Heap:
 
 
 class BeforeScrape(Collector):
-    """What is counted late is counted now. Registered before the counters that it adds to, which are asked in that
-    order."""
+    """What is counted late is counted now. Register it before the counters that it adds to."""
 
     def __init__(self, work: Callable[[], None], *, registry: CollectorRegistry) -> None:
         self._work = work

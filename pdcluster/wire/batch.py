@@ -1,9 +1,7 @@
-"""What waits to be said to one peer: messages, each encoded once when it comes, that leave together as one numbered
-frame.
+"""What waits to be said to one peer: messages, encoded once, that leave together as one numbered frame.
 
-A frame costs the same for one message as for fifty: a number, a digest, a wake-up of ZMQ's thread here and one of the
-reader there. So whoever owns a link flushes at the end of its turn, not after every message. Not here: when that is
-(`wire.router_link`, `wire.hub`), and the frame's numbers.
+A frame costs the same for one message as for fifty: a number, a digest, a wake-up of two threads. So the owner of a
+link flushes at the end of its turn, not after every message.
 """
 
 from __future__ import annotations
@@ -14,8 +12,7 @@ from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire import codec
 from pdcluster.wire.codec import ALONE, encoded
 
-# So much waits at most for a turn's end, which bounds what a peer's queue of frames can hold; a larger message has a
-# frame of its own.
+# The most that waits for a turn's end. It bounds a peer's queue of frames. A larger message has a frame of its own.
 MAX_BATCH_BYTES = 256 << 10
 
 

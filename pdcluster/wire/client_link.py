@@ -1,21 +1,18 @@
-"""The calling end of a link to one boot of one node, over one `LinkSocket` after another. Plain and
-non-blocking: its owner polls its sockets.
+"""The calling end of a link to one boot of one node. Plain and non-blocking: its owner polls its sockets.
 
-A link is Hello, then numbered frames both ways, then silence or a cut. The rules, which both ends share:
- 1. The first frame of every connection is Hello with the attempts that the caller still waits for, and so is the first
-    one after a gap. A socket is never used for two connections: what an old one still held is never delivered after the
-    Hello of the new one.
- 2. Frames are numbered per sender; Hello sets the count, and so does a Welcome of a smaller number, alone in their
-    frames. A number that is not the next one means lost frames (gap): say Hello again, also before a Welcome, whose
-    answers to the last Hello are then among them. A number seen before is a duplicate: dropped, counted. What is said
-    in one turn goes as one frame (`wire.batch`).
- 3. A Hello from the listening end asks for a Hello: it lost frames of ours, or does not know us (any more).
- 4. Any good frame proves that this boot of the node is alive (UP) and renews the lease. Silence for lease_s ends the
-    link, and so does a cut that is not healed by the same boot within rewelcome_s.
- 5. A frame of another boot of that node ends the link at once.
-LOST is for ever; whoever still wants the node opens a new link.
+A link is Hello, then numbered frames both ways, then silence or a cut. Both ends share these rules:
 
-Not here: the socket (`wire.link_socket`), asyncio (`wire.router_link`), many peers (`wire.hub`), what messages mean.
+1. The first frame of every connection is Hello with the attempts that the caller still waits for. So is the first one
+   after a gap. A socket is never used for two connections. What an old one held is never delivered after the Hello of
+   the new one.
+2. Frames are numbered per sender. Hello sets the count, and so does a Welcome of a smaller number, alone in their
+   frames. A number that is not the next one means lost frames (gap): say Hello again, also before a Welcome. A number
+   seen before is a duplicate: dropped, counted.
+3. A Hello from the listening end asks for a Hello: it lost frames, or does not know the caller.
+4. Any good frame proves that this boot of the node is alive (UP) and renews the lease. Silence for lease_s ends the
+   link. So does a cut that the same boot does not heal within rewelcome_s.
+5. A frame of another boot of that node ends the link at once. LOST is for ever. Whoever still wants the node opens a
+   new link.
 """
 
 from __future__ import annotations
@@ -50,8 +47,9 @@ class LinkState(Enum):
 
 
 class ClientLink:
-    """One thread owns it. `dropped` counts frames by reason; `gaps` the times when frames were missing; `replaced`:
-    lost to a newer boot."""
+    """One thread owns it. `dropped` counts frames by reason, `gaps` the times when frames were missing. `replaced`:
+    lost to a newer boot.
+    """
 
     def __init__(
         self,
@@ -110,8 +108,9 @@ class ClientLink:
         self._retired.clear()
 
     def put(self, message: m.AnyMessage) -> int:
-        """Put one message into the next frame; that frame's number. 0 when it has no room for it, or the link is lost
-        or not open."""
+        """Put one message into the next frame and return that frame's number. 0 when it has no room, or the link is
+        lost or not open.
+        """
         return self._sent + 1 if self._socket is not None and self._batch.put(message) else 0
 
     def send(self, message: m.AnyMessage, now: float) -> int:
@@ -135,9 +134,9 @@ class ClientLink:
         return True
 
     def receive(self, now: float, *, looks_at_connection: bool = True) -> tuple[list[m.AnyMessage], bool]:
-        """New messages in order, about max_drain at most (frames are taken whole), and whether more wait.
-        looks_at_connection: False for an owner who knows that nothing became of it; to ask may cost as much as to ask
-        for frames."""
+        """New messages in order, and whether more wait. About max_drain at most: frames are taken whole.
+        looks_at_connection: False for an owner who knows that it did not change.
+        """
         if looks_at_connection and self._socket is not None:
             self._events += self._socket.events()
         messages, more = self._drain(now)
@@ -212,7 +211,7 @@ class ClientLink:
             self._reopen_at = now + self._settings.hello_interval_s
 
     def _end_if_over(self, now: float) -> None:
-        # Judged by the time of the last complete drain: when we were busy ourselves, frames may be waiting unread.
+        # Judged by the last complete drain: while this process was busy, frames may be waiting unread.
         if self.state is LinkState.UP and self._drained_at - self._heard_at >= self._settings.lease_s:
             self.close(f"nothing heard from {self.peer.node} for {self._settings.lease_s} s")
         elif self.state is LinkState.CONNECTING and now >= self._up_by:

@@ -1,10 +1,8 @@
-"""Envelopes as msgpack frames: `encode` or `assemble` what we send, `decode` and check what a peer sent.
+"""Envelopes as msgpack frames: `encode` or `assemble` what leaves, `decode` and check what a peer sent.
 
-A frame ends with a digest of what is before it: TCP's checksum misses a damaged frame now and then, and one wrong page
-id or token would be a wrong answer. Every id, size, range and number is checked, so that nothing behind this border
-meets a value that it does not expect: by msgspec while it decodes (`bounds`), and here what depends on two values, or
-on what packed bytes hold. Whatever is wrong raises ProtocolError and nothing else. Not here: sockets, sequence numbers,
-and what a message means. Only the size of what we send is checked: our own values are right by construction.
+A frame ends with a digest, because TCP's checksum misses a damaged frame now and then. Every id, size, range and number
+is checked. msgspec checks while it decodes. Rules between two values, or inside packed bytes, are checked here.
+Whatever is wrong raises ProtocolError and nothing else. Of what leaves only the size is checked.
 """
 
 from __future__ import annotations
@@ -54,8 +52,8 @@ class _Version(msgspec.Struct, frozen=True, array_like=True):
 
 
 _version_decoder = msgspec.msgpack.Decoder(_Version)
-# A frame may nest deeper than the interpreter's stack: msgspec raises RecursionError for it, and ValueError subclasses
-# for all else.
+# A frame may nest deeper than the interpreter's stack. msgspec raises RecursionError for it, and subclasses of
+# ValueError for all else.
 _DECODE_ERRORS = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 
 
@@ -75,7 +73,7 @@ def encode_head(sender: str, incarnation: str, to_incarnation: str) -> bytes:
 
 
 def assemble(head: bytes, sequence: int, parts: Sequence[bytes]) -> bytes:
-    """The frame of encoded messages: what `encode` makes of their envelope, but for the width of two numbers."""
+    """The frame of encoded messages: what `encode` makes of their envelope, except for the width of two numbers."""
     return seal(b"".join((head, _NUMBERS.pack(_UINT64, sequence, _ARRAY32, len(parts)), *parts)))
 
 

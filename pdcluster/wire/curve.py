@@ -1,8 +1,7 @@
-"""Admission to encrypted links: answers libzmq's authentication questions (ZAP, RFC 27), yes to holders of the cluster
-key and no to all others.
+"""Admission to encrypted links: answers libzmq's authentication questions (ZAP, RFC 27). Holders of the cluster key get
+in, others do not.
 
-One per ZMQ context, in a thread of its own, so that a node that is busy computing still lets peers in. Key derivation
-is in `wire.sockets`.
+One per ZMQ context, in a thread of its own, so that a node that is computing still lets peers in.
 """
 
 from __future__ import annotations

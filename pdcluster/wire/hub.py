@@ -1,10 +1,8 @@
-"""A node's links: one bound ROUTER socket for everyone who calls, one Dialer for each node it calls. Synchronous, owned
-by the node's loop thread.
+"""A node's links: one bound ROUTER socket for all callers, one Dialer for each node it calls. Synchronous, owned by the
+node's loop thread.
 
-The hub knows who is there (leases), what arrived in order, and which frame comes from a boot that is gone. What a
-message means, and which tokens are said again after a gap, is the node loop's: it answers every Hello that it receives
-with Welcome, and for a router says again what the router misses. The rules of a link are in `wire.client_link`; this is
-their other end.
+The hub knows who is there (leases), what arrived in order, and which boot is gone. The node's loop answers every Hello
+with Welcome, and says again what a router misses.
 """
 
 from __future__ import annotations
@@ -135,11 +133,11 @@ class Hub:
         return received
 
     def send(self, to: m.Endpoint | Peer, message: m.AnyMessage) -> bool:
-        """Put one message into the peer's next frame, which leaves by `flush`; False (counted) when the peer cannot be
-        reached or too much waits for it. Never blocks.
+        """Put one message into the peer's next frame, which leaves by `flush`. False (counted) when the peer cannot be
+        reached or too much waits. Never blocks.
 
-        A node is called at its endpoint when no link with that boot is up. A peer that called us and is only known by
-        name is answered there.
+        A node is called at its endpoint when no link with that boot is up. A caller that is only known by name is
+        answered on its link.
         """
         self._now = self._clock()
         if isinstance(to, Peer):
@@ -180,8 +178,9 @@ class Hub:
         return [peer for peer, route in self._routes.items() if route.alive and route.kind == kind]
 
     def forget(self, peer: Peer) -> None:
-        """The bootstrap says that this boot of a node is gone: drop its links, without an event. It may come back with
-        a Hello."""
+        """The bootstrap says that this boot of a node is gone. Drop its links, without an event. It may come back with
+        a Hello.
+        """
         client_link = self._dialers.pop(peer, None)
         if client_link is not None:
             client_link.close()
@@ -199,8 +198,9 @@ class Hub:
         return self._gaps
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close every socket of the hub; the context stays its owner's. Idempotent. linger_s: how long frames to
-        callers, and what still waits for one, may go out."""
+        """Close every socket of the hub. The context stays its owner's. Idempotent. linger_s: how long waiting frames
+        may still go out.
+        """
         if linger_s:
             self.flush()
         for client_link in self._dialers.values():
@@ -344,7 +344,7 @@ class Hub:
             self._now,
             True,
         )
-        # Proves at once that this boot lives, also when the loop is about to compute for a while before its Welcome.
+        # Proves at once that this boot lives, also when the loop computes for a while before its Welcome.
         self._ping(peer, route)
         return (Received(peer, hello.kind, hello),)
 
@@ -366,8 +366,8 @@ class Hub:
         return over is not None
 
     def _replace_older_boots(self, peer: Peer) -> None:
-        # Names of nodes are unique in a cluster, so a new boot proves the old one dead. Routers may share a name; their
-        # leases decide.
+        # Names of nodes are unique, so a new boot proves the old one dead. Routers may share a name. Their leases
+        # decide.
         known = [*(p for p, route in self._routes.items() if route.kind == "node"), *self._dialers]
         for old in dict.fromkeys(known):
             if old.node == peer.node and old != peer:
@@ -393,7 +393,7 @@ class Hub:
     # ------------------------------------------------------------ who is there
 
     def _keep(self, peer: Peer, route: _Route) -> None:
-        # Judged by the last complete drain: while we compute, pings may be waiting unread.
+        # Judged by the last complete drain: during computing, pings may be waiting unread.
         if self._drained_at - route.heard_at >= self._settings.lease_s:
             route.alive = False
             dialled = peer in self._dialers

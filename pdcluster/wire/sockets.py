@@ -1,5 +1,4 @@
-"""ZMQ sockets as every link wants them: options, encryption, address, connection events. What is said over them is not
-decided here."""
+"""ZMQ sockets as every link wants them: options, encryption, address, connection events."""
 
 from __future__ import annotations
 
@@ -50,10 +49,13 @@ _EVENTS: dict[int, ConnectionEvent] = {
 
 @dataclass(frozen=True, slots=True)
 class WireSettings:
-    """lease_s: a link on which nothing arrived for so long is lost; rewelcome_s: the time a cut connection has to come
-    back; high_water: frames that may wait per peer; max_peers bounds what strangers can make us remember.
-    advertise_host: the host others connect to when we listen on a wildcard address. cluster_key: secret of
-    CLUSTER_KEY_BYTES shared by the whole cluster; None leaves links unencrypted."""
+    """lease_s: a link on which nothing arrived for so long is lost.
+    rewelcome_s: the time a cut connection has to come back.
+    high_water: frames that may wait per peer.
+    max_peers: bounds what strangers can make a node remember.
+    advertise_host: the host others connect to when the listen address is a wildcard.
+    cluster_key: secret of CLUSTER_KEY_BYTES shared by the cluster. None leaves links unencrypted.
+    """
 
     heartbeat_s: float = 0.5
     lease_s: float = 2.5
@@ -103,8 +105,9 @@ def derive_keys(cluster_key: bytes) -> KeyPair:
 
 
 def warn_if_open(what: str, address: str, settings: WireSettings) -> None:
-    """Say at the start that links beyond this host are open to all who get there. Not refused: a network may be closed
-    by other means."""
+    """Warn at the start that links beyond this host are open to all. Not refused, since a network may be closed by
+    other means.
+    """
     host, _ = parse_address(address, allow_port_0=True)
     if settings.cluster_key is None and not is_loopback(host):
         logger.warning(
@@ -185,14 +188,14 @@ def _set_client_keys(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
 
 
-# As a bare number: what a flag of an enum has in common with a number is another object of that enum, which takes
-# microseconds to make.
+# A bare number: combining flags of an enum makes another object, which takes microseconds.
 READABLE = int(zmq.POLLIN)
 
 
 def has_message(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a whole message can be received now. To ask costs half of an attempt that fails, which is what most turns
-    end with."""
+    """Whether a whole message can be received now. It costs half of an attempt that fails, and most turns end with
+    one.
+    """
     events = socket.get(zmq.EVENTS)
     assert isinstance(events, int)
     return events & READABLE != 0
