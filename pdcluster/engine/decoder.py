@@ -1,11 +1,11 @@
 """The decoder that Llama 3, Qwen2, Qwen3 and Mistral share, over the flattened tokens of a mixed batch.
 
 The families differ in data only: biases and q/k norms are there or not (`LayerWeights`). A layer is an attention block
-and a feed-forward block with a residual around each; another kind of block replaces one of the two classes here. With
-tensor parallel each block gives a part of a sum, which the group completes before it joins the residual.
+and a feed-forward block with a residual around each. Another kind of block replaces one of the two classes here. With
+tensor parallel each block gives a part of a sum. The group completes it before it joins the residual.
 
-The residual stream is float32 in models of every type: in bfloat16 each layer rounded it twice, which was half of the
-error that is left once logits are float32 (`python -m bench.accuracy`).
+The residual stream is float32 in models of every type. In bfloat16 each layer rounded it twice, half of the error that
+is left with float32 logits (`python -m bench.accuracy`).
 """
 
 from __future__ import annotations

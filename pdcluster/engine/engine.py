@@ -1,11 +1,11 @@
-"""The engine: one model, its KV pool and a worker thread that computes one step at a time. It decides nothing about
-which rows run when.
+"""The engine: one model, its KV pool and a worker thread that computes one step at a time. The scheduler decides which
+rows run.
 
-    launch(plan) ──▶ worker: batch → forward → logits → sample ──▶ done_fd readable ──▶ collect() → StepResult
+launch(plan) ──▶ worker: batch → forward → logits → sample ──▶ done_fd readable ──▶ collect() → StepResult
 
-`launch` and `collect` belong to one thread, the node's loop; between the two it is free, as the worker holds the GIL
-only between kernels. A second step may be launched behind the one that runs, with rows that go on with the tokens that
-one draws (`following`): the worker goes from one to the next, and the loop takes in the first one's results meanwhile.
+`launch` and `collect` belong to one thread, the node's loop. Between the two it is free, as the worker holds the GIL
+only between kernels. A second step may be launched behind the running one. Its rows go on with the tokens that the
+first one draws (`following`). The loop takes in the first one's results meanwhile.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from pdcluster.engine.worker import EngineWorker
 from pdcluster.kv.layout import DType, KVLayout
 from pdcluster.kv.pool import KVPool
 
-# What a step hands to the step that follows it: the tokens that it drew, before anybody outside the engine knows
-# them. It draws nothing itself.
+# What a step hands to the next step: the tokens that it drew, before anybody outside the engine knows them. It draws
+# nothing itself.
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +109,12 @@ LOGPROB_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """num_pages or kv_bytes sizes the pool (num_pages wins; kv_bytes is shared by all ranks); max_len None is what the
-    model and the pool allow; cache_dir keeps compiled kernels; deterministic: a request's tokens are the same bits
-    whatever else is computed (`invariant`); quantization: of the weights (`int8`)."""
+    """num_pages or kv_bytes sizes the pool. num_pages wins. kv_bytes is shared by all ranks.
+    max_len: None is what the model and the pool allow.
+    cache_dir: keeps compiled kernels.
+    deterministic: a request's tokens are the same bits whatever else is computed.
+    quantization: of the weights.
+    """
 
     model_dir: Path
     cache_dir: Path
@@ -127,11 +130,12 @@ class EngineConfig:
 
 
 class Engine:
-    """launch, collect, step, warmup and close from one thread; progress and the attributes from any.
+    """launch, collect, step, warmup and close from one thread. progress and the attributes from any.
 
     group: the ranks of a tensor-parallel engine. Each rank is an Engine over its share of heads, in a process of its
-    own, and must be given the same plans in the same order; rank 0 alone draws tokens, its result is the result.
-    layout: that of this rank's pool; full_layout: with the heads of all ranks.
+    own. All must be given the same plans in the same order. Rank 0 alone draws tokens, and its result counts.
+    layout: that of this rank's pool.
+    full_layout: with the heads of all ranks.
     """
 
     def __init__(
@@ -240,8 +244,9 @@ class Engine:
 
     @property
     def num_stuck(self) -> int:
-        """Threads that compute on after close, within a library that lets nobody end them: the interpreter must not be
-        taken down around them."""
+        """Threads that compute on after close, within a library that lets nobody end them. The interpreter must not be
+        taken down around them.
+        """
         return self.grammars.num_computing + self._constraints.num_late
 
     def _compute(self, plan: StepPlan) -> StepResult:
@@ -388,8 +393,9 @@ def _max_len(wanted: int | None, config: ModelConfig, pool_tokens: int) -> int:
 
 
 def _longest(config: ModelConfig, pool_tokens: int) -> int:
-    """What the model was made for and the pool holds; of a model with a sliding window what fits into that, where it
-    changes nothing."""
+    """What the model was made for and the pool holds. With a sliding window: what fits into it, where it changes
+    nothing.
+    """
     longest = min(config.max_position_embeddings, pool_tokens)
     if config.sliding_window is None or config.sliding_window >= longest:
         return longest

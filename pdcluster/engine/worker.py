@@ -1,12 +1,11 @@
-"""A thread that computes one step at a time, and the descriptor that says when one is done. It knows nothing of what a
-step is.
+"""A thread that computes one step at a time, and the descriptor that says when one is done.
 
 Requirements:
- 1. Whatever the computation raises is raised by `collect`, once, with its traceback; the thread goes on.
- 2. `done_fd` becomes readable no later than `collect` can return, and is not readable after it returned unless the next
-    step is done, too.
- 3. Steps are computed and collected in the order in which they were launched, at most PLACES between launch and
-    collect.
+
+1. Whatever the computation raises is raised by `collect`, once, with its traceback. The thread goes on.
+2. `done_fd` becomes readable no later than `collect` can return. After that it is not readable unless the next step is
+   done, too.
+3. Steps are computed and collected in the order of their launch, at most PLACES between launch and collect.
 """
 
 from __future__ import annotations

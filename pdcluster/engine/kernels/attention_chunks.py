@@ -1,10 +1,10 @@
 # mypy: ignore-errors
-# As `kernels`: numba compiles these from the types of their arguments; the typed face is `native.PairKernels`.
+# numba compiles these from the types of their arguments; the typed face is `loader.PairKernels`.
 """CPU kernels for the attention of a prompt's chunk in bfloat16: causal, behind any cached prefix, straight from the
 pages.
 
-`pack_context` lays a row's keys and values out for products of pairs, once per layer; `attend_chunk` goes over them in
-blocks of 64 keys with an online softmax. Import it through `native`. Heads have a multiple of 32 dimensions.
+`pack_context` lays a row's keys and values out for products of pairs, once per layer. `attend_chunk` goes over them in
+blocks of 64 keys with an online softmax. Heads have a multiple of 32 dimensions. Import it through `loader`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ greatest = greatest_of(BLOCK)
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def pack_context(pool, layer, pages, length, keys, values, lo, hi):
     """Blocks of 64 tokens: keys[head, block, pair of dimensions, token] and values[head, block, pair of tokens,
-    dimension] hold two bfloat16 each, zero behind the row's end. pool is uint32. Task = head * blocks + block."""
+    dimension] hold two bfloat16 each. They are zero behind the row's end. pool is uint32. Task = head * blocks + block.
+    """
     page_tokens, num_pairs, num_blocks = pool.shape[4], pool.shape[5], (length + BLOCK - 1) // BLOCK
     for task in range(lo, hi):
         head, block = task // num_blocks, task % num_blocks
@@ -194,10 +195,11 @@ take, multiply_keys, multiply_values = (
 
 @numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True, inline="always")
 def fold_block(scores, r, visible, scale, top, total, sums, shares):
-    """Row r's scores of a block turned into shares under the new maximum; what was summed under the old one is
-    corrected, where that is another.
+    """Row r's scores of a block turned into shares under the new maximum. What was summed under another one is
+    corrected.
 
-    The arrays come whole: a view of one row costs as much as the row."""
+    The arrays come whole: a view of one row costs as much as the row.
+    """
     if visible <= 0:
         for t in range(BLOCK):
             shares[r, t] = np.uint16(0)

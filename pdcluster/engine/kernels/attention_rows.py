@@ -29,12 +29,12 @@ weigh_1x2, weigh_2x2, weigh_3x2, weigh_4x2 = (weigh_pairs_of(rows, 2, native=NAT
 
 @numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True)
 def attend_rows(q, pool, layer, pages, first_page, lengths, scale, out, lo, hi):
-    """`kernels.attend_decode` for bfloat16, pages of a multiple of eight tokens and heads of a multiple of 32
+    """`elementwise.attend_decode` for bfloat16, pages of a multiple of eight tokens and heads of a multiple of 32
     dimensions.
 
-    A page's keys of all heads lie behind each other, and so do its values: they are read in that order. Scores of some
-    pages become shares together, since what that costs hardly depends on how many they are; shares are rounded to
-    bfloat16, as the values are.
+    A page's keys of all heads lie behind each other, and so do its values. They are read in that order. Scores of some
+    pages become shares together, since that costs hardly more than one. Shares are rounded to bfloat16, as the values
+    are.
     """
     num_kv_heads, page_tokens, head_dim = pool.shape[3], pool.shape[4], pool.shape[5]
     group = q.shape[1] // num_kv_heads
@@ -165,8 +165,9 @@ def share_scores(scores, shares, count, scale, top, total, g, sums):
 
 @numba.njit(error_model="numpy", fastmath=True, nogil=True, cache=True, inline="always")
 def weigh_page(shares, place, group, values, coming, count, head_dim, sums):
-    """sums[g] += shares[g, place:] · values, in the order of `vectors.SUMS_ORDER`. A last odd value is paired with
-    itself, its second share being 0: behind it may be anything, and 0 times that need not be 0."""
+    """sums[g] += shares[g, place:] · values, in the order of `intrinsics.SUMS_ORDER`. A last odd value is paired with
+    itself, and its second share is 0. What lies behind it may be no number, and 0 times that need not be 0.
+    """
     token_bytes, begin, share_step = 2 * head_dim, address(shares) + 2 * place, 2 * shares.shape[1]
     for g in range(0, group, 4):
         rows = min(4, group - g)

@@ -1,13 +1,12 @@
 # mypy: ignore-errors
-# As `kernels`: numba compiles these from the types of their arguments; the typed face is `native.PairKernels`.
-"""What the `attend_rows` of `pair_kernels` does, for CPUs with AVX2 and nothing wider: attention of rows that decode,
-over their pages.
+# numba compiles these from the types of their arguments; the typed face is `loader.PairKernels`.
+"""The `attend_rows` of `attention_rows` for CPUs with AVX2 and nothing wider: attention of rows that decode, over their
+pages.
 
-Queries are widened once, and queries of one kv head share each read of a page. Of each page and head keys are scored,
-scores become shares and values are weighed while both lie near, and meanwhile the next head's keys and values are asked
-for, side by side: one stream of loads does not fill the memory bus. (Eight rows behind 2,048 tokens: 18.0 GB/s; without
-asking 12.9, asking for one stream 11.3, with all keys of a page before its values 15.2.) It holds no arithmetic of its
-own: `row_tiles` has it. Import it through `native`.
+Queries are widened once, and queries of one kv head share each read of a page. Of each page and head, keys are scored,
+scores become shares and values are weighed while both lie near. Meanwhile the next head's keys and values are asked
+for, side by side. One stream of loads does not fill the memory bus. (Eight rows behind 2,048 tokens: 18.0 GB/s. Without
+asking 12.9. Asking for one stream 11.3. With all keys of a page before its values 15.2.) Import it through `loader`.
 """
 
 from __future__ import annotations
@@ -41,13 +40,11 @@ from pdcluster.engine.kernels.intrinsics import (
     zeros,
 )
 
-# Building blocks of the attention of rows that decode on CPUs with AVX2: products of one or two float32 queries by
-# four keys or values of bfloat16,
-# and shares of scores.
+# Building blocks of the attention of rows that decode on CPUs with AVX2. Products of one or two float32 queries by four
+# keys or values of bfloat16, and shares of scores.
 #
-# Vectors have eight floats, those of one register, since a query's dimensions and sums stand in the order in which
-# words are widened: of each 16
-# dimensions the eight even ones before the odd ones.
+# Vectors have eight floats, those of one register. A query's dimensions and sums stand in the order in which words are
+# widened. Of each 16 dimensions the eight even ones stand before the odd ones.
 
 HALF = 8
 FLOATS, WORDS = floats_of(HALF), ir.VectorType(WORD, HALF)
@@ -57,8 +54,9 @@ TOKENS = 4
 
 
 def ask(builder, turn, coming, apart):
-    """In each turn a line from `coming` on, and one of what lies `apart`: a turn reads 32 bytes of each of four
-    tokens."""
+    """In each turn a line from `coming` on, and one of what lies `apart`. A turn reads 32 bytes of each of four
+    tokens.
+    """
     line = builder.mul(turn, bytes_of(LINE_BYTES))
     prefetch(builder, coming, line)
     prefetch(builder, coming, builder.add(line, apart))
@@ -102,8 +100,9 @@ def score_tile_of(num_rows):
 
 
 def four_sums(builder, totals):
-    """The sums over the lanes of four vectors: within the halves of a register first, where lanes change places at no
-    cost."""
+    """The sums over the lanes of four vectors. First within the halves of a register, where lanes change places at no
+    cost.
+    """
 
     def both(a, b, low, high):
         return builder.fadd(
@@ -164,7 +163,7 @@ def over_lanes(builder, vector, both):
 
 
 def exponentials(builder, values):
-    """`kernels.exponential` of each lane."""
+    """`elementwise.exponential` of each lane."""
 
     def all_lanes(value):
         return spread(builder, constant_float(value), HALF)
@@ -264,7 +263,7 @@ def attend_rows(q, pool, layer, pages, first_page, lengths, scale, out, lo, hi):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
 def take_query(query, target):
-    """In the order of `row_tiles`."""
+    """Of each 16 dimensions the eight even ones before the odd ones."""
     for b in range(0, query.shape[0], 2 * HALF):
         for i in range(HALF):
             target[b + i] = widen(query[b + 2 * i])

@@ -1,11 +1,11 @@
 # mypy: ignore-errors
-# As `kernels`: numba compiles these from the types of their arguments; the typed face is `native.InvariantKernels`.
+# numba compiles these from the types of their arguments; the typed face is `loader.InvariantKernels`.
 """CPU kernels for bfloat16 whose result for one token is the same bits whatever is computed beside it: the
 batch-invariant mode.
 
-Compiled without fastmath, so the compiler keeps every sum in the order in which it is written here, and that order
-depends on a token's own position and on widths alone: not on how many rows or tasks there are, nor on pages and their
-size (multiples of eight tokens). Widths are multiples of 32. Import it through `native`.
+Compiled without fastmath, so every sum keeps the order in which it is written. That order depends only on a token's own
+position and on widths. It does not depend on the number of rows or tasks, nor on pages and their size (multiples of
+eight tokens). Widths are multiples of 32. Import it through `loader`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdcluster.engine.kernels.elementwise import VERY_NEGATIVE, exponential, nar
 from pdcluster.engine.kernels.intrinsics import LANES, address, dots_of, has_pair_product, weigh_of
 
 NATIVE = has_pair_product()
-# Bytes by which weights are asked for before they are read, the fewer for one or two rows: as in `pair_kernels`.
+# Bytes by which weights are asked for before they are read, the fewer for one or two rows: as in `gemm_pairs`.
 AHEAD, NEAR_AHEAD = 2048, 1024
 # Rows that go over all weights together: their inputs stay in the second-level cache.
 ROW_BLOCK = 96
@@ -37,7 +37,7 @@ weigh_1x1, weigh_4x1 = (weigh_of(rows, 1) for rows in (1, 4))
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def multiply(x, weight, bias, out, lo, hi):
-    """out = x · weightᵀ + bias for any number of rows, tasks as those of `pair_kernels.linear_rows`."""
+    """out = x · weightᵀ + bias for any number of rows, tasks as those of `gemm_pairs.linear_rows`."""
     num_rows, step = x.shape[0], weight.shape[0] // 4
     row_bytes = 2 * weight.shape[1]
     first, inputs = address(weight), address(x)
@@ -76,7 +76,7 @@ def dots(count, weights, weight_step, coming, rows, row_bytes, out):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def rms_norm(x, weight, eps, out, lo, hi):
-    """As `kernels.rms_norm`, whose sum is in an order that a compiler chooses for its CPU."""
+    """As `elementwise.rms_norm`, whose sum is in an order that a compiler chooses for its CPU."""
     width = x.shape[1]
     values = np.empty(width, np.float32)
     for n in range(lo, hi):
@@ -89,7 +89,7 @@ def rms_norm(x, weight, eps, out, lo, hi):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def silu_mul(gate_up, out, lo, hi):
-    """As `kernels.silu_mul`, where a compiler may divide and fuse as suits its CPU."""
+    """As `elementwise.silu_mul`, where a compiler may divide and fuse as suits its CPU."""
     width = out.shape[1]
     for n in range(lo, hi):
         gate, up, target = gate_up[n, :width], gate_up[n, width:], out[n]
@@ -178,10 +178,11 @@ def score_run(queries, rows, keys, coming, run, token_bytes, out):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def fold_tile(scores, visible, scale, top, total, r, sums, scratch):
-    """One row's scores of a tile turned into shares under the new maximum, zero from `visible` on; what was summed
+    """One row's scores of a tile turned into shares under the new maximum, zero from `visible` on. What was summed
     under the old one is corrected.
 
-    Maximum and sum go over the whole tile by halves."""
+    Maximum and sum go over the whole tile by halves.
+    """
     if visible <= 0:
         return
     for t in range(TILE):
@@ -215,8 +216,9 @@ def fold_tile(scores, visible, scale, top, total, r, sums, scratch):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
 def weigh_run(share, rows, group, ahead, values, run, head_dim, sums):
-    """sums[r] += shares of r · values, in the order of tokens; row r sees the first ahead + r // group + 1 of them. Of
-    each 32 dimensions the even ones stand before the odd ones in sums. Four rows at once where all see all."""
+    """sums[r] += shares of r · values, in the order of tokens. Row r sees the first ahead + r // group + 1 of them. Of
+    each 32 dimensions the even ones stand before the odd ones in sums. Four rows at once where all see all.
+    """
     token_bytes, target = 2 * head_dim, address(sums)
     r = 0
     while r < rows:

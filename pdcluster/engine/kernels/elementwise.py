@@ -1,15 +1,16 @@
 # mypy: ignore-errors
 # numba compiles these from the types of their arguments; the typed face is `loader.Kernels`.
-"""CPU kernels in numba. Import it through `native.load_kernels`, which sets the cache directory first and copes with a
-numba that does not work.
+"""CPU kernels in numba: norms, rotation, storing, activation, and attention for every type. Import it through
+`loader.load_kernels`, which sets the cache directory first and copes with a numba that does not work.
 
-All of them take raw arrays and a range [lo, hi) of independent tasks, so that `native.Parallel` can split one call over
-threads; none holds the GIL. bfloat16 arrives as uint16 (numpy has no such type) and is widened to float32 by a shift;
-every sum is kept in float32. Products arrive in float32 or bfloat16, the residual stream in float32 (`engine.decoder`).
-The arithmetic may be reordered (fastmath), which is why no kernel uses infinities. Not so where heads are normalised
-and rotated: of a kernel that others call there is a compiled copy in each of them, and which one runs depends on what a
-process loaded first; those copies added in different orders and fused other products. A kernel that says nothing of
-fastmath is compiled with it when its first caller has it, hence `fastmath=False`.
+All take raw arrays and a range [lo, hi) of independent tasks, so that `loader.Parallel` can split one call over
+threads. None holds the GIL. bfloat16 arrives as uint16 (numpy has no such type) and is widened to float32 by a shift.
+Every sum is kept in float32. Products arrive in float32 or bfloat16, the residual stream in float32.
+
+The arithmetic may be reordered (fastmath), so no kernel uses infinities. Not so where heads are normalised and rotated.
+A kernel that others call has a compiled copy in each of them, and which one runs depends on what was loaded first.
+Those copies added in different orders and fused other products. A kernel that says nothing of fastmath is compiled with
+it when its first caller has it, hence `fastmath=False`.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def widen(typing_context, value):
 
 @intrinsic
 def narrow(typing_context, value, like):
-    """What to store for a float32 in an array whose elements are typed as `like`; bfloat16 is rounded to nearest, ties
-    to even."""
+    """What to store for a float32 in an array whose elements are typed as `like`. bfloat16 is rounded to nearest, ties
+    to even.
+    """
     if like == types.float32:
         return types.float32(types.float32, like), lambda context, builder, signature, args: args[0]
 
@@ -56,8 +58,7 @@ def narrow(typing_context, value, like):
 
 @intrinsic
 def fused(typing_context, a, b, c):
-    """a * b + c, rounded once. Which of two products it fuses with their sum is a compiler's choice, and not the same
-    in every copy of a kernel."""
+    """a * b + c, rounded once. Left to the compiler, copies of a kernel would fuse different products."""
 
     def build(context, builder, signature, args):
         return builder.fma(*args)

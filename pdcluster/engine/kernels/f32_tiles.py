@@ -1,17 +1,17 @@
 # mypy: ignore-errors
-# As `vectors`: numba gives intrinsics their types at compile time.
-"""Building blocks of CPU kernels that widen: products of float32 rows by weights that stay pairs of bfloat16, on CPUs
+# numba gives intrinsics their types at compile time.
+"""Building blocks of CPU kernels that widen: products of float32 rows by weights that stay pairs of bfloat16. For CPUs
 that multiply floats as fast.
 
-AVX2 has sixteen registers of eight floats, which hold the sums of six rows by sixteen outputs, two halves of a word's
-vector and one number of a row; blocks that are broad fill 32 of sixteen floats, those that are wide leave room there.
-Rows are widened once by their caller, since each of their numbers is read for every sixteen outputs; words are widened
-here, by a shift and a mask for as many rows as are multiplied. A sum is one chain in the order of inputs in every
-block, so it does not depend on how many rows or vectors one has.
+AVX2 has sixteen registers of eight floats. They hold the sums of six rows by sixteen outputs, two halves of a word's
+vector and one number of a row. Broad blocks fill 32 registers of sixteen floats. Callers widen rows once, since each
+number is read for every sixteen outputs. Words are widened here, by a shift and a mask for as many rows as are
+multiplied. A sum is one chain in the order of inputs in every block. So it does not depend on the number of rows or
+vectors.
 
-What is not a product counts: with AVX2 a core whose other thread is busy takes three instructions a cycle, of which two
-should multiply. So loops are unrolled, and only those blocks ask for what is read later that have to. (Six rows behind
-such a neighbour: 73 GFLOP/s when all asked, 79 when one of sixteen does, 83 unrolled.)
+With AVX2 a core whose other thread is busy takes three instructions a cycle, of which two should multiply. So loops are
+unrolled, and only those blocks ask for later data that have to. (Six rows behind such a neighbour: 73 GFLOP/s when all
+asked, 79 when one of sixteen does, 83 unrolled.)
 """
 
 from __future__ import annotations
@@ -220,9 +220,12 @@ def wide_tile_of(num_rows, *, adds, row_bytes=None):
 
 
 def add_products(builder, left, left_steps, columns, right_step, num_pairs, begin, ask=None, turns=TURNS):
-    """Totals of each row by each of right's vectors. left_steps: bytes from a row's number to its next, and to the next
-    row's; columns: where each of right's vectors begins, whose next pair is right_step bytes on. ask(first, turn): in
-    each of the turns that pairs from `first` on share."""
+    """Totals of each row by each of right's vectors.
+
+    left_steps: bytes from a row's number to its next, and to the next row's.
+    columns: where each of right's vectors begins. Its next pair is right_step bytes on.
+    ask(first, turn): in each of the turns that pairs from `first` on share.
+    """
     whole = builder.and_(num_pairs, bytes_of(-turns))
     with Loop(builder, whole, turns, begin) as loop:
         totals = loop.values
@@ -259,8 +262,9 @@ def add_pair(builder, left, left_steps, columns, right_step, pair, totals):
 
 
 def add_pair_by_rows(builder, left, num_rows, columns, right_step, pair, totals):
-    """`add_pair` where registers hold all of right's vectors beside the sums: each number of a row, which lie
-    interleaved, is read once."""
+    """`add_pair` where registers hold all of right's vectors beside the sums. Rows are interleaved, and each of their
+    numbers is read once.
+    """
     totals, offset, place = list(totals), builder.mul(pair, right_step), builder.mul(pair, bytes_of(8 * num_rows))
     for half, halves in enumerate((low_halves, high_halves)):
         vectors = [halves(builder, load(builder, at, offset, WORDS)) for at in columns]

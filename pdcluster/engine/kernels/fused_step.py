@@ -1,11 +1,11 @@
 # mypy: ignore-errors
-# As `kernels`: numba compiles these from the types of their arguments; the typed face is `native.PairKernels`.
-"""A whole step as one call: what `kernels`, `pair_kernels` and `chunk_kernels` do one after the other, without Python
-or a new array between.
+# numba compiles these from the types of their arguments; the typed face is `loader.PairKernels`.
+"""A whole step as one call, without Python or a new array between: what the kernels of `elementwise`, `gemm_pairs`,
+`attention_rows` and `attention_chunks` do one after the other.
 
-Import it through `native`. Every step rounds where the separate calls round, so that both give the same but for the
-order of sums, which is the compiler's where it builds one kernel into another. `lo` goes along to every step, though it
-is 0: for a literal 0 numba would compile each of them again, as a kernel whose sums the compiler may order otherwise.
+Every step rounds where the separate calls round. So both give the same but for the order of sums, which is the
+compiler's where it builds one kernel into another. `lo` goes along to every step, though it is 0. For a literal 0 numba
+would compile each of them again, with another order of sums. Import it through `loader`.
 """
 
 from __future__ import annotations
@@ -50,12 +50,14 @@ INFINITY, MAGNITUDE = np.int32(0x7F800000), np.int32(0x7FFFFFFF)
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def compute_layers(ends, weights, rows, pool, words, scratch, done, first, begin, end, lo, hi):
-    """scratch.hidden becomes the output of layers [begin, end) of weights, whose layer 0 is the pool's layer `first`;
-    done[0] counts each. Before the model's first layer it is filled, behind the last one logits are made of the tokens
-    that are wanted.
+    """scratch.hidden becomes the output of layers [begin, end) of weights, whose layer 0 is the pool's layer `first`.
+    done[0] counts each. Before the model's first layer it is filled. Behind the last one logits are made of the wanted
+    tokens.
 
-    ends, weights, rows and scratch: tuples in the order of `layer_arrays`, scratch for at least as many tokens; words:
-    the pool in pairs. lo is 0, hi all tokens or none."""
+    ends, weights, rows and scratch: tuples in the order of `layer_arrays`, scratch for at least as many tokens.
+    words: the pool in pairs.
+    lo is 0, hi all tokens or none.
+    """
     if hi == 0:
         return
     around, stack, named, memory = EndArrays(*ends), LayerArrays(*weights), RowArrays(*rows), StepScratch(*scratch)
@@ -111,8 +113,9 @@ def make_logits(hidden, ends, wanted, scratch, lo):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def find_best(logits):
-    """Where the first of the greatest stands, of float32 as int32 bits; -1 where some are no numbers, or the greatest
-    is infinite."""
+    """Where the first of the greatest stands, of float32 as int32 bits. -1 where some are no numbers, or the greatest
+    is infinite.
+    """
     most, begin, largest = ordered(logits[0]), 0, np.int32(0)
     for run in range(0, logits.shape[0], RUN):
         part = logits[run : run + RUN]
@@ -219,8 +222,9 @@ def feed_forward_block(hidden, weights, scratch, lo, hi):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def project(x, weight, bias, out, column, lo):
-    """Into the columns of out from `column` on. By panels, which have three dimensions, or by weights as they are: of
-    the two the compiler keeps the one that applies."""
+    """Into the columns of out from `column` on. By panels, which have three dimensions, or by plain weights. The
+    compiler keeps the one that applies.
+    """
     if weight.ndim == 3:
         multiply_panels(x, weight, bias, out, column, lo, weight.shape[0])
     else:

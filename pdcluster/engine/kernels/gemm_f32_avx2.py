@@ -1,14 +1,14 @@
 # mypy: ignore-errors
-# As `kernels`: numba compiles these from the types of their arguments; the typed face is `native.PairKernels`.
-"""What `panel_kernels` does, for CPUs with AVX2 and nothing wider (`wide_tiles`): there a panel holds the weights of 16
-outputs, and rows are widened to float32 before they are multiplied.
+# numba compiles these from the types of their arguments; the typed face is `loader.PairKernels`.
+"""Products by weights in panels for CPUs with AVX2 and nothing wider (`f32_tiles`). A panel holds the weights of 16
+outputs, and rows are widened to float32 first.
 
-Rows that are widened together stay in the second-level cache, or near it, while all panels go over them; a panel goes
+Rows that are widened together stay in the second-level cache, or near it, while all panels go over them. A panel goes
 over all of their tiles while it is near. What is read next is asked for as two streams, since one does not fill the
-memory bus, and less so the longer products take; of several tiles the first one asks alone, as the others have enough
-to do. One or two rows, whose products are done before the weights are here, go over runs of panels side by side:
-streams of loads that do not jump. (Four rows, of 25 GB/s that this memory gives: 12.3 without asking, 16.4 with one
-stream, 20.4 with two. One row: 23.5.) Import it through `native`.
+memory bus. Of several tiles the first one asks alone, as the others have enough to do. One or two rows, whose products
+are done before the weights are here, go over runs of panels side by side: streams of loads that do not jump. (Four
+rows, of 25 GB/s that this memory gives: 12.3 without asking, 16.4 with one stream, 20.4 with two. One row: 23.5.)
+Import it through `loader`.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ def widen_rows(x, rows, most):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def multiply_wide(rows, count, panels, bias, last, spare, out, column, lo, hi):
-    """A function of its own, whose caller holds the arrays: numba frees one after its last use, which an address is
-    not."""
+    """A function of its own, whose caller holds the arrays. numba frees one after its last use, and an address is no
+    use.
+    """
     num_pairs, out_bytes = panels.shape[1], 4 * out.shape[1]
     panel_bytes, whole = PAIR_BYTES * num_pairs, min(bias.shape[0] // PANEL, hi)
     inputs, target, weights, biases = address(rows), address(out) + 4 * column, address(panels), address(bias)
@@ -133,9 +134,10 @@ def multiply_wide(rows, count, panels, bias, last, spare, out, column, lo, hi):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True, inline="always")
 def coming_panels(index, at, panel_bytes, left, num_tiles):
-    """What is asked for beside the panel at `at`, of which `left` are left: by the first of several tiles the halves of
-    the next one; by a tile alone either the first or the second halves of the two panels that follow this one and its
-    neighbour."""
+    """What is asked for beside the panel at `at`, of which `left` are left. The first of several tiles asks for the
+    halves of the next one. A tile alone asks for the first or the second halves of the two panels after it and its
+    neighbour.
+    """
     if num_tiles > 1:
         return (at + panel_bytes if left > 1 else at), panel_bytes // 2
     second = index % 2

@@ -1,14 +1,13 @@
 # mypy: ignore-errors
-# As `kernels`: numba compiles these from the types of their arguments; the typed face is `native.PairKernels`.
-"""What `panel_kernels` does, on CPUs that multiply sixteen floats at once and pairs of bfloat16 no faster; panels are
-the same.
+# numba compiles these from the types of their arguments; the typed face is `loader.PairKernels`.
+"""Products by weights in panels, for CPUs that multiply sixteen floats at once and pairs of bfloat16 no faster. The
+panels are those of `gemm_pairs`.
 
-Rows are widened once. The sums of twelve rows by half a panel, or of six by a whole one, fill 24 of the 32 registers;
-of 26 instructions that go to the multipliers two widen weights, of 28 four where six rows have a whole panel. Rows that
-are widened together stay in the second-level cache beside a panel, for whose next one the first tile asks, in several
+Rows are widened once. The sums of twelve rows by half a panel, or of six by a whole one, fill 24 of the 32 registers.
+Of 26 instructions that go to the multipliers two widen weights, of 28 four where six rows have a whole panel. Rows that
+are widened together stay in the second-level cache beside a panel. The first tile asks for the next panel, in several
 streams. One or two rows go over runs of panels side by side. (Emerald Rapids, 512 rows: 149 GFLOP/s, in pairs 79. Of 17
-GB/s that its memory gives, four rows read 12.8 and twelve 12.0, asking in one stream 11.8 and 10.2; of 15 in another
-hour one row 13.8 and two 14.0, in one stream 12.4 and 10.5.) Import it through `native`.
+GB/s of memory, four rows read 12.8 and twelve 12.0. Asking in one stream: 11.8 and 10.2.) Import it through `loader`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ half_asking_10, half_asking_11, half_asking_12 = (broad_tile_of(rows, HALF, PANE
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def multiply_widened(x, panels, bias, out, column, lo, hi):
-    """`panel_kernels.multiply_panels`."""
+    """`gemm_pairs.multiply_panels`."""
     if lo >= hi or x.shape[0] == 0:
         return
     num_rows, width = x.shape
@@ -58,8 +57,9 @@ def multiply_widened(x, panels, bias, out, column, lo, hi):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def multiply_broad(rows, count, panels, bias, sums, out, column, lo, hi):
-    """A function of its own, whose caller holds the arrays: numba frees one after its last use, which an address is
-    not."""
+    """A function of its own, whose caller holds the arrays. numba frees one after its last use, and an address is no
+    use.
+    """
     num_pairs, panel_bytes = panels.shape[1], 4 * PANEL * panels.shape[1]
     num_tiles = (count + TILE - 1) // TILE
     first = lo

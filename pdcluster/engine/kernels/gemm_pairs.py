@@ -1,11 +1,9 @@
 # mypy: ignore-errors
-# As `kernels`: numba compiles these from the types of their arguments; the typed face is `native.PairKernels`.
-"""CPU kernels for bfloat16 that multiply pairs: matrix products of few rows, and attention of decode rows over their
-pages.
+# numba compiles these from the types of their arguments; the typed face is `loader.PairKernels`.
+"""CPU kernels for matrix products in bfloat16 that multiply pairs: few rows by plain weights, any rows by panels.
 
-Import it through `native`. Widths (a row of weights, a head's dimensions) are multiples of 32; for others there are the
-kernels of `kernels`. All arrays are C-contiguous except `out`. What is added up for one row never depends on which rows
-stand beside it.
+Widths (of a row of weights) are multiples of 32. Others have the kernels of `elementwise`. All arrays are C-contiguous
+except `out`. What is added up for one row never depends on the rows beside it. Import it through `loader`.
 """
 
 from __future__ import annotations
@@ -26,9 +24,8 @@ from pdcluster.engine.kernels.intrinsics import (
 )
 
 NATIVE, BROAD = has_pair_product(), has_broad_product()
-# Bytes by which weights are asked for before they are read: less for one or two rows, with which the CPU itself looks
-# far ahead, and what is asked for too early keeps it from doing so (a row alone: 25 GB/s at 2048, 30 at 1024; six rows:
-# 26 and 18).
+# Bytes by which weights are asked for before they are read. Fewer for one or two rows, with which the CPU itself looks
+# far ahead. Asking too early keeps it from doing so. (A row alone: 25 GB/s at 2048, 30 at 1024. Six rows: 26 and 18.)
 AHEAD, NEAR_AHEAD = 2048, 1024
 # Of rows that are read again and again: three quarters of a usual first cache.
 NEAR_BYTES = 24 << 10
@@ -44,12 +41,12 @@ dots_2x7, dots_2x8 = (dots_of(2, rows, native=NATIVE) for rows in (7, 8))
 def linear_rows(x, weight, bias, out, lo, hi):
     """out = x · weightᵀ + bias for a few rows: every weight is read from memory once.
 
-    One stream of loads does not fill the memory bus, so the weights are cut in four runs that are read side by side:
-    task i computes the i-th weight of every run. Where the number of weights does not divide, runs overlap. At least
+    One stream of loads does not fill the memory bus. So the weights are cut in four runs that are read side by side.
+    Task i computes the i-th weight of every run. Where the number of weights does not divide, runs overlap. At least
     four weights.
 
     What is multiplied at once fits the registers: four weights by up to six rows, or two by eight where these stay in
-    the first cache; more rows are cut in equal blocks, of which the first two share the asking for what comes next.
+    the first cache. More rows are cut in equal blocks. The first two share the asking for what comes next.
     """
     num_rows, step = x.shape[0], weight.shape[0] // 4
     row_bytes = 2 * weight.shape[1]
@@ -120,15 +117,16 @@ def dots_by_two(count, weights, weight_step, coming, rows, row_bytes, out):
 
 # CPU kernels for matrix products in bfloat16, on a copy of the weights that is laid out for them.
 #
-# A panel holds the weights of 64 outputs, pair of inputs by pair of inputs: what is needed next lies next, which the
-# CPU sees and asks for in time. One panel stays in the second-level cache while all rows go over it, six at a time,
-# whose sums fill the registers and leave them when they are done. While several tiles of rows go over one panel they
-# ask for the next, so that memory need not wait for the products (eight rows of 0.5 B parameters: 18.5 GB/s without, 25
-# with it). One or two rows ask for what lies less than a page of memory ahead, across the end of a panel and of a whole
-# weight, where the CPU would begin to look ahead anew: a row alone goes over weights of 30 M parameters at 28 GB/s
-# without, 35 with it, and 38 where the next weight lies behind this one; two rows at 27 and 32. It is of no use to look
-# farther ahead than a page (27), nor to three to six rows. CPUs that multiply floats faster than pairs go over the same
-# panels by `broad_panels`. Import it through `native`.
+# A panel holds the weights of 64 outputs, pair of inputs by pair of inputs. What is needed next lies next, so the CPU
+# asks for it in time. One panel stays in the second-level cache while all rows go over it, six at a time. Their sums
+# fill the registers until they are done.
+#
+# While several tiles of rows go over one panel they ask for the next, so memory need not wait for the products. (Eight
+# rows of 0.5 B parameters: 18.5 GB/s without, 25 with it.) One or two rows ask for what lies less than a page of memory
+# ahead, across the end of a panel and of a whole weight. There the CPU would begin to look ahead anew. (A row alone
+# over 30 M parameters: 28 GB/s without, 35 with it, 38 where the next weight lies behind this one. Two rows: 27 and
+# 32.) Farther than a page is of no use (27), nor is asking of use to three to six rows. CPUs that multiply floats
+# faster than pairs use `gemm_f32_avx512` on the same panels. Import it through `loader`.
 
 # Elsewhere, as where a CPU multiplies whole tiles, oneDNN is the faster one.
 has_panels = BROAD or (NATIVE and not has_matrix_tiles())

@@ -3,11 +3,11 @@
 """Building blocks of CPU kernels that the compiler's own vectoriser does not find: dot products of bfloat16 rows and
 sums over lanes.
 
-Written as LLVM vectors of 16 floats, which LLVM cuts down to what the CPU has, so all of them run anywhere. Only the
-product of bfloat16 pairs differs: CPUs with AVX512-BF16 have an instruction for it; elsewhere, and where that is slow,
+Written as LLVM vectors of 16 floats, which LLVM cuts down to what the CPU has. So all of them run anywhere. Only the
+product of bfloat16 pairs differs. CPUs with AVX512-BF16 have an instruction for it. Elsewhere, and where that is slow,
 both halves are widened and multiplied in float32.
 
-Addresses are plain integers (`address`): a block reads and writes what its caller vouches for.
+Addresses are plain integers (`address`). A block reads and writes what its caller vouches for.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LINE_BYTES = 64
 # bfloat16 elements of one vector: rows are this, or a multiple of it, long.
 PAIR = 2 * LANES
 
-# LLVM's names of CPUs whose product of pairs takes four times as long as one of floats, so that half as many numbers
-# are multiplied in a second (86 and 176 GFLOP/s of an Emerald Rapids). They multiply bfloat16 by tiles, which a virtual
+# LLVM's names of CPUs whose product of pairs takes four times as long as one of floats. So half as many numbers are
+# multiplied a second (86 and 176 GFLOP/s of an Emerald Rapids). They multiply bfloat16 by tiles, which a virtual
 # machine may hide.
 SLOW_PAIRS = ("sapphirerapids", "emeraldrapids", "graniterapids", "graniterapids-d")
 
@@ -73,9 +73,10 @@ SUMS_ORDER = tuple(
 
 
 def has_pair_product() -> bool:
-    """Whether numba compiles for a CPU that multiplies pairs of bfloat16 in one instruction. That may be a lesser one
-    than this (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES, NUMBA_ENABLE_AVX), for which LLVM ends the process when it meets the
-    instruction."""
+    """Whether numba compiles for a CPU that multiplies pairs of bfloat16 in one instruction. NUMBA_CPU_NAME,
+    NUMBA_CPU_FEATURES and NUMBA_ENABLE_AVX may name a lesser one. For that, LLVM ends the process when it meets the
+    instruction.
+    """
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
     return "+avx512bf16" in features.split(",")
 
@@ -87,15 +88,17 @@ def has_matrix_tiles() -> bool:
 
 
 def has_wide_product() -> bool:
-    """Whether that CPU multiplies and adds eight floats at once and no more: its sixteen registers hold half of what a
-    block is written for."""
+    """Whether that CPU multiplies and adds eight floats at once and no more. Its sixteen registers hold half of what a
+    block is written for.
+    """
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
     return {"+avx2", "+fma"} <= set(features.split(",")) and "+avx512f" not in features.split(",")
 
 
 def has_broad_product() -> bool:
-    """Whether that CPU multiplies and adds sixteen floats at once and has nothing faster: no tiles, and no instruction
-    for pairs but a slow one."""
+    """Whether that CPU multiplies and adds sixteen floats at once and has nothing faster: no tiles, and no fast
+    instruction for pairs.
+    """
     _, name, features = cpu_target.target_context.codegen().magic_tuple()
     return (
         "+avx512f" in features.split(",") and not has_matrix_tiles() and (not has_pair_product() or name in SLOW_PAIRS)
@@ -179,9 +182,9 @@ def pair_product(builder, total, a, b, *, native):
 
 
 def forget(builder):
-    """Let the compiler believe that memory changed here, so that it loads again what it would keep: that costs next to
-    nothing, while what it keeps takes registers from sums, whose way through memory is longer than their turn of a
-    loop."""
+    """Let the compiler believe that memory changed here, so that it loads again what it would keep. That costs next to
+    nothing. What it keeps takes registers from sums, whose way through memory is slow.
+    """
     builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
 
 
@@ -193,8 +196,9 @@ def prefetch(builder, address, offset_bytes):
 
 
 def lane_sums(builder, totals, *, exact=False):
-    """The sums over the lanes of up to 16 vectors, in the first lanes of one; exact: in the order in which it stands
-    here, whatever is beside. Vectors of whole numbers have one sum."""
+    """The sums over the lanes of up to 16 vectors, in the first lanes of one. exact: in the order written here,
+    whatever is beside. Vectors of whole numbers have one sum.
+    """
     width, flags = LANES, () if exact else ("reassoc",)
     plus = builder.add if totals[0].type == WORDS else partial(builder.fadd, flags=flags)
     while width > 1:
@@ -263,8 +267,9 @@ def address(typing_context, array):
 
 @intrinsic
 def publish(typing_context, place, value):
-    """Store a whole number of 64 bits at an address, for another thread: whoever reads it there finds all that was
-    stored before it, too."""
+    """Store a whole number of 64 bits at an address, for another thread. A reader there finds all that was stored
+    before it, too.
+    """
 
     def build(context, builder, signature, args):
         place, value = args
@@ -350,8 +355,9 @@ def dots_of(num_weights, num_rows, *, native, exact=False, asked=None):
 
 
 def fitting(num_weights, num_rows, *, native):
-    """Weights and rows that are multiplied together so that their sums fit the registers: all of them, or where these
-    are few, blocks of some."""
+    """Weights and rows that are multiplied together so that their sums fit the registers: all of them, or blocks of
+    some.
+    """
     if native or not has_wide_product():
         return [(range(num_weights), range(num_rows))]
     found = []

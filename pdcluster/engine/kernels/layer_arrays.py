@@ -1,8 +1,7 @@
-"""What `layer_kernels` works on, by name. It holds no code and needs no numba.
+"""What `fused_step` works on, by name. It holds no code and needs no numba.
 
-Python hands these over as plain tuples, and the kernel gives the names back: numba takes a tuple as fast as single
-arrays, while named ones cost it 2 µs at every call and nested ones 5 (17 arrays: 0.8 µs apart, 1.2 as a tuple, 4.6
-nested).
+Python hands these over as plain tuples, and the kernel gives the names back. numba takes a tuple as fast as single
+arrays. Named ones cost it 2 µs at every call and nested ones 5. (17 arrays: 0.8 µs apart, 1.2 as a tuple, 4.6 nested.)
 """
 
 from __future__ import annotations
@@ -45,9 +44,12 @@ class LayerArrays(NamedTuple):
 
 
 class EndArrays(NamedTuple):
-    """What stands before the layers and behind them. inverse, rope_scale: radians per position of each pair of
-    dimensions, and what cos and sin are multiplied by; head: as it is or in panels; head_bias: zeros, one for each
-    token of the vocabulary."""
+    """What stands before the layers and behind them.
+
+    inverse, rope_scale: radians per position of each pair of dimensions, and the factor of cos and sin.
+    head: plain or in panels.
+    head_bias: zeros, one for each token of the vocabulary.
+    """
 
     embedding: Array
     inverse: Array
@@ -72,10 +74,10 @@ class RowArrays(NamedTuple):
 
 
 class StepScratch(NamedTuple):
-    """Memory that a step fills anew: a row of each for every token; in keys and values the blocks of one prompt's
-    context, as `chunk_kernels.pack_context` lays them out; logits and best have a row for each token that is wanted.
-    Sums are float32 (hidden, part, qkv, gate_up, logits), what products read is bfloat16 (x, queries, attended,
-    active)."""
+    """Memory that a step fills anew: a row of each for every token. In keys and values: the blocks of one prompt's
+    context, as `attention_chunks.pack_context` lays them out. logits and best have a row for each wanted token. Sums
+    are float32 (hidden, part, qkv, gate_up, logits). What products read is bfloat16 (x, queries, attended, active).
+    """
 
     hidden: Array
     cos: Array

@@ -1,8 +1,7 @@
-"""Getting the numba kernels ready, or doing without them; and splitting one kernel call over threads. It computes
-nothing itself.
+"""Gets the numba kernels ready, or does without them, and splits one kernel call over threads.
 
 The kernels are optional. When numba is missing or cannot compile here, `load_kernels` says so once in the log and
-returns None, and the engine runs on plain torch: slower, with the same results.
+returns None. The engine then runs on plain torch: slower, with the same results.
 """
 
 from __future__ import annotations
@@ -131,8 +130,9 @@ def load_pair_kernels() -> PairKernels | None:
 
 
 def load_invariant_kernels() -> InvariantKernels:
-    """The kernels of the batch-invariant mode, once `load_kernels` found that numba works; nothing can stand in for
-    them, so a ConfigError when they do not compile here."""
+    """The kernels of the batch-invariant mode, once `load_kernels` found that numba works. Nothing can stand in for
+    them, so ConfigError when they do not compile.
+    """
     import numba
     from numba.core.errors import NumbaError
 
@@ -150,8 +150,9 @@ def load_invariant_kernels() -> InvariantKernels:
 
 
 def load_int8_kernels() -> Int8Kernels | None:
-    """The kernels for weights of eight bits, once `load_kernels` found that numba works; None (and a warning) when
-    these do not compile here."""
+    """The kernels for weights of eight bits, once `load_kernels` found that numba works. None (and a warning) when they
+    do not compile.
+    """
     import numba
     from numba.core.errors import NumbaError
 
@@ -241,8 +242,8 @@ def _compile_products(kernels: PairKernels, *, in_panels: bool) -> None:
         kernels.pack_panels(weight.view(np.uint32), panels, 0, 4)
         kernels.multiply_panels(one, panels, bias, np.zeros((1, 4), np.float32), 0, 0, 1)
     else:
-        # Outputs of several rows beside those of other weights are an array of another kind than outputs alone, and a
-        # kernel of its own.
+        # Outputs of several rows beside those of other weights are another kind of array than outputs alone. They need
+        # a kernel of their own.
         for out in (np.zeros((1, 4), np.float32), np.zeros((2, 5), np.float32)[:, :4]):
             kernels.linear_rows(one.repeat(len(out), axis=0), weight, bias, out, 0, 1)
     # Layers' panels lie apart from each other (`Panels.interleaved`), which is another kind of array, too.
@@ -251,8 +252,9 @@ def _compile_products(kernels: PairKernels, *, in_panels: bool) -> None:
 
 
 def _compile_layer(kernels: PairKernels, weights: Array, head: Array) -> None:
-    """One head of 32 dimensions in a model as wide, one row that decodes and one prompt of a token; weights: every
-    product's, of all layers."""
+    """One head of 32 dimensions in a model as wide, one row that decodes and one prompt of a token. weights: every
+    product's, of all layers.
+    """
     row, sums, scale = np.zeros((2, 32), np.uint16), np.zeros((2, 32), np.float32), np.float32(1.0)
     pool, zeros, ones = np.zeros((2, 1, 2, 1, 8, 32), np.uint16), np.zeros(2, np.int64), np.ones(2, np.int64)
     bias, norm, half = np.zeros((1, 32), np.float32), row[:1], np.zeros((2, 16), np.float32)

@@ -1,11 +1,11 @@
 # mypy: ignore-errors
-# As `kernels`: numba compiles these from the types of their arguments; the typed face is `native.Int8Kernels`.
-"""CPU kernels for weights of eight bits: rows are quantised, too, so that products are sums of integers, which are the
-same in any order.
+# numba compiles these from the types of their arguments; the typed face is `loader.Int8Kernels`.
+"""CPU kernels for weights of eight bits. Rows are quantised, too, so products are sums of integers, which are the same
+in any order.
 
-Import it through `native`. A quantised row is one plane of bytes (127 levels, as oneDNN's product takes it) or two
-(32,639 levels, as exact as bfloat16 is: the high bytes, then the low ones); bytes are shifted by 128, because the
-instruction takes unsigned ones, and the weights' sums take that back. Widths are padded to a multiple of 64.
+A quantised row is one plane of bytes (127 levels, as oneDNN's product takes it) or two (32,639 levels, as exact as
+bfloat16: the high bytes, then the low ones). Bytes are shifted by 128, because the instruction takes unsigned ones. The
+weights' sums take that back. Widths are padded to a multiple of 64. Import it through `loader`.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ def short_product(builder, total, a, b):
 
 
 def wide_dots_of(num_rows):
-    """`dots_of` for CPUs with AVX2 and nothing wider: two rows by two weights, or one by four, whose sums fit the
-    registers, at a time."""
+    """`dots_of` for CPUs with AVX2 and nothing wider. Two rows by two weights, or one by four, at a time, so that sums
+    fit the registers.
+    """
 
     @intrinsic
     def dots(typing_context, weights, weight_step, rows, row_bytes, out):
@@ -187,7 +188,7 @@ def quantize(x, planes, out, scales, lo, hi):
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def multiply(x, planes, weight, scales, sums, bias, out, lo, hi):
     """out = x · (scales × weight)ᵀ + bias for a few rows. Task i computes the i-th weight of four runs, as in
-    `pair_kernels.linear_rows`."""
+    `gemm_pairs.linear_rows`."""
     if lo >= hi:
         return
     num_rows = x.shape[0]
@@ -198,7 +199,9 @@ def multiply(x, planes, weight, scales, sums, bias, out, lo, hi):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def multiply_bytes(x, row_scales, planes, weight, scales, sums, bias, out, lo, hi):
-    """A function of its own, whose caller holds x: numba frees an array after its last use, which an address is not."""
+    """A function of its own, whose caller holds x. numba frees an array after its last use, and an address is no
+    use.
+    """
     total, row_bytes, step = x.shape[0], weight.shape[1], weight.shape[0] // 4
     inputs, first = address(x), address(weight)
     found = np.empty(16, np.int32)

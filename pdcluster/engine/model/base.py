@@ -33,11 +33,12 @@ class LayerProgress:
         self.milestone_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def begin(self, milestones: tuple[int, ...]) -> None:
-        """A step is about to start: no layer of it is done, and no ring of an earlier one is left. Ring after these
-        numbers of its layers.
+        """A step is about to start: no layer of it is done, and no ring of an earlier one is left. milestones: numbers
+        of layers to ring after.
 
-        Called by the thread that launches, before the worker sees the step: a late look at an earlier step's bell must
-        not find this one's KV done."""
+        Called by the launching thread, before the worker sees the step. A late look at an earlier step's bell must not
+        find this one's KV done.
+        """
         with contextlib.suppress(BlockingIOError):  # it did not ring, or was heard
             os.eventfd_read(self.milestone_fd)
         self._start = self._cell.value
@@ -57,8 +58,7 @@ class LayerProgress:
         self.ring()
 
     def ring(self) -> None:
-        """To be called after the layers that the step was asked to ring after, and as often as one likes after
-        others."""
+        """To be called after the layers that the step was asked to ring after. Calls after other layers do no harm."""
         if self._milestones and self.layers_done in self._milestones:
             os.eventfd_write(self.milestone_fd, 1)
 
@@ -77,12 +77,14 @@ class LayerProgress:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a forward computed, to be looked at before the model's next one. On each rank `logits` is to be called or is
-    not.
+    """What a forward computed, to be looked at before the model's next one. Either every rank calls `logits`, or none
+    does.
 
-    hidden: the last layer's states, float32 [num_tokens, hidden], before the final norm. logits: float32 [n,
-    vocabulary] of the wanted tokens. best: each one's most likely token, the first of equals, where the forward finds
-    it in passing; -1: its logits are no numbers."""
+    hidden: the last layer's states, float32 [num_tokens, hidden], before the final norm.
+    logits: float32 [n, vocabulary] of the wanted tokens.
+    best: each one's most likely token, the first of equals, where the forward finds it in passing. -1: its logits are
+    no numbers.
+    """
 
     hidden: Callable[[], Tensor]
     logits: Callable[[], Tensor]

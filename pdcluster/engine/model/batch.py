@@ -44,10 +44,10 @@ class RowSpan:
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens of all rows after each other: row r's are [begins[r], begins[r + 1]), the last of its lengths[r] tokens of
-    context, whose pages stand in `pages` from first_page[r] on. The first num_decodes rows are one token each.
+    """Tokens of all rows after each other. Row r's are [begins[r], begins[r + 1]), the last of its lengths[r] tokens of
+    context. Its pages stand in `pages` from first_page[r] on. The first num_decodes rows are one token each.
 
-    What is computed from these is made when it is asked for: a step that is one kernel call does without.
+    Derived arrays are made when they are asked for. A step that is one kernel call does without.
     """
 
     tokens: Ids

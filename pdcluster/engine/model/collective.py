@@ -1,9 +1,8 @@
-"""What the ranks of a tensor-parallel engine say to each other while they compute: sums and joins of tensors, over
-torch.distributed.
+"""Sums and joins of tensors between the ranks of a tensor-parallel engine, over torch.distributed.
 
-A group is made of its own store and its own process group, not of torch's global one, so that a process may hold
-several. Every rank must make the same calls in the same order; a rank that fails, or falls silent for `timeout_s`,
-makes the others' calls raise. It knows no model, and starts no process.
+A group has its own store and its own process group, not torch's global one, so a process may hold several. Every rank
+must make the same calls in the same order. A rank that fails, or falls silent for `timeout_s`, makes the others' calls
+raise.
 """
 
 from __future__ import annotations
@@ -64,8 +63,9 @@ class Alone:
 
 
 class InOrder:
-    """Sums in float32 in the order of ranks, so that an element's sum does not depend on where in x it stands, as it
-    does in a ring."""
+    """Sums in float32 in the order of ranks. So an element's sum does not depend on where in x it stands, as it does in
+    a ring.
+    """
 
     def __init__(self, group: Collective) -> None:
         self._group = group

@@ -1,10 +1,9 @@
-"""Reads a checkpoint's config.json by what matters: keys that change a forward pass are honoured or refused by name,
-all others are passed over.
+"""Reads a checkpoint's config.json. Keys that change a forward pass are honoured or refused by name. All others are
+passed over.
 
-What matters is what the class of transformers reads for an architecture (`models/*/configuration_*.py`,
-`modeling_*.py`, `modeling_rope_utils.py`, 5.23), and what other engines read of configs that transformers would compute
-differently. A missing key means what it means there. This reader knows no weights and never imports transformers, which
-is slow.
+The keys are those that transformers 5.23 reads for an architecture (`models/*/configuration_*.py`, `modeling_*.py`,
+`modeling_rope_utils.py`). Added are keys that other engines read and transformers computes differently. A missing key
+means what it means there. transformers is never imported, because that is slow.
 """
 
 from __future__ import annotations

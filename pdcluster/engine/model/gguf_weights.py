@@ -1,7 +1,7 @@
-"""The tensors of a GGUF file under their Hugging Face names, dequantised. What they are is `checkpoint.gguf`'s to say.
+"""The tensors of a GGUF file under their Hugging Face names, dequantised.
 
-llama.cpp rotates neighbouring dimensions of a head where Hugging Face rotates its halves. So files of Llamas hold
-queries and keys in another order, which is undone here; Qwen's are in the order of Hugging Face.
+llama.cpp rotates neighbouring dimensions of a head, Hugging Face rotates its halves. So files of Llamas hold queries
+and keys in another order, which is undone here. Those of Qwen are in the order of Hugging Face.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Rotary position embedding: which frequencies a model rotates with. Angles are computed per step, in float32; nothing
-is tabulated by length.
+"""Rotary position embedding: which frequencies a model rotates with. Angles are computed per step, in float32.
 
-Variants whose frequencies depend on the length of the sequence (`dynamic`, `longrope`) cannot be cached in pages and
+Variants whose frequencies depend on the length of the sequence (`dynamic`, `longrope`) cannot be cached in pages. They
 are refused where the config is read.
 """
 

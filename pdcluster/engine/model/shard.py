@@ -1,8 +1,8 @@
 """Cuts a model for tensor parallel: which heads, columns and rows a rank computes, and its share of the weights.
 
-Query heads, their kv heads, the feed-forward's inner columns and the vocabulary of the head are dealt out in order;
-norms and the embedding are everywhere. The products after them (attention output, down) give each rank a part of a sum.
-With more ranks than kv heads several ranks hold the same kv head. Row slices stay views of the mapped files; column
+Query heads, their kv heads, the feed-forward's inner columns and the vocabulary of the head are dealt out in order.
+Norms and the embedding are everywhere. The products after them (attention output, down) give each rank a part of a sum.
+With more ranks than kv heads several ranks hold the same kv head. Row slices stay views of the mapped files. Column
 slices are private copies.
 """
 
@@ -21,8 +21,9 @@ from pdcluster.kv.layout import head_range
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank of `size` computes: slices of query heads, kv heads, inner columns and vocabulary (the last rank's
-    may reach past its end)."""
+    """What one rank of `size` computes: slices of query heads, kv heads, inner columns and vocabulary. The last rank's
+    may reach past its end.
+    """
 
     rank: int
     size: int

@@ -1,8 +1,7 @@
 """Reads the tensors of a Hugging Face checkpoint, mapped from its safetensors files, and says which weights they are.
 
-Tensors that are served in the type they are stored in stay views of the files, so that the nodes of one machine share
-their memory; what products make of them (`panels`, `linear`) is a copy beside it. It knows the names a family must have
-and refuses what is missing or left over; what the tensors mean is the model's business.
+Tensors that are served in their stored type stay views of the files, so that the nodes of one machine share their
+memory. Laid-out weights are copies beside them. It refuses tensors that are missing or left over.
 """
 
 from __future__ import annotations
@@ -81,8 +80,9 @@ class Weights:
 
 
 def load_weights(model_dir: Path, config: ModelConfig, dtype: DTypeChoice = "auto", device: str = "cpu") -> Weights:
-    """Map and check every tensor of the checkpoint; raises ModelError naming the first one that is missing, left over
-    or of the wrong shape."""
+    """Map and check every tensor of the checkpoint. Raises ModelError for the first one that is missing, left over or
+    of the wrong shape.
+    """
     stored: dict[str, Tensor] = {} if is_gguf(model_dir) else _open_all(shard_paths(model_dir))
     chosen = _choose_dtype(dtype, config, stored)
     if is_gguf(model_dir):
@@ -123,9 +123,9 @@ def shard_paths(model_dir: Path) -> tuple[Path, ...]:
 def weights_digest(model_dir: Path, config: ModelConfig) -> str:
     """32 hex digits that tell checkpoints apart, read in milliseconds whatever their size.
 
-    Covers the parsed config, and of every file its size, its whole header (names, types, shapes, offsets) and 64 blocks
-    of 4 KiB evenly spread over the data. Weights that differ only between the sampled blocks are not told apart;
-    training changes all of them.
+    They cover the parsed config. Of every file they cover its size, its header (names, types, shapes, offsets) and 64
+    blocks of 4 KiB evenly spread over the data. Weights that differ only between the sampled blocks are not told apart.
+    Training changes all of them.
     """
     if is_gguf(model_dir):
         return gguf_digest(open_gguf(model_dir), repr(config))

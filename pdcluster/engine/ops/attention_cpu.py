@@ -1,5 +1,6 @@
-"""Paged attention on CPU: numba reads the pages of decode rows in place; prefill chunks pack their pages once per layer
-for a kernel of bfloat16 pairs, or gather them for torch's SDPA."""
+"""Paged attention on CPU. numba reads the pages of decode rows in place. Prefill chunks pack their pages once per layer
+for a kernel of bfloat16 pairs, or gather them for torch's SDPA.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ PAGE_GRAIN = 16
 
 
 class CpuAttention:
-    """Used by the engine's worker thread only: scratch for gathered keys and values, and the causal mask, are reused
-    and grow by doubling."""
+    """Used by the engine's worker thread only. Scratch for gathered keys and values, and the causal mask, are reused
+    and grow by doubling.
+    """
 
     def __init__(
         self, shape: AttentionShape, pages: Tensor, kernels: Kernels, pairs: PairKernels | None, parallel: Parallel
@@ -85,8 +87,9 @@ class CpuAttention:
         )
 
     def _prefill(self, q: Tensor, out: Tensor, layer: int, span: RowSpan) -> None:
-        """By the kernels for chunks; else by SDPA: without a prefix its own causal mode does; behind one,
-        blocks of queries each see the keys up to their last one."""
+        """By the kernels for chunks, else by SDPA. Without a prefix its own causal mode does. Behind one, blocks of
+        queries each see the keys up to their last one.
+        """
         if self._pairs is not None and self._pairs.has_chunks:
             self._attend_chunk(self._pairs, q, out, layer, span)
             return
@@ -123,8 +126,9 @@ class CpuAttention:
         )
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, mask: Tensor | None) -> None:
-        """SDPA with kv heads as its batch and the queries that share one as its heads, so that no key or value is
-        copied per query head."""
+        """SDPA with kv heads as its batch, and the queries that share one as its heads. No key or value is copied per
+        query head.
+        """
         shape, count = self._shape, q.shape[0]
         group = shape.num_heads // shape.num_kv_heads
         grouped = q.view(count, shape.num_kv_heads, group, shape.head_dim).permute(1, 2, 0, 3)

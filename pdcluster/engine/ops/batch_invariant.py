@@ -1,12 +1,12 @@
-"""What runs a model in the batch-invariant mode: a token's keys, values and logits are the same bits whatever shares
-its step, however its prompt was cut, and whether it was computed as a prompt's token or as a new one.
+"""Runs a model in the batch-invariant mode. A token's keys, values and logits are the same bits whatever shares its
+step and however its prompt was cut. Nor does it matter whether it was a prompt's token or a new one.
 
-`InvariantOps` is what `ops` chooses otherwise: bfloat16 on CPUs where numba works; anything else is refused. Beside it,
-ranks sum in their order (`collective.InOrder`), and rows are drawn one by one (`sampler.sample_alone`).
+`InvariantOps` needs bfloat16 on CPUs where numba works. Anything else is refused. Ranks sum in their order
+(`collective.InOrder`), and rows are drawn one by one (`sampler.sample_alone`).
 
-Matrix products, norms, activation and attention are `invariant_kernels`, whose sums are in one order on CPUs of one
-kind. What is stored is by `kernels`, which rotate one head at a time in a fixed order, too. A residual's sum is of two
-float32 numbers, which has one result.
+Matrix products, norms, activation and attention are `kernels.batch_invariant`, whose sums are in one order on CPUs of
+one kind. Storing is `kernels.elementwise`, which rotates one head at a time in a fixed order too. A residual's sum is
+of two float32 numbers, which has one result.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ PAGE_GRAIN = 8
 
 
 def invariant_arithmetic(ranks: int) -> str:
-    """What two nodes must have in common, beside the model, for equal bits: their CPUs' product of pairs, and how many
-    parts a sum has."""
+    """What two nodes must have in common, beside the model, for equal bits: their CPUs' product of pairs, and the parts
+    of a sum.
+    """
     from pdcluster.engine.kernels.intrinsics import has_pair_product
 
     return (
@@ -190,8 +191,9 @@ _Groups = tuple[_Ids, _Ids, _Ids, _Ids, _Ids]
 
 
 def _groups(spans: Sequence[RowSpan], most: int) -> _Groups:
-    """pages of all rows; and of each group of at most so many tokens: first token, their number, first position, where
-    its row's pages begin."""
+    """The pages of all rows. And of each group of at most so many tokens: first token, their number, first position,
+    where its row's pages begin.
+    """
     sizes = np.array([span.end - span.begin for span in spans], np.int64)
     numbers = -(-sizes // most)
     rows = np.repeat(np.arange(len(spans)), numbers)

@@ -1,11 +1,11 @@
-"""A step in one kernel call (`layer_kernels`), from tokens to logits, on one thread of one rank in bfloat16 and on
-scratch that is kept.
+"""A step in one kernel call (`kernels.fused_step`), from tokens to logits: one thread, one rank, bfloat16, on scratch
+that is kept.
 
-Between two kernels the interpreter finds its own memory gone from the caches, and a small call that takes 2 µs alone
-takes 20 and more: of a prompt of 128 tokens and 0.5 B parameters 7 % of the time went there, of one decoded token 9 %.
+Between two kernels the interpreter finds its own memory gone from the caches. A small call that takes 2 µs alone takes
+20 and more. Of a prompt of 128 tokens and 0.5 B parameters 7 % of the time went there, of one decoded token 9 %.
 
-What does not fit (tensor parallel, other types, layers of other shapes; prompts where weights are not in panels) takes
-the separate calls, which give the same but for the order of sums.
+What does not fit takes the separate calls: tensor parallel, other types, layers of other shapes, prompts where weights
+are not in panels. Both give the same but for the order of sums.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pdcluster.engine.ops.attention import AttentionShape
 from pdcluster.engine.ops.linear import MOST_ROWS, bias_array, takes_rows
 from pdcluster.engine.ops.packed_weights import Panels
 
-# Of a step: scratch is kept, and grows with them (76 MiB at 0.5 B parameters), with prompts' contexts and with rows
-# that draw (0.3 MiB each).
+# Of a step. Scratch is kept and grows with them (76 MiB at 0.5 B parameters), with prompts' contexts and with rows that
+# draw (0.3 MiB each).
 MOST_TOKENS = 2048
 LEAST_TOKENS, LEAST_BLOCKS, LEAST_WANTED = 32, 8, 1
 
@@ -155,8 +155,7 @@ def _grown(have: int, needed: int) -> int:
 def _stacks(
     layers: Sequence[LayerWeights], shape: AttentionShape, dtype: torch.dtype, panels: Panels | None
 ) -> Iterator[tuple[int, LayerArrays]]:
-    """Runs of layers and the first of each: all of them in panels, or, mapped weights lying where they do, each
-    alone."""
+    """Runs of layers and the first of each: all of them in panels, or each alone where mapped weights lie."""
     no_norm = torch.ones(shape.head_dim, dtype=dtype)
     if panels is not None:
         yield 0, _arrays(layers, no_norm, np.float32(shape.eps), panels.interleaved)

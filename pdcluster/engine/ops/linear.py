@@ -1,14 +1,16 @@
 """Matrix products with weights: one call for projections that share their input, its outputs side by side.
 
-PlainLinear    F.linear, any device and type; the weights stay views of the mapped files PackedLinear   bfloat16 on CPU:
-oneDNN on a private, prepacked copy RowsLinear     bfloat16 on CPU: few rows by a kernel that reads the mapped weights
-at the speed of memory, more by one of the others PlainHead      the product that gives logits, any device and type
+- PlainLinear: F.linear, any device and type. The weights stay views of the mapped files.
+- PackedLinear: bfloat16 on CPU. oneDNN on a private, prepacked copy.
+- RowsLinear: bfloat16 on CPU. Few rows by a kernel that reads the mapped weights at the speed of memory, more by one of
+  the others.
+- PlainHead: the product that gives logits, any device and type.
 
-Our own kernels give their sums as they are, in float32. Libraries give bfloat16, since torch has no product on a CPU
-that keeps the sums. Logits are always float32: at 16 and above a bfloat16 is off by up to 0.06, which was the largest
-error of all.
+Kernels of pdcluster give their sums in float32. Libraries give bfloat16, since torch has no product on a CPU that keeps
+the sums. Logits are always float32: at 16 and above a bfloat16 is off by up to 0.06, which was the largest error of
+all.
 
-On CPUs with AVX512 or AVX2, but no tiles for bfloat16, there is a faster one, `panels.PanelLinear`.
+On CPUs with AVX512 or AVX2, but no tiles for bfloat16, `packed_weights.PanelLinear` is faster.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from torch import Tensor
 
 from pdcluster.engine.kernels.loader import Array, PairKernels, Parallel, as_array
 
-# Up to so many rows the kernel was at least as fast as oneDNN (Zen 4; at more, oneDNN's better use of registers wins).
+# Up to so many rows the kernel was at least as fast as oneDNN (Zen 4). With more, oneDNN's better use of registers
+# wins.
 MOST_ROWS = 32
 
 # Weights that a head widens at once.
@@ -49,8 +52,9 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """The copy is made when it is first needed: nodes that never see many rows of a weight (the head) do not pay for
-    it."""
+    """The copy is made when it is first needed. Nodes that never see many rows of a weight (the head) do not pay for
+    it.
+    """
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
         self._weights = tuple(weights)

@@ -1,8 +1,8 @@
-"""Weights in panels (`panel_kernels`, `wide_panels`), each laid out once and kept for whoever multiplies by it, and the
-product on them for any number of rows.
+"""Weights in panels, each laid out once and kept for whoever multiplies by it, and the product on them for any number
+of rows.
 
-Their memory is the process's own and comes in large pieces, which the system backs by huge pages: from mapped files, in
-pages of 4 KiB, one row went over the weights of 0.5 B parameters at 21 GB/s and four at 19; from here at 26 and 27.
+Their memory is the process's own and comes in large pieces, which the system backs by huge pages. From mapped files, in
+pages of 4 KiB, one row went over the weights of 0.5 B parameters at 21 GB/s and four at 19. From here at 26 and 27.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ class Panels:
         return self._known[key][1]
 
     def interleaved(self, kinds: Sequence[Sequence[Tensor]]) -> list[Array]:
-        """Of each kind of weight, which every layer has one of and all in one shape: uint32 [layer, panel, pair of
-        inputs, output of the panel].
+        """Of each kind of weight that all layers have in one shape: uint32 [layer, panel, pair of inputs, output of the
+        panel].
 
-        A layer's weights lie behind each other in the order of kinds: whoever asks for what lies behind one asks for
-        the next. `of` gives each one's part. A lone layer is there twice, at the same place, since kernels are compiled
-        for arrays whose layers lie apart."""
+        A layer's weights lie behind each other in the order of kinds, so asking beyond one asks for the next. `of`
+        gives each one's part. A lone layer is there twice, at the same place, since kernels are compiled for arrays
+        whose layers lie apart.
+        """
         shapes = [(-(-len(weights[0]) // self._outputs), weights[0].shape[1] // 2, self._outputs) for weights in kinds]
         sizes, num_layers = [math.prod(shape) for shape in shapes], len(kinds[0])
         layers, found = self._take(num_layers * sum(sizes)).reshape(num_layers, -1), []

@@ -1,13 +1,13 @@
-"""Weights of eight bits, symmetric, with one scale for each output channel: as small as half of bfloat16, which is what
-decoding is slow by.
+"""Weights of eight bits, symmetric, with one scale for each output channel: half the size of bfloat16, whose reading
+bounds decoding.
 
-    int8        the weights alone: products with activations as exact as bfloat16 (few rows: in 16-bit integers; many:
-    weights are widened again) w8a8_int8   activations too, one scale for each token, found while it is computed: twice
-    as fast for prompts, less exact
+- int8: the weights alone. Products are as exact as bfloat16 (few rows: in 16-bit integers, many: weights are widened
+  again).
+- w8a8_int8: activations too, one scale for each token. Twice as fast for prompts, less exact.
 
-All products but the head's, whose weights and the embedding's stay as they are. Quantised when the model is loaded
-(round to nearest, no data). With numba `Int8Linear`, through kernels and oneDNN; else `PlainInt8Linear`, which is also
-what the other is tested against.
+All products but the head's. The embedding stays as it is, too. Quantised when the model is loaded (round to nearest, no
+data). With numba `Int8Linear`, through kernels and oneDNN, else `PlainInt8Linear`, which is also the reference in
+tests.
 """
 
 from __future__ import annotations
@@ -258,8 +258,9 @@ def int8_ops(quantization: Quantization, device: str, dtype: DType, threads: int
 
 
 def int8_arithmetic(quantization: Quantization, ranks: int) -> str:
-    """What two nodes must have in common, beside the model, to hold the same quantised weights: ranks have scales of
-    their own."""
+    """What two nodes must have in common, beside the model, to hold the same quantised weights. Ranks have scales of
+    their own.
+    """
     return f"{quantization}, {ranks} rank{'s' if ranks > 1 else ''}"
 
 

@@ -1,10 +1,8 @@
-"""The one place where an implementation is chosen: what runs the norms, the activation, the matrix products and the
-attention of a model.
+"""The one place where an implementation is chosen: norms, activation, matrix products and attention of a model.
 
-TorchOps    plain torch: the reference, any device
-CpuOps      numba kernels; for many rows of bfloat16, where these have no product as fast, prepacked oneDNN ones
-
-The batch-invariant mode has its own, `invariant.InvariantOps`.
+- TorchOps: plain torch, the reference, any device.
+- CpuOps: numba kernels. For many rows of bfloat16, prepacked oneDNN products where these are faster.
+- `batch_invariant.InvariantOps`: the batch-invariant mode.
 """
 
 from __future__ import annotations
@@ -106,8 +104,9 @@ class TorchOps:
 
 
 class CpuOps:
-    """pairs: the kernels for bfloat16, where the model has that type and they compile; panels: whether weights are laid
-    out for them, where that is faster."""
+    """pairs: the kernels for bfloat16, where the model has that type and they compile.
+    panels: whether weights are laid out for them, where that is faster.
+    """
 
     name = "cpu"
 

@@ -1,9 +1,9 @@
 """Which tokens a row's grammar allows next. State is a function of the grammar and of the output so far, so any node
-makes it anew: after a hand-over, a preemption, a migration. It is kept between steps only because that is faster.
+makes it anew. Between steps it is kept only for speed.
 
-How long a mask takes depends on the grammar: an ambiguous one takes longer with every token, without end. So masks are
-made `aside`. A row whose mask takes too long, or so long that the next one may, ends, and so do all others of its
-grammar, which is refused from then on; rows of other grammars go on.
+How long a mask takes depends on the grammar. An ambiguous one takes longer with every token, without end. So masks are
+made `aside`. A row whose mask takes too long, or so long that the next one may, ends. So do all others of its grammar,
+which is refused from then on. Rows of other grammars go on.
 
 A grammar ends in an end-of-sequence token, allowed where it is complete. While a row is shorter than its min_tokens
 that token is withheld as long as anything else may follow.
@@ -33,10 +33,10 @@ from pdcluster.engine.sampling.grammar import Constraint, Grammars, Mask
 MAX_IDLE_STEPS = 64
 
 
-# Longest time for a row's mask, which all rows of the step wait for; most take less than a thousandth of it.
+# Longest time for a row's mask, which all rows of the step wait for. Most take less than a thousandth of it.
 MASK_S = 1.0
 
-# Share of that time on a CPU from which a mask counts as too slow though it came: the next one would keep a thread that
+# Share of that time on a CPU from which a mask counts as too slow though it came. The next one would keep a thread that
 # nobody can end.
 SLOW = 0.5
 

@@ -1,9 +1,10 @@
-"""Jobs that must answer in time, done one after the other in a thread of their own. A job that takes too long is left
-behind, with its thread, which nobody can end from outside: it goes on at the lowest priority and answers nobody. It
-keeps no other from being done, but the more are left, the less patience there is with the next; only while as many as
-are allowed go on, jobs are turned away.
+"""Jobs that must answer in time, done one after the other in a thread of their own.
 
-For calls of libraries that let go of the interpreter's lock and whose time depends on what a stranger sent.
+A job that takes too long is left behind, with its thread, which nobody can end from outside. It goes on at the lowest
+priority and answers nobody. It keeps no other from being done. But the more are left, the less patience there is with
+the next. Jobs are turned away only while as many as are allowed go on.
+
+For calls of libraries that release the GIL and whose time depends on what a stranger sent.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ LOWEST = 19
 
 @dataclass(frozen=True, slots=True)
 class MissedDeadline:
-    """What a job answers that was left behind. is_starved: it had less than half of its time on a CPU, so that it may
-    be the machine that is slow."""
+    """The answer of a job that was left behind. is_starved: it had less than half of its time on a CPU, so the machine
+    may be slow.
+    """
 
     is_starved: bool = False
 
@@ -43,7 +45,7 @@ TURNED_AWAY = PoolFull()
 
 # Threads that may go on behind; each has a stack, and whatever its job has taken.
 MAX_LEFT = 16
-# Share of its time that a job gets however many were left behind: all of them together hold up nobody for much more
+# Share of its time that a job gets, however many were left behind. All of them together hold up nobody for much more
 # than MAX_LEFT / 3 times it.
 LEAST_PATIENCE = 0.25
 
@@ -121,8 +123,7 @@ class _Helper(Generic[Answer]):
         self._leaving = threading.Lock()
         self._is_left = False
         self._began_s = 0.0
-        # What it had used of a CPU since its start when a job answered that was left: the system says nothing of a
-        # thread that ended.
+        # CPU seconds it had used when a job that was left answered. The system says nothing of a thread that ended.
         self._ended_s = math.inf
         # On a CPU, of the job that was late.
         self.used_s = 0.0
@@ -162,8 +163,9 @@ class _Helper(Generic[Answer]):
 
 
 def _cpu_s(thread: threading.Thread) -> float:
-    """What another thread used of a CPU since its start; endless where the system does not tell, or the thread has
-    ended."""
+    """What another thread used of a CPU since its start. Endless where the system does not tell, or the thread has
+    ended.
+    """
     try:
         told = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text()
     except OSError:

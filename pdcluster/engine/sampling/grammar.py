@@ -1,10 +1,10 @@
-"""Grammars of requests, compiled for a model's vocabulary: off the step, each once, kept while it is in use or there is
-room. The only module that knows xgrammar, which is imported when the first grammar comes (with it comes transformers:
-seconds that most nodes never need).
+"""Grammars of requests, compiled for a model's vocabulary: off the step, each once, kept while in use or while there is
+room. The only module that knows xgrammar. It is imported when the first grammar comes, because transformers comes with
+it and takes seconds.
 
 A grammar that xgrammar refuses, or does not finish in time, is refused by its own words, at once when it comes again. A
-compile cannot be ended from outside: one that takes too long keeps its thread until it is done, at the lowest priority,
-and while there are few such another takes its place.
+compile cannot be ended from outside. One that takes too long keeps its thread until it is done, at the lowest priority.
+While there are few such, another takes its place.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ Mask = NDArray[np.int32]
 STACK_BYTES = 256 << 20
 
 TRIAL_TOKENS = 16
-# Of the compiler's own time, for all tokens that are tried: each row of a step waits for the slowest one's mask. Most
+# Of the compiler's own time, for all tokens that are tried. Each row of a step waits for the slowest one's mask. Most
 # need a hundredth of it.
 TRIAL_S = 2.0
 
@@ -101,8 +101,11 @@ NEEDS_LIBRARY = "structured output needs xgrammar, which this node does not have
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """cache_bytes: of compiled grammars that are kept; while those in use take more, others wait; compile_s: longest
-    wait for one; max_late: compiles that may go on beyond it; refusals: how many are remembered."""
+    """cache_bytes: of compiled grammars that are kept. While those in use take more, others wait.
+    compile_s: longest wait for one.
+    max_late: compiles that may go on beyond it.
+    refusals: how many are remembered.
+    """
 
     cache_bytes: int = 256 << 20
     compile_s: float = 20.0
@@ -182,7 +185,7 @@ class Grammars:
         # The grammars in use take more than all may.
         self._is_crowded = False
         self._refused: OrderedDict[Grammar, PdclusterError] = OrderedDict()
-        # When each compile that is wanted began; None while it waits, for a thread or for the library.
+        # When each wanted compile began. None while it waits, for a thread or for the library.
         self._began: dict[Grammar, float | None] = {}
         self._queue: deque[Grammar] = deque()
         self._num_threads = 0
@@ -389,8 +392,9 @@ def _words(error: Exception) -> str:
 
 
 def _behind(compiler: Any, grammar: Grammar) -> str:
-    """Which of its parts does not compile, by what stands before it (of a call its tool's name); "" where there are
-    none."""
+    """The part that does not compile, by the text before it (of a call its tool's name). "" where there are no
+    parts.
+    """
     for begin, content in parts_of(grammar):
         try:
             compiler.compile_structural_tag(json.dumps({"type": "structural_tag", "format": content}))

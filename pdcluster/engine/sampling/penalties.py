@@ -1,10 +1,11 @@
-"""What happens to a row's logits before anything is drawn from them: penalties, then biases, then bans. Rows that ask
-for none of it cost nothing.
+"""What happens to a row's logits before anything is drawn: penalties, then biases, then bans. Rows without any cost
+nothing.
 
-Order and formulas: repetition, frequency and presence as vLLM applies them (repetition divides positive logits and
-multiplies negative ones, the other two are OpenAI's subtraction), then logit_bias on the result, as in SGLang (vLLM
-adds it before the penalties: only a token that has both a bias and a repetition penalty can tell), then tokens that are
-ruled out, whatever their bias: the last one of a bad word, and ends before min_tokens.
+1. Repetition, frequency and presence as in vLLM. Repetition divides positive logits and multiplies negative ones. The
+   other two are OpenAI's subtraction.
+2. logit_bias on the result, as in SGLang. vLLM adds it before the penalties. Only a token with both a bias and a
+   repetition penalty shows the difference.
+3. Tokens that are ruled out, whatever their bias: the last one of a bad word, and ends before min_tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +28,12 @@ RULED_OUT = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """What one row asks for. position: of the token to be chosen, which keys the generator; output_index: how many
-    tokens were output before; history: None without shaping."""
+    """What one row asks for.
+
+    position: of the token to be chosen, which keys the generator.
+    output_index: how many tokens were output before.
+    history: None without shaping.
+    """
 
     sampling: Sampling
     position: int
@@ -79,7 +84,7 @@ def _add_biases(logits: Tensor, histories: Sequence[tuple[int, History]]) -> Non
 
 
 def _bans(choices: Sequence[SamplingRow], eos_token_ids: Sequence[int], vocab_size: int) -> list[tuple[int, Ids]]:
-    """By row, the tokens that may not come next: ends of rows that are too short to end, and of bad words."""
+    """By row, the tokens that may not come next: ends of rows that are too short to end, and bad words."""
     banned: list[tuple[int, Ids]] = []
     for row, choice in enumerate(choices):
         if choice.output_index < choice.sampling.min_tokens and (

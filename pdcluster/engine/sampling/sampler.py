@@ -1,10 +1,10 @@
-"""Turns logits into tokens and logprobs. It runs no model and keeps no state: a token depends on its row's logits,
-sampling, position and what it said before (`history`) alone.
+"""Turns logits into tokens and logprobs. It keeps no state: a token depends only on its row's logits, sampling,
+position and history.
 
-Order of what is applied: what `shaping` does (penalties, biases, bans), grammars (`constraint`), temperature, top_k,
-top_p (of what top_k left), min_p (of the most likely). Every filter is one threshold, so tokens that tie with the last
-one kept are kept too, and no order of sorting can change the result. One uniform number per token, inverse CDF over
-token ids in float64. Logprobs are of the raw logits, before all of these.
+Order: shaping (penalties, biases, bans), grammars, temperature, top_k, top_p (of what top_k left), min_p (of the most
+likely). Every filter is one threshold, so tokens that tie with the last one kept are kept too. No order of sorting can
+change the result. One uniform number per token, inverse CDF over token ids in float64. Logprobs are of the raw logits,
+before all of these.
 """
 
 from __future__ import annotations
