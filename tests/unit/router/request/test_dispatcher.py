@@ -145,8 +145,46 @@ def test_the_first_retry_comes_at_once_and_later_ones_after_longer_and_longer_pa
     job = Job("r1", [1], m.Sampling(max_tokens=1, seed=1), 10.0, HashChain(b"", 4))
     pauses = [budget.spend(RetryAttempt(errors.TransferError("cut"), "d0-boot"), job, 0.0) for _ in range(3)]
     assert pauses[0] == 0.0 < pauses[1] < pauses[2] <= 1.0
-    with pytest.raises(errors.Unavailable, match="failed 4 times, last: cut"):
+    with pytest.raises(errors.Unavailable, match="failed 4 times without a new token, last: cut"):
         budget.spend(RetryAttempt(errors.TransferError("cut"), "d0-boot"), job, 0.0)
+
+
+def fresh_budget(retries: int = 3) -> tuple[RetryBudget, Job]:
+    job = Job("r1", [1], m.Sampling(max_tokens=9, seed=1), 10.0, HashChain(b"", 4))
+    return RetryBudget(DispatchSettings(retries=retries)), job
+
+
+def test_retries_count_since_the_last_new_token() -> None:
+    budget, job = fresh_budget(retries=1)
+    for number in range(6):
+        assert budget.spend(RetryAttempt(errors.NodeLost("killed"), f"d0-{number}"), job, 0.0) == 0.0
+        assert job.excluded == {f"d0-{number}"}, "a node that failed before the progress is as good as any"
+        job.emitted.append(7)
+    assert budget.attempts == 7
+    budget.spend(RetryAttempt(errors.TransferError("cut"), "d0-7"), job, 0.0)
+    with pytest.raises(errors.Unavailable, match="failed 2 times without a new token"):
+        budget.spend(RetryAttempt(errors.TransferError("cut"), "d0-8"), job, 0.0)
+
+
+def test_a_request_that_ends_nodes_is_stopped_after_three() -> None:
+    budget, job = fresh_budget(retries=100)
+    for number in range(2):
+        budget.spend(RetryAttempt(errors.TransferError("cut"), "p0"), job, 0.0)
+        budget.spend(RetryAttempt(errors.NodeLost("killed"), f"d0-{number}"), job, 0.0)
+        budget.spend(RetryAttempt(errors.NodeLost("killed"), f"d0-{number}"), job, 0.0)
+    with pytest.raises(errors.Unavailable, match="lost 3 nodes without a new token"):
+        budget.spend(RetryAttempt(errors.NodeLost("killed"), "d0-2"), job, 0.0)
+
+
+def test_refusals_for_want_of_room_have_their_time_anew_after_progress() -> None:
+    budget, job = fresh_budget()
+    hold_s = DispatchSettings().hold_s
+    full = RetryAttempt(errors.Overloaded("full"), "d0")
+    assert budget.spend(full, job, 0.0) == budget.spend(full, job, hold_s - 1) == 0.0
+    job.emitted.append(7)
+    assert budget.spend(full, job, hold_s + 1) == 0.0
+    with pytest.raises(errors.Overloaded):
+        budget.spend(full, job, 2 * hold_s + 2)
 
 
 async def test_the_choices_of_one_request_are_packed_and_hashed_once() -> None:
@@ -295,7 +333,7 @@ async def test_failures_stop_at_the_retry_budget() -> None:
             answer(m.Failed(message.work.request, message.work.attempt, "transfer_failed", "the disk ate it", True))
 
     cluster.handlers = {"m0": fail, "m1": fail}
-    with pytest.raises(errors.Unavailable, match="failed 4 times, last: the disk ate it"):
+    with pytest.raises(errors.Unavailable, match="failed 4 times without a new token, last: the disk ate it"):
         await collect(make_dispatch(cluster), make_generation())
     assert len(cluster.sent_to("m0", m.Prefill)) + len(cluster.sent_to("m1", m.Prefill)) == 4
 
