@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 # Pauses before the first retry, the second, and later ones.
 RETRY_PAUSES_S = (0.0, 0.1, 0.5)
 
-# Nodes that one request may lose without a new token.
+# Nodes that one request may lose without progress.
 MAX_LOST_NODES = 3
 
 # Longest time that a refusal of one request counts for others. A small one may find room where a large one did not.
@@ -28,7 +28,7 @@ SHUT_S = 0.1
 class DispatchSettings:
     """Limits of dispatch.
 
-    retries: attempts after the first failed one, since the last new token. Refusals for want of room do not count.
+    retries: attempts after the first failed one, since the last progress. Refusals for want of room do not count.
     hold_s: how long a request may wait for room without progress.
     late_report_s: wait for the prefill node's report, which only the timeline needs.
     """
@@ -45,17 +45,21 @@ class DispatchSettings:
 class RetryBudget:
     """Decides after a failed attempt whether another follows.
 
-    It counts since the last new token, so a long answer may outlive many nodes. Nodes that were lost count apart: a
-    request may be what ends them. Refusals for want of room may go on for hold_s. The first retry is immediate, because
-    most failures are a node's end. Later ones pause, because a path may be coming back.
+    It counts since the last attempt with progress, so a long answer may outlive many nodes. Progress is more than one
+    token: the first one comes with the prompt, so a request that ends every node that decodes it has one, too. Nodes
+    that were lost count apart, since a request may be what ends them.
+
+    Refusals for want of room may go on for hold_s after the last token. The first retry is immediate, because most
+    failures are a node's end. Later ones pause, because a path may be coming back.
     """
 
     __slots__ = ("_emitted", "_failures", "_held_since", "_lost", "_settings", "attempts")
 
     def __init__(self, settings: DispatchSettings) -> None:
         self._settings = settings
-        # Since the last new token: when refusals began, failed attempts, and nodes that were lost.
+        # Since the last token: when refusals began.
         self._held_since: float | None = None
+        # Since the last progress: failed attempts, and nodes that were lost.
         self._failures = 0
         self._lost: set[str] = set()
         # Tokens at the last failure or refusal.
@@ -65,8 +69,11 @@ class RetryBudget:
 
     def spend(self, failure: RetryAttempt, job: Job, now: float) -> float:
         """Seconds to wait before the next attempt. Raises the cause when there must be none."""
-        if len(job.emitted) > self._emitted:
-            self._emitted, self._held_since, self._failures = len(job.emitted), None, 0
+        gained, self._emitted = len(job.emitted) - self._emitted, len(job.emitted)
+        if gained:
+            self._held_since = None
+        if gained > 1:
+            self._failures = 0
             self._lost.clear()
             job.excluded.clear()
         if isinstance(failure.cause, errors.Overloaded):
@@ -83,12 +90,12 @@ class RetryBudget:
         self._failures += 1
         if len(self._lost) >= MAX_LOST_NODES:
             raise errors.Unavailable(
-                f"request {job.request} lost {len(self._lost)} nodes without a new token and is stopped, "
+                f"request {job.request} lost {len(self._lost)} nodes without progress and is stopped, "
                 f"since it may be what ends them; last: {failure.cause}"
             ) from failure.cause
         if self._failures > self._settings.retries:
             raise errors.Unavailable(
-                f"request {job.request} failed {self._failures} times without a new token, last: {failure.cause}"
+                f"request {job.request} failed {self._failures} times without progress, last: {failure.cause}"
             ) from failure.cause
         logger.warning("request %s: attempt failed (%s), trying again", job.request, failure.cause)
         return RETRY_PAUSES_S[min(self._failures, len(RETRY_PAUSES_S)) - 1]

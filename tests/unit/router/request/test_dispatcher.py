@@ -145,7 +145,7 @@ def test_the_first_retry_comes_at_once_and_later_ones_after_longer_and_longer_pa
     job = Job("r1", [1], m.Sampling(max_tokens=1, seed=1), 10.0, HashChain(b"", 4))
     pauses = [budget.spend(RetryAttempt(errors.TransferError("cut"), "d0-boot"), job, 0.0) for _ in range(3)]
     assert pauses[0] == 0.0 < pauses[1] < pauses[2] <= 1.0
-    with pytest.raises(errors.Unavailable, match="failed 4 times without a new token, last: cut"):
+    with pytest.raises(errors.Unavailable, match="failed 4 times without progress, last: cut"):
         budget.spend(RetryAttempt(errors.TransferError("cut"), "d0-boot"), job, 0.0)
 
 
@@ -154,15 +154,15 @@ def fresh_budget(retries: int = 3) -> tuple[RetryBudget, Job]:
     return RetryBudget(DispatchSettings(retries=retries)), job
 
 
-def test_retries_count_since_the_last_new_token() -> None:
+def test_retries_count_since_the_last_progress() -> None:
     budget, job = fresh_budget(retries=1)
     for number in range(6):
         assert budget.spend(RetryAttempt(errors.NodeLost("killed"), f"d0-{number}"), job, 0.0) == 0.0
         assert job.excluded == {f"d0-{number}"}, "a node that failed before the progress is as good as any"
-        job.emitted.append(7)
+        job.emitted += (7, 7)
     assert budget.attempts == 7
     budget.spend(RetryAttempt(errors.TransferError("cut"), "d0-7"), job, 0.0)
-    with pytest.raises(errors.Unavailable, match="failed 2 times without a new token"):
+    with pytest.raises(errors.Unavailable, match="failed 2 times without progress"):
         budget.spend(RetryAttempt(errors.TransferError("cut"), "d0-8"), job, 0.0)
 
 
@@ -172,7 +172,18 @@ def test_a_request_that_ends_nodes_is_stopped_after_three() -> None:
         budget.spend(RetryAttempt(errors.TransferError("cut"), "p0"), job, 0.0)
         budget.spend(RetryAttempt(errors.NodeLost("killed"), f"d0-{number}"), job, 0.0)
         budget.spend(RetryAttempt(errors.NodeLost("killed"), f"d0-{number}"), job, 0.0)
-    with pytest.raises(errors.Unavailable, match="lost 3 nodes without a new token"):
+    with pytest.raises(errors.Unavailable, match="lost 3 nodes without progress"):
+        budget.spend(RetryAttempt(errors.NodeLost("killed"), "d0-2"), job, 0.0)
+
+
+def test_the_token_that_comes_with_each_prompt_is_no_progress() -> None:
+    """A request that ends each node that decodes it would else end as many as it has tokens."""
+    budget, job = fresh_budget(retries=100)
+    for number in range(2):
+        job.emitted.append(7)
+        budget.spend(RetryAttempt(errors.NodeLost("killed"), f"d0-{number}"), job, 0.0)
+    job.emitted.append(7)
+    with pytest.raises(errors.Unavailable, match="lost 3 nodes without progress"):
         budget.spend(RetryAttempt(errors.NodeLost("killed"), "d0-2"), job, 0.0)
 
 
@@ -333,7 +344,7 @@ async def test_failures_stop_at_the_retry_budget() -> None:
             answer(m.Failed(message.work.request, message.work.attempt, "transfer_failed", "the disk ate it", True))
 
     cluster.handlers = {"m0": fail, "m1": fail}
-    with pytest.raises(errors.Unavailable, match="failed 4 times without a new token, last: the disk ate it"):
+    with pytest.raises(errors.Unavailable, match="failed 4 times without progress, last: the disk ate it"):
         await collect(make_dispatch(cluster), make_generation())
     assert len(cluster.sent_to("m0", m.Prefill)) + len(cluster.sent_to("m1", m.Prefill)) == 4
 
