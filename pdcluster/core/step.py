@@ -55,7 +55,7 @@ class StepPlan:
     """Rows of one forward. Decode rows (n == 1) come first.
 
     copies: (source, target) pages, which the engine copies first.
-    bells: numbers of layers after which the engine rings, so that their KV can leave early.
+    milestones: numbers of layers after which the engine tells, so that their KV can leave early.
     """
 
     rows: tuple[Row, ...]

@@ -189,21 +189,23 @@ class Engine:
 
     @property
     def layer_fd(self) -> int:
-        """Readable when one of the running plan's bells rang; whoever waits for it clears it."""
+        """Readable when one of the running plan's milestones is reached. Whoever waits for it clears it."""
         return self._progress.milestone_fd
 
     @property
     def layers_done(self) -> int:
-        """Layers of the launched step whose KV is in the pool, 0 from `launch` on. On a device that computes behind the
-        host's back no bell rings, and this counts layers that were only submitted. Says nothing of a step launched
-        behind another, which has no bells."""
+        """Layers of the launched step whose KV is in the pool, 0 from `launch` on.
+
+        A device that computes behind the host's back signals no milestone, and this counts submitted layers. It says
+        nothing of a step launched behind another, which has no milestones.
+        """
         return self._progress.layers_done
 
     def launch(self, plan: StepPlan) -> None:
         """Start a step, or queue it behind the one that runs; raises IntegrityError when two were not collected."""
         self._worker.require_place()
         if self._worker.num_in_flight and plan.milestones:
-            raise IntegrityError("a step with bells was launched behind another; collect that first")
+            raise IntegrityError("a step with milestones was launched behind another; collect that first")
         if not self._worker.num_in_flight:
             self._progress.begin(plan.milestones if self._device == "cpu" else ())
         self._worker.launch(plan)

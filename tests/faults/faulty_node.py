@@ -63,7 +63,7 @@ def say(**words: Any) -> None:
 
 
 class BusyOracle(OracleEngine):
-    """Rings the bells of a step from a thread of its own, as an engine does."""
+    """Signals the milestones of a step from a thread of its own, as an engine does."""
 
     def __init__(self, num_pages: int, page_tokens: int) -> None:
         super().__init__(num_pages, page_tokens, WIDTH)

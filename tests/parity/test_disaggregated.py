@@ -208,7 +208,7 @@ async def test_a_stream_that_moves_to_another_node_changes_nothing(directory, pr
 
 
 async def test_a_loop_that_is_late_for_a_bell_sends_only_what_was_computed(directory, monkeypatch) -> None:
-    """The loop and the engine's thread race for the CPU: a bell of one step heard during the next one must not send KV
+    """The loop and the engine's thread race for the CPU: a milestone of one step read during the next one must not send KV
     that is not there yet."""
     many = [prompt(17 + index % 8, MODEL.vocab_size, seed=index).tolist() for index in range(48)]
     sampling = Sampling(max_tokens=4, seed=0, temperature=0.0, ignore_eos=True)

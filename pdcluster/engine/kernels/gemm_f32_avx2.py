@@ -90,8 +90,8 @@ def widen_rows(x, rows, most):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def multiply_wide(rows, count, panels, bias, last, spare, out, column, lo, hi):
-    """A function of its own, whose caller holds the arrays. numba frees one after its last use, and an address is no
-    use.
+    """A function of its own, whose caller holds the arrays. numba frees one after its last use. Taking an
+    address does not count as one.
     """
     num_pairs, out_bytes = panels.shape[1], 4 * out.shape[1]
     panel_bytes, whole = PAIR_BYTES * num_pairs, min(bias.shape[0] // PANEL, hi)

@@ -57,8 +57,8 @@ def multiply_widened(x, panels, bias, out, column, lo, hi):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def multiply_broad(rows, count, panels, bias, sums, out, column, lo, hi):
-    """A function of its own, whose caller holds the arrays. numba frees one after its last use, and an address is no
-    use.
+    """A function of its own, whose caller holds the arrays. numba frees one after its last use. Taking an
+    address does not count as one.
     """
     num_pairs, panel_bytes = panels.shape[1], 4 * PANEL * panels.shape[1]
     num_tiles = (count + TILE - 1) // TILE

@@ -199,8 +199,8 @@ def multiply(x, planes, weight, scales, sums, bias, out, lo, hi):
 
 @numba.njit(error_model="numpy", nogil=True, cache=True)
 def multiply_bytes(x, row_scales, planes, weight, scales, sums, bias, out, lo, hi):
-    """A function of its own, whose caller holds x. numba frees an array after its last use, and an address is no
-    use.
+    """A function of its own, whose caller holds x. numba frees an array after its last use. Taking an
+    address does not count as one.
     """
     total, row_bytes, step = x.shape[0], weight.shape[1], weight.shape[0] // 4
     inputs, first = address(x), address(weight)

@@ -25,21 +25,21 @@ class LayerProgress:
 
     def __init__(self, cell: ctypes.c_uint64 | None = None) -> None:
         self._cell = ctypes.c_uint64() if cell is None else cell
-        # The cell, for kernels that count layers themselves; they compute `runs` of them, and whoever calls them rings.
+        # The cell, for kernels that count layers themselves. They compute `runs` of them, and their caller signals.
         self.counter: NDArray[np.uint64] = np.frombuffer(memoryview(self._cell), np.uint64)
         self._start = self._cell.value
         self._milestones: tuple[int, ...] = ()
-        # Readable when a layer was done after which the step was asked to ring.
+        # Readable when one of the milestones is reached.
         self.milestone_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def begin(self, milestones: tuple[int, ...]) -> None:
-        """A step is about to start: no layer of it is done, and no ring of an earlier one is left. milestones: numbers
-        of layers to ring after.
+        """A step is about to start: no layer of it is done, and no signal of an earlier one is left. milestones:
+        numbers of layers to signal after.
 
-        Called by the launching thread, before the worker sees the step. A late look at an earlier step's bell must not
-        find this one's KV done.
+        Called by the launching thread, before the worker sees the step. A late look at an earlier step's signal must
+        not find this one's KV done.
         """
-        with contextlib.suppress(BlockingIOError):  # it did not ring, or was heard
+        with contextlib.suppress(BlockingIOError):  # no signal, or it was read
             os.eventfd_read(self.milestone_fd)
         self._start = self._cell.value
         self._milestones = milestones
@@ -55,15 +55,15 @@ class LayerProgress:
 
     def advance(self) -> None:
         self._cell.value += 1
-        self.ring()
+        self.signal()
 
-    def ring(self) -> None:
-        """To be called after the layers that the step was asked to ring after. Calls after other layers do no harm."""
+    def signal(self) -> None:
+        """To be called after the milestones. Calls after other layers do no harm."""
         if self._milestones and self.layers_done in self._milestones:
             os.eventfd_write(self.milestone_fd, 1)
 
     def runs(self, count: int) -> tuple[tuple[int, int], ...]:
-        """The step's next `count` layers, [begin, end) from the first of them on, cut where it has to ring."""
+        """The step's next `count` layers, [begin, end) from the first of them on, cut at its milestones."""
         inner = sorted(
             {milestone - self.layers_done for milestone in self._milestones if 0 < milestone - self.layers_done < count}
         )

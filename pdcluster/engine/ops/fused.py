@@ -82,7 +82,7 @@ class FusedLayers:
         for first, num_layers, stack in self._stacks:
             for begin, end in progress.runs(num_layers):
                 self._parallel.run(self._kernel, count, self._ends, stack, *arguments, first, begin, end, grain=count)
-                progress.ring()
+                progress.signal()
         hidden, logits = scratch.hidden[:count], scratch.logits[: len(wanted)]
         return Computed(lambda: torch.from_numpy(hidden), lambda: torch.from_numpy(logits), scratch.best[: len(wanted)])
 

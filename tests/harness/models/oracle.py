@@ -45,10 +45,10 @@ def reference(prompt: list[int], num_tokens: int, width: int = 1, choice: int = 
 
 
 class OracleEngine:
-    """Implements loop.StepEngine. A page is [layer][token][width × LAYER_BYTES]; a step's layers are written one bell
+    """Implements loop.StepEngine. A page is [layer][token][width × LAYER_BYTES]; a step's layers are written one milestone
     at a time, at `tick`.
 
-    A step without bells is done when it is launched, unless `hold` is set; then when `finish` is called. One launched
+    A step without milestones is done when it is launched, unless `hold` is set; then when `finish` is called. One launched
     behind another starts when that is done."""
 
     def __init__(self, num_pages: int, page_tokens: int, width: int = 1) -> None:
@@ -82,7 +82,7 @@ class OracleEngine:
     def launch(self, plan: StepPlan) -> None:
         in_flight = len(self._outcomes) + (self._plan is not None) + (self._next is not None)
         assert in_flight < 2, "a step was launched while two are in flight"
-        assert not (in_flight and plan.milestones), "a step with bells was launched behind another"
+        assert not (in_flight and plan.milestones), "a step with milestones was launched behind another"
         self.num_ahead += in_flight
         if self._plan is not None:
             self._next = plan
@@ -109,7 +109,7 @@ class OracleEngine:
             self._end()
 
     def tick(self) -> None:
-        """A step with bells gets on: to its next bell, or to its end."""
+        """A step with milestones gets on: to its next one, or to its end."""
         if self._plan is None or not self._plan.milestones or self.hold:
             return
         self._write(

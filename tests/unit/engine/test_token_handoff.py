@@ -116,7 +116,7 @@ def test_done_fd_is_readable_until_both_steps_are_collected(engine: Engine) -> N
 
 def test_a_step_with_bells_is_not_launched_behind_another(engine: Engine) -> None:
     engine.launch(StepPlan((first_row(),)))
-    with pytest.raises(IntegrityError, match="bells"):
+    with pytest.raises(IntegrityError, match="milestones"):
         engine.launch(StepPlan((next_row(),), milestones=(1,)))
     engine.collect(30)
 

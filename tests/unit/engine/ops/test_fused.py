@@ -212,7 +212,7 @@ def test_a_step_rings_after_the_layers_that_it_was_asked_to(
         progress.begin(milestones)
         computed.forward(batch(decodes(3, 4)), progress)
         assert heard == sorted(milestones) and progress.layers_done == last
-    computed.forward(batch(decodes(3, 4)), progress)  # launched behind it, without bells
+    computed.forward(batch(decodes(3, 4)), progress)  # launched behind it, without milestones
     assert progress.layers_done == 2 * last
 
 
