@@ -9,6 +9,7 @@
     │  └─ RequestTooLarge                                            413
     ├─ Overloaded            capacity exists but is busy             429
     ├─ Unavailable           no node can serve this at all           503
+    │  └─ NoNodeTakesWork    for now; a request may wait for one     503
     ├─ DeadlineExceeded      a stage ran out of time                 504
     ├─ Cancelled             the client left                         499
     ├─ ConfigError           bad flag, file or environment; at start
@@ -95,6 +96,10 @@ class Overloaded(PdclusterError):
 class Unavailable(PdclusterError):
     code = "unavailable"
     http_status = 503
+
+
+class NoNodeTakesWork(Unavailable):
+    """All nodes that could serve the request are gone, cordoned or draining. One may come back."""
 
 
 class DeadlineExceeded(PdclusterError):

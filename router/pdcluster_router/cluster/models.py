@@ -68,6 +68,8 @@ class ModelRegistry:
         # Valid as long as the nodes have the same version.
         self._chains: dict[tuple[str, bytes], HashChain] = {}
         self._seen = -1
+        # Tokens of a hash block and the weights, of the last node that served a model.
+        self._last_chain: dict[str, tuple[int, str]] = {}
 
     # ------------------------------------------------------------ what dispatch and HTTP ask
 
@@ -87,11 +89,16 @@ class ModelRegistry:
         return found
 
     def _chain_of(self, model: str, salt: bytes) -> HashChain:
+        """Without a node, the chain of the last one: its requests may wait for the node to return."""
         self._find(model)
         for card in self._nodes.cards():
             if model in card.models:
-                return _chain(card.hash_block_tokens, salt, card.weights)
-        raise Unavailable(f"no node that serves {model} is connected now; retry later")
+                self._last_chain[model] = card.hash_block_tokens, card.weights
+                break
+        if model not in self._last_chain:
+            raise Unavailable(f"no node that serves {model} is connected now; retry later")
+        block_tokens, weights = self._last_chain[model]
+        return _chain(block_tokens, salt, weights)
 
     def _find(self, model: str) -> LoadedModel:
         if model in self._loaded:

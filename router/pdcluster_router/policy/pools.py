@@ -9,7 +9,7 @@ from collections.abc import Set
 
 import msgspec
 
-from pdcluster.core.errors import Unavailable
+from pdcluster.core.errors import NoNodeTakesWork, Unavailable
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.policy.base import Candidate, Query
 from pdcluster_router.policy.predicted.node_rows import Pool
@@ -28,13 +28,14 @@ class Pools(msgspec.Struct, frozen=True):
 
 
 def pools(query: Query, view: ClusterView) -> Pools:
-    """The pools for a query. Raises Unavailable when no node takes work, or the wanted mode has no nodes."""
+    """The pools for a query.
+
+    Raises NoNodeTakesWork when no node takes work, or a leg lacks one and may not go without. Raises Unavailable when
+    the client's own mode has no nodes.
+    """
     usable = _usable(query, view)
     if not usable.rows:
-        raise Unavailable(
-            f"none of {len(view.nodes)} known nodes takes work now; see that nodes are up, not cordoned and not "
-            "draining"
-        )
+        raise no_node(len(view.nodes))
     if query.force != "remote" and query.fallback != "deny":
         usable = fresh(usable, query, view)  # when a pool is empty, one working node beats a pair with a failed one
     found = _by_leg(usable, query, view)
@@ -45,7 +46,7 @@ def pools(query: Query, view: ClusterView) -> Pools:
         )
     if query.force == "auto" and query.fallback == "deny" and not (found.prefill and found.decode):
         gone = "decode" if found.prefill else "prefill"
-        raise Unavailable(
+        raise NoNodeTakesWork(
             f"no {gone} node takes work, and router.fallback is deny; start one, or allow one node with on-failure"
         )
     return found
@@ -104,6 +105,12 @@ def partners_of_parked(query: Query, view: ClusterView, prefill: NodeView) -> Po
     """Decode nodes for KV that `prefill` holds. None that failed the request; busy ones last."""
     able = _without(_usable(query, view) & view.roster.decode, query.excluded, view)
     return ready(partners(able, prefill, view), query, view)
+
+
+def no_node(num_known: int) -> NoNodeTakesWork:
+    return NoNodeTakesWork(
+        f"none of {num_known} known nodes takes work now; see that nodes are up, not cordoned and not draining"
+    )
 
 
 def no_partner(prefill: NodeView) -> Unavailable:

@@ -1,9 +1,9 @@
 """Whether a request may come in. Pure; a refusal carries the predicted wait.
 
-A request that can never fit gets a 400. Without nodes it gets a 503. A full hold queue, or a prediction past the
-service level, gets a 429. Without a service level (`Slo.ttft_s` None) only bounds refuse. With one, the gate refuses a
-request whose predicted time to first token, with the margin, is too long. Long prompts have a floor. Without it, short
-ones, which fit in a little longer, would keep them out for ever:
+A request that can never fit gets a 400. One that waited too long for any node gets a 503. A full hold queue, or a
+prediction past the service level, gets a 429. Without a service level (`Slo.ttft_s` None) only bounds refuse. With one,
+the gate refuses a request whose predicted time to first token, with the margin, is too long. Long prompts have a floor.
+Without it, short ones, which fit in a little longer, would keep them out for ever:
 
 1. A prompt counts as at least EVEN_SHARE of the level. So up to there all are refused at the same queue length. A
    tenant with nothing waiting is exempt while others wait.
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from pdcluster.core import errors
 from pdcluster_router.cluster.view import ClusterView
+from pdcluster_router.policy.pools import no_node
 
 EVEN_SHARE = 0.25
 LONG_FACTOR = 2.0
@@ -78,11 +79,9 @@ def refusal(reason: str, message: str, wait_s: float) -> errors.Overloaded:
 
 
 def check_fits(num_tokens: int, view: ClusterView) -> None:
-    """Raises Unavailable without nodes, and BadRequest when no node could ever take so many tokens."""
+    """Raises NoNodeTakesWork without nodes, and BadRequest when no node could ever take so many tokens."""
     if not view.nodes:
-        raise errors.Unavailable(
-            "none of 0 known nodes takes work now; see that nodes are up, not cordoned and not draining"
-        )
+        raise no_node(0)
     longest = max(node.max_len for node in view.nodes)
     if num_tokens > longest:
         raise errors.ContextTooLong(longest, f"the request has {num_tokens} tokens; shorten it or start a larger node")

@@ -4,6 +4,9 @@ It is pure, so replay drives the same object in simulated time. The policy's dec
 numbers. A request tries to be admitted: it goes at once when nobody waits and some node is open. Otherwise it is
 refused or held. Whenever room may have appeared, `release` scores the waiting requests again, in order.
 
+A request that no node takes now is *parked*: it is held until a node takes work again. A new one is parked only when
+nothing about the request itself is to blame. One that was accepted before is parked whatever the reason.
+
 A request is also held while it would slow down rows (`Headroom.keeps_pace`). With a service level for first tokens it
 is not: that level predicts waits for prompts.
 """
@@ -74,14 +77,20 @@ class Gate:
         self._drain = DrainRate()
         # Wishes of requests that were passed over lately.
         self._wishes: dict[str, Wish] = {}
+        # Why no node took a parked request, when it was last scored.
+        self._parked: dict[str, errors.Unavailable] = {}
 
     def try_admit(self, held: QueuedRequest, decide: Decide, now: float) -> Decision | None:
         """Where the request goes at once; None: it is held, and `release` may place it right away.
 
-        held.work is set here. Raises Overloaded when it may not come in, and whatever `decide` raises. A request that
-        came in before (is_paid) always may.
+        held.work is set here. Raises Overloaded when it may not come in, and whatever `decide` raises, unless the
+        request may be parked. A request that came in before (is_paid) always may.
         """
-        decision = decide(held)
+        try:
+            decision = decide(held)
+        except errors.Unavailable as cause:
+            self.park(held, cause, now)
+            return None
         going = self.at_once(decision, now - held.arrived, is_paid=held.is_paid)
         if going is None:
             self.hold(held, decision, now)
@@ -109,7 +118,20 @@ class Gate:
         if not held.is_paid:
             self._admit(held, decision)
         self.queue.push(held)
-        self._drain.is_held(True, now)
+        self._note_held(now)
+
+    def park(self, held: QueuedRequest, cause: errors.Unavailable, now: float) -> None:
+        """Hold a request that no node takes. Raises the cause when it may not be parked."""
+        if not _may_park(held, cause):
+            raise cause
+        bound = self.queue.lacks_room(held)
+        if bound is not None:
+            raise errors.Unavailable(
+                f"{len(self.queue)} requests of {self.queue.num_bytes} bytes wait for a node, no more may; {cause}"
+            )
+        self.queue.push(held)
+        self._parked[held.request] = cause
+        self._note_held(now)
 
     def release(self, decide: Decide, now: float, most: int = 1) -> list[Released]:
         """Release up to `most` waiting requests. Use 1 when a decision counts in the view only once it was acted
@@ -129,8 +151,12 @@ class Gate:
             try:
                 decision = decide(held)
             except errors.PdclusterError as error:
+                if isinstance(error, errors.Unavailable) and _may_park(held, error):
+                    self._parked[held.request] = error
+                    return HoldOutcome.ELSEWHERE
                 released.append(Released(held, None, error))
                 return HoldOutcome.PLACED
+            self._parked.pop(held.request, None)
             choice, query, view = decision.choice, decision.query, decision.view
             if (reason := self._why_held(decision, now - held.arrived, is_paid=held.is_paid)) is not None:
                 wanted[held.request] = nodes = self._headroom.usable(choice, query, view)
@@ -145,7 +171,8 @@ class Gate:
 
         for held in self.queue.release(offer, now):
             self._drain.released(held.charge, now)
-        self._drain.is_held(bool(len(self.queue)), now)
+            self._parked.pop(held.request, None)
+        self._note_held(now)
         self._wishes = {
             request: wish
             for request, wish in self._wishes.items()
@@ -169,13 +196,20 @@ class Gate:
     def leave(self, request: str, now: float) -> None:
         """Its client left, wherever the request is."""
         self.queue.remove(request)
-        self._drain.is_held(bool(len(self.queue)), now)
+        self._parked.pop(request, None)
+        self._note_held(now)
 
     def expire(self, now: float) -> list[Released]:
         """Requests whose time is over, with the error that answers them."""
-        expired = self.queue.expire(now)
-        self._drain.is_held(bool(len(self.queue)), now)
-        return [Released(one.held, None, self._late(one, now)) for one in expired]
+        late = [Released(one.held, None, self._late(one, now)) for one in self.queue.expire(now)]
+        for one in late:
+            self._parked.pop(one.held.request, None)
+        self._note_held(now)
+        return late
+
+    def _note_held(self, now: float) -> None:
+        """Time in which no node takes work says nothing about how fast nodes work."""
+        self._drain.is_held(len(self.queue) > len(self._parked), now)
 
     def wait_s(self, held: QueuedRequest, num_nodes: int) -> float:
         """Predicted wait in the queue of a request outside it; at most the queue's age."""
@@ -202,11 +236,18 @@ class Gate:
         check_service(Outlook(wait_s, min(least_s, self._headroom.backlog_s), held.work, is_modest), self._slo)
 
     def _late(self, expired: Expired, now: float) -> errors.PdclusterError:
-        held = expired.held
+        held, cause = expired.held, self._parked.get(expired.held.request)
         waited = f"request {held.request} waited {now - held.arrived:.2f} s for a node"
+        why = "" if cause is None else f"; {cause}"
         if expired.reason == "deadline":
-            return errors.DeadlineExceeded(f"{waited} and found no room by its deadline", "request")
+            return errors.DeadlineExceeded(f"{waited} and found no room by its deadline{why}", "request")
+        if cause is not None:
+            return errors.Unavailable(f"{waited}, as long as it may{why}")
         return refusal("hold_age", f"{waited}, as long as it may", self.wait_s(held, 1))
+
+
+def _may_park(held: QueuedRequest, cause: errors.Unavailable) -> bool:
+    return held.is_paid or isinstance(cause, errors.NoNodeTakesWork)
 
 
 def _going(decision: Decision) -> Decision:

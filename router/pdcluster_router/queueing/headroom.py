@@ -119,10 +119,7 @@ class Headroom:
             return True
         has_row = has_row or self._has_row(view.nodes)
         nodes = chain((first,), self._pool(mode, view))
-        return any(
-            self.is_open(node, mode, has_row=has_row) and not _is_ruled_out(node, query) and choice.suits(node)
-            for node in nodes
-        )
+        return any(self.is_open(node, mode, has_row=has_row) and _may_take(node, choice, query) for node in nodes)
 
     def keeps_pace(self, choice: RoutingDecision, query: Query, waited_s: float) -> bool:
         """Whether one more row keeps those of the decode node within their limit, or this request has no time left to
@@ -140,9 +137,7 @@ class Headroom:
     def usable(self, choice: RoutingDecision, query: Query, view: ClusterView) -> frozenset[str]:
         """Incarnations that could compute the prompt in the chosen mode, open or not."""
         return frozenset(
-            node.endpoint.incarnation
-            for node in self._pool(choice.mode, view)
-            if not _is_ruled_out(node, query) and choice.suits(node)
+            node.endpoint.incarnation for node in self._pool(choice.mode, view) if _may_take(node, choice, query)
         )
 
     def full_modes(self, view: ClusterView) -> frozenset[Mode]:
@@ -169,6 +164,14 @@ def _is_idle(node: NodeView) -> bool:
     return node.load is not None and not (
         node.load.waiting or node.load.running or node.load.pages_parked or node.in_flight
     )
+
+
+def _may_take(node: NodeView, choice: RoutingDecision, query: Query) -> bool:
+    """Whether the policy could choose the node. One that failed the request is chosen only when there is no other."""
+    if _is_ruled_out(node, query) or not choice.suits(node):
+        return False
+    excluded = query.excluded
+    return node.endpoint.incarnation not in excluded or choice.first.endpoint.incarnation in excluded
 
 
 def _is_ruled_out(node: NodeView, query: Query) -> bool:

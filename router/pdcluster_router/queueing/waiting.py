@@ -97,6 +97,14 @@ class WaitingRequests:
         except errors.Overloaded as error:
             self._metrics.refused(error.reason, held.tenant)
             raise
+        self._wait(held, decide, answer)
+
+    def park(self, held: QueuedRequest, cause: errors.Unavailable, decide: Decide, answer: Answer) -> None:
+        """Hold a request that no node takes. Raises Unavailable when it may not be parked."""
+        self._gate.park(held, cause, held.arrived)
+        self._wait(held, decide, answer)
+
+    def _wait(self, held: QueuedRequest, decide: Decide, answer: Answer) -> None:
         self._waiters[held.request] = GateWaiter(decide, answer, held.arrived)
         self._metrics.held.set(self.num_held)
         self._keep_pumping()

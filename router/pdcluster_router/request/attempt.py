@@ -477,7 +477,7 @@ class Attempt:
             self._avoid.clear()
             preferred = self._pick_decode(now)
             if preferred is None:
-                raise RetryAttempt(errors.Unavailable("no decode node takes work now"), None)
+                raise RetryAttempt(errors.NoNodeTakesWork("no decode node takes work now"), None)
             self._wait_for_room(self._stages.hold_s)
         elif job.busy_s(preferred.endpoint.incarnation, now):
             self._wait_for_room(min(until - now for until in job.busy.values() if until > now))

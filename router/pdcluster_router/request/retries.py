@@ -49,8 +49,8 @@ class RetryBudget:
     token: the first one comes with the prompt, so a request that ends every node that decodes it has one, too. Nodes
     that were lost count apart, since a request may be what ends them.
 
-    Refusals for want of room may go on for hold_s after the last token. The first retry is immediate, because most
-    failures are a node's end. Later ones pause, because a path may be coming back.
+    Refusals for want of room, or of a node, may go on for hold_s after the last token. The first retry is immediate,
+    because most failures are a node's end. Later ones pause, because a path may be coming back.
     """
 
     __slots__ = ("_emitted", "_failures", "_held_since", "_lost", "_settings", "attempts")
@@ -76,12 +76,12 @@ class RetryBudget:
             self._failures = 0
             self._lost.clear()
             job.excluded.clear()
-        if isinstance(failure.cause, errors.Overloaded):
+        if isinstance(failure.cause, errors.Overloaded | errors.NoNodeTakesWork):
             if self._held_since is None:
                 self._held_since = now
             if now >= self._held_since + self._settings.hold_s:
                 raise failure.cause
-            return 0.0
+            return 0.0 if isinstance(failure.cause, errors.Overloaded) else self._settings.stages.hold_s
         if failure.incarnation is not None:
             job.excluded.add(failure.incarnation)
             if isinstance(failure.cause, errors.NodeLost):

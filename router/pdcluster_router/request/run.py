@@ -343,7 +343,12 @@ class Run:
         job, standing, now = self._job, self._generation.standing, self._shared.clock()
         if now >= job.deadline:
             raise errors.DeadlineExceeded(f"request {job.request} found no room by its deadline", "request")
-        is_paid, waiting, decision = self._num_placed > 0, self._shared.waiting, self._decide(now)
+        is_paid, waiting = self._num_placed > 0, self._shared.waiting
+        try:
+            decision = self._decide(now)
+        except errors.Unavailable as cause:
+            waiting.park(self._queued(now), cause, self._decide, lambda answer: self._placed(answer, now))
+            return
         going = waiting.at_once(decision, standing.tenant, is_paid=is_paid)
         if going is not None:
             self._begin(going, now)
@@ -352,20 +357,15 @@ class Run:
 
     def _hold(self, decision: Decision, now: float) -> None:
         """Until it is its turn."""
+        self._shared.waiting.hold(self._queued(now), decision, self._decide, lambda answer: self._placed(answer, now))
+
+    def _queued(self, now: float) -> QueuedRequest:
         job, standing = self._job, self._generation.standing
-        size_bytes = BYTES_PER_TOKEN * len(job.prompt)
-        held = QueuedRequest(
-            job.request,
-            standing.tenant,
-            0.0,
-            size_bytes,
-            now,
-            job.deadline,
-            standing.weight,
-            standing.priority,
-            self._num_placed > 0,
-        )
-        self._shared.waiting.hold(held, decision, self._decide, lambda answer: self._placed(answer, now))
+        num_tokens, is_paid = len(job.prompt), self._num_placed > 0
+        return QueuedRequest(
+            job.request, standing.tenant, self._shared.settings.headroom.cold_token_s * num_tokens,
+            BYTES_PER_TOKEN * num_tokens, now, job.deadline, standing.weight, standing.priority, is_paid,
+        )  # fmt: skip
 
     def _placed(self, answer: Decision | errors.PdclusterError, asked: float) -> None:
         """The gate's answer to a request that waited."""

@@ -119,6 +119,15 @@ def test_a_node_that_asked_this_request_to_be_left_alone_is_no_place_for_it_but_
     assert [one.held.request for one in gate.release(world.decide, 0.2)] == ["r1"]
 
 
+def test_a_node_that_failed_a_request_is_no_place_for_it_while_there_is_another() -> None:
+    world, gate = make_world("mixed", "mixed"), make_gate()
+    world.set_load("m1", load(waiting_tokens=300))
+    world.prompts["r1"] = Query(100, excluded=frozenset({"m0-boot"}))
+    assert gate.try_admit(held("r1", is_paid=True), world.decide, 0.0) is None
+    world.nodes.pop()
+    assert [one.held.request for one in gate.release(world.decide, 0.1)] == ["r1"], "it is the only one"
+
+
 def test_an_old_request_keeps_its_node_from_those_behind_it() -> None:
     """Only the large node can take it; short prompts must not keep that one past its backlog for ever."""
     world, gate = make_world("mixed", "mixed"), make_gate(patience_s=5.0)
@@ -200,13 +209,68 @@ def test_an_old_request_keeps_the_nodes_of_its_mode_though_it_was_not_scored_jus
     assert [one.held.request for one in gate.release(world.decide, 6.02, most=3)] == ["r1", "r2", "r3"]
 
 
-def test_a_request_without_any_node_left_is_told_so() -> None:
+@pytest.mark.parametrize("is_paid", [False, True])
+def test_a_request_waits_while_no_node_takes_work_and_goes_when_one_does(is_paid: bool) -> None:
+    world, gate = make_world("mixed"), make_gate()
+    nodes, world.nodes = world.nodes, []
+    assert gate.try_admit(held("r1", is_paid=is_paid), world.decide, 0.0) is None
+    assert gate.release(world.decide, 5.0) == [] and len(gate.queue) == 1
+    world.nodes = nodes
+    (released,) = gate.release(world.decide, 5.1)
+    assert released.decision is not None and released.decision.choice.first.name == "m0" and len(gate.queue) == 0
+
+
+def test_a_held_request_whose_nodes_go_away_waits_for_others() -> None:
     world, gate = make_world("mixed"), make_gate()
     world.set_load("m0", load(waiting_tokens=300))
     assert gate.try_admit(held("r1"), world.decide, 0.0) is None
-    world.nodes = []
-    (released,) = gate.release(world.decide, 0.1)
-    assert isinstance(released.error, errors.Unavailable) and len(gate.queue) == 0
+    nodes, world.nodes = world.nodes, []
+    assert gate.release(world.decide, 0.1) == []
+    world.nodes = [replace(nodes[0], is_cordoned=True)]
+    assert gate.release(world.decide, 0.2) == []
+    world.nodes = [replace(nodes[0], load=load())]
+    assert [one.held.request for one in gate.release(world.decide, 0.3)] == ["r1"]
+
+
+def test_who_waited_too_long_for_any_node_hears_why_none_took_it() -> None:
+    world, gate = make_world(), make_gate(age_s=10.0)
+    gate.try_admit(held("r1", deadline=2.0), world.decide, 0.0)
+    gate.try_admit(held("r2"), world.decide, 0.0)
+    (late,) = gate.expire(2.0)
+    assert isinstance(late.error, errors.DeadlineExceeded) and "none of 0 known nodes" in str(late.error)
+    (old,) = gate.expire(10.0)
+    assert isinstance(old.error, errors.Unavailable) and "none of 0 known nodes" in str(old.error)
+    gate.queue.check_integrity()
+
+
+def test_no_more_new_requests_are_parked_than_may_wait_but_all_that_were_accepted() -> None:
+    world, gate = make_world(), make_gate(count=1)
+    assert gate.try_admit(held("r1"), world.decide, 0.0) is None
+    with pytest.raises(errors.Unavailable, match="no more may; none of 0 known nodes"):
+        gate.try_admit(held("r2"), world.decide, 0.0)
+    assert gate.try_admit(held("r3", is_paid=True), world.decide, 0.0) is None
+
+
+def test_a_mode_without_nodes_keeps_waiting_only_who_was_accepted() -> None:
+    """A new request may choose another mode."""
+    world, gate = make_world("decode"), make_gate()
+    world.prompts["r1"] = world.prompts["r2"] = Query(100, force="remote")
+    with pytest.raises(errors.Unavailable, match="mode remote needs"):
+        gate.try_admit(held("r1"), world.decide, 0.0)
+    assert gate.try_admit(held("r2", is_paid=True), world.decide, 0.0) is None
+
+
+def test_a_time_without_nodes_makes_no_predicted_wait_longer() -> None:
+    world, gate = make_world("mixed"), make_gate()
+    nodes, world.nodes = world.nodes, []
+    gate.try_admit(held("r1"), world.decide, 0.0)
+    gate.release(world.decide, 30.0)
+    world.nodes = nodes
+    world.set_load("m0", load(waiting_tokens=300))
+    gate.release(world.decide, 30.0)
+    more = QueuedRequest("r2", "a", 1.0, 100, 30.0, math.inf)
+    gate.hold(more, world.decide(more), 30.0)
+    assert gate.wait_s(held("r3", 30.0), 1) == pytest.approx(gate.queue.work_before(held("r3", 30.0)))
 
 
 def test_a_full_queue_refuses_at_once_and_says_how_long_the_wait_would_be() -> None:

@@ -248,13 +248,15 @@ async def test_a_bug_in_the_queue_is_told_to_all_that_wait_and_to_none_that_come
     ] and bench.dispatch.waiting.num_held == 0
 
 
-async def test_when_the_last_node_goes_those_that_wait_are_told_at_once() -> None:
-    bench = Bench()
+async def test_when_the_last_node_goes_those_that_wait_stay_for_their_time() -> None:
+    bench = Bench(age_s=0.2)
     task = bench.start("r1")
     await settle()
     bench.cluster.kill(bench.cluster.nodes[0])
     bench.dispatch.waiting.poke()
-    with pytest.raises(errors.Unavailable, match="none of 0 known nodes"):
+    await settle()
+    assert not task.done() and bench.dispatch.waiting.num_held == 1
+    with pytest.raises(errors.Unavailable, match=r"waited 0\.2. s for a node, .*none of 0 known nodes"):
         await task
 
 

@@ -17,6 +17,7 @@ from pdcluster_router.core.generation import Done, Generation, Take, TokenChunk
 from pdcluster_router.core.job import HashChain, Job, RetryAttempt
 from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.policy.base import Force
+from pdcluster_router.queueing.hold_queue import HoldLimits
 from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 from pdcluster_router.request.retries import RetryBudget
 from pdcluster_router.request.stream import Events
@@ -327,13 +328,43 @@ async def test_parked_kv_goes_to_another_decode_node_without_computing_again() -
     assert [message.work.attempt for message in cluster.sent_to("d1", m.Reserve)] == [2]
 
 
-async def test_a_request_with_no_node_left_gets_a_clear_error() -> None:
-    cluster, pair, dispatch = make_pair()
+async def test_a_request_with_no_node_left_waits_for_one_and_then_gets_a_clear_error() -> None:
+    cluster, pair, _ = make_pair()
+    dispatch = make_dispatch(cluster, hold=HoldLimits(age_s=0.1))
     cluster.nodes.pop()
     pair.die_at["p0"] = "before_token"
-    with pytest.raises(errors.Unavailable, match="none of 0 known nodes"):
+    with pytest.raises(errors.Unavailable, match=r"waited 0\.1. s for a node, .*none of 0 known nodes"):
         await collect(dispatch, make_generation())
     assert cluster.ledger.num_requests() == 0
+
+
+async def test_a_stream_whose_only_node_dies_goes_on_where_it_was_once_the_node_is_back() -> None:
+    cluster = FakeCluster([make_node("m0", "mixed"), make_node("m1", "mixed")])
+    first = ScriptedPair(cluster, cluster.nodes[0], cluster.nodes[0], die_at={"m0": "mid_decode"})
+    second = ScriptedPair(cluster, cluster.nodes[1], cluster.nodes[1])
+    cluster.handlers = {"m0": first.on_prefill, "m1": second.on_prefill}
+    cluster.dead.add("m1")
+    dispatch = make_dispatch(cluster)
+    running = asyncio.create_task(collect(dispatch, make_generation()))
+    fresh = asyncio.create_task(collect(dispatch, make_generation("r2")))
+    while dispatch.waiting.num_held < 2:
+        await asyncio.sleep(0.01)
+    cluster.dead.remove("m1")
+    dispatch.waiting.poke()
+    assert (await running)[0] == EXPECTED and (await fresh)[0] == EXPECTED
+    sent = {work.request: work for work in (message.work for message in cluster.sent_to("m1", m.Prefill))}
+    assert len(sent["r1"].token_ids) // 4 == 13 and len(sent["r2"].token_ids) // 4 == 10
+
+
+async def test_a_client_that_leaves_while_no_node_takes_work_frees_its_place() -> None:
+    cluster = FakeCluster([])
+    dispatch = make_dispatch(cluster)
+    running = asyncio.create_task(collect(dispatch, make_generation()))
+    await settle()
+    assert dispatch.waiting.num_held == 1
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert dispatch.waiting.num_held == 0 and cluster.ledger.num_requests() == 0
 
 
 async def test_failures_stop_at_the_retry_budget() -> None:
