@@ -18,6 +18,7 @@
     ├─ TransferError         KV did not arrive (retryable on other pages)
     │  └─ PeerUnreachable
     ├─ NodeLost              the node behind an attempt is gone (retryable)
+    ├─ NodeDrains            the node gives its work to others (retryable)
     └─ IntegrityError        our own bookkeeping is broken: a bug
 
 A message names the thing, the value and the way out. This module translates nothing: a library's errors are translated
@@ -147,6 +148,14 @@ class PeerUnreachable(TransferError):
 
 class NodeLost(PdclusterError):
     code = "node_lost"
+    http_status = 503
+    retryable = True
+
+
+class NodeDrains(PdclusterError):
+    """Planned: no failure of the node or of the request."""
+
+    code = "node_draining"
     http_status = 503
     retryable = True
 

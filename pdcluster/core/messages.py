@@ -184,11 +184,12 @@ class Release(NodeMessage, frozen=True, array_like=True):
 
 class Manage(NodeMessage, frozen=True, array_like=True):
     """An operator's wish for the node: another role, or no new work (cordoned). None leaves that as it is. Idempotent;
-    number names the answer."""
+    number names the answer. moves: end what runs here, so that routers go on with it elsewhere."""
 
     number: BigCount
     role: Role | None = None
     cordoned: bool | None = None
+    moves: bool = False
 
 
 class AskCache(NodeMessage, frozen=True, array_like=True):
@@ -365,11 +366,12 @@ class CacheDelta(NodeMessage, frozen=True, array_like=True):
 
 
 class Managed(NodeMessage, frozen=True, array_like=True):
-    """Answer to Manage: how it is now."""
+    """Answer to Manage: how it is now. num_moved: requests, and finished prompts that waited, that were ended."""
 
     number: BigCount
     role: Role
     cordoned: bool
+    num_moved: BigCount = 0
 
 
 class FileChunk(NodeMessage, frozen=True, array_like=True):

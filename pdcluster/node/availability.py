@@ -26,17 +26,24 @@ class NodeAvailability:
     """The node's role and cordon.
 
     is_draining: on the way out; no message takes that back.
+    has_moved: its work was moved since it was cordoned, so what still comes is refused.
     """
 
     def __init__(self, role: Role, cluster: CardPublisher) -> None:
         self.role = role
         self.is_cordoned = False
         self.is_draining = False
+        self.has_moved = False
         self._cluster = cluster
 
     @property
     def takes_work(self) -> bool:
         return not (self.is_cordoned or self.is_draining)
+
+    @property
+    def refuses_work(self) -> bool:
+        """Whether work that a router sent before it knew better is refused. A cordon alone does not refuse it."""
+        return self.is_draining or self.has_moved
 
     def apply(self, message: Manage) -> Managed:
         """Apply a change and answer with the new state. Idempotent."""
@@ -47,7 +54,10 @@ class NodeAvailability:
         if message.cordoned is not None and message.cordoned != self.is_cordoned:
             logger.info("new work is %s", "refused" if message.cordoned else "welcome again")
             self.is_cordoned = message.cordoned
+            self.has_moved = False
             self._cluster.set_draining(not self.takes_work)
+        if message.moves:
+            self.has_moved = not self.takes_work
         return Managed(message.number, self.role, self.is_cordoned)
 
     def drain(self) -> None:

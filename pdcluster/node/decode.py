@@ -235,6 +235,16 @@ class DecodeSide:
             self._outbox.message(leg.router, Failed(leg.request, leg.attempt, code, reason, retryable, param))
             self._end(leg, reason)
 
+    def fail_all(self, cause: errors.PdclusterError) -> int:
+        """End every leg for a retryable cause. Returns how many."""
+        legs = list(self._by_key.values())
+        for leg in legs:
+            if self._by_key.get(leg.key) is leg:  # it may have ended with the one before it
+                word = Failed(leg.request, leg.attempt, cause.code, str(cause), retryable=True)
+                self._outbox.message(leg.router, word)
+                self._end(leg, str(cause))
+        return len(legs)
+
     def on_event(self, event: Landed | TicketFailed | Reclaimed) -> None:
         if isinstance(event, Reclaimed):
             self._pages.detach_writer(event.nonce)

@@ -263,8 +263,9 @@ class FetchSide:
 # node's ticket.
 #
 # An export's life: Fetch; pages are found and pinned; everything is pushed, and Commit goes out; Acked, or GaveUp,
-# which the reader is told; Drained, and the pages are unpinned. A node without the KV, without room to pin it, or
-# draining answers Declined. Then the other node computes. Nothing is computed here and no request is known.
+# which the reader is told; Drained, and the pages are unpinned. A node without the KV, or without room to
+# pin it, answers Declined. Then the other node computes. A draining node gives what it has: it is about to be lost.
+# Nothing is computed here and no request is known.
 
 # Exports at a time. Others are declined.
 MAX_OPEN = 64
@@ -284,7 +285,7 @@ class Export:
 class ExportSide:
     """The writing end.
 
-    counters: exports by how they ended (acked, gave_up), and what was declined (gone, no_room, busy, draining,
+    counters: exports by how they ended (acked, gave_up), and what was declined (gone, no_room, busy,
     impossible).
     """
 
@@ -300,7 +301,7 @@ class ExportSide:
         self._exports: dict[int, Export] = {}
         self.counters: Counter[str] = Counter()
 
-    def open(self, sender: Peer, message: Fetch, *, is_draining: bool) -> None:
+    def open(self, sender: Peer, message: Fetch) -> None:
         """Begin to write what is asked for, or decline."""
         ticket = message.ticket
         if peer_of(ticket.reader) != sender:
@@ -310,9 +311,7 @@ class ExportSide:
             return  # a repeated message
         num_pages = self._pages.pages_for(ticket.num_tokens)
         pages = self._pages.match(message.hashes, num_pages)
-        if is_draining:
-            self._decline(sender, ticket, "draining", "the node is draining")
-        elif len(self._exports) >= self._max_open:
+        if len(self._exports) >= self._max_open:
             self._decline(sender, ticket, "busy", f"{len(self._exports)} exports are open, {self._max_open} may be")
         elif len(pages) < num_pages:
             held = len(pages) * self._pages.page_tokens

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import zmq
+from msgspec import structs
 
-from pdcluster.core.errors import BadRequest, DeadlineExceeded, IntegrityError
+from pdcluster.core.errors import BadRequest, DeadlineExceeded, IntegrityError, NodeDrains
 from pdcluster.core.messages import (
     Abort,
     AbortAck,
@@ -69,6 +70,9 @@ IDLE_CHECK_S = 1.0
 # The hub's heartbeats and leases need a look this often.
 LONGEST_WAIT_S = 0.1
 
+# Time for a draining node's last transfers, once its requests moved.
+MOVE_S = 5.0
+
 
 class NodeLoop:
     def __init__(
@@ -94,7 +98,9 @@ class NodeLoop:
         self._is_behind_failure = False
         self._steps = 0
         self._failures = 0
+        # When running work moves to other nodes, and then when the node ends whatever is left.
         self._drain_until: float | None = None
+        self._has_moved = False
         self._idle_since = clock()
         self._is_checked = True
         self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -110,8 +116,8 @@ class NodeLoop:
         os.eventfd_write(self._stop_fd, 1)
 
     def run(self) -> None:
-        """Serve until `stop`, then until running work is done or the drain deadline passed. Raises what the engine
-        raises: the node is broken then.
+        """Serve until `stop`, then until running work is done. What still runs at the drain deadline moves to other
+        nodes. Raises what the engine raises: the node is broken then.
         """
         try:
             while not self._is_over():
@@ -183,14 +189,24 @@ class NodeLoop:
     def _is_over(self) -> bool:
         if self._drain_until is None:
             return False
-        if self._clock() >= self._drain_until:
-            logger.warning(
-                "drain deadline of %g s passed with %d requests",
-                self._drain_s,
-                self._parts.prefill.num_legs + self._parts.decode.num_legs,
-            )
+        now = self._clock()
+        if now < self._drain_until:
+            return self._is_idle()
+        if self._has_moved:
+            logger.warning("the node ends although %d requests or transfers are not done", self._num_open)
             return True
-        return self._is_idle()
+        self._has_moved, self._drain_until = True, now + MOVE_S
+        num_moved = self._move_work()
+        logger.warning("the drain deadline of %g s passed: %d requests move to other nodes", self._drain_s, num_moved)
+        return False
+
+    def _move_work(self) -> int:
+        """End what runs or waits here, so that routers go on with it elsewhere. Returns how many requests.
+
+        Their KV stays cached: other nodes may fetch it.
+        """
+        cause = NodeDrains(f"node {self._parts.me.node} gives its work to other nodes")
+        return self._parts.prefill.fail_all(cause) + self._parts.decode.fail_all(cause)
 
     # ------------------------------------------------------------ messages
 
@@ -217,7 +233,7 @@ class NodeLoop:
         elif received.kind == "node" and isinstance(message, Commit | AbortAck):
             parts.reader.handle(peer, message)
         elif received.kind == "node" and isinstance(message, Fetch):
-            parts.export.open(peer, message, is_draining=self._drain_until is not None)
+            parts.export.open(peer, message)
         elif received.kind == "node" and isinstance(message, Declined):
             parts.fetch.on_declined(peer, message)
         elif received.kind == "router":
@@ -244,7 +260,10 @@ class NodeLoop:
         elif isinstance(message, Hello):
             self._on_hello(router, message)
         elif isinstance(message, Manage):
-            parts.outbox.message(router, parts.standing.apply(message))
+            answer = parts.standing.apply(message)
+            parts.outbox.message(
+                router, structs.replace(answer, num_moved=self._move_work()) if message.moves else answer
+            )
         elif isinstance(message, AskCache):
             self._reporter.add(router, self._tell)
         elif isinstance(message, FetchFile):
@@ -276,7 +295,7 @@ class NodeLoop:
 
     def _accept(self, router: Peer, work: Work, leg: RefusedLeg, *, remote: bool) -> Sequence | None:
         """The work as a sequence. None when the node takes no new work, or not this; the router was answered."""
-        if self._drain_until is not None:
+        if self._parts.standing.refuses_work:
             self._parts.outbox.message(
                 router, Refused(work.request, work.attempt, leg, f"node {self._parts.me.node} is draining", 0.05)
             )
@@ -445,9 +464,12 @@ class NodeLoop:
     # ------------------------------------------------------------ load and idleness
 
     def _is_idle(self) -> bool:
+        return not (self._in_flight or self._num_open or self._num_pinned or self._parts.pages.num_quarantined)
+
+    @property
+    def _num_open(self) -> int:
         parts = self._parts
-        legs = parts.prefill.num_legs + parts.decode.num_legs + parts.fetch.num_open + len(parts.grammars)
-        return not self._in_flight and not (legs or self._num_pinned or parts.pages.num_quarantined)
+        return parts.prefill.num_legs + parts.decode.num_legs + parts.fetch.num_open + len(parts.grammars)
 
     def _check_idle(self) -> None:
         """After an idle while, check that the allocators add up, so that a leak is found early. Not at every pause: a

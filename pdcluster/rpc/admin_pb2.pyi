@@ -160,16 +160,18 @@ class DrainRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class DrainProgress(_message.Message):
-    __slots__ = ("waiting", "running", "pages_parked", "safe_to_stop")
+    __slots__ = ("waiting", "running", "pages_parked", "safe_to_stop", "moved")
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     PAGES_PARKED_FIELD_NUMBER: _ClassVar[int]
     SAFE_TO_STOP_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     running: int
     pages_parked: int
     safe_to_stop: bool
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., pages_parked: _Optional[int] = ..., safe_to_stop: _Optional[bool] = ...) -> None: ...
+    moved: int
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., pages_parked: _Optional[int] = ..., safe_to_stop: _Optional[bool] = ..., moved: _Optional[int] = ...) -> None: ...
 
 class SetRoleRequest(_message.Message):
     __slots__ = ("node", "role")

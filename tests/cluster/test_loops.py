@@ -224,6 +224,22 @@ async def test_a_draining_node_finishes_what_it_has_and_takes_nothing_new() -> N
         await cluster.until_idle()
 
 
+async def test_what_runs_at_the_drain_deadline_moves_to_another_node_and_the_node_ends() -> None:
+    async with LocalCluster({"m0": "mixed", "m1": "mixed"}) as cluster:
+        running = [asyncio.create_task(cluster.run(prompt_of(20, seed), 100)) for seed in range(6)]
+        first = cluster.nodes["m0"]
+        await cluster.until(lambda: first.parts.decode.num_legs >= 2)
+        first.loop._drain_s = 0.0
+        first.loop.stop()
+        first.loop._wait()
+        assert not first.loop._is_over(), "its requests move first"
+        assert first.parts.decode.num_legs == 0
+        for seed, (tokens, done) in enumerate(await asyncio.gather(*running)):
+            assert tokens == reference(prompt_of(20, seed), 100) and done.route.decode == "m1"
+        await cluster.until(first.loop._is_idle)
+        await cluster.until_idle()
+
+
 @pytest.mark.parametrize("length", [1, 4, 25, 79])
 async def test_the_last_chunk_leaves_in_groups_of_layers(length: int) -> None:
     async with LocalCluster(PAIR, group_s=1e-12) as cluster:

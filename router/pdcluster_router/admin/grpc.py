@@ -80,6 +80,7 @@ class AdminService(stubs.AdminServicer):
                 running=progress.running,
                 pages_parked=progress.pages_parked,
                 safe_to_stop=progress.is_done,
+                moved=progress.num_moved,
             )
 
     async def SetRole(self, request: pb.SetRoleRequest, context: grpc.aio.ServicerContext) -> pb.Node:

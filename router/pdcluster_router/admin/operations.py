@@ -109,12 +109,16 @@ class CacheStatus(msgspec.Struct, frozen=True):
 
 
 class DrainProgress(msgspec.Struct, frozen=True):
-    """What is left on a draining node."""
+    """What is left on a draining node.
+
+    num_moved: requests that went to other nodes, once the deadline passed.
+    """
 
     waiting: int
     running: int
     pages_parked: int
     is_done: bool
+    num_moved: int = 0
 
 
 class Operations(Protocol):
@@ -129,6 +133,8 @@ class Operations(Protocol):
     async def cordon(self, name: str, *, cordoned: bool) -> NodeStatus: ...
 
     async def set_role(self, name: str, role: Role) -> NodeStatus: ...
+
+    async def move(self, name: str) -> int: ...
 
     def drain(self, name: str, deadline_s: float) -> AsyncIterator[DrainProgress]: ...
 

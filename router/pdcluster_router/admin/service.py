@@ -108,6 +108,12 @@ class Admin:
     def drain(self, name: str, deadline_s: float) -> AsyncIterator[DrainProgress]:
         return drains.drain(self, name, deadline_s, self.log, self._clock)
 
+    async def move(self, name: str) -> int:
+        """Have a node give its work to other nodes. Returns how many requests moved."""
+        found = self._find(name)
+        answer = await self._ask(found, moves=True)
+        return answer.num_moved
+
     async def wait_for_change(self, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(min(timeout_s, LOOK_S)):
@@ -117,13 +123,19 @@ class Admin:
 
     async def _manage(self, name: str, *, role: Role | None = None, cordoned: bool | None = None) -> KnownNode:
         found = self._find(name)
+        return _after(found, await self._ask(found, role=role, cordoned=cordoned))
+
+    async def _ask(
+        self, found: KnownNode, *, role: Role | None = None, cordoned: bool | None = None, moves: bool = False
+    ) -> Managed:
         try:
-            answer = await self.cluster.manage(found.card.incarnation, role=role, cordoned=cordoned, timeout_s=MANAGE_S)
+            return await self.cluster.manage(
+                found.card.incarnation, role=role, cordoned=cordoned, moves=moves, timeout_s=MANAGE_S
+            )
         except TimeoutError:
             raise DeadlineExceeded(
                 f"node {found.card.node} did not answer within {MANAGE_S:g} s; see its log", "handshake"
             ) from None
-        return _after(found, answer)
 
     # ------------------------------------------------------------ requests
 

@@ -23,6 +23,7 @@ Kind = Literal[
     "cordon",
     "uncordon",
     "drain",
+    "moved",
     "drained",
     "policy",
     "cancel",

@@ -209,6 +209,8 @@ def error_of(message: Failed) -> errors.PdclusterError:
     """
     if message.retryable and message.code == errors.Overloaded.code:
         return errors.Overloaded(message.message, 0.0)
+    if message.retryable and message.code == errors.NodeDrains.code:
+        return errors.NodeDrains(message.message)
     if message.retryable:
         return errors.TransferError(message.message)
     if message.code == errors.BadRequest.code:

@@ -484,9 +484,17 @@ class NodeTable:
             self.caches.index.expected.withdraw(incarnation, sent.hashes)
 
     async def manage(
-        self, incarnation: str, *, role: Role | None = None, cordoned: bool | None = None, timeout_s: float
+        self,
+        incarnation: str,
+        *,
+        role: Role | None = None,
+        cordoned: bool | None = None,
+        moves: bool = False,
+        timeout_s: float,
     ) -> Managed:
-        """Change a node's role, or whether it takes new work. Raises NodeLost or TimeoutError."""
+        """Change a node's role, or whether it takes new work, or have it give its work to others (moves). Raises
+        NodeLost or TimeoutError.
+        """
         state = self._nodes.get(incarnation)
         if state is None:
             raise NodeLost("the node left the cluster; list the nodes again")
@@ -495,7 +503,7 @@ class NodeTable:
         answer: asyncio.Future[Managed] = asyncio.get_running_loop().create_future()
         self._managing[number] = answer
         try:
-            self.send(state.endpoint, Manage(number, role, cordoned))
+            self.send(state.endpoint, Manage(number, role, cordoned, moves))
             async with asyncio.timeout(timeout_s):
                 return await answer
         finally:

@@ -49,8 +49,9 @@ class RetryBudget:
     token: the first one comes with the prompt, so a request that ends every node that decodes it has one, too. Nodes
     that were lost count apart, since a request may be what ends them.
 
-    Refusals for want of room, or of a node, may go on for hold_s after the last token. The first retry is immediate,
-    because most failures are a node's end. Later ones pause, because a path may be coming back.
+    A node that drains is no failure. Refusals for want of room, or of a node, may go on for hold_s after the last
+    token. The first retry is immediate, because most failures are a node's end. Later ones pause, because a path may be
+    coming back.
     """
 
     __slots__ = ("_emitted", "_failures", "_held_since", "_lost", "_settings", "attempts")
@@ -82,6 +83,9 @@ class RetryBudget:
             if now >= self._held_since + self._settings.hold_s:
                 raise failure.cause
             return 0.0 if isinstance(failure.cause, errors.Overloaded) else self._settings.stages.hold_s
+        if isinstance(failure.cause, errors.NodeDrains):
+            self.attempts += 1
+            return 0.0
         if failure.incarnation is not None:
             job.excluded.add(failure.incarnation)
             if isinstance(failure.cause, errors.NodeLost):

@@ -68,6 +68,8 @@ class WorkerEndpoint:
                 return await operations.nodes()
             case frames.AskCordon(node, cordoned):
                 return await operations.cordon(node, cordoned=cordoned)
+            case frames.AskMove(node):
+                return await operations.move(node)
             case frames.AskRole(node, role):
                 return await operations.set_role(node, role)
             case frames.AskRequests(node):

@@ -203,6 +203,9 @@ class Fleet:
     async def set_role(self, name: str, role: Role) -> NodeStatus:
         return await self._ask_any(frames.AskRole(name, role), NodeStatus, MANAGE_S)
 
+    async def move(self, name: str) -> int:
+        return await self._ask_any(frames.AskMove(name), int, MANAGE_S)
+
     def drain(self, name: str, deadline_s: float) -> AsyncIterator[DrainProgress]:
         return drains.drain(self, name, deadline_s, self.log, self._clock)
 

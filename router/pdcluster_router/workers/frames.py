@@ -34,6 +34,12 @@ class AskCordon(Question, frozen=True):
     cordoned: bool
 
 
+class AskMove(Question, frozen=True):
+    """Have a node give its work to others."""
+
+    node: str
+
+
 class AskRole(Question, frozen=True):
     node: str
     role: Role
@@ -75,8 +81,8 @@ class AskExposition(Question, frozen=True):
 
 
 AnyQuestion = (
-    AskNodes | AskCordon | AskRole | AskRequests | AskCancel | AskExplain | AskPolicy | SetPolicy | AskCacheState
-    | AskMetrics | AskExposition
+    AskNodes | AskCordon | AskMove | AskRole | AskRequests | AskCancel | AskExplain | AskPolicy | SetPolicy
+    | AskCacheState | AskMetrics | AskExposition
 )  # fmt: skip
 
 # ---------------------------------------------------------------- frames

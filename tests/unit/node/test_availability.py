@@ -46,3 +46,15 @@ def test_a_node_on_its_way_out_takes_no_work_again() -> None:
     standing.apply(Manage(1, cordoned=True))
     standing.apply(Manage(2, cordoned=False))
     assert not standing.takes_work and card.told == [True, True, True]
+
+
+def test_a_cordon_refuses_nothing_before_the_work_moved_and_all_behind_that() -> None:
+    standing = NodeAvailability("mixed", Card())
+    standing.apply(Manage(1, cordoned=True))
+    assert not standing.refuses_work
+    standing.apply(Manage(2, moves=True))
+    assert standing.refuses_work
+    standing.apply(Manage(3, cordoned=False))
+    assert not standing.refuses_work, "it takes work again"
+    standing.apply(Manage(4, moves=True))
+    assert not standing.refuses_work, "work may come back to a node that is not cordoned"

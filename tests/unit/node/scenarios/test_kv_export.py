@@ -32,7 +32,7 @@ def pulling(nodes: PullingNodes) -> Fetch:
 def test_source_pages_are_pinned_until_the_reader_has_them() -> None:
     nodes = PullingNodes(lambda _: SLOW)
     fetch, exports = pulling(nodes), nodes["d0"].parts.export
-    exports.open(nodes["p0"].me, fetch, is_draining=False)
+    exports.open(nodes["p0"].me, fetch)
     assert exports.num_pinned == nodes["d0"].parts.pages.num_used == HELD // BLOCK and exports.owns(fetch.ticket.nonce)
     assert nodes["d0"].loop._load().pages_pinned == HELD // BLOCK and not nodes["d0"].loop._is_idle()
     nodes.finish("r", PROMPT)
@@ -44,7 +44,7 @@ def test_only_pages_that_are_read_are_pinned() -> None:
     nodes = PullingNodes(lambda _: SLOW)
     nodes.cache("p0", PROMPT[:18])
     fetch, exports = pulling(nodes), nodes["d0"].parts.export
-    exports.open(nodes["p0"].me, fetch, is_draining=False)
+    exports.open(nodes["p0"].me, fetch)
     assert exports.num_pinned == (HELD - 16) // BLOCK
     nodes.finish("r", PROMPT)
     nodes.end()
@@ -67,24 +67,24 @@ def test_what_is_asked_for_twice_is_written_once() -> None:
 def test_a_ticket_of_somebody_else_or_for_somebody_else_is_not_served() -> None:
     nodes = PullingNodes()
     fetch, exports = pulling(nodes), nodes["d0"].parts.export
-    exports.open(nodes["d1"].me, fetch, is_draining=False)
+    exports.open(nodes["d1"].me, fetch)
     assert exports.counters == {"foreign_message": 1}
     strange = msgspec.structs.replace(
         fetch, ticket=msgspec.structs.replace(fetch.ticket, nonce=1, writer=nodes["d1"].endpoint)
     )
-    exports.open(nodes["p0"].me, strange, is_draining=False)
+    exports.open(nodes["p0"].me, strange)
     assert exports.counters == {"foreign_message": 1, "impossible": 1} and exports.num_pinned == 0
     nodes.finish("r", PROMPT)
     nodes.end()
 
 
-def test_a_draining_node_declines_and_the_prompt_is_computed() -> None:
+def test_a_draining_node_gives_what_it_has() -> None:
     nodes = PullingNodes()
     nodes.cache("d0", PROMPT)
     nodes["d0"].loop._start_draining()
     nodes.ask("r", PROMPT, pull="d0")
     nodes.finish("r", PROMPT)
-    assert declined(nodes) == ["the node is draining"] and nodes.pulls() == {"declined": 1}
+    assert declined(nodes) == [] and nodes.pulls() == {"ok": 1}
     nodes.end()
 
 
@@ -92,7 +92,7 @@ def test_so_many_exports_at_a_time_and_no_more() -> None:
     nodes = PullingNodes(lambda _: SLOW)
     node = nodes["d0"].parts
     few = ExportSide(node.scheduler, node.pages, node.writer, node.outbox, max_open=0)
-    few.open(nodes["p0"].me, pulling(nodes), is_draining=False)
+    few.open(nodes["p0"].me, pulling(nodes))
     nodes.finish("r", PROMPT)
     assert few.counters == {"busy": 1} and declined(nodes) == ["0 exports are open, 0 may be"]
     nodes.end()

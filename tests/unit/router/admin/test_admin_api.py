@@ -132,14 +132,21 @@ async def test_a_drain_tells_how_much_is_left_and_when_the_node_may_stop() -> No
         assert (await stub.DescribeNode(pb.DescribeNodeRequest(node="m0"))).node.state == "cordoned"
 
 
-async def test_a_drain_that_takes_too_long_says_so() -> None:
-    async with LocalCluster({"m0": "mixed"}, num_pages=128) as cluster, administered(cluster) as (stub, _):
-        running = asyncio.create_task(cluster.run(prompt_of(30), 300))
-        await cluster.until(lambda: any(node.num_requests for node in cluster.router.view().nodes))
-        code, details = await code_of(stub.Drain(pb.DrainRequest(node="m0", deadline_s=0.05)))
-        assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "stays cordoned" in details
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+async def test_what_runs_at_the_deadline_of_a_drain_moves_to_another_node() -> None:
+    async with (
+        LocalCluster({"m0": "mixed", "m1": "mixed"}, num_pages=128) as cluster,
+        administered(cluster) as (stub, _),
+    ):
+        await stub.Cordon(pb.CordonRequest(node="m1", cordoned=True))
+        running = [asyncio.create_task(cluster.run(prompt_of(30 + index), 300)) for index in range(3)]
+        await cluster.until(lambda: sum(node.num_requests for node in cluster.router.view().nodes) >= 3)
+        await stub.Cordon(pb.CordonRequest(node="m1", cordoned=False))
+        told = [progress async for progress in stub.Drain(pb.DrainRequest(node="m0", deadline_s=0.05))]
+        assert told[-1].safe_to_stop and told[-1].moved == 3 and not told[0].moved
+        for index, (tokens, done) in enumerate(await asyncio.gather(*running)):
+            assert tokens == reference(prompt_of(30 + index), 300) and done.route.decode == "m1"
+        kinds = [event.kind async for event in stub.Events(pb.EventsRequest())]
+        assert kinds[-3:] == ["drain", "moved", "drained"]
 
 
 @pytest.mark.parametrize("deadline_s", [math.nan, math.inf, -1.0])

@@ -177,6 +177,13 @@ def test_a_request_that_ends_nodes_is_stopped_after_three() -> None:
         budget.spend(RetryAttempt(errors.NodeLost("killed"), "d0-2"), job, 0.0)
 
 
+def test_a_node_that_drains_is_no_failure() -> None:
+    budget, job = fresh_budget(retries=0)
+    drained = RetryAttempt(errors.NodeDrains("node m0 gives its work to other nodes"), "m0-boot")
+    assert [budget.spend(drained, job, 0.0) for _ in range(9)] == [0.0] * 9
+    assert not job.excluded and budget.attempts == 10
+
+
 def test_the_token_that_comes_with_each_prompt_is_no_progress() -> None:
     """A request that ends each node that decodes it would else end as many as it has tokens."""
     budget, job = fresh_budget(retries=100)

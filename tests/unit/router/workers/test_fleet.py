@@ -135,11 +135,15 @@ async def test_a_drain_is_over_when_no_worker_has_anything_on_the_node() -> None
 
 
 async def test_a_drain_of_a_node_that_stays_at_work_ends_at_its_deadline() -> None:
-    moments = iter((0.0, 0.0, 99.0))
+    moments = iter((0.0, 99.0, 99.0))
     first = ScriptedWorker(node_list=[node_status("n0", 0, draining=True, running=3)])
-    async with two_workers(first, first, clock=lambda: next(moments, 99.0)) as workers:
-        with pytest.raises(DeadlineExceeded, match="still at work"):
-            assert [told.running async for told in workers.fleet.drain("n0", 1.0)] == [3]
+    told: list[tuple[int, int]] = []
+    async with two_workers(first, first, clock=lambda: next(moments, 200.0)) as workers:
+        with pytest.raises(DeadlineExceeded, match="still at work 10 s after its requests moved"):
+            async for progress in workers.fleet.drain("n0", 1.0):
+                told.append((progress.running, progress.num_moved))
+        assert told == [(3, 0), (3, 3)] and first.asked.count("move") == 1
+        assert [event.kind for event in workers.fleet.log.since(0)] == ["drain", "moved"]
 
 
 async def test_what_a_node_must_answer_goes_through_any_worker_that_is_there() -> None:

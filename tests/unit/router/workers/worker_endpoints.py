@@ -82,6 +82,10 @@ class ScriptedWorker:
         await self._note("role")
         return self.node_list[0]
 
+    async def move(self, name: str) -> int:
+        await self._note("move")
+        return 3
+
     def drain(self, name: str, deadline_s: float) -> AsyncIterator[DrainProgress]:
         raise PdclusterError("nobody asks a worker to drain")
 
