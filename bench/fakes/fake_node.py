@@ -153,7 +153,7 @@ class FakeNode:
             heapq.heappop(self._due)[2]()
         self._outbox.flush(self.hub)
         self._reporter.report(self._tell)
-        self.hub.tick(self._clock())
+        self.hub.tick()
 
     def run(self, is_stopped: Callable[[], bool]) -> None:
         while not is_stopped():

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from pdcluster.bootstrap.card_messages import card_from_proto, role_from_proto, snapshot_to_proto
 from pdcluster.bootstrap.store import NodeStore, StoreSettings
+from pdcluster.core.awake_clock import AwakeClock
 from pdcluster.core.errors import ConfigError, PdclusterError
 from pdcluster.processes.ready import announce
 from pdcluster.rpc import bootstrap_pb2 as pb
@@ -27,6 +28,8 @@ from pdcluster.transfer.backends.base import Peer
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Bootstrap"].full_name
 STOP_GRACE_S = 1.0
+# Looks at the leases while one lasts.
+LOOKS = 20
 MAX_CARD_BYTES = 256 << 10
 MAX_CONCURRENT_RPCS = 20_000
 _OPTIONS = (
@@ -90,7 +93,7 @@ class Servicer(stubs.BootstrapServicer):
             for peer in self._store.expire():
                 log.warning("node %s, boot %s, is silent: its lease ended", peer.node, peer.incarnation)
             self.notify()
-            await asyncio.sleep(self._store.lease_s / 20)
+            await asyncio.sleep(self._store.lease_s / LOOKS)
 
     def stop(self) -> None:
         """End the watches."""
@@ -109,7 +112,7 @@ class Servicer(stubs.BootstrapServicer):
 async def serving(listen: str, settings: StoreSettings) -> AsyncIterator[str]:
     """Serve while the block runs. Yields the address with the bound port."""
     server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
-    servicer = Servicer(NodeStore(settings))
+    servicer = Servicer(NodeStore(settings, AwakeClock(settings.lease_s / LOOKS * 2)))
     stubs.add_BootstrapServicer_to_server(servicer, server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from pdcluster.core.awake_clock import AwakeClock
 from pdcluster.core.messages import Endpoint, Role
 from pdcluster.kv.pages import PagePool
 from pdcluster.node.availability import NodeAvailability
@@ -104,7 +105,8 @@ def assemble(
 
     grammars: None when the engine has none.
     """
-    hub = Hub(wiring.me, listen=wiring.listen, context=wiring.context, settings=wiring.wire, clock=clock)
+    awake = AwakeClock(wiring.wire.heartbeat_s / 2, clock)
+    hub = Hub(wiring.me, listen=wiring.listen, context=wiring.context, settings=wiring.wire, clock=awake)
     backends = _media_of_all_ranks(wiring, shape)
     pages = PagePool(shape.num_pages, shape.pages.page_tokens, shape.block_tokens)
     writer, reader = _writer(wiring, shape, backends, clock), _reader(wiring, shape, backends, hub.address, clock)

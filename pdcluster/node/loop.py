@@ -138,7 +138,7 @@ class NodeLoop:
         self._launch()
         self._reporter.report(self._tell)
         self._parts.outbox.flush(self._parts.hub)
-        self._parts.hub.tick(self._clock())
+        self._parts.hub.tick()
         self._check_idle()
 
     # ------------------------------------------------------------ waiting

@@ -161,10 +161,9 @@ class Hub:
         events, self._events = self._events, []
         return events
 
-    def tick(self, now: float | None = None) -> None:
-        """Pings and leases, then `flush`. Call it at the end of every turn, several of which a heartbeat has. now: as
-        the hub's clock tells."""
-        self._now = self._clock() if now is None else now
+    def tick(self) -> None:
+        """Pings and leases, then `flush`. Call it at the end of every turn, several of which a heartbeat has."""
+        self._now = self._clock()
         for peer, route in self._routes.items():
             if route.alive:
                 self._keep(peer, route)

@@ -18,6 +18,7 @@ from time import perf_counter
 
 import zmq
 
+from pdcluster.core.awake_clock import AwakeClock
 from pdcluster.core.errors import NodeLost
 from pdcluster.core.messages import AnyMessage, Endpoint
 from pdcluster.transfer.backends.base import Peer
@@ -53,9 +54,10 @@ class NodeLink:
         self._on_message, self._on_state = on_message, on_state
         self._tick_s = settings.heartbeat_s / 4
         self._loop = asyncio.get_running_loop()
+        self._clock = AwakeClock(2 * self._tick_s, self._loop.time)
         self._client_link = ClientLink(
             me, endpoint, kind="router", context=context, settings=settings, open_attempts=open_attempts,
-            now=self._loop.time()
+            now=self._clock()
         )  # fmt: skip
         self._told = LinkState.CONNECTING
         self._watched: Sequence[zmq.Socket[bytes]] = ()
@@ -117,7 +119,7 @@ class NodeLink:
     def _make_room(self, message: AnyMessage) -> int:
         """For a message that does not go with what waits."""
         self._held_since, self._has_flushed = 0.0, True
-        number = self._client_link.send(message, self._loop.time())
+        number = self._client_link.send(message, self._clock())
         if number:
             return number
         node, state = self.endpoint.node, self.state
@@ -128,7 +130,7 @@ class NodeLink:
         self._held_since = 0.0
         if self._client_link.has_unsent:
             self._has_flushed = True
-            self._client_link.flush(self._loop.time())
+            self._client_link.flush(self._clock())
 
     def close(self) -> None:
         """Let go of the sockets; on_state is not called. Idempotent."""
@@ -180,7 +182,7 @@ class NodeLink:
 
     def _drain(self) -> None:
         looks_at_connection, self._is_connection_due = self._is_connection_due, False
-        messages, more = self._client_link.receive(self._loop.time(), looks_at_connection=looks_at_connection)
+        messages, more = self._client_link.receive(self._clock(), looks_at_connection=looks_at_connection)
         if more:
             self._is_behind = True
             self._end_turn_soon()
@@ -210,7 +212,7 @@ class NodeLink:
         self._timer = self._loop.call_later(self._tick_s, self._tick)
         self._is_connection_due = True
         self._drain()
-        self._client_link.tick(self._loop.time())
+        self._client_link.tick(self._clock())
         self._watch()
         self._tell()
         self._has_flushed = True

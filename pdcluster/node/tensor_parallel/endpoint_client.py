@@ -11,10 +11,10 @@ import itertools
 import select
 import socket
 import threading
-import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 
+from pdcluster.core.awake_clock import AwakeClock
 from pdcluster.core.errors import IntegrityError, PeerUnreachable
 from pdcluster.node.tensor_parallel.channel import RankChannel, frame
 from pdcluster.node.tensor_parallel.messages import (
@@ -48,20 +48,6 @@ JOIN_S = 5.0
 PATIENCE_S = 30.0
 LOOK_S = 1.0
 MAX_UNSENT_BYTES = 256 << 20
-
-
-class RankSilent:
-    """How long a rank has sent nothing, counted at every look. A pause of this process says nothing about the rank."""
-
-    def __init__(self, look_s: float) -> None:
-        self.look_s = look_s
-        self.seconds = 0.0
-        self._last = time.monotonic()
-
-    def count(self) -> None:
-        now = time.monotonic()
-        self.seconds += min(now - self._last, 2 * self.look_s)
-        self._last = now
 
 
 class RankLink:
@@ -160,20 +146,22 @@ class RankLink:
         """Run until the channel ends, or the rank is silent for too long. A living rank answers a Mark, so silence is
         probed by one.
         """
-        silence = RankSilent(min(LOOK_S, self._patience_s / 4))
-        while silence.seconds < self._patience_s:
-            events = self._wait(silence.look_s)
-            silence.count()
+        look_s = min(LOOK_S, self._patience_s / 4)
+        clock = AwakeClock(2 * look_s)
+        now = heard_at = clock()
+        while now - heard_at < self._patience_s:
+            events = self._wait(look_s)
+            now = clock()
             if events & select.POLLOUT:
                 self._send_rest()
             if events & ~select.POLLOUT:
-                silence.seconds = 0.0
+                heard_at = now
                 if not self._hear():
                     self._lose("ended its transfers")
                     return
             elif not self._answers:
                 self.mark()
-        self._lose(f"has done nothing about transfers for {silence.seconds:.1f} s")
+        self._lose(f"has done nothing about transfers for {now - heard_at:.1f} s")
 
     def _wait(self, timeout_s: float) -> int:
         """Wait for the channel, or for more to send. Returns the channel's events."""

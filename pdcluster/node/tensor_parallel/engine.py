@@ -22,6 +22,7 @@ from typing import TypeVar
 
 import msgspec
 
+from pdcluster.core.awake_clock import AwakeClock
 from pdcluster.core.errors import DeadlineExceeded, IntegrityError, ModelError, NodeLost, PdclusterError
 from pdcluster.core.step import StepPlan, StepResult
 from pdcluster.engine.engine import Engine, EngineConfig
@@ -73,7 +74,6 @@ class RankProcess:
     pidfd: int
     transfers: socket.socket
     link: RankLink | None = None
-    silent_s: float = 0.0
 
 
 class RankedEngine:
@@ -230,23 +230,21 @@ class RankedEngine:
         for child in self._children:
             poller.register(child.pulse_fd, select.POLLIN)
             poller.register(child.pidfd, select.POLLIN)
-        last = time.monotonic()
+        clock = AwakeClock(2 * self._settings.pulse_s)
+        heard_at = dict.fromkeys((child.rank for child in self._children), clock())
         while not self._closing.is_set():
             ready = {fd for fd, _ in poller.poll(self._settings.pulse_s * 1000)}
-            now = time.monotonic()
-            # A pause of this process (it was stopped) says nothing about the others.
-            passed, last = min(now - last, 2 * self._settings.pulse_s), now
+            now = clock()
             for child in self._children:
                 if child.pidfd in ready and not self._closing.is_set():
                     self._lose(f"rank {child.rank} (pid {child.process.pid}) died")
                     return
                 if child.pulse_fd in ready:
                     os.read(child.pulse_fd, 4096)
-                    child.silent_s = 0.0
-                else:
-                    child.silent_s += passed
-                if child.silent_s >= self._settings.silence_s:
-                    self._lose(f"rank {child.rank} (pid {child.process.pid}) was silent for {child.silent_s:.1f} s")
+                    heard_at[child.rank] = now
+                silent_s = now - heard_at[child.rank]
+                if silent_s >= self._settings.silence_s:
+                    self._lose(f"rank {child.rank} (pid {child.process.pid}) was silent for {silent_s:.1f} s")
                     return
 
     def _lose(self, reason: str) -> None:

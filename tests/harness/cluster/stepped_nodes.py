@@ -60,7 +60,7 @@ class LetterBox:
         """Letters have no numbers."""
         return 0
 
-    def tick(self, now: float) -> None:
+    def tick(self) -> None:
         """No leases here."""
 
     def sockets(self) -> list[zmq.Socket[bytes]]:

@@ -5,6 +5,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -121,6 +122,24 @@ async def test_a_registered_node_outlives_many_leases(address: str, make_agent: 
             await view.until(lambda: len(view.names()) == 2)
             await view.until(lambda: len(view.names()) == 1)
         assert all("prefill-0" in [card.node for card in snapshot.nodes] for snapshot in view.seen[first:])
+
+
+def test_a_pause_of_the_bootstrap_ends_no_lease() -> None:
+    """In a loop that counts stalls, as its own does. Meanwhile the node's renewals wait unread."""
+
+    async def scenario() -> None:
+        async with serving("127.0.0.1:0", SETTINGS) as address, watching(address) as view:
+            agent = NodeAgent([address])
+            agent.start(make_card())
+            await view.until(lambda: view.names() == ["prefill-0"])
+            num_seen = len(view.seen)
+            time.sleep(3 * SETTINGS.lease_s)
+            await asyncio.sleep(SETTINGS.lease_s)
+            assert all(len(snapshot.nodes) == 1 for snapshot in view.seen[num_seen:])
+            await stopped(agent)
+
+    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        runner.run(scenario())
 
 
 async def test_draining_and_a_new_role_are_seen(address: str, make_agent: MakeAgent) -> None:

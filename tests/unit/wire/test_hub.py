@@ -8,6 +8,7 @@ import zmq
 from wire_nodes import SETTINGS, Node, pump, start_again
 
 from pdcluster.core import messages as m
+from pdcluster.core.awake_clock import AwakeClock
 from pdcluster.core.errors import ConfigError
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.codec import decode, encode
@@ -211,6 +212,26 @@ def test_a_busy_node_does_not_end_leases_of_routers_whose_pings_wait_unread(cont
     assert node.events == [LeaseEnded(router.me)]
     router.close()
     hub.close()
+
+
+def test_a_node_that_was_stopped_hears_its_routers_before_it_ends_their_leases(context: Context) -> None:
+    """Nothing waits at its first turn: the routers were stopped, too."""
+    now = [100.0]
+    me = Peer("decode-0", "boot-1")
+    clock = AwakeClock(SETTINGS.heartbeat_s / 2, lambda: now[0])
+    node = Node(Hub(me, listen="127.0.0.1:0", context=context, settings=SETTINGS, clock=clock), me)
+    router = Caller(context, node, Peer("router-0", "boot-r"))
+    router.say(m.Hello("router"))
+    pump(lambda: node.hub.peers("router"), node)
+    now[0] += 60.0
+    node.turn()
+    assert node.events == [] and node.hub.peers("router") == [router.me]
+    while not node.events:  # it is awake, and hears nobody
+        now[0] += SETTINGS.heartbeat_s / 2
+        node.turn()
+    assert node.events == [LeaseEnded(router.me)] and now[0] < 160.0 + 2 * SETTINGS.lease_s
+    router.close()
+    node.hub.close()
 
 
 def test_a_missing_number_is_a_gap_and_asks_for_a_hello(node: Node, router: Caller) -> None:

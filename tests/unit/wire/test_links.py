@@ -233,6 +233,24 @@ async def test_a_node_that_hangs_loses_its_link_when_the_lease_ends(node: Node, 
         router.link.send(m.Release("r"))
 
 
+def test_a_pause_of_the_whole_machine_costs_no_link(own: Own, make_node: Make) -> None:
+    """In a loop that counts stalls, as a router's does."""
+    node = make_node("decode-0")
+
+    async def scenario() -> None:
+        router = Router(own, node.endpoint)
+        await until(lambda: router.states == [LinkState.UP], node)
+        time.sleep(3 * SETTINGS.lease_s)
+        for _ in range(20):
+            node.turn()
+            await asyncio.sleep(SETTINGS.heartbeat_s / 4)
+        assert router.states == [LinkState.UP]
+        router.link.close()
+
+    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        runner.run(scenario())
+
+
 async def test_a_node_that_dies_loses_its_link(node: Node, router: Router) -> None:
     await until(lambda: router.states, node)
     node.hub.close()
