@@ -1,7 +1,7 @@
 # Every target sets up what it needs first (scripts/setup.sh); the second run starts at once.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-full test-real test-clients lint fmt hooks docs bench soak proto clean
+.PHONY: help setup demo up test test-full test-real test-clients lint fmt hooks docs bench soak chaos proto clean
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
@@ -9,6 +9,7 @@ PYTEST := $(BIN)/python -m pytest
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || echo $$n)
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SOAK_ROUNDS ?= 20
+MINUTES ?= 5
 MODEL ?=
 
 help: ## show this list
@@ -75,6 +76,9 @@ bench: setup ## quick figures of engine, transfer, layouts, hand-over, overlap, 
 
 soak: setup ## SOAK_ROUNDS=20 times the tests of whole clusters and of faults, stopping at the first failure
 	@for round in $$(seq $(SOAK_ROUNDS)); do echo "soak: round $$round of $(SOAK_ROUNDS)"; $(PYTEST) -x tests/cluster tests/faults || exit; done
+
+chaos: setup ## MINUTES=5 of load and seeded faults on a cluster of processes; ARGS="--seed 7 --transfer tcp" for more
+	PYTHONPATH=.:router $(BIN)/python -m tests.chaos --minutes $(MINUTES) $(ARGS)
 
 proto: setup ## generate pdcluster/rpc from proto/
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. proto/pdcluster/rpc/*.proto

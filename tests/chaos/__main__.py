@@ -1,0 +1,117 @@
+"""`python -m tests.chaos`: a cluster under load and faults. Exits 1 when an answer was wrong, lost or hung, or a node
+still holds something when all is over. The seed that it prints repeats the requests and the faults."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.chaos.cluster import ChaosCluster, ClusterShape
+from tests.chaos.faults import FAULTS, FaultMaker
+from tests.chaos.load import ChaosLoad, LoadReport, requests_of
+from tests.chaos.scenarios import SCENARIOS, run_scenario
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=5.0, help="how long faults are made")
+    parser.add_argument("--seed", type=int, help="of requests and faults; default: a new one")
+    parser.add_argument("--faults", default=",".join(FAULTS), help="comma-separated; none: only the load")
+    parser.add_argument("--prefill", type=int, default=2)
+    parser.add_argument("--decode", type=int, default=2)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--transfer", default="auto", help="auto, shm, tcp, mooncake or nixl")
+    parser.add_argument("--clients", type=int, default=10)
+    parser.add_argument("--requests", type=int, default=60, help="different requests")
+    parser.add_argument("--lease-s", type=float, help="of nodes, routers and bootstraps; default: their own")
+    parser.add_argument("--scenario", choices=["all", *SCENARIOS], help="named faults instead of drawn ones")
+    parser.add_argument("--times", type=int, default=5, help="how often each scenario runs")
+    parser.add_argument("--logs", type=Path, help="folder for the processes' logs; default: a temporary one")
+    return parser.parse_args()
+
+
+def lease_flags(seconds: float | None, who: str) -> tuple[str, ...]:
+    return () if seconds is None else (f"--set={who}.lease_s={seconds:g}", f"--set={who}.heartbeat_s={seconds / 5:g}")
+
+
+async def chaos(given: argparse.Namespace, seed: int, folder: Path) -> bool:
+    kinds = tuple(kind for kind in given.faults.split(",") if kind and kind != "none")
+    if unknown := [kind for kind in kinds if kind not in FAULTS]:
+        raise SystemExit(f"no fault is called {', '.join(unknown)}; there are {', '.join(FAULTS)}")
+    shape = ClusterShape(
+        given.prefill, given.decode, transfer=given.transfer, tp=given.tp,
+        node=lease_flags(given.lease_s, "node"), router=lease_flags(given.lease_s, "router"),
+    )  # fmt: skip
+    began = time.monotonic()
+
+    def tell(what: str) -> None:
+        print(f"{time.monotonic() - began:7.1f} s  {what}", flush=True)
+
+    tell(f"seed {seed}; logs in {folder}")
+    async with ChaosCluster(shape, folder) as cluster:
+        load = ChaosLoad(cluster, requests_of(seed, given.requests), seed)
+        await load.learn()
+        tell(f"{given.requests} undisturbed answers are known")
+        maker = FaultMaker(cluster, seed, kinds, tell)
+        clients = asyncio.create_task(load.run(given.clients))
+        if kinds:
+            await maker.run(given.minutes * 60.0)
+        else:
+            await asyncio.sleep(given.minutes * 60.0)
+        load.end()
+        await clients
+        for child in cluster.all():
+            child.resume()
+        await cluster.until_ready()
+        left = await cluster.until_idle()
+        await load.close()
+        tell("faults: " + (", ".join(f"{count} {kind}" for kind, count in sorted(maker.counts.items())) or "none"))
+        return judged(load.report, left, tell, seed) and (bool(kinds) or no_node_was_lost(folder, tell))
+
+
+def judged(report: LoadReport, left: list[str], tell, seed: int) -> bool:
+    tell(
+        f"right: {report.num_right} ({', '.join(f'{count} {kind}' for kind, count in sorted(report.by_kind.items()))})"
+    )
+    tell(f"slowest: {report.slowest_s:.1f} s")
+    for name, found in (("wrong", report.wrong), ("lost", report.lost), ("hung", report.hung), ("leaked", left)):
+        tell(f"{name}: {len(found)}")
+        for each in found[:10]:
+            print(f"           {each}")
+    tell(f"excused, because their router was killed or not there: {len(report.excused)}")
+    is_clean = report.is_clean and not left
+    if not is_clean:
+        print(f"repeat it with --seed {seed}")
+    return is_clean
+
+
+def no_node_was_lost(folder: Path, tell) -> bool:
+    """Without faults nobody may be declared dead."""
+    lines = [line for log in sorted(folder.glob("*.log")) for line in log.read_text(errors="replace").splitlines()]
+    lost = [line for line in lines if "is lost:" in line or "lease ended" in line or "is gone: its requests" in line]
+    tell(f"declared dead without a fault: {len(lost)}")
+    for line in lost[:10]:
+        print(f"           {line}")
+    return not lost
+
+
+async def scenarios(given: argparse.Namespace, seed: int, folder: Path) -> bool:
+    names = list(SCENARIOS) if given.scenario == "all" else [given.scenario]
+    return all([await run_scenario(name, given.times, seed, folder / name) for name in names])
+
+
+def main() -> int:
+    given = arguments()
+    seed = random.SystemRandom().randrange(1 << 30) if given.seed is None else given.seed
+    folder = given.logs or Path(tempfile.mkdtemp(prefix="pdcluster-chaos-"))
+    run = scenarios if given.scenario else chaos
+    return 0 if asyncio.run(run(given, seed, folder)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""A cluster of real processes that a test kills, stops, cuts and starts again: two bootstraps, nodes, two routers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import httpx
+
+from pdcluster.rpc import admin_pb2_grpc as stubs
+
+ROOT = Path(__file__).parents[2]
+START_S = 180.0
+IDLE_S = 60.0
+_PAGES = re.compile(r'pdcluster_node_kv_pages\{node="([^"]+)",role="[^"]+",state="(used|quarantined|pinned)"\} (\S+)')
+_SLOTS = re.compile(r'pdcluster_node_slots_used\{node="([^"]+)",role="[^"]+"\} (\S+)')
+
+
+class ChildProcess:
+    """One process of the cluster, which may be started again under its name and address."""
+
+    def __init__(self, name: str, argv: Sequence[str], log: Path) -> None:
+        self.name, self._argv, self._log = name, tuple(argv), log
+        self.process: subprocess.Popen[bytes] | None = None
+        # What it announced when it was ready.
+        self.facts: dict[str, str] = {}
+        self.num_kills = 0
+        # It accepts connections, as far as is known.
+        self.is_ready = False
+        self.is_stopped = False
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def address(self) -> str:
+        return self.facts["address"]
+
+    async def start(self, *more: str) -> None:
+        """Start it, and wait until it is ready."""
+        read_end, write_end = os.pipe()
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                (sys.executable, "-m", *self._argv, *more, "--ready-fd", str(write_end)),
+                pass_fds=[write_end], cwd=ROOT, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        os.close(write_end)
+        with os.fdopen(read_end, "rb") as announced:
+            async with asyncio.timeout(START_S):
+                line = await asyncio.to_thread(announced.readline)
+        if not line:
+            raise AssertionError(f"{self.name} ended with {self.process.wait()} before it was ready; see {self._log}")
+        self.facts = json.loads(line)
+        self.is_ready, self.is_stopped = True, False
+
+    def signal(self, number: int) -> None:
+        """To all of its processes: a node of several ranks has more."""
+        if self.is_running:
+            assert self.process is not None
+            os.killpg(self.process.pid, number)
+
+    def stop(self) -> None:
+        """Let it stand still."""
+        self.is_stopped = True
+        self.signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.signal(signal.SIGCONT)
+        self.is_stopped = False
+
+    async def kill(self) -> None:
+        self.num_kills += 1
+        self.is_ready = False
+        self.signal(signal.SIGKILL)
+        await self.wait(10.0)
+
+    async def terminate(self, within_s: float) -> int:
+        """SIGTERM, and its exit code. Killed when it takes longer."""
+        assert self.process is not None
+        self.is_ready = False
+        self.resume()
+        self.process.terminate()
+        return await self.wait(within_s)
+
+    async def wait(self, within_s: float) -> int:
+        assert self.process is not None
+        try:
+            return await asyncio.to_thread(self.process.wait, within_s)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGKILL)
+            await asyncio.to_thread(self.process.wait)
+            raise AssertionError(f"{self.name} did not end within {within_s:g} s; see {self._log}") from None
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """What a chaos cluster consists of.
+
+    node: more flags for every node.
+    """
+
+    prefill: int = 2
+    decode: int = 2
+    mixed: int = 0
+    routers: int = 2
+    bootstraps: int = 2
+    transfer: str = "auto"
+    tp: int = 1
+    node: tuple[str, ...] = ()
+    router: tuple[str, ...] = ()
+
+
+@dataclass
+class ChaosCluster:
+    """Use as `async with`. Logs of all processes lie in `folder`."""
+
+    shape: ClusterShape
+    folder: Path
+    nodes: dict[str, ChildProcess] = field(default_factory=dict)
+    routers: dict[str, ChildProcess] = field(default_factory=dict)
+    bootstraps: dict[str, ChildProcess] = field(default_factory=dict)
+
+    async def __aenter__(self) -> ChaosCluster:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            await self._start()
+        except BaseException:
+            self._kill_all()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._kill_all()
+
+    def _kill_all(self) -> None:
+        for child in self.all():
+            child.signal(signal.SIGKILL)
+        for child in self.all():
+            if child.process is not None:
+                child.process.wait()
+
+    async def _start(self) -> None:
+        shape = self.shape
+        for number in range(shape.bootstraps):
+            self._add(self.bootstraps, f"bootstrap-{number}", "pdcluster.cli", "bootstrap")
+        await asyncio.gather(*(child.start("--listen", "127.0.0.1:0") for child in self.bootstraps.values()))
+        addresses = ",".join(child.address for child in self.bootstraps.values())
+        for role, count in (("prefill", shape.prefill), ("decode", shape.decode), ("mixed", shape.mixed)):
+            for number in range(count):
+                name = f"{role}-{number}"
+                self._add(
+                    self.nodes, name, "pdcluster.cli", "node", "--role", role, "--name", name, "--bootstrap", addresses,
+                    "--deterministic", "--tp", str(shape.tp), "--threads", "1", "--drain-s", "2",
+                    "--set=node.kv.memory_bytes=64MiB", f"--set=node.transfer.backend={shape.transfer}", *shape.node,
+                )  # fmt: skip
+        for number in range(shape.routers):
+            name = f"router-{number}"
+            self._add(
+                self.routers, name, "pdcluster_router.cli", "--name", name, "--bootstrap", addresses, "--drain-s", "60",
+                "--set=router.tool_format=llama", *shape.router,
+            )  # fmt: skip
+        for child in self.nodes.values():  # one after the other: each loads a model on few cores
+            await child.start()
+        ports = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--admin", "127.0.0.1:0")
+        await asyncio.gather(*(child.start(*ports) for child in self.routers.values()))
+        await self.until_ready()
+
+    def _add(self, group: dict[str, ChildProcess], name: str, *argv: str) -> None:
+        group[name] = ChildProcess(name, (*argv, "--log-level", "info"), self.folder / f"{name}.log")
+
+    def all(self) -> list[ChildProcess]:
+        return [*self.routers.values(), *self.nodes.values(), *self.bootstraps.values()]
+
+    async def restart(self, child: ChildProcess) -> None:
+        """Start an ended process again. Clients and peers know bootstraps and routers by their addresses."""
+        if child.name in self.nodes:
+            await child.start()
+        elif child.name in self.bootstraps:
+            await child.start("--listen", child.address)
+        else:
+            facts = child.facts
+            await child.start("--http", facts["address"], "--grpc", facts["grpc"], "--admin", facts["admin"])
+            child.is_ready = False  # as a load balancer sees it: until it says so itself
+            await self._until(lambda: self._is_ready(child), START_S, lambda: f"{child.name} is not ready")
+            child.is_ready = True
+
+    # ------------------------------------------------------------ what it says
+
+    async def until_ready(self) -> None:
+        """Until every router has a link to every node."""
+        await self._until(self._knows_all_nodes, START_S, lambda: "not all nodes are up at all routers")
+
+    async def _knows_all_nodes(self) -> bool:
+        for router in self.routers.values():
+            text = await self.metrics(router)
+            if len(re.findall(r"^pdcluster_node_up\{", text, re.MULTILINE)) != len(self.nodes):
+                return False
+            if not await self._is_ready(router):
+                return False
+        return True
+
+    async def _is_ready(self, router: ChildProcess) -> bool:
+        async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
+            return (await client.get(f"http://{router.address}/ready")).status_code == 200
+
+    async def metrics(self, router: ChildProcess) -> str:
+        async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
+            return (await client.get(f"http://{router.address}/metrics")).text
+
+    async def until_idle(self) -> list[str]:
+        """What is still held after a while on nodes, as their reports say: nothing, unless something leaked."""
+        left: list[str] = []
+
+        async def is_idle() -> bool:
+            left.clear()
+            for router in self.routers.values():
+                text = await self.metrics(router)
+                left.extend(
+                    f"{node}: {count} pages {state}" for node, state, count in _PAGES.findall(text) if float(count)
+                )
+                left.extend(f"{node}: {count} slots" for node, count in _SLOTS.findall(text) if float(count))
+            return not left
+
+        with contextlib.suppress(AssertionError):
+            await self._until(is_idle, IDLE_S, str)
+        return left
+
+    @staticmethod
+    async def _until(condition: Callable[[], object], within_s: float, why: Callable[[], str]) -> None:
+        deadline = time.monotonic() + within_s
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if await condition():  # type: ignore[misc]
+                    return
+            if time.monotonic() >= deadline:
+                raise AssertionError(why())
+            await asyncio.sleep(0.2)
+
+    @contextlib.asynccontextmanager
+    async def admin(self, router: ChildProcess):
+        async with grpc.aio.insecure_channel(router.facts["admin"]) as channel:
+            yield stubs.AdminStub(channel)

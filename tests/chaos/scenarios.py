@@ -1,0 +1,134 @@
+"""Named faults that must lose no stream: each runs several times under eight streams, whose bytes must be right."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdcluster.rpc import admin_pb2 as pb
+from tests.chaos.cluster import ChaosCluster, ClusterShape
+from tests.chaos.load import ChaosLoad, requests_of
+
+STREAMS = 8
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """shape: of the cluster.
+    make: the fault, while the streams run.
+    num_output: tokens of each stream.
+    lead_s: how long the fault runs before the streams come; below 0: after.
+    """
+
+    shape: ClusterShape
+    make: Callable[[ChaosCluster], Awaitable[None]]
+    num_output: int = 400
+    lead_s: float = -0.4
+
+
+async def _kill_only_node(cluster: ChaosCluster) -> None:
+    """Back 4 s later, and then as soon as it has loaded its model."""
+    (node,) = cluster.nodes.values()
+    await node.kill()
+    await asyncio.sleep(4.0)
+    await cluster.restart(node)
+
+
+async def _stop_nodes(cluster: ChaosCluster) -> None:
+    for node in cluster.nodes.values():
+        node.stop()
+    await asyncio.sleep(8.0)
+    for node in cluster.nodes.values():
+        node.resume()
+
+
+async def _stop_router(cluster: ChaosCluster) -> None:
+    (router,) = cluster.routers.values()
+    router.stop()
+    await asyncio.sleep(8.0)
+    router.resume()
+
+
+async def _cordon_all(cluster: ChaosCluster) -> None:
+    (router,) = cluster.routers.values()
+    async with cluster.admin(router) as stub:
+        for name in cluster.nodes:
+            await stub.Cordon(pb.CordonRequest(node=name, cordoned=True))
+        await asyncio.sleep(10.0)
+        for name in cluster.nodes:
+            await stub.Cordon(pb.CordonRequest(node=name, cordoned=False))
+
+
+async def _drain_six_times(cluster: ChaosCluster) -> None:
+    """Each node in turn, at once, whatever runs there."""
+    (router,) = cluster.routers.values()
+    names = list(cluster.nodes)
+    async with cluster.admin(router) as stub:
+        for number in range(6):
+            name = names[number % len(names)]
+            async for _ in stub.Drain(pb.DrainRequest(node=name, deadline_s=0.0)):
+                continue
+            await stub.Cordon(pb.CordonRequest(node=name, cordoned=False))
+            await asyncio.sleep(1.0)
+
+
+async def _kill_six_times(cluster: ChaosCluster) -> None:
+    names = list(cluster.nodes)
+    for number in range(6):
+        node = cluster.nodes[names[number % len(names)]]
+        await node.kill()
+        await cluster.restart(node)
+        await asyncio.sleep(1.0)
+
+
+_ONE = ClusterShape(prefill=0, decode=0, mixed=1, routers=1, bootstraps=1)
+_TWO = ClusterShape(prefill=0, decode=0, mixed=2, routers=1, bootstraps=1)
+_PAIR = ClusterShape(prefill=1, decode=1, routers=1, bootstraps=1)
+SCENARIOS: dict[str, Scenario] = {
+    "only-node-killed": Scenario(_ONE, _kill_only_node),
+    "nodes-stopped": Scenario(_PAIR, _stop_nodes),
+    "router-stopped": Scenario(_PAIR, _stop_router),
+    "nodes-cordoned": Scenario(_PAIR, _cordon_all, lead_s=1.0),
+    "drained-six-times": Scenario(_TWO, _drain_six_times, 1500),
+    "killed-six-times": Scenario(_TWO, _kill_six_times, 3000),
+}
+
+
+async def _later(seconds: float, make: Callable[[ChaosCluster], Awaitable[None]], cluster: ChaosCluster) -> None:
+    await asyncio.sleep(max(seconds, 0.0))
+    await make(cluster)
+
+
+async def run_scenario(name: str, times: int, seed: int, folder: Path) -> bool:
+    """Whether no stream was lost, and all were right."""
+    scenario = SCENARIOS[name]
+    kinds = ("stream", "penalties")
+    requests = [each for each in requests_of(seed, 20 * STREAMS, num_output=scenario.num_output) if each.kind in kinds]
+    for each in requests[:STREAMS]:
+        each.body["max_tokens"] = scenario.num_output
+    async with ChaosCluster(scenario.shape, folder) as cluster:
+        load = ChaosLoad(cluster, requests[:STREAMS], seed)
+        await load.learn()
+        (router,) = cluster.routers.values()
+        seconds = []
+        for _ in range(times):
+            began = time.monotonic()
+            fault = asyncio.create_task(_later(-scenario.lead_s, scenario.make, cluster))
+            await asyncio.sleep(max(scenario.lead_s, 0.0))
+            await asyncio.gather(fault, *(load.ask(number, router) for number in range(STREAMS)))
+            seconds.append(time.monotonic() - began)
+            await cluster.until_ready()
+        left = await cluster.until_idle()
+        await load.close()
+    report = load.report
+    print(
+        f"{name}: {report.num_right} right, {len(report.wrong)} wrong, {len(report.lost)} lost, {len(report.hung)} "
+        f"hung, {len(report.excused)} excused, {len(left)} leaked; slowest {report.slowest_s:.1f} s",
+        flush=True,
+    )
+    for each in (*report.wrong, *report.lost, *report.hung, *left)[:10]:
+        print(f"    {each}")
+    return report.is_clean and not left and not report.excused

@@ -1,0 +1,21 @@
+"""One minute of chaos by a fixed seed: nothing is wrong, lost, hung or left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_minute_of_faults_loses_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'router'}"}
+    command = [sys.executable, "-m", "tests.chaos", "--minutes", "1", "--seed", "1", "--logs", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
