@@ -3,6 +3,9 @@ lines."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import checkpoints
 import numpy as np
 import pytest
@@ -17,6 +20,8 @@ from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.engine.ops.quantized import Quantization
 
 PAGE, LENGTH = 16, 90
+# Of models. One is enough where an edge is a step of eight bits, which is far more than one of bfloat16.
+SEEDS: dict[Quantization, tuple[int, ...]] = {"int8": (5, 6, 7, 8), "w8a8_int8": (5,)}
 SCHEMES: tuple[Quantization, ...] = ("int8", "w8a8_int8")
 SHAPES = [
     Shape("qwen3", num_heads=4, num_kv_heads=2, head_dim=32, hidden_size=128),
@@ -45,27 +50,36 @@ def logprobs(engine, prompt, **changes) -> np.ndarray:
     return np.array([entry.logprob for entry in job.prompt_logprobs])
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_an_engine_gives_what_its_quantised_weights_give(shape: Shape, scheme: Quantization, tmp_path) -> None:
-    """As near as bfloat16 is to float32 without quantisation; and quantisation itself is seen beside that."""
-    torch.set_num_threads(1)
-    build = lambda: checkpoints.build_model(shape, seed=5, dtype=torch.bfloat16)  # noqa: E731
+def differences(shape: Shape, scheme: Quantization, seed: int, folder: Path) -> np.ndarray:
+    """Mean differences of one model: bfloat16 from float32, then the quantised engine's from its own reference in one
+    chunk, in several and token by token, then that of quantisation itself.
+    """
+    build = lambda: checkpoints.build_model(shape, seed=seed, dtype=torch.bfloat16)  # noqa: E731
     prompt = checkpoints.prompt(LENGTH, shape.vocab_size)
     exact = np.array(checkpoints.greedy(build().float(), prompt, 1).prompt_logprobs)
     truth = np.array(checkpoints.greedy(reference(build().float(), scheme), prompt, 1).prompt_logprobs)
-    config = EngineConfig(checkpoints.save(build(), tmp_path), KERNEL_CACHE, page_tokens=PAGE, num_pages=16)
+    config = EngineConfig(checkpoints.save(build(), folder), KERNEL_CACHE, page_tokens=PAGE, num_pages=16)
     plain = Engine(config)
-    noise = np.abs(logprobs(plain, prompt) - exact).mean()
+    apart = [logprobs(plain, prompt) - exact]
     plain.close()
-    engine = Engine(EngineConfig(config.model_dir, KERNEL_CACHE, page_tokens=PAGE, num_pages=16, quantization=scheme))
-    found = [logprobs(engine, prompt), logprobs(engine, prompt, chunk=13), logprobs(engine, prompt, chunk=1)]
+    engine = Engine(replace(config, quantization=scheme))
+    apart += [logprobs(engine, prompt, **changes) - truth for changes in ({}, {"chunk": 13}, {"chunk": 1})]
     engine.close()
+    return np.array([np.abs(each).mean() for each in (*apart, truth - exact)])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_engine_gives_what_its_quantised_weights_give(shape: Shape, scheme: Quantization, tmp_path: Path) -> None:
+    """As near as bfloat16 is to float32 without quantisation; and quantisation itself is seen beside that. The mean of
+    several models: how far a single one is off depends on the CPU.
+    """
+    torch.set_num_threads(1)
+    each = [differences(shape, scheme, seed, tmp_path / str(seed)) for seed in SEEDS[scheme]]
+    noise, *found, quantised = np.mean(each, axis=0)
     # Where an activation falls on the edge of two steps, bfloat16 decides otherwise than float32 does.
-    allowed = (1.5 if scheme == "int8" else 4.5) * noise + 0.002
-    for each in found:
-        assert np.abs(each - truth).mean() <= allowed
-    assert np.abs(truth - exact).mean() > 0.0
+    assert max(found) <= (1.5 if scheme == "int8" else 4.5) * noise + 0.002
+    assert quantised > 0.0
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

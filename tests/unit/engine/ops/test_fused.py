@@ -134,8 +134,10 @@ def assert_same_as_separate_calls(model: tuple[ModelConfig, Weights], ops: CpuOp
         assert progress.layers_done == model[0].num_layers
         progress.close()
     (given, pages), (expected, expected_pages) = found
-    assert given.hidden().abs().max() > 0
-    torch.testing.assert_close(given.hidden(), expected.hidden(), rtol=ROUNDING, atol=ROUNDING)
+    # A small value is what terms as large as the others leave, so a step is one of these.
+    usual = expected.hidden().abs().mean().item()
+    assert given.hidden().abs().max() > 0 and usual < 5.0
+    torch.testing.assert_close(given.hidden(), expected.hidden(), rtol=ROUNDING, atol=ROUNDING * usual)
     logits = given.logits()
     assert logits.shape == (slots.num_rows, VOCABULARY) and expected.best is None
     alike = computed.logits(
