@@ -227,23 +227,13 @@ class DecodeSide:
             self._outbox.message(leg.router, word)
             self._forget(leg)
 
-    def fail(self, key: str, reason: str, *, retryable: bool = True, param: str = "") -> None:
+    def fail(self, key: str, reason: str, *, retryable: bool = True, param: str = "", code: str = "") -> None:
         """One of our rows cannot be computed here; another node may, or else it is the request that must change."""
         leg = self._by_key.get(key)
         if leg is not None:
-            code = errors.PdclusterError.code if retryable else errors.BadRequest.code
+            code = code or (errors.PdclusterError.code if retryable else errors.BadRequest.code)
             self._outbox.message(leg.router, Failed(leg.request, leg.attempt, code, reason, retryable, param))
             self._end(leg, reason)
-
-    def fail_all(self, cause: errors.PdclusterError) -> int:
-        """End every leg for a retryable cause. Returns how many."""
-        legs = list(self._by_key.values())
-        for leg in legs:
-            if self._by_key.get(leg.key) is leg:  # it may have ended with the one before it
-                word = Failed(leg.request, leg.attempt, cause.code, str(cause), retryable=True)
-                self._outbox.message(leg.router, word)
-                self._end(leg, str(cause))
-        return len(legs)
 
     def on_event(self, event: Landed | TicketFailed | Reclaimed) -> None:
         if isinstance(event, Reclaimed):

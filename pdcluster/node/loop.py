@@ -189,24 +189,31 @@ class NodeLoop:
     def _is_over(self) -> bool:
         if self._drain_until is None:
             return False
-        now = self._clock()
-        if now < self._drain_until:
-            return self._is_idle()
-        if self._has_moved:
+        if self._has_moved and self._clock() >= self._drain_until:
             logger.warning("the node ends although %d requests or transfers are not done", self._num_open)
             return True
+        return self._is_idle()
+
+    def _move_at_deadline(self) -> None:
+        """Give what still runs at the drain deadline to other nodes, once, and leave transfers a little more time."""
+        if self._drain_until is None or self._has_moved or (now := self._clock()) < self._drain_until:
+            return
         self._has_moved, self._drain_until = True, now + MOVE_S
         num_moved = self._move_work()
         logger.warning("the drain deadline of %g s passed: %d requests move to other nodes", self._drain_s, num_moved)
-        return False
 
     def _move_work(self) -> int:
         """End what runs or waits here, so that routers go on with it elsewhere. Returns how many requests.
 
         Their KV stays cached: other nodes may fetch it.
         """
-        cause = NodeDrains(f"node {self._parts.me.node} gives its work to other nodes")
-        return self._parts.prefill.fail_all(cause) + self._parts.decode.fail_all(cause)
+        reason, num_moved = f"node {self._parts.me.node} gives its work to other nodes", 0
+        for side in (self._parts.prefill, self._parts.decode):
+            keys = list(side.keys())
+            num_moved += len(keys)
+            for key in keys:
+                side.fail(key, reason, code=NodeDrains.code)
+        return num_moved
 
     # ------------------------------------------------------------ messages
 
@@ -460,6 +467,7 @@ class NodeLoop:
         self._parts.prefill.expire()
         self._parts.decode.expire()
         self._parts.fetch.expire()
+        self._move_at_deadline()
 
     # ------------------------------------------------------------ load and idleness
 

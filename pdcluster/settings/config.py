@@ -224,7 +224,9 @@ class NodeConfig(Section):
     lease_s: float = key(5.0, duration(0.1), "a router or peer not heard of for this long is gone")
     heartbeat_s: float = key(1.0, duration(0.01), "how often the node renews its leases")
     report_s: float = key(0.05, duration(0.001), "least time between two load reports")
-    drain_s: float = key(30.0, duration(), "on SIGTERM: longest time for running work to finish")
+    drain_s: float = key(
+        30.0, duration(), "on SIGTERM: longest time for running work to finish; then it moves to other nodes"
+    )
     kv: KVConfig = field(default_factory=KVConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
