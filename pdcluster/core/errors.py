@@ -18,6 +18,7 @@
     ├─ TransferError         KV did not arrive (retryable on other pages)
     │  └─ PeerUnreachable
     ├─ NodeLost              the node behind an attempt is gone (retryable)
+    │  └─ NodeStuck          it answers, but its engine makes no progress
     ├─ NodeDrains            the node gives its work to others (retryable)
     └─ IntegrityError        our own bookkeeping is broken: a bug
 
@@ -150,6 +151,12 @@ class NodeLost(PdclusterError):
     code = "node_lost"
     http_status = 503
     retryable = True
+
+
+class NodeStuck(NodeLost):
+    """The node answers, but its engine makes no progress."""
+
+    code = "node_stuck"
 
 
 class NodeDrains(PdclusterError):

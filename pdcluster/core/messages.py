@@ -328,7 +328,8 @@ class Load(NodeMessage, frozen=True, array_like=True):
     until the node has one. itl_s: between two tokens of its rows lately, whatever shared their steps; 0 before any.
     paths: to the decode nodes written to last. failed_writes, resent_chunks, pulls: how many since the node started, by
     reason or result. draining: no new work, for now or for good. role: None: the card's. seen: number of the last frame
-    from the router that gets the report; what came in it and before is counted."""
+    from the router that gets the report; what came in it and before is counted. stuck: its engine makes no progress, so
+    it takes no work until it does."""
 
     waiting: BigCount
     running: BigCount
@@ -354,6 +355,7 @@ class Load(NodeMessage, frozen=True, array_like=True):
     seen: BigCount = 0
     itl_s: Seconds = 0.0
     pulls: Reasons = ()
+    stuck: bool = False
 
 
 class CacheDelta(NodeMessage, frozen=True, array_like=True):

@@ -24,6 +24,7 @@ from torch import Tensor
 from pdcluster.core.errors import ConfigError, IntegrityError, ModelError
 from pdcluster.core.messages import Sampling, TokenLogprobs
 from pdcluster.core.step import Row, RowError, RowResult, StepPlan, StepResult
+from pdcluster.engine.compiling import compilations
 from pdcluster.engine.decoder import Decoder
 from pdcluster.engine.model.base import CausalModel, Computed, LayerProgress
 from pdcluster.engine.model.batch import Batch, PlanLimits, RowSpan, build_batch
@@ -167,6 +168,9 @@ class Engine:
         )
         self._constraints = Constraints(self.grammars, self.config.eos_token_ids)
         self._following = TokenHandoff()
+        # Blocks of prompt logprobs since start.
+        self._num_blocks = 0
+        self._compilations = compilations()
         self._worker = EngineWorker(self._compute, config.threads)
         log.info(
             "engine: %s, %s on %s (%s), %d pages",
@@ -179,8 +183,13 @@ class Engine:
 
     @property
     def progress(self) -> int:
-        """Layers computed since start; it stands still when nothing runs or the worker is stuck."""
-        return self._progress.value
+        """It grows with every layer, compilation and block of prompt logprobs. It stands still when nothing runs or the
+        worker is stuck."""
+        return self._progress.value + self._num_blocks + self._compilations.num_begun
+
+    @property
+    def is_compiling(self) -> bool:
+        return self._compilations.num_running > 0
 
     @property
     def done_fd(self) -> int:
@@ -235,8 +244,10 @@ class Engine:
             yield StepPlan((Row("warmup", ids[:1], tokens - 1, pages, sampling),))
 
     def close(self) -> None:
-        """Wait for a running step, stop the worker, give up the pool. Idempotent."""
+        """Wait for a running step, stop the worker, give up the pool. Idempotent. What a stuck worker may use stays."""
         self._worker.close()
+        if self._worker.is_stuck:
+            return
         self._constraints.close()
         self.grammars.close()
         self._group.close()
@@ -246,10 +257,10 @@ class Engine:
 
     @property
     def num_stuck(self) -> int:
-        """Threads that compute on after close, within a library that lets nobody end them. The interpreter must not be
-        taken down around them.
+        """Threads that compute on after close: stuck ones, and ones within a library that lets nobody end them. The
+        interpreter must not be taken down around them.
         """
-        return self.grammars.num_computing + self._constraints.num_late
+        return self.grammars.num_computing + self._constraints.num_late + self._worker.is_stuck
 
     def _compute(self, plan: StepPlan) -> StepResult:
         """On the worker thread."""
@@ -325,6 +336,7 @@ class Engine:
         found: list[TokenLogprobs] = []
         for begin, end in _blocks(len(targets), LOGPROB_BLOCK):
             logits = self._model.logits(hidden[begin:end])
+            self._num_blocks += 1
             if not self._group.rank:
                 found += self._logprobs(logits, targets[begin:end], [row.prompt_logprobs] * (end - begin))
         return tuple(found)

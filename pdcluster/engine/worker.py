@@ -10,11 +10,13 @@ Requirements:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -25,6 +27,9 @@ log = logging.getLogger(__name__)
 
 # One step runs, one waits behind it, so that the thread has something to do when the first is done.
 PLACES = 2
+
+# How long `close` waits for a running step.
+CLOSE_S = 10.0
 
 
 class EngineWorker:
@@ -38,6 +43,8 @@ class EngineWorker:
         # Steps that were launched and not collected.
         self.num_in_flight = 0
         self._closed = False
+        # Whether the thread outlived `close`.
+        self.is_stuck = False
         self.done_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -70,15 +77,21 @@ class EngineWorker:
         return outcome
 
     def close(self) -> None:
-        """Wait for the steps in flight, then stop. Idempotent."""
+        """Wait for the steps in flight, up to CLOSE_S, then stop. Idempotent."""
         if self._closed:
             return
         self._closed = True
         self._plans.put(None)
-        self._thread.join()
-        os.close(self.done_fd)
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            self.is_stuck = True
+            log.error("the engine's thread did not end its step within %g s", CLOSE_S)
+        else:
+            os.close(self.done_fd)
 
     def _run(self) -> None:
+        with contextlib.suppress(OSError):  # a name for tools that look at threads
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("engine")
         torch.set_num_threads(self._threads)
         with torch.inference_mode():
             while (plan := self._plans.get()) is not None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import zmq
 
@@ -21,7 +22,7 @@ from pdcluster.node.legs import EndedLegs, SequenceFactory
 from pdcluster.node.load_report import ModelFiles
 from pdcluster.node.outbox import Outbox
 from pdcluster.node.prefill import LayerGroups, ParkedKV, PrefillSide
-from pdcluster.node.step_timer import StepTimer
+from pdcluster.node.step_timer import StepTimer, StuckWatch
 from pdcluster.node.tensor_parallel.endpoint_client import LinkedMemories, RankLink
 from pdcluster.scheduler.scheduler import Scheduler, SchedulerLimits
 from pdcluster.transfer.backends.base import Backend, Peer, Region
@@ -105,7 +106,8 @@ def assemble(
 
     grammars: None when the engine has none.
     """
-    awake = AwakeClock(wiring.wire.heartbeat_s / 2, clock)
+    awake, stopwatch = AwakeClock(wiring.wire.heartbeat_s / 2, clock), StepTimer(limits.token_budget, clock)
+    progress_s = partial(stopwatch.progress_s, num_layers=shape.pages.num_layers)
     hub = Hub(wiring.me, listen=wiring.listen, context=wiring.context, settings=wiring.wire, clock=awake)
     backends = _media_of_all_ranks(wiring, shape)
     pages = PagePool(shape.num_pages, shape.pages.page_tokens, shape.block_tokens)
@@ -132,7 +134,8 @@ def assemble(
         fetch=FetchSide(shared.scheduler, pages, reader, shared.outbox, pull_s=wiring.pull_s, clock=clock),
         export=ExportSide(shared.scheduler, pages, writer, shared.outbox),
         files=files,
-        stopwatch=StepTimer(limits.token_budget, clock),
+        stopwatch=stopwatch,
+        stuck=StuckWatch(progress_s, AwakeClock(wiring.wire.heartbeat_s / 2, clock)),
         neighbours=neighbours,
         grammars=GrammarQueue(grammars, shared.outbox, clock),
     )

@@ -17,7 +17,7 @@ from pdcluster.node.legs import EndedLegs, SequenceFactory
 from pdcluster.node.load_report import ModelFiles
 from pdcluster.node.outbox import Outbox
 from pdcluster.node.prefill import PrefillSide
-from pdcluster.node.step_timer import StepTimer
+from pdcluster.node.step_timer import StepTimer, StuckWatch
 from pdcluster.scheduler.scheduler import Scheduler
 from pdcluster.transfer.backends.base import Backend, Peer
 from pdcluster.transfer.protocol.reader import Reader
@@ -31,6 +31,7 @@ class StepEngine(Protocol):
     done_fd: readable when a launched step can be collected.
     layer_fd: readable when a milestone of its plan was reached. One more step may be launched behind the running one.
     It is computed once that is done, collected or not.
+    progress: differs whenever a running step got on.
     """
 
     @property
@@ -41,6 +42,12 @@ class StepEngine(Protocol):
 
     @property
     def layers_done(self) -> int: ...
+
+    @property
+    def progress(self) -> int: ...
+
+    @property
+    def is_compiling(self) -> bool: ...
 
     def launch(self, plan: StepPlan) -> None: ...
 
@@ -87,5 +94,6 @@ class NodeComponents:
     export: ExportSide
     files: ModelFiles
     stopwatch: StepTimer
+    stuck: StuckWatch
     neighbours: Neighbours
     grammars: GrammarQueue

@@ -19,7 +19,7 @@ from dataclasses import replace
 import zmq
 from msgspec import structs
 
-from pdcluster.core.errors import BadRequest, DeadlineExceeded, IntegrityError, NodeDrains
+from pdcluster.core.errors import BadRequest, DeadlineExceeded, IntegrityError, NodeDrains, NodeStuck
 from pdcluster.core.messages import (
     Abort,
     AbortAck,
@@ -97,6 +97,8 @@ class NodeLoop:
         # The step in flight stands behind a failed one.
         self._is_behind_failure = False
         self._steps = 0
+        # Steps that failed since start, and in a row.
+        self._num_failed = 0
         self._failures = 0
         # When running work moves to other nodes, and then when the node ends whatever is left.
         self._drain_until: float | None = None
@@ -133,6 +135,7 @@ class NodeLoop:
         self._handle_messages()
         self._watch_layers()
         self._collect()
+        self._watch_engine()
         self._handle_transfers()
         self._expire()
         self._launch()
@@ -192,27 +195,27 @@ class NodeLoop:
         if self._has_moved and self._clock() >= self._drain_until:
             logger.warning("the node ends although %d requests or transfers are not done", self._num_open)
             return True
-        return self._is_idle()
+        return self._is_idle() or (self._is_stuck and not self._num_open)
 
     def _move_at_deadline(self) -> None:
         """Give what still runs at the drain deadline to other nodes, once, and leave transfers a little more time."""
         if self._drain_until is None or self._has_moved or (now := self._clock()) < self._drain_until:
             return
         self._has_moved, self._drain_until = True, now + MOVE_S
-        num_moved = self._move_work()
+        num_moved = self._move_work(NodeDrains.code, "gives its work to other nodes")
         logger.warning("the drain deadline of %g s passed: %d requests move to other nodes", self._drain_s, num_moved)
 
-    def _move_work(self) -> int:
+    def _move_work(self, code: str, why: str) -> int:
         """End what runs or waits here, so that routers go on with it elsewhere. Returns how many requests.
 
         Their KV stays cached: other nodes may fetch it.
         """
-        reason, num_moved = f"node {self._parts.me.node} gives its work to other nodes", 0
+        reason, num_moved = f"node {self._parts.me.node} {why}", 0
         for side in (self._parts.prefill, self._parts.decode):
             keys = list(side.keys())
             num_moved += len(keys)
             for key in keys:
-                side.fail(key, reason, code=NodeDrains.code)
+                side.fail(key, reason, code=code)
         return num_moved
 
     # ------------------------------------------------------------ messages
@@ -268,9 +271,10 @@ class NodeLoop:
             self._on_hello(router, message)
         elif isinstance(message, Manage):
             answer = parts.standing.apply(message)
-            parts.outbox.message(
-                router, structs.replace(answer, num_moved=self._move_work()) if message.moves else answer
-            )
+            if message.moves:
+                num_moved = self._move_work(NodeDrains.code, "gives its work to other nodes")
+                answer = structs.replace(answer, num_moved=num_moved)
+            parts.outbox.message(router, answer)
         elif isinstance(message, AskCache):
             self._reporter.add(router, self._tell)
         elif isinstance(message, FetchFile):
@@ -302,9 +306,10 @@ class NodeLoop:
 
     def _accept(self, router: Peer, work: Work, leg: RefusedLeg, *, remote: bool) -> Sequence | None:
         """The work as a sequence. None when the node takes no new work, or not this; the router was answered."""
-        if self._parts.standing.refuses_work:
+        if self._parts.standing.refuses_work or self._is_stuck:
+            state = "stuck" if self._is_stuck else "draining"
             self._parts.outbox.message(
-                router, Refused(work.request, work.attempt, leg, f"node {self._parts.me.node} is draining", 0.05)
+                router, Refused(work.request, work.attempt, leg, f"node {self._parts.me.node} is {state}", 0.05)
             )
             return None
         try:
@@ -360,6 +365,25 @@ class NodeLoop:
         if self._in_flight:
             self._parts.prefill.on_layers(engine.layers_done)
 
+    def _watch_engine(self) -> None:
+        """A stuck engine's work moves to other nodes, and new work is refused. Its step is the probe: once that gets
+        on, the node takes work again. Rows of that step keep their pages until then.
+        """
+        parts, was_stuck = self._parts, self._is_stuck
+        plan = self._in_flight[0] if self._in_flight else None
+        signs = self._steps, self._num_failed, parts.engine.progress
+        parts.stuck.look(plan, signs, is_compiling=parts.engine.is_compiling)
+        if self._is_stuck and not was_stuck:
+            stood_s = parts.stuck.stood_s
+            num_moved = self._move_work(NodeStuck.code, f"is stuck: its engine made no progress for {stood_s:.1f} s")
+            logger.error("the engine made no progress for %.1f s: %d requests move to other nodes", stood_s, num_moved)
+        elif was_stuck and not self._is_stuck:
+            logger.warning("the engine makes progress again: the node takes work")
+
+    @property
+    def _is_stuck(self) -> bool:
+        return self._parts.stuck.is_stuck
+
     def _collect(self) -> None:
         """Take in the results of a finished step."""
         parts = self._parts
@@ -405,6 +429,7 @@ class NodeLoop:
         fails with the one before it.
         """
         self._failures += not self._is_behind_failure
+        self._num_failed += 1
         self._is_behind_failure = bool(self._in_flight)
         logger.error("a step of %d rows failed", len(plan.rows), exc_info=error)
         if self._failures >= MAX_FAILURES:
@@ -534,6 +559,7 @@ class NodeLoop:
             failed_writes=by_reason(self._parts.writer.ladder.failures),
             resent_chunks=by_reason(self._parts.writer.ladder.resends),
             pulls=by_reason(self._parts.fetch.counters),
+            stuck=self._is_stuck,
         )
 
     def _tell(self, router: Peer, message: AnyMessage) -> None:

@@ -1,4 +1,5 @@
-"""Times the node's own steps and fits its cost model to them. Owned by the node loop's thread.
+"""Times the node's own steps, fits its cost model to them and judges steps that do not end. Owned by the node loop's
+thread.
 
 A step lasts from its launch until the next launch is possible. So the loop's work between steps is in the model:
 requests wait for it, too.
@@ -11,7 +12,13 @@ from collections.abc import Callable
 from pdcluster.core.messages import CostReport
 from pdcluster.core.step import StepPlan
 from pdcluster.cost.cost import lately
-from pdcluster.cost.fit import CostFit, step_of
+from pdcluster.cost.fit import WARM, CostFit, step_of
+
+# An engine is stuck when nothing changed for LEAST_S, and for TIMES × what the next sign of progress should take.
+LEAST_S = 2.0
+TIMES = 5.0
+# Bound of what nothing is known of: a compilation, and the first steps of their kind.
+COLD_S = 60.0
 
 
 class StepTimer:
@@ -38,6 +45,56 @@ class StepTimer:
     def launched(self) -> None:
         self._launched_at = self._clock()
 
+    def progress_s(self, plan: StepPlan, num_layers: int) -> float | None:
+        """Longest time to the next sign of progress in a step, with the model's own error. None: nothing is known.
+
+        A layer is a sign where prompts are computed. A step of decode rows may be one piece.
+        """
+        step, cost = step_of([(len(row.tokens), row.start) for row in plan.rows], 0.0), self._fit.cost()
+        seconds = 0.0
+        if step.tokens:
+            if cost.prefill.samples < WARM:
+                return None
+            work_s = cost.prefill.work_s(step.tokens, step.pairs)
+            seconds += (work_s + cost.prefill.error.seconds((1.0, step.tokens, step.pairs), work_s)) / num_layers
+        if step.rows:
+            if cost.decode.samples < WARM:
+                return None
+            seconds += cost.decode.seconds(step.rows, step.context_tokens)
+            seconds += cost.decode.error_s(step.rows, step.context_tokens)
+        return seconds
+
     def report(self) -> CostReport | None:
         """None before the first step."""
         return self._fit.cost().report() if self._fit.samples else None
+
+
+class StuckWatch:
+    """Judges whether the engine gets on with the step that it was given.
+
+    A layer is a sign of progress; so are a step's end, a compilation, and a part of a long list of logprobs.
+
+
+    expected_s: seconds to a step's next sign of progress. None: unknown.
+    clock: one that stands while this process does.
+    """
+
+    def __init__(self, expected_s: Callable[[StepPlan], float | None], clock: Callable[[], float]) -> None:
+        self._expected_s, self._clock = expected_s, clock
+        self._seen: object = None
+        self._since = clock()
+        self.is_stuck = False
+
+    def look(self, plan: StepPlan | None, signs: object, *, is_compiling: bool) -> None:
+        """To be called in every turn. plan: the oldest in flight. signs: differ whenever the engine got on."""
+        now = self._clock()
+        if plan is None or signs != self._seen:
+            self._seen, self._since, self.is_stuck = signs, now, False
+        elif not self.is_stuck and now - self._since >= LEAST_S:
+            expected_s = None if is_compiling else self._expected_s(plan)
+            self.is_stuck = now - self._since >= (COLD_S if expected_s is None else TIMES * expected_s)
+
+    @property
+    def stood_s(self) -> float:
+        """How long nothing changed."""
+        return self._clock() - self._since

@@ -48,6 +48,11 @@ class ChildProcess:
     def address(self) -> str:
         return self.facts["address"]
 
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
     async def start(self, *more: str) -> None:
         """Start it, and wait until it is ready."""
         read_end, write_end = os.pipe()

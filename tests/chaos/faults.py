@@ -14,6 +14,7 @@ import grpc
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import bootstrap_pb2
 from tests.chaos.cluster import ChaosCluster, ChildProcess
+from tests.chaos.freeze import frozen
 
 Tell = Callable[[str], None]
 
@@ -85,6 +86,12 @@ async def stop(cluster: ChaosCluster, victim: ChildProcess, draw: random.Random)
     victim.stop()
     await asyncio.sleep(draw.choice((0.5, 2.0, 9.0)))
     victim.resume()
+
+
+async def freeze(cluster: ChaosCluster, victim: ChildProcess, draw: random.Random) -> None:
+    """The engine's thread. Shorter and longer than what makes an engine stuck."""
+    with frozen(victim.pid, while_computing=draw.random() < 0.5):
+        await asyncio.sleep(draw.choice((0.5, 4.0, 9.0)))
 
 
 async def pause(cluster: ChaosCluster, victim: ChildProcess, draw: random.Random) -> None:
@@ -174,6 +181,7 @@ async def restart(cluster: ChaosCluster, victim: ChildProcess, draw: random.Rand
 FAULTS: dict[str, Callable[[ChaosCluster, ChildProcess, random.Random], Awaitable[None]]] = {
     "kill": kill,
     "stop": stop,
+    "freeze": freeze,
     "cut": cut,
     "pause": pause,
     "drain": drain,

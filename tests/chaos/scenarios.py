@@ -6,10 +6,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pdcluster.rpc import admin_pb2 as pb
 from tests.chaos.cluster import ChaosCluster, ClusterShape
+from tests.chaos.freeze import frozen
 from tests.chaos.load import ChaosLoad, requests_of
 
 STREAMS = 8
@@ -84,9 +86,33 @@ async def _kill_six_times(cluster: ChaosCluster) -> None:
         await asyncio.sleep(1.0)
 
 
+async def _freeze(cluster: ChaosCluster, role: str) -> None:
+    """The engine's thread of the only node of that role, until it is out of rotation and 4 s on."""
+    (router,) = cluster.routers.values()
+    (node,) = (each for name, each in cluster.nodes.items() if name.startswith(role))
+    began = time.monotonic()
+    async with cluster.admin(router) as stub:
+
+        async def until(state: str) -> float:
+            async with asyncio.timeout(30.0):
+                while True:
+                    reply = await stub.ListNodes(pb.ListNodesRequest())
+                    if any(each.name == node.name and each.state == state for each in reply.nodes):
+                        return time.monotonic() - began
+                    await asyncio.sleep(0.02)
+
+        with frozen(node.pid, while_computing=True):
+            stuck_s = await until("stuck")
+            await asyncio.sleep(4.0)
+        began = time.monotonic()
+        back_s = await until("ready")
+        print(f"    {node.name}: stuck after {stuck_s:.2f} s, ready {back_s:.2f} s after it went on", flush=True)
+
+
 _ONE = ClusterShape(prefill=0, decode=0, mixed=1, routers=1, bootstraps=1)
 _TWO = ClusterShape(prefill=0, decode=0, mixed=2, routers=1, bootstraps=1)
 _PAIR = ClusterShape(prefill=1, decode=1, routers=1, bootstraps=1)
+_FOUR = ClusterShape(prefill=2, decode=2, routers=1, bootstraps=1)
 SCENARIOS: dict[str, Scenario] = {
     "only-node-killed": Scenario(_ONE, _kill_only_node),
     "nodes-stopped": Scenario(_PAIR, _stop_nodes),
@@ -94,6 +120,8 @@ SCENARIOS: dict[str, Scenario] = {
     "nodes-cordoned": Scenario(_PAIR, _cordon_all, lead_s=1.0),
     "drained-six-times": Scenario(_TWO, _drain_six_times, 1500),
     "killed-six-times": Scenario(_TWO, _kill_six_times, 3000),
+    "decode-engine-frozen": Scenario(_FOUR, partial(_freeze, role="decode-0"), 1500),
+    "prefill-engine-frozen": Scenario(_FOUR, partial(_freeze, role="prefill-0"), lead_s=0.2),
 }
 
 
@@ -107,11 +135,14 @@ async def run_scenario(name: str, times: int, seed: int, folder: Path) -> bool:
     scenario = SCENARIOS[name]
     kinds = ("stream", "penalties")
     requests = [each for each in requests_of(seed, 20 * STREAMS, num_output=scenario.num_output) if each.kind in kinds]
-    for each in requests[:STREAMS]:
-        each.body["max_tokens"] = scenario.num_output
+    for number, each in enumerate(requests):
+        each.body["max_tokens"] = scenario.num_output if number < STREAMS else 8
     async with ChaosCluster(scenario.shape, folder) as cluster:
         load = ChaosLoad(cluster, requests[:STREAMS], seed)
         await load.learn()
+        others = ChaosLoad(cluster, requests[STREAMS:], seed)  # nodes know their steps after that
+        await others.learn()
+        await others.close()
         (router,) = cluster.routers.values()
         seconds = []
         for _ in range(times):

@@ -135,6 +135,15 @@ class RankedEngine:
         """Layers done. A layer is done when its last sum is: every rank wrote its KV before contributing."""
         return self.local.layers_done
 
+    @property
+    def progress(self) -> int:
+        """Rank 0's. It waits for the others in every layer."""
+        return self.local.progress
+
+    @property
+    def is_compiling(self) -> bool:
+        return self.local.is_compiling
+
     def launch(self, plan: StepPlan) -> None:
         """Raises IntegrityError, before any rank computes, for a plan that continues with tokens that only rank 0
         samples.

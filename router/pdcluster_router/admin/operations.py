@@ -15,7 +15,7 @@ from pdcluster.core.messages import Load, Role
 from pdcluster_router.cluster.events import Event
 from pdcluster_router.explain.records import Explanation
 
-State = Literal["connecting", "ready", "cordoned"]
+State = Literal["connecting", "ready", "cordoned", "stuck"]
 
 
 class NodeStatus(msgspec.Struct, frozen=True):

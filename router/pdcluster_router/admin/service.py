@@ -20,6 +20,7 @@ from pdcluster_router.admin.operations import (
     PolicyStatus,
     RequestList,
     RequestStatus,
+    State,
 )
 from pdcluster_router.cluster.events import Event, EventLog
 from pdcluster_router.cluster.node_table import NodeTable
@@ -234,13 +235,21 @@ def _request(found: OpenRequest, now: float) -> RequestStatus:
     )
 
 
+def _state(view: NodeView | None) -> State:
+    if view is None:
+        return "connecting"
+    if view.load is not None and view.load.stuck:
+        return "stuck"
+    return "ready" if view.accepts_work else "cordoned"
+
+
 def _status(found: KnownNode) -> NodeStatus:
     card, view = found.card, found.view
     return NodeStatus(
         name=card.node,
         incarnation=card.incarnation,
         role=view.role if view is not None else card.role,
-        state="connecting" if view is None else "ready" if view.accepts_work else "cordoned",
+        state=_state(view),
         address=card.address,
         model=card.model,
         device=card.device,

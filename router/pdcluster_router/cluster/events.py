@@ -19,6 +19,8 @@ Kind = Literal[
     "node-up",
     "node-lost",
     "node-left",
+    "node-stuck",
+    "node-answers",
     "role",
     "cordon",
     "uncordon",

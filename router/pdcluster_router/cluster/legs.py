@@ -211,6 +211,8 @@ def error_of(message: Failed) -> errors.PdclusterError:
         return errors.Overloaded(message.message, 0.0)
     if message.retryable and message.code == errors.NodeDrains.code:
         return errors.NodeDrains(message.message)
+    if message.retryable and message.code == errors.NodeStuck.code:
+        return errors.NodeStuck(message.message)
     if message.retryable:
         return errors.TransferError(message.message)
     if message.code == errors.BadRequest.code:

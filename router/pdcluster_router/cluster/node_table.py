@@ -276,7 +276,15 @@ class NodeTable:
 
     def _on_load(self, state: NodeState, message: Load) -> None:
         state.is_cordoned = message.draining
+        if message.stuck != (state.load is not None and state.load.stuck):
+            self._note_stuck(state, is_stuck=message.stuck)
         self._take_load(state, message)
+
+    def _note_stuck(self, state: NodeState, *, is_stuck: bool) -> None:
+        if is_stuck:
+            self.events.add("node-stuck", state.card.node, "its engine makes no progress; its requests go on elsewhere")
+        else:
+            self.events.add("node-answers", state.card.node, "its engine makes progress again")
 
     def _take_load(self, state: NodeState, message: Load) -> None:
         former, incarnation = state.load, state.card.incarnation

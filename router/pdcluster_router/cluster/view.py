@@ -110,7 +110,7 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def accepts_work(self) -> bool:
-        return not self.is_cordoned and not (self.load is not None and self.load.draining)
+        return not self.is_cordoned and not (self.load is not None and (self.load.draining or self.load.stuck))
 
     @property
     def has_slack(self) -> bool:

@@ -136,6 +136,8 @@ def why_not(node: NodeView, num_tokens: int) -> str:
         return "cordoned"
     if node.load is not None and node.load.draining:
         return "draining"
+    if node.load is not None and node.load.stuck:
+        return "stuck"
     if node.max_len < num_tokens:
         return f"takes {node.max_len} tokens"
     return ""

@@ -64,6 +64,7 @@ class OracleEngine:
         self.done_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
         self.layer_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.layers_done = 0
+        self.is_compiling = False
         self.hold = False
         self.num_bells = 0
         # That many of the next steps raise instead of computing.
@@ -78,6 +79,10 @@ class OracleEngine:
         self._outcomes: deque[StepResult | RuntimeError] = deque()
         self._drawn: dict[str, int | None] | None = None
         self._fresh: list[tuple[Row, list[bytes]]] = []
+
+    @property
+    def progress(self) -> int:
+        return self.layers_done
 
     def launch(self, plan: StepPlan) -> None:
         in_flight = len(self._outcomes) + (self._plan is not None) + (self._next is not None)

