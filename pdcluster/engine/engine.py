@@ -42,6 +42,7 @@ from pdcluster.engine.sampling.sampler import logprobs_alone, sample, sample_alo
 from pdcluster.engine.worker import EngineWorker
 from pdcluster.kv.layout import DType, KVLayout
 from pdcluster.kv.pool import KVPool
+from pdcluster.processes.free_memory import check_memory
 
 # What a step hands to the next step: the tokens that it drew, before anybody outside the engine knows them. It draws
 # nothing itself.
@@ -154,7 +155,7 @@ class Engine:
         self.full_layout: KVLayout = self.config.kv_layout(config.page_tokens, weights.dtype)
         self.layout: KVLayout = replace(self.full_layout, num_kv_heads=share.num_kv_heads)
         self.num_pages = config.num_pages or config.kv_bytes // (self.layout.page_bytes * group.size)
-        _check_capacity(self.num_pages, self.layout)
+        _check_capacity(self.num_pages, self.layout, config.device)
         self.max_len = _max_len(config.max_len, self.config, self.num_pages * config.page_tokens)
         self.pool = KVPool(self.layout, self.num_pages, config.device)
         self._ops = _ops_of(config, weights.dtype)
@@ -419,8 +420,10 @@ def _longest(config: ModelConfig, pool_tokens: int) -> int:
     return config.sliding_window
 
 
-def _check_capacity(num_pages: int, layout: KVLayout) -> None:
+def _check_capacity(num_pages: int, layout: KVLayout, device: str) -> None:
     if num_pages < 1:
         raise ConfigError(
             f"the KV memory does not hold one page of {layout.page_bytes} bytes; raise kv_bytes or lower page_tokens"
         )
+    if device == "cpu":
+        check_memory(num_pages * layout.page_bytes)

@@ -33,7 +33,7 @@ from pdcluster.scheduler.scheduler import Scheduler, Update
 from pdcluster.scheduler.sequence import Sequence
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.protocol.reader import Reader
-from pdcluster.transfer.protocol.session import Landed, Reclaimed
+from pdcluster.transfer.protocol.session import Landed, Reclaimed, peer_of
 from pdcluster.transfer.protocol.session import TicketFailed as TicketFailed
 
 # The wait queue of a full decode node: it keeps large prompts from starving, while small ones pass for a while.
@@ -165,6 +165,8 @@ class DecodeSide:
         self.cancel(work.request, work.attempt, "a newer attempt came")
         try:
             check_newest(work, self._legs.get(work.request))
+            if self._reader.is_suspected(peer_of(message.writer)):
+                raise errors.Overloaded(f"pages here still wait for {message.writer.node} to end", PLACE_RETRY_S)
             pages = self._take_room(work.request, sequence)
         except REFUSALS as error:
             self._outbox.message(router, refusal(work, "reserve", error))

@@ -13,6 +13,7 @@ from pdcluster.node.components import StepEngine
 from pdcluster.node.tensor_parallel.channel import Media
 from pdcluster.node.tensor_parallel.endpoint_client import RankLink
 from pdcluster.node.tensor_parallel.engine import RankedEngine, RankSettings
+from pdcluster.processes.free_memory import check_memory
 from pdcluster.settings.config import NodeConfig, TransferConfig, cache_directory
 from pdcluster.transfer.backends.base import Peer, Region
 from pdcluster.transfer.layout.geometry import PageShape
@@ -48,6 +49,8 @@ def start_engine(
     region: id of rank 0's pool; others follow.
     on_lost: called when a rank is gone. By default it ends this process.
     """
+    if config.device == "cpu":
+        check_memory(config.kv.memory_bytes)  # before weights are read, which may take minutes
     own = engine_config(config, model_dir)
     if config.tp == 1:
         engine = Engine(own)

@@ -103,7 +103,7 @@ class FetchSide:
         cached = self._pages.match(sequence.hashes, num_pages)
         if len(cached) == num_pages:
             self.counters["needless"] += 1
-        elif self._is_avoided(peer_of(pull.holder)):
+        elif self._is_avoided(holder := peer_of(pull.holder)) or self._reader.is_suspected(holder):
             self.counters["avoided"] += 1
         elif (fresh := self._take(cached, num_pages - len(cached))) is None:
             self.counters["no_room"] += 1

@@ -196,8 +196,9 @@ class ClientLink:
             if event is ConnectionEvent.DOWN:
                 self._reconnect(now)
                 return
-            if self._was_up:
-                # It was there and now nobody listens: that process is gone, no need to wait.
+            if self._was_up or self._kind == "node":
+                # It was there and now nobody listens: that process is gone, no need to wait. A node calls another at an
+                # address from a ticket, so somebody spoke with it before.
                 self.close(f"{self.endpoint.address} refuses connections")
                 return
 

@@ -224,6 +224,10 @@ class ChaosCluster:
         async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
             return (await client.get(f"http://{router.address}/metrics")).text
 
+    async def num_pages(self, router: ChildProcess, state: str) -> float:
+        """KV pages in that state on all nodes that are up."""
+        return sum(float(count) for _, each, count in _PAGES.findall(await self.metrics(router)) if each == state)
+
     async def until_idle(self) -> list[str]:
         """What is still held after a while on nodes, as their reports say: nothing, unless something leaked."""
         left: list[str] = []

@@ -109,6 +109,23 @@ async def _freeze(cluster: ChaosCluster, role: str) -> None:
         print(f"    {node.name}: stuck after {stuck_s:.2f} s, ready {back_s:.2f} s after it went on", flush=True)
 
 
+async def _kill_writer(cluster: ChaosCluster) -> None:
+    """The only prefill node, while it holds tickets of every stream: it stands still before they come."""
+    (node,) = (each for name, each in cluster.nodes.items() if name.startswith("prefill"))
+    (router,) = cluster.routers.values()
+    node.stop()
+    await asyncio.sleep(1.0)
+    began = time.monotonic()
+    await node.kill()
+    most, freed = 0.0, began
+    while time.monotonic() < freed + 3.0:  # they run on the decode node meanwhile
+        held = await cluster.num_pages(router, "quarantined")
+        most, freed = max(most, held), time.monotonic() if held else freed
+        await asyncio.sleep(0.02)
+    print(f"    {most:.0f} pages waited for {node.name}'s end, {freed - began:.2f} s at most after it", flush=True)
+    await cluster.restart(node)
+
+
 _ONE = ClusterShape(prefill=0, decode=0, mixed=1, routers=1, bootstraps=1)
 _TWO = ClusterShape(prefill=0, decode=0, mixed=2, routers=1, bootstraps=1)
 _PAIR = ClusterShape(prefill=1, decode=1, routers=1, bootstraps=1)
@@ -118,6 +135,7 @@ SCENARIOS: dict[str, Scenario] = {
     "nodes-stopped": Scenario(_PAIR, _stop_nodes),
     "router-stopped": Scenario(_PAIR, _stop_router),
     "nodes-cordoned": Scenario(_PAIR, _cordon_all, lead_s=1.0),
+    "writer-killed": Scenario(_PAIR, _kill_writer, lead_s=0.3),
     "drained-six-times": Scenario(_TWO, _drain_six_times, 1500),
     "killed-six-times": Scenario(_TWO, _kill_six_times, 3000),
     "decode-engine-frozen": Scenario(_FOUR, partial(_freeze, role="decode-0"), 1500),

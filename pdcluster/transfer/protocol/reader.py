@@ -189,6 +189,20 @@ class Reader:
         events, self._events = self._events, []
         return events
 
+    def is_suspected(self, writer: Peer) -> bool:
+        """Whether pages wait for that writer's end: it was declared dead, or left an Abort unanswered for suspect_s.
+        New pages might share their fate.
+        """
+        if not self._notices:
+            return False
+        now, suspect_s = self._clock(), self._settings.suspect_s
+        return any(
+            peer_of(notice.writer) == writer
+            and nonce in self._tickets
+            and (writer in self._gone or now - notice.since >= suspect_s)
+            for nonce, notice in self._notices.items()
+        )
+
     def next_deadline(self) -> float | None:
         """Clock time by which `poll` must run even without a doorbell; None when nothing waits."""
         if self._events or self._poll_now:
@@ -300,7 +314,7 @@ class Reader:
         self._poll_now = True
         if tell:
             until = max(incoming.deadline, now + self._settings.commit_s)
-            self._notices[ticket.nonce] = AbortNotice(ticket.writer, reason, until, now)
+            self._notices[ticket.nonce] = AbortNotice(ticket.writer, reason, until, now, now)
         incoming.unfenced = {
             name for name in self._order if self._backends[name].revoke(ticket.nonce) is not Fence.FENCED
         }

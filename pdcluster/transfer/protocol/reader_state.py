@@ -89,12 +89,13 @@ class Incoming:
 
 @dataclass(slots=True)
 class AbortNotice:
-    """An Abort that is repeated until it is answered (R8)."""
+    """An Abort that is repeated until it is answered (R8). since: when it was due first."""
 
     writer: Endpoint
     reason: str
     until: float
     send_at: float
+    since: float
 
 
 def writable_pages(

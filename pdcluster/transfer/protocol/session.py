@@ -72,6 +72,7 @@ class Settings:
     arrival_s: how long the reader waits for stamps that the Commit promises.
     verify_bytes: bytes digested per poll, so that a long prompt does not block the loop.
     proof_s: pause before a fence is requested again.
+    suspect_s: how long a writer may leave an Abort unanswered before it gets no new pages.
     """
 
     digests: bool = True
@@ -86,6 +87,7 @@ class Settings:
     arrival_s: float = 1.0
     verify_bytes: int = 32 << 20
     proof_s: float = 0.1
+    suspect_s: float = 1.0
     max_tombstones: int = 65536
     max_lost_tickets: int = 16384
 

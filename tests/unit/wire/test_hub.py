@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import zmq
@@ -374,6 +375,17 @@ def test_an_address_where_another_boot_lives_is_lost_and_not_called_again(make_n
 def test_a_bad_address_is_refused_and_counted(node: Node, address: str) -> None:
     assert not node.hub.send(m.Endpoint("x", "y", address), m.Release("r"))
     assert node.hub.dropped["bad_address"] == 1
+
+
+def test_a_node_called_for_the_first_time_after_its_end_is_lost_at_once(make_node: Make) -> None:
+    """Its address came in a ticket: somebody spoke with it."""
+    settings = replace(SETTINGS, lease_s=600.0, rewelcome_s=600.0)
+    a, b = make_node("decode-0", settings=settings), make_node("prefill-0", settings=settings)
+    endpoint = b.endpoint
+    b.hub.close()
+    a.hub.send(endpoint, m.Cancel("r1", 0, "why"))
+    pump(lambda: a.events, a)
+    assert isinstance(a.events[0], LinkLost) and a.events[0].peer == b.me
 
 
 def test_an_address_where_nobody_listens_ends_as_a_lost_link(node: Node) -> None:

@@ -55,6 +55,36 @@ def test_a_dead_boot_is_remembered_as_long_as_its_pages_wait_for_proof() -> None
     assert pair.reader.is_idle() and not pair.reader._gone
 
 
+def test_a_writer_is_suspected_while_pages_wait_for_its_end_and_nobody_answers() -> None:
+    pair = Pair(checks_permits=False)
+    ticket = pair.open([3, 9], 8)
+    pair.writer.open(ticket)
+    pair.writer.push(ticket.nonce, [10], 0, 4)
+    pair.poll()
+    assert not pair.reader.is_suspected(WRITER)
+    pair.reader.abort(ticket.nonce, "no longer wanted")
+    pair.poll()
+    pair.inbox.clear()  # the writer stands still: it hears no Abort
+    assert not pair.reader.is_suspected(WRITER), "it may be about to answer"
+    silently(pair)
+    assert pair.reader.is_suspected(WRITER) and not pair.reader.is_suspected(other_boot(2))
+    pair.run(5.0)
+    assert pair.reader.is_idle() and not pair.reader.is_suspected(WRITER), "it answered"
+
+
+def test_a_dead_writer_is_suspected_until_there_is_proof() -> None:
+    pair = Pair(checks_permits=False)
+    ticket = pair.open([3, 9], 8)
+    pair.writer.open(ticket)
+    pair.writer.push(ticket.nonce, [10], 0, 4)
+    pair.poll()
+    pair.reader.peer_gone(WRITER)
+    assert pair.reader.is_suspected(WRITER)
+    pair.network.kill(WRITER)
+    silently(pair)
+    assert not pair.reader.is_suspected(WRITER)
+
+
 def silently(pair: Pair) -> None:
     """Some seconds in which no message arrives."""
     for _ in range(50):
