@@ -71,6 +71,10 @@ class RouterMetrics:
             "client_disconnects", "Requests whose client left or stalled before the end."
         ).labels()
 
+        self.connections_refused = counter(
+            "http_connections_refused", "Connections answered with 503, as the limit of open files allows no more."
+        ).labels()
+
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of choices that reached a first token.").labels()
         self.cached_tokens = counter("cached_prompt_tokens", "Prompt tokens whose KV was cached already.").labels()
         self.output_tokens = counter("output_tokens", "Output tokens of all choices.").labels()

@@ -20,6 +20,8 @@ from pdcluster.core.messages import TokenLogprobs
 
 # An empty text as JSON.
 NOTHING = b'""'
+# Of memory: an event with nothing in it, and one token or logprob.
+PIECE_BYTES, ENTRY_BYTES = 256, 80
 
 
 class Token(msgspec.Struct, frozen=True, gc=False):
@@ -54,6 +56,14 @@ class TextPiece(msgspec.Struct):
     finish: str | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[Token] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes of memory."""
+        texts = len(self.text) + len(self.reasoning) + sum(len(call.arguments) + ENTRY_BYTES for call in self.calls)
+        tokens = (*self.tokens, *(self.listed or ()), *self.echo, *(self.prompt_logprobs or ()))
+        listed = sum(1 if token.logprobs is None else 2 + len(token.logprobs.top_ids) for token in tokens)
+        return PIECE_BYTES + texts + (listed + len(self.prompt_token_ids or ())) * ENTRY_BYTES
 
     @property
     def scored(self) -> list[Token]:

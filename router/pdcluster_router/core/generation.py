@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from pdcluster.api.openai.replies import Timeline as Timeline
+from pdcluster.api.text.choice_text import ENTRY_BYTES, PIECE_BYTES
 from pdcluster.core.messages import FinishReason, Sampling, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -101,6 +102,12 @@ class TokenChunk(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprobs, ...]
     route: RequestRoute
 
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes of memory."""
+        listed = sum(2 + len(entry.top_ids) for entry in (*self.logprobs, *self.prompt_logprobs))
+        return PIECE_BYTES + (len(self.token_ids) + listed) * ENTRY_BYTES
+
 
 class Done(msgspec.Struct, frozen=True):
     """The end of a generation without an error."""
@@ -112,6 +119,10 @@ class Done(msgspec.Struct, frozen=True):
     attempts: int
     route: RequestRoute
     timeline: Timeline
+
+    @property
+    def num_bytes(self) -> int:
+        return PIECE_BYTES
 
 
 class ModelInfo(msgspec.Struct, frozen=True):

@@ -124,7 +124,7 @@ class App:
         self._exposed = exposition
         self.settings = settings
         self._dispatcher = dispatcher
-        self._metrics = metrics
+        self.metrics = metrics
         self._places = places
         self._preparing: set[asyncio.Task[None]] = set()
         self._cors = Cors(settings.cors_origins)
@@ -146,7 +146,7 @@ class App:
 
     def begin(self, exchange: Exchange) -> None:
         """Check what the head tells: the tenant, room for a request, and whether the body is worth waiting for."""
-        self._metrics.http_requests_open.value += 1
+        self.metrics.http_requests_open.value += 1
         try:
             if self._cors.is_on:
                 exchange.extra = self._cors.lines(exchange.headers.get(ORIGIN))
@@ -165,7 +165,7 @@ class App:
                 if b"content-length" in headers:
                     self._check_declared_length(exchange)
         except Exception as error:  # the top of a request
-            fail(exchange, error, self._metrics)
+            fail(exchange, error, self.metrics)
 
     def _check_method(self, exchange: Exchange) -> None:
         _, methods = self._route(exchange.path)
@@ -183,7 +183,7 @@ class App:
             handler = self._post.get(exchange.path) or self._route(exchange.path)[0]
             handler(exchange)
         except Exception as error:  # the top of a request: a bug of ours must not hurt other requests
-            fail(exchange, error, self._metrics)
+            fail(exchange, error, self.metrics)
 
     def late(self, exchange: Exchange) -> None:
         if exchange.is_too_large:
@@ -192,7 +192,7 @@ class App:
             fail(
                 exchange,
                 SlowRequest(f"the body did not arrive within {self.settings.body_s:g} s; send it faster"),
-                self._metrics,
+                self.metrics,
             )
 
     def stalled(self, exchange: Exchange) -> None:
@@ -210,10 +210,10 @@ class App:
         if exchange.on_gone is not None:
             exchange.on_gone(error)
         if not exchange.finished:
-            fail(exchange, error, self._metrics)
+            fail(exchange, error, self.metrics)
 
     def over(self, exchange: Exchange) -> None:
-        metrics, path = self._metrics, exchange.path
+        metrics, path = self.metrics, exchange.path
         if exchange.tenant is not None:
             self._places.give_back(exchange.tenant)
             exchange.tenant = None
@@ -285,7 +285,7 @@ class App:
 
     def _answer(self, exchange: Exchange, prepared: Prepared) -> None:
         if self._plain is None or not self._plain.take_prepared(exchange, prepared):
-            answer(exchange, prepared, self._dispatcher, self._metrics)
+            answer(exchange, prepared, self._dispatcher, self.metrics)
 
     def _later(
         self,
@@ -318,7 +318,7 @@ class App:
             exchange.on_gone = None
             then(found)
         except Exception as error:  # the top of a task
-            fail(exchange, error, self._metrics)
+            fail(exchange, error, self.metrics)
 
     def _terms(self, exchange: Exchange) -> Terms:
         tenant = exchange.tenant
@@ -387,7 +387,7 @@ class App:
 
     def _exposition(self, exchange: Exchange) -> None:
         if self._exposed is None:
-            _expose(exchange, generate_latest(self._metrics.registry))
+            _expose(exchange, generate_latest(self.metrics.registry))
         else:
             self._later(exchange, self._exposed, partial(_expose, exchange))
 

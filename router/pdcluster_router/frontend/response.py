@@ -2,7 +2,7 @@
 
 The response starts with the first token or an error. An error before the first byte is an HTTP status; one after it is
 an `error` event. Choices run concurrently. If one fails, all are cancelled and its error answers. An answer has no
-task: node messages drive it. What they add waits here while its client does not read, at most MAX_UNREAD pieces.
+task: node messages drive it. What they add waits here while its client does not read, up to MAX_UNREAD_BYTES.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ from pdcluster_router.frontend.prepare import Prepared
 from pdcluster_router.http.errors import ClientLeft, fail
 from pdcluster_router.http.exchange import JSON, NO_BUFFERING, Exchange
 from pdcluster_router.request.open_requests import HANG_UP_S
-
-# Pieces that wait for a client that does not read. A client further behind is given up.
-MAX_UNREAD = 1 << 16
+from pdcluster_router.request.stream import MAX_UNREAD_BYTES, too_far_behind
 
 NO_TIMELINE = Timeline()
 
@@ -70,7 +68,17 @@ def writer_of(exchange: Exchange, prepared: Prepared) -> AnswerWriter:
 class HttpAnswer:
     """An answer, from its start until its exchange is over. The generations are cancelled by then."""
 
-    __slots__ = ("_choices", "_exchange", "_is_over", "_metrics", "_num_open", "_running", "_unread", "_writer")
+    __slots__ = (
+        "_choices",
+        "_exchange",
+        "_is_over",
+        "_metrics",
+        "_num_open",
+        "_running",
+        "_unread",
+        "_unread_bytes",
+        "_writer",
+    )
 
     def __init__(
         self, exchange: Exchange, choices: Sequence[OutputChoice], writer: AnswerWriter, metrics: RouterMetrics
@@ -79,6 +87,7 @@ class HttpAnswer:
         self._num_open = len(choices)
         self._running: list[Running] = []
         self._unread: deque[tuple[int, Said]] = deque()
+        self._unread_bytes = 0
         self._is_over = False
 
     def start(self, dispatcher: Dispatcher) -> None:
@@ -153,9 +162,11 @@ class HttpAnswer:
             self._end(error)
 
     def _keep(self, index: int, said: Said) -> None:
-        if len(self._unread) >= MAX_UNREAD:
-            self._end(ClientLeft(f"the client is {MAX_UNREAD} events behind"))
-            return
+        if not isinstance(said, Exception):
+            self._unread_bytes += said.num_bytes
+            if self._unread_bytes > MAX_UNREAD_BYTES:
+                self._end(ClientLeft(str(too_far_behind(self._unread_bytes))))
+                return
         self._unread.append((index, said))
         if isinstance(said, Exception):
             self._cancel(str(said))  # the others end with it, however late it is read
@@ -170,7 +181,10 @@ class HttpAnswer:
     def _read_on(self) -> None:
         """The client reads again."""
         while self._unread and not self._is_over and not self._exchange.is_paused:
-            self._say(*self._unread.popleft())
+            index, said = self._unread.popleft()
+            if not isinstance(said, Exception):
+                self._unread_bytes -= said.num_bytes
+            self._say(index, said)
 
     def _over(self, error: PdclusterError) -> None:
         if not self._is_over:

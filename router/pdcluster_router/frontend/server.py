@@ -15,6 +15,7 @@ from pdcluster.settings.config import RouterConfig
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.frontend.app import App, HttpSettings
 from pdcluster_router.http.connection import Connection, Connections, LineLimits
+from pdcluster_router.http.door import Door, DoorLimits, limits_of_process
 
 BACKLOG = 2048
 # How late a passed deadline may be seen.
@@ -43,19 +44,25 @@ def router_metrics() -> RouterMetrics:
 
 
 @asynccontextmanager
-async def listening(app: App, address: str, *, drain_s: float, is_port_shared: bool = False) -> AsyncIterator[str]:
+async def listening(
+    app: App, address: str, *, drain_s: float, is_port_shared: bool = False, door_limits: DoorLimits | None = None
+) -> AsyncIterator[str]:
     """Serve while the block runs; yields HOST:PORT, with the real port for 0.
 
     Leaving it takes no new connections, lets open requests finish within drain_s, then cancels them and tells their
-    clients. is_port_shared: other workers listen there, too.
+    clients. is_port_shared: other workers listen there, too. door_limits: None: by the limit of open files.
     """
     bound = bind(address, is_port_shared=is_port_shared)
     own = app.settings
     limits = LineLimits(own.max_body_bytes, own.body_s, own.stall_s, id_prefix=own.id_prefix)
     connections = Connections()
-    server = await asyncio.get_running_loop().create_server(
-        lambda: Connection(app, limits, connections), sock=bound, backlog=BACKLOG
+    door = Door(
+        lambda: Connection(app, limits, connections),
+        connections.__len__,
+        limits_of_process() if door_limits is None else door_limits,
+        app.metrics.connections_refused.inc,
     )
+    server = await asyncio.get_running_loop().create_server(door, sock=bound, backlog=BACKLOG)
     sweeper = asyncio.create_task(_sweep(connections), name="http deadlines")
     try:
         host, port = bound.getsockname()[:2]

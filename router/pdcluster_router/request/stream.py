@@ -5,16 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from pdcluster.core.errors import Cancelled
 from pdcluster_router.core.generation import Dispatcher, Done, Generation, HangUp, Running, TokenChunk
 from pdcluster_router.request.open_requests import HANG_UP_S
 
-T = TypeVar("T")
+# Bytes of events that wait for a reader. A reader further behind is given up.
+MAX_UNREAD_BYTES = 16 << 20
 
-# Events that wait for a reader. A reader further behind is given up.
-MAX_UNREAD = 1 << 16
+
+class Sized(Protocol):
+    @property
+    def num_bytes(self) -> int: ...
+
+
+T = TypeVar("T", bound=Sized)
+
+
+def too_far_behind(num_bytes: int) -> Cancelled:
+    return Cancelled(f"the client did not read {num_bytes / 2**20:.1f} MiB that it was sent")
 
 
 class Unread(Generic[T]):
@@ -26,12 +36,15 @@ class Unread(Generic[T]):
     def __init__(self, hang_up: HangUp | None = None) -> None:
         self._hang_up = hang_up
         self._waiting: deque[T | Exception] = deque()
+        self._num_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, said: T) -> bool:
         """Add an event. False when the reader is too far behind, which is what it gets in the end."""
-        has_room = len(self._waiting) < MAX_UNREAD
-        self._put(said if has_room else Cancelled(f"the client is {MAX_UNREAD} events behind"))
+        num_bytes = said.num_bytes
+        has_room = self._num_bytes + num_bytes <= MAX_UNREAD_BYTES or not self._waiting
+        self._num_bytes += num_bytes
+        self._put(said if has_room else too_far_behind(self._num_bytes))
         return has_room
 
     def fail(self, error: Exception) -> None:
@@ -52,6 +65,7 @@ class Unread(Generic[T]):
         said = self._waiting.popleft()
         if isinstance(said, Exception):
             raise said
+        self._num_bytes -= said.num_bytes
         return said
 
     def _put(self, said: T | Exception) -> None:

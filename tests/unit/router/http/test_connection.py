@@ -510,7 +510,7 @@ async def test_a_client_that_reads_again_gets_all_that_it_left_unread(dispatcher
 async def test_a_client_that_is_too_far_behind_is_given_up(
     dispatcher: ScriptedDispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdcluster_router.frontend.response.MAX_UNREAD", 100)
+    monkeypatch.setattr("pdcluster_router.frontend.response.MAX_UNREAD_BYTES", 100_000)
     dispatcher.max_len = 2**20
     words = says("word " * 100, "length") * 1000
     dispatcher.script = lambda _: words
