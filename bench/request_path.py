@@ -47,7 +47,6 @@ from pdcluster_router.frontend.app import create_app
 from pdcluster_router.frontend.server import http_settings
 from pdcluster_router.http.connection import Connection, Connections, LineLimits
 from pdcluster_router.policy.predicted import compiled
-from pdcluster_router.request.plain.plain import Plain
 
 NUM_CLIENTS = 32
 ROLES = {"local": ("mixed",), "P/D": ("prefill", "decode")}
@@ -68,7 +67,7 @@ LIMITS = LineLimits(1 << 24, READY_S, READY_S)
 OK = b"HTTP/1.1 200 "
 STREAM_END = b"\r\n0\r\n\r\n"
 PARTS = (
-    ("HTTP and JSON", ("_router/http/", "_router/frontend/", "/api/", "tenants.py", "/plain.py", "/plain_kind.py")),
+    ("HTTP and JSON", ("_router/http/", "_router/frontend/", "/api/", "tenants.py")),
     ("choice of nodes", ("_router/policy/", "view.py", "pacing.py", "/cost/")),
     ("prefixes", ("_router/prefix_index/", "hashing.py")),
     ("gate", ("_router/queueing/",)),
@@ -128,9 +127,8 @@ class Router:
     def __init__(self, parts: process.RouterComponents, config: RouterConfig) -> None:
         self._parts = parts
         front = parts.front
-        plain = Plain(front.dispatch.shared, front.metrics)
         app, connections = (
-            create_app(front.dispatch, http_settings(config), front.metrics, front.places, plain=plain),
+            create_app(front.dispatch, http_settings(config), front.metrics, front.places),
             Connections(),
         )
         self._connect: Connect = partial(Connection, app, LIMITS, connections)

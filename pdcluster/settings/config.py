@@ -221,7 +221,7 @@ class NodeConfig(Section):
         "the same tokens, bit for bit, whatever else is computed and wherever; bfloat16 on cpu, on every node",
     )
     warmup: bool = key(True, boolean, "run a short prompt before reporting ready")
-    lease_s: float = key(5.0, duration(0.1), "a router or peer not heard of for this long is gone")
+    lease_s: float = key(3.0, duration(0.1), "a router or peer not heard of for this long is gone")
     heartbeat_s: float = key(1.0, duration(0.01), "how often the node renews its leases")
     report_s: float = key(0.05, duration(0.001), "least time between two load reports")
     drain_s: float = key(
@@ -353,7 +353,7 @@ class RouterConfig(Section):
     index_blocks: int = key(
         2**24, integer(1024, 2**32), "most distinct cached blocks known of all nodes; each takes at most 62 bytes here"
     )
-    lease_s: float = key(5.0, duration(0.1), "a node not heard of for this long is gone")
+    lease_s: float = key(3.0, duration(0.1), "a node not heard of for this long is gone")
     heartbeat_s: float = key(1.0, duration(0.01), "how often the router renews its leases")
     drain_s: float = key(30.0, duration(), "on SIGTERM: longest time for open requests to finish")
     stages: StageConfig = field(default_factory=StageConfig)
@@ -394,7 +394,7 @@ class BootstrapConfig(Section):
     """The service that knows who is alive."""
 
     listen: str = key("127.0.0.1:8998", address, "HOST:PORT to listen on; port 0 takes a free one")
-    lease_s: float = key(5.0, duration(0.1), "a node that has not renewed its registration for this long is gone")
+    lease_s: float = key(3.0, duration(0.1), "a node that has not renewed its registration for this long is gone")
     max_nodes: int = key(4096, integer(1, 2**20), "most registered nodes")
     log: LogConfig = field(default_factory=LogConfig)
     ready_fd: int | None = key(None, integer(0), "file descriptor that gets one JSON line when ready", flag_only=True)

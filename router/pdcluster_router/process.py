@@ -45,7 +45,6 @@ from pdcluster_router.queueing.admission import Slo
 from pdcluster_router.queueing.headroom import Headroom
 from pdcluster_router.queueing.hold_queue import HoldLimits
 from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
-from pdcluster_router.request.plain.plain import Plain
 from pdcluster_router.workers.endpoint import WorkerEndpoint
 from pdcluster_router.workers.worker import WorkerIdentity, show
 
@@ -238,10 +237,7 @@ async def _open(front: FrontDoors, config: RouterConfig) -> AsyncIterator[tuple[
     """Serve HTTP and gRPC while the block runs. Both drain at the same time."""
     dispatch, metrics, places, worker = front.dispatch, front.metrics, front.places, front.worker
     id_prefix, is_shared = (worker.id_prefix, True) if worker is not None else ("", False)
-    plain = Plain(dispatch.shared, metrics)
-    app = create_app(
-        dispatch, replace(http_settings(config), id_prefix=id_prefix), metrics, places, front.exposition, plain
-    )
+    app = create_app(dispatch, replace(http_settings(config), id_prefix=id_prefix), metrics, places, front.exposition)
     doors = [AsyncExitStack()]
     try:
         address = await doors[0].enter_async_context(

@@ -40,9 +40,9 @@ def frozen(pid: int, *, while_computing: bool) -> Iterator[None]:
 
 
 def engine_thread(pid: int) -> int:
+    """The oldest thread of that name: those that it began inherit the name."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
-    (tid,) = (int(task.name) for task in tasks if (task / "comm").read_text() == "engine\n")
-    return tid
+    return min(int(task.name) for task in tasks if (task / "comm").read_text() == "engine\n")
 
 
 def trace(request: int, tid: int) -> None:

@@ -1,5 +1,6 @@
 """What documents tell people to type or to open exists, and they are as short as promised."""
 
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -125,3 +126,13 @@ def test_readme_and_architecture_are_short_and_all_documents_plain() -> None:
     done = subprocess.run([sys.executable, ROOT / "scripts" / "prose.py"], capture_output=True, text=True, check=True)
     means = {line.split()[0]: float(line.split()[-3]) for line in done.stdout.splitlines()}
     assert len(means) > 10 and {name: mean for name, mean in means.items() if mean > 16} == {}
+
+
+def test_tables_of_states_are_those_of_the_code() -> None:
+    """`python scripts/state_tables.py` writes them."""
+    spec = importlib.util.spec_from_file_location("state_tables", ROOT / "scripts" / "state_tables.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    assert module.updated(text) == text

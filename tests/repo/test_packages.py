@@ -56,7 +56,6 @@ LEVELS: dict[str, int] = {
     "pdcluster_router.explain": 14,
     "pdcluster_router.replay": 14,
     "pdcluster_router.request": 15,
-    "pdcluster_router.request.plain": 16,
     "pdcluster_router.frontend": 17,
     "pdcluster_router.admin": 18,
     "pdcluster_router.workers": 19,
@@ -69,8 +68,6 @@ LEVELS: dict[str, int] = {
     "pdcluster.launch": 20,
     "pdcluster.cli": 21,
 }
-# A plain request answers its client itself. One life per request ends this.
-ALLOWED_CIRCLE = ("pdcluster_router.frontend", "pdcluster_router.request.plain")
 NO_IO = {
     "zmq",
     "grpc",
@@ -124,7 +121,7 @@ def test_a_module_imports_its_own_package_or_a_lower_one(module: Module) -> None
     wrong = [
         f"{module.file}:{line}: {own} (level {LEVELS[own]}) imports {name} (level {LEVELS.get(room(name))})"
         for name, line in imports(module)
-        if is_ours(name) and room(name) not in (own, *(ALLOWED_CIRCLE if own in ALLOWED_CIRCLE else ()))
+        if is_ours(name) and room(name) != own
         if LEVELS.get(room(name), LEVELS[own]) >= LEVELS[own]
     ]
     assert not wrong, "\n".join(wrong)
@@ -134,8 +131,7 @@ def test_modules_of_a_package_do_not_import_each_other_in_a_circle() -> None:
     graph = {
         module.name: {name for name, _ in imports(module) if room(name) == room(module.name)} for module in written()
     }
-    plain = {name for name in graph if room(name) == "pdcluster_router.request.plain"}
-    left = {name: others - {name} for name, others in graph.items() if name not in plain}
+    left = {name: others - {name} for name, others in graph.items()}
     while leaves := {name for name, others in left.items() if not others & left.keys()}:
         left = {name: others for name, others in left.items() if name not in leaves}
     assert not left, f"circles among {sorted(left)}"

@@ -1,7 +1,7 @@
 """The router's table of nodes: links, load reports and the view of policies.
 
-Links follow the snapshots of the bootstrap. Policies decide which node gets a request (`policy`). Attempts read the
-answers (`request.attempt`). Owned by the router's event loop.
+Links follow the snapshots of the bootstrap. Policies decide which node gets a request (`policy`). Requests read the
+answers (`request.node_events`). Owned by the router's event loop.
 """
 
 from __future__ import annotations

@@ -51,7 +51,6 @@ from pdcluster_router.http.errors import (
     too_large,
 )
 from pdcluster_router.http.exchange import Exchange
-from pdcluster_router.request.plain.plain import Plain
 
 Handler = Callable[[Exchange], None]
 Exposition = Callable[[], Awaitable[bytes]]
@@ -97,15 +96,13 @@ def create_app(
     metrics: RouterMetrics,
     places: Places | None = None,
     exposition: Exposition | None = None,
-    plain: Plain | None = None,
 ) -> App:
     """Make the application.
 
     places: shared with other front doors; None for its own.
     exposition: answers a scrape; None for this process's metrics.
-    plain: the machine for plain requests; None: all go to the dispatcher.
     """
-    return App(dispatcher, settings, metrics, places or Places(settings.max_requests), exposition, plain)
+    return App(dispatcher, settings, metrics, places or Places(settings.max_requests), exposition)
 
 
 class App:
@@ -118,9 +115,7 @@ class App:
         metrics: RouterMetrics,
         places: Places,
         exposition: Exposition | None = None,
-        plain: Plain | None = None,
     ) -> None:
-        self._plain = plain
         self._exposed = exposition
         self.settings = settings
         self._dispatcher = dispatcher
@@ -270,8 +265,6 @@ class App:
 
     def _completion(self, exchange: Exchange) -> None:
         request = requests.read_completion(exchange.take_body())
-        if self._plain is not None and self._plain.take(exchange, request, self.settings.deadline_s):
-            return
         requests.check_completion(request)
         terms = self._terms(exchange)
         if is_long(request):
@@ -284,8 +277,7 @@ class App:
         self._later(exchange, partial(asyncio.to_thread, prepare), partial(self._answer, exchange), terms.left_s)
 
     def _answer(self, exchange: Exchange, prepared: Prepared) -> None:
-        if self._plain is None or not self._plain.take_prepared(exchange, prepared):
-            answer(exchange, prepared, self._dispatcher, self.metrics)
+        answer(exchange, prepared, self._dispatcher, self.metrics)
 
     def _later(
         self,

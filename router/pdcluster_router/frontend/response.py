@@ -20,7 +20,7 @@ from pdcluster.api.openai.replies import PromptTokensDetails, RouteReport, Token
 from pdcluster.api.text.choice_text import TextPiece
 from pdcluster.core.errors import Cancelled, PdclusterError
 from pdcluster.telemetry.metrics import RouterMetrics
-from pdcluster_router.core.generation import Dispatcher, Done, RequestRoute, Running, Sink, Take, Timeline, TokenChunk
+from pdcluster_router.core.generation import Dispatcher, Done, RequestRoute, Running, Take, Timeline, TokenChunk
 from pdcluster_router.frontend.choices import OutputChoice, advance, sent_to_client
 from pdcluster_router.frontend.fast_tokens import through
 from pdcluster_router.frontend.prepare import Prepared
@@ -51,14 +51,6 @@ class AnswerWriter(Protocol):
 def answer(exchange: Exchange, prepared: Prepared, dispatcher: Dispatcher, metrics: RouterMetrics) -> None:
     """Start the generations. From then on they drive the answer."""
     HttpAnswer(exchange, prepared.choices, writer_of(exchange, prepared), metrics).start(dispatcher)
-
-
-def open_answer(
-    exchange: Exchange, choice: OutputChoice, writer: AnswerWriter, metrics: RouterMetrics
-) -> tuple[HttpAnswer, Sink]:
-    """An answer for a single choice whose generation runs already: its sink, and the answer to adopt it."""
-    opened = HttpAnswer(exchange, (choice,), writer, metrics)
-    return opened, _ChoiceSink(opened, choice, 0)
 
 
 def writer_of(exchange: Exchange, prepared: Prepared) -> AnswerWriter:
@@ -97,12 +89,6 @@ class HttpAnswer:
             self._start_all(dispatcher)
         except Exception as error:  # the top of an answer: running generations must not write into a failed one
             self._end(error)
-
-    def adopt(self, running: Running) -> None:
-        """Take over its only generation, which runs already."""
-        self._exchange.on_gone = self._over
-        self._exchange.on_resume = self._read_on
-        self._running.append(running)
 
     def _start_all(self, dispatcher: Dispatcher) -> None:
         for index, choice in enumerate(self._choices):

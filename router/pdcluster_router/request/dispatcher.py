@@ -1,4 +1,4 @@
-"""Takes requests and runs each to its one answer. `run` has the life of one request.
+"""Takes requests and runs each to its one answer. `request` has the life of one.
 
 It knows no HTTP, sockets or tokenizers.
 """
@@ -20,9 +20,10 @@ from pdcluster_router.policy.selector import PolicySelector
 from pdcluster_router.queueing.gate import Gate
 from pdcluster_router.queueing.waiting import WaitingRequests
 from pdcluster_router.request.open_requests import OpenRequests
+from pdcluster_router.request.request import Request
 from pdcluster_router.request.retries import DispatchSettings
-from pdcluster_router.request.run import Run, Shared
 from pdcluster_router.request.serving import ServedModels
+from pdcluster_router.request.shared import Shared
 from pdcluster_router.request.stream import events_of
 
 if TYPE_CHECKING:
@@ -79,12 +80,12 @@ class Dispatch:
     def start(self, generation: Generation, sink: Sink) -> Running:
         """Run one request to its one answer, by the contract of `generation`."""
         try:
-            run = Run.of(self.shared, generation, sink)
+            request = Request.of(self.shared, generation, sink)
         except errors.PdclusterError as error:
             sink.on_error(error)
             return RefusedRequest()
-        run.start()
-        return run
+        request.start()
+        return request
 
     def generate(self, generation: Generation) -> AsyncGenerator[TokenChunk | Done, None]:
         """The same as a stream of events."""

@@ -18,8 +18,8 @@ from pdcluster.core import messages as m
 from pdcluster_router.core.generation import Done, Take, TokenChunk
 from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.request.dispatcher import Dispatch
+from pdcluster_router.request.request import Request
 from pdcluster_router.request.retries import DispatchSettings
-from pdcluster_router.request.run import Run
 
 BOOT = "m0-boot"
 
@@ -190,12 +190,12 @@ async def test_rows_on_the_short_way_show_that_a_node_lives_and_their_end_is_not
     stages = StageDeadlines(liveness_s=30.0)
     dispatch = Dispatch(cluster, NoModels(), make_chooser(cluster), DispatchSettings(stages=stages), lambda: moment)
     run = dispatch.start(make_generation(max_tokens=50, deadline_s=500.0), sink)
-    assert isinstance(run, Run)
+    assert isinstance(run, Request)
     for position in range(5):
         moment = 5.0 * position
         cluster.ledger.deliver_rows(BOOT, [m.TokenRow("r1", 0, position, (7,))], moment)
     assert sink.num_short == 3
     for later, num_sent in ((41.0, 1), (49.9, 1), (50.1, 2)):  # the last row came at 20
         moment = later
-        run._ring()
+        run.ring()
         assert len(cluster.sent_to("m0", m.Prefill)) == num_sent

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from plain_both_ways import told
-from plain_scripts import PROMPT, REMOTE, TALK
+from request_scene import told
+from request_scripts import PROMPT, REMOTE, TALK
 from scripted_dispatcher import MODEL, TEXT, ScriptedDispatcher, SpeakingDispatcher, says, served
 
 from pdcluster.api import sse
@@ -77,8 +77,7 @@ async def test_an_error_in_a_stream_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("prompt", [{"prompt": PROMPT}, {"messages": TALK}])
-@pytest.mark.parametrize("is_plain", [False, True])
-def test_both_ways_escape_them(is_plain: bool, prompt: dict[str, object]) -> None:
+def test_an_answer_escapes_them(prompt: dict[str, object]) -> None:
     """From the third token on they take the short way."""
     ids = TEXT.encode(f"ab c{BREAKS}{BREAKS}", add_special_tokens=False)
     steps = [
@@ -88,7 +87,7 @@ def test_both_ways_escape_them(is_plain: bool, prompt: dict[str, object]) -> Non
         *[("row", 0, (token_id,)) for token_id in ids[1:]],
         ("finished", 0, ()),
     ]
-    answers = "".join(map(str, told(is_plain, "a pair", steps, {**prompt, "stream": True, "max_tokens": 100})))  # type: ignore[arg-type]
+    answers = "".join(map(str, told("a pair", steps, {**prompt, "stream": True, "max_tokens": 100})))  # type: ignore[arg-type]
     for character in "\u2028\u2029\x85":
         assert character not in answers and repr(character.encode())[2:-1] not in answers
     assert answers.count("\\u2028") >= 2

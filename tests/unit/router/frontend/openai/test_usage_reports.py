@@ -7,8 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
-from plain_both_ways import told
-from plain_scripts import LETTERS, LOCAL, PROMPT, REMOTE, TALK
+from request_scene import told
+from request_scripts import LETTERS, LOCAL, PROMPT, REMOTE, TALK
 from scripted_dispatcher import MODEL, TEXT, ScriptedDispatcher, says, served
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
@@ -70,11 +70,10 @@ ANNOUNCED = {"one node": LOCAL[:4], "a pair": [*REMOTE[:5], *REMOTE[5:7]]}
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("is_chat", [False, True])
-@pytest.mark.parametrize("is_plain", [False, True])
 @pytest.mark.parametrize(("nodes", "steps"), ANNOUNCED.items())
 @pytest.mark.parametrize("says_so", [True, False])
 def test_a_stop_string_leaves_what_was_cached(
-    nodes: str, steps: Any, is_plain: bool, is_chat: bool, stream: bool, says_so: bool
+    nodes: str, steps: Any, is_chat: bool, stream: bool, says_so: bool
 ) -> None:
     prompt: dict[str, object] = {"messages": TALK} if is_chat else {"prompt": PROMPT}
     fields = {
@@ -84,6 +83,6 @@ def test_a_stop_string_leaves_what_was_cached(
         **({"stream_options": {"include_usage": True}} if stream else {}),
     }
     kept = [step for step in steps if says_so or step[0] != "scheduled"]
-    answers = "".join(map(str, told(is_plain, nodes, kept, fields)))
+    answers = "".join(map(str, told(nodes, kept, fields)))
     assert '"finish_reason":"stop"' in answers
     assert f'"prompt_tokens_details":{{"cached_tokens":{2 if says_so else 0}}}' in answers

@@ -1,16 +1,13 @@
-"""A plain request's short way: whatever happens to it, clients, nodes, operators and books see what they would have
-seen of the general one."""
+"""Whatever happens to a request, and whenever: its client has one answer, and nothing of it is left."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_both_ways import CLUSTERS, COST, CountingCluster, Scene, Setting, Steps, play, told
-from plain_scripts import FIELDS, HAPPENS, LATE, LETTERS, LOCAL, ONE, PROMPT, REMOTE, TALK, USUAL
+from request_scene import CLUSTERS, COST, CountingCluster, Scene, Setting, Steps, check, play, told
+from request_scripts import FIELDS, HAPPENS, LATE, LETTERS, LOCAL, ONE, PROMPT, REMOTE, TALK, USUAL
 from scripted_cluster import FakeCluster, settle
 from scripted_dispatcher import EOS, TEXT, VOCAB
 
@@ -31,13 +28,11 @@ def scripts(draw: st.DrawFn) -> tuple[str, Steps]:
 
 @given(scripts(), FIELDS, st.sampled_from([(), (), (), ("d0",), ("p0",), ("m0",), ("m0", "p0", "d1")]))
 @settings(deadline=None, max_examples=150)
-def test_both_ways_are_the_same_to_everybody(
+def test_whatever_happens_it_has_one_answer_and_nothing_is_left(
     script: tuple[str, Steps], fields: dict[str, object], deaf: tuple[str, ...]
 ) -> None:
     nodes, steps = script
-    general, short = (told(is_plain, nodes, steps, fields, deaf=deaf) for is_plain in (False, True))
-    for ours, theirs in zip(short, general, strict=True):
-        assert ours == theirs
+    check(told(nodes, steps, fields, deaf=deaf))
 
 
 @pytest.mark.parametrize("what", HAPPENS)
@@ -54,8 +49,7 @@ def test_both_ways_are_the_same_to_everybody(
 def test_whatever_happens_whenever_it_happens(nodes: str, usual: Steps, fields: dict[str, object], what: str) -> None:
     for place in range(len(usual) + 1):
         steps = [*usual[:place], (what, 1, (LETTERS[7], LETTERS[8])), *usual[place:]]
-        general, short = (told(is_plain, nodes, steps, {"prompt": PROMPT, **fields}) for is_plain in (False, True))
-        assert short == general, f"{what} at {place}"
+        check(told(nodes, steps, {"prompt": PROMPT, **fields}))
 
 
 SOON, LATER, LATEST = ("time", 0, ()), ("time", 1, ()), ("time", 2, ())
@@ -73,22 +67,19 @@ CLOCKS: list[tuple[str, Steps]] = [
 
 @pytest.mark.parametrize(("nodes", "steps"), CLOCKS)
 def test_a_clock_that_runs_out_is_seen_when_it_does(nodes: str, steps: Steps) -> None:
-    general, short = (told(is_plain, nodes, steps, {"prompt": PROMPT}) for is_plain in (False, True))
-    assert short == general
+    check(told(nodes, steps, {"prompt": PROMPT}))
 
 
 @pytest.mark.parametrize("reserved", [[], [("reserved", 0, ())]])
 def test_an_end_that_counts_more_tokens_than_came_is_not_taken(reserved: Steps) -> None:
     steps = [LOCAL[0], *reserved, REMOTE[2], ("ended early", 9, ())]
-    general, short = (told(is_plain, "a pair", steps, {"prompt": PROMPT}) for is_plain in (False, True))
-    assert short == general
+    check(told("a pair", steps, {"prompt": PROMPT}))
 
 
 @pytest.mark.parametrize("nodes", ["a pair", "two pairs"])
 @pytest.mark.parametrize("deaf", ["p0", "d0", "p1", "d1"])
 def test_a_node_that_takes_no_more_frames_is_passed_over_at_once(nodes: str, deaf: str) -> None:
-    general, short = (told(is_plain, nodes, REMOTE, {"prompt": PROMPT}, deaf=[deaf]) for is_plain in (False, True))
-    assert short == general
+    check(told(nodes, REMOTE, {"prompt": PROMPT}, deaf=[deaf]))
 
 
 @pytest.mark.parametrize(
@@ -99,12 +90,9 @@ async def test_no_leg_is_left_when_sending_fails_by_a_bug(nodes: str, node: str,
         if isinstance(message, kind):
             raise RuntimeError("it cannot be sent")
 
-    seen = []
-    for is_plain in (False, True):
-        scene = Scene(is_plain, FakeCluster(CLUSTERS[nodes](), {node: break_down}))
-        scene.ask(prompt=PROMPT)
-        seen.append(scene.look())
-    assert seen[0] == seen[1]
+    scene = Scene(FakeCluster(CLUSTERS[nodes](), {node: break_down}))
+    scene.ask(prompt=PROMPT)
+    assert scene.exchange.status == 500 and not any(scene.look()[3].values())  # type: ignore[index]
 
 
 async def test_a_node_gets_its_work_before_that_is_noted() -> None:
@@ -116,29 +104,12 @@ async def test_a_node_gets_its_work_before_that_is_noted() -> None:
 
     opened: list[Record] = []
     nodes = [msgspec.structs.replace(node, cost=COST) for node in CLUSTERS["a pair"]()]
-    scene = Scene(True, CountingCluster(nodes, {"p0": look, "d0": look}), setting=Setting(policy="seconds"))
+    scene = Scene(CountingCluster(nodes, {"p0": look, "d0": look}), setting=Setting(policy="seconds"))
     explainer = scene.dispatch.shared.explainer
     open_record = explainer.open
     explainer.open = lambda *words: (opened.append(record := open_record(*words)), record)[1]  # type: ignore[method-assign,func-returns-value]
     scene.ask(prompt=PROMPT)
     assert seen == [[None], [None]] and opened[0].brief is not None and scene.num_going == 1
-
-
-async def test_an_answer_comes_before_its_books_are_closed_and_they_are_whatever_becomes_of_it() -> None:
-    scene = Scene(True, FakeCluster(CLUSTERS["one node"](), {}))
-    scene.ask(prompt=PROMPT)
-    open_then: list[int] = []
-
-    def send(data: bytes) -> None:
-        open_then.append(scene.cluster.ledger.num_requests())
-        if len(open_then) == 1:
-            raise RuntimeError("a line that fails")
-
-    for what, number, tokens in LOCAL:
-        if what == "finished":
-            scene.line.send = send  # type: ignore[method-assign]
-        scene.step(what, number, tokens)
-    assert open_then[0] == 1 and scene.cluster.ledger.num_requests() == 0 and not list(scene.dispatch.open.all())
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -149,36 +120,21 @@ async def test_the_next_request_of_a_line_is_judged_without_the_one_before_it(
     setting: Setting, is_stream: bool
 ) -> None:
     """Its client sent both at once, and the node has nothing else to do."""
-    seen = []
-    for is_plain in (False, True):
-        nodes = [msgspec.structs.replace(node, cost=COST) for node in CLUSTERS["one node"]()]
-        scene = Scene(is_plain, CountingCluster(nodes, {}), setting=setting)
-        scene.ask(prompt=[5] * 200, max_tokens=9, stream=is_stream)
-        over = scene.line.end
+    nodes = [msgspec.structs.replace(node, cost=COST) for node in CLUSTERS["one node"]()]
+    scene = Scene(CountingCluster(nodes, {}), setting=setting)
+    scene.ask(prompt=[5] * 200, max_tokens=9, stream=is_stream)
+    over = scene.line.end
 
-        def end(exchange: Exchange, scene: Scene = scene, over: Callable[[Exchange], None] = over) -> None:
-            over(exchange)
-            scene.ask(prompt=[6] * 200, max_tokens=9)
+    def end(exchange: Exchange) -> None:
+        over(exchange)
+        scene.ask(prompt=[6] * 200, max_tokens=9)
 
-        scene.line.end = end  # type: ignore[method-assign]
-        for what, number, tokens in LOCAL:
-            scene.step(what, number, tokens)
-        await settle()
-        assert len(scene.exchanges) == 2
-        seen.append((scene.exchanges[1].status, scene.dispatch.waiting.num_held, len(scene.cluster.sent)))
-    assert seen == [(0, 0, 2)] * 2
-
-
-def stay_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdcluster_router.request.plain.general.become", lambda plain: pytest.fail("it became general"))
-    monkeypatch.setattr(
-        "pdcluster_router.request.dispatcher.Dispatch.start",
-        lambda *words: pytest.fail("it went the general way from the start"),
-    )
-    monkeypatch.setattr(
-        "pdcluster_router.frontend.app.prepare_completion",
-        lambda *words: pytest.fail("it was prepared in the general way"),
-    )
+    scene.line.end = end  # type: ignore[method-assign]
+    for what, number, tokens in LOCAL:
+        scene.step(what, number, tokens)
+    await settle()
+    assert len(scene.exchanges) == 2
+    assert (scene.exchanges[1].status, scene.dispatch.waiting.num_held, len(scene.cluster.sent)) == (0, 0, 2)
 
 
 def text_of(num_tokens: int) -> str:
@@ -196,13 +152,8 @@ JUST: list[dict[str, object]] = [
 
 
 @pytest.mark.parametrize("fields", JUST, ids=range(len(JUST)))
-async def test_what_just_fits_goes_the_short_way_to_its_end(
-    fields: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    general = await play(False, "one node", LOCAL, fields)
-    stay_short(monkeypatch)
-    short = await play(True, "one node", LOCAL, fields)
-    assert short.told == general.told and short.exchange.status == 200
+async def test_what_just_fits_is_answered(fields: dict[str, object]) -> None:
+    assert (await play("one node", LOCAL, fields)).exchange.status == 200
 
 
 # Of two characters.
@@ -217,26 +168,23 @@ SAID: list[list[int]] = [
 @pytest.mark.parametrize(
     "fields", [{}, {"skip_special_tokens": False}, {"ignore_eos": True}, {"stream": True}], ids=str
 )
-def test_whatever_is_said_becomes_the_same_text(said: list[int], fields: dict[str, object]) -> None:
+def test_whatever_is_said_is_answered(said: list[int], fields: dict[str, object]) -> None:
     steps: Steps = [LOCAL[0], *[("row", 0, (token,)) for token in said], ("finished", 0, ())]
-    general, short = (told(is_plain, "one node", steps, {"prompt": PROMPT, **fields}) for is_plain in (False, True))
-    assert short == general
+    check(told("one node", steps, {"prompt": PROMPT, **fields}))
 
 
 @pytest.mark.parametrize("nodes", sorted(USUAL))
-async def test_what_mostly_happens_goes_the_short_way_to_its_end(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stay_short(monkeypatch)
+async def test_what_mostly_happens_is_answered(nodes: str) -> None:
     for steps in USUAL[nodes]:
         for fields in ({}, {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}):
             for asked in ({"prompt": PROMPT}, {"messages": TALK}):
-                scene = await play(True, nodes, steps, {**asked, **fields})
+                scene = await play(nodes, steps, {**asked, **fields})
                 assert scene.exchange.status == 200
 
 
 @pytest.mark.parametrize("fields", [{"prompt": PROMPT}, {"messages": TALK, "stream": True}])
 def test_one_whose_time_is_over_is_sent_nowhere(fields: dict[str, object]) -> None:
-    general, short = (told(is_plain, "one node", [], fields, 0.0) for is_plain in (False, True))
-    assert short == general
+    check(told("one node", [], fields, 0.0))
 
 
 REFUSED: list[dict[str, object]] = [
@@ -254,33 +202,15 @@ REFUSED: list[dict[str, object]] = [
 
 
 @pytest.mark.parametrize("fields", REFUSED)
-def test_what_is_refused_is_refused_in_the_same_words(fields: dict[str, object]) -> None:
-    general, short = (told(is_plain, "one node", [], fields) for is_plain in (False, True))
-    assert short == general and short[0][0][0][0] >= 400  # type: ignore[index]
-
-
-OTHERS: list[dict[str, object]] = [
-    {"prompt": ["a", "b"]}, {"prompt": [[5, 6], [7]]}, {"prompt": PROMPT, "n": 2}, {"prompt": PROMPT, "stop": "a"},
-    {"prompt": PROMPT, "logprobs": 1},
-    {"prompt": PROMPT, "echo": True, "logprobs": 0}, {"prompt": PROMPT, "prompt_logprobs": 1},
-    {"messages": TALK, "logprobs": True}, {"messages": TALK, "stop": "a"},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("fields", OTHERS)
-async def test_what_needs_more_than_text_is_not_plain(
-    fields: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "pdcluster_router.request.plain.plain_run.PlainRun.start", lambda run: pytest.fail("it is no plain request")
-    )
-    assert (await play(True, "one node", [], fields)).cluster.sent
+def test_what_is_refused_is_refused_at_once(fields: dict[str, object]) -> None:
+    seen = told("one node", [], fields)
+    check(seen)
+    assert seen[0][0][0][0] >= 400  # type: ignore[index]
 
 
 @pytest.mark.parametrize("header", [(b"x-request-deadline-s", b"5"), (b"x-pdcluster-mode", b"local")])
 async def test_headers_that_ask_something_of_the_router_are_heard(header: tuple[bytes, bytes]) -> None:
-    for is_plain in (False, True):
-        scene = Scene(is_plain, FakeCluster(CLUSTERS["one node"]()))
-        scene.ask(headers=dict([header]), prompt=PROMPT)
-        ((_, message),) = scene.cluster.sent
-        assert round(message.work.deadline_s) == (5 if b"deadline" in header[0] else 600)  # type: ignore[attr-defined]
+    scene = Scene(FakeCluster(CLUSTERS["one node"]()))
+    scene.ask(headers=dict([header]), prompt=PROMPT)
+    ((_, message),) = scene.cluster.sent
+    assert round(message.work.deadline_s) == (5 if b"deadline" in header[0] else 600)  # type: ignore[attr-defined]

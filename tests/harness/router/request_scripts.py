@@ -1,9 +1,9 @@
-"""What mostly happens to plain requests, and what may happen besides, for scripts of `plain_both_ways`."""
+"""What mostly happens to requests, and what may happen besides, for scripts of `request_scene`."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
-from plain_both_ways import Steps
+from request_scene import Steps
 from scripted_dispatcher import EOS, TEXT, VOCAB
 
 TALK = [{"role": "user", "content": "hi"}]

@@ -1,5 +1,4 @@
-"""A script of what nodes, clients and operators do, played to plain requests on their short way and on the general one,
-and all that others see of them.
+"""A script of what nodes, clients and operators do, played to requests at one router, and all that others see of them.
 
 Moments, names and dates are taken out of what is compared; the clock, the dispatcher's and the loop's, moves when the
 script says so, and every alarm rings then. Mostly there is one request; a script may ask for more ("ask"), and each
@@ -47,7 +46,6 @@ from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.queueing.admission import Slo
 from pdcluster_router.queueing.hold_queue import HoldLimits
 from pdcluster_router.request.dispatcher import Dispatch
-from pdcluster_router.request.plain.plain import Plain
 from pdcluster_router.request.retries import DispatchSettings
 
 MODEL = "tiny"
@@ -191,7 +189,6 @@ class AlarmsByHand:
 class Scene:
     """One router and who asks it something. at: whose turn it is."""
 
-    is_plain: bool
     cluster: FakeCluster
     deadline_s: float = 600.0
     setting: Setting = Setting()
@@ -218,10 +215,7 @@ class Scene:
             dispatch,
             Places(setting.places, Tenants(TENANTS) if setting.has_tenants else None, hold),
         )
-        plain = Plain(dispatch.shared, self.metrics) if self.is_plain else None
-        self.app = create_app(
-            dispatch, HttpSettings(deadline_s=self.deadline_s), self.metrics, self.places, plain=plain
-        )
+        self.app = create_app(dispatch, HttpSettings(deadline_s=self.deadline_s), self.metrics, self.places)
         choose, place = self.selector.choose, self.selector.place
         self.selector.choose = lambda *words: (choose(*words), self.wait(setting.choosing_s))[0]  # type: ignore[method-assign,func-returns-value]
         self.selector.place = lambda *words: self._slow(place(*words))  # type: ignore[method-assign]
@@ -452,7 +446,7 @@ Steps = list[tuple[str, int, tuple[int, ...]]]
 
 
 MOST_ASKED = 6
-# What a script may ask for; those with a priority are not plain.
+# What a script may ask for.
 ASKED: tuple[dict[str, object], ...] = (
     {"prompt": list(range(5, 15)), "max_tokens": 9},
     {"prompt": list(range(5, 15)), "max_tokens": 9, "stream": True},
@@ -465,7 +459,6 @@ ASKED: tuple[dict[str, object], ...] = (
 
 
 async def play(
-    is_plain: bool,
     nodes: str,
     steps: Steps,
     fields: dict[str, object],
@@ -477,11 +470,11 @@ async def play(
     sent at first; fields: of the first request; setting: also counts what is sent to nodes, None: the usual one, which
     does not."""
     if setting is None:
-        scene = Scene(is_plain, FakeCluster(CLUSTERS[nodes](), deaf=set(deaf)), deadline_s)
+        scene = Scene(FakeCluster(CLUSTERS[nodes](), deaf=set(deaf)), deadline_s)
     else:
         cost = COST if setting.has_cost else None
         made = [msgspec.structs.replace(node, cost=cost) for node in CLUSTERS[nodes]()]
-        scene = Scene(is_plain, CountingCluster(made, deaf=set(deaf)), deadline_s, setting)
+        scene = Scene(CountingCluster(made, deaf=set(deaf)), deadline_s, setting)
     loop = asyncio.get_running_loop()
     time, loop.time = loop.time, lambda: scene.moment  # type: ignore[method-assign]
     try:
@@ -509,7 +502,6 @@ async def _play(scene: Scene, steps: Steps, fields: dict[str, object]) -> None:
 
 
 def told(
-    is_plain: bool,
     nodes: str,
     steps: Steps,
     fields: dict[str, object],
@@ -517,4 +509,16 @@ def told(
     deaf: Collection[str] = (),
     setting: Setting | None = None,
 ) -> list[object]:
-    return asyncio.run(play(is_plain, nodes, steps, fields, deadline_s, deaf, setting)).told
+    return asyncio.run(play(nodes, steps, fields, deadline_s, deaf, setting)).told
+
+
+def check(seen: list[object]) -> None:
+    """Whatever happened: each client that stayed has one answer and no bug of ours, and nothing is left in the books."""
+    asked, num_taken, open_ones, legs, pending, _, num_requests, num_held, *_ = seen[-3]  # type: ignore[misc]
+    for status, answer, is_cut, is_finished, _ in asked:
+        assert is_finished and (status or is_cut)
+        assert answer.count("HTTP/1.1 ") <= 1 and "the server's log has it" not in answer
+        assert answer.count("[DONE]") + answer.count('"error"') <= 1
+    assert not (num_taken or open_ones or num_requests or num_held) and not any(legs.values())
+    assert all(num == 0 for num, _ in pending.values())
+    assert seen[-1] == (0, 0), "alarms or open requests are left"

@@ -1,5 +1,4 @@
-"""Several requests at a time, of tenants with bounds, in a hold queue that may be full, beside a shadow policy: plain
-ones leave everybody and all books as the general way would have."""
+"""Several requests at a time, of tenants with bounds, in a hold queue that may be full, beside a shadow policy."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_both_ways import CLUSTERS, Setting, Steps, play, told
-from plain_scripts import FIELDS, LOCAL, ONE, PROMPT, REMOTE, USUAL
+from request_scene import CLUSTERS, Setting, Steps, check, play, told
+from request_scripts import FIELDS, LOCAL, ONE, PROMPT, REMOTE, USUAL
 
 from pdcluster_router.policy.predicted_seconds import Seconds
 
@@ -57,20 +56,18 @@ def crowds(draw: st.DrawFn) -> tuple[str, Steps]:
 
 @given(crowds(), FIELDS, SETTINGS, st.sampled_from([(), (), (), ("d0",), ("p0", "m0")]))
 @settings(deadline=None, max_examples=examples(60, 400))
-def test_both_ways_are_the_same_to_everybody(
+def test_whatever_happens_each_has_one_answer_and_nothing_is_left(
     crowd: tuple[str, Steps], fields: dict[str, object], setting: Setting, deaf: tuple[str, ...]
 ) -> None:
     nodes, steps = crowd
-    general, short = (told(is_plain, nodes, steps, fields, deaf=deaf, setting=setting) for is_plain in (False, True))
-    for ours, theirs in zip(short, general, strict=True):
-        assert ours == theirs
+    check(told(nodes, steps, fields, deaf=deaf, setting=setting))
 
 
-def same(nodes: str, steps: Steps, setting: Setting) -> list[object]:
-    """What is to be seen after each step, on either way."""
-    general, short = (told(is_plain, nodes, steps, {"prompt": PROMPT}, setting=setting) for is_plain in (False, True))
-    assert short == general
-    return short
+def seen_of(nodes: str, steps: Steps, setting: Setting) -> list[object]:
+    """What is to be seen after each step."""
+    seen = told(nodes, steps, {"prompt": PROMPT}, setting=setting)
+    check(seen)
+    return seen
 
 
 def heads(seen: object) -> list[str]:
@@ -78,16 +75,16 @@ def heads(seen: object) -> list[str]:
     return [told[1].partition("\r\n\r\n")[0].lower() for told in seen[0]]  # type: ignore[index]
 
 
-def test_a_short_way_that_fails_is_told_of_and_the_request_goes_the_general_one(
+def test_a_quick_choice_that_fails_is_told_of_and_another_is_made(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(Seconds, "place", fail)
-    seen = same("one node", LOCAL, Setting(policy="seconds", has_cost=True))
+    seen = seen_of("one node", LOCAL, Setting(policy="seconds", has_cost=True))
     assert heads(seen[len(LOCAL)][1])[0].startswith("http/1.1 200")  # type: ignore[index]
-    (told_of,) = [record for record in caplog.records if "short way failed" in record.getMessage()]
+    (told_of,) = [record for record in caplog.records if "at once failed" in record.getMessage()]
     assert told_of.exc_info is not None and told_of.exc_info[0] is ZeroDivisionError
 
 
@@ -95,16 +92,15 @@ def test_a_short_way_that_fails_is_told_of_and_the_request_goes_the_general_one(
     ("nodes", "steps", "num"),
     [("one node", LOCAL, 1), ("two nodes", LOCAL, 1), ("a pair", REMOTE, 1), ("busy", LOCAL, 0)],
 )
-def test_plain_requests_are_told_to_go_from_numbers_alone_where_nodes_know_what_steps_cost(
+def test_requests_are_told_to_go_from_numbers_alone_where_nodes_know_what_steps_cost(
     nodes: str, steps: Steps, num: int
 ) -> None:
-    """Else the comparison of both ways would not be about that."""
     setting = Setting(policy="seconds", has_cost=True)
-    assert same(nodes, steps, setting)
-    scene = asyncio.run(play(True, nodes, steps, {"prompt": PROMPT}, setting=setting))
+    assert seen_of(nodes, steps, setting)
+    scene = asyncio.run(play(nodes, steps, {"prompt": PROMPT}, setting=setting))
     assert scene.num_going == num
     scene = asyncio.run(
-        play(True, nodes, steps, {"prompt": PROMPT}, setting=dataclasses.replace(setting, shadow="round-robin"))
+        play(nodes, steps, {"prompt": PROMPT}, setting=dataclasses.replace(setting, shadow="round-robin"))
     )
     assert scene.num_going == 0
 
@@ -113,7 +109,7 @@ LARGE, SMALL, SHARED, UNKNOWN, NO_KEY = (("ask", key, (0,)) for key in (2, 1, 3,
 
 
 def test_where_the_hold_queue_is_full_all_others_are_refused_at_once_and_told_when_to_come_again() -> None:
-    seen = same("busy", [LARGE] * 3, Setting(hold_count=2))
+    seen = seen_of("busy", [LARGE] * 3, Setting(hold_count=2))
     first, second, *refused = heads(seen[3][1])  # type: ignore[index]
     assert first == second == "" and len(refused) == 2
     for head in refused:
@@ -124,7 +120,7 @@ def test_where_the_hold_queue_is_full_all_others_are_refused_at_once_and_told_wh
 @pytest.mark.parametrize(("nodes", "statuses"), [("one node", ["", "429"]), ("busy", ["429", "429"])])
 def test_what_can_not_be_in_time_is_refused_at_once_in_its_tenants_name(nodes: str, statuses: list[str]) -> None:
     """The node has a cost, by which the first token is late, whether others wait for a node or just went to it."""
-    seen = same(nodes, [SMALL], Setting(has_tenants=True, ttft_s=0.001, has_cost=True))
+    seen = seen_of(nodes, [SMALL], Setting(has_tenants=True, ttft_s=0.001, has_cost=True))
     told = heads(seen[1][1])  # type: ignore[index]
     assert [head[9:12] for head in told] == statuses and all("\r\nretry-after: " in head for head in told if head)
     refused = {name for name, status in zip(("large", "small"), statuses, strict=True) if status}
@@ -134,7 +130,9 @@ def test_what_can_not_be_in_time_is_refused_at_once_in_its_tenants_name(nodes: s
 
 
 def test_a_tenant_has_its_own_bounds_and_its_own_name_in_the_books() -> None:
-    seen = same("busy", [SMALL, SMALL, SHARED, UNKNOWN, NO_KEY], Setting(has_tenants=True, places=100, hold_count=100))
+    seen = seen_of(
+        "busy", [SMALL, SMALL, SHARED, UNKNOWN, NO_KEY], Setting(has_tenants=True, places=100, hold_count=100)
+    )
     last = seen[5][1]  # type: ignore[index]
     assert [head[9:12] for head in heads(last)] == ["", "", "429", "", "401", "401"]
     assert [told[4][0]["tenant"] for told in last[0] if told[4]] == ["large", "small", "shared"]
@@ -143,7 +141,7 @@ def test_a_tenant_has_its_own_bounds_and_its_own_name_in_the_books() -> None:
 def test_when_a_node_frees_whoever_waits_goes_in_a_fair_order() -> None:
     """Of two tenants by turns, though all of one came first."""
     asked = [LARGE, LARGE, LARGE, SHARED, SHARED]
-    seen = same(
+    seen = seen_of(
         "busy", [*asked, ("report", 0, (0,))], Setting(has_tenants=True, places=100, has_cost=True, policy="seconds")
     )
     (_, before), (_, after) = seen[5:7]  # type: ignore[misc]
@@ -154,19 +152,19 @@ def test_when_a_node_frees_whoever_waits_goes_in_a_fair_order() -> None:
 @pytest.mark.parametrize(("passed", "num_reserved"), [([], 0), ([("time", 0, ())], 1)])
 def test_a_decode_node_that_just_had_no_room_is_left_alone_for_a_while(passed: Steps, num_reserved: int) -> None:
     before: Steps = [("shut", 1, ()), *passed, LARGE]
-    seen = same("a pair", [("gone", 0, ()), *before, *REMOTE], Setting())
+    seen = seen_of("a pair", [("gone", 0, ()), *before, *REMOTE], Setting())
     messages = [message for _, message in seen[1 + len(before)][1][5]]  # type: ignore[index]
     assert sum("Reserve(" in message and "REQUEST-1" in message for message in messages) == num_reserved
 
 
 def test_a_choice_that_takes_its_time_is_told_with_it() -> None:
-    (decision,) = same("one node", LOCAL, Setting(choosing_s=0.25))[0][0][0][4][0]["decisions"]  # type: ignore[index]
+    (decision,) = seen_of("one node", LOCAL, Setting(choosing_s=0.25))[0][0][0][4][0]["decisions"]  # type: ignore[index]
     assert (decision["at_s"], decision["held_s"]) == (0.25, 0.25)
 
 
 @pytest.mark.parametrize("shadow", ["round-robin", "broken"])
 def test_a_shadow_is_told_of_each_decision_and_has_no_say(shadow: str) -> None:
-    seen = same("two nodes", LOCAL, Setting(shadow=shadow))
+    seen = seen_of("two nodes", LOCAL, Setting(shadow=shadow))
     (decision,) = seen[0][0][0][4][0]["decisions"]  # type: ignore[index]
     assert decision["policy"] == "product" and (decision["shadow"] or {}).get("policy") == (
         None if shadow == "broken" else shadow
@@ -179,5 +177,5 @@ def test_many_at_a_time_end_as_each_would_alone(nodes: str) -> None:
     """Each step of all of them before the next one of any."""
     for life in USUAL[nodes]:
         turns = [step for each in life for who in range(4) for step in (("turn", who, ()), each)]
-        seen = same(nodes, [("ask", 2, (who,)) for who in range(3)] + turns, Setting())
+        seen = seen_of(nodes, [("ask", 2, (who,)) for who in range(3)] + turns, Setting())
         assert [head[9:12] for head in heads(seen[-3])] == ["200"] * 4

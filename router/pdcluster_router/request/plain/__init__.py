@@ -1,1 +1,0 @@
-"""The short way of requests that meet nothing unusual."""

@@ -1,0 +1,490 @@
+"""One request's life, as a state machine without a task: choose nodes, run attempts until one ends well, tell the sink
+what the client may see, give exactly one answer.
+
+`states` has its states and their table. It is moved by what nodes say (`node_events`, straight from their links), by
+alarms, by the gate and by whoever cancels. Each of these may happen while it is at work (a node that answers at once, a
+sink that has enough): what nodes say then waits its turn, a cancel is seen before the next of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from pdcluster.core import errors
+from pdcluster.core.lifecycle import advance
+from pdcluster.core.messages import Finished, LegTimings, Pull, Ticket, TokenRow
+from pdcluster_router.cluster.legs import Body, FastTokenPath, RequestLeg
+from pdcluster_router.cluster.view import NodeView
+from pdcluster_router.core.generation import Done, Generation, RequestRoute, Sink, Timeline, TokenChunk
+from pdcluster_router.core.job import Job, RetryAttempt
+from pdcluster_router.explain.recorder import Record
+from pdcluster_router.policy.base import RoutingDecision
+from pdcluster_router.policy.placed import Placed
+from pdcluster_router.policy.selector import Decision
+from pdcluster_router.queueing.admission import check_fits
+from pdcluster_router.queueing.fairness import QueuedRequest
+from pdcluster_router.request import node_events
+from pdcluster_router.request.open_requests import OpenRequest
+from pdcluster_router.request.retries import RetryBudget
+from pdcluster_router.request.shared import Shared, job_of
+from pdcluster_router.request.states import HAS_SLOT, REQUEST, RequestState
+from pdcluster_router.request.timers import Round
+
+logger = logging.getLogger(__name__)
+
+# What a prompt's token takes while it waits: in a list, packed, and its share of the hashes.
+BYTES_PER_TOKEN = 16
+NO_TIMINGS = LegTimings()
+S = RequestState
+
+
+class Request:
+    """Implements generation.Running. Owned by the router's event loop. One answer: the sink hears `on_done` or
+    `on_error` once, or nothing after a cancel.
+
+    Of the attempt: prefill, decode: its legs; decode_node: where it is to decode; ticket, backend: of the pages there;
+    avoid: nodes that refused or failed it; held: the first token, while no decode node has reserved; early: rows that
+    came before their turn; base: tokens of earlier attempts; report: what the prefill node says it did; queue_by,
+    state_by: when the prompt must have been taken up, and when this state must be over; due: not later than either.
+    """
+
+    __slots__ = (
+        "avoid", "backend", "base", "budget", "choice", "decode", "decode_failures", "decode_node", "due", "early",
+        "finished", "finished_by", "first_token_at", "generation", "has_way", "held", "is_at_work", "job",
+        "num_placed", "pause", "pending_messages", "placed_at", "prefill", "pull", "queue_by", "record", "report",
+        "round", "second_token_at", "shared", "sink", "started", "state", "state_by", "ticket", "timer", "timer_due",
+        "told_route",
+    )  # fmt: skip
+
+    def __init__(
+        self, shared: Shared, generation: Generation, sink: Sink, job: Job, record: Record, started: float
+    ) -> None:
+        self.shared, self.generation, self.sink = shared, generation, sink
+        self.job, self.record, self.started = job, record, started
+        self.budget = RetryBudget(shared.settings)
+        self.state = S.WAITING
+        self.pending_messages: deque[tuple[str, Body]] = deque()
+        self.first_token_at: float | None = None
+        self.second_token_at: float | None = None
+        self.placed_at = started
+        self.is_at_work = self.has_way = False
+        self.num_placed = 0
+        self.timer: int | None = None
+        self.round: Round | None = None
+        self.timer_due = math.inf
+        self.pause: asyncio.TimerHandle | None = None
+        self.choice: RoutingDecision | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        """No attempt runs."""
+        self.prefill: RequestLeg | None = None
+        self.decode: RequestLeg | None = None
+        self.decode_node: NodeView | None = None
+        self.pull: Pull | None = None
+        self.ticket: Ticket | None = None
+        self.backend = ""
+        self.avoid: set[str] = set()
+        self.held: TokenRow | None = None
+        self.early: list[TokenRow] = []
+        self.base = len(self.job.emitted)
+        self.decode_failures = 0
+        self.report: LegTimings | None = None
+        self.finished: Finished | None = None
+        self.finished_by: RequestLeg | None = None
+        self.told_route: RequestRoute | None = None
+        self.queue_by = self.state_by = math.inf
+        self.due = self.job.deadline
+
+    @classmethod
+    def of(cls, shared: Shared, generation: Generation, sink: Sink) -> Request:
+        """A request that comes now. Raises PdclusterError where nobody knows its model."""
+        started = shared.clock()
+        job = job_of(shared, generation, started)
+        record = shared.explainer.open(generation.request, generation.standing, started, generation.client_id)
+        return cls(shared, generation, sink, job, record, started)
+
+    def start(self) -> None:
+        shared, generation = self.shared, self.generation
+        shared.open.enter(generation.request, self._told)
+        shared.cluster.ledger.open(generation.request, self.read)
+        if generation.leads:
+            shared.fork_groups.enter(generation.request)
+        if generation.parent is not None and shared.fork_groups.follow(generation.parent, self._led):
+            self.state = S.FOLLOWING
+        else:
+            self._step(self._place)
+
+    # ------------------------------------------------------------ what moves it
+
+    def _led(self, incarnation: str | None) -> None:
+        """It is known where its leader decodes. Until then its leader's deadline is its own."""
+        if self.state is S.FOLLOWING:
+            self.go("lead")
+            self.job.fork_of, self.job.fork_on = self.generation.parent, incarnation
+            self._step(self._place)
+
+    def read(self, incarnation: str, body: Body) -> None:
+        """A node said something."""
+        if self.is_at_work or self.state is S.WAITING:
+            self.pending_messages.append((incarnation, body))
+        elif type(body) is TokenRow and body.position > 1 and node_events.goes_on(self, incarnation, body):
+            self._go_on(body)
+        else:
+            self._step(self._hear, incarnation, body)
+
+    def cancel(self, reason: str) -> None:
+        """Implements generation.Running."""
+        if self.state is not S.ENDED:
+            self._close("cancelled", reason)
+
+    def finish(self, num_output: int) -> None:
+        """Implements generation.Running."""
+        if self.state is not S.ENDED:
+            self.shared.selector.note_end(len(self.job.prompt), num_output)
+            self._close(None, "a stop string came")
+
+    def fail(self, error: Exception) -> None:
+        if self.state is not S.ENDED:
+            self._close(error.code if isinstance(error, errors.PdclusterError) else "internal", str(error))
+            self.sink.on_error(error)
+
+    def go(self, event: str) -> None:
+        """Raises IllegalTransition for an event that the table does not allow now."""
+        self.state = advance(REQUEST, self.state, event)
+
+    def _step(self, action: Callable[..., None], *words: object) -> None:
+        """One thing that happened, and whatever nodes said meanwhile. Of an attempt that fails in it becomes another
+        one, or the answer."""
+        self.is_at_work = True
+        if self.has_way:
+            self._shut_way()
+        try:
+            while self.state is not S.ENDED:
+                try:
+                    action(*words)
+                    if self.pending_messages:
+                        self._read_messages()
+                    break
+                except RetryAttempt as failure:
+                    action, words = self._after(failure), ()
+            if self.due < self.timer_due and self.has_nodes:
+                self._watch()
+        except Exception as error:  # the top of what happens to a request: its sink hears of it
+            if self.state is S.ENDED:
+                logger.exception("request %s: something failed after its end", self.job.request)
+            self.fail(error)
+        finally:
+            self.is_at_work = False
+
+    def _shut_way(self) -> None:
+        """What comes next may be more than a row that goes on."""
+        self.has_way = False
+        if self.decode is not None:
+            self.decode.way = None
+
+    def _read_messages(self) -> None:
+        while self.pending_messages and self.has_nodes:
+            self._hear(*self.pending_messages.popleft())
+
+    def _go_on(self, row: TokenRow) -> None:
+        """Nothing of the request is another but that there is more. Where its sink takes that without a Chunk, most
+        rows do not come here."""
+        try:
+            take = self.sink.way()
+            is_taken = take is not None and take(row.position, row.tokens)
+        except Exception as error:  # the top of what happens to a request, as in `_step`
+            self.fail(error)
+            return
+        if take is not None and is_taken:
+            assert self.decode is not None  # it said the row
+            self.decode.way = FastTokenPath(take, self.fail)
+            self.has_way = True
+        else:
+            self._step(self.tell, TokenChunk(row.position, row.tokens, row.logprobs, (), self.route()))
+
+    def _hear(self, incarnation: str, body: Body) -> None:
+        node_events.handle(self, incarnation, body)
+        if self.finished is not None and self.state is not S.ENDED and self.is_complete:
+            self._finish_or_wait()
+
+    def tell(self, chunk: TokenChunk) -> None:
+        """New tokens, in their order."""
+        self.sink.on_chunk(chunk)
+        if self.generation.leads and self.state is not S.ENDED:
+            decode = self.decode if self.state in HAS_SLOT and self.finished is None else None
+            self.shared.fork_groups.settle(self.job.request, None if decode is None else decode.endpoint.incarnation)
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether an attempt runs."""
+        return self.prefill is not None or self.decode is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """Every token was emitted and the last word is here."""
+        return self.finished is not None and len(self.job.emitted) >= self.finished.num_output
+
+    def route(self) -> RequestRoute:
+        """Asked for with every token, so made anew only when some part of it is another."""
+        if self.told_route is None:
+            job, choice, decode = self.job, self.choice, self.decode_node
+            assert choice is not None  # it has nodes
+            self.told_route = RequestRoute(
+                choice.mode,
+                None if choice.prefill is None else choice.prefill.endpoint.node,
+                None if decode is None else decode.endpoint.node,
+                (self.report or NO_TIMINGS).backend or self.backend,
+                job.cached_tokens,
+                job.tries,
+            )
+        return self.told_route
+
+    def _told(self) -> OpenRequest:
+        """For operators."""
+        job, choice = self.job, self.choice
+        told = OpenRequest(job.request, self.generation.model, len(job.prompt), self.started, self.fail)
+        if choice is None:
+            return told
+        prefill = choice.prefill.name if choice.prefill is not None else None
+        num_output, decode = len(job.emitted), choice.decode.name
+        return replace(
+            told, attempts=self.num_placed, mode=choice.mode, prefill=prefill, decode=decode, num_output=num_output
+        )
+
+    # ------------------------------------------------------------ clocks
+
+    def set_clock(self, seconds: float) -> None:
+        """This state must be over by then."""
+        self.state_by = moment = self.shared.clock() + seconds
+        if moment < self.due:
+            self.due = moment
+
+    def _watch(self) -> None:
+        """Have an alarm that is not later than what comes next. Without nodes there is none: the gate has its own
+        clocks, a pause is one."""
+        self._drop_timer()
+        shared, now = self.shared, self.shared.clock()
+        seconds, rounds = self.due - now, shared.local_rounds if self.prefill is None else shared.remote_rounds
+        if seconds >= rounds.seconds:
+            self.timer_due, self.round = now + rounds.seconds, rounds.join(self, now)
+        else:
+            self.timer_due, self.timer = self.due, shared.timers.set(max(seconds, 0.0), self.ring)
+
+    def ring(self) -> None:
+        """Time to look at the clocks."""
+        self.timer = self.round = None
+        self.timer_due = math.inf
+        if self.has_nodes:
+            self._step(self._look)
+
+    def _look(self) -> None:
+        now, leg = self.shared.clock(), self.decode
+        if leg is not None and (self.state is S.DECODING or self.state is S.DELIVERED):
+            liveness_s = self.shared.settings.stages.liveness_s
+            self.state_by = max(self.state_by, leg.heard_at + liveness_s)  # rows that went the short way moved no clock
+        self.due = min(self.job.deadline, self.queue_by, self.state_by)
+        if now < self.due:
+            return
+        if self.state is S.REPORTING:
+            logger.debug("no report of the prefill leg within %s s", self.shared.settings.late_report_s)
+            self._finish()
+            return
+        node_events.expire(self, now)
+        self.due = min(self.job.deadline, self.queue_by, self.state_by)
+
+    def _drop_timer(self) -> None:
+        if self.round is not None:
+            self.round.pop(self, None)
+        elif self.timer is not None:
+            self.shared.timers.drop(self.timer, self.ring)
+        self.round = self.timer = None
+        self.timer_due = math.inf
+
+    # ------------------------------------------------------------ places
+
+    def _place(self) -> None:
+        """Nodes for the next attempt, at once or when it is the request's turn."""
+        self.pause = None
+        job, now = self.job, self.shared.clock()
+        if now >= job.deadline:
+            raise errors.DeadlineExceeded(f"request {job.request} found no room by its deadline", "request")
+        waiting, is_paid = self.shared.waiting, self.num_placed > 0
+        if not is_paid and job.fork_on is None and (placed := self._placed_at_once(now)) is not None:
+            self._go(placed, now)
+            return
+        try:
+            decision = self._decide(now)
+        except errors.Unavailable as cause:
+            waiting.park(self._queued(now), cause, self._decide, lambda answer: self._placed(answer, now))
+            return
+        going = waiting.at_once(decision, self.generation.standing.tenant, is_paid=is_paid)
+        if going is not None:
+            self._begin(going, now)
+        else:
+            waiting.hold(self._queued(now), decision, self._decide, lambda answer: self._placed(answer, now))
+
+    def _placed_at_once(self, now: float) -> Placed | None:
+        """Where it clearly goes, in a fraction of the time of `_decide`; None: that must be asked."""
+        shared = self.shared
+        shared.shut.apply(self.job, now)
+        try:
+            return shared.selector.place(self.job, shared.waiting.room_s, now)
+        except errors.PdclusterError:
+            return None  # `_decide` says so, too
+        except Exception:  # a policy's bug, which would only make everything slow
+            logger.exception("request %s: to choose its nodes at once failed", self.job.request)
+            return None
+
+    def _go(self, placed: Placed, asked: float) -> None:
+        """It is sent before that is noted, so that nodes begin meanwhile."""
+        shared = self.shared
+        self.choice = choice = placed.choice()
+        self.num_placed = 1
+        self.placed_at = now = shared.clock()
+        try:
+            node_events.begin(self, choice)
+        finally:
+            self.record.placed(placed, self.job.hashes, asked, now)
+            shared.selector.note_going(placed, now)
+            if self.generation.parent is None:
+                shared.selector.note_prefix(*self.record.prefix)
+
+    def _queued(self, now: float) -> QueuedRequest:
+        job, standing = self.job, self.generation.standing
+        num_tokens, is_paid = len(job.prompt), self.num_placed > 0
+        return QueuedRequest(
+            job.request, standing.tenant, self.shared.settings.headroom.cold_token_s * num_tokens,
+            BYTES_PER_TOKEN * num_tokens, now, job.deadline, standing.weight, standing.priority, is_paid,
+        )  # fmt: skip
+
+    def _placed(self, answer: Decision | errors.PdclusterError, asked: float) -> None:
+        """The gate's answer to a request that waited."""
+        if isinstance(answer, Decision):
+            self._step(self._begin, answer, asked)
+        else:
+            self.fail(answer)
+
+    def _begin(self, decision: Decision, asked: float) -> None:
+        shared, job = self.shared, self.job
+        self.choice = choice = decision.choice
+        self.num_placed += 1
+        self.placed_at = now = shared.clock()
+        job.tries = self.budget.attempts
+        self.record.decided(decision, asked, now)
+        query = decision.query
+        shared.selector.note_sent(choice, query.num_tokens, query.cached_on(choice.first), now)
+        if self.num_placed == 1 and self.generation.parent is None:
+            shared.selector.note_prefix(*self.record.prefix)
+        node_events.begin(self, choice)
+
+    def _decide(self, now: float) -> Decision:
+        job, shared = self.job, self.shared
+        shared.shut.apply(job, now)
+        try:
+            decision = shared.selector.follow(job, now) or shared.selector.choose(job, now)
+            self.record.consider(decision, now)
+            return decision
+        except errors.Unavailable:
+            check_fits(len(job.prompt) + len(job.emitted), shared.cluster.view())
+            raise
+        except errors.PdclusterError:
+            raise
+        except Exception as error:  # a policy's bug, which must not take those with it that wait beside this request
+            logger.exception(
+                "the routing policy %s failed on request %s", shared.selector.holder.live.name, job.request
+            )
+            raise errors.PdclusterError(
+                f"internal error: the routing policy failed ({type(error).__name__}); see the router's log"
+            ) from error
+
+    # ------------------------------------------------------------ ends
+
+    def _after(self, failure: RetryAttempt) -> Callable[[], None]:
+        """The attempt is over without an answer: what to do next. Raises the cause when there is nothing."""
+        node_events.stop(self, str(failure))
+        self.finished = self.finished or self._ending()
+        if self.is_complete:
+            return self._finish
+        self.go("retry")
+        self._drop_timer()
+        self._clear()
+        self.job.fork_on = None
+        self.record.failed(str(failure))
+        now = self.shared.clock()
+        self.shared.shut.note(failure, now)
+        pause_s = min(self.budget.spend(failure, self.job, now), max(self.job.deadline - now, 0.0))
+        return self._place if pause_s <= 0.0 else lambda: self._place_in(pause_s)
+
+    def _place_in(self, seconds: float) -> None:
+        self.pause = asyncio.get_running_loop().call_later(seconds, self._step, self._place)
+
+    def _ending(self) -> Finished | None:
+        """The last word that a lost node did not get out, when its tokens came before it."""
+        job = self.job
+        info = next((info for info in self.shared.models.models() if info.id == self.generation.model), None)
+        ending = job.ending(info.eos_token_ids, info.max_len) if info is not None else job.ending((), None)
+        if ending is None:
+            return None
+        return Finished(job.request, 0, ending[0], len(job.emitted), NO_TIMINGS, ending[1])
+
+    def _finish_or_wait(self) -> None:
+        """The prefill node's timings may come a moment after the decode node's last word."""
+        if self.prefill is None or self.report is not None or self.finished_by is self.prefill:
+            self._finish()
+        elif self.state is not S.REPORTING:
+            self.go("report")
+            self.queue_by = math.inf
+            self.set_clock(self.shared.settings.late_report_s)
+
+    def _finish(self) -> None:
+        done = self._done()
+        self._close(None, "done")
+        self.sink.on_done(done)
+
+    def _done(self) -> Done:
+        finished, started, route = self.finished, self.started, self.route()
+        assert finished is not None
+        self.shared.selector.note_end(len(self.job.prompt), finished.num_output)
+        prefill = (self.report or NO_TIMINGS) if route.mode == "remote" else finished.timings
+        timeline = Timeline(  # by position, which costs half
+            prefill.queue_s,
+            prefill.prefill_s,
+            prefill.transfer_s,
+            prefill.exposed_s,
+            self.first_token_at - started if self.first_token_at is not None else None,
+            self.second_token_at - started if self.second_token_at is not None else None,
+            finished.timings.decode_s,
+            finished.timings.decode_tokens,
+            prefill.transfer_bytes,
+            prefill.pulled_tokens,
+            self.placed_at - started,
+        )
+        return Done(
+            finished.reason, finished.stop_token, self.job.cached_tokens or 0, self.budget.attempts, route, timeline
+        )
+
+    def _close(self, error: str | None, reason: str) -> None:
+        """However it ended: nothing of it is left on the nodes, in the queue or in the books. error: its code, None for
+        a good end."""
+        shared, request = self.shared, self.job.request
+        self.go("end")
+        self._drop_timer()
+        if self.pause is not None:
+            self.pause.cancel()
+        if self.has_nodes:
+            node_events.stop(self, reason)
+        else:
+            shared.waiting.leave(request)
+        shared.cluster.ledger.close(request)
+        shared.open.leave(request)
+        if self.generation.leads:
+            shared.fork_groups.settle(request, None)
+        self.record.attempts, self.record.cached_tokens = self.budget.attempts, self.job.cached_tokens
+        shared.explainer.close(self.record, error, reason)
+        shared.waiting.poke()

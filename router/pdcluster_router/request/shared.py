@@ -1,0 +1,64 @@
+"""What all requests of one router share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pdcluster_router.cluster.legs import ClusterLinks
+from pdcluster_router.core.generation import Generation
+from pdcluster_router.core.job import HashedPrompt, Job
+from pdcluster_router.explain.recorder import Explainer
+from pdcluster_router.policy.selector import PolicySelector
+from pdcluster_router.queueing.waiting import WaitingRequests
+from pdcluster_router.request.forks import ForkGroups
+from pdcluster_router.request.open_requests import OpenRequests
+from pdcluster_router.request.retries import DispatchSettings, Shut
+from pdcluster_router.request.serving import ServedModels
+from pdcluster_router.request.timers import TimerBuckets, Timers
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all requests of one router share."""
+
+    cluster: ClusterLinks
+    models: ServedModels
+    selector: PolicySelector
+    settings: DispatchSettings
+    waiting: WaitingRequests
+    explainer: Explainer
+    clock: Callable[[], float] = time.monotonic
+    open: OpenRequests = field(default_factory=OpenRequests)
+    shut: Shut = field(default_factory=Shut)
+    timers: Timers = field(default_factory=Timers)
+    fork_groups: ForkGroups = field(default_factory=ForkGroups)
+    named: HashedPrompt = field(default_factory=HashedPrompt)
+    # Looks at requests on one node, and on two, before any of their stages can be over.
+    local_rounds: TimerBuckets = field(init=False)
+    remote_rounds: TimerBuckets = field(init=False)
+
+    def __post_init__(self) -> None:
+        stages = self.settings.stages
+        object.__setattr__(self, "local_rounds", TimerBuckets(self.timers, stages.local_s))
+        object.__setattr__(self, "remote_rounds", TimerBuckets(self.timers, stages.remote_s))
+
+
+def job_of(shared: Shared, generation: Generation, started: float) -> Job:
+    """Raises PdclusterError where nobody knows its model."""
+    chain = shared.models.chain(generation.model, generation.salt)
+    packed, hashes = shared.named.of(generation.token_ids, chain)
+    deadline = started + generation.deadline_s
+    job = Job(
+        generation.request,
+        generation.token_ids,
+        generation.sampling,
+        deadline,
+        chain,
+        generation.mode,
+        generation.session,
+    )
+    job.packed, job.hashes, job.num_hashed = packed, hashes, 0
+    job.has_prompt_logprobs = generation.sampling.prompt_logprobs is None
+    return job
