@@ -14,7 +14,7 @@ from pdcluster.core.errors import ConfigError
 from pdcluster.settings.config import RouterConfig
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.frontend.app import App, HttpSettings
-from pdcluster_router.http.connection import Connection, Connections, LineLimits
+from pdcluster_router.http.connection import PARTING_S, Connection, Connections, LineLimits
 from pdcluster_router.http.door import Door, DoorLimits, limits_of_process
 
 BACKLOG = 2048
@@ -68,6 +68,7 @@ async def listening(
         host, port = bound.getsockname()[:2]
         yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     finally:
+        await _part(connections)
         server.close()
         await _drain(connections, drain_s)
         sweeper.cancel()
@@ -81,6 +82,16 @@ async def _sweep(connections: Connections) -> None:
         now = monotonic()
         for connection in [connection for connection in connections if connection.deadline <= now]:
             connection.expire()
+
+
+async def _part(connections: Connections) -> None:
+    """Answer what clients sent before they could know that the router stops, also on connections that wait to be
+    accepted: closing their listener would reset them.
+    """
+    connections.is_draining = True
+    for connection in list(connections):
+        connection.drain()
+    await asyncio.sleep(PARTING_S)
 
 
 async def _drain(connections: Connections, drain_s: float) -> None:

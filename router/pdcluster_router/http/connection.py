@@ -10,7 +10,7 @@
    next one.
 5. A client that asks for another protocol does not get it (Java's does, on every connection). Its head is parsed again
    without that wish, because the parser would take what follows for the other protocol.
-6. When the server drains, a connection ends with its answer, or at once. A request that outlasts the drain is told so.
+6. When the server drains, a connection ends with its answer, or soon. A request that outlasts the drain is told so.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ USUAL_URL_BYTES = 64
 FRAMING = (b"content-length", b"transfer-encoding", b"connection")
 # More posted bytes are sent at once, so that the transport notices a client that does not read.
 MOST_POSTED_BYTES = 16 * 1024
+# How long a server that stops waits for requests that were sent before their clients could know.
+PARTING_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ class Connections(set["Connection"]):
 
     def __init__(self) -> None:
         super().__init__()
+        # Whether new ones end soon, too.
+        self.is_draining = False
         self._none: Event | None = None
         self.write_coalescer = WriteCoalescer()
 
@@ -145,6 +149,8 @@ class Connection(Protocol):
         self.write = self._transport.write
         self._open_ones.add(self)
         self.deadline = monotonic() + self._limits.idle_s
+        if self._open_ones.is_draining:
+            self.drain()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -404,10 +410,12 @@ class Connection(Protocol):
             self._application.late(current)
 
     def drain(self) -> None:
-        """Take no more requests. The one being answered goes on to its end."""
+        """End with the request that is answered. Without one, with a request that is on its way already, or after
+        PARTING_S.
+        """
         self._ends_soon = True
         if self._current is None:
-            self.close()
+            self.deadline = min(self.deadline, monotonic() + PARTING_S)
         else:
             self._current.keeps_alive = False
 

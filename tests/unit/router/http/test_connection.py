@@ -473,7 +473,7 @@ async def test_an_idle_connection_is_closed_when_its_time_is_over(
         assert await reader.read() == b""
 
 
-async def test_a_drain_ends_idle_connections_at_once_and_says_so_on_busy_ones(dispatcher: ScriptedDispatcher) -> None:
+async def test_a_drain_ends_idle_connections_soon_and_says_so_on_busy_ones(dispatcher: ScriptedDispatcher) -> None:
     gate = asyncio.Event()
     dispatcher.script = lambda _: [Wait(gate), *says("done")]
     server = served(dispatcher)
@@ -486,6 +486,27 @@ async def test_a_drain_ends_idle_connections_at_once_and_says_so_on_busy_ones(di
         gate.set()
         status, headers, _ = await answer(busy)
         assert status == 200 and headers["connection"] == "close"
+        await leaving
+
+
+async def test_what_was_sent_before_its_client_could_know_of_the_drain_is_answered(
+    dispatcher: ScriptedDispatcher,
+) -> None:
+    dispatcher.script = lambda _: says("done")
+    server = served(dispatcher)
+    url = await server.__aenter__()
+    async with opened(url) as (idle, writer):
+        writer.write(HEALTH)
+        assert (await answer(idle))[0] == 200
+        leaving = asyncio.create_task(server.__aexit__(None, None, None))
+        await asyncio.sleep(0.02)
+        writer.write(request())
+        async with opened(url) as (late, later_writer):
+            later_writer.write(request())
+            for reader in (idle, late):
+                status, headers, _ = await answer(reader)
+                assert status == 200 and headers["connection"] == "close"
+                assert await reader.read() == b""
         await leaving
 
 
