@@ -8,7 +8,7 @@ Pure: tokens in, text out.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 import msgspec
 
@@ -133,6 +133,11 @@ class ChoiceText:
         """The same for plain text without tokens and offsets: the certain text, as JSON."""
         self.num_tokens += 1
         return NOTHING if token_id in self._silent else self._detokenizer.say(token_id)
+
+    def whole(self, token_ids: Sequence[int]) -> str:
+        """The certain text of plain tokens that were counted already."""
+        feed, silent = self._detokenizer.feed, self._silent
+        return "".join([feed(token_id) for token_id in token_ids if token_id not in silent])
 
     def known(self, vocab_size: int) -> Detokenizer | ChainDetokenizer:
         """The cached texts that are also those of the choice. They exclude tokens that end it and ids beyond its

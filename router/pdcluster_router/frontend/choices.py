@@ -19,7 +19,16 @@ from pdcluster.api.text.detokenizer import ChainDetokenizer, Detokenizer
 from pdcluster.core.errors import BadRequest, IntegrityError, ProtocolError
 from pdcluster.core.grammar import PARAM
 from pdcluster.core.messages import TokenLogprobs
-from pdcluster_router.core.generation import Dispatcher, Done, Generation, RequestRoute, Running, Timeline, TokenChunk
+from pdcluster_router.core.generation import (
+    Dispatcher,
+    Done,
+    Generation,
+    RequestRoute,
+    Running,
+    Take,
+    Timeline,
+    TokenChunk,
+)
 from pdcluster_router.request.stream import Unread
 
 FINISH_REASONS = {"stop": "stop", "eos": "stop", "length": "length"}
@@ -85,6 +94,20 @@ class OutputChoice(msgspec.Struct):
     generates: bool = True
     # The request field that the grammar was made from.
     grammar_param: str | None = None
+    # Tokens whose text is made at the end (`keep`).
+    kept: list[int] = []
+
+    @property
+    def is_text_only(self) -> bool:
+        """Whether a whole reply has nothing of it but its text."""
+        return (
+            self.text.is_plain
+            and self.generates
+            and self.echo is None
+            and not self.wants_prompt_ids
+            and self.generation.sampling.logprobs is None
+            and self.prompt_logprobs is None
+        )
 
 
 def sent_to_client(choice: OutputChoice, error: Exception) -> Exception:
@@ -176,6 +199,44 @@ def advance(choice: OutputChoice, event: TokenChunk | Done) -> TextPiece:
     return piece
 
 
+def keep(choice: OutputChoice, chunk: TokenChunk) -> None:
+    """As `advance`, for a choice of which only the text is told, and that at the end."""
+    token_ids, text, clock = chunk.token_ids, choice.text, choice.clock
+    if token_ids and max(token_ids) >= choice.vocab_size:
+        _check_ids(choice, token_ids)
+    _check_position(choice, chunk)
+    choice.route = chunk.route
+    choice.kept += token_ids
+    text.num_tokens += len(token_ids)
+    if clock.second is None:
+        clock.tick(text.num_tokens)
+    else:
+        clock.last = monotonic()
+
+
+def keeper(choice: OutputChoice) -> Take:
+    """The fast token path of such a choice, after two tokens."""
+    text, clock, kept, vocab_size = choice.text, choice.clock, choice.kept, choice.vocab_size
+
+    def take(position: int, token_ids: tuple[int, ...]) -> bool:
+        if len(token_ids) != 1 or not 0 <= token_ids[0] < vocab_size or text.num_tokens != position:
+            return False
+        text.num_tokens = position + 1
+        kept.append(token_ids[0])
+        clock.last = monotonic()
+        return True
+
+    return take
+
+
+def _check_position(choice: OutputChoice, chunk: TokenChunk) -> None:
+    if choice.text.num_tokens != chunk.position:
+        raise IntegrityError(
+            f"{choice.generation.request}: tokens at position {chunk.position} came after "
+            f"{choice.text.num_tokens} tokens"
+        )
+
+
 def _advance(choice: OutputChoice, chunk: TokenChunk) -> TextPiece:
     token_ids = chunk.token_ids
     if token_ids and max(token_ids) >= choice.vocab_size:
@@ -190,10 +251,7 @@ def _advance(choice: OutputChoice, chunk: TokenChunk) -> TextPiece:
     if not choice.generates:
         return piece
     text = choice.text
-    if text.num_tokens != chunk.position:
-        raise IntegrityError(
-            f"{choice.generation.request}: tokens at position {chunk.position} came after {text.num_tokens} tokens"
-        )
+    _check_position(choice, chunk)
     if choice.generation.sampling.logprobs is None:
         for token_id in token_ids:
             text.push(token_id, None, piece)
@@ -258,6 +316,8 @@ def _finished(choice: OutputChoice, done: Done) -> TextPiece:
     choice.cached_tokens = done.cached_tokens
     choice.attempts = done.attempts
     choice.timeline = _with_clock(done.timeline, choice.clock)
+    if choice.kept:
+        piece.text = choice.text.whole(choice.kept)
     _finish(choice, piece, FINISH_REASONS[done.reason] if choice.generates else "length")
     return piece
 

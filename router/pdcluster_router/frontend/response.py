@@ -21,7 +21,7 @@ from pdcluster.api.text.choice_text import TextPiece
 from pdcluster.core.errors import Cancelled, PdclusterError
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.core.generation import Dispatcher, Done, RequestRoute, Running, Take, Timeline, TokenChunk
-from pdcluster_router.frontend.choices import OutputChoice, advance, sent_to_client
+from pdcluster_router.frontend.choices import OutputChoice, advance, keep, keeper, sent_to_client
 from pdcluster_router.frontend.fast_tokens import through
 from pdcluster_router.frontend.prepare import Prepared
 from pdcluster_router.http.errors import ClientLeft, fail
@@ -42,6 +42,11 @@ class AnswerWriter(Protocol):
     def add(self, index: int, piece: TextPiece) -> None: ...
 
     def through(self, index: int) -> Take | None: ...
+
+    @property
+    def is_text_only(self) -> bool:
+        """Whether tokens are kept (`choices.keep`) until their choice is done."""
+        ...
 
     def finish(self) -> None:
         """All choices are done."""
@@ -110,6 +115,12 @@ class HttpAnswer:
         if self._is_over or text.stopped:
             return  # sent before its node knew that it may stop
         said: Said
+        if self._writer.is_text_only and type(event) is TokenChunk:
+            try:
+                keep(choice, event)
+            except Exception as error:  # the top of a choice
+                self._say(index, error)
+            return
         if isinstance(event, Exception):
             said = sent_to_client(choice, event)
         else:
@@ -229,6 +240,7 @@ class _Whole:
     def __init__(self, exchange: Exchange, prepared: Prepared) -> None:
         self._exchange, self._prepared = exchange, prepared
         self._collected: dict[int, _Collected] = {}
+        self.is_text_only = all(choice.is_text_only for choice in prepared.choices)
 
     def add(self, index: int, piece: TextPiece) -> None:
         collected = self._collected.get(index)
@@ -238,7 +250,7 @@ class _Whole:
             collected.add(piece)
 
     def through(self, index: int) -> Take | None:
-        return None
+        return keeper(self._prepared.choices[index]) if self.is_text_only else None
 
     def finish(self) -> None:
         prepared, collected = self._prepared, self._collected
@@ -288,6 +300,8 @@ class _Collected(msgspec.Struct):
 
 
 class _Stream:
+    is_text_only = False
+
     def __init__(self, exchange: Exchange, prepared: Prepared) -> None:
         self._exchange, self._prepared, self._format = exchange, prepared, prepared.format
         self._opened: set[int] = set()

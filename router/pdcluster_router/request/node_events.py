@@ -62,7 +62,6 @@ def begin(request: Request, choice: RoutingDecision) -> None:
     """Send the first frames. Raises RetryAttempt when a node is already gone."""
     job, node, shared = request.job, choice.decode, request.shared
     request.decode_node = node
-    request.pull = None
     if choice.pull is not None and choice.pull_tokens:
         request.pull = Pull(choice.pull.endpoint, choice.pull_tokens)
     request.queue_by = shared.clock() + shared.settings.stages.queue_s
@@ -154,12 +153,13 @@ def goes_on(request: Request, incarnation: str, row: TokenRow) -> bool:
 
 def handle(request: Request, incarnation: str, body: Body) -> None:
     """What a node said. Answers of legs that are over are ignored, after the last token all but a report."""
-    leg = request.decode
-    if leg is None or leg.attempt != body.attempt or leg.endpoint.incarnation != incarnation or type(body) is Refused:
-        leg = _leg_of(request, incarnation, body)  # else it is of the leg that says nearly all
+    leg, attempt, kind = request.decode, body.attempt, type(body)
+    if leg is None or leg.attempt != attempt:
+        leg = request.prefill  # no two have the same number
+    if leg is None or leg.attempt != attempt or leg.endpoint.incarnation != incarnation or kind is Refused:
+        leg = _leg_of(request, incarnation, body)
     if leg is None:
         return
-    kind = type(body)
     if request.finished is not None and request.is_complete and kind is not Delivered:
         return
     _ON[kind](request, leg, body)
@@ -334,7 +334,7 @@ def _decode_failed(request: Request, cause: errors.PdclusterError) -> None:
         or request.decode_failures >= MAX_DECODE_FAILURES
     ):
         raise RetryAttempt(cause, failed.endpoint.incarnation)
-    request.avoid.add(failed.endpoint.incarnation)
+    request.avoid |= {failed.endpoint.incarnation}
     _leave_slot(request)
     reserve_anywhere(request)
 
@@ -353,7 +353,7 @@ def reserve_anywhere(request: Request) -> None:
     ):
         preferred = _pick_decode(request, now)
     if preferred is None:
-        avoid.clear()
+        request.avoid = frozenset()
         preferred = _pick_decode(request, now)
         if preferred is None:
             raise RetryAttempt(errors.NoNodeTakesWork("no decode node takes work now"), None)
@@ -460,7 +460,7 @@ def _emit(request: Request, row: TokenRow) -> None:
         if chunk is not None:
             request.tell(chunk)
         return
-    request.early.append(row)
+    request.early = [*request.early, row]
     in_order = sorted(request.early, key=lambda each: (each.position, not each.prompt_logprobs))
     chunks = [chunk for early in in_order if (chunk := _continued(request, early)) is not None]
     request.early = [each for each in request.early if each.position + len(each.tokens) > len(job.emitted)]

@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pdcluster.core import errors
@@ -40,6 +39,10 @@ logger = logging.getLogger(__name__)
 # What a prompt's token takes while it waits: in a list, packed, and its share of the hashes.
 BYTES_PER_TOKEN = 16
 NO_TIMINGS = LegTimings()
+OF_ATTEMPT = (
+    "prefill", "decode", "decode_node", "pull", "ticket", "backend", "avoid", "held", "early", "decode_failures",
+    "report", "finished", "finished_by", "told_route", "queue_by", "state_by",
+)  # fmt: skip
 S = RequestState
 
 
@@ -53,53 +56,55 @@ class Request:
     state_by: when the prompt must have been taken up, and when this state must be over; due: not later than either.
     """
 
-    __slots__ = (
-        "avoid", "backend", "base", "budget", "choice", "decode", "decode_failures", "decode_node", "due", "early",
-        "finished", "finished_by", "first_token_at", "generation", "has_way", "held", "is_at_work", "job",
-        "num_placed", "pause", "pending_messages", "placed_at", "prefill", "pull", "queue_by", "record", "report",
-        "round", "second_token_at", "shared", "sink", "started", "state", "state_by", "ticket", "timer", "timer_due",
-        "told_route",
-    )  # fmt: skip
+    # What most requests keep, so that none of them costs a store. The first three are of no attempt.
+    first_token_at: float | None = None
+    second_token_at: float | None = None
+    budget: RetryBudget | None = None
+    choice: RoutingDecision | None = None
+    pause: asyncio.TimerHandle | None = None
+    timer: int | None = None
+    round: Round | None = None
+    timer_due = math.inf
+    num_placed = 0
+    is_at_work = has_way = False
+
+    prefill: RequestLeg | None = None
+    decode: RequestLeg | None = None
+    decode_node: NodeView | None = None
+    pull: Pull | None = None
+    ticket: Ticket | None = None
+    backend = ""
+    avoid: frozenset[str] = frozenset()
+    held: TokenRow | None = None
+    early: Sequence[TokenRow] = ()
+    base = decode_failures = 0
+    report: LegTimings | None = None
+    finished: Finished | None = None
+    finished_by: RequestLeg | None = None
+    told_route: RequestRoute | None = None
+    queue_by = state_by = math.inf
 
     def __init__(
         self, shared: Shared, generation: Generation, sink: Sink, job: Job, record: Record, started: float
     ) -> None:
         self.shared, self.generation, self.sink = shared, generation, sink
         self.job, self.record, self.started = job, record, started
-        self.budget = RetryBudget(shared.settings)
         self.state = S.WAITING
-        self.pending_messages: deque[tuple[str, Body]] = deque()
-        self.first_token_at: float | None = None
-        self.second_token_at: float | None = None
+        self.pending_messages: list[tuple[str, Body]] = []
         self.placed_at = started
-        self.is_at_work = self.has_way = False
-        self.num_placed = 0
-        self.timer: int | None = None
-        self.round: Round | None = None
-        self.timer_due = math.inf
-        self.pause: asyncio.TimerHandle | None = None
-        self.choice: RoutingDecision | None = None
-        self._clear()
+        self.due = job.deadline
 
     def _clear(self) -> None:
-        """No attempt runs."""
-        self.prefill: RequestLeg | None = None
-        self.decode: RequestLeg | None = None
-        self.decode_node: NodeView | None = None
-        self.pull: Pull | None = None
-        self.ticket: Ticket | None = None
-        self.backend = ""
-        self.avoid: set[str] = set()
-        self.held: TokenRow | None = None
-        self.early: list[TokenRow] = []
+        """The attempt is over, and the next one begins with nothing of it."""
+        for name in OF_ATTEMPT:
+            self.__dict__.pop(name, None)
         self.base = len(self.job.emitted)
-        self.decode_failures = 0
-        self.report: LegTimings | None = None
-        self.finished: Finished | None = None
-        self.finished_by: RequestLeg | None = None
-        self.told_route: RequestRoute | None = None
-        self.queue_by = self.state_by = math.inf
         self.due = self.job.deadline
+
+    @property
+    def attempts(self) -> int:
+        """As clients count them."""
+        return 1 if self.budget is None else self.budget.attempts
 
     @classmethod
     def of(cls, shared: Shared, generation: Generation, sink: Sink) -> Request:
@@ -190,7 +195,7 @@ class Request:
 
     def _read_messages(self) -> None:
         while self.pending_messages and self.has_nodes:
-            self._hear(*self.pending_messages.popleft())
+            self._hear(*self.pending_messages.pop(0))
 
     def _go_on(self, row: TokenRow) -> None:
         """Nothing of the request is another but that there is more. Where its sink takes that without a Chunk, most
@@ -268,7 +273,8 @@ class Request:
     def _watch(self) -> None:
         """Have an alarm that is not later than what comes next. Without nodes there is none: the gate has its own
         clocks, a pause is one."""
-        self._drop_timer()
+        if self.timer_due != math.inf:
+            self._drop_timer()
         shared, now = self.shared, self.shared.clock()
         seconds, rounds = self.due - now, shared.local_rounds if self.prefill is None else shared.remote_rounds
         if seconds >= rounds.seconds:
@@ -375,7 +381,7 @@ class Request:
         self.choice = choice = decision.choice
         self.num_placed += 1
         self.placed_at = now = shared.clock()
-        job.tries = self.budget.attempts
+        job.tries = self.attempts
         self.record.decided(decision, asked, now)
         query = decision.query
         shared.selector.note_sent(choice, query.num_tokens, query.cached_on(choice.first), now)
@@ -418,6 +424,8 @@ class Request:
         self.record.failed(str(failure))
         now = self.shared.clock()
         self.shared.shut.note(failure, now)
+        if self.budget is None:
+            self.budget = RetryBudget(self.shared.settings)
         pause_s = min(self.budget.spend(failure, self.job, now), max(self.job.deadline - now, 0.0))
         return self._place if pause_s <= 0.0 else lambda: self._place_in(pause_s)
 
@@ -465,9 +473,7 @@ class Request:
             prefill.pulled_tokens,
             self.placed_at - started,
         )
-        return Done(
-            finished.reason, finished.stop_token, self.job.cached_tokens or 0, self.budget.attempts, route, timeline
-        )
+        return Done(finished.reason, finished.stop_token, self.job.cached_tokens or 0, self.attempts, route, timeline)
 
     def _close(self, error: str | None, reason: str) -> None:
         """However it ended: nothing of it is left on the nodes, in the queue or in the books. error: its code, None for
@@ -485,6 +491,6 @@ class Request:
         shared.open.leave(request)
         if self.generation.leads:
             shared.fork_groups.settle(request, None)
-        self.record.attempts, self.record.cached_tokens = self.budget.attempts, self.job.cached_tokens
+        self.record.attempts, self.record.cached_tokens = self.attempts, self.job.cached_tokens
         shared.explainer.close(self.record, error, reason)
         shared.waiting.poke()

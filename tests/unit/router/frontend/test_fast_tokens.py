@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import pytest
 from answer_by_hand import ByHand, asked
@@ -15,6 +16,7 @@ from scripted_dispatcher import EOS, ROUTE, TEXT, VOCAB
 
 from pdcluster.core.errors import NodeLost
 from pdcluster_router.core.generation import Done, Timeline, TokenChunk
+from pdcluster_router.frontend.choices import OutputChoice
 from pdcluster_router.http.errors import ClientLeft
 
 LETTERS = TEXT.encode("stop this, \u00e9\u4e16 \U0001f642 END", add_special_tokens=False)
@@ -56,7 +58,7 @@ class Player:
 
     async def _tell(self, steps: list[tuple[int, ...] | str], end: str, fields: dict[str, object]) -> Told:
         dispatcher = ByHand()
-        line, exchange = asked(dispatcher, stream=True, **fields)  # type: ignore[arg-type]
+        line, exchange = asked(dispatcher, **{"stream": True, **fields})  # type: ignore[arg-type]
         self._positions = [0] * len(dispatcher.sinks)
         for number, step in enumerate([*steps, "resume"]):
             if isinstance(step, tuple):
@@ -66,7 +68,7 @@ class Player:
             if not line.is_paused and exchange.on_resume is not None:
                 exchange.on_resume()
         self._end(dispatcher, exchange.on_gone, end)
-        sent = re.sub(rb'"created":\d+', b"", line.sent.partition(b"\r\n\r\n")[2])
+        sent = re.sub(rb'"created":\d+|"(ttft|ttst|decode)_s":[0-9.e-]+', b"", line.sent.partition(b"\r\n\r\n")[2])
         return Told(sent, dispatcher.ends, exchange.finished, line.is_cut)
 
     def _say(self, dispatcher: ByHand, choice: int, token_ids: tuple[int, ...]) -> None:
@@ -107,6 +109,16 @@ def test_both_ways_say_the_same(
     assert short == long
 
 
+@given(steps=STEPS, end=ENDS, is_chat=st.booleans(), fields=st.sampled_from(FIELDS[:-1]))
+def test_a_whole_answer_says_the_same_whether_its_tokens_are_kept_or_told(
+    steps: list[tuple[int, ...] | str], end: str, is_chat: bool, fields: dict[str, object]
+) -> None:
+    kept = Player(is_short=True).tell(steps, end, is_chat=is_chat, stream=False, **fields)
+    with patch.object(OutputChoice, "is_text_only", False):
+        told = Player(is_short=False).tell(steps, end, is_chat=is_chat, stream=False, **fields)
+    assert kept == told
+
+
 @pytest.mark.parametrize("fields", [{}, {"stream_options": {"include_usage": True}}])
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_a_plain_stream_goes_the_short_way_from_its_third_token_on(is_chat: bool, fields: dict[str, object]) -> None:
@@ -126,11 +138,16 @@ async def test_a_stream_that_needs_more_than_text_is_not_taken(fields: dict[str,
     assert sink.way() is None
 
 
-async def test_an_answer_that_is_whole_and_a_client_that_does_not_read_take_the_long_way() -> None:
+async def test_a_whole_answer_keeps_its_tokens_by_the_short_way() -> None:
     dispatcher = ByHand()
     asked(dispatcher)
     dispatcher.sinks[0].on_chunk(TokenChunk(0, tuple(LETTERS[:2]), (), (), ROUTE))
-    assert dispatcher.sinks[0].way() is None
+    take = dispatcher.sinks[0].way()
+    assert take is not None and take(2, (LETTERS[2],))
+    assert not take(2, (LETTERS[2],)) and not take(3, (VOCAB,)) and not take(3, tuple(LETTERS[:2]))
+
+
+async def test_a_client_that_does_not_read_takes_the_long_way() -> None:
     dispatcher = ByHand()
     line, _ = asked(dispatcher, stream=True)
     dispatcher.sinks[0].on_chunk(TokenChunk(0, tuple(LETTERS[:2]), (), (), ROUTE))
