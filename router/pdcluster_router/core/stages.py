@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum, auto
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +29,3 @@ class StageDeadlines:
     def remote_s(self) -> float:
         """The shortest stage of a request on two nodes."""
         return min(self.queue_s, self.liveness_s, self.handshake_s, self.transfer_s)
-
-
-class Stage(IntEnum):
-    """What an attempt may wait for. Each stage has its own clock."""
-
-    QUEUE = auto()
-    ROOM = auto()
-    HANDSHAKE = auto()
-    TRANSFER = auto()
-    LIVENESS = auto()
