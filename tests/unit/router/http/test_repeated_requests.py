@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from time import monotonic
 
 import pytest
 from answer_by_hand import ByHand
@@ -106,11 +107,17 @@ def test_a_request_that_is_refused_by_its_head_is_answered_once() -> None:
     assert wire.written.count(b" 404 ") == 5 == echo.num_over and not echo.heard
 
 
-def test_a_connection_that_drains_takes_no_more_requests() -> None:
-    connection, wire, _ = opened()
+def test_a_connection_that_drains_takes_only_what_is_on_its_way() -> None:
+    connection, wire, echo = opened()
     for _ in range(3):
         connection.data_received(said(b"a"))
     connection.drain()
+    assert not wire.is_closed and connection.deadline <= monotonic() + http_connection.PARTING_S
+    connection.data_received(said(b"a"))
+    assert len(echo.heard) == 4 and wire.is_closed
+    connection, wire, _ = opened()
+    connection.drain()
+    connection.expire()
     assert wire.is_closed
 
 
