@@ -56,7 +56,7 @@ class Request:
     state_by: when the prompt must have been taken up, and when this state must be over; due: not later than either.
     """
 
-    # What most requests keep, so that none of them costs a store. The first three are of no attempt.
+    # What most requests keep, so that none of them costs a store. These are of the request, those below of an attempt.
     first_token_at: float | None = None
     second_token_at: float | None = None
     budget: RetryBudget | None = None
