@@ -28,10 +28,10 @@ from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView
 from pdcluster_router.core.generation import ANYBODY
 from pdcluster_router.explain.recorder import Explainer
 from pdcluster_router.policy.base import Query
+from pdcluster_router.policy.decisions import Decision
 from pdcluster_router.policy.predicted import compiled
 from pdcluster_router.policy.pull import BY_TOKENS
 from pdcluster_router.policy.registry import make_policy
-from pdcluster_router.policy.selector import Decision
 from pdcluster_router.prefix_index.ideal_cache import IdealCache
 from pdcluster_router.queueing.headroom import Headroom
 

@@ -26,7 +26,7 @@ import msgspec
 
 from pdcluster.telemetry.metrics import ExplainMetrics
 from pdcluster_router.core.generation import TenantPriority
-from pdcluster_router.explain.brief import Brief
+from pdcluster_router.explain.packed import unpack
 from pdcluster_router.explain.records import (
     NO_HIT,
     Decided,
@@ -39,10 +39,7 @@ from pdcluster_router.explain.records import (
     worth_keeping,
 )
 from pdcluster_router.policy.base import RoutingDecision
-from pdcluster_router.policy.placed import Placed
-from pdcluster_router.policy.predicted.placing import BEST, BEST_S
-from pdcluster_router.policy.predicted.scoring import TTFT_S
-from pdcluster_router.policy.selector import Decision
+from pdcluster_router.policy.decisions import Decision, PackedComparison, PackedDecision
 from pdcluster_router.prefix_index.ideal_cache import IdealCache
 from pdcluster_router.queueing.headroom import Headroom
 
@@ -85,7 +82,7 @@ class KeptViews:
 
 
 # Bytes of a request kept as it is, beside its strings and numbers.
-BRIEF_BYTES = 1200
+PACKED_BYTES = 1200
 
 # Decisions kept of one request: the first ones and the last. A request that is refused for a minute has a thousand.
 MAX_DECISIONS = 16
@@ -114,8 +111,9 @@ class Record:
     # Set as the request goes on. Class defaults cost nothing until then.
     attempts = 0
     cached_tokens: int | None = None
-    # Its only decision so far.
-    brief: Brief | None = None
+    # Its only decision so far, with the seconds of its record.
+    packed: PackedComparison | None = None
+    _at_s = _held_s = 0.0
     _error: str | None = None
     _why = ""
     _decisions: tuple[Decided, ...] = ()
@@ -143,13 +141,9 @@ class Record:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of a record whose decision is `brief`."""
-        return (
-            BRIEF_BYTES
-            + len(self.brief.told if self.brief is not None else b"")
-            + len(self._client_id)
-            + len(self._why)
-        )
+        """Bytes of a record whose decision is `packed`."""
+        num_told = 0 if self.packed is None else len(self.packed.told)
+        return PACKED_BYTES + num_told + len(self._client_id) + len(self._why)
 
     @property
     def prefix(self) -> tuple[int, int]:
@@ -179,37 +173,30 @@ class Record:
             *others, last = self._decisions
             self._decisions = *others, msgspec.structs.replace(last, failed=why[:MAX_WHY])
 
-    def placed(self, placed: Placed, hashes: bytes, asked: float, now: float) -> None:
-        """Its first decision, by which it goes at once.
-
-        hashes: of the prompt.
-        asked: see `decided`.
-        """
-        head = placed.head
-        self.brief = Brief(
-            now - self._started, now - asked, placed.policy, placed.num_tokens, placed.told, placed.names,
-            head[TTFT_S], int(head[BEST]), head[BEST_S]
-        )  # fmt: skip
-        self._ideal, self._reachable, self._last_at = (
-            self._explainer.seen(hashes, placed.decode.block_tokens),
-            placed.most_cached,
-            now,
-        )
+    def _unpack(self) -> Decided:
+        assert self.packed is not None
+        return unpack(self.packed, self._at_s, self._held_s)
 
     def _write_out(self) -> None:
-        """Turn the brief decision into records, for what happens to few requests."""
-        if self.brief is not None:
-            self._last = self.brief.decided()
+        """Turn the packed decision into records, for what happens to few requests."""
+        if self.packed is not None:
+            self._last = self._unpack()
             self._decisions = *self._decisions, self._last
-            self.brief = None
+            self.packed = None
 
-    def decided(self, decision: Decision, asked: float, now: float) -> None:
-        """Note a decision.
+    def decided(self, decision: Decision | PackedDecision, asked: float, now: float) -> None:
+        """Note a decision. A packed one is the first.
 
         asked: when the attempt began to look for nodes.
         """
+        explainer = self._explainer
+        if isinstance(decision, PackedDecision):
+            self.packed, self._at_s, self._held_s = decision.packed, now - self._started, now - asked
+            self._ideal = explainer.seen(decision.hashes, decision.choice.decode.block_tokens)
+            self._reachable, self._last_at = decision.most_cached, now
+            return
         self._write_out()
-        explainer, decisions = self._explainer, self._decisions
+        decisions = self._decisions
         if self._considered is not None:
             self._considered = None
             explainer.keeps_no_view(self)
@@ -251,7 +238,7 @@ class Record:
     def noted(self) -> Noted:
         """The record of an ended request, as numbers."""
         noted = self._noted(self.attempts, self._hindsight())
-        return noted if self.brief is None else msgspec.structs.replace(noted, decisions=(self.brief.decided(),))
+        return noted if self.packed is None else msgspec.structs.replace(noted, decisions=(self._unpack(),))
 
     def _noted(self, attempts: int, judged: Judged | None) -> Noted:
         first_at, standing = self._first_at, self._standing
@@ -271,15 +258,19 @@ class Record:
         )
 
     def _hindsight(self) -> Judged | None:
-        first_at, achieved, brief, last, hit = self._first_at, self.cached_tokens, self.brief, self._last, None
-        if first_at is None:
+        first_at, achieved, packed, last, hit = self._first_at, self.cached_tokens, self.packed, self._last, None
+        if first_at is None or (packed is None and last is None):
             return None
         if achieved is not None:
             reachable, ideal = self._reachable, self._ideal or 0
             hit = achieved, reachable if reachable > achieved else achieved, ideal if ideal > achieved else achieved
-        if brief is not None:
-            return brief.hindsight(first_at - self._last_at, hit)
-        return None if last is None else hindsight(last, first_at - self._last_at, hit)
+        if packed is not None:
+            expected_s, best, best_s = packed.ttft_s, packed.best, packed.best_s
+            other = (best_s, packed.names[best]) if best >= 0 else None
+        else:
+            assert last is not None
+            expected_s, other = expected_and_best_other(last)
+        return hindsight(first_at - self._last_at, expected_s, other, hit)
 
 
 class Explainer:
@@ -299,7 +290,7 @@ class Explainer:
         self._open: dict[str, Record] = {}
         self._kept_views = KeptViews()
         self.keeps_view, self.keeps_no_view = self._kept_views.keep, self._kept_views.drop
-        # Encoded records, or the record itself where its decision is brief.
+        # Encoded records, or the record itself where its decision is packed.
         self._ended: OrderedDict[str, bytes | Record] = OrderedDict()
         # Requests, open or kept, by their clients' names; the oldest first.
         self._by_client: dict[str, dict[str, None]] = {}
@@ -334,7 +325,7 @@ class Explainer:
         if judged is not None:
             _, error_s, regret_s, _, _, hit = judged
             self._metrics.judged((error_s, regret_s, *(hit or NO_HIT)))
-        if record.brief is None:
+        if record.packed is None:
             self.keeps_no_view(record)
             told = self._encoder.encode(record.noted())
             self._keep(record.request, told, len(told))
@@ -472,21 +463,25 @@ def _size_of(told: bytes | Record) -> int:
     return len(told) if isinstance(told, bytes) else told.size_bytes
 
 
-def hindsight(decided: Decided, ttft_s: float, hit: Hit | None) -> Judged:
+def expected_and_best_other(decided: Decided) -> tuple[float, tuple[float, str] | None]:
+    """The expected time to first token, and the least estimate of any other candidate with its name."""
+    expected_s = decided.estimated_ttft_s if decided.predicted_ttft_s is None else decided.predicted_ttft_s
+    chosen = decided.prefill or decided.decode
+    others = [(c.ttft_s, c.node) for c in decided.candidates if c.ttft_s is not None and c.node != chosen]
+    return expected_s, min(others, default=None)
+
+
+def hindsight(ttft_s: float, expected_s: float, other: tuple[float, str] | None, hit: Hit | None) -> Judged:
     """Judge a decision.
 
     ttft_s: actual, since the decision.
+    other: the least estimate of any other candidate, with its name.
     """
-    expected_s = decided.estimated_ttft_s if decided.predicted_ttft_s is None else decided.predicted_ttft_s
-    candidates, chosen = decided.candidates, decided.prefill or decided.decode
-    if len(candidates) == 1 and candidates[0].node == chosen:
+    if other is None:
         return ttft_s, ttft_s - expected_s, 0.0, None, None, hit
-    others = [(c.ttft_s, c.node) for c in candidates if c.ttft_s is not None and c.node != chosen]
-    if not others:
-        return ttft_s, ttft_s - expected_s, 0.0, None, None, hit
-    best_ttft_s, best = min(others)
-    regret_s = ttft_s - best_ttft_s
-    return ttft_s, ttft_s - expected_s, regret_s if regret_s > 0.0 else 0.0, best, best_ttft_s, hit
+    best_s, best = other
+    regret_s = ttft_s - best_s
+    return ttft_s, ttft_s - expected_s, regret_s if regret_s > 0.0 else 0.0, best, best_s, hit
 
 
 def _shadow(live: RoutingDecision, shadow: RoutingDecision) -> ShadowRecord:

@@ -37,10 +37,10 @@ from msgspec.structs import replace
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.policy import pools as filters
 from pdcluster_router.policy.base import Predicted, Query, RoutingDecision
-from pdcluster_router.policy.placed import HEAD, Placed, PlacementQuery
+from pdcluster_router.policy.decisions import HEAD, PackedComparison, PackedDecision, PlacementQuery
 from pdcluster_router.policy.predicted import compiled
 from pdcluster_router.policy.predicted import scoring as numbers
-from pdcluster_router.policy.predicted.placing import GOES, SENT_S
+from pdcluster_router.policy.predicted.placing import BEST, BEST_S, ESTIMATE_S, GOES, SENT_S
 from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scales import Comparison, Suiting, asked_of, known, known_blocks, planned
 from pdcluster_router.policy.scored import Scored
@@ -117,7 +117,7 @@ class Seconds:
             return choice
         return replace(choice, suits=Suiting(query, view, scorer.bears, table, asked, float(found[numbers.BEARABLE])))
 
-    def place(self, asked: PlacementQuery, view: ClusterView) -> Placed | None:
+    def place(self, asked: PlacementQuery, view: ClusterView) -> PackedDecision | None:
         """The same for a request that may go to any node, goes at once, and fetches nothing; None: use `choose`. Raises
         as `choose`.
         """
@@ -160,11 +160,14 @@ class Seconds:
         is_local, row = head[numbers.MODE] == numbers.LOCAL, int(head[numbers.DECODE])
         decode = view.reported(row)
         prefill, own = (None, int(cached[row])) if is_local else (view.reported(first), int(cached[first]))
-        return Placed(
-            "local" if is_local else "remote", prefill, decode, prefill or decode, head[SENT_S], self.name, num_tokens,
-            own, most_held, most_cached,
-            packed, head, roster.names,
-        )  # fmt: skip
+        predicted = Predicted(head[numbers.TTFT_S], head[numbers.FOUND_TPOT_S])
+        choice = RoutingDecision("local" if is_local else "remote", prefill, decode, tuple, predicted, self.name)
+        comparison = PackedComparison(
+            self.name, num_tokens, packed, roster.names, head[numbers.TTFT_S], int(head[BEST]), head[BEST_S]
+        )
+        return PackedDecision(
+            choice, head[SENT_S], head[ESTIMATE_S], asked.hashes, own, most_held, most_cached, comparison
+        )
 
     def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:
         if view.typical_cost is None:

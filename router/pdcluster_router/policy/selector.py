@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from math import exp
 
-import msgspec
 from msgspec.structs import replace
 
 from pdcluster.core.errors import Unavailable
@@ -19,7 +18,7 @@ from pdcluster_router.core.generation import Mode
 from pdcluster_router.core.job import Job
 from pdcluster_router.policy.base import Fallback, Force, Policy, Query, RoutingDecision
 from pdcluster_router.policy.cache_pressure import CachePressure
-from pdcluster_router.policy.placed import Placed, PlacementQuery
+from pdcluster_router.policy.decisions import Decision, PackedDecision, PlacementQuery
 from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.policy.pull import BY_TOKENS, PullRule
 from pdcluster_router.policy.scales import PREVIOUS
@@ -74,18 +73,6 @@ class PolicyHolder:
     shadow: Policy | None = None
     # For policies that choose no pull.
     pulls: PullRule = BY_TOKENS
-
-
-class Decision(msgspec.Struct, frozen=True):
-    """One choice and what it was made from.
-
-    shadow: the shadow's choice; None without one.
-    """
-
-    query: Query
-    view: ClusterView
-    choice: RoutingDecision
-    shadow: RoutingDecision | None = None
 
 
 NO_NODES: frozenset[str] = frozenset()
@@ -154,7 +141,7 @@ class PolicySelector:
         self._chose(query.force, choice.mode)
         return Decision(query, view, choice, _looked_at(shadow, query, view) if shadow is not None else None)
 
-    def place(self, job: Job, room_s: float, now: float) -> Placed | None:
+    def place(self, job: Job, room_s: float, now: float) -> PackedDecision | None:
         """The choice of `choose` where the request clearly goes at once, in a fraction of the time; None: use `choose`
         and the gate.
 
@@ -170,12 +157,12 @@ class PolicySelector:
         held, expected = self._held(hashes), self._expected(hashes) if self._expected is not None else NOTHING_HELD
         force, usual = job.force or self._force, self._most_prompt
         asked = PlacementQuery(
-            num_tokens, numbers, held, expected, job.chain.block_tokens, force, self._fallback, usual, room_s
+            num_tokens, hashes, numbers, held, expected, job.chain.block_tokens, force, self._fallback, usual, room_s
         )
         placed = live.place(asked, self._glance())
-        if placed is None or not self.holder.pulls.leaves(placed.most_held, placed.cached_tokens, placed.first):
+        if placed is None or not self.holder.pulls.leaves(placed.most_held, placed.cached_tokens, placed.choice.first):
             return None
-        self._chose(force, placed.mode)
+        self._chose(force, placed.choice.mode)
         return placed
 
     def _chose(self, force: Force, mode: Mode) -> None:
@@ -205,7 +192,17 @@ class PolicySelector:
         fresh = live.choose_decode(replace(query, excluded=query.excluded | avoid), view, prefill)
         return fresh or live.choose_decode(replace(query, excluded=frozenset(avoid)), view, prefill)
 
-    def note_sent(self, choice: RoutingDecision, num_tokens: int, cached_tokens: int, now: float) -> None:
+    def note_sent(self, decision: Decision | PackedDecision, now: float) -> None:
+        """The prompt goes as decided."""
+        choice = decision.choice
+        if isinstance(decision, PackedDecision):
+            sent = self._sent_decoding if choice.first.role == "decode" else self._sent_serving
+            sent.add_s(decision.sent_s, now)
+        else:
+            query = decision.query
+            self.note_prompt(choice, query.num_tokens, query.cached_on(choice.first), now)
+
+    def note_prompt(self, choice: RoutingDecision, num_tokens: int, cached_tokens: int, now: float) -> None:
         """The prompt goes as chosen.
 
         Fetched and shared tokens are not computed there. At least one token is.
@@ -216,10 +213,6 @@ class PolicySelector:
             known = num_tokens - 1
         sent = self._sent_decoding if node.role == "decode" else self._sent_serving
         sent.add(node, num_tokens - known, known, now)
-
-    def note_going(self, placed: Placed, now: float) -> None:
-        """The same for a choice of `place`."""
-        (self._sent_decoding if placed.first.role == "decode" else self._sent_serving).add_s(placed.sent_s, now)
 
     def note_prefix(self, seen_tokens: int, kept_tokens: int) -> None:
         """Note the prefix of a prompt that first goes to a node. See CachePressure."""

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from pdcluster.core import errors
 from pdcluster_router.core.generation import Mode
 from pdcluster_router.policy.base import suits_all
-from pdcluster_router.policy.selector import Decision
+from pdcluster_router.policy.decisions import Decision
 from pdcluster_router.queueing.admission import DrainRate, Outlook, Slo, check_service, refusal
 from pdcluster_router.queueing.fairness import QueuedRequest
 from pdcluster_router.queueing.headroom import MODES, Headroom

@@ -18,9 +18,7 @@ from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.generation import Mode
 from pdcluster_router.policy.base import Query, RoutingDecision
 from pdcluster_router.policy.pools import why_not
-from pdcluster_router.policy.predicted import compiled
-from pdcluster_router.policy.predicted.cost_model import COMFORT, PATIENCE
-from pdcluster_router.policy.predicted.passing import AHEAD, HALF
+from pdcluster_router.policy.predicted import compiled, passing
 
 MODES: tuple[Mode, ...] = ("remote", "local")
 
@@ -75,11 +73,12 @@ class Headroom:
         """
         if _is_idle(node):
             return True
-        if self.waiting_s(node) >= self.backlog_s:
-            return False
-        if mode == "local":
-            return self.takes_row(node)
-        return has_row or node.load is None or node.load.pages_parked * AHEAD < node.load.pages_total
+        load, is_local = node.load, mode == "local"
+        parked, pages = (0, 0) if load is None else (load.pages_parked, load.pages_total)
+        has_row = self.takes_row(node) if is_local else has_row
+        return passing.has_room(
+            self.waiting_s(node), self.backlog_s, is_local, has_row, load is not None, parked, pages
+        )
 
     def goes(
         self, choice: RoutingDecision, query: Query, view: ClusterView, waited_s: float, *, may_slow: bool
@@ -128,11 +127,11 @@ class Headroom:
         node_row = choice.decode.own_node_row  # mostly computed already, for the choice
         if node_row is None or not node_row.rows:
             return True
-        row_s = node_row.each_row_s + node_row.context_s * (query.num_tokens + query.expected_output / 2)
-        if node_row.tpot_s + row_s <= (query.itl_s or COMFORT * (node_row.decode_fixed_s + row_s)):
+        one, context = node_row, query.num_tokens + query.expected_output / 2
+        if passing.keeps_pace(one.tpot_s, one.each_row_s, one.context_s, one.decode_fixed_s, context, query.itl_s):
             return True
         alone_s = self.prefill_s(choice.first, max(query.num_tokens, round(query.usual_tokens)))
-        return waited_s + (choice.predicted.ttft_s or 0.0) >= HALF * PATIENCE * alone_s
+        return passing.has_no_time(waited_s + (choice.predicted.ttft_s or 0.0), alone_s)
 
     def usable(self, choice: RoutingDecision, query: Query, view: ClusterView) -> frozenset[str]:
         """Incarnations that could compute the prompt in the chosen mode, open or not."""

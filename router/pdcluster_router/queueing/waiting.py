@@ -16,7 +16,7 @@ from typing import Protocol
 
 from pdcluster.core import errors
 from pdcluster.telemetry.metrics import HoldMetrics
-from pdcluster_router.policy.selector import Decision
+from pdcluster_router.policy.decisions import Decision
 from pdcluster_router.queueing.fairness import QueuedRequest
 from pdcluster_router.queueing.gate import Gate, Released
 

@@ -270,7 +270,7 @@ class ReplayRouter:
         self._accounts[first.name].send_prompt(
             now, request.num_tokens - cached, num_pairs(request.num_tokens - cached, cached)
         )
-        self._selector.note_sent(choice, request.num_tokens, cached, now)
+        self._selector.note_prompt(choice, request.num_tokens, cached, now)
         self._selector.note_prefix(
             self._known.note(hashes) * first.block_tokens, self._kept_blocks(hashes) * first.block_tokens
         )

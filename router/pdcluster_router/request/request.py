@@ -23,8 +23,7 @@ from pdcluster_router.core.generation import Done, Generation, RequestRoute, Sin
 from pdcluster_router.core.job import Job, RetryAttempt
 from pdcluster_router.explain.recorder import Record
 from pdcluster_router.policy.base import RoutingDecision
-from pdcluster_router.policy.placed import Placed
-from pdcluster_router.policy.selector import Decision
+from pdcluster_router.policy.decisions import Decision, PackedDecision
 from pdcluster_router.queueing.admission import check_fits
 from pdcluster_router.queueing.fairness import QueuedRequest
 from pdcluster_router.request import node_events
@@ -322,7 +321,7 @@ class Request:
             raise errors.DeadlineExceeded(f"request {job.request} found no room by its deadline", "request")
         waiting, is_paid = self.shared.waiting, self.num_placed > 0
         if not is_paid and job.fork_on is None and (placed := self._placed_at_once(now)) is not None:
-            self._go(placed, now)
+            self._begin(placed, now)
             return
         try:
             decision = self._decide(now)
@@ -335,7 +334,7 @@ class Request:
         else:
             waiting.hold(self._queued(now), decision, self._decide, lambda answer: self._placed(answer, now))
 
-    def _placed_at_once(self, now: float) -> Placed | None:
+    def _placed_at_once(self, now: float) -> PackedDecision | None:
         """Where it clearly goes, in a fraction of the time of `_decide`; None: that must be asked."""
         shared = self.shared
         shared.shut.apply(self.job, now)
@@ -346,20 +345,6 @@ class Request:
         except Exception:  # a policy's bug, which would only make everything slow
             logger.exception("request %s: to choose its nodes at once failed", self.job.request)
             return None
-
-    def _go(self, placed: Placed, asked: float) -> None:
-        """It is sent before that is noted, so that nodes begin meanwhile."""
-        shared = self.shared
-        self.choice = choice = placed.choice()
-        self.num_placed = 1
-        self.placed_at = now = shared.clock()
-        try:
-            node_events.begin(self, choice)
-        finally:
-            self.record.placed(placed, self.job.hashes, asked, now)
-            shared.selector.note_going(placed, now)
-            if self.generation.parent is None:
-                shared.selector.note_prefix(*self.record.prefix)
 
     def _queued(self, now: float) -> QueuedRequest:
         job, standing = self.job, self.generation.standing
@@ -376,18 +361,20 @@ class Request:
         else:
             self.fail(answer)
 
-    def _begin(self, decision: Decision, asked: float) -> None:
+    def _begin(self, decision: Decision | PackedDecision, asked: float) -> None:
+        """Begin an attempt. The decision is noted after it was sent, so that nodes begin meanwhile."""
         shared, job = self.shared, self.job
         self.choice = choice = decision.choice
         self.num_placed += 1
-        self.placed_at = now = shared.clock()
         job.tries = self.attempts
-        self.record.decided(decision, asked, now)
-        query = decision.query
-        shared.selector.note_sent(choice, query.num_tokens, query.cached_on(choice.first), now)
-        if self.num_placed == 1 and self.generation.parent is None:
-            shared.selector.note_prefix(*self.record.prefix)
-        node_events.begin(self, choice)
+        self.placed_at = now = shared.clock()
+        try:
+            node_events.begin(self, choice)
+        finally:
+            self.record.decided(decision, asked, now)
+            shared.selector.note_sent(decision, now)
+            if self.num_placed == 1 and self.generation.parent is None:
+                shared.selector.note_prefix(*self.record.prefix)
 
     def _decide(self, now: float) -> Decision:
         job, shared = self.job, self.shared

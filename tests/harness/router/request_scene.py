@@ -41,7 +41,7 @@ from pdcluster_router.frontend.server import router_metrics
 from pdcluster_router.http.errors import ClientLeft
 from pdcluster_router.http.exchange import Exchange, ParsedHead
 from pdcluster_router.policy.base import Force
-from pdcluster_router.policy.placed import Placed
+from pdcluster_router.policy.decisions import PackedDecision
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.queueing.admission import Slo
 from pdcluster_router.queueing.hold_queue import HoldLimits
@@ -225,7 +225,7 @@ class Scene:
     def wait(self, seconds: float) -> None:
         self.moment += seconds
 
-    def _slow(self, going: Placed | None) -> Placed | None:
+    def _slow(self, going: PackedDecision | None) -> PackedDecision | None:
         """None: another choice is made."""
         if going is not None:
             self.num_going += 1

@@ -63,13 +63,32 @@ def goes(
 
 def is_open(node: Numbers, other: Numbers, is_local: bool, backlog_s: float) -> bool:
     """Where all is local, its own rows are looked at."""
-    if node[HAS_LOAD] > 0.0 and node[TOLD_PROMPTS] == node[TOLD_REQUESTS] == node[PARKED] == node[IN_FLIGHT] == 0.0:
+    has_load = node[HAS_LOAD] > 0.0
+    if has_load and node[TOLD_PROMPTS] == node[TOLD_REQUESTS] == node[PARKED] == node[IN_FLIGHT] == 0.0:
         return True
-    if node[IS_OWN] == 0.0 or not node[BACKLOG_S] < backlog_s:
+    if node[IS_OWN] == 0.0:
         return False
-    if takes_row(node if is_local else other):
-        return True
-    return not is_local and (node[HAS_LOAD] == 0.0 or node[PARKED] * AHEAD < node[PAGES])
+    has_row = takes_row(node if is_local else other)
+    return has_room(node[BACKLOG_S], backlog_s, is_local, has_row, has_load, node[PARKED], node[PAGES])
+
+
+def has_room(
+    waiting_s: float,
+    backlog_s: float,
+    is_local: bool,
+    has_row: bool,
+    has_load: bool,
+    num_parked: float,
+    num_pages: float,
+) -> bool:
+    """Whether a busy node is open: little prompt work waits there, and its KV will find a row.
+
+    has_row: on the node where the request would decode. If there is none, prompts are computed ahead while finished KV
+    is few. num_parked, num_pages: pages of finished KV, and all.
+    """
+    if not waiting_s < backlog_s:
+        return False
+    return has_row or (not is_local and (not has_load or num_parked * AHEAD < num_pages))
 
 
 def takes_row(node: Numbers) -> bool:
@@ -83,7 +102,20 @@ def is_bearable(
     after late_s)."""
     if other[IS_OWN] == 0.0 or other[ROWS] == 0.0:
         return True
-    row_s = other[EACH_ROW_S] + other[CONTEXT_S] * (num_tokens + output / 2)
-    if other[TPOT_S] + row_s <= (itl_s if itl_s != 0.0 else COMFORT * (other[DECODE_FIXED_S] + row_s)):
+    context = num_tokens + output / 2
+    if keeps_pace(other[TPOT_S], other[EACH_ROW_S], other[CONTEXT_S], other[DECODE_FIXED_S], context, itl_s):
         return True
-    return node[IS_OWN] > 0.0 and late_s >= HALF * PATIENCE * alone_s(node, float(max(num_tokens, usual_tokens)), 0.0)
+    return node[IS_OWN] > 0.0 and has_no_time(late_s, alone_s(node, float(max(num_tokens, usual_tokens)), 0.0))
+
+
+def keeps_pace(
+    tpot_s: float, each_row_s: float, context_s: float, decode_fixed_s: float, context: float, itl_s: float
+) -> bool:
+    """Whether a node's rows stay within their limit with one more, of so many tokens. itl_s: 0: by their own pace."""
+    row_s = each_row_s + context_s * context
+    return tpot_s + row_s <= (itl_s if itl_s != 0.0 else COMFORT * (decode_fixed_s + row_s))
+
+
+def has_no_time(late_s: float, alone_s: float) -> bool:
+    """Whether a first token that comes after late_s has no time to wait. alone_s: of its prompt on an idle node."""
+    return late_s >= HALF * PATIENCE * alone_s

@@ -28,8 +28,8 @@ from pdcluster_router.explain.recorder import MAX_ALIKE, MAX_DECISIONS, Explaine
 from pdcluster_router.explain.records import MAX_CANDIDATES, Explanation
 from pdcluster_router.explain.text import text_of
 from pdcluster_router.policy.base import Predicted, Query, RoutingDecision
+from pdcluster_router.policy.decisions import Decision
 from pdcluster_router.policy.registry import make_policy
-from pdcluster_router.policy.selector import Decision
 from pdcluster_router.prefix_index.ideal_cache import IdealCache
 from pdcluster_router.queueing.headroom import Headroom
 from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings

@@ -22,16 +22,14 @@ from pdcluster.cost.cost import CostError
 from pdcluster.telemetry.metrics import ExplainMetrics
 from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView
 from pdcluster_router.core.generation import TenantPriority
-from pdcluster_router.explain.brief import Brief
-from pdcluster_router.explain.recorder import BRIEF_BYTES, Explainer, Kept, Record
+from pdcluster_router.explain.packed import unpack
+from pdcluster_router.explain.recorder import PACKED_BYTES, Explainer, Kept, Record
 from pdcluster_router.explain.records import MAX_CANDIDATES
 from pdcluster_router.policy.base import Query
-from pdcluster_router.policy.placed import Placed, PlacementQuery
-from pdcluster_router.policy.predicted.placing import ESTIMATE_S
+from pdcluster_router.policy.decisions import Decision, PackedDecision, PlacementQuery
 from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.policy.pull import PullMode, PullRule
 from pdcluster_router.policy.scales import asked_of
-from pdcluster_router.policy.selector import Decision
 from pdcluster_router.queueing.admission import Slo
 from pdcluster_router.queueing.gate import Gate
 from pdcluster_router.queueing.headroom import Headroom
@@ -42,7 +40,7 @@ UNHURRIED = settings(max_examples=examples(150, 2000), deadline=None, suppress_h
 HEADROOM, POLICY = Headroom(), Seconds()
 
 
-def placed_of(query: Query, cluster: ClusterView) -> Placed | None:
+def placed_of(query: Query, cluster: ClusterView) -> PackedDecision | None:
     """By the numbers. Hash blocks are of one token."""
     held, numbers = (
         query.cached if query.held is None else query.held,
@@ -54,7 +52,16 @@ def placed_of(query: Query, cluster: ClusterView) -> Placed | None:
     )
     return POLICY.place(
         PlacementQuery(
-            query.num_tokens, numbers, held, expected, 1, query.force, query.fallback, usual, HEADROOM.backlog_s
+            query.num_tokens,
+            query.hashes,
+            numbers,
+            held,
+            expected,
+            1,
+            query.force,
+            query.fallback,
+            usual,
+            HEADROOM.backlog_s,
         ),
         cluster,
     )
@@ -131,7 +138,7 @@ def test_what_goes_at_once_goes_where_all_who_are_asked_send_it_and_is_told_the_
         return
     decision = decided(query, cluster)
     assert decision is not None
-    choice, mine, first = decision.choice, placed.choice(), decision.choice.first
+    choice, mine, first = decision.choice, placed.choice, decision.choice.first
     assert (mine.mode, mine.predicted, mine.policy, mine.pull) == (
         choice.mode,
         choice.predicted,
@@ -148,10 +155,10 @@ def test_what_goes_at_once_goes_where_all_who_are_asked_send_it_and_is_told_the_
     known = min(query.cached_on(first), query.num_tokens - 1)
     assert first.cost is not None
     assert placed.sent_s == first.cost.prefill.seconds(query.num_tokens - known, known)
-    assert placed.head[ESTIMATE_S] == HEADROOM.ttft_s(first, query)
+    assert placed.estimate_s == HEADROOM.ttft_s(first, query)
     mine_told, theirs = explainer(), explainer()
     record = mine_told.open("r", TenantPriority("", 0), 10.0)
-    record.placed(placed, query.hashes, 11.0, 12.0)
+    record.decided(placed, 11.0, 12.0)
     other = theirs.open("r", TenantPriority("", 0), 10.0)
     other.decided(decision, 11.0, 12.0)
     assert told(record, mine_told, has_token=has_token) == told(other, theirs, has_token=has_token)
@@ -182,10 +189,7 @@ def test_the_short_way_is_taken_where_it_is_meant_to_be(nodes: Sequence[NodeView
     placed = placed_of(query, view(*nodes))
     assert (placed is not None) is goes
     if placed is not None:
-        assert (
-            len(Brief(0.0, 0.0, "seconds", 100, placed.told, placed.names, 0.0, -1, 0.0).decided().candidates)
-            <= 3 * MAX_CANDIDATES
-        )
+        assert len(unpack(placed.packed, 0.0, 0.0).candidates) <= 3 * MAX_CANDIDATES
 
 
 @pytest.mark.usefixtures("way")
@@ -203,7 +207,7 @@ def test_a_decision_that_is_followed_by_another_is_told_before_it() -> None:
     assert placed is not None and decision is not None
     explained = explainer()
     record = explained.open("r", TenantPriority("", 0), 10.0)
-    record.placed(placed, b"", 10.0, 10.5)
+    record.decided(placed, 10.0, 10.5)
     running = explained.explain("r")
     assert running is not None and [each.at_s for each in running.decisions] == [0.5]
     record.failed("no room")
@@ -224,7 +228,8 @@ def test_what_is_kept_of_a_request_that_went_at_once_is_counted_with_what_it_tak
         before = tracemalloc.get_traced_memory()[0]
         for number in range(300):
             record = explained.open(f"request-{number:020}", TenantPriority("", 0), 10.0 + number)
-            record.placed(replace(placed, told=bytes(bytearray(placed.told))), bytes(16), 11.0 + number, 12.0 + number)
+            packed = replace(placed.packed, told=bytes(bytearray(placed.packed.told)))
+            record.decided(replace(placed, packed=packed, hashes=bytes(16)), 11.0 + number, 12.0 + number)
             record.first_token(12.5 + number)
             explained.close(record, None)
         taken = tracemalloc.get_traced_memory()[0] - before
@@ -236,13 +241,13 @@ def test_what_is_kept_of_a_request_that_went_at_once_is_counted_with_what_it_tak
 def test_kept_requests_that_went_at_once_are_bounded_by_their_bytes() -> None:
     placed = placed_of(Query(100), view(*PAIR))
     assert placed is not None
-    size = BRIEF_BYTES + len(placed.told)
+    size = PACKED_BYTES + len(placed.packed.told)
     explained = Explainer(
         HEADROOM, ExplainMetrics(CollectorRegistry()), lambda: 1.0, Kept(requests=100, size_bytes=3 * size)
     )
     for number in range(5):
         record = explained.open(f"r{number}", TenantPriority("", 0), 10.0)
-        record.placed(placed, b"", 11.0, 12.0)
+        record.decided(placed, 11.0, 12.0)
         explained.close(record, None)
     assert [told.request for told in explained.recent(10)] == ["r4", "r3", "r2"]
     assert explained.num_bytes == 3 * size

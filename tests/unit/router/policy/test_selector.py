@@ -12,7 +12,7 @@ from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.job import HashChain, Job
 from pdcluster_router.policy.base import Query, RoutingDecision
 from pdcluster_router.policy.cache_pressure import NEWEST, PRIOR
-from pdcluster_router.policy.placed import PlacementQuery
+from pdcluster_router.policy.decisions import PlacementQuery
 from pdcluster_router.policy.predicted.cost_model import LOST
 from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.policy.registry import make_policy
@@ -63,7 +63,7 @@ def test_a_mode_that_a_request_asked_for_is_no_choice_that_others_follow(way: st
             return selector.choose(job, 0.0).choice.mode
         placed = selector.place(job, 0.25, 0.0)
         assert placed is not None
-        return placed.mode
+        return placed.choice.mode
 
     own = mode_of(make_job())
     for mode in ("remote", "local"):
@@ -157,10 +157,10 @@ def test_a_policy_is_told_what_was_sent_lately_and_not_what_was_only_chosen() ->
         == selector.query(make_job(), 0.0, NODES).busy_decoding
         == 0.0
     )
-    selector.note_sent(remote, 1000, 0, 1.0)
+    selector.note_prompt(remote, 1000, 0, 1.0)
     query = selector.query(make_job(), 1.0, NODES)
     assert query.busy_serving > 0.0 and query.busy_decoding == 0.0
-    selector.note_sent(local, 1000, 0, 1.0)
+    selector.note_prompt(local, 1000, 0, 1.0)
     query = selector.query(make_job(), 1.0, NODES)
     assert query.busy_decoding == query.busy_serving > selector.query(make_job(), 2.0, NODES).busy_serving > 0.0
 
@@ -186,7 +186,7 @@ def test_the_short_way_tells_a_policy_the_same_numbers() -> None:
     selector.holder.live = Listening()
     selector.note_prefix(400, 300)
     selector.note_end(900, 50)
-    selector.note_sent(selector.choose(make_job(), 0.0).choice, 1000, 0, 1.0)
+    selector.note_prompt(selector.choose(make_job(), 0.0).choice, 1000, 0, 1.0)
     assert selector.place(make_job(), 1.0, 1.5) is None
     own = (3.0, 1.0, 0.1, 0.5)
     assert (*found[0].numbers, *own) == asked_of(selector.query(make_job(), 1.5, NODES), own)
@@ -198,7 +198,7 @@ def test_what_a_prompt_fetches_or_shares_keeps_no_node_busy() -> None:
 
     def busy(choice: RoutingDecision, cached: int = 0) -> float:
         selector = make_chooser("seconds")
-        selector.note_sent(choice, 1000, cached, 1.0)
+        selector.note_prompt(choice, 1000, cached, 1.0)
         return selector.query(make_job(), 1.0, NODES).busy_serving
 
     prefill, decode = NODES.find("p0-boot"), NODES.find("d1-boot")

@@ -15,8 +15,8 @@ from pdcluster.core import messages as m
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView
 from pdcluster_router.policy.base import Query, suits_all
+from pdcluster_router.policy.decisions import Decision
 from pdcluster_router.policy.registry import make_policy
-from pdcluster_router.policy.selector import Decision
 from pdcluster_router.queueing.admission import Slo
 from pdcluster_router.queueing.fairness import QueuedRequest
 from pdcluster_router.queueing.gate import Gate
