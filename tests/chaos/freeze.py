@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import subprocess
 import sys
 import time
@@ -19,6 +20,8 @@ POLL = "7"
 TRIES = 100
 # Longer than the node's loop waits for anything else.
 SETTLED_S = 0.2
+# The node goes on between two tries, at least until its next heartbeat, or its lease would end.
+BETWEEN_S = 0.2
 
 
 @contextmanager
@@ -72,7 +75,7 @@ def main(pid: int, moment: str) -> None:
             sys.stdin.read()
             return
         trace(PTRACE_DETACH, tid)
-        time.sleep(0.003)
+        time.sleep(BETWEEN_S * (1.0 + random.random()))
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ SCENARIOS: dict[str, Scenario] = {
     "writer-killed": Scenario(_PAIR, _kill_writer, lead_s=0.3),
     "drained-six-times": Scenario(_TWO, _drain_six_times, 1500),
     "killed-six-times": Scenario(_TWO, _kill_six_times, 3000),
-    "decode-engine-frozen": Scenario(_FOUR, partial(_freeze, role="decode-0"), 1500),
+    "decode-engine-frozen": Scenario(_FOUR, partial(_freeze, role="decode-0"), 3000),
     "prefill-engine-frozen": Scenario(_FOUR, partial(_freeze, role="prefill-0"), lead_s=0.2),
 }
 
