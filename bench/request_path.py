@@ -138,7 +138,7 @@ class Router:
         word."""
         cluster, dispatch, until = self._parts.cluster, self._parts.front.dispatch, time.monotonic() + READY_S
         while time.monotonic() < until:
-            if len(cluster.view().nodes) >= num_nodes and dispatch.is_ready():
+            if len(cluster.view().nodes) >= num_nodes and dispatch.readiness().can_serve:
                 return
             await asyncio.sleep(LOOK_S)
         raise TimeoutError(f"the router does not know {num_nodes} nodes and their model after {READY_S:g} s")

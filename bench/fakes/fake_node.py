@@ -33,8 +33,8 @@ from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
 from pdcluster.kv.hashing import BLOCK_TOKENS, extend
 from pdcluster.kv.layout import Fingerprint, KVLayout
 from pdcluster.kv.pages import PagePool
-from pdcluster.node.load_report import ModelFiles, Reporter
 from pdcluster.node.outbox import Outbox
+from pdcluster.node.reports.load_report import ModelFiles, Reporter
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.hub import Hub, LeaseEnded
 from pdcluster.wire.sockets import WireSettings

@@ -86,6 +86,12 @@ class NodeAgent:
         self._watching: grpc.Call | None = None
         self._registered: Callable[[], None] | None = None
         self._threads: list[threading.Thread] = []
+        self._registered_at: set[str] = set()
+
+    @property
+    def num_registered(self) -> int:
+        """Bootstraps that have this node, as far as their last answers say."""
+        return len(self._registered_at)
 
     def start(self, card: NodeCard, registered: Callable[[], None] = lambda: None) -> None:
         """Begin to register. Returns at once. An agent's thread calls `registered` once, when the first bootstrap took
@@ -145,11 +151,13 @@ class NodeAgent:
                     break
                 try:
                     pause_s, registered = self._renew(stub, address, registered)
+                    (self._registered_at.add if registered else self._registered_at.discard)(address)
                     retry.reset()
                 except grpc.RpcError as error:
                     translated = error_of(error, f"bootstrap {address}")
                     if isinstance(translated, BadRequest | ConfigError):
                         raise translated from error
+                    self._registered_at.discard(address)
                     pause_s = retry.next_s()
                     if retry.failures == 1:
                         log.warning("%s; this node goes on without it and tries again", translated)

@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health as grpc_health
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdcluster.bootstrap.card_messages import card_from_proto, role_from_proto, snapshot_to_proto
+from pdcluster.bootstrap.health import BootstrapHealth
 from pdcluster.bootstrap.store import NodeStore, StoreSettings
 from pdcluster.core.awake_clock import AwakeClock
 from pdcluster.core.errors import ConfigError, PdclusterError
@@ -24,6 +26,7 @@ from pdcluster.rpc import bootstrap_pb2 as pb
 from pdcluster.rpc import bootstrap_pb2_grpc as stubs
 from pdcluster.rpc.status import status_of
 from pdcluster.settings.config import BootstrapConfig
+from pdcluster.telemetry.health import BEAT_S, health_port
 from pdcluster.transfer.backends.base import Peer
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Bootstrap"].full_name
@@ -46,8 +49,9 @@ log = logging.getLogger(__name__)
 class Servicer(stubs.BootstrapServicer):
     """Translates calls to the store, and tells watchers when its version moved."""
 
-    def __init__(self, store: NodeStore) -> None:
-        self._store = store
+    def __init__(self, store: NodeStore, beat: Callable[[], None]) -> None:
+        """beat: called in every turn."""
+        self._store, self._beat = store, beat
         self._told = store.version
         self._changed = asyncio.Event()
         self._stopping = False
@@ -93,7 +97,8 @@ class Servicer(stubs.BootstrapServicer):
             for peer in self._store.expire():
                 log.warning("node %s, boot %s, is silent: its lease ended", peer.node, peer.incarnation)
             self.notify()
-            await asyncio.sleep(self._store.lease_s / LOOKS)
+            self._beat()
+            await asyncio.sleep(min(self._store.lease_s / LOOKS, BEAT_S))
 
     def stop(self) -> None:
         """End the watches."""
@@ -109,18 +114,21 @@ class Servicer(stubs.BootstrapServicer):
 
 
 @asynccontextmanager
-async def serving(listen: str, settings: StoreSettings) -> AsyncIterator[str]:
+async def serving(listen: str, settings: StoreSettings, health: BootstrapHealth | None = None) -> AsyncIterator[str]:
     """Serve while the block runs. Yields the address with the bound port."""
     server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
-    servicer = Servicer(NodeStore(settings, AwakeClock(settings.lease_s / LOOKS * 2)))
+    store = NodeStore(settings, AwakeClock(settings.lease_s / LOOKS * 2))
+    health = health or BootstrapHealth()
+    servicer = Servicer(store, health.pulse.beat)
     stubs.add_BootstrapServicer_to_server(servicer, server)
-    health_servicer = health.aio.HealthServicer()
+    health_servicer = grpc_health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    reflection.enable_server_reflection((SERVICE, grpc_health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     address = _bind(server, listen)
     await server.start()
     for service in ("", SERVICE):
         await health_servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
+    health.store = store
     expiry = asyncio.create_task(servicer.expire_forever(), name="bootstrap leases")
     try:
         yield address
@@ -134,10 +142,14 @@ async def serving(listen: str, settings: StoreSettings) -> AsyncIterator[str]:
 
 async def serve(config: BootstrapConfig, stop: asyncio.Event) -> None:
     """Serve until `stop` is set. Announces the bound address."""
-    async with serving(config.listen, StoreSettings(lease_s=config.lease_s, max_nodes=config.max_nodes)) as address:
-        announce(config.ready_fd, address, name="bootstrap")
-        log.info("bootstrap serves %s", address)
-        await stop.wait()
+    settings = StoreSettings(lease_s=config.lease_s, max_nodes=config.max_nodes)
+    health = BootstrapHealth()
+    with health_port(config.health, health.probes) as health_address:
+        async with serving(config.listen, settings, health) as address:
+            announce(config.ready_fd, address, name="bootstrap", health=health_address)
+            log.info("bootstrap serves %s", address)
+            await stop.wait()
+            health.store = None
 
 
 def run(config: BootstrapConfig) -> int:

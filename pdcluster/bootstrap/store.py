@@ -61,6 +61,9 @@ class NodeStore:
     def lease_s(self) -> float:
         return self._settings.lease_s
 
+    def __len__(self) -> int:
+        return len(self._leases)
+
     def register(self, card: NodeCard) -> None:
         """Take a node in, in place of any other boot of that name.
 

@@ -357,6 +357,17 @@ class Load(NodeMessage, frozen=True, array_like=True):
     pulls: Reasons = ()
     stuck: bool = False
 
+    def pages_by_state(self) -> dict[str, int]:
+        """Pages by state. Pinned and parked pages also count as used, cached or free."""
+        return {
+            "free": self.pages_free,
+            "cached": self.pages_cached,
+            "quarantined": self.pages_quarantined,
+            "pinned": self.pages_pinned,
+            "parked": self.pages_parked,
+            "used": self.pages_total - self.pages_free - self.pages_cached - self.pages_quarantined,
+        }
+
 
 class CacheDelta(NodeMessage, frozen=True, array_like=True):
     """Block hashes that became cached or were evicted, HASH_BYTES each; `snapshot` replaces all that was known."""

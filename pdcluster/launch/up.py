@@ -54,6 +54,7 @@ READY_POLL_S = 0.03
 NEVER_READY = f'"code":"{Unservable.code}"'.encode()
 NODE_UP = re.compile(rb"^pdcluster_node_up\{", re.MULTILINE)
 T = TypeVar("T")
+HEALTH_FLAG = ("health", "--health")
 ROUTER = "router"
 BOOTSTRAP = "bootstrap"
 
@@ -146,7 +147,21 @@ class LocalCluster:
         model = str(nodes[0]["model"])
         grpc, admin = (None if router.get(name) is None else str(router[name]) for name in ("grpc", "admin"))
         names = tuple(plan.name for plan in self._nodes)
+        self._write_targets({BOOTSTRAP: bootstrap, **dict(zip(names, nodes, strict=True)), ROUTER: router})
         return Serving(host, port, model, names, _transfer(nodes), time.monotonic() - began, grpc, admin)
+
+    def _write_targets(self, facts: dict[str, Facts]) -> None:
+        if self._config.targets is None:
+            return
+        targets = [
+            {"targets": [str(said["health"])], "labels": {"name": name, "role": str(said.get("role", name))}}
+            for name, said in facts.items()
+            if said.get("health") is not None
+        ]
+        try:
+            self._config.targets.write_text(json.dumps(targets, indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(f"up.targets {self._config.targets} cannot be written: {error.strerror}") from error
 
     async def stop(self) -> bool:
         """Drain and stop everything, the router first; True when nothing had to be killed."""
@@ -227,9 +242,9 @@ class LocalCluster:
             await asyncio.sleep(READY_POLL_S)
 
     def _bootstrap_spec(self) -> Spec:
-        own: dict[str, object] = {"bootstrap.listen": "127.0.0.1:0"}
+        own: dict[str, object] = {"bootstrap.listen": "127.0.0.1:0"} | self._own_health(BootstrapConfig)
         argv = self._argv(BootstrapConfig, ("pdcluster.cli", "bootstrap"), own)
-        return Spec(BOOTSTRAP, argv, BOOTSTRAP_STOP_S, address_flags=(("address", "--listen"),))
+        return Spec(BOOTSTRAP, argv, BOOTSTRAP_STOP_S, address_flags=(("address", "--listen"), HEALTH_FLAG))
 
     def _node_spec(self, plan: NodePlan, bootstrap: str) -> Spec:
         own: dict[str, object] = {
@@ -239,6 +254,7 @@ class LocalCluster:
             "node.listen": "127.0.0.1:0",
             "node.drain_s": NODE_STOP_S,
         }
+        own |= self._own_health(NodeConfig)
         if plan.cores:
             own |= {"node.cores": ",".join(map(str, plan.cores)), "node.threads": max(1, len(plan.cores) // plan.tp)}
         if plan.tp > 1:
@@ -260,7 +276,7 @@ class LocalCluster:
         ):
             own["node.kv.memory_bytes"] = BUNDLED_KV_BYTES
         argv = self._argv(NodeConfig, ("pdcluster.cli", "node"), own)
-        return Spec(plan.name, argv, NODE_STOP_S + KILL_GRACE_S)
+        return Spec(plan.name, argv, NODE_STOP_S + KILL_GRACE_S, address_flags=(HEALTH_FLAG,))
 
     def _router_spec(self, bootstrap: str) -> Spec:
         own: dict[str, object] = {"router.bootstrap": bootstrap, "router.drain_s": self._config.drain_s}
@@ -269,8 +285,9 @@ class LocalCluster:
             own["router.workers"] = self._config.workers
         if self._router_settings.origins["router.admin"] == "default":
             own["router.admin"] = "127.0.0.1:0"
+        own |= self._own_health(RouterConfig)
         argv = self._argv(RouterConfig, ("pdcluster_router.cli",), own)
-        addresses = (("address", "--http"), ("grpc", "--grpc"), ("admin", "--admin"))
+        addresses = (("address", "--http"), ("grpc", "--grpc"), ("admin", "--admin"), HEALTH_FLAG)
         return Spec(ROUTER, argv, self._config.drain_s + KILL_GRACE_S, address_flags=addresses)
 
     def _argv(self, cls: type[Section], module: tuple[str, ...], own: dict[str, object]) -> tuple[str, ...]:
@@ -294,6 +311,12 @@ class LocalCluster:
                 else [flags[path], str(value)]
             )
         return tuple(argv)
+
+    def _own_health(self, cls: type[Section]) -> dict[str, object]:
+        """A free health port, unless the user chose one."""
+        path = f"{section_of(cls)}.health"
+        is_default = load(cls, self._loaded.flags, self._loaded.file).origins[path] == "default"
+        return {path: "127.0.0.1:0"} if is_default else {}
 
     def _is_set(self, path: str) -> bool:
         return self._loaded.origins[path] != "default"

@@ -19,10 +19,10 @@ from pdcluster.node.decode import DecodeSide
 from pdcluster.node.grammar_queue import GrammarQueue, GrammarSource
 from pdcluster.node.kv_fetch import ExportSide, FetchSide
 from pdcluster.node.legs import EndedLegs, SequenceFactory
-from pdcluster.node.load_report import ModelFiles
 from pdcluster.node.outbox import Outbox
 from pdcluster.node.prefill import LayerGroups, ParkedKV, PrefillSide
-from pdcluster.node.step_timer import StepTimer, StuckWatch
+from pdcluster.node.reports.load_report import ModelFiles
+from pdcluster.node.reports.step_timer import StepTimer, StuckWatch
 from pdcluster.node.tensor_parallel.endpoint_client import LinkedMemories, RankLink
 from pdcluster.scheduler.scheduler import Scheduler, SchedulerLimits
 from pdcluster.transfer.backends.base import Backend, Peer, Region

@@ -14,10 +14,10 @@ from pdcluster.node.decode import DecodeSide
 from pdcluster.node.grammar_queue import GrammarQueue
 from pdcluster.node.kv_fetch import ExportSide, FetchSide
 from pdcluster.node.legs import EndedLegs, SequenceFactory
-from pdcluster.node.load_report import ModelFiles
 from pdcluster.node.outbox import Outbox
 from pdcluster.node.prefill import PrefillSide
-from pdcluster.node.step_timer import StepTimer, StuckWatch
+from pdcluster.node.reports.load_report import ModelFiles
+from pdcluster.node.reports.step_timer import StepTimer, StuckWatch
 from pdcluster.scheduler.scheduler import Scheduler
 from pdcluster.transfer.backends.base import Backend, Peer
 from pdcluster.transfer.protocol.reader import Reader

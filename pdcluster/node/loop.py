@@ -45,7 +45,8 @@ from pdcluster.core.messages import (
 )
 from pdcluster.core.step import RowError, StepPlan
 from pdcluster.node.components import NodeComponents
-from pdcluster.node.load_report import Reporter, by_reason, path_loads
+from pdcluster.node.reports.health import NodeHealth, NodeSnapshot
+from pdcluster.node.reports.load_report import Reporter, by_reason, path_loads
 from pdcluster.scheduler.sequence import Sequence
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.protocol.session import Send, peer_of
@@ -83,8 +84,14 @@ class NodeLoop:
         drain_s: float,
         clock: Callable[[], float],
         looks_ahead: bool = False,
+        health: NodeHealth | None = None,
     ) -> None:
-        """looks_ahead: plan the next step of decode rows before the tokens of the running one are known."""
+        """looks_ahead: plan the next step of decode rows before the tokens of the running one are known.
+        health: told of every turn; None: nobody looks.
+        """
+        self._health = health
+        if health is not None:
+            parts.stopwatch.on_step = health.step
         self._parts = parts
         self._looks_ahead = looks_ahead
         self._drain_s = drain_s
@@ -143,6 +150,8 @@ class NodeLoop:
         self._parts.outbox.flush(self._parts.hub)
         self._parts.hub.tick()
         self._check_idle()
+        if self._health is not None:
+            self._health.turn(self._snapshot)
 
     # ------------------------------------------------------------ waiting
 
@@ -560,6 +569,19 @@ class NodeLoop:
             resent_chunks=by_reason(self._parts.writer.ladder.resends),
             pulls=by_reason(self._parts.fetch.counters),
             stuck=self._is_stuck,
+        )
+
+    def _snapshot(self) -> NodeSnapshot:
+        parts, scheduler = self._parts, self._parts.scheduler
+        return NodeSnapshot(
+            load=self._load(),
+            stood_s=parts.stuck.stood_s if self._in_flight else 0.0,
+            is_draining=parts.standing.is_draining,
+            is_cordoned=parts.standing.is_cordoned,
+            num_preemptions=scheduler.num_preemptions,
+            prompt_tokens=scheduler.num_prompt_tokens,
+            cached_tokens=scheduler.num_cached_tokens,
+            paths=parts.writer.paths.totals(),
         )
 
     def _tell(self, router: Peer, message: AnyMessage) -> None:

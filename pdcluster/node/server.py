@@ -33,13 +33,15 @@ from pdcluster.kv.layout import DEFAULT_ARITHMETIC, Fingerprint
 from pdcluster.node.assembly import KV_REGION, Shape, Wiring, assemble
 from pdcluster.node.components import NodeComponents
 from pdcluster.node.engine_start import NodeEngine, start_engine
-from pdcluster.node.load_report import ModelFiles
 from pdcluster.node.loop import NodeLoop
+from pdcluster.node.reports.health import NodeHealth
+from pdcluster.node.reports.load_report import ModelFiles
 from pdcluster.node.tensor_parallel.endpoint_client import RankLink
 from pdcluster.processes.garbage import collect_seldom
 from pdcluster.processes.ready import announce
 from pdcluster.scheduler.limits import SchedulerLimits, logprob_tokens_of
 from pdcluster.settings.config import NodeConfig
+from pdcluster.telemetry.health import health_port
 from pdcluster.transfer.backends.base import Backend, Peer
 from pdcluster.transfer.backends.staging import Fabric
 from pdcluster.transfer.paths.choose import create_backends
@@ -56,6 +58,9 @@ def run(config: NodeConfig) -> int:
         os.sched_setaffinity(0, config.cores)
     clock = time.monotonic
     with ExitStack() as stack:
+        health = NodeHealth()
+        health.stage = "loading the model"
+        health_address = stack.enter_context(health_port(config.health, health.probes))
         model_dir = local_model(config.model or bundled_model())
         check_model_files(model_dir, needs_tokenizer=False)  # a router may have its own
         me = Peer(config.name or f"{config.role}-{secrets.token_hex(3)}", secrets.token_hex(8))
@@ -71,6 +76,7 @@ def run(config: NodeConfig) -> int:
         wiring = wiring_of(config, me, context, backends)
         limits = limits_of(config, engine.local)
         agent = NodeAgent(config.bootstrap, heartbeat_s=config.heartbeat_s)
+        health.registration = agent
         stack.callback(agent.stop)
         parts = assemble(
             wiring, shape_of(config, engine), engine.driver, limits, files, agent, clock, engine.local.grammars
@@ -84,10 +90,13 @@ def run(config: NodeConfig) -> int:
             drain_s=config.drain_s,
             clock=clock,
             looks_ahead=config.scheduler.look_ahead,
+            health=health if health_address is not None else None,
         )
         on_signals(loop.stop)
         card = card_of(config, me, engine.local, parts, files, tuple(backends), model_dir)
-        agent.start(card, registered=lambda: announce_ready(config, card))
+        health.identity = {"node": me.node, "model": card.model, "incarnation": me.incarnation}
+        health.stage = "registering"
+        agent.start(card, registered=lambda: announce_ready(config, card, health_address))
         collect_seldom()
         logger.info(
             "node %s (%s) serves %s at %s over %s",
@@ -288,10 +297,11 @@ def arithmetic_of(config: NodeConfig) -> str:
     return invariant_arithmetic(config.tp) if config.deterministic else DEFAULT_ARITHMETIC
 
 
-def announce_ready(config: NodeConfig, card: NodeCard) -> None:
+def announce_ready(config: NodeConfig, card: NodeCard, health: str | None = None) -> None:
     announce(
-        config.ready_fd, card.address, name=card.node, role=card.role, model=card.model, transfer=list(card.backends)
-    )
+        config.ready_fd, card.address, name=card.node, role=card.role, model=card.model,
+        transfer=list(card.backends), health=health,
+    )  # fmt: skip
 
 
 def on_signals(stop: Callable[[], None]) -> None:

@@ -75,6 +75,8 @@ class Scheduler:
         # False: remote prefills stay in the queue, because too much finished KV is parked. Others pass them.
         self.admit_remote = True
         self.num_preemptions = 0
+        # Of sequences that began here, and what of it was cached.
+        self.num_prompt_tokens = self.num_cached_tokens = 0
 
     # ------------------------------------------------------------ sequences come and go
 
@@ -394,6 +396,8 @@ class Scheduler:
 
     def _stamp_start(self, sequence: Sequence) -> None:
         sequence.num_cached = sequence.num_computed
+        self.num_prompt_tokens += sequence.num_tokens
+        self.num_cached_tokens += sequence.num_computed
         sequence.first_scheduled = self._clock()
 
     def _park(self, sequence: Sequence) -> None:

@@ -230,6 +230,7 @@ class NodeConfig(Section):
     kv: KVConfig = field(default_factory=KVConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    health: str | None = key(None, address_or_none, "HOST:PORT of /livez, /readyz and /metrics; none: no such port")
     security: SecurityConfig = field(default_factory=SecurityConfig)
     log: LogConfig = field(default_factory=LogConfig)
     ready_fd: int | None = key(None, integer(0), "file descriptor that gets one JSON line when ready", flag_only=True)
@@ -359,6 +360,7 @@ class RouterConfig(Section):
     stages: StageConfig = field(default_factory=StageConfig)
     hold: HoldConfig = field(default_factory=HoldConfig)
     slo: SloConfig = field(default_factory=SloConfig)
+    health: str | None = key(None, address_or_none, "HOST:PORT of /livez, /readyz and /metrics; none: no such port")
     security: SecurityConfig = field(default_factory=SecurityConfig)
     log: LogConfig = field(default_factory=LogConfig)
     ready_fd: int | None = key(None, integer(0), "file descriptor that gets one JSON line when ready", flag_only=True)
@@ -396,6 +398,7 @@ class BootstrapConfig(Section):
     listen: str = key("127.0.0.1:8998", address, "HOST:PORT to listen on; port 0 takes a free one")
     lease_s: float = key(3.0, duration(0.1), "a node that has not renewed its registration for this long is gone")
     max_nodes: int = key(4096, integer(1, 2**20), "most registered nodes")
+    health: str | None = key(None, address_or_none, "HOST:PORT of /livez, /readyz and /metrics; none: no such port")
     log: LogConfig = field(default_factory=LogConfig)
     ready_fd: int | None = key(None, integer(0), "file descriptor that gets one JSON line when ready", flag_only=True)
 
@@ -432,6 +435,9 @@ class UpConfig(Section):
     )
     drain_s: float = key(10.0, duration(), "on Ctrl-C or SIGTERM: longest time for open requests to finish")
     restarts: int = key(5, integer(0, 1000), "times one process may crash within a minute before up gives up")
+    targets: Path | None = key(
+        None, path, "file that gets all /metrics addresses, as Prometheus's file_sd_configs reads them"
+    )
     log: UpLogConfig = field(default_factory=UpLogConfig)
 
     def __post_init__(self) -> None:

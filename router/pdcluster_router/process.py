@@ -15,12 +15,14 @@ from dataclasses import dataclass, replace
 
 import uvloop
 import zmq
+from prometheus_client import generate_latest
 
 from pdcluster.bootstrap.agent import watch
 from pdcluster.core.errors import PdclusterError
 from pdcluster.processes.garbage import collect_seldom
 from pdcluster.processes.ready import announce
 from pdcluster.settings.config import RouterConfig, cache_directory
+from pdcluster.telemetry.health import Verdict, health_port
 from pdcluster.telemetry.metrics import ExplainMetrics, HoldMetrics, RouterMetrics, WorkerMetrics
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.sockets import WireSettings, warn_if_open
@@ -35,6 +37,7 @@ from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.core.tenants import read_tenants
 from pdcluster_router.explain.recorder import Explainer
 from pdcluster_router.frontend.app import Exposition, create_app
+from pdcluster_router.frontend.health import RouterHealth, readiness_of
 from pdcluster_router.frontend.places import Places
 from pdcluster_router.frontend.server import http_settings, listening, router_metrics
 from pdcluster_router.policy.predicted import compiled
@@ -77,6 +80,9 @@ async def _serve(config: RouterConfig) -> int:
         parts = assemble(config, me, worker, stack)
         tasks = Tasks(stop, stack)
         cluster, models, dispatch = parts.cluster, parts.models, parts.front.dispatch
+        health = health_of(parts.front)
+        health_address = stack.enter_context(health_port(config.health, health.probes))
+        await tasks.run(health.keep())
         for work in (
             cluster.follow(watch(config.bootstrap)),
             models.keep_loaded(),
@@ -84,17 +90,18 @@ async def _serve(config: RouterConfig) -> int:
             compile_choices(),
         ):
             await tasks.run(work)
-        front = parts.front if worker is None else await _join(worker, me, parts, tasks)
-        address, grpc_address = await stack.enter_async_context(_open(front, config))
+        front = parts.front if worker is None else await _join(worker, me, parts, tasks, health)
+        address, grpc_address = await stack.enter_async_context(_open(front, config, health))
         admin_address = await _serve_admin(parts.admin, config, stack)
         if config.auto_roles:
             await tasks.run(keep_roles(parts.admin, RoleController(RoleSettings(), parts.settings.headroom)))
         collect_seldom()
-        announce(config.ready_fd, address, name=me.node, grpc=grpc_address, admin=admin_address)
+        announce(config.ready_fd, address, name=me.node, grpc=grpc_address, admin=admin_address, health=health_address)
         logger.info(
             "router %s serves http://%s%s", me.node, address, f" and grpc://{grpc_address}" if grpc_address else ""
         )
         await stop.wait()
+        health.is_draining = True
         has_failed = tasks.has_failed
         logger.info("draining: %d requests are open", cluster.ledger.num_requests())
     return 1 if has_failed else 0
@@ -187,10 +194,12 @@ def _compiling() -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", compiled.__name__], start_new_session=True)
 
 
-async def _join(worker: WorkerIdentity, me: Peer, parts: RouterComponents, tasks: Tasks) -> FrontDoors:
+async def _join(
+    worker: WorkerIdentity, me: Peer, parts: RouterComponents, tasks: Tasks, health: RouterHealth
+) -> FrontDoors:
     """Join a group of workers: answer the supervisor, and know the cluster before listening."""
     front = parts.front
-    endpoint = WorkerEndpoint(parts.admin, front.metrics.registry)
+    endpoint = WorkerEndpoint(parts.admin, front.metrics.registry, health.readiness)
     await tasks.run(endpoint.serve(worker, me.incarnation))
     WorkerMetrics(front.metrics.registry).warm_seconds.set(await warm(parts.cluster, front.dispatch))
     return replace(front, worker=worker, exposition=endpoint.exposition)
@@ -219,6 +228,19 @@ class FrontDoors:
     exposition: Exposition | None = None
 
 
+def health_of(front: FrontDoors) -> RouterHealth:
+    """Probes of this process alone."""
+
+    async def readiness() -> Verdict:
+        return readiness_of(front.dispatch, is_draining=health.is_draining)
+
+    async def exposition() -> bytes:
+        return generate_latest(front.metrics.registry)
+
+    health = RouterHealth(readiness, exposition)
+    return health
+
+
 async def warm(cluster: NodeTable, dispatch: Dispatch) -> float:
     """Wait until the nodes and their caches are known, at most WARM_S, and return the seconds.
 
@@ -226,18 +248,24 @@ async def warm(cluster: NodeTable, dispatch: Dispatch) -> float:
     """
     began = time.monotonic()
     while (taken := time.monotonic() - began) < WARM_S:
-        if dispatch.is_ready() and all(cluster.caches.is_exact(card.incarnation) for card in cluster.listed()):
+        if dispatch.readiness().can_serve and all(
+            cluster.caches.is_exact(card.incarnation) for card in cluster.listed()
+        ):
             break
         await asyncio.sleep(WARM_LOOK_S)
     return taken
 
 
 @asynccontextmanager
-async def _open(front: FrontDoors, config: RouterConfig) -> AsyncIterator[tuple[str, str | None]]:
+async def _open(front: FrontDoors, config: RouterConfig, health: RouterHealth) -> AsyncIterator[tuple[str, str | None]]:
     """Serve HTTP and gRPC while the block runs. Both drain at the same time."""
     dispatch, metrics, places, worker = front.dispatch, front.metrics, front.places, front.worker
     id_prefix, is_shared = (worker.id_prefix, True) if worker is not None else ("", False)
-    app = create_app(dispatch, replace(http_settings(config), id_prefix=id_prefix), metrics, places, front.exposition)
+    settings = replace(http_settings(config), id_prefix=id_prefix)
+    app = create_app(
+        dispatch, settings, metrics, places, front.exposition,
+        lambda: readiness_of(dispatch, is_draining=health.is_draining),
+    )  # fmt: skip
     doors = [AsyncExitStack()]
     try:
         address = await doors[0].enter_async_context(
@@ -248,15 +276,15 @@ async def _open(front: FrontDoors, config: RouterConfig) -> AsyncIterator[tuple[
             from pdcluster_router.frontend import grpc  # half of the router's start, and not everyone wants it
 
             doors.append(AsyncExitStack())
-            settings = grpc.GrpcSettings(
+            grpc_settings = grpc.GrpcSettings(
                 max_message_bytes=config.max_body_bytes,
                 deadline_s=config.deadline_s,
                 id_prefix=id_prefix,
                 is_port_shared=is_shared,
             )
-            servicer = grpc.Inference(dispatch, settings, metrics, places)
+            servicer = grpc.Inference(dispatch, grpc_settings, metrics, places)
             grpc_address = await doors[1].enter_async_context(
-                grpc.listening(servicer, dispatch, config.grpc, settings, drain_s=config.drain_s)
+                grpc.listening(servicer, dispatch, config.grpc, grpc_settings, drain_s=config.drain_s)
             )
         yield address, grpc_address
     finally:

@@ -39,6 +39,7 @@ def frozen(pid: int, *, while_computing: bool) -> Iterator[None]:
         yield
     finally:
         tracer.stdin.close()
+        tracer.stdout.close()
         tracer.wait(10.0)
 
 

@@ -44,6 +44,7 @@ LEVELS: dict[str, int] = {
     "pdcluster.engine": 9,
     # the node
     "pdcluster.node.tensor_parallel": 10,
+    "pdcluster.node.reports": 10,
     "pdcluster.node": 11,
     # the router
     "pdcluster_router.prefix_index": 2,

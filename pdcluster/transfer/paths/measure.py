@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.paths.breaker import Breakers, BreakerSettings, BreakerState
@@ -64,6 +64,16 @@ class PathReport:
     bytes_s: float
     state: BreakerState
     is_chosen: bool
+
+
+@dataclass(slots=True)
+class PathTotal:
+    """What went by one path since this node started, over all boots of the peer."""
+
+    peer: str
+    backend: str
+    num_bytes: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -115,6 +125,7 @@ class Paths:
         self._breakers = Breakers(breaker if breaker is not None else BreakerSettings())
         self._rates: dict[Peer, dict[str, _Rate]] = {}
         self.counters = self._breakers.counters
+        self._totals: dict[tuple[str, str], PathTotal] = {}
 
     def meet(self, peer: Peer, backends: Sequence[str]) -> None:
         """Record that these backends can serve a ticket of the peer."""
@@ -173,6 +184,9 @@ class Paths:
         if peer not in self._rates:
             return  # forgotten meanwhile
         self._breakers.succeeded(peer, backend, began, self._clock())
+        total = self._total(peer, backend)
+        total.num_bytes += nbytes
+        total.seconds += seconds or 0.0
         rate = self._rate(peer, backend)
         rate.in_flight = max(rate.in_flight - 1, 0)
         if self._is_measured(rate):
@@ -210,6 +224,16 @@ class Paths:
         """Forget a boot that is gone for good."""
         self._rates.pop(peer, None)
         self._breakers.forget(peer)
+
+    def totals(self) -> tuple[PathTotal, ...]:
+        """Bytes and seconds by path. Peers beyond max_peers are counted together as "other"."""
+        return tuple(replace(total) for total in self._totals.values())
+
+    def _total(self, peer: Peer, backend: str) -> PathTotal:
+        name = peer.node
+        if (name, backend) not in self._totals and len(self._totals) >= self._settings.max_peers:
+            name = "other"
+        return self._totals.setdefault((name, backend), PathTotal(name, backend))
 
     def report(self, max_peers: int | None = None) -> list[PathReport]:
         """The latest boot of each node, of the peers met last."""

@@ -143,18 +143,7 @@ def _pages(nodes: tuple[NodeView, ...]) -> Metric:
     """Pages by state. Pinned and parked pages also count as used, cached or free."""
     family = GaugeMetricFamily("pdcluster_node_kv_pages", "KV pages by state.", labels=(*LABELS, "state"))
     for node in nodes:
-        load = node.load
-        if load is None:
-            continue
-        states = {
-            "free": load.pages_free,
-            "cached": load.pages_cached,
-            "quarantined": load.pages_quarantined,
-            "pinned": load.pages_pinned,
-            "parked": load.pages_parked,
-            "used": load.pages_total - load.pages_free - load.pages_cached - load.pages_quarantined,
-        }
-        for state, count in states.items():
+        for state, count in node.load.pages_by_state().items() if node.load else ():
             family.add_metric((node.name, node.role, state), count)
     return family
 

@@ -164,6 +164,23 @@ class Running(Protocol):
         ...
 
 
+class Readiness(msgspec.Struct, frozen=True):
+    """Whether requests can be served.
+
+    is_model_known: a model's text files are loaded.
+    refusal: why none can be while the nodes stay the same; None where one may be.
+    blocked: why no node would take a request now; None: one would.
+    """
+
+    is_model_known: bool
+    refusal: str | None = None
+    blocked: str | None = None
+
+    @property
+    def can_serve(self) -> bool:
+        return self.is_model_known and self.blocked is None
+
+
 class Dispatcher(Protocol):
     def start(self, generation: Generation, sink: Sink) -> Running:
         """Run a generation by the module's contract. What keeps it from running goes to the sink too."""
@@ -177,10 +194,6 @@ class Dispatcher(Protocol):
         """The model's tokenizer and template; raises UnknownModel or Unavailable."""
         ...
 
-    def is_ready(self) -> bool:
-        """Whether some route could take a request now."""
-        ...
-
-    def refusal(self) -> str | None:
-        """Why no request can be served while the nodes stay the same; None where one may be."""
+    def readiness(self) -> Readiness:
+        """Whether requests can be served now, and why not."""
         ...

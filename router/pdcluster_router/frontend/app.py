@@ -21,8 +21,11 @@ from pdcluster.api.openai import limits, requests
 from pdcluster.api.openai.replies import DetokenizeReply, ModelCard, ModelList, TokenizeReply
 from pdcluster.api.validate import closest
 from pdcluster.core.errors import DeadlineExceeded, PdclusterError, Unavailable, UnknownName, Unservable
+from pdcluster.core.version import VERSION
+from pdcluster.telemetry.health import Verdict, alive
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.core.generation import Dispatcher, ModelInfo
+from pdcluster_router.frontend.health import readiness_of
 from pdcluster_router.frontend.places import Places
 from pdcluster_router.frontend.prepare import (
     DEADLINE,
@@ -96,13 +99,16 @@ def create_app(
     metrics: RouterMetrics,
     places: Places | None = None,
     exposition: Exposition | None = None,
+    readiness: Callable[[], Verdict] | None = None,
 ) -> App:
     """Make the application.
 
     places: shared with other front doors; None for its own.
     exposition: answers a scrape; None for this process's metrics.
+    readiness: answers /readyz; None: as the dispatcher says.
     """
-    return App(dispatcher, settings, metrics, places or Places(settings.max_requests), exposition)
+    places = places or Places(settings.max_requests)
+    return App(dispatcher, settings, metrics, places, exposition, readiness or partial(readiness_of, dispatcher))
 
 
 class App:
@@ -114,9 +120,10 @@ class App:
         settings: HttpSettings,
         metrics: RouterMetrics,
         places: Places,
-        exposition: Exposition | None = None,
+        exposition: Exposition | None,
+        readiness: Callable[[], Verdict],
     ) -> None:
-        self._exposed = exposition
+        self._exposed, self._readiness = exposition, readiness
         self.settings = settings
         self._dispatcher = dispatcher
         self.metrics = metrics
@@ -126,6 +133,8 @@ class App:
         self._get: Mapping[str, Handler] = {
             "/health": self._health,
             "/ready": self._ready,
+            "/livez": self._livez,
+            "/readyz": self._readyz,
             "/metrics": self._exposition,
             "/v1/models": self._models,
             "/tokenizer_info": self._tokenizer_info,
@@ -364,18 +373,24 @@ class App:
     # ------------------------------------------------ state
 
     def _health(self, exchange: Exchange) -> None:
-        exchange.reply(200, b'{"status":"ok"}')
+        exchange.reply(200, b'{"status":"ok","version":"%b"}' % VERSION.encode())
+
+    def _livez(self, exchange: Exchange) -> None:
+        exchange.reply(200, alive([]).body())
+
+    def _readyz(self, exchange: Exchange) -> None:
+        verdict = self._readiness()
+        exchange.reply(verdict.code, verdict.body())
 
     def _ready(self, exchange: Exchange) -> None:
-        if self._dispatcher.is_ready():
+        """200 only while a request would be served at once. Answered here: a waiting probe is no failed request."""
+        found, verdict = self._dispatcher.readiness(), self._readiness()
+        if verdict.facts["can_serve"]:
             exchange.reply(200, b'{"status":"ready"}')
-        elif (refusal := self._dispatcher.refusal()) is not None:
-            answer_error(exchange, Unservable(f"not ready: {refusal}"))
-        else:  # answered here: a waiting probe is no failed request
-            answer_error(
-                exchange,
-                Unavailable("not ready: no route exists yet; it needs a prefill and a decode node, or a mixed one"),
-            )
+        elif found.refusal is not None:
+            answer_error(exchange, Unservable(f"not ready: {found.refusal}"))
+        else:
+            answer_error(exchange, Unavailable(f"not ready: {'; '.join(verdict.reasons)}"))
 
     def _exposition(self, exchange: Exchange) -> None:
         if self._exposed is None:

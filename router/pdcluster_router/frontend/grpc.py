@@ -314,7 +314,7 @@ async def _keep_health(states: health.aio.HealthServicer, dispatcher: Dispatcher
     await states.set("", health_pb2.HealthCheckResponse.SERVING)
     told = None
     while True:
-        is_ready = dispatcher.is_ready()
+        is_ready = dispatcher.readiness().can_serve
         if is_ready is not told:
             told = is_ready
             state = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING

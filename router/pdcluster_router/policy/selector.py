@@ -132,6 +132,14 @@ class PolicySelector:
         self._sent_serving, self._sent_decoding = RecentWork(), RecentWork()
         self._lost = CachePressure()
 
+    def blocked(self) -> str | None:
+        """Why no node would take a short request now; None: one would. Asking has no effect."""
+        try:
+            self.holder.live.choose(Query(1, force=self._force, fallback=self._fallback), self._view())
+        except Unavailable as error:
+            return str(error)
+        return None
+
     def choose(self, job: Job, now: float) -> Decision:
         """Choose nodes. Raises Unavailable when no node may take it."""
         view = self._view()

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from pdcluster.core import errors
 from pdcluster.telemetry.metrics import ExplainMetrics, HoldMetrics
 from pdcluster_router.cluster.legs import ClusterLinks
-from pdcluster_router.core.generation import Done, Generation, ModelInfo, Running, Sink, TokenChunk
+from pdcluster_router.core.generation import Done, Generation, ModelInfo, Readiness, Running, Sink, TokenChunk
 from pdcluster_router.explain.recorder import Explainer
 from pdcluster_router.policy.selector import PolicySelector
 from pdcluster_router.queueing.gate import Gate
@@ -71,11 +71,8 @@ class Dispatch:
     def text(self, model: str) -> TextModel:
         return self.shared.models.text(model)
 
-    def is_ready(self) -> bool:
-        return bool(self.models()) and any(node.accepts_work for node in self.shared.cluster.view().nodes)
-
-    def refusal(self) -> str | None:
-        return self.shared.models.refusal()
+    def readiness(self) -> Readiness:
+        return Readiness(bool(self.models()), self.shared.models.refusal(), self.shared.selector.blocked())
 
     def start(self, generation: Generation, sink: Sink) -> Running:
         """Run one request to its one answer, by the contract of `generation`."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Awaitable, Callable
 
 from prometheus_client import CollectorRegistry
 
 from pdcluster.core.errors import PdclusterError, ProtocolError, Unavailable
+from pdcluster.telemetry.health import Verdict
 from pdcluster_router.admin.operations import Operations
 from pdcluster_router.workers import frames
 from pdcluster_router.workers.channel import Channel
@@ -25,8 +27,10 @@ SCRAPE_S = 5.0
 class WorkerEndpoint:
     """Owned by the worker's event loop."""
 
-    def __init__(self, operations: Operations, registry: CollectorRegistry) -> None:
-        self._operations = operations
+    def __init__(
+        self, operations: Operations, registry: CollectorRegistry, readiness: Callable[[], Awaitable[Verdict]]
+    ) -> None:
+        self._operations, self._readiness = operations, readiness
         self._registry = registry
         self._channel: Channel | None = None
 
@@ -84,6 +88,8 @@ class WorkerEndpoint:
                 return await operations.set_policy(live=live, shadow=shadow, dry_run=dry_run)
             case frames.AskCacheState(digests):
                 return await operations.cache(digests=digests)
+            case frames.AskReadiness():
+                return await self._readiness()
             case frames.AskMetrics():
                 return families_of(self._registry)
             case _:

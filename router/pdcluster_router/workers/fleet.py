@@ -17,6 +17,7 @@ import msgspec
 
 from pdcluster.core.errors import PdclusterError, ProtocolError, Unavailable, UnknownName
 from pdcluster.core.messages import Role
+from pdcluster.telemetry.health import Verdict
 from pdcluster_router.admin import drains
 from pdcluster_router.admin.operations import (
     CachedNode,
@@ -115,12 +116,27 @@ class Fleet:
     def _hear(self, number: int, event: Event) -> None:
         self.log.add(event.kind, event.subject, f"worker {number}: {event.message}")
 
-    async def _answer(self, question: frames.AnyQuestion) -> object:
-        if not isinstance(question, frames.AskExposition):
-            raise ProtocolError(f"a supervisor does not answer {type(question).__name__}")
+    async def exposition(self) -> bytes:
+        """The metrics of all workers that answer."""
         answers = await self._ask_all(frames.AskMetrics(), list[Family])
         restarts = {str(number): max(starts - 1, 0) for number, starts in self._starts.items()}
         return exposition({str(number): told for number, told in answers.told.items()}, restarts)
+
+    async def readiness(self) -> Verdict:
+        """As good as the best worker, since each of them serves; degraded while one of them is gone."""
+        try:
+            answers = await self._ask_all(frames.AskReadiness(), Verdict)
+        except Unavailable as error:
+            return Verdict(False, "not ready", [str(error)], {"can_serve": False})
+        best = max(answers.told.values(), key=lambda verdict: (verdict.is_good, bool(verdict.facts.get("can_serve"))))
+        if not best.is_good or not answers.silent:
+            return best
+        return Verdict(True, "degraded", [*best.reasons, f"{', '.join(answers.silent)} did not answer"], best.facts)
+
+    async def _answer(self, question: frames.AnyQuestion) -> object:
+        if not isinstance(question, frames.AskExposition):
+            raise ProtocolError(f"a supervisor does not answer {type(question).__name__}")
+        return await self.exposition()
 
     # ------------------------------------------------------------ asking
 

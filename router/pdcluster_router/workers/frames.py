@@ -76,13 +76,17 @@ class AskMetrics(Question, frozen=True):
     """To a worker: its own metric families."""
 
 
+class AskReadiness(Question, frozen=True):
+    """To a worker: what it answers to /readyz."""
+
+
 class AskExposition(Question, frozen=True):
     """To the supervisor: the scrape text of all workers."""
 
 
 AnyQuestion = (
     AskNodes | AskCordon | AskMove | AskRole | AskRequests | AskCancel | AskExplain | AskPolicy | SetPolicy
-    | AskCacheState | AskMetrics | AskExposition
+    | AskCacheState | AskMetrics | AskReadiness | AskExposition
 )  # fmt: skip
 
 # ---------------------------------------------------------------- frames

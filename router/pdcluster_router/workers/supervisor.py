@@ -21,7 +21,9 @@ from pdcluster.core.errors import ConfigError
 from pdcluster.processes.ready import announce
 from pdcluster.processes.supervisor import Facts, Spec, Supervisor
 from pdcluster.settings.config import LoadedSection, RouterConfig, set_library_environment
+from pdcluster.telemetry.health import health_port
 from pdcluster.telemetry.log import resolve_format
+from pdcluster_router.frontend.health import RouterHealth
 from pdcluster_router.workers import ports
 from pdcluster_router.workers.fleet import Fleet
 from pdcluster_router.workers.worker import WorkerIdentity
@@ -62,6 +64,10 @@ async def _serve(loaded: LoadedSection[RouterConfig]) -> int:
         http, grpc = await _hold_ports(config, stack)
         control = await stack.enter_async_context(_control(fleet))
         admin = await _serve_admin(config, fleet, stack)
+        health = RouterHealth(fleet.readiness, fleet.exposition)
+        health_address = stack.enter_context(health_port(config.health, health.probes))
+        looking = asyncio.create_task(health.keep(), name="health")
+        stack.callback(looking.cancel)
         specs = [
             worker_spec(loaded, f"{name}-{i}", WorkerIdentity(i, config.workers, control), http, grpc)
             for i in range(config.workers)
@@ -70,7 +76,9 @@ async def _serve(loaded: LoadedSection[RouterConfig]) -> int:
         started = asyncio.ensure_future(_all_started([supervisor.start(spec) for spec in specs]))
         code = await _until(stop, started)
         if code is not None:
-            announce(config.ready_fd, http, name=name, grpc=grpc, admin=admin, workers=config.workers)
+            announce(
+                config.ready_fd, http, name=name, grpc=grpc, admin=admin, workers=config.workers, health=health_address
+            )
             logger.info("router %s serves http://%s with %d workers", name, http, config.workers)
             if config.spare:
                 await supervisor.keep_spare((sys.executable, "-m", SPARE))
@@ -153,6 +161,7 @@ def worker_spec(
         "router.http": http,
         "router.grpc": grpc or "none",
         "router.admin": "none",
+        "router.health": "none",
         "router.auto_roles": loaded.config.auto_roles and worker.number == 0,
         "router.log.format": resolve_format(loaded.config.log.format, sys.stderr),
     }

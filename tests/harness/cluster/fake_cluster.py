@@ -22,7 +22,7 @@ import zmq
 from bench.fakes.fake_node import FakeNode, Speed
 from pdcluster.bootstrap.agent import NodeAgent
 from pdcluster.checkpoint import bundled
-from pdcluster.node.load_report import ModelFiles
+from pdcluster.node.reports.load_report import ModelFiles
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import admin_pb2_grpc as stubs
 from pdcluster_router import spare

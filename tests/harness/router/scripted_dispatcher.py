@@ -13,7 +13,16 @@ from tiny_tokenizers import byte_level_files
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.core.errors import PdclusterError, UnknownModel
 from pdcluster.core.messages import FinishReason, TokenLogprobs
-from pdcluster_router.core.generation import Done, Generation, ModelInfo, RequestRoute, Sink, Timeline, TokenChunk
+from pdcluster_router.core.generation import (
+    Done,
+    Generation,
+    ModelInfo,
+    Readiness,
+    RequestRoute,
+    Sink,
+    Timeline,
+    TokenChunk,
+)
 from pdcluster_router.frontend.app import HttpSettings, create_app
 from pdcluster_router.frontend.places import Places
 from pdcluster_router.frontend.server import listening, router_metrics
@@ -85,6 +94,8 @@ class ScriptedDispatcher:
     route: RequestRoute = ROUTE
     cached_tokens: int = 3
     is_up: bool = True
+    # Why no node takes a request now.
+    blocked: str | None = None
     max_len: int = MAX_LEN
     started: list[Generation] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
@@ -141,11 +152,8 @@ class ScriptedDispatcher:
             raise UnknownModel(f"no model {model}", "model")
         return TEXT
 
-    def refusal(self) -> str | None:
-        return None
-
-    def is_ready(self) -> bool:
-        return self.is_up
+    def readiness(self) -> Readiness:
+        return Readiness(self.is_up, None, self.blocked)
 
 
 @asynccontextmanager

@@ -12,7 +12,14 @@ from pdcluster.core.errors import ModelError
 from pdcluster.core.messages import CacheDelta, FetchFile, Load, PathLoad
 from pdcluster.kv.hashing import block_hashes
 from pdcluster.kv.pages import PagePool
-from pdcluster.node.load_report import CHUNK_BYTES, MAX_REPORTED_PEERS, ModelFiles, Reporter, by_reason, path_loads
+from pdcluster.node.reports.load_report import (
+    CHUNK_BYTES,
+    MAX_REPORTED_PEERS,
+    ModelFiles,
+    Reporter,
+    by_reason,
+    path_loads,
+)
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.paths.measure import MeasureSettings, Paths
 

@@ -34,7 +34,7 @@ class Bed:
         assert error["param"] == param
         assert words in error["message"]
         assert self.dispatcher.started == []
-        assert (await self.client.get("/health")).json() == {"status": "ok"}
+        assert (await self.client.get("/health")).json()["status"] == "ok"
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pdcluster.core.messages import CostReport
 from pdcluster.core.step import StepPlan
 from pdcluster.cost.cost import lately
-from pdcluster.cost.fit import WARM, CostFit, step_of
+from pdcluster.cost.fit import WARM, CostFit, Step, step_of
 
 # An engine is stuck when nothing changed for LEAST_S, and for TIMES × what the next sign of progress should take.
 LEAST_S = 2.0
@@ -28,6 +28,8 @@ class StepTimer:
         self._launched_at = 0.0
         self._done: StepPlan | None = None
         self.itl_s = 0.0
+        # Called with every step that ended.
+        self.on_step: Callable[[Step], None] | None = None
 
     def done(self, plan: StepPlan) -> None:
         """The step's results are taken in."""
@@ -38,6 +40,8 @@ class StepTimer:
         if self._done is not None:
             step = step_of([(len(row.tokens), row.start) for row in self._done.rows], self._clock() - self._launched_at)
             self._fit.observe(step)
+            if self.on_step is not None:
+                self.on_step(step)
             if step.rows:
                 self.itl_s = lately(self.itl_s, step.seconds, 1)
             self._done = None
@@ -73,7 +77,6 @@ class StuckWatch:
     """Judges whether the engine gets on with the step that it was given.
 
     A layer is a sign of progress; so are a step's end, a compilation, and a part of a long list of logprobs.
-
 
     expected_s: seconds to a step's next sign of progress. None: unknown.
     clock: one that stands while this process does.
