@@ -7,15 +7,13 @@ other modules.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pdcluster.settings import flags
-from pdcluster.settings.config import SECTIONS, BootstrapConfig, LoadedSection, NodeConfig, UpConfig, keys, load
-from pdcluster.settings.keys import Key, Section
+from pdcluster.settings.config import BootstrapConfig, LoadedSection, NodeConfig, UpConfig
 from pdcluster.telemetry import log
 
 app = typer.Typer(
@@ -88,27 +86,10 @@ def check(
     ] = None,
 ) -> None:
     """Print the effective value of every key and where it comes from; exit 2 when one is wrong."""
-    from rich.console import Console
-    from rich.table import Table
+    from pdcluster.settings.shown import show_settings
 
-    from pdcluster.core.errors import ConfigError
-
-    table = Table(box=None, pad_edge=False)
-    for title in ("key", "value", "from", "variable"):
-        table.add_column(title, overflow="fold", no_wrap=title == "key")
     with flags.reported():
-        if section is not None and section not in SECTIONS:
-            raise ConfigError(f"--section is {section!r}, but must be one of {', '.join(SECTIONS)}")
-        given = flags.assignments(pairs or [])
-        for name, cls in SECTIONS.items():
-            loaded = load(cls, given, file)  # also of the sections that are not shown, so that their errors are
-            for key in _shown(cls) if section in (None, name) else []:
-                table.add_row(key.path, key.show(loaded.values[key.path]), loaded.origins[key.path], key.variable)
-    Console(width=None if sys.stdout.isatty() else 160).print(table, highlight=False)
-
-
-def _shown(cls: type[Section]) -> list[Key]:
-    return [key for key in keys(cls) if not key.flag_only]
+        show_settings(file, pairs or [], section)
 
 
 def main() -> None:

@@ -252,14 +252,18 @@ class GetPolicyRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Policy(_message.Message):
-    __slots__ = ("live", "shadow", "known")
+    __slots__ = ("live", "shadow", "known", "shadow_agreed", "shadow_watched")
     LIVE_FIELD_NUMBER: _ClassVar[int]
     SHADOW_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_AGREED_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_WATCHED_FIELD_NUMBER: _ClassVar[int]
     live: str
     shadow: str
     known: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, live: _Optional[str] = ..., shadow: _Optional[str] = ..., known: _Optional[_Iterable[str]] = ...) -> None: ...
+    shadow_agreed: int
+    shadow_watched: int
+    def __init__(self, live: _Optional[str] = ..., shadow: _Optional[str] = ..., known: _Optional[_Iterable[str]] = ..., shadow_agreed: _Optional[int] = ..., shadow_watched: _Optional[int] = ...) -> None: ...
 
 class SetPolicyRequest(_message.Message):
     __slots__ = ("live", "shadow", "dry_run")
@@ -270,6 +274,28 @@ class SetPolicyRequest(_message.Message):
     shadow: str
     dry_run: bool
     def __init__(self, live: _Optional[str] = ..., shadow: _Optional[str] = ..., dry_run: _Optional[bool] = ...) -> None: ...
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ("metrics",)
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    metrics: bool
+    def __init__(self, metrics: _Optional[bool] = ...) -> None: ...
+
+class RouterStatus(_message.Message):
+    __slots__ = ("name", "version", "status", "reasons", "can_serve", "metrics")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    REASONS_FIELD_NUMBER: _ClassVar[int]
+    CAN_SERVE_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    version: str
+    status: str
+    reasons: _containers.RepeatedScalarFieldContainer[str]
+    can_serve: bool
+    metrics: str
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., status: _Optional[str] = ..., reasons: _Optional[_Iterable[str]] = ..., can_serve: _Optional[bool] = ..., metrics: _Optional[str] = ...) -> None: ...
 
 class GetCacheRequest(_message.Message):
     __slots__ = ("digests",)

@@ -84,6 +84,11 @@ class AdminStub:
                 request_serializer=pdcluster_dot_rpc_dot_admin__pb2.SetPolicyRequest.SerializeToString,
                 response_deserializer=pdcluster_dot_rpc_dot_admin__pb2.Policy.FromString,
                 _registered_method=True)
+        self.GetStatus = channel.unary_unary(
+                '/pdcluster.v1.Admin/GetStatus',
+                request_serializer=pdcluster_dot_rpc_dot_admin__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=pdcluster_dot_rpc_dot_admin__pb2.RouterStatus.FromString,
+                _registered_method=True)
         self.GetCache = channel.unary_unary(
                 '/pdcluster.v1.Admin/GetCache',
                 request_serializer=pdcluster_dot_rpc_dot_admin__pb2.GetCacheRequest.SerializeToString,
@@ -168,6 +173,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStatus(self, request, context):
+        """Whether the router serves, since when, and its metrics.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetCache(self, request, context):
         """What is known of prefix caches.
         """
@@ -234,6 +246,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.SetPolicy,
                     request_deserializer=pdcluster_dot_rpc_dot_admin__pb2.SetPolicyRequest.FromString,
                     response_serializer=pdcluster_dot_rpc_dot_admin__pb2.Policy.SerializeToString,
+            ),
+            'GetStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStatus,
+                    request_deserializer=pdcluster_dot_rpc_dot_admin__pb2.GetStatusRequest.FromString,
+                    response_serializer=pdcluster_dot_rpc_dot_admin__pb2.RouterStatus.SerializeToString,
             ),
             'GetCache': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCache,
@@ -516,6 +533,33 @@ class Admin:
             '/pdcluster.v1.Admin/SetPolicy',
             pdcluster_dot_rpc_dot_admin__pb2.SetPolicyRequest.SerializeToString,
             pdcluster_dot_rpc_dot_admin__pb2.Policy.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdcluster.v1.Admin/GetStatus',
+            pdcluster_dot_rpc_dot_admin__pb2.GetStatusRequest.SerializeToString,
+            pdcluster_dot_rpc_dot_admin__pb2.RouterStatus.FromString,
             options,
             channel_credentials,
             insecure,

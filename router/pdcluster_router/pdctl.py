@@ -2,22 +2,392 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
+from pdcluster.core.errors import ConfigError, PdclusterError
 from pdcluster.settings import flags
+from pdcluster_router.operate.printing import OutputFormat
 from pdcluster_router.replay.options import NodeOptions, Printing, Routing, Traffic
 
-app = typer.Typer(
-    help="Operate a pdcluster; replay traces without one.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+if TYPE_CHECKING:
+    from pdcluster_router.operate.clients import AdminClients
+
+HELP = """Operate a pdcluster; replay traces without one.
+
+Exit codes: 0 done, 1 error, 2 wrong usage, 3 not reached in time (wait, drain), 4 no router can be reached."""
+NOT_REACHED, UNREACHABLE, INTERRUPTED = 3, 4, 130
+COMPLETION_S = 1.0
+SHELLS = ("bash", "zsh", "fish")
+PROGRAM, COMPLETE_VARIABLE = "pdctl", "_PDCTL_COMPLETE"
+
+app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+get_app = typer.Typer(help="List nodes, requests or models, or show the policy.", no_args_is_help=True)
+describe_app = typer.Typer(help="All that is known of one thing.", no_args_is_help=True)
+set_app = typer.Typer(help="Change the routing policy.", no_args_is_help=True)
+diff_app = typer.Typer(help="Compare the live policy with its shadow.", no_args_is_help=True)
+config_app = typer.Typer(help="Look at the settings.", no_args_is_help=True)
+for name, part in (
+    ("get", get_app), ("describe", describe_app), ("set", set_app), ("diff", diff_app), ("config", config_app),
+):  # fmt: skip
+    app.add_typer(part, name=name)
 
 
 @app.callback()
 def pdctl() -> None:
-    """Operate a pdcluster; replay traces without one."""
+    pass
+
+
+# ---------------------------------------------------------------- options
+
+
+def _names(ctx: typer.Context, incomplete: str, method: str, request: str, field: str) -> list[str]:
+    """Names from the cluster, for a shell that completes. Nothing when no router answers in time."""
+    from pdcluster.rpc import admin_pb2 as pb
+    from pdcluster_router.operate.clients import AdminClients
+
+    try:
+        clients = AdminClients(str(ctx.params.get("admin") or ADMIN), ctx.params.get("token_file"), lambda line: None)
+        told = clients.ask(method, getattr(pb, request)(), COMPLETION_S)
+    except PdclusterError:
+        return []
+    found = [each for one in told if one.error is None for each in getattr(one.reply, field)]
+    names = [each.name if field == "nodes" else each.id for each in found]
+    return [each for each in dict.fromkeys(names) if each.startswith(incomplete)]
+
+
+def _node_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    return _names(ctx, incomplete, "ListNodes", "ListNodesRequest", "nodes")
+
+
+def _request_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    return _names(ctx, incomplete, "ListRequests", "ListRequestsRequest", "requests")
+
+
+ADMIN = "127.0.0.1:50052"
+Admin = Annotated[
+    str,
+    typer.Option(
+        "--admin", envvar="PDCTL_ADMIN", metavar="HOST:PORT[,…]",
+        help="Admin addresses of the routers; a name may stand for several.",
+    ),
+]  # fmt: skip
+TokenFile = Annotated[
+    Path | None,
+    typer.Option("--token-file", envvar="PDCTL_TOKEN_FILE", metavar="FILE", help="File with the admin token."),
+]
+Output = Annotated[
+    OutputFormat, typer.Option("-o", "--output", envvar="PDCTL_OUTPUT", help="How the answer is printed.")
+]
+Watch = Annotated[bool, typer.Option("-w", "--watch", help="Look again and again until Ctrl-C.")]
+Interval = Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")]
+Timeout = Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds.")]
+NodeName = Annotated[str, typer.Argument(metavar="NODE", autocompletion=_node_names)]
+NodeNames = Annotated[list[str], typer.Argument(metavar="NODE…", autocompletion=_node_names)]
+RequestName = Annotated[
+    str,
+    typer.Argument(
+        metavar="ID", autocompletion=_request_names, help="The id of a request or choice, or the client's x-request-id."
+    ),
+]
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    """Errors as one line, with pdctl's exit codes."""
+    from pdcluster_router.operate.clients import NotReached, Unreachable
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except PdclusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        codes = ((ConfigError, 2), (NotReached, NOT_REACHED), (Unreachable, UNREACHABLE))
+        raise typer.Exit(next((code for kind, code in codes if isinstance(error, kind)), 1)) from None
+
+
+@contextmanager
+def _clients(admin: str, token_file: Path | None) -> Iterator[AdminClients]:
+    """Open clients, and report errors."""
+    from pdcluster_router.operate.clients import AdminClients
+    from pdcluster_router.operate.commands import warn
+
+    with _reported():
+        clients = AdminClients(admin, token_file, warn)
+        try:
+            yield clients
+        finally:
+            clients.close()
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _getter(what: str, help_text: str) -> None:
+    def run(
+        admin: Admin = ADMIN,
+        token_file: TokenFile = None,
+        output: Output = OutputFormat.TABLE,
+        watch: Watch = False,
+        interval: Interval = 2.0,
+    ) -> None:
+        from pdcluster_router.operate import commands
+
+        with _clients(admin, token_file) as clients:
+            commands.repeat(lambda: commands.get(clients, what, output), interval, is_watching=watch)
+
+    get_app.command(what, help=help_text)(run)
+
+
+_getter("nodes", "Nodes with their role, state and load.")
+_getter("requests", "Requests that are not answered yet, oldest first.")
+_getter("models", "Models and the nodes that serve them.")
+
+
+@get_app.command("policy")
+def get_policy(admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = OutputFormat.TABLE) -> None:
+    """The routing policy of each router, and its shadow."""
+    from pdcluster_router.operate import commands
+
+    with _clients(admin, token_file) as clients:
+        commands.get_policy(clients, output)
+
+
+@describe_app.command("node")
+def describe_node(
+    node: NodeName, admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = OutputFormat.TABLE
+) -> None:
+    """A node with its load, transfer paths, requests and last events."""
+    from pdcluster_router.operate import commands
+
+    with _clients(admin, token_file) as clients:
+        commands.describe(clients, node, output)
+
+
+@app.command()
+def top(
+    admin: Admin = ADMIN,
+    token_file: TokenFile = None,
+    output: Output = OutputFormat.TABLE,
+    interval: Interval = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="One look, since the routers' start.")] = False,
+) -> None:
+    """Pools, nodes, tokens a second and latencies, live. A node much slower than its pool is marked."""
+    from pdcluster_router.operate import commands
+
+    with _clients(admin, token_file) as clients:
+        commands.show_top(clients, interval, output, is_once=once)
+
+
+@app.command()
+def status(admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = OutputFormat.TABLE) -> None:
+    """Whether the cluster serves, and what is wrong."""
+    from pdcluster_router.operate import commands
+
+    with _clients(admin, token_file) as clients:
+        commands.status(clients, output)
+
+
+@app.command()
+def explain(
+    request: RequestName, admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = OutputFormat.TABLE
+) -> None:
+    """Why a request went where it went."""
+    from pdcluster_router.operate import commands
+
+    with _clients(admin, token_file) as clients:
+        commands.explain(clients, request, output)
+
+
+@app.command()
+def trace(
+    request: RequestName, admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = OutputFormat.TABLE
+) -> None:
+    """The timeline of a request that ended: queue, prefill, KV transfer, decode."""
+    from pdcluster_router.operate import commands
+
+    with _clients(admin, token_file) as clients:
+        commands.trace(clients, request, output)
+
+
+@app.command()
+def cache(
+    admin: Admin = ADMIN,
+    token_file: TokenFile = None,
+    output: Output = OutputFormat.TABLE,
+    digests: Annotated[bool, typer.Option("--digests", help="Also a digest of each node's blocks.")] = False,
+) -> None:
+    """What routers know of the nodes' prefix caches."""
+    from pdcluster_router.operate import commands
+
+    with _clients(admin, token_file) as clients:
+        commands.cache(clients, output, digests=digests)
+
+
+@app.command()
+def events(
+    admin: Admin = ADMIN,
+    token_file: TokenFile = None,
+    output: Output = OutputFormat.TABLE,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Also what happens from now on.")] = False,
+    since: Annotated[int, typer.Option("--since", min=0, help="Only those after this number.")] = 0,
+) -> None:
+    """What happened: nodes that came and went, drains, roles, policies."""
+    from pdcluster_router.operate import commands
+
+    with _clients(admin, token_file) as clients:
+        commands.events(clients, since, output, follow=follow)
+
+
+@app.command()
+def wait(
+    admin: Admin = ADMIN,
+    token_file: TokenFile = None,
+    timeout: Timeout = 60.0,
+    nodes: Annotated[int, typer.Option("--nodes", min=0, help="Also so many ready nodes.")] = 0,
+) -> None:
+    """Wait until every router would serve a request at once. Exit code 3 when that takes longer than --timeout."""
+    from pdcluster_router.operate import commands
+    from pdcluster_router.operate.clients import AdminClients
+
+    with _reported():
+        commands.wait(lambda: AdminClients(admin, token_file, lambda line: None), nodes, timeout)
+
+
+# ---------------------------------------------------------------- changing
+
+
+@app.command()
+def cordon(nodes: NodeNames, admin: Admin = ADMIN, token_file: TokenFile = None) -> None:
+    """Let nodes take no new work. What runs goes on."""
+    from pdcluster_router.operate import commands
+
+    with _clients(admin, token_file) as clients:
+        commands.cordon(clients, nodes, cordoned=True)
+
+
+@app.command()
+def uncordon(nodes: NodeNames, admin: Admin = ADMIN, token_file: TokenFile = None) -> None:
+    """Let nodes take work again."""
+    from pdcluster_router.operate import commands
+
+    with _clients(admin, token_file) as clients:
+        commands.cordon(clients, nodes, cordoned=False)
+
+
+@app.command()
+def drain(
+    node: NodeName,
+    admin: Admin = ADMIN,
+    token_file: TokenFile = None,
+    output: Output = OutputFormat.TABLE,
+    timeout: Timeout = 600.0,
+) -> None:
+    """Cordon a node and wait until nothing runs there. What still runs after --timeout moves to other nodes.
+
+    Exit code 3 when the node is still at work then. Ctrl-C stops the wait; the node stays cordoned.
+    """
+    from pdcluster_router.operate import commands
+
+    with _clients(admin, token_file) as clients:
+        commands.drain(clients, node, timeout, output)
+
+
+@app.command("set-role")
+def set_role(
+    node: NodeName,
+    role: Annotated[str, typer.Argument(metavar="prefill|decode|mixed")],
+    admin: Admin = ADMIN,
+    token_file: TokenFile = None,
+) -> None:
+    """Change what a node is scheduled for. What runs goes on."""
+    from pdcluster_router.operate import commands
+
+    with _clients(admin, token_file) as clients:
+        if role not in ("prefill", "decode", "mixed"):
+            raise ConfigError(f"{role!r} is no role; use prefill, decode or mixed")
+        commands.set_role(clients, node, role)  # type: ignore[arg-type]
+
+
+@app.command()
+def cancel(
+    request: RequestName,
+    admin: Admin = ADMIN,
+    token_file: TokenFile = None,
+    reason: Annotated[str, typer.Option("--reason", help="Told to the client.")] = "",
+) -> None:
+    """End a request on all nodes. Its client gets an error."""
+    from pdcluster_router.operate import commands
+
+    with _clients(admin, token_file) as clients:
+        commands.cancel(clients, request, reason)
+
+
+@set_app.command("policy")
+def set_policy(
+    admin: Admin = ADMIN,
+    token_file: TokenFile = None,
+    live: Annotated[str | None, typer.Option("--live", metavar="POLICY", help="Chooses from now on.")] = None,
+    shadow: Annotated[
+        str | None, typer.Option("--shadow", metavar="POLICY", help="Only watches; none removes it.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only check it.")] = False,
+) -> None:
+    """Set the policy or its shadow at every router, such as --live kv-cost:weight=2."""
+    from pdcluster_router.operate import commands
+
+    with _clients(admin, token_file) as clients:
+        commands.set_policy(clients, live, shadow, dry_run=dry_run)
+
+
+@diff_app.command("policy")
+def diff_policy(admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = OutputFormat.TABLE) -> None:
+    """How often the shadow policy agreed with the live one."""
+    from pdcluster_router.operate import commands
+
+    with _clients(admin, token_file) as clients:
+        commands.diff_policy(clients, output)
+
+
+# ---------------------------------------------------------------- without a cluster
+
+
+def _settings(help_text: str) -> Callable[..., None]:
+    def run(
+        file: Annotated[Path | None, typer.Option("--config", metavar="FILE", help=flags.FILE_HELP)] = None,
+        pairs: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=flags.SET_HELP)] = None,
+        section: Annotated[
+            str | None, typer.Option("--section", metavar="NAME", help="only node, router, bootstrap or up")
+        ] = None,
+    ) -> None:
+        from pdcluster.settings.shown import show_settings
+
+        with flags.reported():
+            show_settings(file, pairs or [], section)
+
+    run.__doc__ = help_text
+    return run
+
+
+config_app.command("view")(_settings("Print the effective value of every key and where it comes from."))
+config_app.command("check")(_settings("Check the settings of this machine; exit 2 when one is wrong."))
+
+
+@app.command()
+def completion(shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish")]) -> None:
+    """Print the script that completes pdctl in a shell: eval "$(pdctl completion bash)"."""
+    from typer._completion_shared import get_completion_script
+
+    with _reported():
+        if shell not in SHELLS:
+            raise ConfigError(f"{shell!r} is no shell that is known; use {', '.join(SHELLS)}")
+        print(get_completion_script(prog_name=PROGRAM, complete_var=COMPLETE_VARIABLE, shell=shell))
 
 
 def replay(traffic: Traffic, nodes: NodeOptions, routing: Routing, printing: Printing) -> None:
@@ -36,7 +406,10 @@ app.command("replay")(flags.grouped(replay, Traffic, NodeOptions, Routing, Print
 
 
 def main() -> None:
-    app()
+    from typer._completion_classes import completion_init
+
+    completion_init()
+    app(prog_name=PROGRAM)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ async def _serve(config: RouterConfig) -> int:
             await tasks.run(work)
         front = parts.front if worker is None else await _join(worker, me, parts, tasks, health)
         address, grpc_address = await stack.enter_async_context(_open(front, config, health))
-        admin_address = await _serve_admin(parts.admin, config, stack)
+        admin_address = await _serve_admin(parts.admin, me.node, health, config, stack)
         if config.auto_roles:
             await tasks.run(keep_roles(parts.admin, RoleController(RoleSettings(), parts.settings.headroom)))
         collect_seldom()
@@ -205,12 +205,14 @@ async def _join(
     return replace(front, worker=worker, exposition=endpoint.exposition)
 
 
-async def _serve_admin(admin: Admin, config: RouterConfig, stack: AsyncExitStack) -> str | None:
+async def _serve_admin(
+    admin: Admin, name: str, health: RouterHealth, config: RouterConfig, stack: AsyncExitStack
+) -> str | None:
     if config.admin is None:
         return None
     from pdcluster_router.admin import grpc  # brings grpc, as the gRPC front door does
 
-    return await stack.enter_async_context(grpc.listening(admin, config.admin, config.admin_token()))
+    return await stack.enter_async_context(grpc.listening(admin, config.admin, config.admin_token(), name, health))
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ LEVELS: dict[str, int] = {
     "pdcluster_router.request": 15,
     "pdcluster_router.frontend": 17,
     "pdcluster_router.admin": 18,
+    "pdcluster_router.operate": 19,
     "pdcluster_router.workers": 19,
     "pdcluster_router.process": 20,
     "pdcluster_router.pdctl": 20,

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from pdcluster.bootstrap.card_messages import role_from_proto, role_to_proto
 from pdcluster.core.errors import PdclusterError
+from pdcluster.core.version import VERSION
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import admin_pb2_grpc as stubs
 from pdcluster.rpc.status import status_of
@@ -22,6 +23,7 @@ from pdcluster_router.admin.operations import CachedNode, NodeStatus, Operations
 from pdcluster_router.cluster.events import Event
 from pdcluster_router.explain.text import text_of
 from pdcluster_router.frontend.grpc import bind
+from pdcluster_router.frontend.health import RouterHealth
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +37,9 @@ STOP_GRACE_S = 0.5
 class AdminService(stubs.AdminServicer):
     """Runs in the event loop of a router or of its supervisor."""
 
-    def __init__(self, operations: Operations) -> None:
-        self._operations = operations
+    def __init__(self, operations: Operations, name: str = "router", router: RouterHealth | None = None) -> None:
+        """router: None: GetStatus is not implemented."""
+        self._operations, self._name, self._router = operations, name, router
 
     async def ListNodes(self, request: pb.ListNodesRequest, context: grpc.aio.ServicerContext) -> pb.ListNodesReply:
         return pb.ListNodesReply(nodes=map(_node, await self._operations.nodes()))
@@ -111,6 +114,20 @@ class AdminService(stubs.AdminServicer):
         shadow = request.shadow if request.HasField("shadow") else None
         return _policy(await self._operations.set_policy(live=live, shadow=shadow, dry_run=request.dry_run))
 
+    async def GetStatus(self, request: pb.GetStatusRequest, context: grpc.aio.ServicerContext) -> pb.RouterStatus:
+        if (router := self._router) is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this Admin service knows no status")
+            raise AssertionError  # abort has raised already
+        verdict = await router.readiness()
+        return pb.RouterStatus(
+            name=self._name,
+            version=VERSION,
+            status=verdict.status,
+            reasons=verdict.reasons,
+            can_serve=bool(verdict.facts.get("can_serve")),
+            metrics=(await router.exposition()).decode() if request.metrics else "",
+        )
+
     async def GetCache(self, request: pb.GetCacheRequest, context: grpc.aio.ServicerContext) -> pb.CacheReply:
         found = await self._operations.cache(digests=request.digests)
         views = [
@@ -131,7 +148,7 @@ class AdminService(stubs.AdminServicer):
 
 
 def _policy(found: PolicyStatus) -> pb.Policy:
-    return pb.Policy(live=found.live, shadow=found.shadow, known=found.known)
+    return pb.Policy(**msgspec.structs.asdict(found))
 
 
 def _request(found: RequestStatus) -> pb.Request:
@@ -237,12 +254,14 @@ def _same_kind(
 
 
 @asynccontextmanager
-async def listening(operations: Operations, address: str, token: str | None) -> AsyncIterator[str]:
-    """Serve while the block runs; yields HOST:PORT."""
+async def listening(
+    operations: Operations, address: str, token: str | None, name: str = "router", router: RouterHealth | None = None
+) -> AsyncIterator[str]:
+    """Serve while the block runs; yields HOST:PORT. name, router: for GetStatus."""
     server = grpc.aio.server(
         interceptors=(Guard(token),), options=(("grpc.so_reuseport", 0),), maximum_concurrent_rpcs=MAX_CALLS
     )
-    stubs.add_AdminServicer_to_server(AdminService(operations), server)
+    stubs.add_AdminServicer_to_server(AdminService(operations, name, router), server)
     states = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(states, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

@@ -71,11 +71,14 @@ class PolicyStatus(msgspec.Struct, frozen=True):
 
     shadow: "" for none.
     known: names that may be set.
+    shadow_agreed, shadow_watched: decisions of the present shadow, equal to the live policy's and all.
     """
 
     live: str
     shadow: str
     known: tuple[str, ...]
+    shadow_agreed: int = 0
+    shadow_watched: int = 0
 
 
 class CachedNode(msgspec.Struct, frozen=True):

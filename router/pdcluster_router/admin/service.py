@@ -177,7 +177,9 @@ class Admin:
 
     async def policy(self) -> PolicyStatus:
         live, shadow = self._policies.live, self._policies.shadow
-        return PolicyStatus(live.name, shadow.name if shadow is not None else "", POLICIES)
+        if shadow is None:
+            return PolicyStatus(live.name, "", POLICIES)
+        return PolicyStatus(live.name, shadow.name, POLICIES, *self._explainer.agreement(shadow.name))
 
     async def set_policy(self, *, live: str | None, shadow: str | None, dry_run: bool) -> PolicyStatus:
         """Set policies from the next decision on; shadow "" removes it. Raises BadRequest for an unknown one, and then

@@ -25,7 +25,7 @@ from typing import Protocol
 import msgspec
 
 from pdcluster.telemetry.metrics import ExplainMetrics
-from pdcluster_router.core.generation import TenantPriority
+from pdcluster_router.core.generation import Done, TenantPriority
 from pdcluster_router.explain.packed import unpack
 from pdcluster_router.explain.records import (
     NO_HIT,
@@ -36,6 +36,7 @@ from pdcluster_router.explain.records import (
     Noted,
     ShadowRecord,
     Weighed,
+    outcome_of,
     worth_keeping,
 )
 from pdcluster_router.policy.base import RoutingDecision
@@ -84,6 +85,8 @@ class KeptViews:
 # Bytes of a request kept as it is, beside its strings and numbers.
 PACKED_BYTES = 1200
 
+DONE_BYTES = 700
+
 # Decisions kept of one request: the first ones and the last. A request that is refused for a minute has a thousand.
 MAX_DECISIONS = 16
 
@@ -111,6 +114,9 @@ class Record:
     # Set as the request goes on. Class defaults cost nothing until then.
     attempts = 0
     cached_tokens: int | None = None
+    # How it ended well, after so many tokens.
+    done: Done | None = None
+    num_output = 0
     # Its only decision so far, with the seconds of its record.
     packed: PackedComparison | None = None
     _at_s = _held_s = 0.0
@@ -143,7 +149,8 @@ class Record:
     def size_bytes(self) -> int:
         """Bytes of a record whose decision is `packed`."""
         num_told = 0 if self.packed is None else len(self.packed.told)
-        return PACKED_BYTES + num_told + len(self._client_id) + len(self._why)
+        num_done = 0 if self.done is None else DONE_BYTES
+        return PACKED_BYTES + num_done + num_told + len(self._client_id) + len(self._why)
 
     @property
     def prefix(self) -> tuple[int, int]:
@@ -255,6 +262,7 @@ class Record:
             self._client_id,
             None if self._considered is None else self._told_considered(),
             self._why,
+            None if self.done is None else outcome_of(self.done, self.num_output),
         )
 
     def _hindsight(self) -> Judged | None:
@@ -296,6 +304,7 @@ class Explainer:
         self._by_client: dict[str, dict[str, None]] = {}
         self._client_of: dict[str, str] = {}
         self._num_bytes = 0
+        self._watched_by, self._num_agreed, self._num_watched = "", 0, 0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Noted)
 
@@ -437,7 +446,15 @@ class Explainer:
             names,
         )
 
+    def agreement(self, shadow: str) -> tuple[int, int]:
+        """Decisions on which the shadow of that name agreed since it watches, and all that it watched."""
+        return (self._num_agreed, self._num_watched) if shadow == self._watched_by else (0, 0)
+
     def count(self, shadow: ShadowRecord) -> None:
+        if shadow.policy != self._watched_by:
+            self._watched_by, self._num_agreed, self._num_watched = shadow.policy, 0, 0
+        self._num_agreed += shadow.agrees
+        self._num_watched += 1
         self._metrics.shadow_decisions.labels(shadow.policy, "same" if shadow.agrees else "other").inc()
 
     def _keep(self, request: str, told: bytes | Record, num_bytes: int) -> None:

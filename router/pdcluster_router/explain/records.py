@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from pdcluster.cost.cost import CostError
+from pdcluster_router.core.generation import Done, Timeline
 
 # Candidates kept per leg, the best first, and as many rejected ones.
 MAX_CANDIDATES = 16
@@ -154,6 +155,28 @@ class Hindsight(msgspec.Struct, frozen=True):
 Judged = tuple[float, float, float, str | None, float | None, Hit | None]
 
 
+class RequestOutcome(msgspec.Struct, frozen=True):
+    """How a request ended well, as its client is told in `usage.pdcluster`."""
+
+    finish: str
+    mode: str
+    prefill: str | None
+    decode: str | None
+    transfer: str
+    attempts: int
+    cached_tokens: int
+    output_tokens: int
+    timeline: Timeline
+
+
+def outcome_of(done: Done, num_output: int) -> RequestOutcome:
+    route = done.route
+    return RequestOutcome(
+        done.reason, route.mode, route.prefill, route.decode, route.backend, done.attempts, done.cached_tokens,
+        num_output, done.timeline,
+    )  # fmt: skip
+
+
 class Explanation(msgspec.Struct, omit_defaults=True):
     """One request.
 
@@ -176,6 +199,7 @@ class Explanation(msgspec.Struct, omit_defaults=True):
     client_id: str = ""
     considered: DecisionRecord | None = None
     why: str = ""
+    outcome: RequestOutcome | None = None
 
 
 class Noted(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -193,6 +217,7 @@ class Noted(msgspec.Struct, frozen=True, array_like=True, gc=False):
     client_id: str
     considered: Decided | None
     why: str
+    outcome: RequestOutcome | None = None
 
     def told(self) -> Explanation:
         fields = {name: getattr(self, name) for name in Explanation.__struct_fields__}

@@ -39,7 +39,7 @@ class RouterHealth:
     def __init__(self, readiness: Callable[[], Awaitable[Verdict]], exposition: Callable[[], Awaitable[bytes]]) -> None:
         self.is_draining = False
         self._pulse = Pulse()
-        self.readiness, self._exposition = readiness, exposition
+        self.readiness, self.exposition = readiness, exposition
         self._verdict = Verdict(False, "starting", ["the router starts"], {"can_serve": False})
         self._loop = asyncio.get_running_loop()
         self.probes = Probes(self.live, self.ready, self.metrics)
@@ -68,4 +68,4 @@ class RouterHealth:
             raise Unavailable(f"the router's loop made no metrics within {SCRAPE_S:g} s") from None
 
     async def _text(self) -> bytes:
-        return await self._exposition()
+        return await self.exposition()

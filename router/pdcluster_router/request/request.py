@@ -438,7 +438,8 @@ class Request:
             self.set_clock(self.shared.settings.late_report_s)
 
     def _finish(self) -> None:
-        done = self._done()
+        self.record.done = done = self._done()
+        self.record.num_output = len(self.job.emitted)
         self._close(None, "done")
         self.sink.on_done(done)
 

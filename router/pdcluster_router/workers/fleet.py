@@ -248,7 +248,15 @@ class Fleet:
     # ------------------------------------------------------------ policy
 
     async def policy(self) -> PolicyStatus:
-        return await self._ask_any(frames.AskPolicy(), PolicyStatus, ASK_S)
+        told = list((await self._ask_all(frames.AskPolicy(), PolicyStatus)).told.values())
+        if not told:
+            return await self._ask_any(frames.AskPolicy(), PolicyStatus, ASK_S)
+        alike = [each for each in told if each.shadow == told[0].shadow]
+        return msgspec.structs.replace(
+            told[0],
+            shadow_agreed=sum(each.shadow_agreed for each in alike),
+            shadow_watched=sum(each.shadow_watched for each in alike),
+        )
 
     async def set_policy(self, *, live: str | None, shadow: str | None, dry_run: bool) -> PolicyStatus:
         """Set policies after one worker has checked them. A silent worker gets them when it starts again."""

@@ -63,8 +63,8 @@ async def _serve(loaded: LoadedSection[RouterConfig]) -> int:
     async with AsyncExitStack() as stack:
         http, grpc = await _hold_ports(config, stack)
         control = await stack.enter_async_context(_control(fleet))
-        admin = await _serve_admin(config, fleet, stack)
         health = RouterHealth(fleet.readiness, fleet.exposition)
+        admin = await _serve_admin(config, fleet, name, health, stack)
         health_address = stack.enter_context(health_port(config.health, health.probes))
         looking = asyncio.create_task(health.keep(), name="health")
         stack.callback(looking.cancel)
@@ -140,7 +140,9 @@ async def _control(fleet: Fleet) -> AsyncIterator[Path]:
             fleet.close()
 
 
-async def _serve_admin(config: RouterConfig, fleet: Fleet, stack: AsyncExitStack) -> str | None:
+async def _serve_admin(
+    config: RouterConfig, fleet: Fleet, name: str, health: RouterHealth, stack: AsyncExitStack
+) -> str | None:
     if config.admin is None:
         return None
     set_library_environment(
@@ -148,7 +150,7 @@ async def _serve_admin(config: RouterConfig, fleet: Fleet, stack: AsyncExitStack
     )  # workers are forked right after, and nothing of gRPC is used in between
     from pdcluster_router.admin import grpc as admin_api  # brings grpc
 
-    return await stack.enter_async_context(admin_api.listening(fleet, config.admin, config.admin_token()))
+    return await stack.enter_async_context(admin_api.listening(fleet, config.admin, config.admin_token(), name, health))
 
 
 def worker_spec(

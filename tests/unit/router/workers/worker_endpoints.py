@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from pdcluster.core.errors import BadRequest, PdclusterError, UnknownName
 from pdcluster.core.messages import Load, Role
+from pdcluster.telemetry.health import Verdict
 from pdcluster_router.admin.operations import (
     CachedNode,
     CacheStatus,
@@ -57,6 +58,7 @@ class ScriptedWorker:
     live: str = "seconds"
     shadow: str = ""
     is_stuck: bool = False
+    verdict: Verdict = field(default_factory=lambda: Verdict(True, "ready", facts={"can_serve": True}))
     asked: list[str] = field(default_factory=list)
 
     async def _note(self, what: str) -> None:
@@ -126,6 +128,9 @@ class ScriptedWorker:
         await self._note("cache")
         return self.cache_status
 
+    async def readiness(self) -> Verdict:
+        return self.verdict
+
     def events(self, since: int, *, follow: bool) -> AsyncIterator[Event]:
         return self.log.follow(since) if follow else self.log.kept(since)
 
@@ -157,7 +162,7 @@ class Workers:
 
     async def join(self, number: int, worker: ScriptedWorker | None = None) -> ScriptedWorker:
         scripted = self.scripted[number] = worker or ScriptedWorker()
-        endpoint = self.endpoints[number] = WorkerEndpoint(scripted, registry_of(number))
+        endpoint = self.endpoints[number] = WorkerEndpoint(scripted, registry_of(number), scripted.readiness)
         self._tasks[number] = asyncio.create_task(
             endpoint.serve(WorkerIdentity(number, 2, self._path), f"boot-{number}")
         )

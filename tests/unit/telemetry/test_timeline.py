@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pdcluster.launch.demo import BAR, FAINT, WIDTH, render
+from pdcluster.telemetry.timeline import BAR, FAINT, WIDTH, render
 
 TIMELINE = {
     "queue_s": 0.001,

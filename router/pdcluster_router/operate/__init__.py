@@ -1,0 +1,1 @@
+"""pdctl's commands: what an operator asks of one or several routers."""

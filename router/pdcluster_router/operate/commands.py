@@ -1,0 +1,330 @@
+"""What pdctl's commands do. Each takes open clients and prints; `pdctl` has their flags."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import grpc
+
+from pdcluster.bootstrap.card_messages import role_to_proto
+from pdcluster.core.errors import ConfigError, PdclusterError
+from pdcluster.core.messages import Role
+from pdcluster.rpc import admin_pb2 as pb
+from pdcluster.telemetry import timeline
+from pdcluster_router.operate import reading, top
+from pdcluster_router.operate.clients import AdminClients, NotReached, Told, differing, problem, refusal
+from pdcluster_router.operate.printing import (
+    OutputFormat,
+    PrintedColumn,
+    console,
+    screen,
+    show,
+    show_data,
+    table,
+)
+
+POLL_S = 0.2
+# A drain's stream outlives its deadline by what the router gives moved work.
+DRAIN_GRACE_S = 30.0
+POLICY_COLUMNS = (
+    PrintedColumn("LIVE", "name"),
+    PrintedColumn("SHADOW", "shadow"),
+    PrintedColumn("AGREED", "agreed", is_number=True),
+    PrintedColumn("WATCHED", "watched", is_number=True),
+    PrintedColumn("ROUTER", "router"),
+)
+STATUS_COLUMNS = (
+    PrintedColumn("ROUTER", "name"),
+    PrintedColumn("STATUS", "status"),
+    PrintedColumn("CAN SERVE", "can_serve"),
+    PrintedColumn("VERSION", "version"),
+    PrintedColumn("ADDRESS", "router"),
+    PrintedColumn("WHY", "why"),
+)
+IS_DATA = (OutputFormat.JSON, OutputFormat.YAML)
+
+
+def warn(line: str) -> None:
+    console(is_error=True).print(f"warning: {line}", style="yellow", markup=False)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def get(clients: AdminClients, what: str, output: OutputFormat) -> None:
+    if what == "nodes":
+        rows = reading.nodes(clients)
+        for row in rows:
+            if "seen" in row:
+                warn(f"routers do not agree on node {row['name']}: {row['seen']}")
+        show(rows, reading.NODE_COLUMNS, output)
+    elif what == "requests":
+        show(reading.requests(clients), reading.REQUEST_COLUMNS, output)
+    else:
+        show(reading.models(clients), reading.MODEL_COLUMNS, output)
+
+
+def repeat(work: Callable[[], None], every_s: float, *, is_watching: bool) -> None:
+    """Do it once, or again and again on a screen of its own until Ctrl-C."""
+    if not is_watching:
+        work()
+        return
+    with screen() as found:
+        while True:
+            if found.is_terminal:
+                found.clear()
+            work()
+            time.sleep(every_s)
+
+
+def describe(clients: AdminClients, name: str, output: OutputFormat) -> None:
+    found = reading.describe(clients, name)
+    if output in IS_DATA:
+        show_data(found, output)
+        return
+    if output is OutputFormat.NAME:
+        print(found["name"])
+        return
+    out = console()
+    shown = ("name", "role", "state", "model", "address", "device", "transfer", "max_len", "incarnation")
+    for key in (*shown, "waiting", "running", "slots", "kv_used", "in_flight"):
+        out.print(f"{key.replace('_', ' ') + ':':<14}{found[key]}", markup=False)
+    for title, columns, rows in (
+        ("paths of KV", reading.PATH_COLUMNS, found["paths"]),
+        ("requests", reading.REQUEST_COLUMNS, found["requests"]),
+    ):
+        out.print(f"\n{title}", style="bold")
+        out.print(table(rows, [column for column in columns if not column.is_wide]) if rows else "  none")  # type: ignore[arg-type]
+    out.print("\nevents", style="bold")
+    for event in found["events"]:  # type: ignore[attr-defined]
+        out.print(f"  {event_line(event)}", markup=False)
+
+
+def event_line(event: reading.Row) -> str:
+    at = datetime.fromtimestamp(float(str(event["at"])), UTC).strftime("%Y-%m-%d %H:%M:%S")
+    return f"{at}  {event['kind']:<14} {event['subject']:<18} {event['message']}"
+
+
+def status(clients: AdminClients, output: OutputFormat) -> None:
+    """Prints the routers, the pools, and what is wrong."""
+    rows = [row | {"why": "; ".join(row["reasons"])} for row in reading.statuses(clients)]  # type: ignore[arg-type]
+    nodes = reading.nodes(clients)
+    problems = [f"node {node['name']} is {node['state']}" for node in nodes if node["state"] != "ready"]
+    problems += [f"router {row['name']}: {row['why']}" for row in rows if row["why"]]
+    if differs := differing((str(row["router"]), str(row["version"])) for row in rows):
+        problems.append(f"routers differ in version: {differs}")
+    if output in IS_DATA:
+        for row in rows:
+            row.pop("metrics")
+        show_data({"routers": rows, "nodes": nodes, "problems": problems}, output)
+        return
+    show(rows, STATUS_COLUMNS, output)
+    if output is OutputFormat.NAME:
+        return
+    out = console()
+    for role in dict.fromkeys(str(node["role"]) for node in nodes):
+        pool = [node for node in nodes if node["role"] == role]
+        ready = sum(node["state"] == "ready" for node in pool)
+        out.print(f"{role}: {ready} of {len(pool)} nodes ready", markup=False)
+    for line in problems or ["nothing is wrong"]:
+        out.print(line, style="yellow" if problems else "green", markup=False)
+
+
+def show_top(clients: AdminClients, every_s: float, output: OutputFormat, *, is_once: bool) -> None:
+    """Live until Ctrl-C; once with is_once or where the output is data. The first look is since the routers' start."""
+    if output in IS_DATA:
+        show_data(top.figures(top.look(clients), None), output)
+        return
+    if is_once:
+        console().print(top.render(top.figures(top.look(clients), None)))
+        return
+    with screen() as found:
+        before: top.ClusterLook | None = None
+        while True:
+            now = top.look(clients)
+            if found.is_terminal:
+                found.clear()
+            found.print(top.render(top.figures(now, before)))
+            before = now
+            time.sleep(every_s)
+
+
+def events(clients: AdminClients, since: int, output: OutputFormat, *, follow: bool) -> None:
+    """Events of all routers by time; with follow those of one router, until Ctrl-C."""
+    if follow:
+        router = clients.first()
+        if len(clients.routers) > 1:
+            warn(f"only events of {router.address} are followed")
+        for event in router.stub.Events(pb.EventsRequest(since=since, follow=True)):
+            row = reading.event_row(event)
+            print(json.dumps(row) if output in IS_DATA else event_line(row), flush=True)
+        return
+    rows = []
+    for router in clients.routers:
+        try:
+            found = list(router.stub.Events(pb.EventsRequest(since=since), timeout=10.0))
+        except grpc.RpcError as error:
+            if len(clients.routers) == 1:
+                raise refusal(Told(router.address, None, error)) from error
+            warn(problem(router.address, error))
+            continue
+        rows += [reading.event_row(event) | {"router": router.address} for event in found]
+    rows.sort(key=lambda row: float(str(row["at"])))
+    if output in IS_DATA:
+        show_data(rows, output)
+        return
+    for row in rows:
+        print(row["sequence"] if output is OutputFormat.NAME else event_line(row))
+
+
+def cache(clients: AdminClients, output: OutputFormat, *, digests: bool) -> None:
+    rows = [
+        {
+            "name": node.node, "blocks": node.blocks, "is_exact": node.is_exact, "digest": node.digest,
+            "router": told.address,
+        }
+        for told in clients.read("GetCache", pb.GetCacheRequest(digests=digests))
+        for node in told.reply.nodes
+    ]  # fmt: skip
+    columns = (
+        PrintedColumn("NODE", "name"),
+        PrintedColumn("BLOCKS", "blocks", is_number=True),
+        PrintedColumn("EXACT", "is_exact"),
+        PrintedColumn("ROUTER", "router"),
+        PrintedColumn("DIGEST", "digest", is_wide=not digests),
+    )
+    show(rows, columns, output)
+
+
+def explain(clients: AdminClients, request: str, output: OutputFormat) -> None:
+    found = reading.explanations(clients, request)
+    if output in IS_DATA:
+        show_data([record for record, _ in found], output)
+    elif output is OutputFormat.NAME:
+        print("\n".join(str(record["request"]) for record, _ in found))
+    else:
+        print("\n\n".join(text for _, text in found if text))
+
+
+def trace(clients: AdminClients, request: str, output: OutputFormat) -> None:
+    """The timeline of each choice of a request that ended."""
+    found = [(record, reading.usage_of(record)) for record, _ in reading.explanations(clients, request)]
+    if output in IS_DATA:
+        show_data([{"request": record["request"], **usage} for record, usage in found], output)
+        return
+    for record, usage in found:
+        print(record["request"])
+        if output is not OutputFormat.NAME:
+            print("\n".join(timeline.render(usage)))
+
+
+# ---------------------------------------------------------------- changing
+
+
+def cordon(clients: AdminClients, nodes: list[str], *, cordoned: bool) -> None:
+    for node in nodes:
+        clients.write("Cordon", pb.CordonRequest(node=node, cordoned=cordoned), by_all=False)
+        print(f"node {node} {'takes no new work; what runs goes on' if cordoned else 'takes work again'}")
+
+
+def drain(clients: AdminClients, node: str, timeout_s: float, output: OutputFormat) -> None:
+    """Drain with progress. Raises NotReached when the node is still at work after its deadline."""
+    router, is_safe = clients.first(), False
+    call = router.stub.Drain(pb.DrainRequest(node=node, deadline_s=timeout_s), timeout=timeout_s + DRAIN_GRACE_S)
+    try:
+        for progress in call:
+            is_safe = progress.safe_to_stop
+            if output in IS_DATA:
+                print(json.dumps(reading.as_dict(progress)), flush=True)
+            else:
+                moved = f", {progress.moved} moved to other nodes" if progress.moved else ""
+                left = f"waiting {progress.waiting}, running {progress.running}, parked {progress.pages_parked} pages"
+                print(f"node {node}: {left}{moved}", flush=True)
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise NotReached(error.details() or f"node {node} is still at work; it stays cordoned") from None
+        raise refusal(Told(router.address, None, error)) from error
+    except KeyboardInterrupt:
+        call.cancel()
+        print(f"\nnode {node} stays cordoned, and nothing is moved; pdctl uncordon {node} takes it back")
+        raise
+    if not is_safe:
+        raise NotReached(f"the router ended the drain of node {node} before it was empty; it stays cordoned")
+    print(f"node {node} is empty: it may be stopped. pdctl uncordon {node} takes it back")
+
+
+def set_role(clients: AdminClients, node: str, role: Role) -> None:
+    told = clients.write("SetRole", pb.SetRoleRequest(node=node, role=role_to_proto(role)), by_all=False)
+    print(f"node {node} is a {reading.role_name(told.reply.role)} node now")
+
+
+def cancel(clients: AdminClients, request: str, reason: str) -> None:
+    told = clients.ask("CancelRequest", pb.CancelRequestRequest(id=request, reason=reason))
+    num = sum(each.reply.cancelled for each in told if each.error is None)
+    if not num:
+        raise refusal(next(each for each in told if each.error is not None))
+    print(f"{num} choice{'' if num == 1 else 's'} of request {request} ended")
+
+
+def get_policy(clients: AdminClients, output: OutputFormat) -> None:
+    rows = reading.policies(clients)
+    if difference := differing(
+        (str(row["router"]), f"{row['name']}, shadow {row['shadow'] or 'none'}") for row in rows
+    ):
+        warn(f"routers have different policies: {difference}; pdctl set policy makes them equal")
+    show(rows, POLICY_COLUMNS, output)
+
+
+def set_policy(clients: AdminClients, live: str | None, shadow: str | None, *, dry_run: bool) -> None:
+    """At all routers, after each has checked it."""
+    if live is None and shadow is None:
+        raise ConfigError("nothing to set; pass --live POLICY or --shadow POLICY (none removes it)")
+    shadow = "" if shadow == "none" else shadow
+    for told in clients.ask("SetPolicy", pb.SetPolicyRequest(live=live, shadow=shadow, dry_run=True)):
+        if told.error is not None:
+            raise refusal(told)
+    if dry_run:
+        print("all routers would take it")
+        return
+    told = clients.write("SetPolicy", pb.SetPolicyRequest(live=live, shadow=shadow), by_all=True)
+    print(f"policy {told.reply.live}, shadow {told.reply.shadow or 'none'} from the next decision on")
+
+
+def diff_policy(clients: AdminClients, output: OutputFormat) -> None:
+    """How often the shadow would have chosen otherwise."""
+    rows = reading.policies(clients)
+    if not any(row["shadow"] for row in rows):
+        raise PdclusterError("no shadow policy watches; pdctl set policy --shadow NAME begins")
+    if output in IS_DATA:
+        show_data(rows, output)
+        return
+    for row in rows:
+        watched, agreed = int(str(row["watched"])), int(str(row["agreed"]))
+        told = f"{row['name']} and {row['shadow']} agreed on {agreed} of {watched} decisions"
+        print(f"{told} ({100 * agreed / watched:.1f} %) at {row['router']}" if watched else f"{told} yet")
+
+
+def wait(clients_of: Callable[[], AdminClients], num_nodes: int, timeout_s: float) -> None:
+    """Until every router would serve a request at once and sees so many ready nodes. Raises NotReached."""
+    until, why = time.monotonic() + timeout_s, "no router answers"
+    while True:
+        try:
+            clients = clients_of()
+            try:
+                waiting = [row for row in reading.statuses(clients) if not row["can_serve"]]
+                ready = sum(node["state"] == "ready" for node in reading.nodes(clients))
+            finally:
+                clients.close()
+            if not waiting and ready >= num_nodes:
+                print(f"ready: {ready} nodes")
+                return
+            why = "; ".join(f"{row['router']}: {'; '.join(map(str, row['reasons']))}" for row in waiting)  # type: ignore[call-overload]
+            why = why or f"{ready} of {num_nodes} nodes are ready"
+        except PdclusterError as error:
+            why = str(error)
+        if time.monotonic() >= until:
+            raise NotReached(f"not ready after {timeout_s:g} s: {why}")
+        time.sleep(POLL_S)

@@ -1,0 +1,210 @@
+"""What routers say, merged into rows for people and scripts. Plain values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pdcluster.bootstrap.card_messages import role_from_proto
+from pdcluster.core.errors import PdclusterError
+from pdcluster.rpc import admin_pb2 as pb
+from pdcluster_router.operate.clients import AdminClients, differing, joined
+from pdcluster_router.operate.printing import PrintedColumn, share
+
+NODE_COLUMNS = (
+    PrintedColumn("NAME", "name"),
+    PrintedColumn("ROLE", "role"),
+    PrintedColumn("STATE", "state"),
+    PrintedColumn("WAITING", "waiting", is_number=True),
+    PrintedColumn("RUNNING", "running", is_number=True),
+    PrintedColumn("SLOTS", "slots", is_number=True),
+    PrintedColumn("KV", "kv_used", is_number=True),
+    PrintedColumn("IN FLIGHT", "in_flight", is_number=True),
+    PrintedColumn("MODEL", "model"),
+    PrintedColumn("ADDRESS", "address", is_wide=True),
+    PrintedColumn("DEVICE", "device", is_wide=True),
+    PrintedColumn("TRANSFER", "transfer", is_wide=True),
+    PrintedColumn("MAX LEN", "max_len", is_wide=True, is_number=True),
+    PrintedColumn("BOOT", "incarnation", is_wide=True),
+)
+REQUEST_COLUMNS = (
+    PrintedColumn("ID", "name"),
+    PrintedColumn("STATE", "state"),
+    PrintedColumn("MODE", "mode"),
+    PrintedColumn("PREFILL", "prefill"),
+    PrintedColumn("DECODE", "decode"),
+    PrintedColumn("PROMPT", "prompt_tokens", is_number=True),
+    PrintedColumn("OUTPUT", "output_tokens", is_number=True),
+    PrintedColumn("AGE", "age", is_number=True),
+    PrintedColumn("ATTEMPTS", "attempts", is_wide=True, is_number=True),
+    PrintedColumn("MODEL", "model", is_wide=True),
+    PrintedColumn("ROUTER", "router", is_wide=True),
+)
+MODEL_COLUMNS = (
+    PrintedColumn("NAME", "name"),
+    PrintedColumn("NODES", "nodes", is_number=True),
+    PrintedColumn("READY", "ready", is_number=True),
+    PrintedColumn("MAX LEN", "max_len", is_number=True),
+)
+PATH_COLUMNS = (
+    PrintedColumn("PEER", "peer"),
+    PrintedColumn("BACKEND", "backend"),
+    PrintedColumn("MB/S", "mb_per_s", is_number=True),
+    PrintedColumn("BREAKER", "breaker"),
+    PrintedColumn("CHOSEN", "is_chosen"),
+)
+Row = dict[str, object]
+
+
+def role_name(role: Any) -> str:
+    return str(role_from_proto(role))
+
+
+def as_dict(message: Any) -> Row:
+    """Every field, 64-bit numbers as numbers."""
+    return {field.name: _plain(getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
+
+
+def _plain(value: Any) -> object:
+    return value if isinstance(value, str | bool | int | float) else list(value)
+
+
+def node_row(node: pb.Node) -> Row:
+    load = node.load
+    used = load.pages_total - load.pages_free - load.pages_cached
+    return {
+        "name": node.name,
+        "role": role_name(node.role),
+        "state": node.state,
+        "waiting": load.waiting,
+        "running": load.running,
+        "slots": f"{load.slots_used}/{load.slots}",
+        "kv_used": share(used, load.pages_total),
+        "in_flight": node.in_flight,
+        "model": node.model,
+        "address": node.address,
+        "device": node.device,
+        "transfer": ",".join(node.backends),
+        "max_len": node.max_len,
+        "incarnation": node.incarnation,
+        "load": as_dict(load),
+    }
+
+
+def nodes(clients: AdminClients) -> list[Row]:
+    """One row per boot of a node. Requests in flight are those of all routers."""
+    rows: dict[str, Row] = {}
+    states: dict[str, list[tuple[str, str]]] = {}
+    for told in clients.read("ListNodes", pb.ListNodesRequest()):
+        for node in told.reply.nodes:
+            row = rows.setdefault(node.incarnation, node_row(node) | {"in_flight": 0})
+            row["in_flight"] = int(str(row["in_flight"])) + node.in_flight
+            states.setdefault(node.incarnation, []).append((told.address, node.state))
+    for incarnation, said in states.items():
+        if difference := differing(said):
+            rows[incarnation]["state"] = " or ".join(dict.fromkeys(state for _, state in said))
+            rows[incarnation]["seen"] = difference
+    return sorted(rows.values(), key=lambda row: (str(row["role"]), str(row["name"])))
+
+
+def requests(clients: AdminClients, node: str = "") -> list[Row]:
+    rows = []
+    for told in clients.read("ListRequests", pb.ListRequestsRequest(node=node)):
+        rows += [request_row(request) | {"router": told.address} for request in told.reply.requests]
+    return sorted(rows, key=lambda row: -float(str(row["age_s"])))
+
+
+def request_row(request: pb.Request) -> Row:
+    return {
+        "name": request.id, "state": request.state, "mode": request.mode, "prefill": request.prefill,
+        "decode": request.decode, "prompt_tokens": request.prompt_tokens, "output_tokens": request.output_tokens,
+        "age": f"{request.age_s:.1f} s", "age_s": round(request.age_s, 3), "attempts": request.attempts,
+        "model": request.model,
+    }  # fmt: skip
+
+
+def models(clients: AdminClients) -> list[Row]:
+    found: dict[str, Row] = {}
+    for row in nodes(clients):
+        model = found.setdefault(
+            str(row["model"]), {"name": row["model"], "nodes": 0, "ready": 0, "max_len": row["max_len"]}
+        )
+        model["nodes"] = int(str(model["nodes"])) + 1
+        model["ready"] = int(str(model["ready"])) + (row["state"] == "ready")
+    return list(found.values())
+
+
+def describe(clients: AdminClients, name: str) -> Row:
+    """All that is known of a node. Requests of all routers."""
+    told = clients.read("DescribeNode", pb.DescribeNodeRequest(node=name))
+    found = told[0].reply
+    return {
+        **node_row(found.node),
+        "in_flight": sum(each.reply.node.in_flight for each in told),
+        "paths": [
+            {
+                "peer": path.peer, "backend": path.backend, "mb_per_s": round(path.bytes_per_s / 1e6, 1),
+                "breaker": path.breaker, "is_chosen": path.is_chosen,
+            }
+            for path in found.paths
+        ],
+        "requests": joined(
+            [request_row(request) | {"router": each.address} for request in each.reply.requests] for each in told
+        ),
+        "events": [event_row(event) for event in found.events],
+        "cost": as_dict(found.cost) if found.HasField("cost") else {},
+    }  # fmt: skip
+
+
+def event_row(event: pb.Event) -> Row:
+    return {
+        "sequence": event.sequence, "at": event.at, "kind": event.kind, "subject": event.subject,
+        "message": event.message,
+    }  # fmt: skip
+
+
+def policies(clients: AdminClients) -> list[Row]:
+    return [
+        {
+            "name": told.reply.live, "shadow": told.reply.shadow, "agreed": told.reply.shadow_agreed,
+            "watched": told.reply.shadow_watched, "known": list(told.reply.known), "router": told.address,
+        }
+        for told in clients.read("GetPolicy", pb.GetPolicyRequest())
+    ]  # fmt: skip
+
+
+def statuses(clients: AdminClients, *, metrics: bool = False) -> list[Row]:
+    return [
+        {
+            "name": told.reply.name, "status": told.reply.status, "can_serve": told.reply.can_serve,
+            "reasons": list(told.reply.reasons), "version": told.reply.version, "router": told.address,
+            "metrics": told.reply.metrics,
+        }
+        for told in clients.read("GetStatus", pb.GetStatusRequest(metrics=metrics))
+    ]  # fmt: skip
+
+
+def explanations(clients: AdminClients, request: str) -> list[tuple[Mapping[str, Any], str]]:
+    """(record, text for people) of the routers that know the request, and the text."""
+    return [
+        (json.loads(record), told.reply.text if number == 0 else "")
+        for told in clients.read("Explain", pb.ExplainRequest(id=request))
+        for number, record in enumerate(told.reply.json)
+    ]
+
+
+def usage_of(record: Mapping[str, Any]) -> dict[str, object]:
+    """A request's record as its client's `usage` has it, for `timeline.render`. Raises PdclusterError without one."""
+    outcome = record.get("outcome")
+    if outcome is None:
+        error = record.get("error")
+        why = f"it ended with {error}" if error else "it has not ended, or a stop string ended it"
+        raise PdclusterError(f"request {record.get('request')} has no timeline: {why}; use pdctl explain")
+    decisions = record.get("decisions") or [{}]
+    return {
+        "prompt_tokens": decisions[0].get("num_tokens"),
+        "completion_tokens": outcome.get("output_tokens"),
+        "prompt_tokens_details": {"cached_tokens": outcome.get("cached_tokens")},
+        "pdcluster": outcome,
+    }
