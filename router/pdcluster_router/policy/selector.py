@@ -12,7 +12,7 @@ from math import exp
 
 from msgspec.structs import replace
 
-from pdcluster.core.errors import Unavailable
+from pdcluster.core.errors import NoNodeTakesWork, Unavailable
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.generation import Mode
 from pdcluster_router.core.job import Job
@@ -141,11 +141,18 @@ class PolicySelector:
         return None
 
     def choose(self, job: Job, now: float) -> Decision:
-        """Choose nodes. Raises Unavailable when no node may take it."""
+        """Choose nodes. Raises Unavailable when no node may take it: NoNodeTakesWork unless the client's own
+        mode is why.
+        """
         view = self._view()
         query = self.query(job, now, view)
         live, shadow = self.holder.live, self.holder.shadow
-        choice = self.holder.pulls.apply(live.choose(query, view), query, view)
+        try:
+            choice = self.holder.pulls.apply(live.choose(query, view), query, view)
+        except Unavailable as cause:
+            if job.force is not None or isinstance(cause, NoNodeTakesWork):
+                raise
+            raise NoNodeTakesWork(str(cause)) from cause  # the router's own mode is not the request's fault
         self._chose(query.force, choice.mode)
         return Decision(query, view, choice, _looked_at(shadow, query, view) if shadow is not None else None)
 

@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 from policy_cases import COST, make_load, make_node, view
 
+from pdcluster.core.errors import NoNodeTakesWork, Unavailable
 from pdcluster.core.messages import Sampling
 from pdcluster.kv.hashing import chain_root
 from pdcluster_router.cluster.view import ClusterView, NodeView
@@ -49,6 +50,20 @@ def test_a_request_may_force_another_mode_than_the_routers() -> None:
     assert selector.choose(make_job(), 0.0).choice.mode == "remote"
     assert selector.choose(make_job(force="local"), 0.0).choice.mode == "local"
     assert selector.query(make_job(force="auto"), 0.0, NODES).force == "auto"
+
+
+@pytest.mark.parametrize("policy", ["seconds", "round-robin"])
+def test_requests_wait_for_the_routers_own_mode_and_not_for_one_they_asked_for(policy: str) -> None:
+    alone = view(
+        make_node("p0", "prefill", make_load(), COST), make_node("d0", "decode", make_load(), COST, is_cordoned=True)
+    )
+    selector = PolicySelector(PolicyHolder(make_policy(policy)), lambda: alone, lambda _: {}, force="remote")
+    with pytest.raises(NoNodeTakesWork, match="mode remote needs"):
+        selector.choose(make_job(), 0.0)
+    with pytest.raises(Unavailable, match="mode remote needs") as caught:
+        selector.choose(make_job(force="remote"), 0.0)
+    assert not isinstance(caught.value, NoNodeTakesWork)
+    assert "mode remote needs" in str(selector.blocked())
 
 
 @pytest.mark.parametrize("way", ["choose", "place"])
