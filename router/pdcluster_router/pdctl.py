@@ -12,7 +12,7 @@ import typer
 
 from pdcluster.core.errors import ConfigError, PdclusterError
 from pdcluster.settings import flags
-from pdcluster_router.operate.printing import OutputFormat
+from pdcluster_router.operate.printing import PrintFormat
 from pdcluster_router.replay.options import NodeOptions, Printing, Routing, Traffic
 
 if TYPE_CHECKING:
@@ -46,27 +46,25 @@ def pdctl() -> None:
 # ---------------------------------------------------------------- options
 
 
-def _names(ctx: typer.Context, incomplete: str, method: str, request: str, field: str) -> list[str]:
+def _names(ctx: typer.Context, incomplete: str, what: str) -> list[str]:
     """Names from the cluster, for a shell that completes. Nothing when no router answers in time."""
-    from pdcluster.rpc import admin_pb2 as pb
+    from pdcluster_router.operate import reading
     from pdcluster_router.operate.clients import AdminClients
 
     try:
         clients = AdminClients(str(ctx.params.get("admin") or ADMIN), ctx.params.get("token_file"), lambda line: None)
-        told = clients.ask(method, getattr(pb, request)(), COMPLETION_S)
+        names = reading.names(clients, what, COMPLETION_S)
     except PdclusterError:
         return []
-    found = [each for one in told if one.error is None for each in getattr(one.reply, field)]
-    names = [each.name if field == "nodes" else each.id for each in found]
-    return [each for each in dict.fromkeys(names) if each.startswith(incomplete)]
+    return [each for each in names if each.startswith(incomplete)]
 
 
 def _node_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    return _names(ctx, incomplete, "ListNodes", "ListNodesRequest", "nodes")
+    return _names(ctx, incomplete, "nodes")
 
 
 def _request_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    return _names(ctx, incomplete, "ListRequests", "ListRequestsRequest", "requests")
+    return _names(ctx, incomplete, "requests")
 
 
 ADMIN = "127.0.0.1:50052"
@@ -82,7 +80,7 @@ TokenFile = Annotated[
     typer.Option("--token-file", envvar="PDCTL_TOKEN_FILE", metavar="FILE", help="File with the admin token."),
 ]
 Output = Annotated[
-    OutputFormat, typer.Option("-o", "--output", envvar="PDCTL_OUTPUT", help="How the answer is printed.")
+    PrintFormat, typer.Option("-o", "--output", envvar="PDCTL_OUTPUT", help="How the answer is printed.")
 ]
 Watch = Annotated[bool, typer.Option("-w", "--watch", help="Look again and again until Ctrl-C.")]
 Interval = Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")]
@@ -133,7 +131,7 @@ def _getter(what: str, help_text: str) -> None:
     def run(
         admin: Admin = ADMIN,
         token_file: TokenFile = None,
-        output: Output = OutputFormat.TABLE,
+        output: Output = PrintFormat.TABLE,
         watch: Watch = False,
         interval: Interval = 2.0,
     ) -> None:
@@ -151,7 +149,7 @@ _getter("models", "Models and the nodes that serve them.")
 
 
 @get_app.command("policy")
-def get_policy(admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = OutputFormat.TABLE) -> None:
+def get_policy(admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = PrintFormat.TABLE) -> None:
     """The routing policy of each router, and its shadow."""
     from pdcluster_router.operate import commands
 
@@ -161,7 +159,7 @@ def get_policy(admin: Admin = ADMIN, token_file: TokenFile = None, output: Outpu
 
 @describe_app.command("node")
 def describe_node(
-    node: NodeName, admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = OutputFormat.TABLE
+    node: NodeName, admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = PrintFormat.TABLE
 ) -> None:
     """A node with its load, transfer paths, requests and last events."""
     from pdcluster_router.operate import commands
@@ -174,7 +172,7 @@ def describe_node(
 def top(
     admin: Admin = ADMIN,
     token_file: TokenFile = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = PrintFormat.TABLE,
     interval: Interval = 2.0,
     once: Annotated[bool, typer.Option("--once", help="One look, since the routers' start.")] = False,
 ) -> None:
@@ -186,7 +184,7 @@ def top(
 
 
 @app.command()
-def status(admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = OutputFormat.TABLE) -> None:
+def status(admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = PrintFormat.TABLE) -> None:
     """Whether the cluster serves, and what is wrong."""
     from pdcluster_router.operate import commands
 
@@ -196,7 +194,7 @@ def status(admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = 
 
 @app.command()
 def explain(
-    request: RequestName, admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = OutputFormat.TABLE
+    request: RequestName, admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = PrintFormat.TABLE
 ) -> None:
     """Why a request went where it went."""
     from pdcluster_router.operate import commands
@@ -207,7 +205,7 @@ def explain(
 
 @app.command()
 def trace(
-    request: RequestName, admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = OutputFormat.TABLE
+    request: RequestName, admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = PrintFormat.TABLE
 ) -> None:
     """The timeline of a request that ended: queue, prefill, KV transfer, decode."""
     from pdcluster_router.operate import commands
@@ -220,7 +218,7 @@ def trace(
 def cache(
     admin: Admin = ADMIN,
     token_file: TokenFile = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = PrintFormat.TABLE,
     digests: Annotated[bool, typer.Option("--digests", help="Also a digest of each node's blocks.")] = False,
 ) -> None:
     """What routers know of the nodes' prefix caches."""
@@ -234,7 +232,7 @@ def cache(
 def events(
     admin: Admin = ADMIN,
     token_file: TokenFile = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = PrintFormat.TABLE,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Also what happens from now on.")] = False,
     since: Annotated[int, typer.Option("--since", min=0, help="Only those after this number.")] = 0,
 ) -> None:
@@ -286,7 +284,7 @@ def drain(
     node: NodeName,
     admin: Admin = ADMIN,
     token_file: TokenFile = None,
-    output: Output = OutputFormat.TABLE,
+    output: Output = PrintFormat.TABLE,
     timeout: Timeout = 600.0,
 ) -> None:
     """Cordon a node and wait until nothing runs there. What still runs after --timeout moves to other nodes.
@@ -347,7 +345,7 @@ def set_policy(
 
 
 @diff_app.command("policy")
-def diff_policy(admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = OutputFormat.TABLE) -> None:
+def diff_policy(admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = PrintFormat.TABLE) -> None:
     """How often the shadow policy agreed with the live one."""
     from pdcluster_router.operate import commands
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import grpc
 
 from pdcluster.core.errors import ConfigError, PdclusterError
+from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import admin_pb2_grpc as stubs
 
 CALL_S = 10.0
@@ -144,16 +145,10 @@ class AdminClients:
 
     def first(self) -> RouterAdmin:
         """A router that answers. Raises Unreachable."""
-        for told, router in zip(self.ask("GetPolicy", _nothing()), self.routers, strict=True):
+        for told, router in zip(self.ask("GetPolicy", pb.GetPolicyRequest()), self.routers, strict=True):
             if told.error is None:
                 return router
         raise Unreachable("no router answers")
-
-
-def _nothing() -> Any:
-    from pdcluster.rpc import admin_pb2 as pb
-
-    return pb.GetPolicyRequest()
 
 
 def problem(address: str, error: grpc.RpcError) -> str:

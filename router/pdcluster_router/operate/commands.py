@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from typing import cast
 
 import grpc
 
@@ -17,8 +18,8 @@ from pdcluster.telemetry import timeline
 from pdcluster_router.operate import reading, top
 from pdcluster_router.operate.clients import AdminClients, NotReached, Told, differing, problem, refusal
 from pdcluster_router.operate.printing import (
-    OutputFormat,
     PrintedColumn,
+    PrintFormat,
     console,
     screen,
     show,
@@ -44,7 +45,7 @@ STATUS_COLUMNS = (
     PrintedColumn("ADDRESS", "router"),
     PrintedColumn("WHY", "why"),
 )
-IS_DATA = (OutputFormat.JSON, OutputFormat.YAML)
+IS_DATA = (PrintFormat.JSON, PrintFormat.YAML)
 
 
 def warn(line: str) -> None:
@@ -54,7 +55,7 @@ def warn(line: str) -> None:
 # ---------------------------------------------------------------- reading
 
 
-def get(clients: AdminClients, what: str, output: OutputFormat) -> None:
+def get(clients: AdminClients, what: str, output: PrintFormat) -> None:
     if what == "nodes":
         rows = reading.nodes(clients)
         for row in rows:
@@ -80,12 +81,12 @@ def repeat(work: Callable[[], None], every_s: float, *, is_watching: bool) -> No
             time.sleep(every_s)
 
 
-def describe(clients: AdminClients, name: str, output: OutputFormat) -> None:
+def describe(clients: AdminClients, name: str, output: PrintFormat) -> None:
     found = reading.describe(clients, name)
     if output in IS_DATA:
         show_data(found, output)
         return
-    if output is OutputFormat.NAME:
+    if output is PrintFormat.NAME:
         print(found["name"])
         return
     out = console()
@@ -97,7 +98,8 @@ def describe(clients: AdminClients, name: str, output: OutputFormat) -> None:
         ("requests", reading.REQUEST_COLUMNS, found["requests"]),
     ):
         out.print(f"\n{title}", style="bold")
-        out.print(table(rows, [column for column in columns if not column.is_wide]) if rows else "  none")  # type: ignore[arg-type]
+        columns = [column for column in columns if not column.is_wide]  # type: ignore[assignment]
+        out.print(table(rows, columns) if rows else "  none")  # type: ignore[arg-type]
     out.print("\nevents", style="bold")
     for event in found["events"]:  # type: ignore[attr-defined]
         out.print(f"  {event_line(event)}", markup=False)
@@ -108,7 +110,7 @@ def event_line(event: reading.Row) -> str:
     return f"{at}  {event['kind']:<14} {event['subject']:<18} {event['message']}"
 
 
-def status(clients: AdminClients, output: OutputFormat) -> None:
+def status(clients: AdminClients, output: PrintFormat) -> None:
     """Prints the routers, the pools, and what is wrong."""
     rows = [row | {"why": "; ".join(row["reasons"])} for row in reading.statuses(clients)]  # type: ignore[arg-type]
     nodes = reading.nodes(clients)
@@ -122,7 +124,7 @@ def status(clients: AdminClients, output: OutputFormat) -> None:
         show_data({"routers": rows, "nodes": nodes, "problems": problems}, output)
         return
     show(rows, STATUS_COLUMNS, output)
-    if output is OutputFormat.NAME:
+    if output is PrintFormat.NAME:
         return
     out = console()
     for role in dict.fromkeys(str(node["role"]) for node in nodes):
@@ -133,7 +135,7 @@ def status(clients: AdminClients, output: OutputFormat) -> None:
         out.print(line, style="yellow" if problems else "green", markup=False)
 
 
-def show_top(clients: AdminClients, every_s: float, output: OutputFormat, *, is_once: bool) -> None:
+def show_top(clients: AdminClients, every_s: float, output: PrintFormat, *, is_once: bool) -> None:
     """Live until Ctrl-C; once with is_once or where the output is data. The first look is since the routers' start."""
     if output in IS_DATA:
         show_data(top.figures(top.look(clients), None), output)
@@ -152,7 +154,7 @@ def show_top(clients: AdminClients, every_s: float, output: OutputFormat, *, is_
             time.sleep(every_s)
 
 
-def events(clients: AdminClients, since: int, output: OutputFormat, *, follow: bool) -> None:
+def events(clients: AdminClients, since: int, output: PrintFormat, *, follow: bool) -> None:
     """Events of all routers by time; with follow those of one router, until Ctrl-C."""
     if follow:
         router = clients.first()
@@ -177,10 +179,10 @@ def events(clients: AdminClients, since: int, output: OutputFormat, *, follow: b
         show_data(rows, output)
         return
     for row in rows:
-        print(row["sequence"] if output is OutputFormat.NAME else event_line(row))
+        print(row["sequence"] if output is PrintFormat.NAME else event_line(row))
 
 
-def cache(clients: AdminClients, output: OutputFormat, *, digests: bool) -> None:
+def cache(clients: AdminClients, output: PrintFormat, *, digests: bool) -> None:
     rows = [
         {
             "name": node.node, "blocks": node.blocks, "is_exact": node.is_exact, "digest": node.digest,
@@ -199,17 +201,17 @@ def cache(clients: AdminClients, output: OutputFormat, *, digests: bool) -> None
     show(rows, columns, output)
 
 
-def explain(clients: AdminClients, request: str, output: OutputFormat) -> None:
+def explain(clients: AdminClients, request: str, output: PrintFormat) -> None:
     found = reading.explanations(clients, request)
     if output in IS_DATA:
         show_data([record for record, _ in found], output)
-    elif output is OutputFormat.NAME:
+    elif output is PrintFormat.NAME:
         print("\n".join(str(record["request"]) for record, _ in found))
     else:
         print("\n\n".join(text for _, text in found if text))
 
 
-def trace(clients: AdminClients, request: str, output: OutputFormat) -> None:
+def trace(clients: AdminClients, request: str, output: PrintFormat) -> None:
     """The timeline of each choice of a request that ended."""
     found = [(record, reading.usage_of(record)) for record, _ in reading.explanations(clients, request)]
     if output in IS_DATA:
@@ -217,7 +219,7 @@ def trace(clients: AdminClients, request: str, output: OutputFormat) -> None:
         return
     for record, usage in found:
         print(record["request"])
-        if output is not OutputFormat.NAME:
+        if output is not PrintFormat.NAME:
             print("\n".join(timeline.render(usage)))
 
 
@@ -230,7 +232,7 @@ def cordon(clients: AdminClients, nodes: list[str], *, cordoned: bool) -> None:
         print(f"node {node} {'takes no new work; what runs goes on' if cordoned else 'takes work again'}")
 
 
-def drain(clients: AdminClients, node: str, timeout_s: float, output: OutputFormat) -> None:
+def drain(clients: AdminClients, node: str, timeout_s: float, output: PrintFormat) -> None:
     """Drain with progress. Raises NotReached when the node is still at work after its deadline."""
     router, is_safe = clients.first(), False
     call = router.stub.Drain(pb.DrainRequest(node=node, deadline_s=timeout_s), timeout=timeout_s + DRAIN_GRACE_S)
@@ -269,7 +271,7 @@ def cancel(clients: AdminClients, request: str, reason: str) -> None:
     print(f"{num} choice{'' if num == 1 else 's'} of request {request} ended")
 
 
-def get_policy(clients: AdminClients, output: OutputFormat) -> None:
+def get_policy(clients: AdminClients, output: PrintFormat) -> None:
     rows = reading.policies(clients)
     if difference := differing(
         (str(row["router"]), f"{row['name']}, shadow {row['shadow'] or 'none'}") for row in rows
@@ -293,7 +295,7 @@ def set_policy(clients: AdminClients, live: str | None, shadow: str | None, *, d
     print(f"policy {told.reply.live}, shadow {told.reply.shadow or 'none'} from the next decision on")
 
 
-def diff_policy(clients: AdminClients, output: OutputFormat) -> None:
+def diff_policy(clients: AdminClients, output: PrintFormat) -> None:
     """How often the shadow would have chosen otherwise."""
     rows = reading.policies(clients)
     if not any(row["shadow"] for row in rows):
@@ -321,7 +323,8 @@ def wait(clients_of: Callable[[], AdminClients], num_nodes: int, timeout_s: floa
             if not waiting and ready >= num_nodes:
                 print(f"ready: {ready} nodes")
                 return
-            why = "; ".join(f"{row['router']}: {'; '.join(map(str, row['reasons']))}" for row in waiting)  # type: ignore[call-overload]
+            reasons = [(row["router"], cast("list[str]", row["reasons"])) for row in waiting]
+            why = "; ".join(f"{router}: {'; '.join(told)}" for router, told in reasons)
             why = why or f"{ready} of {num_nodes} nodes are ready"
         except PdclusterError as error:
             why = str(error)

@@ -21,7 +21,7 @@ STATE_COLOURS = {
 PIPE_WIDTH = 400
 
 
-class OutputFormat(StrEnum):
+class PrintFormat(StrEnum):
     """How a command prints what it found."""
 
     TABLE = "table"
@@ -48,21 +48,21 @@ def console(*, is_error: bool = False) -> Console:
 
 
 def show(
-    rows: Sequence[Mapping[str, object]], columns: Sequence[PrintedColumn], output: OutputFormat, *, name: str = "name"
+    rows: Sequence[Mapping[str, object]], columns: Sequence[PrintedColumn], output: PrintFormat, *, name: str = "name"
 ) -> None:
     """Print rows. JSON and YAML have every key of a row, tables only the columns."""
-    if output is OutputFormat.NAME:
+    if output is PrintFormat.NAME:
         for row in rows:
             print(row[name])
-    elif output in (OutputFormat.JSON, OutputFormat.YAML):
+    elif output in (PrintFormat.JSON, PrintFormat.YAML):
         show_data(list(rows), output)
     else:
-        console().print(table(rows, [each for each in columns if output is OutputFormat.WIDE or not each.is_wide]))
+        console().print(table(rows, [each for each in columns if output is PrintFormat.WIDE or not each.is_wide]))
 
 
-def show_data(value: object, output: OutputFormat) -> None:
+def show_data(value: object, output: PrintFormat) -> None:
     """Print any JSON value."""
-    if output is OutputFormat.YAML:
+    if output is PrintFormat.YAML:
         import yaml
 
         print(yaml.safe_dump(value, sort_keys=False, allow_unicode=True), end="")

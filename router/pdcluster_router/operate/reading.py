@@ -135,6 +135,15 @@ def models(clients: AdminClients) -> list[Row]:
     return list(found.values())
 
 
+def names(clients: AdminClients, what: str, timeout_s: float) -> list[str]:
+    """Names of nodes, or ids of open requests, of the routers that answer in time. Raises Unreachable."""
+    if what == "nodes":
+        told = clients.ask("ListNodes", pb.ListNodesRequest(), timeout_s)
+        return list(dict.fromkeys(node.name for one in told if one.error is None for node in one.reply.nodes))
+    told = clients.ask("ListRequests", pb.ListRequestsRequest(), timeout_s)
+    return [request.id for one in told if one.error is None for request in one.reply.requests]
+
+
 def describe(clients: AdminClients, name: str) -> Row:
     """All that is known of a node. Requests of all routers."""
     told = clients.read("DescribeNode", pb.DescribeNodeRequest(node=name))
