@@ -13,8 +13,9 @@ from pdcluster.node.components import StepEngine
 from pdcluster.node.tensor_parallel.channel import Media
 from pdcluster.node.tensor_parallel.endpoint_client import RankLink
 from pdcluster.node.tensor_parallel.engine import RankedEngine, RankSettings
-from pdcluster.processes.free_memory import check_memory
-from pdcluster.settings.config import NodeConfig, TransferConfig, cache_directory
+from pdcluster.processes.control_groups import usable_cores
+from pdcluster.processes.free_memory import check_memory, default_kv_bytes, free_memory
+from pdcluster.settings.config import CACHE_VARIABLE, NodeConfig, TransferConfig, cache_directory
 from pdcluster.transfer.backends.base import Peer, Region
 from pdcluster.transfer.layout.geometry import PageShape
 
@@ -49,9 +50,10 @@ def start_engine(
     region: id of rank 0's pool; others follow.
     on_lost: called when a rank is gone. By default it ends this process.
     """
-    if config.device == "cpu":
-        check_memory(config.kv.memory_bytes)  # before weights are read, which may take minutes
     own = engine_config(config, model_dir)
+    if config.device == "cpu":
+        check_memory(own.kv_bytes)  # before weights are read, which may take minutes
+    warn_if_unwritable(own.cache_dir)
     if config.tp == 1:
         engine = Engine(own)
         if config.warmup:
@@ -93,12 +95,29 @@ def engine_config(config: NodeConfig, model_dir: Path) -> EngineConfig:
         dtype=config.dtype,
         device=config.device,
         page_tokens=config.kv.page_tokens,
-        kv_bytes=config.kv.memory_bytes,
+        kv_bytes=config.kv.memory_bytes or default_kv_bytes(free_memory()),
         max_len=config.max_len,
         deterministic=config.deterministic,
         quantization=config.quantization,
-        threads=config.threads or max(1, len(os.sched_getaffinity(0)) // config.tp),
+        threads=config.threads or max(1, usable_cores() // config.tp),
     )
+
+
+def warn_if_unwritable(cache_dir: Path) -> None:
+    """Say once what a cache that cannot be written costs."""
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        why = "" if os.access(cache_dir, os.W_OK) else "no permission"
+    except OSError as error:
+        why = error.strerror or str(error)
+    if why:
+        logger.warning(
+            "the cache %s cannot be written (%s), so what it lacks runs uncompiled and slowly; set %s to a directory "
+            "that can",
+            cache_dir,
+            why,
+            CACHE_VARIABLE,
+        )
 
 
 def _rank_settings(config: NodeConfig, me: Peer, region: int) -> RankSettings:
@@ -123,6 +142,7 @@ def _media(transfer: TransferConfig, me: Peer, region: int) -> Media:
         devices=transfer.devices,
         gid_index=transfer.gid_index,
         rails=transfer.rails,
+        port=transfer.port,
     )
 
 

@@ -193,7 +193,12 @@ def open_backends(config: NodeConfig, me: Peer) -> dict[str, Backend]:
     transfer = config.transfer
     fabric = Fabric(transfer.devices, transfer.gid_index, transfer.rails)
     return create_backends(
-        transfer.backend, me, host=transfer.host, staging_bytes=transfer.staging_bytes, fabric=fabric
+        transfer.backend,
+        me,
+        host=transfer.host,
+        staging_bytes=transfer.staging_bytes,
+        fabric=fabric,
+        port=transfer.port,
     )
 
 

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pdcluster.core.errors import ConfigError
+from pdcluster.processes.control_groups import GROUPS, PROC, groups_of
 
 # Larger limits are no limits: version 1 says "none" by one.
 NO_LIMIT = 1 << 60
 MIB, GIB = 2**20, 2**30
+USUAL_KV_BYTES = GIB
 
 
 class FreeMemory(NamedTuple):
@@ -23,9 +25,14 @@ class FreeMemory(NamedTuple):
     limit: str
 
 
-def free_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> FreeMemory:
+def free_memory(proc: Path = PROC, groups: Path = GROUPS) -> FreeMemory:
     """The least that any limit leaves."""
     return min([_of_machine(proc), *_of_groups(proc, groups)])
+
+
+def default_kv_bytes(free: FreeMemory) -> int:
+    """The KV pool's size where none is set: half of what is free, at most USUAL_KV_BYTES."""
+    return min(USUAL_KV_BYTES, max(free.num_bytes // 2 // MIB * MIB, MIB))
 
 
 def check_memory(kv_bytes: int) -> None:
@@ -47,19 +54,12 @@ def _of_machine(proc: Path) -> FreeMemory:
 
 
 def _of_groups(proc: Path, groups: Path) -> Iterator[FreeMemory]:
-    """Of this process's group and those around it. In a container its own group may be the root that is mounted."""
-    for line in (proc / "self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, names = groups, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            root, names = groups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        own = root / path.lstrip("/")
-        for folder in (own, *own.parents):
-            if folder.is_relative_to(root) and (free := _of_group(folder, *names)) is not None:
-                yield FreeMemory(free, f"the control group's limit ({folder / names[0]})")
+    for folder, version in groups_of("memory", proc, groups):
+        names = ("memory.max", "memory.current", "inactive_file")
+        if version == 1:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        if (free := _of_group(folder, *names)) is not None:
+            yield FreeMemory(free, f"the control group's limit ({folder / names[0]})")
 
 
 def _of_group(folder: Path, limit_name: str, used_name: str, droppable_name: str) -> int | None:

@@ -53,6 +53,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "text", "json"]
 
 FILE_VARIABLE = "PDCLUSTER_CONFIG"
+CACHE_VARIABLE = "PDCLUSTER_CACHE_DIR"
 MIN_SECRET_BYTES = 16
 
 
@@ -119,7 +120,9 @@ class SecurityConfig:
 class KVConfig:
     """The paged KV pool of a node."""
 
-    memory_bytes: int = key(2**30, size(2**20), "memory of the KV pool")
+    memory_bytes: int | None = key(
+        None, size(2**20), "memory of the KV pool; default: 1 GiB, or half of the free memory where that is less"
+    )
     page_tokens: int = key(32, integer(1, 1024), "tokens of one page")
     hash_block_tokens: int = key(
         32, integer(1, 1024), "tokens one prefix hash covers; equal on every node of a cluster"
@@ -151,6 +154,11 @@ class TransferConfig:
 
     backend: BackendName = key("auto", backend, "auto, shm, tcp, mooncake or nixl", flag="transfer")
     host: str = key("127.0.0.1", text, "address the transfer engine listens on and tells its peers")
+    port: int | None = key(
+        None,
+        integer(1, 65535),
+        "port that tcp listens on, for firewalls; rank N takes the Nth after it; default: a free one",
+    )
     deadline_s: float = key(30.0, duration(0.001), "longest wait for the answer to a ticket's Commit")
     retries: int = key(3, integer(0, 100), "times a chunk is written again before its ticket fails")
     window_bytes: int = key(64 * 2**20, size(4096), "most bytes in flight to one peer")
@@ -539,7 +547,7 @@ def _from_environment(environ: Mapping[str, str], known: Mapping[str, Key]) -> d
     variables = {found.variable: found for found in known.values() if not found.flag_only}
     given: dict[str, object] = {}
     for name, raw in environ.items():
-        if not name.startswith(ENV_PREFIX) or name == FILE_VARIABLE:
+        if not name.startswith(ENV_PREFIX) or name in (FILE_VARIABLE, CACHE_VARIABLE):
             continue
         if name not in variables:
             raise ConfigError(
@@ -580,8 +588,11 @@ def _flatten(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, ob
 
 
 def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
-    """Where compiled kernels are kept between runs: the user's cache directory."""
-    base = (os.environ if environ is None else environ).get("XDG_CACHE_HOME")
+    """Where compiled kernels are kept between runs: PDCLUSTER_CACHE_DIR, or a folder of the user's cache directory."""
+    environ = os.environ if environ is None else environ
+    if own := environ.get(CACHE_VARIABLE):
+        return Path(own)
+    base = environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "pdcluster"
 
 

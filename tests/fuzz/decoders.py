@@ -296,7 +296,7 @@ def rank_decoder() -> Decoder:
 
 
 def hello_decoder() -> Decoder:
-    listener = Listener("127.0.0.1", lambda link: None, Counts(), progress_s=1.0)
+    listener = Listener(("127.0.0.1", 0), lambda link: None, Counts(), progress_s=1.0)
     good = tcp_links.HELLO.pack(tcp_links.MAGIC, tcp_links.decode_advert(listener.advert()).token, 2, 4) + b"p0p0-1"
     return Decoder(
         "transfer hello",

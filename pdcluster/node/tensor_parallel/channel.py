@@ -37,6 +37,7 @@ class Media(msgspec.Struct, frozen=True, array_like=True):
     devices: tuple[str, ...] = ()
     gid_index: int | None = None
     rails: int | None = None
+    port: int | None = None
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -54,7 +54,7 @@ def main() -> int:
         os.sched_setaffinity(0, start.cores)
     channel.send(frame(Here()))
     engine = start_engine(start)
-    backends = open_backends(start.media, engine) if start.media is not None else {}
+    backends = open_backends(start.media, engine, start.rank) if start.media is not None else {}
     try:
         adverts = tuple((name, backend.advert()) for name, backend in backends.items())
         if backends:
@@ -88,11 +88,11 @@ def move(endpoint: RankEndpoint) -> None:
         os._exit(ENDPOINT_FAILED)
 
 
-def open_backends(media: Media, engine: Engine) -> dict[str, Backend]:
+def open_backends(media: Media, engine: Engine, rank: int) -> dict[str, Backend]:
     fabric = Fabric(media.devices, media.gid_index, media.rails)
     backends = create_backends(
         media.backend, Peer(media.node, media.incarnation), host=media.host, staging_bytes=media.staging_bytes,
-        fabric=fabric
+        fabric=fabric, port=None if media.port is None else media.port + rank,
     )  # fmt: skip
     for backend in backends.values():
         backend.register(Region(media.region, engine.pool.address, engine.pool.nbytes, engine.pool.fd))

@@ -89,7 +89,9 @@ class StagedBackend:
         self._regions: dict[int, Region] = {}
         self._pumps: dict[Peer, Pump] = {}
         self._ended: list[Pump] = []
-        self._listener = Listener(self._settings.host, self._serve, self._counts, progress_s=self._settings.progress_s)
+        self._listener = Listener(
+            (self._settings.host, 0), self._serve, self._counts, progress_s=self._settings.progress_s
+        )
 
     def register(self, region: Region) -> None:
         """Register the region here, but not with the library: others can write what is registered there."""

@@ -52,6 +52,8 @@ class StagedSettings:
     unknown_s: float = 10.0
     awake_s: float = 0.005
     fabric: Fabric = field(default_factory=Fabric)
+    # That tcp listens on.
+    port: int | None = None
 
 
 class TransferLibrary(Protocol):

@@ -149,6 +149,7 @@ class TcpSettings:
     """
 
     host: str = "127.0.0.1"
+    port: int = 0
     lanes: int = 2
     connect_s: float = 2.0
     progress_s: float = 5.0
@@ -363,7 +364,9 @@ class TcpBackend:
         self._memory: dict[int, memoryview] = {}
         self._remotes: dict[Peer, _Remote] = {}
         self._ended: list[_Lane] = []
-        self._listener = Listener(self._settings.host, self._serve, self._counts, progress_s=self._settings.progress_s)
+        self._listener = Listener(
+            (self._settings.host, self._settings.port), self._serve, self._counts, progress_s=self._settings.progress_s
+        )
 
     def register(self, region: Region) -> None:
         self._memory[region.id] = memory_of(region)

@@ -239,7 +239,9 @@ class Listener:
     over.
     """
 
-    def __init__(self, host: str, serve: Callable[[Link], None], counts: Counts, *, progress_s: float) -> None:
+    def __init__(
+        self, where: tuple[str, int], serve: Callable[[Link], None], counts: Counts, *, progress_s: float
+    ) -> None:
         self._serve = serve
         self._counts = counts
         self._progress_s = progress_s
@@ -247,8 +249,8 @@ class Listener:
         self._links: dict[Link, threading.Thread] = {}
         self._closed = False
         self._token = os.urandom(TOKEN_BYTES)
-        self._sock = socket.create_server((host, 0), backlog=128)
-        self.host = host
+        self._sock = socket.create_server(where, backlog=128)
+        self.host = where[0]
         self.port: int = self._sock.getsockname()[1]
         self._thread = threading.Thread(target=self._accept, name=f"kv-accept-{self.port}", daemon=True)
         self._thread.start()

@@ -29,19 +29,22 @@ MOST_BLOCKS = 5
 
 
 def create_backends(
-    name: str, me: Peer, *, host: str, staging_bytes: int, fabric: Fabric | None = None
+    name: str, me: Peer, *, host: str, staging_bytes: int, fabric: Fabric | None = None, port: int | None = None
 ) -> dict[str, Backend]:
     """The started backends behind --transfer NAME, by name, best first.
 
     host: address that sockets listen on and that peers connect to.
     staging_bytes: memory for staging blocks per connection, where a medium needs them.
     fabric: RDMA devices for the backends that use them.
+    port: that tcp listens on; None: a free one.
     Raises ConfigError when a named backend cannot start.
     """
     fabric = fabric if fabric is not None else Fabric()
     names = auto_names(host, fabric, has_nixl=_has_nixl()) if name == "auto" else (name,)
     check_fabric(fabric, name, names)
-    settings = _staged_settings(host, staging_bytes, fabric)
+    if port is not None and "tcp" not in names:
+        raise ConfigError(f"node.transfer.port is for tcp, not for {name}; leave it out")
+    settings = _staged_settings(host, staging_bytes, fabric, port)
     backends: dict[str, Backend] = {}
     try:
         for each in names:
@@ -111,7 +114,7 @@ def _create(name: str, me: Peer, settings: StagedSettings) -> Backend:
     if name == "tcp":
         from pdcluster.transfer.backends.tcp import TcpBackend, TcpSettings
 
-        return TcpBackend(me, TcpSettings(host=settings.host))
+        return TcpBackend(me, TcpSettings(host=settings.host, port=settings.port or 0))
     if name == "mooncake":
         return _create_mooncake(me, settings)
     if name == "nixl":
@@ -121,10 +124,14 @@ def _create(name: str, me: Peer, settings: StagedSettings) -> Backend:
     raise ConfigError(f"there is no transfer backend {name!r}; use auto, {', '.join(NAMES)}")
 
 
-def _staged_settings(host: str, staging_bytes: int, fabric: Fabric) -> StagedSettings:
+def _staged_settings(host: str, staging_bytes: int, fabric: Fabric, port: int | None) -> StagedSettings:
     block_bytes = min(4 << 20, max(1 << 16, staging_bytes // 8 // 4096 * 4096))
     return StagedSettings(
-        host=host, block_bytes=block_bytes, blocks=max(2, min(MOST_BLOCKS, staging_bytes // block_bytes)), fabric=fabric
+        host=host,
+        block_bytes=block_bytes,
+        blocks=max(2, min(MOST_BLOCKS, staging_bytes // block_bytes)),
+        fabric=fabric,
+        port=port,
     )
 
 

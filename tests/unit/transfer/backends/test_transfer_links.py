@@ -118,7 +118,7 @@ class Echo:
     def __init__(self) -> None:
         self.counts = Counts()
         self.peers: list[Peer] = []
-        self.listener = Listener("127.0.0.1", self.serve, self.counts, progress_s=5.0)
+        self.listener = Listener(("127.0.0.1", 0), self.serve, self.counts, progress_s=5.0)
         self.advert = decode_advert(self.listener.advert())
 
     def serve(self, link: Link) -> None:
@@ -242,7 +242,7 @@ def test_after_a_payload_that_was_gathered_the_next_byte_is_news_to_every_poller
 
 
 def test_a_connection_inside_of_a_host_is_not_paced() -> None:
-    reader = Listener("127.0.0.1", lambda link: link.wait(select.POLLIN, 5.0), Counts(), progress_s=1.0)
+    reader = Listener(("127.0.0.1", 0), lambda link: link.wait(select.POLLIN, 5.0), Counts(), progress_s=1.0)
     link = connect(ME, OTHER, decode_advert(reader.advert()), connect_s=1.0, progress_s=1.0)
     assert link.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == UNPACED
     link.sock.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,16 @@ def test_named_devices_reach_the_libraries() -> None:
         nixl_environment(StagedSettings())["UCX_NET_DEVICES"] == "lo"
         and environment(StagedSettings())["MC_FORCE_TCP"] == "1"
     )
+
+
+def test_a_fixed_port_is_listened_on_and_refused_where_nothing_is_tcp() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    backends = create_backends("tcp", ME, host="127.0.0.1", staging_bytes=1 << 20, port=port)
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=5.0):
+            pass
+    finally:
+        backends["tcp"].shutdown()
+    with pytest.raises(ConfigError, match=r"node\.transfer\.port is for tcp"):
+        create_backends("shm", ME, host="127.0.0.1", staging_bytes=1 << 20, port=port)
