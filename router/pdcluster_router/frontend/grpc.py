@@ -42,6 +42,7 @@ from pdcluster_router.frontend.prepare import (
     prepare_completion,
 )
 from pdcluster_router.frontend.response import record, route_report, usage_of
+from pdcluster_router.http.connection import PARTING_S
 
 log = logging.getLogger(__name__)
 
@@ -280,7 +281,8 @@ async def listening(
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
         await states.enter_graceful_shutdown()
-        servicer.ends_at = monotonic() + drain_s - ROUNDED_S
+        servicer.ends_at = monotonic() + PARTING_S + drain_s - ROUNDED_S
+        await asyncio.sleep(PARTING_S)  # calls that clients made before they could know are taken, not reset
         await server.stop(drain_s)
 
 

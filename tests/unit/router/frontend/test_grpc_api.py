@@ -458,6 +458,20 @@ async def test_with_tenants_a_key_is_asked_for_and_names_whose_request_it_is(dis
     assert (standing.tenant, standing.weight, standing.priority) == ("acme", 3.0, -1)
 
 
+async def test_calls_that_come_just_after_the_router_was_told_to_stop_are_answered(
+    dispatcher: ScriptedDispatcher,
+) -> None:
+    stack = AsyncExitStack()
+    address = await stack.enter_async_context(served(dispatcher))
+    async with api.AsyncClient(address) as known, api.AsyncClient(address) as stranger:
+        await known.complete("hi")
+        stopping = asyncio.create_task(stack.aclose())
+        await asyncio.sleep(0.05)
+        for client in (known, stranger):
+            assert (await client.complete("hi")).choices
+        await stopping
+
+
 async def test_an_address_in_use_names_the_flag(address: str, dispatcher: ScriptedDispatcher) -> None:
     chosen = GrpcSettings()
     servicer = Inference(dispatcher, chosen, router_metrics(), Places(1))
