@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import AF_INET, AF_INET6, socket
+from socket import AF_INET, AF_INET6, SO_REUSEADDR, SOL_SOCKET, socket
 from typing import Any
 
 import msgspec
@@ -158,6 +158,7 @@ class _HealthServer(ThreadingHTTPServer):
 
     def server_bind(self) -> None:
         """Without the look-up of a name for the host that the base class makes."""
+        self.socket.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)  # a restarted process takes its port again at once
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
 

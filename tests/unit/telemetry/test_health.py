@@ -98,6 +98,13 @@ def test_a_taken_port_is_an_error_with_the_way_out(address: str, said: Said) -> 
         assert nothing is None
 
 
+def test_a_process_that_starts_again_takes_its_port_at_once(said: Said) -> None:
+    with health_port("127.0.0.1:0", said.probes) as address:
+        assert httpx.get(f"http://{address}/livez", trust_env=False).status_code == 200, "the server closes first"
+    with health_port(address, said.probes):
+        assert httpx.get(f"http://{address}/livez", trust_env=False).status_code == 200
+
+
 def test_a_loop_that_stands_is_no_longer_alive() -> None:
     now = 0.0
     pulse = Pulse(lambda: now)
