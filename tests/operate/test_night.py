@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import examples
 import psutil
 import pytest
 import yaml
@@ -150,26 +149,33 @@ def until(condition: object, what: str) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "one router",
-        pytest.param("two workers", marks=pytest.mark.full),
-        pytest.param("two routers", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["one router", "two workers", "two routers"])
 def test_a_night_of_an_operator(kind: str) -> None:
     with operated(kind) as (up, pdctl):
         assert pdctl("wait", "--nodes", "3").startswith("ready: 3 nodes")
         with clients_of(up):
             finds_drains_and_takes_back_a_slow_node(up, pdctl)
             changes_policies_and_roles(pdctl)
-            follows_one_request(up, pdctl)
+            follows_one_request(up, pdctl, 800)
+        prints_everything_in_every_format(pdctl, FORMATS)
+        fails_with_its_codes(pdctl)
+
+
+def test_a_sample_of_the_night() -> None:
+    """A quiet cluster of the smallest kind: each command in one format, and each exit code."""
+    with running("--prefill", "1", "--decode", "1", "--set=router.mode=remote", *PATIENT) as up:
+        pdctl = Pdctl(up.admin)
+        pdctl("drain", "decode-0", "--timeout", "5")
+        pdctl("uncordon", "decode-0")
+        pdctl("wait", "--nodes", "2")
+        follows_one_request(up, pdctl, 4000)
         prints_everything_in_every_format(pdctl)
         fails_with_its_codes(pdctl)
 
 
 def finds_drains_and_takes_back_a_slow_node(up: Up, pdctl: Pdctl) -> None:
+    pdctl("set", "policy", "--live", "round-robin")  # the usual one would soon send the slow node nothing
     with slowed(up.pid_of("decode-1")):
         until(lambda: _slow_nodes(pdctl) == {"decode-1"}, "top does not show the slow node")
         described = pdctl.read("describe", "node", "decode-1")
@@ -210,21 +216,22 @@ def changes_policies_and_roles(pdctl: Pdctl) -> None:
     pdctl("uncordon", "decode-0", "decode-1")
 
 
-def follows_one_request(up: Up, pdctl: Pdctl) -> None:
-    body = {"model": up.model, "prompt": PROMPTS[0], "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+def follows_one_request(up: Up, pdctl: Pdctl, num_output: int) -> None:
+    """num_output: tokens that take seconds, as busy as the cluster is."""
+    body = {"model": up.model, "prompt": PROMPTS[0], "max_tokens": num_output, "temperature": 0, "ignore_eos": True}
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(up.client.post, "/v1/completions", json=body, headers={"x-request-id": "of-the-night"})
         until(lambda: len(pdctl("get", "requests", "-o", "name").split()) > 0, "no request is shown")
-        assert asked.result(60.0).status_code == 200
+        assert asked.result(120.0).status_code == 200
     assert "decode-" in pdctl("explain", "of-the-night")
     traced = pdctl("trace", "of-the-night")
     assert "KV transfer" in traced and "decode" in traced
     with ThreadPoolExecutor(1) as pool:
-        long = {**body, "max_tokens": 4000}
+        long = {**body, "max_tokens": 7500}
         asked = pool.submit(up.client.post, "/v1/completions", json=long, headers={"x-request-id": "too-long"})
         until(lambda: _request(pdctl), "it does not run")
         assert "ended" in pdctl("cancel", "too-long", "--reason", "a test")
-        assert "a test" in asked.result(60.0).text
+        assert "a test" in asked.result(120.0).text
     assert "has no timeline" in pdctl("trace", "too-long", code=1)
 
 
@@ -233,9 +240,10 @@ def _request(pdctl: Pdctl) -> list[dict[str, object]]:
     return [row for row in pdctl.read("get", "requests") if row["output_tokens"] > NUM_OUTPUT]  # type: ignore[attr-defined]
 
 
-def prints_everything_in_every_format(pdctl: Pdctl) -> None:
+def prints_everything_in_every_format(pdctl: Pdctl, formats: tuple[str, ...] = ()) -> None:
+    """formats: none: one for each command, in turns."""
     for number, words in enumerate((*READING, ("explain", "of-the-night"), ("trace", "of-the-night"))):
-        for output in FORMATS if examples.is_full else FORMATS[number % len(FORMATS) :][:1]:
+        for output in formats or FORMATS[number % len(FORMATS) :][:1]:
             told = pdctl(*words, "-o", output)
             if output == "json":
                 json.loads(told)
@@ -250,7 +258,7 @@ def prints_everything_in_every_format(pdctl: Pdctl) -> None:
             **pdctl.environment, "_PDCTL_COMPLETE": "complete_bash", "COMP_WORDS": "pdctl cordon dec", "COMP_CWORD": "2",
         },
     )  # fmt: skip
-    assert set(names.stdout.split()) == {"decode-0", "decode-1"}
+    assert "decode-0" in names.stdout.split()
 
 
 def fails_with_its_codes(pdctl: Pdctl) -> None:
@@ -268,19 +276,22 @@ def fails_with_its_codes(pdctl: Pdctl) -> None:
 def test_ctrl_c_ends_the_wait_for_a_drain_and_says_what_stays() -> None:
     with running("--prefill", "0", "--decode", "0", "--mixed", "1", *PATIENT) as up:
         pdctl = Pdctl(up.admin)
-        with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(up.complete, PROMPTS[0], 7000)
+        with ThreadPoolExecutor(1) as pool, slowed(up.pid_of("mixed-0")):
+            asked = pool.submit(up.complete, PROMPTS[0], 7000, n=4)
             until(lambda: _request(pdctl), "it does not run")
             draining = subprocess.Popen(
                 [sys.executable, "-m", "pdcluster_router.pdctl", "drain", "mixed-0"],
                 env=pdctl.environment, stdout=subprocess.PIPE, text=True,
             )  # fmt: skip
             assert draining.stdout is not None
-            assert "running 1" in draining.stdout.readline()
+            assert "running 4" in draining.stdout.readline()
             draining.send_signal(signal.SIGINT)
             assert "stays cordoned" in draining.stdout.read()
             assert draining.wait(30.0) == 130
             draining.stdout.close()
             pdctl("uncordon", "mixed-0")
-            asked.result(120.0)
+            for request in {str(row["name"]).rpartition("-")[0] for row in _request(pdctl)}:
+                pdctl("cancel", request)
+            with pytest.raises(AssertionError, match="cancelled"):
+                asked.result(120.0)
     assert not psutil.pid_exists(up.process.pid)
