@@ -44,7 +44,7 @@ class Node(_message.Message):
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_bootstrap_pb2.Role, str]] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., max_len: _Optional[int] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., in_flight: _Optional[int] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
-    __slots__ = ("waiting", "running", "waiting_tokens", "context_tokens", "slots", "slots_used", "pages_total", "pages_free", "pages_cached", "pages_quarantined", "pages_pinned", "pages_parked", "steps")
+    __slots__ = ("waiting", "running", "waiting_tokens", "context_tokens", "slots", "slots_used", "pages_total", "pages_free", "pages_cached", "pages_quarantined", "pages_pinned", "pages_parked", "steps", "itl_s")
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class NodeLoad(_message.Message):
     PAGES_PINNED_FIELD_NUMBER: _ClassVar[int]
     PAGES_PARKED_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    ITL_S_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     running: int
     waiting_tokens: int
@@ -71,7 +72,8 @@ class NodeLoad(_message.Message):
     pages_pinned: int
     pages_parked: int
     steps: int
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., slots: _Optional[int] = ..., slots_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_quarantined: _Optional[int] = ..., pages_pinned: _Optional[int] = ..., pages_parked: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+    itl_s: float
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., slots: _Optional[int] = ..., slots_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_quarantined: _Optional[int] = ..., pages_pinned: _Optional[int] = ..., pages_parked: _Optional[int] = ..., steps: _Optional[int] = ..., itl_s: _Optional[float] = ...) -> None: ...
 
 class NodeCost(_message.Message):
     __slots__ = ("prefill_fixed_s", "prefill_token_s", "prefill_pair_s", "decode_fixed_s", "decode_row_s", "decode_context_s", "chunk_tokens", "prefill_samples", "decode_samples", "prefill_spread", "prefill_doubt", "prefill_root", "decode_spread", "decode_doubt", "decode_root")

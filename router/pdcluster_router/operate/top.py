@@ -67,7 +67,11 @@ def figures(now: ClusterLook, before: ClusterLook | None) -> dict[str, Any]:
 
 
 def _nodes(now: ClusterLook) -> list[dict[str, Any]]:
-    """Nodes with what their steps take. Slow: much longer than those of its pool."""
+    """Nodes with what their steps take. Slow: much longer than those of its pool.
+
+    Prompts are compared by the nodes' models. Tokens are by what rows get: a model passes over the pauses of a node
+    whose cores somebody else uses.
+    """
     scrapes = max(len(now.statuses), 1)  # each router reports each node
     halves = {
         half: {
@@ -76,6 +80,10 @@ def _nodes(now: ClusterLook) -> list[dict[str, Any]]:
         }
         for half in ("prefill", "decode")
     }
+    measured = {
+        "prefill": halves["prefill"],
+        "tokens": {str(node["name"]): node["load"]["itl_s"] for node in now.nodes if node["running"]},  # type: ignore[index]
+    }
     pools: dict[object, set[str]] = {}
     for node in now.nodes:
         pools.setdefault(node["role"], set()).add(str(node["name"]))
@@ -83,13 +91,13 @@ def _nodes(now: ClusterLook) -> list[dict[str, Any]]:
     for node in now.nodes:
         name, pool = str(node["name"]), pools[node["role"]]
         slow = [
-            half
-            for half, figure in halves.items()
-            if name in rates.slowest({other: value for other, value in figure.items() if other in pool})
+            what
+            for what, figures in measured.items()
+            if name in rates.slowest({other: value for other, value in figures.items() if other in pool})
         ]
-        found.append(
-            {**node, "prefill_s": halves["prefill"].get(name), "step_s": halves["decode"].get(name), "slow": slow}
-        )
+        itl_s = node["load"]["itl_s"]  # type: ignore[index]
+        times = {"prefill_s": halves["prefill"].get(name), "step_s": halves["decode"].get(name), "itl_s": itl_s or None}
+        found.append({**node, **times, "slow": slow})
     return found
 
 
@@ -135,7 +143,7 @@ def _pools(nodes: list[dict[str, Any]]) -> Table:
 
 def _node_table(nodes: list[dict[str, Any]]) -> Table:
     made = Table(box=None, pad_edge=False, header_style="bold")
-    titles = ("NODE", "ROLE", "STATE", "WAITING", "RUNNING", "KV", "PROMPT OF 512", "DECODE STEP", "")
+    titles = ("NODE", "ROLE", "STATE", "WAITING", "RUNNING", "KV", "PROMPT OF 512", "DECODE STEP", "BETWEEN TOKENS", "")
     for title in titles:
         made.add_column(title, justify="left" if title in ("NODE", "ROLE", "STATE", "") else "right")
     for node in nodes:
@@ -143,7 +151,8 @@ def _node_table(nodes: list[dict[str, Any]]) -> Table:
             str(node["name"]), str(node["role"]),
             Text(str(node["state"]), style=STATE_COLOURS.get(str(node["state"]), "")),
             str(node["waiting"]), str(node["running"]), str(node["kv_used"]), _ms(node["prefill_s"]),
-            _ms(node["step_s"]), Text(f"slow: {', '.join(node['slow'])}" if node["slow"] else "", style="red"),
+            _ms(node["step_s"]), _ms(node["itl_s"]),
+            Text(f"slow: {', '.join(node['slow'])}" if node["slow"] else "", style="red"),
         )  # fmt: skip
     return made
 
