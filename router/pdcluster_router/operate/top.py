@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -80,9 +80,10 @@ def _nodes(now: ClusterLook) -> list[dict[str, Any]]:
         }
         for half in ("prefill", "decode")
     }
+    loads = {str(node["name"]): cast("dict[str, float]", node["load"]) for node in now.nodes}
     measured = {
         "prefill": halves["prefill"],
-        "tokens": {str(node["name"]): node["load"]["itl_s"] for node in now.nodes if node["running"]},  # type: ignore[index]
+        "tokens": {name: load["itl_s"] for name, load in loads.items() if load["running"]},
     }
     pools: dict[object, set[str]] = {}
     for node in now.nodes:
@@ -95,7 +96,7 @@ def _nodes(now: ClusterLook) -> list[dict[str, Any]]:
             for what, figures in measured.items()
             if name in rates.slowest({other: value for other, value in figures.items() if other in pool})
         ]
-        itl_s = node["load"]["itl_s"]  # type: ignore[index]
+        itl_s = loads[name]["itl_s"]
         times = {"prefill_s": halves["prefill"].get(name), "step_s": halves["decode"].get(name), "itl_s": itl_s or None}
         found.append({**node, **times, "slow": slow})
     return found
