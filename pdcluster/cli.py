@@ -7,13 +7,12 @@ other modules.
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from pdcluster.settings import flags
 from pdcluster.settings.config import BootstrapConfig, LoadedSection, NodeConfig, UpConfig
+from pdcluster.settings.shown import SectionName, SettingPairs, SettingsFile, show_settings
 from pdcluster.telemetry import log
 
 app = typer.Typer(
@@ -78,16 +77,8 @@ flags.command(app, BootstrapConfig, "bootstrap", "Run the bootstrap service.", _
 
 
 @config_app.command("check")
-def check(
-    file: Annotated[Path | None, typer.Option("--config", metavar="FILE", help=flags.FILE_HELP)] = None,
-    pairs: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=flags.SET_HELP)] = None,
-    section: Annotated[
-        str | None, typer.Option("--section", metavar="NAME", help="only node, router, bootstrap or up")
-    ] = None,
-) -> None:
+def check(file: SettingsFile = None, pairs: SettingPairs = None, section: SectionName = None) -> None:
     """Print the effective value of every key and where it comes from; exit 2 when one is wrong."""
-    from pdcluster.settings.shown import show_settings
-
     with flags.reported():
         show_settings(file, pairs or [], section)
 

@@ -5,18 +5,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
 from pdcluster.core.errors import ConfigError
 from pdcluster.settings import flags
 from pdcluster.settings.config import SECTIONS, keys, load
 from pdcluster.settings.keys import Key, Section
 
+SettingsFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help=flags.FILE_HELP)]
+SettingPairs = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=flags.SET_HELP)]
+SectionName = Annotated[
+    str | None, typer.Option("--section", metavar="NAME", help="only node, router, bootstrap or up")
+]
+
 
 def show_settings(file: Path | None, pairs: Sequence[str], only: str | None) -> None:
     """Print every key with its value, its source and its variable. Raises ConfigError when one is wrong."""
+    from rich.console import Console  # of no other command
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False)
     for title in ("key", "value", "from", "variable"):
         table.add_column(title, overflow="fold", no_wrap=title == "key")

@@ -12,6 +12,7 @@ import typer
 
 from pdcluster.core.errors import ConfigError, PdclusterError
 from pdcluster.settings import flags
+from pdcluster.settings.shown import SectionName, SettingPairs, SettingsFile, show_settings
 from pdcluster_router.operate.printing import PrintFormat
 from pdcluster_router.replay.options import NodeOptions, Printing, Routing, Traffic
 
@@ -357,15 +358,7 @@ def diff_policy(admin: Admin = ADMIN, token_file: TokenFile = None, output: Outp
 
 
 def _settings(help_text: str) -> Callable[..., None]:
-    def run(
-        file: Annotated[Path | None, typer.Option("--config", metavar="FILE", help=flags.FILE_HELP)] = None,
-        pairs: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=flags.SET_HELP)] = None,
-        section: Annotated[
-            str | None, typer.Option("--section", metavar="NAME", help="only node, router, bootstrap or up")
-        ] = None,
-    ) -> None:
-        from pdcluster.settings.shown import show_settings
-
+    def run(file: SettingsFile = None, pairs: SettingPairs = None, section: SectionName = None) -> None:
         with flags.reported():
             show_settings(file, pairs or [], section)
 

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 # Of the descriptors that the process may open, those that clients do not get.
 RESERVED_SHARE = 0.25
+# Taken for a process without a limit; the kernel's own is about this.
+UNLIMITED = 1 << 20
 MOST_RESERVED = 4096
 # How long a refused client may read that it is.
 TOLD_S = 1.0
@@ -37,6 +39,7 @@ class DoorLimits(NamedTuple):
 def limits_of_process() -> DoorLimits:
     """By the descriptors that the process may open. The soft limit is raised to the hard one first."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = UNLIMITED if hard == resource.RLIM_INFINITY else hard
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     reserve = min(int(hard * RESERVED_SHARE), MOST_RESERVED)

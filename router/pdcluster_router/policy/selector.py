@@ -138,6 +138,9 @@ class PolicySelector:
             self.holder.live.choose(Query(1, force=self._force, fallback=self._fallback), self._view())
         except Unavailable as error:
             return str(error)
+        except Exception as error:  # a policy's bug must not end whoever asks
+            logger.exception("the routing policy %s failed", self.holder.live.name)
+            return f"the routing policy failed ({type(error).__name__}); see the router's log"
         return None
 
     def choose(self, job: Job, now: float) -> Decision:

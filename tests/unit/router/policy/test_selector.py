@@ -66,6 +66,16 @@ def test_requests_wait_for_the_routers_own_mode_and_not_for_one_they_asked_for(p
     assert "mode remote needs" in str(selector.blocked())
 
 
+def test_a_policy_that_fails_blocks_and_ends_nobody_who_asks() -> None:
+    selector = make_chooser()
+
+    def fail(query: object, cluster: object) -> object:
+        raise ZeroDivisionError
+
+    selector.holder.live = type("Broken", (), {"name": "broken", "choose": staticmethod(fail)})()
+    assert "ZeroDivisionError" in str(selector.blocked())
+
+
 @pytest.mark.parametrize("way", ["choose", "place"])
 def test_a_mode_that_a_request_asked_for_is_no_choice_that_others_follow(way: str) -> None:
     """After a stretch of requests that asked for one node, those that did not stayed there, by the margin of the last
