@@ -20,8 +20,8 @@ from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.engine.ops.quantized import Quantization
 
 PAGE, LENGTH = 16, 90
-# Of models. One is enough where an edge is a step of eight bits, which is far more than one of bfloat16.
-SEEDS: dict[Quantization, tuple[int, ...]] = {"int8": (5, 6, 7, 8), "w8a8_int8": (5,)}
+# Of models.
+SEEDS = (5, 6, 7, 8)
 SCHEMES: tuple[Quantization, ...] = ("int8", "w8a8_int8")
 SHAPES = [
     Shape("qwen3", num_heads=4, num_kv_heads=2, head_dim=32, hidden_size=128),
@@ -75,7 +75,7 @@ def test_an_engine_gives_what_its_quantised_weights_give(shape: Shape, scheme: Q
     several models: how far a single one is off depends on the CPU.
     """
     torch.set_num_threads(1)
-    each = [differences(shape, scheme, seed, tmp_path / str(seed)) for seed in SEEDS[scheme]]
+    each = [differences(shape, scheme, seed, tmp_path / str(seed)) for seed in SEEDS]
     noise, *found, quantised = np.mean(each, axis=0)
     # Where an activation falls on the edge of two steps, bfloat16 decides otherwise than float32 does.
     assert max(found) <= (1.5 if scheme == "int8" else 4.5) * noise + 0.002

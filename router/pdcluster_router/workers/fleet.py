@@ -248,9 +248,10 @@ class Fleet:
     # ------------------------------------------------------------ policy
 
     async def policy(self) -> PolicyStatus:
-        told = list((await self._ask_all(frames.AskPolicy(), PolicyStatus)).told.values())
-        if not told:
-            return await self._ask_any(frames.AskPolicy(), PolicyStatus, ASK_S)
+        answers = await self._ask_all(frames.AskPolicy(), PolicyStatus)
+        for error in answers.errors.values():
+            raise error
+        told = list(answers.told.values())
         alike = [each for each in told if each.shadow == told[0].shadow]
         return msgspec.structs.replace(
             told[0],

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 import pytest
 from scripted_dispatcher import MODEL, TEXT, ScriptedDispatcher, Wait, says, served, until
 
+from pdcluster.core.version import VERSION
 from pdcluster_router.frontend.app import HttpSettings
 from pdcluster_router.frontend.server import KEEPALIVE, bind
 from pdcluster_router.http.connection import MAX_HEAD_BYTES, Connection, Connections, LineLimits
@@ -22,6 +23,8 @@ from pdcluster_router.http.exchange import Exchange
 PLAIN = "/v1/completions"
 BODY = json.dumps({"model": MODEL, "prompt": "hi"}).encode()
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+
+HEALTHY = b'{"status":"ok","version":"%b"}' % VERSION.encode()
 
 
 def request(body: bytes = BODY, *headers: str, length: int | None = None, version: str = "1.1") -> bytes:
@@ -83,7 +86,7 @@ async def test_pipelined_requests_are_answered_in_their_order_and_run_one_after_
     gate.set()
     bodies = [(await answer(reader))[2] for _ in range(4)]
     assert [json.loads(bodies[at])["choices"][0]["text"] for at in (0, 2)] == ["a", "b"]
-    assert bodies[1] == bodies[3] == b'{"status":"ok"}'
+    assert bodies[1] == bodies[3] == HEALTHY
     writer.write(HEALTH)
     assert (await answer(reader))[0] == 200, "the connection goes on"
 
@@ -302,15 +305,15 @@ async def test_an_error_before_the_body_came_does_not_cost_the_connection(wire) 
     writer.write(request(b"", "content-type: text/plain", length=len(BODY)))
     assert (await answer(reader))[0] == 415
     writer.write(BODY + HEALTH)
-    assert (await answer(reader))[2] == b'{"status":"ok"}'
+    assert (await answer(reader))[2] == HEALTHY
 
 
 async def test_head_has_a_length_and_no_body(wire) -> None:
     reader, writer = wire
     writer.write(b"HEAD /health HTTP/1.1\r\nhost: x\r\n\r\n" + HEALTH)
     head = await reader.readuntil(b"\r\n\r\n")
-    assert b"content-length: 15\r\n" in head
-    assert (await answer(reader))[2] == b'{"status":"ok"}'
+    assert b"content-length: %d\r\n" % len(HEALTHY) in head
+    assert (await answer(reader))[2] == HEALTHY
 
 
 async def test_a_client_of_http_1_0_gets_its_stream_up_to_the_connections_end(wire) -> None:
@@ -366,7 +369,7 @@ async def test_what_came_before_junk_is_answered(
         await asyncio.sleep(0.02)
     gate.set()
     assert json.loads((await answer(reader))[2])["choices"][0]["text"] == "a"
-    assert (await answer(reader))[2] == b'{"status":"ok"}'
+    assert (await answer(reader))[2] == HEALTHY
     with contextlib.suppress(ConnectionError):
         await reader.read()
     assert dispatcher.cancelled == []
@@ -381,7 +384,7 @@ async def test_an_upgrade_is_not_made_and_the_request_is_answered(wire) -> None:
     reader, writer = wire
     for _ in range(2):
         writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
-        assert (await answer(reader))[2] == b'{"status":"ok"}'
+        assert (await answer(reader))[2] == HEALTHY
 
 
 @pytest.mark.parametrize("size", [1, 50, 100_000])
