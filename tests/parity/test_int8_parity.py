@@ -77,8 +77,9 @@ def test_an_engine_gives_what_its_quantised_weights_give(shape: Shape, scheme: Q
     torch.set_num_threads(1)
     each = [differences(shape, scheme, seed, tmp_path / str(seed)) for seed in SEEDS]
     noise, *found, quantised = np.mean(each, axis=0)
-    # Where an activation falls on the edge of two steps, bfloat16 decides otherwise than float32 does.
-    assert max(found) <= (1.5 if scheme == "int8" else 4.5) * noise + 0.002
+    # Where an activation falls on the edge of two steps, bfloat16 decides otherwise than float32 does. The mean of four
+    # models is 4.7 times the noise on AMD (avx512_bf16), and less where AMX rounds the sums.
+    assert max(found) <= (1.5 if scheme == "int8" else 5.5) * noise + 0.002
     assert quantised > 0.0
 
 
