@@ -37,6 +37,7 @@ _FINISH: dict[int, FinishReason] = {
     pb.FINISH_REASON_LENGTH: "length",
     pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
+Headers = Mapping[str, str]
 ToolMode = Literal["auto", "none", "required"]
 _TOOL_MODES: dict[ToolMode, pb.ToolMode] = {
     "auto": pb.TOOL_MODE_AUTO,
@@ -265,10 +266,17 @@ class Client:
             raise error_of(error, self._address) from error
 
     def generate(
-        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        headers: Headers | None = None,
+        **options: Unpack[Options],
     ) -> Generator[Output, None, None]:
-        """Outputs as they come; close the generator to cancel."""
-        call = self._stub.Generate(_request(prompt, options), timeout=timeout_s, metadata=self._metadata)
+        """Outputs as they come; close the generator to cancel. headers: such as x-request-id and traceparent."""
+        call = self._stub.Generate(
+            _request(prompt, options), timeout=timeout_s, metadata=(*self._metadata, *_pairs(headers))
+        )
         try:
             for reply in call:
                 yield _output(reply)
@@ -277,8 +285,15 @@ class Client:
         finally:
             call.cancel()
 
-    def complete(self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]) -> Completion:
-        with closing(self.generate(prompt, timeout_s=timeout_s, **options)) as outputs:
+    def complete(
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        headers: Headers | None = None,
+        **options: Unpack[Options],
+    ) -> Completion:
+        with closing(self.generate(prompt, timeout_s=timeout_s, headers=headers, **options)) as outputs:
             return _whole(list(outputs))
 
 
@@ -311,10 +326,17 @@ class AsyncClient:
             raise error_of(error, self._address) from error
 
     async def generate(
-        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        headers: Headers | None = None,
+        **options: Unpack[Options],
     ) -> AsyncGenerator[Output, None]:
-        """Outputs as they come; close the generator to cancel."""
-        call = self._stub.Generate(_request(prompt, options), timeout=timeout_s, metadata=self._metadata)
+        """Outputs as they come; close the generator to cancel. headers: such as x-request-id and traceparent."""
+        call = self._stub.Generate(
+            _request(prompt, options), timeout=timeout_s, metadata=(*self._metadata, *_pairs(headers))
+        )
         try:
             async for reply in call:
                 yield _output(reply)
@@ -324,13 +346,22 @@ class AsyncClient:
             call.cancel()
 
     async def complete(
-        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        headers: Headers | None = None,
+        **options: Unpack[Options],
     ) -> Completion:
-        async with aclosing(self.generate(prompt, timeout_s=timeout_s, **options)) as outputs:
+        async with aclosing(self.generate(prompt, timeout_s=timeout_s, headers=headers, **options)) as outputs:
             return _whole([output async for output in outputs])
 
 
 # ---------------------------------------------------------------- to and from protobuf
+
+
+def _pairs(headers: Headers | None) -> tuple[tuple[str, str], ...]:
+    return tuple((name.lower(), value) for name, value in (headers or {}).items())
 
 
 def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:

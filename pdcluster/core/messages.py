@@ -72,7 +72,8 @@ class Work(Value, frozen=True, array_like=True):
     token_ids: packed int32 of the prompt and of all tokens emitted by earlier attempts; num_prompt of them are the
     prompt. hashes: the chained block hashes of token_ids, HASH_BYTES each, full hash blocks only. hash_root: what
     stands before the chain's first block (kv.hashing.chain_root), so that a node can name what it decodes after a
-    prompt shorter than a stretch; empty: such output is not cached."""
+    prompt shorter than a stretch; empty: such output is not cached. trace: the attempt's span
+    (TraceContext.pack), above the node's own; empty: it is not traced."""
 
     request: Id
     attempt: Count
@@ -82,6 +83,7 @@ class Work(Value, frozen=True, array_like=True):
     sampling: Sampling
     deadline_s: SecondsLeft
     hash_root: bytes = b""
+    trace: bytes = b""
 
 
 class Endpoint(Value, frozen=True, array_like=True):

@@ -265,6 +265,8 @@ class LocalCluster:
             own["node.served_model_name"] = ",".join(self._config.served_model_name)
         if self._is_set("up.dtype"):
             own["node.dtype"] = self._config.dtype
+        if self._is_set("up.otlp"):
+            own["node.tracing.otlp"] = self._config.otlp or "none"
         if self._is_set("up.transfer"):
             own["node.transfer.backend"] = self._config.transfer
         if self._given_model is not None:
@@ -283,6 +285,8 @@ class LocalCluster:
         own |= {f"router.{name}": self._listens(name)[1] or "none" for name in ("http", "grpc")}
         if self._config.workers is not None:
             own["router.workers"] = self._config.workers
+        if self._is_set("up.otlp"):
+            own["router.tracing.otlp"] = self._config.otlp or "none"
         if self._router_settings.origins["router.admin"] == "default":
             own["router.admin"] = "127.0.0.1:0"
         own |= self._own_health(RouterConfig)
@@ -299,6 +303,8 @@ class LocalCluster:
             or load(cls, self._loaded.flags, self._loaded.file).origins[f"{section}.log.level"] == "default"
         ):
             own[f"{section}.log.level"] = self._config.log.level
+        if self._config.log.requests:
+            own[f"{section}.log.requests"] = True
         given = {path: value for path, value in self._loaded.flags.items() if path.startswith(f"{section}.")} | own
         flags = {key.path: key.flag for key in keys(cls)}
         argv = [sys.executable, "-m", *module]

@@ -15,16 +15,19 @@ from pdcluster.core.messages import Endpoint, Role
 from pdcluster.kv.pages import PagePool
 from pdcluster.node.availability import NodeAvailability
 from pdcluster.node.components import Neighbours, NodeComponents, StepEngine
+from pdcluster.node.context import NodeContext
 from pdcluster.node.decode import DecodeSide
 from pdcluster.node.grammar_queue import GrammarQueue, GrammarSource
 from pdcluster.node.kv_fetch import ExportSide, FetchSide
 from pdcluster.node.legs import EndedLegs, SequenceFactory
 from pdcluster.node.outbox import Outbox
 from pdcluster.node.prefill import LayerGroups, ParkedKV, PrefillSide
+from pdcluster.node.reports.leg_records import LegRecorder
 from pdcluster.node.reports.load_report import ModelFiles
 from pdcluster.node.reports.step_timer import StepTimer, StuckWatch
 from pdcluster.node.tensor_parallel.endpoint_client import LinkedMemories, RankLink
 from pdcluster.scheduler.scheduler import Scheduler, SchedulerLimits
+from pdcluster.telemetry.tracing import SpanSink
 from pdcluster.transfer.backends.base import Backend, Peer, Region
 from pdcluster.transfer.backends.ranked import RankedBackend
 from pdcluster.transfer.layout.geometry import PageShape
@@ -64,6 +67,7 @@ class Wiring:
     group_s: cost of one more group of layers (`LayerGroups`).
     parking_share: share of the pool for parked KV.
     pull_s: how long a prompt may wait for KV of another node.
+    spans: takes those of traced requests; None: none is traced.
     """
 
     me: Peer
@@ -77,19 +81,7 @@ class Wiring:
     group_s: float = 0.0004
     parking_share: float = 0.5
     pull_s: float = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class NodeContext:
-    """What the four sides of a node share."""
-
-    scheduler: Scheduler
-    pages: PagePool
-    writer: Writer
-    reader: Reader
-    outbox: Outbox
-    ended: EndedLegs
-    clock: Callable[[], float]
+    spans: SpanSink | None = None
 
 
 def assemble(
@@ -112,7 +104,16 @@ def assemble(
     backends = _media_of_all_ranks(wiring, shape)
     pages = PagePool(shape.num_pages, shape.pages.page_tokens, shape.block_tokens)
     writer, reader = _writer(wiring, shape, backends, clock), _reader(wiring, shape, backends, hub.address, clock)
-    shared = NodeContext(Scheduler(pages, limits, clock), pages, writer, reader, Outbox(), EndedLegs(), clock)
+    shared = NodeContext(
+        Scheduler(pages, limits, clock),
+        pages,
+        writer,
+        reader,
+        Outbox(),
+        EndedLegs(),
+        clock,
+        LegRecorder(wiring.me.node, wiring.spans),
+    )
     return NodeComponents(
         me=wiring.me,
         standing=NodeAvailability(wiring.role, neighbours),
@@ -128,9 +129,7 @@ def assemble(
         outbox=shared.outbox,
         ended=shared.ended,
         prefill=_prefill_side(wiring, shape, shared),
-        decode=DecodeSide(
-            shared.scheduler, pages, reader, shared.outbox, shared.ended, vocab_size=shape.vocab_size, clock=clock
-        ),
+        decode=DecodeSide(shared, vocab_size=shape.vocab_size),
         fetch=FetchSide(shared.scheduler, pages, reader, shared.outbox, pull_s=wiring.pull_s, clock=clock),
         export=ExportSide(shared.scheduler, pages, writer, shared.outbox),
         files=files,
@@ -181,12 +180,7 @@ def _reader(
 
 def _prefill_side(wiring: Wiring, shape: Shape, shared: NodeContext) -> PrefillSide:
     return PrefillSide(
-        shared.scheduler,
-        shared.pages,
-        shared.writer,
-        shared.outbox,
-        shared.ended,
+        shared,
         groups=LayerGroups(shape.pages.num_layers, shape.pages.page_bytes * shape.pages.ranks, group_s=wiring.group_s),
         parking=ParkedKV(max(int(shape.num_pages * wiring.parking_share), 1), shared.clock, wiring.parking_s),
-        clock=shared.clock,
     )

@@ -9,30 +9,29 @@ node loop's thread; no sockets here.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from pdcluster.core import errors
 from pdcluster.core.grammar import Grammar
 from pdcluster.core.messages import Failed, Finished, LegTimings, Prefill, Reserve, Reserved, Scheduled, Work
 from pdcluster.core.step import StepPlan
-from pdcluster.kv.pages import PagePool
+from pdcluster.node.context import NodeContext
 from pdcluster.node.legs import (
     REFUSALS,
     EmittedTokens,
     EndedLeg,
-    EndedLegs,
     check_newest,
     key_of,
     of_router,
     refusal,
     unawaited,
 )
-from pdcluster.node.outbox import Outbox
-from pdcluster.scheduler.scheduler import Scheduler, Update
+from pdcluster.node.reports.leg_records import EndedStages, LegStage
+from pdcluster.scheduler.scheduler import Update
 from pdcluster.scheduler.sequence import Sequence
+from pdcluster.telemetry.tracing import Attribute
 from pdcluster.transfer.backends.base import Peer
-from pdcluster.transfer.protocol.reader import Reader
 from pdcluster.transfer.protocol.session import Landed, Reclaimed, peer_of
 from pdcluster.transfer.protocol.session import TicketFailed as TicketFailed
 
@@ -109,27 +108,18 @@ class DecodeLeg:
     output: EmittedTokens
     nonce: int | None = None
     decode_from: float | None = None
+    # Of its work; see Work.
+    trace: bytes = b""
+    # Its KV comes from another node.
+    is_remote: bool = False
 
 
 class DecodeSide:
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        pages: PagePool,
-        reader: Reader,
-        outbox: Outbox,
-        ended: EndedLegs,
-        *,
-        vocab_size: int,
-        clock: Callable[[], float],
-    ) -> None:
-        self._scheduler = scheduler
-        self._pages = pages
-        self._reader = reader
-        self._outbox = outbox
-        self._ended = ended
+    def __init__(self, shared: NodeContext, *, vocab_size: int) -> None:
+        self._scheduler, self._pages, self._reader = shared.scheduler, shared.pages, shared.reader
+        self._outbox, self._ended = shared.outbox, shared.ended
+        self._clock, self._records = shared.clock, shared.records
         self._vocab_size = vocab_size
-        self._clock = clock
         self._line = WaitQueue()
         self._legs: dict[str, DecodeLeg] = {}
         self._by_key: dict[str, DecodeLeg] = {}
@@ -177,7 +167,7 @@ class DecodeSide:
             work.request, work.attempt, message.writer, pages, num_tokens, cached, work.deadline_s
         )
         self._pages.attach_writer(pages[cached // self._pages.page_tokens :], ticket.nonce)
-        leg.nonce = ticket.nonce
+        leg.nonce, leg.is_remote = ticket.nonce, True
         self._by_nonce[ticket.nonce] = leg
         self._outbox.message(router, Reserved(ticket), once=lambda: self._reader.is_permitted(ticket.nonce))
 
@@ -227,6 +217,7 @@ class DecodeSide:
             )
             self._ended.add(EndedLeg(leg.router, leg.output, word))
             self._outbox.message(leg.router, word)
+            self._record(leg, update.finished)
             self._forget(leg)
 
     def fail(self, key: str, reason: str, *, retryable: bool = True, param: str = "", code: str = "") -> None:
@@ -235,7 +226,7 @@ class DecodeSide:
         if leg is not None:
             code = code or (errors.PdclusterError.code if retryable else errors.BadRequest.code)
             self._outbox.message(leg.router, Failed(leg.request, leg.attempt, code, reason, retryable, param))
-            self._end(leg, reason)
+            self._end(leg, reason, has_failed=True)
 
     def on_event(self, event: Landed | TicketFailed | Reclaimed) -> None:
         if isinstance(event, Reclaimed):
@@ -276,7 +267,7 @@ class DecodeSide:
                     retryable=False,
                 ),
             )
-            self._end(leg, reason)
+            self._end(leg, reason, has_failed=True)
 
     def next_deadline(self) -> float | None:
         return min((leg.deadline for leg in self._legs.values()), default=None)
@@ -326,6 +317,7 @@ class DecodeSide:
             now + work.deadline_s,
             now,
             EmittedTokens.of(work),
+            trace=work.trace,
         )
         self._legs[leg.request] = self._by_key[leg.key] = leg
         return leg
@@ -334,9 +326,9 @@ class DecodeSide:
         self._outbox.message(
             leg.router, Failed(leg.request, leg.attempt, errors.TransferError.code, reason, retryable=True)
         )
-        self._end(leg, reason)
+        self._end(leg, reason, has_failed=True)
 
-    def _end(self, leg: DecodeLeg, reason: str) -> None:
+    def _end(self, leg: DecodeLeg, reason: str, *, has_failed: bool = False) -> None:
         """Drop the row. Pages of an open ticket stay quarantined until the reader reports Reclaimed. Idempotent. Forks
         that wait for its KV end with it.
         """
@@ -346,6 +338,7 @@ class DecodeSide:
             self._by_nonce.pop(leg.nonce, None)
             self._reader.abort(leg.nonce, reason)
         self._scheduler.cancel(leg.key)
+        self._record(leg, reason, has_failed=has_failed)
         self._forget(leg)
 
     def _forget(self, leg: DecodeLeg) -> None:
@@ -360,6 +353,27 @@ class DecodeSide:
                 fork.router, Failed(fork.request, fork.attempt, errors.Overloaded.code, reason, retryable=True)
             )
             self._end(fork, reason)
+
+    def _record(self, leg: DecodeLeg, reason: str, *, has_failed: bool = False) -> None:
+        if self._records.wants(leg.trace):
+            name = "decode" if leg.is_remote else "local"
+            self._records.ended(
+                EndedStages(name, leg.request, leg.attempt, leg.trace, self._stages(leg), reason, has_failed)
+            )
+
+    def _stages(self, leg: DecodeLeg) -> list[LegStage]:
+        """The leg's life until now."""
+        now, first, sequence = self._clock(), leg.decode_from, leg.sequence
+        start = now if first is None else first
+        cached: dict[str, Attribute] = {"pdcluster.cached_tokens": sequence.num_cached}
+        if leg.is_remote:
+            stages = [LegStage("reserve", leg.arrived, start, cached)]
+        else:
+            scheduled = start if sequence.first_scheduled is None else sequence.first_scheduled
+            stages = [LegStage("queue", leg.arrived, scheduled), LegStage("prefill", scheduled, start, cached)]
+        if first is not None:
+            stages.append(LegStage("decode", first, now, {"pdcluster.tokens": max(len(leg.output.tokens) - 1, 0)}))
+        return stages
 
     def _timings(self, leg: DecodeLeg) -> LegTimings:
         now = self._clock()

@@ -32,24 +32,23 @@ from pdcluster.core.messages import (
     TokenLogprobs,
 )
 from pdcluster.core.step import StepPlan
-from pdcluster.kv.pages import PagePool
+from pdcluster.node.context import NodeContext
 from pdcluster.node.legs import (
     REFUSALS,
     EmittedTokens,
     EndedLeg,
-    EndedLegs,
     check_newest,
     key_of,
     of_router,
     refusal,
     unawaited,
 )
-from pdcluster.node.outbox import Outbox
-from pdcluster.scheduler.scheduler import Scheduler, Update
+from pdcluster.node.reports.leg_records import EndedStages, LegStage
+from pdcluster.scheduler.scheduler import Update
 from pdcluster.scheduler.sequence import Sequence
+from pdcluster.telemetry.tracing import Attribute
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.protocol.session import Acked, Drained, TicketGaveUp, TransferStats
-from pdcluster.transfer.protocol.writer import Writer
 
 # Parked KV: finished KV that waits in the node's own pool for a decode node.
 #
@@ -157,6 +156,9 @@ class LayerGroups:
         return tuple(self.num_layers * index // groups for index in range(1, groups))
 
 
+# Described in a leg's record.
+MAX_FAILED_TRANSFERS = 8
+
 # Retry hint of a refused delivery: the KV is parked, and another ticket may come at once.
 STOPPED_BY_PEER_S = 0.05
 
@@ -186,6 +188,13 @@ class PrefillLeg:
     first_logprobs: TokenLogprobs | None = None
     scheduled_at: float | None = None
     first_token_at: float | None = None
+    # Since when the current ticket is here, and what its transfer took once it is done.
+    ticket_at: float | None = None
+    stats: TransferStats | None = None
+    # Transfers that came to nothing.
+    failed_transfers: list[LegStage] = field(default_factory=list)
+    # Of its work; see Work.
+    trace: bytes = b""
 
 
 @dataclass(slots=True)
@@ -198,24 +207,16 @@ class Pins:
 class PrefillSide:
     def __init__(
         self,
-        scheduler: Scheduler,
-        pages: PagePool,
-        writer: Writer,
-        outbox: Outbox,
-        ended: EndedLegs,
+        shared: NodeContext,
         *,
         groups: LayerGroups,
         parking: ParkedKV,
-        clock: Callable[[], float],
     ) -> None:
-        self._scheduler = scheduler
-        self._pages = pages
-        self._writer = writer
-        self._outbox = outbox
-        self._ended = ended
+        self._scheduler, self._pages, self._writer = shared.scheduler, shared.pages, shared.writer
+        self._outbox, self._ended = shared.outbox, shared.ended
+        self._clock, self._records = shared.clock, shared.records
         self._groups = groups
         self._parking = parking
-        self._clock = clock
         self._legs: dict[str, PrefillLeg] = {}
         self._by_key: dict[str, PrefillLeg] = {}
         self._by_nonce: dict[int, PrefillLeg] = {}
@@ -249,6 +250,7 @@ class PrefillSide:
             now + work.deadline_s,
             now,
             EmittedTokens.of(work),
+            trace=work.trace,
         )
         self._legs[leg.request] = self._by_key[leg.key] = self._queued[leg.key] = leg
 
@@ -279,7 +281,7 @@ class PrefillSide:
         except errors.TransferError as error:
             self._refuse(router, ticket.request, ticket.attempt, "deliver", str(error), STOPPED_BY_PEER_S)
             return
-        leg.ticket = ticket
+        leg.ticket, leg.ticket_at = ticket, self._clock()
         leg.pushed, leg.layers_pushed, leg.is_finished = ticket.cached_tokens, 0, False
         self._by_nonce[ticket.nonce] = leg
         self._pins[ticket.nonce] = Pins()
@@ -373,7 +375,7 @@ class PrefillSide:
         if leg is not None:
             code = code or (errors.PdclusterError.code if retryable else errors.BadRequest.code)
             self._outbox.message(leg.router, Failed(leg.request, leg.attempt, code, reason, retryable, param))
-            self._end(leg, reason)
+            self._end(leg, reason, has_failed=True)
 
     def on_event(self, event: Acked | TicketGaveUp | Drained) -> None:
         if isinstance(event, Drained):
@@ -385,10 +387,12 @@ class PrefillSide:
         ticket, leg.ticket = leg.ticket, None
         assert ticket is not None
         if isinstance(event, TicketGaveUp):
+            self._note_failed_transfer(leg, event.reason)
             self._start_parking_clock(leg)
             self._refuse(leg.router, leg.request, ticket.attempt, "deliver", event.reason, STOPPED_BY_PEER_S)
             return
         self._groups.observe(event.stats)
+        leg.stats = event.stats
         word = Delivered(leg.request, leg.attempt, self._timings(leg, event.stats))
         self._ended.add(EndedLeg(leg.router, leg.output, word))
         self._outbox.message(leg.router, word)
@@ -409,7 +413,7 @@ class PrefillSide:
             code = errors.DeadlineExceeded.code if is_late else errors.Overloaded.code
             word = Failed(leg.request, leg.attempt, code, f"prefill node gave up: {reason}", retryable=not is_late)
             self._outbox.message(leg.router, word)
-            self._end(leg, reason)
+            self._end(leg, reason, has_failed=True)
 
     def next_deadline(self) -> float | None:
         return min((self._limit(leg) for leg in self._legs.values()), default=None)
@@ -472,6 +476,7 @@ class PrefillSide:
             self._by_nonce.pop(leg.ticket.nonce, None)
             self._writer.abort(leg.ticket.nonce, reason)
             leg.ticket = None
+            self._note_failed_transfer(leg, reason)
             self._start_parking_clock(leg)
 
     # ------------------------------------------------------------ parking
@@ -497,8 +502,11 @@ class PrefillSide:
 
     # ------------------------------------------------------------ ends
 
-    def _end(self, leg: PrefillLeg, reason: str) -> None:
+    def _end(self, leg: PrefillLeg, reason: str, *, has_failed: bool = False) -> None:
         self._drop_ticket(leg, reason)
+        if self._records.wants(leg.trace):
+            stages = self._stages(leg)
+            self._records.ended(EndedStages("prefill", leg.request, leg.attempt, leg.trace, stages, reason, has_failed))
         self._scheduler.cancel(leg.key)
         self._parking.leave(leg.key)
         self._scheduler.admit_remote = not self._parking.is_full
@@ -514,6 +522,35 @@ class PrefillSide:
         self, router: Peer, request: str, attempt: int, leg: RefusedLeg, reason: str, retry_after_s: float
     ) -> None:
         self._outbox.message(router, Refused(request, attempt, leg, reason, retry_after_s))
+
+    def _note_failed_transfer(self, leg: PrefillLeg, reason: str) -> None:
+        since, leg.ticket_at = leg.ticket_at, None
+        if since is not None and len(leg.failed_transfers) < MAX_FAILED_TRANSFERS:
+            medium = {"pdcluster.transfer.medium": leg.backend}
+            leg.failed_transfers.append(LegStage("transfer", since, self._clock(), medium, error=reason))
+
+    def _stages(self, leg: PrefillLeg) -> list[LegStage]:
+        """The leg's life until now."""
+        now, scheduled, first = self._clock(), leg.scheduled_at, leg.first_token_at
+        stages = [LegStage("queue", leg.arrived, now if scheduled is None else scheduled)]
+        if scheduled is not None:
+            cached, pulled = leg.sequence.num_cached, min(leg.sequence.num_pulled, leg.sequence.num_cached)
+            tokens: dict[str, Attribute] = {
+                "pdcluster.tokens": leg.num_tokens,
+                "pdcluster.cached_tokens": cached,
+                "pdcluster.pulled_tokens": pulled,
+            }
+            stages.append(LegStage("prefill", scheduled, now if first is None else first, tokens))
+        if first is not None and leg.ticket_at is not None and leg.ticket_at > first:
+            stages.append(LegStage("parked", first, leg.ticket_at))
+        stages += leg.failed_transfers
+        if leg.stats is not None:
+            moved: dict[str, Attribute] = {
+                "pdcluster.transfer.bytes": leg.stats.nbytes,
+                "pdcluster.transfer.medium": leg.stats.backend,
+            }
+            stages.append(LegStage("transfer", now - leg.stats.transfer_s, now, moved))
+        return stages
 
     def _timings(self, leg: PrefillLeg, stats: TransferStats | None = None) -> LegTimings:
         scheduled = leg.scheduled_at if leg.scheduled_at is not None else leg.arrived

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -42,6 +43,7 @@ from pdcluster.processes.ready import announce
 from pdcluster.scheduler.limits import SchedulerLimits, logprob_tokens_of
 from pdcluster.settings.config import NodeConfig
 from pdcluster.telemetry.health import health_port
+from pdcluster.telemetry.tracing import Tracer, open_tracer
 from pdcluster.transfer.backends.base import Backend, Peer
 from pdcluster.transfer.backends.staging import Fabric
 from pdcluster.transfer.paths.choose import create_backends
@@ -73,7 +75,7 @@ def run(config: NodeConfig) -> int:
             stack.callback(backend.shutdown)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack.callback(context.destroy, 0)
-        wiring = wiring_of(config, me, context, backends)
+        wiring = replace(wiring_of(config, me, context, backends), spans=_tracer(config, me, stack))
         limits = limits_of(config, engine.local)
         agent = NodeAgent(config.bootstrap, heartbeat_s=config.heartbeat_s)
         health.registration = agent
@@ -109,6 +111,13 @@ def run(config: NodeConfig) -> int:
         loop.run()
     logger.info("node %s is done", me.node)
     return 0
+
+
+def _tracer(config: NodeConfig, me: Peer, stack: ExitStack) -> Tracer | None:
+    tracer = open_tracer(config.tracing, "node", me.node, time.monotonic, time.time)
+    if tracer is not None:
+        stack.callback(tracer.close)
+    return tracer
 
 
 def wiring_of(

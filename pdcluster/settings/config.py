@@ -31,6 +31,7 @@ from pdcluster.settings.kinds import (
     addresses,
     boolean,
     choice,
+    collector_or_none,
     cores,
     devices,
     duration,
@@ -70,6 +71,7 @@ def backend(raw: object) -> BackendName:
 class LogConfig:
     level: LogLevel = key("info", choice("debug", "info", "warning", "error"), "least severe level that is logged")
     format: LogFormat = key("auto", choice("auto", "text", "json"), "text or json; auto: text on a terminal")
+    requests: bool = key(False, boolean, "log where each request goes and how it ends, whatever log.level says")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,25 @@ class UpLogConfig(LogConfig):
 
     level: LogLevel = key(
         "warning", choice("debug", "info", "warning", "error"), "least severe level that up and its processes log"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TracingConfig:
+    """Where spans of sampled requests go. Who began the trace decides which are sampled."""
+
+    otlp: str | None = key(
+        None,
+        collector_or_none,
+        "OTLP/gRPC address of a trace collector, such as http://127.0.0.1:4317; none: no tracing",
+        flag="otlp",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RouterTracingConfig(TracingConfig):
+    sample_percent: int = key(
+        100, integer(0, 100), "share of requests that are traced, of those whose caller sends no traceparent"
     )
 
 
@@ -240,6 +261,7 @@ class NodeConfig(Section):
     transfer: TransferConfig = field(default_factory=TransferConfig)
     health: str | None = key(None, address_or_none, "HOST:PORT of /livez, /readyz and /metrics; none: no such port")
     security: SecurityConfig = field(default_factory=SecurityConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
     log: LogConfig = field(default_factory=LogConfig)
     ready_fd: int | None = key(None, integer(0), "file descriptor that gets one JSON line when ready", flag_only=True)
 
@@ -370,6 +392,7 @@ class RouterConfig(Section):
     slo: SloConfig = field(default_factory=SloConfig)
     health: str | None = key(None, address_or_none, "HOST:PORT of /livez, /readyz and /metrics; none: no such port")
     security: SecurityConfig = field(default_factory=SecurityConfig)
+    tracing: RouterTracingConfig = field(default_factory=RouterTracingConfig)
     log: LogConfig = field(default_factory=LogConfig)
     ready_fd: int | None = key(None, integer(0), "file descriptor that gets one JSON line when ready", flag_only=True)
 
@@ -443,6 +466,11 @@ class UpConfig(Section):
     )
     drain_s: float = key(10.0, duration(), "on Ctrl-C or SIGTERM: longest time for open requests to finish")
     restarts: int = key(5, integer(0, 1000), "times one process may crash within a minute before up gives up")
+    otlp: str | None = key(
+        None,
+        collector_or_none,
+        "OTLP/gRPC address of a trace collector, such as http://127.0.0.1:4317; none: no tracing",
+    )
     targets: Path | None = key(
         None, path, "file that gets all /metrics addresses, as Prometheus's file_sd_configs reads them"
     )

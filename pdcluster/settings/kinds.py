@@ -123,6 +123,19 @@ def address_or_none(raw: object) -> str | None:
     return None if raw == "none" else address(raw)
 
 
+def collector_or_none(raw: object) -> str | None:
+    """http://HOST:PORT or https://HOST:PORT, or the word none."""
+    if raw == "none":
+        return None
+    match = re.fullmatch(r"(https?)://([^/]+)/?", raw) if isinstance(raw, str) else None
+    try:
+        if match is not None:
+            return f"{match[1]}://{address(match[2])}"
+    except ValueError:
+        pass
+    raise ValueError("must be http://HOST:PORT or https://HOST:PORT, such as http://127.0.0.1:4317")
+
+
 def addresses(raw: object) -> tuple[str, ...]:
     """Comma-separated text or a TOML list of HOST:PORT."""
     parts = raw.split(",") if isinstance(raw, str) else raw

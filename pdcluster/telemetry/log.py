@@ -3,7 +3,9 @@
     log = Log("node.loop", node="prefill-0")
     log.warning("transfer failed", request=work.request, attempt=work.attempt, peer=peer)
 
-Built on the standard `logging`, so that lines of libraries come out in the same shape.
+Built on the standard `logging`, so that lines of libraries come out in the same shape. Lines that repeat are bounded:
+of one kind, a process writes a few in each interval and then how many it left out. Lines of single requests
+(`requests`) are only written where they are asked for, and then all of them.
 """
 
 from __future__ import annotations
@@ -12,13 +14,17 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from pdcluster.settings.config import LogConfig, LogFormat
 from pdcluster.settings.keys import MASK
 
 SECRET_WORDS = ("secret", "password", "api_key", "cluster_key", "authorization")
+# Lines of one kind that are written in an interval, and its seconds.
+REPEATS, REPEAT_S = 30, 10.0
+# Kinds of lines that are counted.
+MAX_KINDS = 1024
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
@@ -28,7 +34,13 @@ class Log:
     def __init__(self, name: str, **fields: object) -> None:
         self.name = name
         self.fields = fields
-        self._logger = logging.getLogger(f"pdcluster.{name}")
+        self.logger_name = f"pdcluster.{name}"
+        self._logger = logging.getLogger(self.logger_name)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether lines of level info are written."""
+        return self._logger.isEnabledFor(logging.INFO)
 
     def bind(self, **fields: object) -> Log:
         return Log(self.name, **{**self.fields, **fields})
@@ -54,6 +66,47 @@ class Log:
             self._logger.log(level, "%s", event, extra={"fields": {**self.fields, **fields}}, exc_info=trace)
 
 
+# Where each request goes and how it ends. On by log.requests.
+requests = Log("requests")
+
+
+class RepeatFilter(logging.Filter):
+    """Bounds lines of one kind: those with the same source, level and unformatted text.
+
+    The first REPEATS of each REPEAT_S pass. The last of them has `muted_s`, how long more are left out. The next line
+    after that has `left_out`, how many were.
+    clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        # When the interval began, and how many lines came in it.
+        self._seen: dict[tuple[str, int, str], tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name == requests.logger_name:
+            return True
+        kind, now = (record.name, record.levelno, _kind_of(record)), self._clock()
+        began, count = self._seen.get(kind, (now, 0))
+        num_left_out = 0
+        if now - began >= REPEAT_S:
+            began, count, num_left_out = now, 0, max(count - REPEATS, 0)
+        if kind not in self._seen and len(self._seen) >= MAX_KINDS:
+            self._seen.clear()
+        self._seen[kind] = began, count + 1
+        if num_left_out:
+            record.left_out = num_left_out
+        if count == REPEATS - 1:
+            record.muted_s = round(REPEAT_S - (now - began), 1)
+        return count < REPEATS
+
+
+def _kind_of(record: logging.LogRecord) -> str:
+    """The text before anything was put into it. Lines of `Log` have it as their argument."""
+    return str(record.args[0]) if record.msg == "%s" and isinstance(record.args, tuple) else str(record.msg)
+
+
 class LineFormatter(logging.Formatter):
     """What both formats share. process: the fields every line of this process carries."""
 
@@ -63,9 +116,10 @@ class LineFormatter(logging.Formatter):
 
     def values(self, record: logging.LogRecord) -> dict[str, object]:
         fields = record.__dict__.get("fields")  # absent on lines of libraries
+        repeats = {name: record.__dict__.get(name) for name in ("muted_s", "left_out")}  # set by RepeatFilter
         return {
             name: _masked(name, value)
-            for name, value in {**self._process, **(fields or {})}.items()
+            for name, value in {**self._process, **(fields or {}), **repeats}.items()
             if value is not None
         }
 
@@ -101,11 +155,13 @@ def configure(config: LogConfig, stream: TextIO | None = None, **process: object
     as_json = resolve_format(config.format, stream) == "json"
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter(process) if as_json else TextFormatter(process))
+    handler.addFilter(RepeatFilter())
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(LEVELS[config.level])
+    logging.getLogger(requests.logger_name).setLevel(logging.INFO if config.requests else logging.CRITICAL)
     logging.captureWarnings(True)
 
 

@@ -21,6 +21,7 @@ import xxhash
 from pdcluster.core import messages as m
 from pdcluster.core.bounds import INT31, MAX_ID_CHARS
 from pdcluster.core.errors import ProtocolError
+from pdcluster.core.trace_context import CONTEXT_BYTES
 from pdcluster.wire.address import parse_address
 
 MAX_FRAME_BYTES = 64 << 20
@@ -166,6 +167,8 @@ def _check_work(work: m.Work) -> None:
         raise ProtocolError(f"{num_hashes} block hashes for {num_tokens} tokens")
     if len(work.hash_root) not in (0, m.HASH_BYTES):
         raise ProtocolError(f"hash_root has {len(work.hash_root)} bytes, allowed are none or {m.HASH_BYTES}")
+    if len(work.trace) not in (0, CONTEXT_BYTES):
+        raise ProtocolError(f"trace has {len(work.trace)} bytes, allowed are none or {CONTEXT_BYTES}")
 
 
 # Every ticket names its two nodes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 HELP = """Operate a pdcluster; replay traces without one.
 
 Exit codes: 0 done, 1 error, 2 wrong usage, 3 not reached in time (wait, drain), 4 no router can be reached."""
+ANYWHERE = "The same as behind the command."
 NOT_REACHED, UNREACHABLE, INTERRUPTED = 3, 4, 130
 COMPLETION_S = 1.0
 SHELLS = ("bash", "zsh", "fish")
@@ -40,8 +42,14 @@ for name, part in (
 
 
 @app.callback()
-def pdctl() -> None:
-    pass
+def pdctl(
+    admin: Annotated[str | None, typer.Option("--admin", metavar="HOST:PORT[,…]", help=ANYWHERE)] = None,
+    token_file: Annotated[Path | None, typer.Option("--token-file", metavar="FILE", help=ANYWHERE)] = None,
+    output: Annotated[str | None, typer.Option("-o", "--output", metavar="FORMAT", help=ANYWHERE)] = None,
+) -> None:
+    # The subcommand reads its own options after this, and takes what it was not given from the environment.
+    given = {"PDCTL_ADMIN": admin, "PDCTL_TOKEN_FILE": token_file, "PDCTL_OUTPUT": output}
+    os.environ.update({name: str(value) for name, value in given.items() if value is not None})
 
 
 # ---------------------------------------------------------------- options

@@ -24,6 +24,7 @@ from pdcluster.processes.ready import announce
 from pdcluster.settings.config import RouterConfig, cache_directory
 from pdcluster.telemetry.health import Verdict, health_port
 from pdcluster.telemetry.metrics import ExplainMetrics, HoldMetrics, RouterMetrics, WorkerMetrics
+from pdcluster.telemetry.tracing import open_tracer
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.sockets import WireSettings, warn_if_open
 from pdcluster_router.admin.roles import RoleController, RoleSettings
@@ -36,6 +37,7 @@ from pdcluster_router.core.kept_heap import keep_heap
 from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.core.tenants import read_tenants
 from pdcluster_router.explain.recorder import Explainer
+from pdcluster_router.explain.request_trace import Tracing
 from pdcluster_router.frontend.app import Exposition, create_app
 from pdcluster_router.frontend.health import RouterHealth, readiness_of
 from pdcluster_router.frontend.places import Places
@@ -136,8 +138,17 @@ def assemble(config: RouterConfig, me: Peer, worker: WorkerIdentity | None, stac
     explainer = Explainer(settings.headroom, ExplainMetrics(metrics.registry), time.time)
     dispatch = Dispatch(cluster, models, selector, settings, metrics=hold_metrics, explainer=explainer)
     admin = Admin(cluster, dispatch.open, selector.holder, events, explainer, time.monotonic)
-    front = FrontDoors(dispatch, metrics, Places(config.max_requests, tenants, hold_metrics))
+    places = Places(config.max_requests, tenants, hold_metrics)
+    front = FrontDoors(dispatch, metrics, places, tracing=_tracing(config, me, stack))
     return RouterComponents(cluster, models, admin, settings, front)
+
+
+def _tracing(config: RouterConfig, me: Peer, stack: AsyncExitStack) -> Tracing | None:
+    tracer = open_tracer(config.tracing, "router", me.node, time.monotonic, time.time)
+    if tracer is None:
+        return None
+    stack.push_async_callback(asyncio.to_thread, tracer.close)
+    return Tracing(tracer, config.tracing.sample_percent / 100)
 
 
 def _cluster(config: RouterConfig, me: Peer, events: EventLog, stack: AsyncExitStack) -> NodeTable:
@@ -221,6 +232,7 @@ class FrontDoors:
 
     worker: None: the only one.
     exposition: None: of this process.
+    tracing: None: no request is traced.
     """
 
     dispatch: Dispatch
@@ -228,6 +240,7 @@ class FrontDoors:
     places: Places
     worker: WorkerIdentity | None = None
     exposition: Exposition | None = None
+    tracing: Tracing | None = None
 
 
 def health_of(front: FrontDoors) -> RouterHealth:
@@ -266,7 +279,7 @@ async def _open(front: FrontDoors, config: RouterConfig, health: RouterHealth) -
     settings = replace(http_settings(config), id_prefix=id_prefix)
     app = create_app(
         dispatch, settings, metrics, places, front.exposition,
-        lambda: readiness_of(dispatch, is_draining=health.is_draining),
+        lambda: readiness_of(dispatch, is_draining=health.is_draining), front.tracing,
     )  # fmt: skip
     doors = [AsyncExitStack()]
     try:
@@ -284,7 +297,7 @@ async def _open(front: FrontDoors, config: RouterConfig, health: RouterHealth) -
                 id_prefix=id_prefix,
                 is_port_shared=is_shared,
             )
-            servicer = grpc.Inference(dispatch, grpc_settings, metrics, places)
+            servicer = grpc.Inference(dispatch, grpc_settings, metrics, places, front.tracing)
             grpc_address = await doors[1].enter_async_context(
                 grpc.listening(servicer, dispatch, config.grpc, grpc_settings, drain_s=config.drain_s)
             )

@@ -29,6 +29,7 @@ from pdcluster.core.messages import FinishReason, Sampling, TokenLogprobs
 
 if TYPE_CHECKING:
     from pdcluster.api.text.model_text import TextModel
+    from pdcluster_router.explain.request_trace import RequestTrace
 
 Mode = Literal["remote", "local"]
 Force = Literal["auto", "remote", "local"]
@@ -75,6 +76,8 @@ class Generation(msgspec.Struct, frozen=True):
     leads: bool = False
     # The choice whose KV it shares; None for none.
     parent: str | None = None
+    # Of its API request; None where that is not traced.
+    trace: RequestTrace | None = None
 
 
 class RequestRoute(msgspec.Struct, frozen=True):

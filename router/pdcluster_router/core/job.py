@@ -93,6 +93,8 @@ class Job(msgspec.Struct, eq=False):
     num_hashed: int = -1
     # All tokens so far, as nodes receive them. Remade only when there are more.
     packed: bytes = b""
+    # The span of the running attempt, packed; b"" when it is not traced.
+    trace: bytes = b""
 
     def work(self, attempt: int, now: float, num_emitted: int) -> Work:
         """The request as nodes receive it: the prompt and the first num_emitted tokens behind it."""
@@ -107,6 +109,7 @@ class Job(msgspec.Struct, eq=False):
             self.sampling,
             max(self.deadline - now, 0.001),
             self.chain.root,
+            self.trace,
         )
 
     def hashes_so_far(self) -> bytes:

@@ -120,6 +120,8 @@ class Record:
     # Its only decision so far, with the seconds of its record.
     packed: PackedComparison | None = None
     _at_s = _held_s = 0.0
+    # Id of its trace; "" for none.
+    trace = ""
     _error: str | None = None
     _why = ""
     _decisions: tuple[Decided, ...] = ()
@@ -142,7 +144,7 @@ class Record:
     ) -> None:
         """arrived: Unix seconds."""
         self._explainer = explainer
-        self.request, self._standing, self._client_id = request, standing, client_id
+        self.request, self._standing, self.client_id = request, standing, client_id
         self._arrived, self._started = arrived, started
 
     @property
@@ -150,7 +152,11 @@ class Record:
         """Bytes of a record whose decision is `packed`."""
         num_told = 0 if self.packed is None else len(self.packed.told)
         num_done = 0 if self.done is None else DONE_BYTES
-        return PACKED_BYTES + num_done + num_told + len(self._client_id) + len(self._why)
+        return PACKED_BYTES + num_done + num_told + len(self.client_id) + len(self._why)
+
+    @property
+    def tenant(self) -> str:
+        return self._standing.tenant
 
     @property
     def prefix(self) -> tuple[int, int]:
@@ -259,10 +265,11 @@ class Record:
             attempts,
             self._error,
             judged,
-            self._client_id,
+            self.client_id,
             None if self._considered is None else self._told_considered(),
             self._why,
             None if self.done is None else outcome_of(self.done, self.num_output),
+            self.trace,
         )
 
     def _hindsight(self) -> Judged | None:

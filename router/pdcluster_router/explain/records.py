@@ -185,6 +185,7 @@ class Explanation(msgspec.Struct, omit_defaults=True):
     error, why: the error that it ended with.
     considered: what would have been done with a waiting request when it was last scored.
     hindsight: of the decision that brought the first token.
+    trace: id of its trace; "" where it has none.
     """
 
     request: str
@@ -200,6 +201,7 @@ class Explanation(msgspec.Struct, omit_defaults=True):
     considered: DecisionRecord | None = None
     why: str = ""
     outcome: RequestOutcome | None = None
+    trace: str = ""
 
 
 class Noted(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -218,6 +220,7 @@ class Noted(msgspec.Struct, frozen=True, array_like=True, gc=False):
     considered: Decided | None
     why: str
     outcome: RequestOutcome | None = None
+    trace: str = ""
 
     def told(self) -> Explanation:
         fields = {name: getattr(self, name) for name in Explanation.__struct_fields__}

@@ -44,7 +44,8 @@ def _head(explanation: Explanation) -> str:
     ended = f", ended with {explanation.error}{why}" if explanation.error else ""
     ttft = f", first token after {_seconds(explanation.ttft_s)}" if explanation.ttft_s is not None else ""
     name = f"{explanation.request} ({explanation.client_id})" if explanation.client_id else explanation.request
-    return f"request {name}, came {came}{tenant}, priority {explanation.priority}{ttft}{ended}"
+    trace = f", trace {explanation.trace}" if explanation.trace else ""
+    return f"request {name}, came {came}{tenant}, priority {explanation.priority}{ttft}{ended}{trace}"
 
 
 def _decision_line(beginning: str, decision: DecisionRecord) -> str:

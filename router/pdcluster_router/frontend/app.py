@@ -25,6 +25,7 @@ from pdcluster.core.version import VERSION
 from pdcluster.telemetry.health import Verdict, alive
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.core.generation import Dispatcher, ModelInfo
+from pdcluster_router.explain.request_trace import RequestTrace, Tracing
 from pdcluster_router.frontend.health import readiness_of
 from pdcluster_router.frontend.places import Places
 from pdcluster_router.frontend.prepare import (
@@ -64,6 +65,9 @@ T = TypeVar("T")
 MANY_TOKENS = 4096
 MODELS_PREFIX = "/v1/models/"
 AUTHORIZATION = b"authorization"
+TRACEPARENT = b"traceparent"
+# As OpenTelemetry names them.
+OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 SERVED = ("/v1/chat/completions", "/v1/completions", "/v1/models")
 # First parts of paths that clients of OpenAI-like servers may ask for.
 NOT_SERVED = (
@@ -100,19 +104,25 @@ def create_app(
     places: Places | None = None,
     exposition: Exposition | None = None,
     readiness: Callable[[], Verdict] | None = None,
+    tracing: Tracing | None = None,
 ) -> App:
     """Make the application.
 
     places: shared with other front doors; None for its own.
     exposition: answers a scrape; None for this process's metrics.
     readiness: answers /readyz; None: as the dispatcher says.
+    tracing: None: no request is traced.
     """
     places = places or Places(settings.max_requests)
-    return App(dispatcher, settings, metrics, places, exposition, readiness or partial(readiness_of, dispatcher))
+    app = App(dispatcher, settings, metrics, places, exposition, readiness or partial(readiness_of, dispatcher))
+    app.tracing = tracing
+    return app
 
 
 class App:
     """Implements connection.Application. Runs in one event loop with its exchanges."""
+
+    tracing: Tracing | None = None
 
     def __init__(
         self,
@@ -161,6 +171,8 @@ class App:
                 return
             if is_work:
                 headers = exchange.headers
+                if self.tracing is not None:
+                    exchange.request_trace = self._trace(self.tracing, exchange)
                 exchange.tenant = self._places.take(
                     exchange.header(AUTHORIZATION) if AUTHORIZATION in headers else None
                 )
@@ -170,6 +182,21 @@ class App:
                     self._check_declared_length(exchange)
         except Exception as error:  # the top of a request
             fail(exchange, error, self.metrics)
+
+    def _trace(self, tracing: Tracing, exchange: Exchange) -> RequestTrace | None:
+        path = exchange.path
+        return tracing.begin(
+            exchange.header(TRACEPARENT),
+            f"POST {path}",
+            exchange.arrived,
+            {
+                "http.request.method": "POST",
+                "http.route": path,
+                "gen_ai.operation.name": OPERATIONS.get(path, "tokenize"),
+                "pdcluster.request": exchange.id,
+                "pdcluster.client_id": exchange.client_id,
+            },
+        )
 
     def _check_method(self, exchange: Exchange) -> None:
         _, methods = self._route(exchange.path)
@@ -221,6 +248,9 @@ class App:
         if exchange.tenant is not None:
             self._places.give_back(exchange.tenant)
             exchange.tenant = None
+        if exchange.request_trace is not None:
+            status = exchange.status
+            exchange.request_trace.end(monotonic(), {"http.response.status_code": status}, has_failed=status >= 500)
         metrics.http_requests_open.value -= 1
         metrics.answered(
             path if path in self._post else self._endpoint(path), exchange.status, monotonic() - exchange.arrived
@@ -329,8 +359,9 @@ class App:
             deadline_s = deadline_of(exchange.header(DEADLINE), deadline_s)
         mode = mode_of(exchange.header(MODE)) if MODE in headers else None
         return Terms(
-            exchange.id, exchange.arrived, self.settings.max_choices, deadline_s, tenant, mode, exchange.client_id
-        )
+            exchange.id, exchange.arrived, self.settings.max_choices, deadline_s, tenant, mode, exchange.client_id,
+            trace=exchange.request_trace,
+        )  # fmt: skip
 
     # ------------------------------------------------ tokens
 

@@ -15,6 +15,7 @@ from functools import partial
 from time import monotonic
 
 import grpc
+import msgspec
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -29,6 +30,7 @@ from pdcluster.rpc.status import retry_metadata, status_of
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.core.generation import Dispatcher
 from pdcluster_router.core.random_pool import draw
+from pdcluster_router.explain.request_trace import RequestTrace, Tracing
 from pdcluster_router.frontend.choices import OutputChoice, merge, pieces_of
 from pdcluster_router.frontend.places import Places
 from pdcluster_router.frontend.prepare import (
@@ -52,6 +54,15 @@ LONG_BYTES = 256 << 10
 # gRPC rounds a client's remaining time up to two or three digits. So a client that gives up at its deadline may come
 # early.
 ROUNDED_S, ROUNDED_SHARE = 0.02, 0.01
+# Of a traced call, as OpenTelemetry has them.
+SERVER_FAULTS = (
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DATA_LOSS,
+)
 # How often health is checked.
 HEALTH_S = 0.2
 
@@ -83,7 +94,15 @@ class GrpcSettings:
 class Inference(stubs.InferenceServicer):
     """Runs in the router's event loop. gRPC cancels a call's task when its client leaves or its deadline passes."""
 
-    def __init__(self, dispatcher: Dispatcher, settings: GrpcSettings, metrics: RouterMetrics, places: Places) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        settings: GrpcSettings,
+        metrics: RouterMetrics,
+        places: Places,
+        tracing: Tracing | None = None,
+    ) -> None:
+        self._tracing = tracing
         self._dispatcher = dispatcher
         self._settings = settings
         self._metrics = metrics
@@ -94,12 +113,15 @@ class Inference(stubs.InferenceServicer):
     async def Generate(self, request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext) -> None:
         arrived, given_s = monotonic(), context.time_remaining()
         code = grpc.StatusCode.CANCELLED
+        request_id, own_id = self._settings.id_prefix + draw().hex(), _trace_id(context) or ""
+        trace = None if self._tracing is None else self._trace(self._tracing, context, request_id, arrived)
         try:
             if request is None:
                 raise BadRequest(
                     "the call's bytes are no GenerateRequest; make the client from this server's inference.proto"
                 )
-            await self._generate(request, context, arrived)
+            terms = Terms(request_id, arrived, self._settings.max_choices, 0.0, client_id=own_id, trace=trace)
+            await self._generate(request, context, terms)
             code = grpc.StatusCode.OK
         except PdclusterError as error:
             code = status_of(error)
@@ -117,6 +139,9 @@ class Inference(stubs.InferenceServicer):
                 context, PdclusterError(f"internal error: {type(error).__name__}; the server's log has it")
             )
         finally:
+            if trace is not None:
+                status = {"rpc.response.status_code": code.name}
+                trace.end(monotonic(), status, has_failed=code in SERVER_FAULTS)
             self._metrics.grpc_requests.labels("Generate", code.name).inc()
             self._metrics.request_seconds.labels("Generate").observe(monotonic() - arrived)
 
@@ -131,15 +156,30 @@ class Inference(stubs.InferenceServicer):
             [(model.id, model.created, model.max_len, model.vocab_size) for model in self._dispatcher.models()]
         )
 
-    async def _generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, arrived: float) -> None:
+    def _trace(
+        self, tracing: Tracing, context: grpc.aio.ServicerContext, request_id: str, arrived: float
+    ) -> RequestTrace | None:
+        return tracing.begin(
+            _metadata(context, "traceparent"),
+            f"{SERVICE}/Generate",
+            arrived,
+            {
+                "rpc.system.name": "grpc",
+                "rpc.method": f"{SERVICE}/Generate",
+                "gen_ai.operation.name": "text_completion",
+                "pdcluster.request": request_id,
+                "pdcluster.client_id": _trace_id(context) or "",
+            },
+        )
+
+    async def _generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, terms: Terms) -> None:
+        """terms: what is known of the call before its tenant is."""
         with self._places.taken(_metadata(context, "authorization")) as tenant:
-            request_id = self._settings.id_prefix + draw().hex()
-            await context.send_initial_metadata((("x-request-id", _trace_id(context) or request_id),))
+            await context.send_initial_metadata((("x-request-id", terms.client_id or terms.request_id),))
             mode = mode_of(_metadata(context, "x-pdcluster-mode"))
             reader = _Reader(self._settings.stall_s)
-            own_id, deadline_s = _trace_id(context) or "", self._deadline_s(context)
-            terms = Terms(
-                request_id, arrived, self._settings.max_choices, deadline_s, tenant, mode, own_id, reader.hang_up
+            terms = msgspec.structs.replace(
+                terms, deadline_s=self._deadline_s(context), tenant=tenant, mode=mode, hang_up=reader.hang_up
             )
             prepared = await self._prepare(request, terms)
             pieces = merge([pieces_of(choice, self._dispatcher) for choice in prepared.choices])

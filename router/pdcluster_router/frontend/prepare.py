@@ -32,6 +32,7 @@ from pdcluster.core.sampling import Sampling
 from pdcluster_router.core.generation import Dispatcher, Force, Generation, HangUp, ModelInfo
 from pdcluster_router.core.random_pool import draw_bits
 from pdcluster_router.core.tenants import ANYBODY, Tenant
+from pdcluster_router.explain.request_trace import RequestTrace
 from pdcluster_router.frontend.choices import Clock, Echo, OutputChoice
 
 SEED_BITS = 63
@@ -54,7 +55,7 @@ class Terms(msgspec.Struct, frozen=True):
 
     arrived: monotonic seconds, from which deadline_s counts.
     mode: from the header; None without one.
-    client_id, hang_up: see Generation.
+    client_id, hang_up, trace: see Generation.
     """
 
     request_id: str
@@ -65,6 +66,7 @@ class Terms(msgspec.Struct, frozen=True):
     mode: Force | None = None
     client_id: str = ""
     hang_up: HangUp | None = None
+    trace: RequestTrace | None = None
 
     @property
     def left_s(self) -> float:
@@ -452,6 +454,7 @@ class _Builder:
             terms.hang_up,
             self._num > 1 and sampling.choice == 0,
             f"{terms.request_id}-{index - sampling.choice}" if sampling.choice and not reports_prompt else None,
+            terms.trace,
         )
         skip = request.skip_special_tokens is not False
         echo = None if prompt.echo is None else self._echo(prompt, skip, sampling.logprobs)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
 from time import monotonic, time
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -19,6 +19,9 @@ from pdcluster.core.errors import PdclusterError
 from pdcluster_router.core.random_pool import draw
 from pdcluster_router.core.tenants import Tenant
 from pdcluster_router.http.write_coalescing import WriteCoalescer
+
+if TYPE_CHECKING:
+    from pdcluster_router.explain.request_trace import RequestTrace
 
 JSON = b"content-type: application/json\r\n"
 # Header lines of event streams: nothing on the way may buffer them.
@@ -95,10 +98,12 @@ class Exchange:
     on_gone: called with the error when it ends early.
     on_resume: called when the client reads again.
     extra: header lines of any answer.
+    request_trace: None where it is not traced.
     """
 
     # Defaults that most requests keep, so that none of them costs a store.
     tenant: Tenant | None = None
+    request_trace: RequestTrace | None = None
     extra = b""
     status = body_bytes = 0
     started = finished = is_complete = is_too_large = _is_chunked = _is_named = False

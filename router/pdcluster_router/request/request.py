@@ -9,7 +9,6 @@ sink that has enough): what nodes say then waits its turn, a cancel is seen befo
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,11 +16,14 @@ from dataclasses import replace
 from pdcluster.core import errors
 from pdcluster.core.lifecycle import advance
 from pdcluster.core.messages import Finished, LegTimings, Pull, Ticket, TokenRow
+from pdcluster.telemetry.log import Log, requests
 from pdcluster_router.cluster.legs import Body, FastTokenPath, RequestLeg
 from pdcluster_router.cluster.view import NodeView
 from pdcluster_router.core.generation import Done, Generation, RequestRoute, Sink, Timeline, TokenChunk
 from pdcluster_router.core.job import Job, RetryAttempt
 from pdcluster_router.explain.recorder import Record
+from pdcluster_router.explain.request_log import log_ended, log_placed
+from pdcluster_router.explain.request_trace import ChoiceTrace
 from pdcluster_router.policy.base import RoutingDecision
 from pdcluster_router.policy.decisions import Decision, PackedDecision
 from pdcluster_router.queueing.admission import check_fits
@@ -33,7 +35,7 @@ from pdcluster_router.request.shared import Shared, job_of
 from pdcluster_router.request.states import HAS_SLOT, REQUEST, RequestState
 from pdcluster_router.request.timers import Round
 
-logger = logging.getLogger(__name__)
+log = Log("request")
 
 # What a prompt's token takes while it waits: in a list, packed, and its share of the hashes.
 BYTES_PER_TOKEN = 16
@@ -66,6 +68,7 @@ class Request:
     timer_due = math.inf
     num_placed = 0
     is_at_work = has_way = False
+    trace: ChoiceTrace | None = None
 
     prefill: RequestLeg | None = None
     decode: RequestLeg | None = None
@@ -111,7 +114,11 @@ class Request:
         started = shared.clock()
         job = job_of(shared, generation, started)
         record = shared.explainer.open(generation.request, generation.standing, started, generation.client_id)
-        return cls(shared, generation, sink, job, record, started)
+        request = cls(shared, generation, sink, job, record, started)
+        if generation.trace is not None:
+            record.trace = generation.trace.trace_id
+            request.trace = ChoiceTrace.of(generation.trace, generation, started)
+        return request
 
     def start(self) -> None:
         shared, generation = self.shared, self.generation
@@ -181,7 +188,7 @@ class Request:
                 self._watch()
         except Exception as error:  # the top of what happens to a request: its sink hears of it
             if self.state is S.ENDED:
-                logger.exception("request %s: something failed after its end", self.job.request)
+                log.exception("something failed after the end of a request", request=self.job.request)
             self.fail(error)
         finally:
             self.is_at_work = False
@@ -297,7 +304,7 @@ class Request:
         if now < self.due:
             return
         if self.state is S.REPORTING:
-            logger.debug("no report of the prefill leg within %s s", self.shared.settings.late_report_s)
+            log.debug("no report of the prefill leg in time", request=self.job.request)
             self._finish()
             return
         node_events.expire(self, now)
@@ -343,7 +350,7 @@ class Request:
         except errors.PdclusterError:
             return None  # `_decide` says so, too
         except Exception:  # a policy's bug, which would only make everything slow
-            logger.exception("request %s: to choose its nodes at once failed", self.job.request)
+            log.exception("to choose nodes at once failed", request=self.job.request)
             return None
 
     def _queued(self, now: float) -> QueuedRequest:
@@ -368,6 +375,10 @@ class Request:
         self.num_placed += 1
         job.tries = self.attempts
         self.placed_at = now = shared.clock()
+        if self.trace is not None:
+            job.trace = self.trace.placed(choice, asked, now)
+        if requests.is_on:
+            log_placed(self.record, self.num_placed, choice)
         try:
             node_events.begin(self, choice)
         finally:
@@ -389,9 +400,7 @@ class Request:
         except errors.PdclusterError:
             raise
         except Exception as error:  # a policy's bug, which must not take those with it that wait beside this request
-            logger.exception(
-                "the routing policy %s failed on request %s", shared.selector.holder.live.name, job.request
-            )
+            log.exception("the routing policy failed", policy=shared.selector.holder.live.name, request=job.request)
             raise errors.PdclusterError(
                 f"internal error: the routing policy failed ({type(error).__name__}); see the router's log"
             ) from error
@@ -410,6 +419,8 @@ class Request:
         self.job.fork_on = None
         self.record.failed(str(failure))
         now = self.shared.clock()
+        if self.trace is not None:
+            self.trace.failed(now, str(failure))
         self.shared.shut.note(failure, now)
         if self.budget is None:
             self.budget = RetryBudget(self.shared.settings)
@@ -440,6 +451,8 @@ class Request:
     def _finish(self) -> None:
         self.record.done = done = self._done()
         self.record.num_output = len(self.job.emitted)
+        if self.trace is not None:
+            self.trace.done(done, len(self.job.emitted), self.shared.clock())
         self._close(None, "done")
         self.sink.on_done(done)
 
@@ -480,5 +493,9 @@ class Request:
         if self.generation.leads:
             shared.fork_groups.settle(request, None)
         self.record.attempts, self.record.cached_tokens = self.attempts, self.job.cached_tokens
+        if self.trace is not None:
+            self.trace.ended(shared.clock(), error, reason)
+        if requests.is_on:
+            log_ended(self.record, len(self.job.emitted), error, reason)
         shared.explainer.close(self.record, error, reason)
         shared.waiting.poke()

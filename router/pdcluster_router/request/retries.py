@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 
 from pdcluster.core import errors
+from pdcluster.telemetry.log import Log
 from pdcluster_router.core.job import Job, RetryAttempt
 from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.queueing.admission import Slo
 from pdcluster_router.queueing.headroom import Headroom
 from pdcluster_router.queueing.hold_queue import HoldLimits
 
-logger = logging.getLogger(__name__)
+log = Log("request")
 
 # Pauses before the first retry, the second, and later ones.
 RETRY_PAUSES_S = (0.0, 0.1, 0.5)
@@ -101,7 +101,7 @@ class RetryBudget:
             raise errors.Unavailable(
                 f"request {job.request} failed {self._failures} times without progress, last: {failure.cause}"
             ) from failure.cause
-        logger.warning("request %s: attempt failed (%s), trying again", job.request, failure.cause)
+        log.warning("an attempt failed, trying again", request=job.request, cause=str(failure.cause))
         return RETRY_PAUSES_S[min(self._failures, len(RETRY_PAUSES_S)) - 1]
 
 

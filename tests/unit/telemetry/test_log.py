@@ -9,7 +9,16 @@ import pytest
 
 from pdcluster.settings.config import LogConfig
 from pdcluster.settings.keys import MASK
-from pdcluster.telemetry.log import Log, configure, resolve_format
+from pdcluster.telemetry.log import (
+    MAX_KINDS,
+    REPEAT_S,
+    REPEATS,
+    Log,
+    RepeatFilter,
+    configure,
+    requests,
+    resolve_format,
+)
 
 
 class Terminal(io.StringIO):
@@ -104,3 +113,40 @@ def test_configuring_again_does_not_double_lines() -> None:
     configure(LogConfig(), stream)
     Log("x").info("once")
     assert len(lines(stream)) == 1
+
+
+def test_lines_that_repeat_are_bounded_and_counted() -> None:
+    moment = [0.0]
+    repeats = RepeatFilter(lambda: moment[0])
+
+    def passes(text: str, *args: object) -> logging.LogRecord | None:
+        record = logging.LogRecord("pdcluster.x", logging.WARNING, "", 0, text, args, None)
+        return record if repeats.filter(record) else None
+
+    shown = [found for number in range(100) if (found := passes("node %s is gone", number)) is not None]
+    assert [record.getMessage() for record in shown] == [f"node {number} is gone" for number in range(REPEATS)]
+    assert shown[-1].__dict__["muted_s"] == REPEAT_S
+    assert passes("something else") is not None
+    moment[0] = REPEAT_S
+    later = passes("node %s is gone", 100)
+    assert later is not None
+    assert later.__dict__["left_out"] == 100 - REPEATS
+
+
+def test_kinds_of_lines_that_are_counted_are_bounded() -> None:
+    repeats = RepeatFilter(lambda: 0.0)
+    for number in range(3 * MAX_KINDS):
+        assert repeats.filter(logging.LogRecord("x", logging.INFO, "", 0, f"text {number}", (), None))
+    assert len(repeats._seen) <= MAX_KINDS
+
+
+def test_lines_of_requests_are_written_when_asked_for_and_then_all_of_them() -> None:
+    stream = io.StringIO()
+    configure(LogConfig(level="error", requests=True), stream)
+    for number in range(3 * REPEATS):
+        requests.info("a request ended", request=f"r{number}")
+    assert [line["request"] for line in lines(stream)] == [f"r{number}" for number in range(3 * REPEATS)]
+    configure(LogConfig(level="debug"), stream := io.StringIO())
+    assert not requests.is_on
+    requests.info("a request ended", request="r")
+    assert stream.getvalue() == ""

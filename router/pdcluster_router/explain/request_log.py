@@ -1,0 +1,31 @@
+"""Log lines of single requests, for operators who follow one through all processes (log.requests)."""
+
+from __future__ import annotations
+
+from pdcluster.telemetry.log import requests
+from pdcluster_router.explain.recorder import Record
+from pdcluster_router.policy.base import RoutingDecision
+
+
+def log_placed(record: Record, attempt: int, choice: RoutingDecision) -> None:
+    requests.info(
+        "a request was placed",
+        request=record.request, client_id=record.client_id or None, trace=record.trace or None, attempt=attempt,
+        mode=choice.mode, prefill=None if choice.prefill is None else choice.prefill.name, decode=choice.decode.name,
+        policy=choice.policy,
+    )  # fmt: skip
+
+
+def log_ended(record: Record, num_output: int, error: str | None, why: str) -> None:
+    """error: code of the error that it ended with; None for a good end."""
+    done = record.done
+    seconds = (
+        {} if done is None else {name: getattr(done.timeline, name) for name in ("ttft_s", "prefill_s", "decode_s")}
+    )
+    times = {name: round(value, 6) for name, value in seconds.items() if value is not None}
+    requests.info(
+        "a request ended",
+        request=record.request, client_id=record.client_id or None, trace=record.trace or None,
+        tenant=record.tenant or None, error=error, why=why if done is None else done.reason, tokens=num_output,
+        cached=None if done is None else done.cached_tokens, **times,
+    )  # fmt: skip
