@@ -39,10 +39,12 @@ from bench.router import CLIENT_CORE, NUM_PROMPT, NUM_STREAMED, PACE_S
 from pdcluster.bootstrap.agent import watch
 from pdcluster.checkpoint import bundled
 from pdcluster.processes.garbage import collect_seldom
-from pdcluster.settings.config import RouterConfig, cache_directory
+from pdcluster.settings.config import RouterConfig, TracingConfig, cache_directory
+from pdcluster.telemetry.tracing import open_tracer
 from pdcluster.transfer.backends.base import Peer
 from pdcluster_router import process
 from pdcluster_router.core.kept_heap import keep_heap
+from pdcluster_router.explain.request_trace import Tracing
 from pdcluster_router.frontend.app import create_app
 from pdcluster_router.frontend.server import http_settings
 from pdcluster_router.http.connection import Connection, Connections, LineLimits
@@ -55,6 +57,8 @@ LENGTHS = (10_000, 100_000)
 # That takes a hundred times as long, so reports of nodes, which come 20 times a second, count for more than they are:
 # for some 500 instructions a node.
 NUM_COUNTED, NUM_COUNTED_STREAMS = 512, 100
+# Where nobody listens: what counts is the router's own thread.
+NO_COLLECTOR = "http://127.0.0.1:9"
 READY_S = 60.0
 LOOK_S = 0.05
 # Of one request, if 9,000 of them are to go through one core.
@@ -127,11 +131,8 @@ class Router:
     def __init__(self, parts: process.RouterComponents, config: RouterConfig) -> None:
         self._parts = parts
         front = parts.front
-        app, connections = (
-            create_app(front.dispatch, http_settings(config), front.metrics, front.places),
-            Connections(),
-        )
-        self._connect: Connect = partial(Connection, app, LIMITS, connections)
+        self.app = create_app(front.dispatch, http_settings(config), front.metrics, front.places)
+        self._connect: Connect = partial(Connection, self.app, LIMITS, Connections())
 
     async def wait_ready(self, num_nodes: int) -> None:
         """Looks again and again: nodes that have nothing new to say say nothing, and a model is loaded without a
@@ -308,6 +309,41 @@ async def request_rows(bootstrap: str, case: str, scale: int) -> list[Row]:
     return rows
 
 
+async def tracing_rows(bootstrap: str, scale: int) -> list[Row]:
+    """What tracing that is on costs a request that is not sampled, and one that is, in turns with none."""
+    tracer = open_tracer(TracingConfig(NO_COLLECTOR), "router", "bench", time.monotonic, time.time)
+    assert tracer is not None
+    cases = {
+        "tracing off": None,
+        "not sampled": Tracing(tracer, 0.0),
+        "sampled": Tracing(tracer, 1.0),
+    }
+    rows: list[Row] = []
+    async with routing(bootstrap, "local") as router:
+        ask = completion(NUM_PROMPT, 1, is_stream=False)
+        turns: dict[str, list[float]] = {case: [] for case in cases}
+        for _ in range(10 * scale):
+            for case, router.app.tracing in cases.items():
+                turns[case] += await _microseconds(router, ask, 100, 1)
+        off = turns["tracing off"]
+        for case, samples in turns.items():
+            ratio = paired([own / other for own, other in zip(samples, off, strict=True)])
+            rows.append(
+                Row(
+                    "router thread per request, in turns", f"local, {case}", statistics.median(samples), "us",
+                    "tracing off", statistics.median(off), ratio.median, ratio.spread,
+                )
+            )  # fmt: skip
+            router.app.tracing = cases[case]
+            rows += [each for each in await _instructions(router, ask, f"local, {case}", "request", 1) if is_sum(each)]
+    await asyncio.to_thread(tracer.close)
+    return rows
+
+
+def is_sum(row: Row) -> bool:
+    return row.metric.endswith("all of ours")
+
+
 async def stream_rows(bootstrap: str, case: str, scale: int) -> list[Row]:
     async with routing(bootstrap, case) as router:
         ask = completion(NUM_PROMPT, NUM_STREAMED, is_stream=True)
@@ -375,6 +411,8 @@ def main() -> None:
     for case, roles in ROLES.items():
         with nodes(roles, 0.0) as bootstrap:
             rows += uvloop.run(request_rows(bootstrap, case, scale))
+            if case == "local":
+                rows += uvloop.run(tracing_rows(bootstrap, scale))
         with nodes(roles, PACE_S) as bootstrap:
             rows += uvloop.run(stream_rows(bootstrap, case, scale))
     print_rows(rows)

@@ -137,7 +137,7 @@ main() {
     install_torch
     say "installing the other packages, pinned by constraints.txt"
     must_install hatchling editables
-    must_install -e '.[node,dev]' --no-build-isolation
+    must_install -e '.[node,dev,otel]' --no-build-isolation
     start_compiling
     install_xgrammar
     install_mooncake

@@ -631,6 +631,11 @@ def set_library_environment(values: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
+def set_environment(values: Mapping[str, str]) -> None:
+    """Set variables that this process's own commands read later, over what the user set."""
+    os.environ.update(values)
+
+
 def set_for_library(names: Iterable[str]) -> list[str]:
     """Those of a library's variables that the user has set."""
     return [name for name in names if name in os.environ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import typer
 
 from pdcluster.core.errors import ConfigError, PdclusterError
 from pdcluster.settings import flags
+from pdcluster.settings.config import set_environment
 from pdcluster.settings.shown import SectionName, SettingPairs, SettingsFile, show_settings
 from pdcluster_router.operate.printing import PrintFormat
 from pdcluster_router.replay.options import NodeOptions, Printing, Routing, Traffic
@@ -49,7 +49,7 @@ def pdctl(
 ) -> None:
     # The subcommand reads its own options after this, and takes what it was not given from the environment.
     given = {"PDCTL_ADMIN": admin, "PDCTL_TOKEN_FILE": token_file, "PDCTL_OUTPUT": output}
-    os.environ.update({name: str(value) for name, value in given.items() if value is not None})
+    set_environment({name: str(value) for name, value in given.items() if value is not None})
 
 
 # ---------------------------------------------------------------- options

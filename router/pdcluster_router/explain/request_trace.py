@@ -29,9 +29,7 @@ class Tracing:
     def __init__(self, spans: SpanSink, share: float, draw: Callable[[], float] = random.random) -> None:
         self._spans, self._share, self._draw = spans, share, draw
 
-    def begin(
-        self, traceparent: str | None, name: str, arrived: float, attributes: dict[str, Attribute]
-    ) -> RequestTrace | None:
+    def begin(self, traceparent: str | None, name: str, arrived: float) -> RequestTrace | None:
         """The trace of a request that came; None where it is not sampled.
 
         arrived: on the dispatcher's clock.
@@ -40,11 +38,11 @@ class Tracing:
         if found is None:
             if self._draw() >= self._share:
                 return None
-            return RequestTrace(self._spans, secrets.token_bytes(TRACE_BYTES), None, name, arrived, attributes)
+            return RequestTrace(self._spans, secrets.token_bytes(TRACE_BYTES), None, name, arrived)
         parent, is_sampled = found
         if not is_sampled:
             return None
-        return RequestTrace(self._spans, parent.trace_id, parent, name, arrived, attributes)
+        return RequestTrace(self._spans, parent.trace_id, parent, name, arrived)
 
 
 class RequestTrace:
@@ -57,12 +55,11 @@ class RequestTrace:
         parent: TraceContext | None,
         name: str,
         arrived: float,
-        attributes: dict[str, Attribute],
     ) -> None:
         self.spans = spans
         self._context = TraceContext(trace_id, secrets.token_bytes(SPAN_BYTES))
         self._parent, self._name, self._arrived = parent, name, arrived
-        self._attributes = attributes
+        self._attributes: dict[str, Attribute] = {}
         self._finish_reasons: list[str] = []
         self._num_output = 0
         self._error = ""
@@ -81,6 +78,10 @@ class RequestTrace:
     ) -> None:  # fmt: skip
         """A child of the root has ended."""
         self.spans.record(TracedSpan(name, context, self._context, start_s, end_s, attributes, error, follows=follows))
+
+    def note(self, attributes: dict[str, Attribute]) -> None:
+        """What the front door knows."""
+        self._attributes |= attributes
 
     def note_generation(self, generation: Generation) -> None:
         sampling = generation.sampling

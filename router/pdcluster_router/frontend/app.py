@@ -185,18 +185,18 @@ class App:
 
     def _trace(self, tracing: Tracing, exchange: Exchange) -> RequestTrace | None:
         path = exchange.path
-        return tracing.begin(
-            exchange.header(TRACEPARENT),
-            f"POST {path}",
-            exchange.arrived,
-            {
-                "http.request.method": "POST",
-                "http.route": path,
-                "gen_ai.operation.name": OPERATIONS.get(path, "tokenize"),
-                "pdcluster.request": exchange.id,
-                "pdcluster.client_id": exchange.client_id,
-            },
-        )
+        trace = tracing.begin(exchange.header(TRACEPARENT), f"POST {path}", exchange.arrived)
+        if trace is not None:
+            trace.note(
+                {
+                    "http.request.method": "POST",
+                    "http.route": path,
+                    "gen_ai.operation.name": OPERATIONS.get(path, "tokenize"),
+                    "pdcluster.request": exchange.id,
+                    "pdcluster.client_id": exchange.client_id,
+                }
+            )
+        return trace
 
     def _check_method(self, exchange: Exchange) -> None:
         _, methods = self._route(exchange.path)

@@ -159,18 +159,18 @@ class Inference(stubs.InferenceServicer):
     def _trace(
         self, tracing: Tracing, context: grpc.aio.ServicerContext, request_id: str, arrived: float
     ) -> RequestTrace | None:
-        return tracing.begin(
-            _metadata(context, "traceparent"),
-            f"{SERVICE}/Generate",
-            arrived,
-            {
-                "rpc.system.name": "grpc",
-                "rpc.method": f"{SERVICE}/Generate",
-                "gen_ai.operation.name": "text_completion",
-                "pdcluster.request": request_id,
-                "pdcluster.client_id": _trace_id(context) or "",
-            },
-        )
+        trace = tracing.begin(_metadata(context, "traceparent"), f"{SERVICE}/Generate", arrived)
+        if trace is not None:
+            trace.note(
+                {
+                    "rpc.system.name": "grpc",
+                    "rpc.method": f"{SERVICE}/Generate",
+                    "gen_ai.operation.name": "text_completion",
+                    "pdcluster.request": request_id,
+                    "pdcluster.client_id": _trace_id(context) or "",
+                }
+            )
+        return trace
 
     async def _generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, terms: Terms) -> None:
         """terms: what is known of the call before its tenant is."""

@@ -24,7 +24,7 @@ class Spans(list[TracedSpan]):
 
 
 def begin(spans: Spans, traceparent: str | None = None, *, share: float = 1.0) -> RequestTrace | None:
-    return Tracing(spans, share, draw=lambda: 0.5).begin(traceparent, "POST /v1/completions", 10.0, {"http.route": "x"})
+    return Tracing(spans, share, draw=lambda: 0.5).begin(traceparent, "POST /v1/completions", 10.0)
 
 
 def choice(prefill: str | None = "prefill-0", decode: str = "decode-0") -> RoutingDecision:
