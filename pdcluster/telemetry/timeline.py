@@ -22,16 +22,21 @@ class TimelineSpan:
     faint: float | None = None
 
 
+def spans_of(usage: Mapping[str, object]) -> list[TimelineSpan]:
+    """What a request that ended did when; empty where its nodes did not report. usage: as for `render`."""
+    route = _table(usage.get("pdcluster"))
+    seconds = {
+        name: float(value) for name, value in _table(route.get("timeline")).items() if isinstance(value, int | float)
+    }
+    return _spans(seconds, str(route.get("transfer") or "")) if seconds else []
+
+
 def render(usage: Mapping[str, object]) -> list[str]:
     """The lines of one request; `usage` is OpenAI's usage object with pdcluster's route in it."""
     route = _table(usage.get("pdcluster"))
-    timeline = _table(route.get("timeline"))
-    if not timeline:
+    spans = spans_of(usage)
+    if not spans:
         return [_where(usage, route), "  (no timeline: a stop string ended the request before its nodes reported)"]
-    spans = _spans(
-        {name: float(value) for name, value in timeline.items() if isinstance(value, int | float)},
-        str(route.get("transfer") or ""),
-    )
     whole = max([span.end for span in spans] + [1e-6])
     return [_where(usage, route), *(_line(span, whole) for span in spans)]
 

@@ -6,13 +6,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from pdcluster.core.errors import ConfigError, PdclusterError
+from pdcluster.core.messages import Role
 from pdcluster.settings import flags
 from pdcluster.settings.config import set_environment
+from pdcluster.settings.kinds import address as parse_address
 from pdcluster.settings.shown import SectionName, SettingPairs, SettingsFile, show_settings
 from pdcluster_router.operate.printing import PrintFormat
 from pdcluster_router.replay.options import NodeOptions, Printing, Routing, Traffic
@@ -76,7 +78,8 @@ def _request_names(ctx: typer.Context, incomplete: str) -> list[str]:
     return _names(ctx, incomplete, "requests")
 
 
-ADMIN = "127.0.0.1:50052"
+LISTEN_HELP = "Where the page is. Beyond loopback it wants the token."
+ADMIN, API = "127.0.0.1:50052", "127.0.0.1:8000"
 Admin = Annotated[
     str,
     typer.Option(
@@ -102,6 +105,13 @@ RequestName = Annotated[
         metavar="ID", autocompletion=_request_names, help="The id of a request or choice, or the client's x-request-id."
     ),
 ]
+
+
+def _address(given: str) -> str:
+    try:
+        return parse_address(given)
+    except ValueError as error:
+        raise ConfigError(f"{given!r} {error}") from None
 
 
 @contextmanager
@@ -273,19 +283,21 @@ def wait(
 @app.command()
 def cordon(nodes: NodeNames, admin: Admin = ADMIN, token_file: TokenFile = None) -> None:
     """Let nodes take no new work. What runs goes on."""
-    from pdcluster_router.operate import commands
+    from pdcluster_router.operate import changing
 
     with _clients(admin, token_file) as clients:
-        commands.cordon(clients, nodes, cordoned=True)
+        for node in nodes:
+            print(changing.cordon(clients, node, cordoned=True))
 
 
 @app.command()
 def uncordon(nodes: NodeNames, admin: Admin = ADMIN, token_file: TokenFile = None) -> None:
     """Let nodes take work again."""
-    from pdcluster_router.operate import commands
+    from pdcluster_router.operate import changing
 
     with _clients(admin, token_file) as clients:
-        commands.cordon(clients, nodes, cordoned=False)
+        for node in nodes:
+            print(changing.cordon(clients, node, cordoned=False))
 
 
 @app.command()
@@ -314,12 +326,12 @@ def set_role(
     token_file: TokenFile = None,
 ) -> None:
     """Change what a node is scheduled for. What runs goes on."""
-    from pdcluster_router.operate import commands
+    from pdcluster_router.operate import changing
 
     with _clients(admin, token_file) as clients:
         if role not in ("prefill", "decode", "mixed"):
             raise ConfigError(f"{role!r} is no role; use prefill, decode or mixed")
-        commands.set_role(clients, node, role)  # type: ignore[arg-type]
+        print(changing.set_role(clients, node, cast(Role, role)))
 
 
 @app.command()
@@ -330,10 +342,10 @@ def cancel(
     reason: Annotated[str, typer.Option("--reason", help="Told to the client.")] = "",
 ) -> None:
     """End a request on all nodes. Its client gets an error."""
-    from pdcluster_router.operate import commands
+    from pdcluster_router.operate import changing
 
     with _clients(admin, token_file) as clients:
-        commands.cancel(clients, request, reason)
+        print(changing.cancel(clients, request, reason))
 
 
 @set_app.command("policy")
@@ -347,10 +359,10 @@ def set_policy(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only check it.")] = False,
 ) -> None:
     """Set the policy or its shadow at every router, such as --live kv-cost:weight=2."""
-    from pdcluster_router.operate import commands
+    from pdcluster_router.operate import changing
 
     with _clients(admin, token_file) as clients:
-        commands.set_policy(clients, live, shadow, dry_run=dry_run)
+        print(changing.set_policy(clients, live, shadow, dry_run=dry_run))
 
 
 @diff_app.command("policy")
@@ -376,6 +388,27 @@ def _settings(help_text: str) -> Callable[..., None]:
 
 config_app.command("view")(_settings("Print the effective value of every key and where it comes from."))
 config_app.command("check")(_settings("Check the settings of this machine; exit 2 when one is wrong."))
+
+
+@app.command()
+def console(
+    listen: Annotated[
+        str,
+        typer.Option("--listen", metavar="HOST:PORT", help="Where the page is. Beyond loopback it wants the token."),
+    ] = "127.0.0.1:8001",
+    admin: Admin = ADMIN,
+    token_file: TokenFile = None,
+    api: Annotated[str, typer.Option("--api", metavar="HOST:PORT", help="A router's HTTP API, for chats.")] = API,
+    hosts: Annotated[
+        list[str] | None, typer.Option("--host", metavar="NAME", help="A name by which browsers reach it.")
+    ] = None,
+    listen_fd: Annotated[int | None, typer.Option("--listen-fd", hidden=True)] = None,
+) -> None:
+    """Serve a page that shows the cluster, until Ctrl-C. It changes things only with the admin token."""
+    from pdcluster_router.console.serve import ConsoleOptions, run
+
+    with _reported():
+        run(ConsoleOptions(_address(listen), admin, token_file, _address(api), tuple(hosts or ()), listen_fd))
 
 
 @app.command()

@@ -33,6 +33,7 @@ from pdcluster_router.cluster.events import EventLog
 from pdcluster_router.cluster.metrics import IndexCollector, NodeCollector
 from pdcluster_router.cluster.models import ModelRegistry
 from pdcluster_router.cluster.node_table import NodeTable
+from pdcluster_router.console.child import console
 from pdcluster_router.core.kept_heap import keep_heap
 from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.core.tenants import read_tenants
@@ -95,10 +96,14 @@ async def _serve(config: RouterConfig) -> int:
         front = parts.front if worker is None else await _join(worker, me, parts, tasks, health)
         address, grpc_address = await stack.enter_async_context(_open(front, config, health))
         admin_address = await _serve_admin(parts.admin, me.node, health, config, stack)
+        console_address = await stack.enter_async_context(console(config, admin_address, address))
         if config.auto_roles:
             await tasks.run(keep_roles(parts.admin, RoleController(RoleSettings(), parts.settings.headroom)))
         collect_seldom()
-        announce(config.ready_fd, address, name=me.node, grpc=grpc_address, admin=admin_address, health=health_address)
+        announce(
+            config.ready_fd, address, name=me.node, grpc=grpc_address, admin=admin_address, health=health_address,
+            console=console_address,
+        )  # fmt: skip
         logger.info(
             "router %s serves http://%s%s", me.node, address, f" and grpc://{grpc_address}" if grpc_address else ""
         )

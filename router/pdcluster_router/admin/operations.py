@@ -42,6 +42,7 @@ class RequestStatus(msgspec.Struct, frozen=True):
     """One choice of a request without its final answer.
 
     mode, prefill, decode: "" until chosen.
+    placed_s, ttft_s: after it came, when its nodes were chosen last, and its first token; None until then.
     """
 
     id: str
@@ -54,6 +55,8 @@ class RequestStatus(msgspec.Struct, frozen=True):
     output_tokens: int
     attempts: int
     age_s: float
+    placed_s: float | None = None
+    ttft_s: float | None = None
 
 
 class RequestList(msgspec.Struct, frozen=True):

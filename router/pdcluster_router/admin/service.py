@@ -234,6 +234,8 @@ def _request(found: OpenRequest, now: float) -> RequestStatus:
         output_tokens=found.num_output,
         attempts=found.attempts,
         age_s=now - found.started,
+        placed_s=None if found.placed_at is None else found.placed_at - found.started,
+        ttft_s=None if found.first_token_at is None else found.first_token_at - found.started,
     )
 
 

@@ -7,14 +7,15 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from time import monotonic
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 
 from pdcluster.core.errors import ConfigError
 from pdcluster.settings.config import RouterConfig
 from pdcluster.telemetry.metrics import RouterMetrics
-from pdcluster_router.frontend.app import App, HttpSettings
-from pdcluster_router.http.connection import PARTING_S, Connection, Connections, LineLimits
+from pdcluster_router.frontend.app import HttpSettings
+from pdcluster_router.http.connection import PARTING_S, Application, Connection, Connections, LineLimits
 from pdcluster_router.http.door import Door, DoorLimits, limits_of_process
 
 BACKLOG = 2048
@@ -43,16 +44,30 @@ def router_metrics() -> RouterMetrics:
     return RouterMetrics(registry)
 
 
+class ListenedApp(Application, Protocol):
+    """What the server needs of an application besides its answers."""
+
+    settings: HttpSettings
+    metrics: RouterMetrics
+
+
 @asynccontextmanager
 async def listening(
-    app: App, address: str, *, drain_s: float, is_port_shared: bool = False, door_limits: DoorLimits | None = None
+    app: ListenedApp,
+    address: str,
+    *,
+    drain_s: float,
+    is_port_shared: bool = False,
+    door_limits: DoorLimits | None = None,
+    bound: socket.socket | None = None,
 ) -> AsyncIterator[str]:
     """Serve while the block runs; yields HOST:PORT, with the real port for 0.
 
     Leaving it takes no new connections, lets open requests finish within drain_s, then cancels them and tells their
-    clients. is_port_shared: other workers listen there, too. door_limits: None: by the limit of open files.
+    clients. is_port_shared: other workers listen there, too. door_limits: None: by the limit of open files. bound: a
+    socket that listens already.
     """
-    bound = bind(address, is_port_shared=is_port_shared)
+    bound = bound or bind(address, is_port_shared=is_port_shared)
     own = app.settings
     limits = LineLimits(own.max_body_bytes, own.body_s, own.stall_s, id_prefix=own.id_prefix)
     connections = Connections()
@@ -115,8 +130,8 @@ async def _are_over(connections: Connections, within_s: float) -> bool:
     return True
 
 
-def bind(address: str, *, is_port_shared: bool) -> socket.socket:
-    """A listening socket. Accepted ones inherit its options."""
+def bind(address: str, *, is_port_shared: bool = False, flag: str = "--http") -> socket.socket:
+    """A listening socket. Accepted ones inherit its options. Raises ConfigError that names the flag."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -134,7 +149,7 @@ def bind(address: str, *, is_port_shared: bool) -> socket.socket:
     except OSError as error:
         bound.close()
         raise ConfigError(
-            f"cannot listen on {address}: {error.strerror}; choose another address with --http"
+            f"cannot listen on {address}: {error.strerror}; choose another address with {flag}"
         ) from error
     bound.setblocking(False)
     return bound

@@ -79,8 +79,8 @@ class AdminClients:
 
     def __init__(self, addresses: str, token_file: Path | None, warn: Callable[[str], None]) -> None:
         """addresses: HOST:PORT[,HOST:PORT…]. warn: is told of routers that do not answer."""
-        token = _token(token_file)
-        self._warn = warn
+        token = token_of(token_file)
+        self.warn = warn
         self.routers = [_open(address, token) for address in resolved(addresses)]
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class AdminClients:
         if len(lost) == len(told):
             raise Unreachable("; ".join(problem(each.address, each.error) for each in lost))
         for each in lost:
-            self._warn(f"{problem(each.address, each.error)}; what it knows is missing here")
+            self.warn(f"{problem(each.address, each.error)}; what it knows is missing here")
         return told
 
     def read(self, method: str, request: Any) -> list[Told]:
@@ -129,7 +129,7 @@ class AdminClients:
                 except grpc.RpcError as error:
                     if error.code() not in UNREACHABLE:
                         raise refusal(Told(router.address, None, error)) from error
-                    self._warn(f"{problem(router.address, error)}; another router is asked")
+                    self.warn(f"{problem(router.address, error)}; another router is asked")
             last = self.routers[-1]
             try:
                 return Told(last.address, getattr(last.stub, method)(request, timeout=CALL_S))
@@ -191,7 +191,8 @@ def resolved(addresses: str) -> list[str]:
     return list(found)
 
 
-def _token(file: Path | None) -> str | None:
+def token_of(file: Path | None) -> str | None:
+    """The token in a file; None without one. Raises ConfigError."""
     if file is None:
         return None
     try:

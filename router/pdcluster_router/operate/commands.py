@@ -8,15 +8,11 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import cast
 
-import grpc
-
-from pdcluster.bootstrap.card_messages import role_to_proto
-from pdcluster.core.errors import ConfigError, PdclusterError
-from pdcluster.core.messages import Role
+from pdcluster.core.errors import PdclusterError
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.telemetry import timeline
-from pdcluster_router.operate import reading, top
-from pdcluster_router.operate.clients import AdminClients, NotReached, Told, differing, problem, refusal
+from pdcluster_router.operate import changing, reading, top
+from pdcluster_router.operate.clients import AdminClients, NotReached, differing
 from pdcluster_router.operate.printing import (
     PrintedColumn,
     PrintFormat,
@@ -28,8 +24,6 @@ from pdcluster_router.operate.printing import (
 )
 
 POLL_S = 0.2
-# A drain's stream outlives its deadline by what the router gives moved work.
-DRAIN_GRACE_S = 30.0
 POLICY_COLUMNS = (
     PrintedColumn("LIVE", "name"),
     PrintedColumn("SHADOW", "shadow"),
@@ -164,17 +158,7 @@ def events(clients: AdminClients, since: int, output: PrintFormat, *, follow: bo
             row = reading.event_row(event)
             print(json.dumps(row) if output in IS_DATA else event_line(row), flush=True)
         return
-    rows = []
-    for router in clients.routers:
-        try:
-            found = list(router.stub.Events(pb.EventsRequest(since=since), timeout=10.0))
-        except grpc.RpcError as error:
-            if len(clients.routers) == 1:
-                raise refusal(Told(router.address, None, error)) from error
-            warn(problem(router.address, error))
-            continue
-        rows += [reading.event_row(event) | {"router": router.address} for event in found]
-    rows.sort(key=lambda row: float(str(row["at"])))
+    rows = reading.events(clients, dict.fromkeys((router.address for router in clients.routers), since))
     if output in IS_DATA:
         show_data(rows, output)
         return
@@ -183,14 +167,7 @@ def events(clients: AdminClients, since: int, output: PrintFormat, *, follow: bo
 
 
 def cache(clients: AdminClients, output: PrintFormat, *, digests: bool) -> None:
-    rows = [
-        {
-            "name": node.node, "blocks": node.blocks, "is_exact": node.is_exact, "digest": node.digest,
-            "router": told.address,
-        }
-        for told in clients.read("GetCache", pb.GetCacheRequest(digests=digests))
-        for node in told.reply.nodes
-    ]  # fmt: skip
+    rows = reading.caches(clients, digests=digests)
     columns = (
         PrintedColumn("NODE", "name"),
         PrintedColumn("BLOCKS", "blocks", is_number=True),
@@ -226,49 +203,19 @@ def trace(clients: AdminClients, request: str, output: PrintFormat) -> None:
 # ---------------------------------------------------------------- changing
 
 
-def cordon(clients: AdminClients, nodes: list[str], *, cordoned: bool) -> None:
-    for node in nodes:
-        clients.write("Cordon", pb.CordonRequest(node=node, cordoned=cordoned), by_all=False)
-        print(f"node {node} {'takes no new work; what runs goes on' if cordoned else 'takes work again'}")
-
-
 def drain(clients: AdminClients, node: str, timeout_s: float, output: PrintFormat) -> None:
     """Drain with progress. Raises NotReached when the node is still at work after its deadline."""
-    router, is_safe = clients.first(), False
-    call = router.stub.Drain(pb.DrainRequest(node=node, deadline_s=timeout_s), timeout=timeout_s + DRAIN_GRACE_S)
+    drained = changing.drain(clients, node, timeout_s)
     try:
-        for progress in call:
-            is_safe = progress.safe_to_stop
-            if output in IS_DATA:
-                print(json.dumps(reading.as_dict(progress)), flush=True)
-            else:
-                moved = f", {progress.moved} moved to other nodes" if progress.moved else ""
-                left = f"waiting {progress.waiting}, running {progress.running}, parked {progress.pages_parked} pages"
-                print(f"node {node}: {left}{moved}", flush=True)
-    except grpc.RpcError as error:
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            raise NotReached(error.details() or f"node {node} is still at work; it stays cordoned") from None
-        raise refusal(Told(router.address, None, error)) from error
+        while True:
+            left = next(drained)
+            print(json.dumps(left) if output in IS_DATA else changing.progress_line(node, left), flush=True)
+    except StopIteration as ended:
+        print(ended.value)
     except KeyboardInterrupt:
-        call.cancel()
+        drained.close()
         print(f"\nnode {node} stays cordoned, and nothing is moved; pdctl uncordon {node} takes it back")
         raise
-    if not is_safe:
-        raise NotReached(f"the router ended the drain of node {node} before it was empty; it stays cordoned")
-    print(f"node {node} is empty: it may be stopped. pdctl uncordon {node} takes it back")
-
-
-def set_role(clients: AdminClients, node: str, role: Role) -> None:
-    told = clients.write("SetRole", pb.SetRoleRequest(node=node, role=role_to_proto(role)), by_all=False)
-    print(f"node {node} is a {reading.role_name(told.reply.role)} node now")
-
-
-def cancel(clients: AdminClients, request: str, reason: str) -> None:
-    told = clients.ask("CancelRequest", pb.CancelRequestRequest(id=request, reason=reason))
-    num = sum(each.reply.cancelled for each in told if each.error is None)
-    if not num:
-        raise refusal(next(each for each in told if each.error is not None))
-    print(f"{num} choice{'' if num == 1 else 's'} of request {request} ended")
 
 
 def get_policy(clients: AdminClients, output: PrintFormat) -> None:
@@ -278,21 +225,6 @@ def get_policy(clients: AdminClients, output: PrintFormat) -> None:
     ):
         warn(f"routers have different policies: {difference}; pdctl set policy makes them equal")
     show(rows, POLICY_COLUMNS, output)
-
-
-def set_policy(clients: AdminClients, live: str | None, shadow: str | None, *, dry_run: bool) -> None:
-    """At all routers, after each has checked it."""
-    if live is None and shadow is None:
-        raise ConfigError("nothing to set; pass --live POLICY or --shadow POLICY (none removes it)")
-    shadow = "" if shadow == "none" else shadow
-    for told in clients.ask("SetPolicy", pb.SetPolicyRequest(live=live, shadow=shadow, dry_run=True)):
-        if told.error is not None:
-            raise refusal(told)
-    if dry_run:
-        print("all routers would take it")
-        return
-    told = clients.write("SetPolicy", pb.SetPolicyRequest(live=live, shadow=shadow), by_all=True)
-    print(f"policy {told.reply.live}, shadow {told.reply.shadow or 'none'} from the next decision on")
 
 
 def diff_policy(clients: AdminClients, output: PrintFormat) -> None:

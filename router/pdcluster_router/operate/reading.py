@@ -6,10 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import grpc
+
 from pdcluster.bootstrap.card_messages import role_from_proto
 from pdcluster.core.errors import PdclusterError
 from pdcluster.rpc import admin_pb2 as pb
-from pdcluster_router.operate.clients import AdminClients, differing, joined
+from pdcluster_router.operate.clients import CALL_S, AdminClients, Told, differing, joined, problem, refusal
 from pdcluster_router.operate.printing import PrintedColumn, share
 
 NODE_COLUMNS = (
@@ -37,6 +39,7 @@ REQUEST_COLUMNS = (
     PrintedColumn("PROMPT", "prompt_tokens", is_number=True),
     PrintedColumn("OUTPUT", "output_tokens", is_number=True),
     PrintedColumn("AGE", "age", is_number=True),
+    PrintedColumn("FIRST TOKEN", "ttft_s", is_wide=True, is_number=True),
     PrintedColumn("ATTEMPTS", "attempts", is_wide=True, is_number=True),
     PrintedColumn("MODEL", "model", is_wide=True),
     PrintedColumn("ROUTER", "router", is_wide=True),
@@ -121,6 +124,8 @@ def request_row(request: pb.Request) -> Row:
         "decode": request.decode, "prompt_tokens": request.prompt_tokens, "output_tokens": request.output_tokens,
         "age": f"{request.age_s:.1f} s", "age_s": round(request.age_s, 3), "attempts": request.attempts,
         "model": request.model,
+        "placed_s": request.placed_s if request.HasField("placed_s") else None,
+        "ttft_s": request.ttft_s if request.HasField("ttft_s") else None,
     }  # fmt: skip
 
 
@@ -171,6 +176,35 @@ def event_row(event: pb.Event) -> Row:
         "sequence": event.sequence, "at": event.at, "kind": event.kind, "subject": event.subject,
         "message": event.message,
     }  # fmt: skip
+
+
+def events(clients: AdminClients, since: Mapping[str, int]) -> list[Row]:
+    """Events of all routers by time. since: by a router's address, only those after this number.
+
+    Raises the refusal of the only router; others that do not answer are warned of.
+    """
+    rows: list[Row] = []
+    for router in clients.routers:
+        try:
+            found = list(router.stub.Events(pb.EventsRequest(since=since.get(router.address, 0)), timeout=CALL_S))
+        except grpc.RpcError as error:
+            if len(clients.routers) == 1:
+                raise refusal(Told(router.address, None, error)) from error
+            clients.warn(problem(router.address, error))
+            continue
+        rows += [event_row(event) | {"router": router.address} for event in found]
+    return sorted(rows, key=lambda row: float(str(row["at"])))
+
+
+def caches(clients: AdminClients, *, digests: bool = False) -> list[Row]:
+    return [
+        {
+            "name": node.node, "blocks": node.blocks, "is_exact": node.is_exact, "digest": node.digest,
+            "router": told.address,
+        }
+        for told in clients.read("GetCache", pb.GetCacheRequest(digests=digests))
+        for node in told.reply.nodes
+    ]  # fmt: skip
 
 
 def policies(clients: AdminClients) -> list[Row]:

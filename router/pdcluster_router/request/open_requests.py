@@ -19,6 +19,7 @@ class OpenRequest:
     started: on the dispatcher's clock.
     end: answers the request with this error, unless it has an answer.
     num_output: tokens sent so far. Nodes are named once chosen.
+    placed_at, first_token_at: when its nodes were chosen last, and its first token; None until then.
     """
 
     request: str
@@ -31,6 +32,8 @@ class OpenRequest:
     prefill: str | None = None
     decode: str | None = None
     num_output: int = 0
+    placed_at: float | None = None
+    first_token_at: float | None = None
 
     @property
     def state(self) -> str:

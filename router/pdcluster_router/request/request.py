@@ -265,8 +265,9 @@ class Request:
         prefill = choice.prefill.name if choice.prefill is not None else None
         num_output, decode = len(job.emitted), choice.decode.name
         return replace(
-            told, attempts=self.num_placed, mode=choice.mode, prefill=prefill, decode=decode, num_output=num_output
-        )
+            told, attempts=self.num_placed, mode=choice.mode, prefill=prefill, decode=decode, num_output=num_output,
+            placed_at=self.placed_at, first_token_at=self.first_token_at,
+        )  # fmt: skip
 
     # ------------------------------------------------------------ clocks
 

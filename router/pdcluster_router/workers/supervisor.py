@@ -23,6 +23,7 @@ from pdcluster.processes.supervisor import Facts, Spec, Supervisor
 from pdcluster.settings.config import LoadedSection, RouterConfig, set_library_environment
 from pdcluster.telemetry.health import health_port
 from pdcluster.telemetry.log import resolve_format
+from pdcluster_router.console.child import console
 from pdcluster_router.frontend.health import RouterHealth
 from pdcluster_router.workers import ports
 from pdcluster_router.workers.fleet import Fleet
@@ -65,6 +66,7 @@ async def _serve(loaded: LoadedSection[RouterConfig]) -> int:
         control = await stack.enter_async_context(_control(fleet))
         health = RouterHealth(fleet.readiness, fleet.exposition)
         admin = await _serve_admin(config, fleet, name, health, stack)
+        console_address = await stack.enter_async_context(console(config, admin, http))
         health_address = stack.enter_context(health_port(config.health, health.probes))
         looking = asyncio.create_task(health.keep(), name="health")
         stack.callback(looking.cancel)
@@ -77,8 +79,9 @@ async def _serve(loaded: LoadedSection[RouterConfig]) -> int:
         code = await _until(stop, started)
         if code is not None:
             announce(
-                config.ready_fd, http, name=name, grpc=grpc, admin=admin, workers=config.workers, health=health_address
-            )
+                config.ready_fd, http, name=name, grpc=grpc, admin=admin, workers=config.workers, health=health_address,
+                console=console_address,
+            )  # fmt: skip
             logger.info("router %s serves http://%s with %d workers", name, http, config.workers)
             if config.spare:
                 await supervisor.keep_spare((sys.executable, "-m", SPARE))
@@ -163,6 +166,7 @@ def worker_spec(
         "router.http": http,
         "router.grpc": grpc or "none",
         "router.admin": "none",
+        "router.console": "none",
         "router.health": "none",
         "router.auto_roles": loaded.config.auto_roles and worker.number == 0,
         "router.log.format": resolve_format(loaded.config.log.format, sys.stderr),

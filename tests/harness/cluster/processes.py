@@ -43,6 +43,7 @@ class Up:
             "127.0.0.1:0",
             "--grpc",
             "127.0.0.1:0",
+            *(() if any("router.console" in each for each in arguments) else ("--set=router.console=none",)),
             *arguments,
         ]
         self.mark = uuid.uuid4().hex
@@ -68,6 +69,15 @@ class Up:
             if READY.search(line):
                 self._ready.set()
         self._ready.set()
+
+    @property
+    def console(self) -> str:
+        """Where its page is; it is said right behind the ready line."""
+        deadline = time.monotonic() + READY_S
+        while not (said := [line for line in self.lines if line.startswith("console http")]):
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.02)
+        return said[0].removeprefix("console ")
 
     def output(self) -> str:
         return "\n".join(self.lines)

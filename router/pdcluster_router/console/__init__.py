@@ -1,0 +1,1 @@
+"""A page for operators: what pdctl does, in a browser."""

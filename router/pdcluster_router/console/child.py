@@ -1,0 +1,89 @@
+"""The console as a child of a router or of its supervisor. A crash of it touches no request.
+
+The parent listens, so the address is known at once and stays the same when the child is started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from pdcluster.settings.config import RouterConfig
+from pdcluster.settings.kinds import split_address
+from pdcluster_router.frontend.server import bind
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+# Before it is started again, doubled with each failure.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+END_S = 3.0
+ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+
+
+@asynccontextmanager
+async def console(config: RouterConfig, admin: str | None, api: str) -> AsyncIterator[str | None]:
+    """Run the console while the block runs; yields its HOST:PORT, None without one. Raises ConfigError.
+
+    admin, api: where the router listens.
+    """
+    if config.console is None or admin is None:
+        yield None
+        return
+    with bind(config.console, flag="--console") as bound:
+        host, port = bound.getsockname()[:2]
+        argv = _argv(config, reached(admin), reached(api), bound.fileno())
+        stop = threading.Event()
+        keeper = threading.Thread(target=_keep, args=(argv, bound.fileno(), stop), name="console", daemon=True)
+        keeper.start()
+        try:
+            yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        finally:
+            stop.set()
+            await asyncio.to_thread(keeper.join)
+
+
+def reached(address: str) -> str:
+    """Where this machine reaches what listens at an address."""
+    host, port = split_address(address)
+    return f"{ANY_HOST[host]}:{port}" if host in ANY_HOST else address
+
+
+def _argv(config: RouterConfig, admin: str, api: str, descriptor: int) -> list[str]:
+    argv = [sys.executable, "-m", "pdcluster_router.pdctl", "console", "--admin", admin, "--api", api]
+    argv += ["--listen", str(config.console), "--listen-fd", str(descriptor)]
+    if config.admin_token_file is not None:
+        argv += ["--token-file", str(config.admin_token_file)]
+    for host in config.console_hosts:
+        argv += ["--host", host]
+    return argv
+
+
+def _keep(argv: list[str], descriptor: int, stop: threading.Event) -> None:
+    """Run the child until `stop` is set."""
+    pause_s = FIRST_PAUSE_S
+    while not stop.is_set():
+        # subprocess does not fork here, which gRPC and uvloop would not expect. The child leaves when its stdin ends.
+        child = subprocess.Popen(argv, stdin=subprocess.PIPE, pass_fds=(descriptor,), start_new_session=True)
+        while child.poll() is None and not stop.wait(LOOK_S):
+            pass
+        _end(child)
+        if not stop.is_set():
+            log.error("the console ended with %s and is started again in %g s", child.returncode, pause_s)
+            stop.wait(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    assert child.stdin is not None
+    child.stdin.close()
+    try:
+        child.wait(END_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()

@@ -1,0 +1,73 @@
+"""The console's process: `pdctl console`. A router that has router.console starts it as a child."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdcluster.core.errors import ConfigError
+from pdcluster.settings.kinds import is_loopback
+from pdcluster_router.console.access import ConsoleAccess
+from pdcluster_router.console.app import ConsoleApp
+from pdcluster_router.console.feed import ClusterFeed
+from pdcluster_router.frontend.server import bind, listening, router_metrics
+from pdcluster_router.operate.clients import AdminClients, token_of
+
+# For answers that are under way at the end.
+DRAIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConsoleOptions:
+    """listen_fd: a listening socket that the parent has made; its end of stdin is closed when the parent ends."""
+
+    listen: str
+    admin: str
+    token_file: Path | None
+    api: str
+    hosts: tuple[str, ...] = ()
+    listen_fd: int | None = None
+
+
+def run(options: ConsoleOptions) -> None:
+    """Serve until a signal, or until the parent ends. Raises ConfigError."""
+    is_open = is_loopback(options.listen)
+    token = token_of(options.token_file)
+    if not is_open and token is None:
+        raise ConfigError(
+            f"the console at {options.listen} can be reached from other machines, but there is no token; pass "
+            "--token-file, or use a loopback address"
+        )
+    access = ConsoleAccess((options.listen.rpartition(":")[0], *options.hosts), token, is_open=is_open)
+    asyncio.run(_serve(options, access))
+
+
+async def _serve(options: ConsoleOptions, access: ConsoleAccess) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    feed = ClusterFeed(lambda warn: AdminClients(options.admin, options.token_file, warn))
+    app = ConsoleApp(
+        access, lambda warn: AdminClients(options.admin, options.token_file, warn), feed, options.api, router_metrics()
+    )
+    if options.listen_fd is None:
+        bound = bind(options.listen, flag="--listen")
+    else:
+        bound = socket.socket(fileno=options.listen_fd)
+        bound.setblocking(False)
+        threading.Thread(target=_watch_parent, args=(loop, stop), daemon=True).start()
+    async with feed.running(), listening(app, options.listen, drain_s=DRAIN_S, bound=bound) as address:
+        if options.listen_fd is None:
+            print(f"console at http://{address}/ for routers at {options.admin}", flush=True)
+        await stop.wait()
+    app.close()
+
+
+def _watch_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    sys.stdin.buffer.read()
+    loop.call_soon_threadsafe(stop.set)

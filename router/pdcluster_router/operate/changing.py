@@ -1,0 +1,79 @@
+"""What operators change, through one router or all. Each returns what was done, as a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import grpc
+
+from pdcluster.bootstrap.card_messages import role_to_proto
+from pdcluster.core.errors import ConfigError
+from pdcluster.core.messages import Role
+from pdcluster.rpc import admin_pb2 as pb
+from pdcluster_router.operate import reading
+from pdcluster_router.operate.clients import AdminClients, NotReached, Told, refusal
+
+# A drain's stream outlives its deadline by what the router gives moved work.
+DRAIN_GRACE_S = 30.0
+
+
+def cordon(clients: AdminClients, node: str, *, cordoned: bool) -> str:
+    clients.write("Cordon", pb.CordonRequest(node=node, cordoned=cordoned), by_all=False)
+    return f"node {node} {'takes no new work; what runs goes on' if cordoned else 'takes work again'}"
+
+
+def drain(clients: AdminClients, node: str, timeout_s: float) -> Generator[reading.Row, None, str]:
+    """Yields what is left on the node, again and again. Closing it stops the wait; the node stays cordoned.
+
+    Raises NotReached when the node is still at work after its deadline.
+    """
+    router, is_safe = clients.first(), False
+    call = router.stub.Drain(pb.DrainRequest(node=node, deadline_s=timeout_s), timeout=timeout_s + DRAIN_GRACE_S)
+    try:
+        for progress in call:
+            is_safe = progress.safe_to_stop
+            yield reading.as_dict(progress)
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise NotReached(error.details() or f"node {node} is still at work; it stays cordoned") from None
+        raise refusal(Told(router.address, None, error)) from error
+    finally:
+        call.cancel()
+    if not is_safe:
+        raise NotReached(f"the router ended the drain of node {node} before it was empty; it stays cordoned")
+    return f"node {node} is empty: it may be stopped. pdctl uncordon {node} takes it back"
+
+
+def progress_line(node: str, left: reading.Row) -> str:
+    """What a drain waits for."""
+    moved = f", {left['moved']} moved to other nodes" if left["moved"] else ""
+    return (
+        f"node {node}: waiting {left['waiting']}, running {left['running']}, parked {left['pages_parked']} pages{moved}"
+    )
+
+
+def set_role(clients: AdminClients, node: str, role: Role) -> str:
+    told = clients.write("SetRole", pb.SetRoleRequest(node=node, role=role_to_proto(role)), by_all=False)
+    return f"node {node} is a {reading.role_name(told.reply.role)} node now"
+
+
+def cancel(clients: AdminClients, request: str, reason: str) -> str:
+    told = clients.ask("CancelRequest", pb.CancelRequestRequest(id=request, reason=reason))
+    num = sum(each.reply.cancelled for each in told if each.error is None)
+    if not num:
+        raise refusal(next(each for each in told if each.error is not None))
+    return f"{num} choice{'' if num == 1 else 's'} of request {request} ended"
+
+
+def set_policy(clients: AdminClients, live: str | None, shadow: str | None, *, dry_run: bool) -> str:
+    """At all routers, after each has checked it. shadow: none removes it."""
+    if live is None and shadow is None:
+        raise ConfigError("nothing to set; pass --live POLICY or --shadow POLICY (none removes it)")
+    shadow = "" if shadow == "none" else shadow
+    for told in clients.ask("SetPolicy", pb.SetPolicyRequest(live=live, shadow=shadow, dry_run=True)):
+        if told.error is not None:
+            raise refusal(told)
+    if dry_run:
+        return "all routers would take it"
+    done = clients.write("SetPolicy", pb.SetPolicyRequest(live=live, shadow=shadow), by_all=True)
+    return f"policy {done.reply.live}, shadow {done.reply.shadow or 'none'} from the next decision on"
