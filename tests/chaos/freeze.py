@@ -16,6 +16,8 @@ PTRACE_SEIZE, PTRACE_INTERRUPT, PTRACE_DETACH = 0x4206, 0x4207, 17
 WAIT_ALL = 0x40000000
 # The number of the system call, on x86-64.
 POLL = "7"
+# The same, epoll_wait and epoll_pwait.
+WAITS = (POLL, "232", "281")
 # How often a moment is looked for in which the thread does not hold the interpreter's lock.
 TRIES = 100
 # Longer than the node's loop waits for anything else.
@@ -63,6 +65,22 @@ def turns(pid: int) -> bool:
         time.sleep(0.002)
         calls.append(Path(f"/proc/{pid}/task/{pid}/syscall").read_text().partition(" ")[0])
     return calls.count(POLL) >= 10
+
+
+def hold(tid: int) -> None:
+    """Stand a thread still where it waits for news, without the interpreter's lock; say so, and let it go on when stdin
+    ends.
+    """
+    for _ in range(TRIES):
+        trace(PTRACE_SEIZE, tid)
+        trace(PTRACE_INTERRUPT, tid)
+        os.waitpid(tid, WAIT_ALL)
+        if Path(f"/proc/{tid}/syscall").read_text().partition(" ")[0] in WAITS:
+            print("frozen", flush=True)
+            sys.stdin.read()
+            return
+        trace(PTRACE_DETACH, tid)
+        time.sleep(BETWEEN_S * random.random())
 
 
 def main(pid: int, moment: str) -> None:
