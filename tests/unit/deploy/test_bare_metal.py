@@ -1,0 +1,55 @@
+"""What stands in deploy/systemd and docs/bare-metal.md is what the commands take."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pdcluster.settings.config import BootstrapConfig, NodeConfig, RouterConfig, load
+
+ROOT = Path(__file__).parents[3]
+SYSTEMD = ROOT / "deploy" / "systemd"
+PAGE = (ROOT / "docs" / "bare-metal.md").read_text()
+SECTIONS = {"node": NodeConfig, "router": RouterConfig, "bootstrap": BootstrapConfig}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_the_settings_file_is_taken(section: str) -> None:
+    load(SECTIONS[section], file=SYSTEMD / "pdcluster.toml", environ={})
+
+
+def test_the_pages_variables_are_settings_and_win_over_the_file() -> None:
+    given = dict(re.findall(r"^(PDCLUSTER_\w+)=(\S+)$", PAGE, re.MULTILINE))
+    assert len(given) >= 8
+    loaded = load(NodeConfig, file=SYSTEMD / "pdcluster.toml", environ=given)
+    assert loaded.config.listen == "10.0.0.1:8100"
+    assert loaded.config.transfer.port == 8101
+    assert loaded.config.health == "0.0.0.0:9080" or given["PDCLUSTER_NODE_HEALTH"] == loaded.config.health
+
+
+@pytest.mark.parametrize("unit", sorted(SYSTEMD.glob("*.service")), ids=lambda unit: unit.stem)
+def test_units_call_commands_that_there_are(unit: Path) -> None:
+    (command,) = re.findall(r"^ExecStart=/opt/pdcluster/bin/(.+)$", unit.read_text(), re.MULTILINE)
+    program = command.split()[0]
+    assert f'{program} = "' in (ROOT / "pyproject.toml").read_text()
+    assert "--config /etc/pdcluster/pdcluster.toml" in command
+    assert unit.stem.rstrip("@") in PAGE
+    stop_s = int(re.findall(r"^TimeoutStopSec=(\d+)$", unit.read_text(), re.MULTILINE)[0])
+    if unit.stem != "pdcluster-bootstrap":
+        assert stop_s > NodeConfig().drain_s + 10
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_systemd_takes_the_units(tmp_path: Path) -> None:
+    for unit in SYSTEMD.glob("*.service"):
+        text = re.sub(r"/opt/pdcluster/bin/\S+", "/bin/true", unit.read_text()).replace("User=pdcluster", "User=root")
+        name = unit.name.replace("@", "@x")
+        (tmp_path / name).write_text(text)
+        done = subprocess.run(
+            ("systemd-analyze", "verify", str(tmp_path / name)), capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
