@@ -2,8 +2,7 @@
 for a router.
 
 Traffic never waits for the bootstrap. While it is away, nodes keep trying and watchers keep the last snapshot. Several
-addresses are independent bootstraps. A node registers with each. A watcher follows one and goes to the next when it
-fails.
+addresses are independent bootstraps. A node registers with each, and a watcher merges what they say (`merging`).
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle
 from queue import Empty, SimpleQueue
 
 import grpc
 
 from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard
 from pdcluster.bootstrap.card_messages import card_to_proto, role_to_proto, snapshot_from_proto
+from pdcluster.bootstrap.merging import RegistryMerge
 from pdcluster.core.errors import BadRequest, ConfigError, PdclusterError, Unavailable
 from pdcluster.core.messages import Role
 from pdcluster.rpc import bootstrap_pb2 as pb
@@ -35,6 +34,8 @@ __all__ = ["NodeAgent", "Retry", "watch"]
 
 CALL_S = 3.0
 LEAVE_S = 1.0
+# Snapshots that were not taken in yet; a bootstrap that has more to say waits.
+MAX_NEWS = 16
 MAX_SNAPSHOT_BYTES = 64 << 20
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_SNAPSHOT_BYTES),
@@ -67,8 +68,8 @@ class Retry:
 
 
 class NodeAgent:
-    """Keeps one node registered. It runs one thread per bootstrap and one that watches. Every method may be called from
-    any thread.
+    """Keeps one node registered. It runs two threads per bootstrap: one registers, one watches. Every method may be
+    called from any thread.
 
     `wakeup_fd` is readable when `gone` has news.
     """
@@ -83,7 +84,9 @@ class NodeAgent:
         self._card: NodeCard | None = None
         self._nudges = [threading.Event() for _ in self._addresses]
         self._stopping = threading.Event()
-        self._watching: grpc.Call | None = None
+        self._watching: dict[str, grpc.Call] = {}
+        self._merge = RegistryMerge()
+        self._cluster: ClusterSnapshot | None = None
         self._registered: Callable[[], None] | None = None
         self._threads: list[threading.Thread] = []
         self._registered_at: set[str] = set()
@@ -100,7 +103,7 @@ class NodeAgent:
         self._card, self._registered = card, registered
         for address, nudge in zip(self._addresses, self._nudges, strict=True):
             self._run_thread(f"bootstrap {address}", partial(self._keep, address, nudge))
-        self._run_thread("bootstrap watch", self._watch)
+            self._run_thread(f"bootstrap {address} watch", partial(self._watch, address))
 
     def gone(self) -> list[Peer]:
         """Boots of other nodes that left the cluster since the last call.
@@ -133,8 +136,8 @@ class NodeAgent:
         for nudge in self._nudges:
             nudge.set()
         with self._lock:
-            if self._watching is not None:
-                self._watching.cancel()
+            for call in self._watching.values():
+                call.cancel()
         for thread in self._threads:
             thread.join()
         os.close(self.wakeup_fd)
@@ -199,21 +202,20 @@ class NodeAgent:
 
     # ------------------------------------------------------------ watching
 
-    def _watch(self) -> None:
-        """Follow one bootstrap after the other until the node stops."""
-        retry, last = Retry(), None
-        for address in cycle(self._addresses):
-            if self._stopping.is_set():
-                return
+    def _watch(self, address: str) -> None:
+        """Follow one bootstrap until the node stops."""
+        retry = Retry()
+        while not self._stopping.is_set():
             try:
                 for snapshot in self._snapshots(address):
                     retry.reset()
-                    last = self._apply(snapshot, last)
+                    self._apply(address, snapshot)
             except grpc.RpcError as error:
                 if not self._stopping.is_set():
                     log.info("%s; watching again", error_of(error, f"bootstrap {address}"))
             except BadRequest as error:
                 log.warning("bootstrap %s sent a cluster that this version does not understand: %s", address, error)
+            self._apply(address, None)
             self._stopping.wait(retry.next_s())
 
     def _snapshots(self, address: str) -> Iterator[ClusterSnapshot]:
@@ -221,16 +223,22 @@ class NodeAgent:
             with self._lock:
                 if self._stopping.is_set():
                     return
-                self._watching = call = stub.Watch(pb.WatchRequest())
+                self._watching[address] = call = stub.Watch(pb.WatchRequest())
             for snapshot in call:
                 yield snapshot_from_proto(snapshot)
 
-    def _apply(self, snapshot: ClusterSnapshot, last: ClusterSnapshot | None) -> ClusterSnapshot:
-        merged = snapshot.merged_over(last)
-        for peer in merged.gone_since(last):
-            if peer != self._current_card().peer:
+    def _apply(self, address: str, snapshot: ClusterSnapshot | None) -> None:
+        """Tell which boots left by what one bootstrap said; None: its watch ended."""
+        with self._lock:
+            before, merge = self._cluster, self._merge
+            now = merge.lost(address) if snapshot is None else merge.update(address, snapshot)
+            if now is None:
+                return
+            self._cluster = now
+            own = None if self._card is None else self._card.peer
+        for peer in now.gone_since(before):
+            if peer != own:
                 self._tell(peer)
-        return merged
 
     # ------------------------------------------------------------ threads
 
@@ -270,23 +278,40 @@ class NodeAgent:
 
 
 async def watch(addresses: Sequence[str]) -> AsyncIterator[ClusterSnapshot]:
-    """The cluster as it is now, and again whenever it changes, for ever. While no bootstrap answers, nothing comes."""
-    retry, last = Retry(), None
-    for address in cycle(_required(addresses)):
+    """The cluster as all bootstraps have it, again whenever it changes, for ever. Nothing comes while none answers."""
+    news: asyncio.Queue[tuple[str, ClusterSnapshot | None]] = asyncio.Queue(MAX_NEWS)
+    tasks = [asyncio.create_task(_follow(address, news)) for address in _required(addresses)]
+    merge = RegistryMerge()
+    try:
+        while True:
+            address, snapshot = await news.get()
+            found = merge.lost(address) if snapshot is None else merge.update(address, snapshot)
+            if found is not None:
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _follow(address: str, news: asyncio.Queue[tuple[str, ClusterSnapshot | None]]) -> None:
+    """Pass on what one bootstrap says; None when its watch ends."""
+    retry = Retry()
+    while True:
         try:
             async with grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS) as channel:
                 async for found in stubs.BootstrapStub(channel).Watch(pb.WatchRequest()):
                     retry.reset()
-                    last = snapshot_from_proto(found).merged_over(last)
-                    yield last
+                    await news.put((address, snapshot_from_proto(found)))
             reason: PdclusterError = Unavailable(f"bootstrap {address} ended the watch")
         except grpc.RpcError as error:
             reason = error_of(error, f"bootstrap {address}")
         except BadRequest as error:
             reason = error
+        await news.put((address, None))
         pause_s = retry.next_s()
         if retry.failures == 1:
-            log.warning("%s; the last known cluster holds until a bootstrap answers", reason)
+            log.warning("%s; what is known holds until a bootstrap answers", reason)
         await asyncio.sleep(pause_s)
 
 

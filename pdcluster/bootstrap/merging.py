@@ -11,8 +11,6 @@ from itertools import count
 
 from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard
 
-MERGED = "merged"
-
 
 class RegistryMerge:
     """What bootstraps that are watched say, as one snapshot.
@@ -44,11 +42,12 @@ class RegistryMerge:
         return self._merged() if self._said else None
 
     def _merged(self) -> ClusterSnapshot:
-        watched = [self._said[address] for address in self._watched]
+        watched = [self._said[address] for address in sorted(self._watched)]
         is_settled = any(not each.settling for each in watched)
-        cards = self._newest(card for each in (watched if is_settled else self._held.values()) for card in each.nodes)
+        counted = watched if is_settled else list(self._held.values())
+        cards = self._newest(card for each in counted for card in each.nodes)
         nodes = tuple(cards[name] for name in sorted(cards))
-        return ClusterSnapshot(MERGED, next(self._numbers), not is_settled, nodes)
+        return ClusterSnapshot("+".join(each.boot for each in counted), next(self._numbers), not is_settled, nodes)
 
     def _newest(self, found: Iterable[NodeCard]) -> dict[str, NodeCard]:
         """By name."""

@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos.cluster import ChaosCluster, ClusterShape
+from tests.chaos.cluster import ROOT, ChaosCluster, ClusterShape
 from tests.chaos.faults import FAULTS, FaultMaker
 from tests.chaos.load import ChaosLoad, LoadReport, requests_of
 from tests.chaos.scenarios import SCENARIOS, run_scenario
@@ -29,6 +29,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--requests", type=int, default=60, help="different requests")
     parser.add_argument("--lease-s", type=float, help="of nodes, routers and bootstraps; default: their own")
+    parser.add_argument(
+        "--rolling", type=Path, nargs="?", const=ROOT, metavar="DIR",
+        help="instead of faults: restart every process in turn with this code, at first from the checkout in DIR",
+    )  # fmt: skip
     parser.add_argument("--scenario", choices=["all", *SCENARIOS], help="named faults instead of drawn ones")
     parser.add_argument("--times", type=int, default=5, help="how often each scenario runs")
     parser.add_argument("--logs", type=Path, help="folder for the processes' logs; default: a temporary one")
@@ -46,6 +50,7 @@ async def chaos(given: argparse.Namespace, seed: int, folder: Path) -> bool:
     shape = ClusterShape(
         given.prefill, given.decode, transfer=given.transfer, tp=given.tp,
         node=lease_flags(given.lease_s, "node"), router=lease_flags(given.lease_s, "router"),
+        source=(given.rolling or ROOT).absolute(),
     )  # fmt: skip
     began = time.monotonic()
 
@@ -59,7 +64,9 @@ async def chaos(given: argparse.Namespace, seed: int, folder: Path) -> bool:
         tell(f"{given.requests} undisturbed answers are known")
         maker = FaultMaker(cluster, seed, kinds, tell)
         clients = asyncio.create_task(load.run(given.clients))
-        if kinds:
+        if given.rolling is not None:
+            await roll(cluster, tell)
+        elif kinds:
             await maker.run(given.minutes * 60.0)
         else:
             await asyncio.sleep(given.minutes * 60.0)
@@ -71,7 +78,19 @@ async def chaos(given: argparse.Namespace, seed: int, folder: Path) -> bool:
         left = await cluster.until_idle()
         await load.close()
         tell("faults: " + (", ".join(f"{count} {kind}" for kind, count in sorted(maker.counts.items())) or "none"))
-        return judged(load.report, left, tell, seed) and (bool(kinds) or no_node_was_lost(folder, tell))
+        is_quiet = not kinds and given.rolling is None
+        return judged(load.report, left, tell, seed) and (not is_quiet or no_node_was_lost(folder, tell))
+
+
+async def roll(cluster: ChaosCluster, tell) -> None:
+    """Restart every process in turn, as an upgrade does: nodes, registries, routers."""
+    for child in (*cluster.nodes.values(), *cluster.bootstraps.values(), *cluster.routers.values()):
+        child.source = ROOT
+        code = await child.terminate(120.0)
+        assert code == 0, f"{child.name} ended with {code} instead of draining"
+        await cluster.restart(child)
+        await cluster.until_ready()
+        tell(f"{child.name} is back")
 
 
 def judged(report: LoadReport, left: list[str], tell, seed: int) -> bool:

@@ -30,8 +30,10 @@ _SLOTS = re.compile(r'pdcluster_node_slots_used\{node="([^"]+)",role="[^"]+"\} (
 class ChildProcess:
     """One process of the cluster, which may be started again under its name and address."""
 
-    def __init__(self, name: str, argv: Sequence[str], log: Path) -> None:
+    def __init__(self, name: str, argv: Sequence[str], log: Path, source: Path) -> None:
         self.name, self._argv, self._log = name, tuple(argv), log
+        # The checkout whose code it runs from its next start on.
+        self.source = source
         self.process: subprocess.Popen[bytes] | None = None
         # What it announced when it was ready.
         self.facts: dict[str, str] = {}
@@ -59,7 +61,8 @@ class ChildProcess:
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 (sys.executable, "-m", *self._argv, *more, "--ready-fd", str(write_end)),
-                pass_fds=[write_end], cwd=ROOT, stdout=log, stderr=log, start_new_session=True,
+                pass_fds=[write_end], cwd=self.source, stdout=log, stderr=log, start_new_session=True,
+                env={**os.environ, "PYTHONPATH": f"{self.source}:{self.source / 'router'}"},
             )  # fmt: skip
         os.close(write_end)
         with os.fdopen(read_end, "rb") as announced:
@@ -114,6 +117,7 @@ class ClusterShape:
     """What a chaos cluster consists of.
 
     node: more flags for every node.
+    source: the checkout whose code it runs.
     """
 
     prefill: int = 2
@@ -125,6 +129,7 @@ class ClusterShape:
     tp: int = 1
     node: tuple[str, ...] = ()
     router: tuple[str, ...] = ()
+    source: Path = ROOT
 
 
 @dataclass
@@ -183,7 +188,7 @@ class ChaosCluster:
         await self.until_ready()
 
     def _add(self, group: dict[str, ChildProcess], name: str, *argv: str) -> None:
-        group[name] = ChildProcess(name, (*argv, "--log-level", "info"), self.folder / f"{name}.log")
+        group[name] = ChildProcess(name, (*argv, "--log-level", "info"), self.folder / f"{name}.log", self.shape.source)
 
     def all(self) -> list[ChildProcess]:
         return [*self.routers.values(), *self.nodes.values(), *self.bootstraps.values()]

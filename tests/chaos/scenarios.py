@@ -9,12 +9,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import grpc
+
 from pdcluster.rpc import admin_pb2 as pb
+from pdcluster.rpc import bootstrap_pb2
+from pdcluster.rpc import bootstrap_pb2_grpc as stubs
 from tests.chaos.cluster import ChaosCluster, ClusterShape
 from tests.chaos.freeze import frozen
 from tests.chaos.load import ChaosLoad, requests_of
 
 STREAMS = 8
+# Of a registry, by default.
+LEASE_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,42 @@ async def _kill_writer(cluster: ChaosCluster) -> None:
     await cluster.restart(node)
 
 
+async def _kill_registries(cluster: ChaosCluster) -> None:
+    """Each in turn, and back after more than a lease. A node is killed while one is away: its old boot must not return
+    with it.
+    """
+    first, second = cluster.bootstraps.values()
+    node = cluster.nodes["decode-0"]
+    await first.kill()
+    await asyncio.sleep(LEASE_S + 1.0)
+    await node.kill()
+    await cluster.restart(node)
+    await cluster.restart(first)
+    await _until_registered(cluster)
+    await second.kill()
+    await asyncio.sleep(LEASE_S + 1.0)
+    await cluster.restart(second)
+    await _until_registered(cluster)
+
+
+async def _until_registered(cluster: ChaosCluster) -> None:
+    """Until each registry has the boots that run and no other, within a lease of its start, three times that."""
+    began = time.monotonic()
+    for registry in cluster.bootstraps.values():
+        async with grpc.aio.insecure_channel(registry.address) as channel:
+            async with asyncio.timeout(3 * LEASE_S):
+                async for snapshot in stubs.BootstrapStub(channel).Watch(bootstrap_pb2.WatchRequest()):
+                    names = [card.node for card in snapshot.nodes]
+                    if sorted(names) == sorted(cluster.nodes) and not snapshot.settling:
+                        break
+    print(f"    both registries whole after {time.monotonic() - began:.2f} s", flush=True)
+    (router,) = cluster.routers.values()
+    async with cluster.admin(router) as stub:
+        reply = await stub.ListNodes(pb.ListNodesRequest())
+    names = sorted(node.name for node in reply.nodes)
+    assert names == sorted(cluster.nodes), f"the router has {names}"
+
+
 _ONE = ClusterShape(prefill=0, decode=0, mixed=1, routers=1, bootstraps=1)
 _TWO = ClusterShape(prefill=0, decode=0, mixed=2, routers=1, bootstraps=1)
 _PAIR = ClusterShape(prefill=1, decode=1, routers=1, bootstraps=1)
@@ -139,6 +181,9 @@ SCENARIOS: dict[str, Scenario] = {
     "drained-six-times": Scenario(_TWO, _drain_six_times, 1500),
     "killed-six-times": Scenario(_TWO, _kill_six_times, 3000),
     "decode-engine-frozen": Scenario(_FOUR, partial(_freeze, role="decode-0"), 3000),
+    "registries-killed": Scenario(
+        ClusterShape(prefill=1, decode=2, routers=1, bootstraps=2, transfer="tcp"), _kill_registries, 3000
+    ),
     "prefill-engine-frozen": Scenario(_FOUR, partial(_freeze, role="prefill-0"), lead_s=0.2),
 }
 
