@@ -138,6 +138,12 @@ class NodeStore:
         found = list(differences(card.fingerprint, other.fingerprint))
         if card.model != other.model:
             found.insert(0, f"served model {card.model!r} here, {other.model!r} there")
+        ours, theirs = card.fingerprint.protocol, other.fingerprint.protocol
+        if ours != theirs:
+            raise ConfigError(
+                f"node {card.node!r} speaks protocol {ours}, and node {other.node!r} of this cluster speaks {theirs}; "
+                "run the same pdcluster version, or the new one beside the old one, with bootstraps of its own"
+            )
         if found:
             raise ConfigError(
                 f"node {card.node!r} does not fit the cluster of node {other.node!r}: {'; '.join(found)}; "

@@ -138,6 +138,10 @@ class ProtocolError(PdclusterError):
     code = "protocol"
 
 
+class OtherProtocol(ProtocolError):
+    """A peer speaks another version of the protocol."""
+
+
 class TransferError(PdclusterError):
     code = "transfer_failed"
     retryable = True

@@ -20,7 +20,7 @@ import xxhash
 
 from pdcluster.core import messages as m
 from pdcluster.core.bounds import INT31, MAX_ID_CHARS
-from pdcluster.core.errors import ProtocolError
+from pdcluster.core.errors import OtherProtocol, ProtocolError
 from pdcluster.core.trace_context import CONTEXT_BYTES
 from pdcluster.wire.address import parse_address
 
@@ -123,7 +123,7 @@ def _peek_version(frame: bytes | memoryview) -> int:
 
 def _check_version(protocol: int) -> None:
     if protocol != m.PROTOCOL_VERSION:
-        raise ProtocolError(
+        raise OtherProtocol(
             f"peer speaks protocol {protocol}, this process speaks {m.PROTOCOL_VERSION}; run the same pdcluster "
             "version on both"
         )

@@ -7,6 +7,7 @@ with Welcome, and says again what a router misses.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import Literal
 import zmq
 
 from pdcluster.core import messages as m
-from pdcluster.core.errors import ProtocolError
+from pdcluster.core.errors import OtherProtocol, ProtocolError
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire import codec
 from pdcluster.wire.batch import MessageBatch
@@ -27,6 +28,8 @@ from pdcluster.wire.sockets import WireSettings, derive_keys, open_router
 Kind = Literal["router", "node"]
 MAX_RETIRED = 1024
 MAX_FORMER = 8
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +300,10 @@ class Hub:
             if len(parts) != 2:
                 raise ProtocolError(f"a frame of {len(parts)} parts")
             envelope = codec.decode(parts[1], max_bytes=self._settings.max_frame_bytes)
+        except OtherProtocol as error:
+            self.dropped["other_protocol"] += 1
+            log.warning("refused who called at %s: %s", self.address, error)
+            return ()
         except ProtocolError:
             self.dropped["malformed"] += 1
             return ()

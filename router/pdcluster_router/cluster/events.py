@@ -19,6 +19,7 @@ Kind = Literal[
     "node-up",
     "node-lost",
     "node-left",
+    "node-refused",
     "node-stuck",
     "node-answers",
     "role",

@@ -38,6 +38,8 @@ class CardSource(Protocol):
 
     def cards(self) -> Iterable[NodeCard]: ...
 
+    def refusal(self) -> str | None: ...
+
     version: int
 
     async def wait_for_change(self, seen: int) -> None: ...
@@ -110,6 +112,8 @@ class ModelRegistry:
     def refusal(self) -> str | None:
         """Why no model can be served while the nodes stay the same; None where one is or may be."""
         cards = [(card.model, card.tokenizer_hash) for card in self._nodes.cards()]
+        if not cards and (refusal := self._nodes.refusal()) is not None:
+            return refusal
         if self._loaded or not cards or not all(card in self._refused for card in cards):
             return None
         return self._refused[cards[0]]

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard
 from pdcluster.core.errors import NodeLost
 from pdcluster.core.messages import (
     HASH_BYTES,
+    PROTOCOL_VERSION,
     AnyMessage,
     AskCache,
     CacheDelta,
@@ -115,6 +116,8 @@ class NodeTable:
         self._context = context
         self._settings = settings
         self._nodes: dict[str, NodeState] = {}
+        # Boots of another protocol version, and what was said of them.
+        self._refused: dict[str, str] = {}
         self._files: dict[tuple[str, str], asyncio.Future[FileChunk]] = {}
         self._managing: dict[int, asyncio.Future[Managed]] = {}
         self._num_managed = 0
@@ -161,8 +164,9 @@ class NodeTable:
         the list does not prove that it left.
         """
         self._is_view_whole = False
-        listed = {card.incarnation: card for card in snapshot.nodes}
-        replaced = {card.node: card.incarnation for card in snapshot.nodes}
+        nodes = self._compatible(snapshot.nodes)
+        listed = {card.incarnation: card for card in nodes}
+        replaced = {card.node: card.incarnation for card in nodes}
         for incarnation, card in listed.items():
             state = self._nodes.get(incarnation)
             if state is None:
@@ -175,6 +179,25 @@ class NodeTable:
                 self._drop(incarnation, "it left the cluster")
         self._dial()
         self._notify()
+
+    def _compatible(self, cards: Sequence[NodeCard]) -> list[NodeCard]:
+        """Nodes that speak this router's protocol. Others are refused by name, once."""
+        before, self._refused = self._refused, {}
+        for card in cards:
+            if card.fingerprint.protocol != PROTOCOL_VERSION:
+                why = (
+                    f"node {card.node} speaks protocol {card.fingerprint.protocol}, this router speaks "
+                    f"{PROTOCOL_VERSION}; run the same pdcluster version on both, or each with bootstraps of its own"
+                )
+                self._refused[card.incarnation] = why
+                if card.incarnation not in before:
+                    self.events.add("node-refused", card.node, why)
+                    logger.warning("%s", why)
+        return [card for card in cards if card.incarnation not in self._refused]
+
+    def refusal(self) -> str | None:
+        """Why there is no node, where only nodes of another version are registered."""
+        return next(iter(self._refused.values()), None) if not self._nodes else None
 
     def close(self) -> None:
         for incarnation in list(self._nodes):

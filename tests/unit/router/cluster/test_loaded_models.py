@@ -30,6 +30,9 @@ class Nodes:
         self._names = names
         self._changed = asyncio.Event()
 
+    def refusal(self) -> str | None:
+        return None
+
     def cards(self) -> Iterable[NodeCard]:
         digest = files_digest(self.files)
         return [
