@@ -580,4 +580,5 @@ NOT_SHOWN = {
     "pdcluster_worker_restarts_total": "an event, shown by pdctl events",
     "pdcluster_worker_up": "an event, shown by pdctl events",
     "pdcluster_bootstrap_changes_total": "an event, shown by pdctl events",
+    "pdcluster_build_info": "versions, which pdctl status and get nodes -o wide show",
 }

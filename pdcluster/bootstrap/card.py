@@ -50,6 +50,8 @@ class NodeCard:
     pid: int | None = None
     # More names that requests may use.
     model_aliases: tuple[str, ...] = ()
+    # Of pdcluster; "" from a node that does not say.
+    version: str = ""
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -123,6 +125,7 @@ def check_card(card: NodeCard) -> None:
     for name, value in (
         ("tokenizer_hash", card.tokenizer_hash),
         ("device", card.device),
+        ("version", card.version),
         ("arithmetic", card.fingerprint.arithmetic),
     ):
         _check_text(name, value, MAX_NAME_CHARS, required=False)

@@ -34,7 +34,7 @@ def card_to_proto(card: NodeCard) -> pb.NodeCard:
         max_len=card.max_len, vocab_size=card.vocab_size, num_pages=card.num_pages, eos_ids=card.eos_ids,
         tokenizer_hash=card.tokenizer_hash, backends=card.backends, device=card.device, draining=card.draining,
         pid=card.pid,
-        model_aliases=card.model_aliases,
+        model_aliases=card.model_aliases, version=card.version,
     )  # fmt: skip
 
 
@@ -54,6 +54,7 @@ def card_from_proto(card: pb.NodeCard) -> NodeCard:
         eos_ids=tuple(card.eos_ids),
         tokenizer_hash=card.tokenizer_hash, backends=tuple(card.backends), device=card.device, draining=card.draining,
         pid=card.pid if card.HasField("pid") else None, model_aliases=tuple(card.model_aliases),
+        version=card.version,
     )  # fmt: skip
 
 

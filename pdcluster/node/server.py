@@ -27,6 +27,7 @@ from pdcluster.checkpoint.hub import local_model, served_name
 from pdcluster.checkpoint.inspection import check_model_files
 from pdcluster.core.errors import ConfigError
 from pdcluster.core.messages import PROTOCOL_VERSION
+from pdcluster.core.version import VERSION
 from pdcluster.engine.engine import Engine
 from pdcluster.engine.ops.batch_invariant import invariant_arithmetic
 from pdcluster.engine.ops.quantized import int8_arithmetic
@@ -302,6 +303,7 @@ def card_of(
         device=config.device,
         pid=os.getpid(),
         model_aliases=tuple(aliases),
+        version=VERSION,
     )
 
 

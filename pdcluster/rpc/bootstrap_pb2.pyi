@@ -49,7 +49,7 @@ class Fingerprint(_message.Message):
     def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., protocol: _Optional[int] = ..., hash_block_tokens: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., arithmetic: _Optional[str] = ...) -> None: ...
 
 class NodeCard(_message.Message):
-    __slots__ = ("node", "incarnation", "role", "address", "model", "fingerprint", "fingerprint_digest", "max_len", "vocab_size", "num_pages", "eos_ids", "tokenizer_hash", "backends", "device", "draining", "pid", "model_aliases")
+    __slots__ = ("node", "incarnation", "role", "address", "model", "fingerprint", "fingerprint_digest", "max_len", "vocab_size", "num_pages", "eos_ids", "tokenizer_hash", "backends", "device", "draining", "pid", "model_aliases", "version")
     NODE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class NodeCard(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     MODEL_ALIASES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     node: str
     incarnation: str
     role: Role
@@ -84,7 +85,8 @@ class NodeCard(_message.Message):
     draining: bool
     pid: int
     model_aliases: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., fingerprint_digest: _Optional[str] = ..., max_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., tokenizer_hash: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., draining: _Optional[bool] = ..., pid: _Optional[int] = ..., model_aliases: _Optional[_Iterable[str]] = ...) -> None: ...
+    version: str
+    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., fingerprint_digest: _Optional[str] = ..., max_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., tokenizer_hash: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., draining: _Optional[bool] = ..., pid: _Optional[int] = ..., model_aliases: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("card",)

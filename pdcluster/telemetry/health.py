@@ -17,7 +17,7 @@ from socket import AF_INET, AF_INET6, SO_REUSEADDR, SOL_SOCKET, socket
 from typing import Any
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Info, ProcessCollector, generate_latest
 
 from pdcluster.core.errors import ConfigError, PdclusterError
 from pdcluster.core.messages import PROTOCOL_VERSION
@@ -101,7 +101,14 @@ def process_registry() -> CollectorRegistry:
     """A registry with this process's memory, CPU and descriptors."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
+    register_build(registry)
     return registry
+
+
+def register_build(registry: CollectorRegistry) -> None:
+    """Say the version of this process."""
+    build = Info("pdcluster_build", "Versions of pdcluster and of its protocol.", registry=registry)
+    build.info({"version": VERSION, "protocol": str(PROTOCOL_VERSION)})
 
 
 def exposition_of(registry: CollectorRegistry) -> Callable[[], bytes]:

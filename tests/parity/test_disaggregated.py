@@ -14,7 +14,7 @@ from checkpoints import KERNEL_CACHE, Shape, build_model, greedy, prompt, save
 from local_cluster import EngineKit, LocalCluster
 from local_cluster import Shape as NodeShape
 
-from pdcluster.core.messages import Sampling
+from pdcluster.core.messages import PROTOCOL_VERSION, Sampling
 from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.kv.hashing import block_hashes
 from pdcluster.kv.layout import Fingerprint
@@ -60,7 +60,7 @@ def make_kit(directory: Path, *, token_budget: int = 24, reserve_tokens: int = 1
         return EngineKit(
             engine,
             shape,
-            Fingerprint("model", engine.weights_digest, 1, PAGE, engine.layout),
+            Fingerprint("model", engine.weights_digest, PROTOCOL_VERSION, PAGE, engine.layout),
             512,
             token_budget,
             reserve_tokens,

@@ -21,7 +21,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from pdcluster.core.messages import Sampling, Shaping
+from pdcluster.core.messages import PROTOCOL_VERSION, Sampling, Shaping
 from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.kv.layout import Fingerprint
 from pdcluster.transfer.backends.base import Region
@@ -114,7 +114,7 @@ def make_kit(directory: Path, *, token_budget: int = 24, reserve_tokens: int = 1
         return EngineKit(
             engine,
             shape,
-            Fingerprint("model", engine.weights_digest, 1, PAGE, engine.layout),
+            Fingerprint("model", engine.weights_digest, PROTOCOL_VERSION, PAGE, engine.layout),
             512,
             token_budget,
             reserve_tokens,

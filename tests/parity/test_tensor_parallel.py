@@ -17,7 +17,7 @@ from driver import Driver
 from local_cluster import EngineKit, LocalCluster, LocalNode
 from local_cluster import Shape as NodeShape
 
-from pdcluster.core.messages import Role, Sampling
+from pdcluster.core.messages import PROTOCOL_VERSION, Role, Sampling
 from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.kv.layout import Fingerprint
 from pdcluster.node.engine_start import NodeEngine, start_engine
@@ -163,7 +163,7 @@ def kit_of(engine: NodeEngine) -> EngineKit:
     shape = NodeShape(
         local.config.vocab_size, local.num_pages, BLOCK, engine.pages, (engine.region,), (engine.memory,), engine.links
     )
-    fingerprint = Fingerprint("model", local.weights_digest, 1, BLOCK, local.full_layout)
+    fingerprint = Fingerprint("model", local.weights_digest, PROTOCOL_VERSION, BLOCK, local.full_layout)
     return EngineKit(engine.driver, shape, fingerprint, 512, token_budget=48, reserve_tokens=16)
 
 

@@ -16,7 +16,7 @@ from tree import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = dict(re.findall(r"^([A-Za-z0-9_.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-PINNED_EXTRAS = ("node", "grammar", "mooncake", "nixl", "dev")
+PINNED_EXTRAS = ("node", "grammar", "mooncake", "nixl", "otel", "browser", "dev")
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,11 @@ def test_the_wheel_holds_the_bundled_model(wheel: Path) -> None:
     assert any(name.endswith("/config.json") for name in model)
     assert any(name.endswith(".safetensors") for name in model)
     assert any(name.endswith("/tokenizer.json") for name in model)
+
+
+def test_the_wheel_holds_the_consoles_page(wheel: Path) -> None:
+    page = {name.rpartition("/")[2] for name in names(wheel) if name.startswith("pdcluster_router/console/static/")}
+    assert page == {"index.html", "console.css", "console.js", "icon.svg"}
 
 
 def test_a_base_install_brings_no_torch(wheel: Path) -> None:

@@ -36,6 +36,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     max_len: int
     in_flight: int
     load: Load | None
+    version: str = ""
 
 
 class RequestStatus(msgspec.Struct, frozen=True):

@@ -261,6 +261,7 @@ def _status(found: KnownNode) -> NodeStatus:
         max_len=card.max_len,
         in_flight=view.in_flight if view is not None else 0,
         load=view.load if view is not None else None,
+        version=card.version,
     )
 
 

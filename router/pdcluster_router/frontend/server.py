@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, PlatformCollector, ProcessColle
 
 from pdcluster.core.errors import ConfigError
 from pdcluster.settings.config import RouterConfig
+from pdcluster.telemetry.health import register_build
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.frontend.app import HttpSettings
 from pdcluster_router.http.connection import PARTING_S, Application, Connection, Connections, LineLimits
@@ -41,6 +42,7 @@ def router_metrics() -> RouterMetrics:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
+    register_build(registry)
     return RouterMetrics(registry)
 
 

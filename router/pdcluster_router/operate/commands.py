@@ -84,7 +84,7 @@ def describe(clients: AdminClients, name: str, output: PrintFormat) -> None:
         print(found["name"])
         return
     out = console()
-    shown = ("name", "role", "state", "model", "address", "device", "transfer", "max_len", "incarnation")
+    shown = ("name", "role", "state", "model", "address", "device", "transfer", "max_len", "version", "incarnation")
     for key in (*shown, "waiting", "running", "slots", "kv_used", "in_flight"):
         out.print(f"{key.replace('_', ' ') + ':':<14}{found[key]}", markup=False)
     for title, columns, rows in (

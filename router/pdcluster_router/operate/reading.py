@@ -28,6 +28,7 @@ NODE_COLUMNS = (
     PrintedColumn("DEVICE", "device", is_wide=True),
     PrintedColumn("TRANSFER", "transfer", is_wide=True),
     PrintedColumn("MAX LEN", "max_len", is_wide=True, is_number=True),
+    PrintedColumn("VERSION", "version", is_wide=True),
     PrintedColumn("BOOT", "incarnation", is_wide=True),
 )
 REQUEST_COLUMNS = (
@@ -91,6 +92,7 @@ def node_row(node: pb.Node) -> Row:
         "transfer": ",".join(node.backends),
         "max_len": node.max_len,
         "incarnation": node.incarnation,
+        "version": node.version,
         "load": as_dict(load),
     }
 

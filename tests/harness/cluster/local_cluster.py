@@ -17,7 +17,7 @@ from oracle import NUM_LAYERS, VOCAB, OracleEngine
 
 from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard
 from pdcluster.core.errors import UnknownModel
-from pdcluster.core.messages import Role, Sampling
+from pdcluster.core.messages import PROTOCOL_VERSION, Role, Sampling
 from pdcluster.kv.hashing import chain_root
 from pdcluster.kv.layout import Fingerprint, KVLayout
 from pdcluster.node.assembly import Shape, Wiring, assemble
@@ -95,7 +95,7 @@ def oracle_kit(num_pages: int, make_engine: Callable[[int, int], OracleEngine] =
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_tokens=BLOCK, dtype="float32")
     pages = PageShape.plain(BLOCK, engine.page_bytes, NUM_LAYERS)
     shape = Shape(VOCAB, num_pages, BLOCK, pages, (engine.region,), (memoryview(engine.memory),))
-    return EngineKit(engine, shape, Fingerprint("model", "weights", 1, BLOCK, layout))
+    return EngineKit(engine, shape, Fingerprint("model", "weights", PROTOCOL_VERSION, BLOCK, layout))
 
 
 class LocalNode:

@@ -13,13 +13,13 @@ from tiny_tokenizers import byte_level_files
 from pdcluster.bootstrap.card import NodeCard
 from pdcluster.checkpoint.text_files import files_digest
 from pdcluster.core.errors import NodeLost
-from pdcluster.core.messages import FileChunk
+from pdcluster.core.messages import PROTOCOL_VERSION, FileChunk
 from pdcluster.kv.layout import Fingerprint, KVLayout
 from pdcluster_router.cluster import models as module
 from pdcluster_router.cluster.models import ModelRegistry
 
 WAIT_S = 20.0
-FINGERPRINT = Fingerprint("tiny", "0" * 32, 1, 32, KVLayout(1, 1, 32, 32, "bfloat16"))
+FINGERPRINT = Fingerprint("tiny", "0" * 32, PROTOCOL_VERSION, 32, KVLayout(1, 1, 32, 32, "bfloat16"))
 
 
 class Nodes:
