@@ -10,15 +10,17 @@ import threading
 import time
 from collections.abc import Iterator
 
+import grpc
 import pytest
 from otlp_receiver import ReceivedSpan, Receiver, receiving
 from processes import PATIENT, Up, running
 
 from pdcluster.client import Client
+from pdcluster.rpc import admin_pb2, admin_pb2_grpc
 
 pytestmark = pytest.mark.timeout(300)
 
-NUM_OUTPUT = 1500
+NUM_OUTPUT = 3000
 # What nobody may find in a log.
 PROMPT, KEY, CLUSTER_KEY = "zebra crossing 4711", "sk-" + secrets.token_hex(16), secrets.token_hex(32)
 
@@ -62,6 +64,14 @@ def pdctl(up: Up, *words: str) -> str:
     return done.stdout
 
 
+def drain_decode_node(up: Up) -> None:
+    """The one that the only request decodes on, at once."""
+    with grpc.insecure_channel(up.admin) as channel:
+        admin = admin_pb2_grpc.AdminStub(channel)
+        (request,) = admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=30.0).requests
+        list(admin.Drain(admin_pb2.DrainRequest(node=request.decode, deadline_s=0.0), timeout=60.0))
+
+
 def stream_drained_once(up: Up, headers: dict[str, str]) -> dict[str, object]:
     """An answer of two attempts: the node that decoded it first was drained. Returns its usage."""
     body = {
@@ -73,8 +83,7 @@ def stream_drained_once(up: Up, headers: dict[str, str]) -> dict[str, object]:
     with up.client.stream("POST", "/v1/completions", json=body, headers=headers) as reply:
         for number, line in enumerate(each for each in reply.iter_lines() if each.startswith("data: {")):
             if number == 3:
-                (request,) = json.loads(pdctl(up, "get", "requests", "-o", "json"))
-                drain = threading.Thread(target=pdctl, args=(up, "drain", request["decode"], "--timeout", "0"))
+                drain = threading.Thread(target=drain_decode_node, args=(up,))
                 drain.start()
             usage = json.loads(line.removeprefix("data: ")).get("usage") or usage
     assert drain is not None

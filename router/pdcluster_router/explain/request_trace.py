@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pdcluster.core.messages import FinishReason
 from pdcluster.core.trace_context import SPAN_BYTES, TRACE_BYTES, TraceContext, parse
 from pdcluster.telemetry.tracing import Attribute, SpanSink, TracedSpan
 from pdcluster_router.core.generation import Done, Generation
@@ -97,10 +98,10 @@ class RequestTrace:
         }
         self._attributes |= {name: value for name, value in known.items() if value is not None}
 
-    def note_done(self, done: Done, num_output: int) -> None:
-        self._finish_reasons.append(done.reason)
+    def note_end(self, reason: FinishReason, num_output: int) -> None:
+        """A choice ended well."""
+        self._finish_reasons.append(reason)
         self._num_output += num_output
-        self._attributes["gen_ai.usage.cache_read.input_tokens"] = done.cached_tokens
 
     def note_error(self, code: str, why: str) -> None:
         self._attributes["error.type"] = code
@@ -184,8 +185,13 @@ class ChoiceTrace:
                 seconds = getattr(done.timeline, name)
                 if seconds is not None:
                     self._attempt.attributes[f"pdcluster.timeline.{name}"] = seconds
-        self.trace.note_done(done, num_output)
+        self.trace.note({"gen_ai.usage.cache_read.input_tokens": done.cached_tokens})
+        self.trace.note_end(done.reason, num_output)
         self._end_attempt(now, "")
+
+    def stopped(self, num_output: int) -> None:
+        """A stop string ended it after so many tokens."""
+        self.trace.note_end("stop", num_output)
 
     def ended(self, now: float, error: str | None, why: str) -> None:
         """It has its answer, or nobody waits for one. error: its code."""

@@ -113,7 +113,7 @@ class Inference(stubs.InferenceServicer):
     async def Generate(self, request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext) -> None:
         arrived, given_s = monotonic(), context.time_remaining()
         code = grpc.StatusCode.CANCELLED
-        request_id, own_id = self._settings.id_prefix + draw().hex(), _trace_id(context) or ""
+        request_id, own_id = self._settings.id_prefix + draw().hex(), _client_id(context) or ""
         trace = None if self._tracing is None else self._trace(self._tracing, context, request_id, arrived)
         try:
             if request is None:
@@ -167,7 +167,7 @@ class Inference(stubs.InferenceServicer):
                     "rpc.method": f"{SERVICE}/Generate",
                     "gen_ai.operation.name": "text_completion",
                     "pdcluster.request": request_id,
-                    "pdcluster.client_id": _trace_id(context) or "",
+                    "pdcluster.client_id": _client_id(context) or "",
                 }
             )
         return trace
@@ -280,7 +280,7 @@ def _metadata(context: grpc.aio.ServicerContext, name: str) -> str | None:
     return given if isinstance(given, str) else None
 
 
-def _trace_id(context: grpc.aio.ServicerContext) -> str | None:
+def _client_id(context: grpc.aio.ServicerContext) -> str | None:
     """The client's x-request-id, when it is short and plain."""
     given = _metadata(context, "x-request-id")
     return given if given is not None and 0 < len(given) <= 128 and given.isascii() and given.isprintable() else None

@@ -158,6 +158,8 @@ class Request:
         """Implements generation.Running."""
         if self.state is not S.ENDED:
             self.shared.selector.note_end(len(self.job.prompt), num_output)
+            if self.trace is not None:
+                self.trace.stopped(num_output)
             self._close(None, "a stop string came")
 
     def fail(self, error: Exception) -> None:

@@ -131,7 +131,8 @@ async def test_the_config_file_is_handed_on(tmp_path: Path) -> None:
 async def test_bootstrap_and_router_keep_their_addresses_over_restarts() -> None:
     found = cluster()
     assert found._bootstrap_spec().address_flags == (("address", "--listen"), ("health", "--health"))
-    assert [flag for _, flag in found._router_spec("a:1").address_flags] == ["--http", "--grpc", "--admin", "--health"]
+    flags = [flag for _, flag in found._router_spec("a:1").address_flags]
+    assert flags == ["--http", "--grpc", "--admin", "--console", "--health"]
 
 
 async def test_the_bundled_model_gets_a_small_pool_unless_a_size_or_a_model_is_given(tmp_path: Path) -> None:

@@ -322,7 +322,7 @@ def test_metric_names_follow_the_rules() -> None:
         if not family.name.startswith(("python_", "process_")):
             assert family.name.startswith("pdcluster_")
             assert family.documentation.endswith(".")
-            assert family.type in ("counter", "gauge", "histogram")
+            assert family.type in ("counter", "gauge", "histogram", "info")
 
 
 async def test_tokenize_and_detokenize_are_inverse(client: httpx.AsyncClient) -> None:
