@@ -266,10 +266,7 @@ class ConsoleApp:
 
         relay = ChatRelay(self._api, emit, lambda: exchange.is_paused)
 
-        def left(error: PdclusterError) -> None:
-            relay.is_cancelled = True
-
-        exchange.on_gone = left
+        exchange.on_gone = lambda error: relay.cancel()
         self._later(exchange, self._streamed(exchange, partial(relay.run, body, api_key)))
 
     async def _streamed(self, exchange: Exchange, work: Callable[[], None]) -> None:

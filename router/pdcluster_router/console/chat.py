@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,6 +44,14 @@ class ChatRelay:
     emit: Callable[[bytes], None]
     is_paused: Callable[[], bool]
     is_cancelled: bool = False
+    _socket: socket.socket | None = None
+
+    def cancel(self) -> None:
+        """Nobody reads it any more. The router sees that its client left, whatever it computes."""
+        self.is_cancelled = True
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def run(self, body: dict[str, Any], api_key: str | None) -> None:
         """Raises ChatRefused or Unavailable before the first part."""
@@ -51,6 +61,8 @@ class ChatRelay:
         if api_key:
             headers["authorization"] = f"Bearer {api_key}"
         try:
+            connection.connect()
+            self._socket = connection.sock
             connection.request("POST", PATH, msgspec.json.encode(body), headers)
             reply = connection.getresponse()
             if reply.status != 200:
@@ -59,9 +71,11 @@ class ChatRelay:
                 self._wait_for_reader()
                 self.emit(line)
         except (OSError, http.client.HTTPException) as error:
+            if self.is_cancelled:
+                return
             raise Unavailable(f"the router's API at {self.api} does not answer: {error}; see pdctl status") from error
         finally:
-            connection.close()  # a router that still computes sees that its client left
+            connection.close()
 
     def _wait_for_reader(self) -> None:
         until = time.monotonic() + READ_S

@@ -177,8 +177,8 @@ EVENTS = [b'data: {"choices":[]}\n\n', b"data: [DONE]\n\n"]
 class Api:
     """A router's API that answers every chat the same. It keeps what it was sent."""
 
-    def __init__(self, answer: bytes, *, is_endless: bool = False) -> None:
-        self.answer, self.is_endless = answer, is_endless
+    def __init__(self, answer: bytes, *, is_endless: bool = False, is_silent: bool = False) -> None:
+        self.answer, self.is_endless, self.is_silent = answer, is_endless, is_silent
         self.heads: list[str] = []
         self.bodies: list[dict[str, object]] = []
         self.left = asyncio.Event()
@@ -189,6 +189,8 @@ class Api:
         self.heads.append(head)
         self.bodies.append(json.loads(await reader.readexactly(int(length.split(":")[1]))))
         writer.write(self.answer)
+        if self.is_silent and not await reader.read(1):
+            self.left.set()
         while self.is_endless and not self.left.is_set():
             try:
                 writer.write(b"data: {}\n\n")
@@ -235,6 +237,16 @@ async def test_a_router_that_is_not_there_is_said() -> None:
         reply = await client.post("/api/chat", json={})
     assert reply.status_code == 503
     assert "127.0.0.1:9" in reply.text
+
+
+async def test_a_page_that_leaves_ends_its_chat_while_the_router_is_silent() -> None:
+    """As through a long prompt: nothing comes that could show that the page left."""
+    api = Api(OK + EVENTS[0], is_silent=True)
+    async with served(api) as address, console(api=address) as client:
+        async with client.stream("POST", "/api/chat", json={}) as reply:
+            await anext(reply.aiter_lines())
+        async with asyncio.timeout(30.0):
+            await api.left.wait()
 
 
 async def test_a_page_that_leaves_ends_its_chat_at_the_router() -> None:
