@@ -94,7 +94,14 @@ class Serving:
         return (
             f"ready in {self.seconds:.1f} s: {self.url}/v1{doors}  model {self.model}  nodes {' '.join(self.nodes)}  "
             f"transfer {self.transfer}"
-        ) + ("" if self.console is None else f"\nconsole http://{self.console}/")
+        ) + "".join(
+            f"\n{line}"
+            for line, where in (
+                (f"console http://{self.console}/", self.console),
+                (f"pdctl finds it after: export PDCTL_ADMIN={self.admin}", self.admin),
+            )
+            if where is not None
+        )
 
 
 class ClusterOutput:

@@ -32,12 +32,25 @@ def frozen(pid: int, *, while_computing: bool) -> Iterator[None]:
 
     while_computing: it does not hold the interpreter's lock, so that the node's other threads go on.
     """
-    command = (sys.executable, __file__, str(pid), "computing" if while_computing else "anyhow")
+    with _traced(pid, "computing" if while_computing else "anyhow"):
+        yield
+
+
+@contextmanager
+def frozen_loop(pid: int) -> Iterator[None]:
+    """The main thread stands still where it waits for news, so that the process's other threads go on."""
+    with _traced(pid, "loop"):
+        yield
+
+
+@contextmanager
+def _traced(pid: int, moment: str) -> Iterator[None]:
+    command = (sys.executable, __file__, str(pid), moment)
     tracer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert tracer.stdin is not None and tracer.stdout is not None
     try:
         if tracer.stdout.readline() != "frozen\n":
-            raise AssertionError(f"the engine of process {pid} cannot be traced; see that ptrace is allowed")
+            raise AssertionError(f"process {pid} cannot be traced; see that ptrace is allowed")
         yield
     finally:
         tracer.stdin.close()
@@ -84,6 +97,9 @@ def hold(tid: int) -> None:
 
 
 def main(pid: int, moment: str) -> None:
+    if moment == "loop":
+        hold(pid)
+        return
     tid = engine_thread(pid)
     for _ in range(TRIES):
         trace(PTRACE_SEIZE, tid)

@@ -22,6 +22,7 @@ from processes import PATIENT, Up, running
 from tiny_tokenizers import byte_level_files
 
 from pdcluster.telemetry.health import LATE_S
+from tests.chaos.freeze import frozen_loop
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -67,24 +68,6 @@ def watched(address: str) -> Iterator[list[str]]:
         assert num_asked[0] > 10
 
 
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """The main thread of a process stands, by ptrace; its other threads go on."""
-    code = "import sys; from tests.chaos.freeze import hold; hold(int(sys.argv[1]))"
-    tracer = subprocess.Popen(
-        (sys.executable, "-c", code, str(pid)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert tracer.stdin is not None
-    assert tracer.stdout is not None
-    try:
-        assert tracer.stdout.readline() == "frozen\n"
-        yield
-    finally:
-        tracer.stdin.close()
-        tracer.stdout.close()
-        tracer.wait(10.0)
-
-
 def test_a_loop_that_stands_is_not_alive_and_returns(tmp_path: Path) -> None:
     targets = tmp_path / "targets.json"
     with running("--targets", str(targets), *PATIENT) as up:
@@ -93,7 +76,7 @@ def test_a_loop_that_stands_is_not_alive_and_returns(tmp_path: Path) -> None:
         pids = {"decode-0": up.pid_of("decode-0"), "router": process_of(up, "pdcluster_router.cli"),
                 "bootstrap": process_of(up, "bootstrap")}  # fmt: skip
         for name, pid in pids.items():
-            with stopped(pid):
+            with frozen_loop(pid):
                 deadline = time.monotonic() + MARGIN * LATE_S
                 while (answer := livez(found[name])).status_code == 200:
                     assert time.monotonic() < deadline, f"the loop of {name} stands, and it says that it is alive"

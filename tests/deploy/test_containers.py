@@ -155,8 +155,8 @@ def until_ready(containers: Containers, name: str) -> None:
         time.sleep(0.2)
 
 
-def tokens(router: str, prompt: str, num_output: int) -> list[int]:
-    """A greedy answer, streamed."""
+def tokens(router: str, prompt: str, num_output: int, begun: threading.Event | None = None) -> list[int]:
+    """A greedy answer, streamed. begun: set with its first token."""
     body = {
         "model": "pystdlib-3m", "prompt": prompt, "max_tokens": num_output, "temperature": 0, "ignore_eos": True, "stream": True,
         "return_token_ids": True,
@@ -171,6 +171,8 @@ def tokens(router: str, prompt: str, num_output: int) -> list[int]:
                 assert "error" not in event, event
                 for choice in event["choices"]:
                     found += choice.get("token_ids") or []
+                if begun is not None and found:
+                    begun.set()
     return found
 
 
@@ -228,8 +230,9 @@ def test_a_restart_of_each_by_sigterm_loses_nothing(cluster: Containers) -> None
 
 def test_a_killed_router_cuts_only_its_own_connections(cluster: Containers) -> None:
     with ThreadPoolExecutor(2) as pool:
-        own, other = (pool.submit(tokens, name, "def a(b):", NUM_STREAMED) for name in ROUTERS)
-        time.sleep(1.0)
+        begun = {name: threading.Event() for name in ROUTERS}
+        own, other = (pool.submit(tokens, name, "def a(b):", NUM_STREAMED, begun[name]) for name in ROUTERS)
+        assert all(each.wait(60.0) for each in begun.values())
         cluster.kill("router-0")
         assert len(other.result(120.0)) == NUM_STREAMED
         with pytest.raises(httpx.TransportError):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import resources
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -42,6 +42,7 @@ FILES = {
 # Paths with a name behind them.
 NAMING = ("/api/explain/", "/api/node/")
 MAX_BODY_BYTES = 1 << 20
+LONGEST_DRAIN_S = 86_400.0
 # Pages that watch, and chats, at a time.
 MAX_STREAMS = 32
 # Lines that clients of server-sent events pass over.
@@ -55,7 +56,7 @@ class CordonChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class DrainChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node: str
-    timeout_s: float = 600.0
+    timeout_s: Annotated[float, msgspec.Meta(ge=0.0, le=LONGEST_DRAIN_S)] = 600.0
 
 
 class RoleChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

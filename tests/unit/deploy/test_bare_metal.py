@@ -19,7 +19,8 @@ SECTIONS = {"node": NodeConfig, "router": RouterConfig, "bootstrap": BootstrapCo
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_the_settings_file_is_taken(section: str) -> None:
-    load(SECTIONS[section], file=SYSTEMD / "pdcluster.toml", environ={})
+    loaded = load(SECTIONS[section], file=SYSTEMD / "pdcluster.toml", environ={})
+    assert any(origin.startswith("file") for origin in loaded.origins.values())
 
 
 def test_the_pages_variables_are_settings_and_win_over_the_file() -> None:

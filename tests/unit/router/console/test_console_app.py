@@ -105,6 +105,15 @@ async def test_without_a_configured_token_nothing_can_be_changed(what: str) -> N
         assert "router.admin_token_file" in reply.text
 
 
+@pytest.mark.parametrize("timeout_s", ["-1", "1e300", '"60"'])
+async def test_a_drain_without_a_sensible_deadline_is_refused(timeout_s: str) -> None:
+    async with console() as client:
+        body, headers = f'{{"node": "n", "timeout_s": {timeout_s}}}', {**JSON, "x-admin-token": TOKEN}
+        reply = await client.post("/api/drain", content=body, headers=headers)
+        assert reply.status_code == 400
+        assert "timeout_s" in reply.text
+
+
 async def test_a_form_of_another_page_changes_nothing() -> None:
     """It can send no JSON content type without being asked about first."""
     async with console() as client:
@@ -247,6 +256,7 @@ async def test_a_page_that_leaves_ends_its_chat_while_the_router_is_silent() -> 
             await anext(reply.aiter_lines())
         async with asyncio.timeout(30.0):
             await api.left.wait()
+        assert len(api.bodies) == 1
 
 
 async def test_a_page_that_leaves_ends_its_chat_at_the_router() -> None:
@@ -256,6 +266,7 @@ async def test_a_page_that_leaves_ends_its_chat_at_the_router() -> None:
             await anext(reply.aiter_lines())
         async with asyncio.timeout(30.0):
             await api.left.wait()
+        assert len(api.bodies) == 1
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"nothing", b"[" * 100_000])
