@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -237,7 +238,7 @@ class ConsoleApp:
         """Server-sent events: what is left, again and again, and how it ended."""
         change = _decoded(exchange, DrainChange)
         self._enter_stream(exchange)
-        is_left = asyncio.Event()
+        is_left = threading.Event()
         exchange.on_gone = lambda error: is_left.set()
         loop = asyncio.get_running_loop()
 
