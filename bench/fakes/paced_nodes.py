@@ -142,5 +142,8 @@ class PacedCluster:
             raise UnknownModel(f"no model {model}", "model")
         return self._text
 
+    async def first(self) -> None:
+        return
+
     def chain(self, model: str, salt: bytes) -> HashChain:
         return HashChain(chain_root(block_tokens=BLOCK_TOKENS, salt=salt), BLOCK_TOKENS)

@@ -158,6 +158,26 @@ POOLS = DashboardPlan(
     "pdcluster / prefill and decode pools",
     (
         PanelRow(
+            "Size",
+            (
+                GraphPanel(
+                    "Saturation",
+                    "Predicted work of a role's nodes in what they can do within the service level; 1 is full.",
+                    [Query('max by (role) (pdcluster_pool_saturation{role=~"$pool"})', "{{role}}")],
+                ),
+                GraphPanel(
+                    "Nodes and wanted nodes",
+                    "Wanted: what the predicted work needs. Autoscaling follows it.",
+                    [
+                        Query('max by (role) (pdcluster_pool_wanted_nodes{role=~"$pool"})', "{{role}} wanted"),
+                        Query(
+                            'count by (role) (max by (node, role) (pdcluster_node_up{role=~"$pool"}))', "{{role}} nodes"
+                        ),
+                    ],
+                ),
+            ),
+        ),
+        PanelRow(
             "Load",
             (
                 GraphPanel(

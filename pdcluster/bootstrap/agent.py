@@ -37,7 +37,7 @@ LEAVE_S = 1.0
 # Snapshots that were not taken in yet; a bootstrap that has more to say waits.
 MAX_NEWS = 16
 MAX_SNAPSHOT_BYTES = 64 << 20
-_CHANNEL_OPTIONS = (
+CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_SNAPSHOT_BYTES),
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 3_000),
@@ -299,7 +299,7 @@ async def _follow(address: str, news: asyncio.Queue[tuple[str, ClusterSnapshot |
     retry = Retry()
     while True:
         try:
-            async with grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS) as channel:
+            async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
                 async for found in stubs.BootstrapStub(channel).Watch(pb.WatchRequest()):
                     retry.reset()
                     await news.put((address, snapshot_from_proto(found)))
@@ -317,7 +317,7 @@ async def _follow(address: str, news: asyncio.Queue[tuple[str, ClusterSnapshot |
 
 @contextmanager
 def _channel(address: str) -> Iterator[stubs.BootstrapStub]:
-    with grpc.insecure_channel(address, options=_CHANNEL_OPTIONS) as channel:
+    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         yield stubs.BootstrapStub(channel)
 
 

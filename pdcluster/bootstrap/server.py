@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdcluster.bootstrap.card_messages import card_from_proto, role_from_proto, snapshot_to_proto
+from pdcluster.bootstrap.demand import DemandStore, demand_from_proto, demand_to_proto
 from pdcluster.bootstrap.health import BootstrapHealth
 from pdcluster.bootstrap.store import NodeStore, StoreSettings
 from pdcluster.core.awake_clock import AwakeClock
@@ -52,6 +53,7 @@ class Servicer(stubs.BootstrapServicer):
     def __init__(self, store: NodeStore, beat: Callable[[], None]) -> None:
         """beat: called in every turn."""
         self._store, self._beat = store, beat
+        self._demands = DemandStore(store.lease_s)
         self._told = store.version
         self._changed = asyncio.Event()
         self._stopping = False
@@ -81,6 +83,15 @@ class Servicer(stubs.BootstrapServicer):
         self.notify()
         log.info("node %.128s left", request.node)
         return pb.LeaveReply()
+
+    async def ShareDemand(
+        self, request: pb.ShareDemandRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ShareDemandReply:
+        try:
+            others = self._demands.share(demand_from_proto(request.demand))
+        except PdclusterError as error:
+            await context.abort(status_of(error), str(error))
+        return pb.ShareDemandReply(others=map(demand_to_proto, others))
 
     async def Watch(self, request: pb.WatchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Snapshot]:
         seen = None

@@ -147,3 +147,39 @@ class LeaveRequest(_message.Message):
 class LeaveReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class RoleDemand(_message.Message):
+    __slots__ = ("role", "prompt_seconds", "output_tokens")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    role: Role
+    prompt_seconds: float
+    output_tokens: float
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., prompt_seconds: _Optional[float] = ..., output_tokens: _Optional[float] = ...) -> None: ...
+
+class RouterDemand(_message.Message):
+    __slots__ = ("router", "number", "roles", "held_seconds", "held")
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    HELD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    number: int
+    roles: _containers.RepeatedCompositeFieldContainer[RoleDemand]
+    held_seconds: float
+    held: int
+    def __init__(self, router: _Optional[str] = ..., number: _Optional[int] = ..., roles: _Optional[_Iterable[_Union[RoleDemand, _Mapping]]] = ..., held_seconds: _Optional[float] = ..., held: _Optional[int] = ...) -> None: ...
+
+class ShareDemandRequest(_message.Message):
+    __slots__ = ("demand",)
+    DEMAND_FIELD_NUMBER: _ClassVar[int]
+    demand: RouterDemand
+    def __init__(self, demand: _Optional[_Union[RouterDemand, _Mapping]] = ...) -> None: ...
+
+class ShareDemandReply(_message.Message):
+    __slots__ = ("others",)
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
+    others: _containers.RepeatedCompositeFieldContainer[RouterDemand]
+    def __init__(self, others: _Optional[_Iterable[_Union[RouterDemand, _Mapping]]] = ...) -> None: ...

@@ -54,6 +54,11 @@ class BootstrapStub:
                 request_serializer=pdcluster_dot_rpc_dot_bootstrap__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=pdcluster_dot_rpc_dot_bootstrap__pb2.LeaveReply.FromString,
                 _registered_method=True)
+        self.ShareDemand = channel.unary_unary(
+                '/pdcluster.v1.Bootstrap/ShareDemand',
+                request_serializer=pdcluster_dot_rpc_dot_bootstrap__pb2.ShareDemandRequest.SerializeToString,
+                response_deserializer=pdcluster_dot_rpc_dot_bootstrap__pb2.ShareDemandReply.FromString,
+                _registered_method=True)
 
 
 class BootstrapServicer:
@@ -87,6 +92,13 @@ class BootstrapServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ShareDemand(self, request, context):
+        """A router tells what it is asked for, and learns the same of the other routers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BootstrapServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -109,6 +121,11 @@ def add_BootstrapServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=pdcluster_dot_rpc_dot_bootstrap__pb2.LeaveRequest.FromString,
                     response_serializer=pdcluster_dot_rpc_dot_bootstrap__pb2.LeaveReply.SerializeToString,
+            ),
+            'ShareDemand': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShareDemand,
+                    request_deserializer=pdcluster_dot_rpc_dot_bootstrap__pb2.ShareDemandRequest.FromString,
+                    response_serializer=pdcluster_dot_rpc_dot_bootstrap__pb2.ShareDemandReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -219,6 +236,33 @@ class Bootstrap:
             '/pdcluster.v1.Bootstrap/Leave',
             pdcluster_dot_rpc_dot_bootstrap__pb2.LeaveRequest.SerializeToString,
             pdcluster_dot_rpc_dot_bootstrap__pb2.LeaveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShareDemand(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdcluster.v1.Bootstrap/ShareDemand',
+            pdcluster_dot_rpc_dot_bootstrap__pb2.ShareDemandRequest.SerializeToString,
+            pdcluster_dot_rpc_dot_bootstrap__pb2.ShareDemandReply.FromString,
             options,
             channel_credentials,
             insecure,

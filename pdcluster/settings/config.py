@@ -370,6 +370,14 @@ class RouterConfig(Section):
     auto_roles: bool = key(
         False, boolean, "change nodes' roles by what waits for them; on one router of a cluster only"
     )
+    scaler: str | None = key(
+        None, address_or_none, "HOST:PORT of KEDA's external scaler, which tells how many nodes pools need; none: none"
+    )
+    from_zero: bool = key(
+        False,
+        boolean,
+        "requests wait for the first node (hold.age_s), and the router is ready without one: pools may scale to zero",
+    )
     tenants: Path | None = key(
         None, path, "TOML or JSON file of tenants and their API keys; default: everyone is one tenant, without keys"
     )

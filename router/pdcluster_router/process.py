@@ -18,6 +18,7 @@ import zmq
 from prometheus_client import generate_latest
 
 from pdcluster.bootstrap.agent import watch
+from pdcluster.bootstrap.demand_client import DemandExchange
 from pdcluster.core.errors import PdclusterError
 from pdcluster.processes.garbage import collect_seldom
 from pdcluster.processes.ready import announce
@@ -48,8 +49,10 @@ from pdcluster_router.policy.pull import PullRule
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.policy.selector import PolicyHolder, PolicySelector
 from pdcluster_router.queueing.admission import Slo
+from pdcluster_router.queueing.demand import PoolLevels
 from pdcluster_router.queueing.headroom import Headroom
 from pdcluster_router.queueing.hold_queue import HoldLimits
+from pdcluster_router.queueing.pool_metrics import PoolCollector
 from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 from pdcluster_router.workers.endpoint import WorkerEndpoint
 from pdcluster_router.workers.worker import WorkerIdentity, show
@@ -90,11 +93,13 @@ async def _serve(config: RouterConfig) -> int:
             cluster.follow(watch(config.bootstrap)),
             models.keep_loaded(),
             dispatch.waiting.follow(cluster),
+            parts.demands.keep(),
             compile_choices(),
         ):
             await tasks.run(work)
         front = parts.front if worker is None else await _join(worker, me, parts, tasks, health)
         address, grpc_address = await stack.enter_async_context(_open(front, config, health))
+        scaler_address = await _serve_scaler(parts.pools, config, stack)
         admin_address = await _serve_admin(parts.admin, me.node, health, config, stack)
         console_address = await stack.enter_async_context(console(config, admin_address, address))
         if config.auto_roles:
@@ -102,7 +107,7 @@ async def _serve(config: RouterConfig) -> int:
         collect_seldom()
         announce(
             config.ready_fd, address, name=me.node, grpc=grpc_address, admin=admin_address, health=health_address,
-            console=console_address,
+            console=console_address, scaler=scaler_address,
         )  # fmt: skip
         logger.info(
             "router %s serves http://%s%s", me.node, address, f" and grpc://{grpc_address}" if grpc_address else ""
@@ -123,6 +128,8 @@ class RouterComponents:
     admin: Admin
     settings: DispatchSettings
     front: FrontDoors
+    demands: DemandExchange
+    pools: PoolCollector
 
 
 def assemble(config: RouterConfig, me: Peer, worker: WorkerIdentity | None, stack: AsyncExitStack) -> RouterComponents:
@@ -143,9 +150,12 @@ def assemble(config: RouterConfig, me: Peer, worker: WorkerIdentity | None, stac
     explainer = Explainer(settings.headroom, ExplainMetrics(metrics.registry), time.time)
     dispatch = Dispatch(cluster, models, selector, settings, metrics=hold_metrics, explainer=explainer)
     admin = Admin(cluster, dispatch.open, selector.holder, events, explainer, time.monotonic)
+    demands = DemandExchange(config.bootstrap, lambda: dispatch.demand(me.incarnation))
+    pools = PoolCollector(cluster.view, demands.all, PoolLevels(config.itl_s or 0.0))
+    metrics.registry.register(pools)
     places = Places(config.max_requests, tenants, hold_metrics)
     front = FrontDoors(dispatch, metrics, places, tracing=_tracing(config, me, stack))
-    return RouterComponents(cluster, models, admin, settings, front)
+    return RouterComponents(cluster, models, admin, settings, front, demands, pools)
 
 
 def _tracing(config: RouterConfig, me: Peer, stack: AsyncExitStack) -> Tracing | None:
@@ -229,6 +239,14 @@ async def _serve_admin(
     from pdcluster_router.admin import grpc  # brings grpc, as the gRPC front door does
 
     return await stack.enter_async_context(grpc.listening(admin, config.admin, config.admin_token(), name, health))
+
+
+async def _serve_scaler(pools: PoolCollector, config: RouterConfig, stack: AsyncExitStack) -> str | None:
+    if config.scaler is None:
+        return None
+    from pdcluster_router.admin import scaler  # brings grpc
+
+    return await stack.enter_async_context(scaler.listening(pools.signals, config.scaler))
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +376,7 @@ def dispatch_settings(config: RouterConfig, *, is_shared: bool = False) -> Dispa
         ),
         headroom=Headroom(backlog_s=hold.backlog_s if slo.ttft_s is None else min(hold.backlog_s, slo.ttft_s / 4)),
         slo=Slo(ttft_s=slo.ttft_s, margin=slo.margin_percent / 100),
+        from_zero=config.from_zero,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from child_cluster import Processes
 
 from pdcluster.core.messages import PROTOCOL_VERSION
 from tests.chaos.cluster import ROOT, ChildProcess
@@ -18,7 +19,6 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 NEXT = PROTOCOL_VERSION + 1
 LIMIT_S = 60.0
-PORTS = ("--http", "127.0.0.1:0", "--grpc", "none", "--admin", "127.0.0.1:0")
 
 
 @pytest.fixture(scope="module")
@@ -34,46 +34,11 @@ def next_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Processes:
-    """Children of either version, ended with the test."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.children: list[ChildProcess] = []
-
-    def make(self, name: str, source: Path, *argv: str) -> ChildProcess:
-        child = ChildProcess(name, argv, self.folder / f"{name}.log", source)
-        self.children.append(child)
-        return child
-
-    async def bootstrap(self, name: str, source: Path = ROOT) -> str:
-        child = self.make(name, source, "pdcluster.cli", "bootstrap", "--listen", "127.0.0.1:0")
-        await child.start()
-        return child.address
-
-    def node(self, name: str, bootstrap: str, source: Path = ROOT) -> ChildProcess:
-        return self.make(
-            name, source, "pdcluster.cli", "node", "--role", "mixed", "--name", name, "--bootstrap", bootstrap,
-            "--set=node.kv.memory_bytes=64MiB", "--threads", "1",
-        )  # fmt: skip
-
-    async def router(self, name: str, bootstrap: str, source: Path = ROOT) -> ChildProcess:
-        child = self.make(name, source, "pdcluster_router.cli", "--name", name, "--bootstrap", bootstrap)
-        await child.start(*PORTS)
-        return child
-
-    def log_of(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text(errors="replace")
-
-
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Processes]:
     found = Processes(tmp_path)
     yield found
-    for child in found.children:
-        child.signal(9)
-        if child.process is not None:
-            child.process.wait()
+    found.kill()
 
 
 async def said(processes: Processes, name: str, text: str) -> None:

@@ -27,7 +27,7 @@ TOOLS = ROOT / ".venv-deploy" / "bin"
 HELM = shutil.which("helm", path=f"{TOOLS}{os.pathsep}{os.environ['PATH']}") or "helm"
 KUBERNETES = ("1.33", "1.35")
 # Kinds whose schemas are not Kubernetes's own: checked below.
-CUSTOM = ("ServiceMonitor", "PodMonitor", "PrometheusRule", "HTTPRoute")
+CUSTOM = ("ScaledObject", "ServiceMonitor", "PodMonitor", "PrometheusRule", "HTTPRoute")
 SECRETS = (
     "auth.clusterKey.existingSecret=keys",
     "auth.tenants.existingSecret=tenants",
@@ -36,6 +36,9 @@ SECRETS = (
 # Each is tried alone; all that fit together are tried together.
 OPTIONS: Mapping[str, Sequence[str]] = {
     "autoscaling": ("router.autoscaling.enabled=true",),
+    "pools by routers": ("poolDefaults.autoscaling.enabled=true", "poolDefaults.autoscaling.minReplicas=0", "networkPolicy.enabled=true"),
+    "pools by prometheus": ("poolDefaults.autoscaling.enabled=true", "poolDefaults.autoscaling.by=prometheus",
+                            "autoscaling.prometheus=http://prometheus:9090", "autoscaling.pollingSeconds=30"),
     "no budgets": ("router.pdb.enabled=false", "poolDefaults.pdb.enabled=false"),
     "secrets": SECRETS,
     "no console": ("console.enabled=false",),
@@ -63,7 +66,7 @@ OPTIONS: Mapping[str, Sequence[str]] = {
 TOGETHER = [
     name
     for name in OPTIONS
-    if name not in ("claim", "host path", "image", "IPv6", "no console", "no budgets", "account")
+    if name not in ("claim", "host path", "image", "IPv6", "no console", "no budgets", "account", "pools by routers")
 ]
 
 
@@ -211,6 +214,28 @@ def test_custom_objects_fit_the_schemas_of_their_definitions() -> None:
         check_custom([wrong])
 
 
+def test_pools_scale_as_routers_say() -> None:
+    objects = rendered(*CASES["pools by routers"])
+    scaled = {each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "ScaledObject"}
+    assert set(scaled) == {"pd-prefill", "pd-decode"}
+    (trigger,) = scaled["pd-decode"]["triggers"]
+    assert trigger == {"type": "external-push", "metadata": {"scalerAddress": "pd-scaler.llm:50053", "role": "decode"}}
+    down = scaled["pd-decode"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]
+    assert down == {"stabilizationWindowSeconds": 300, "policies": [{"type": "Pods", "value": 1, "periodSeconds": 60}]}
+    for each in objects:
+        if each["kind"] == "Deployment" and each["metadata"]["name"] in scaled:
+            assert "replicas" not in each["spec"], "helm would set it back"
+    words = dict(arguments(objects))["router"]
+    assert {"--set=router.scaler=0.0.0.0:50053", "--set=router.from_zero=true", "--set=router.hold.age_s=900"} <= set(
+        words
+    )
+    (asked,) = next(
+        each["spec"]["triggers"] for each in rendered(*CASES["pools by prometheus"]) if each["kind"] == "ScaledObject"
+    )
+    assert asked["metadata"]["ignoreNullValues"] == "false"
+    assert "router.from_zero" not in str(rendered(*CASES["pools by prometheus"]))
+
+
 def check_custom(objects: Sequence[dict[str, Any]]) -> None:
     """By schemas made from the operators' own definitions."""
     command = ("node", str(Path(__file__).parent / "validate_custom.mjs"), str(TOOLS.parent / "node" / "node_modules"))
@@ -228,6 +253,11 @@ def check_custom(objects: Sequence[dict[str, Any]]) -> None:
         (("--set", "pools[0].name=p", "--set", "pools[0].role=prefill"), "needs prefill and decode, or mixed"),
         (("--set", "pools[0].name=p,pools[0].role=mixed,pools[1].name=p,pools[1].role=mixed"), "two pools are named p"),
         (("--set", "model.hub.name=a/b", "--set", "model.pvc.claim=c"), "model.hub.name and model.pvc.claim are set"),
+        (("--set", "poolDefaults.autoscaling.enabled=true,poolDefaults.autoscaling.by=prometheus"), "autoscaling.prometheus is empty"),
+        (("--set", "poolDefaults.autoscaling.enabled=true,router.settings.router\\.auto_roles=true"), "would undo each other"),
+        (("--set", "poolDefaults.autoscaling.enabled=true,poolDefaults.autoscaling.minReplicas=9"), "minReplicas above maxReplicas"),
+        (("--set", "pools[0].name=p,pools[0].role=mixed,pools[0].autoscaling.enabled=true,pools[1].name=q,pools[1].role=mixed"),
+         "the routers count nodes by role"),
         (("--set", "ingress.enabled=true"), "needs ingress.host"),
         (("--set", "httpRoute.enabled=true"), "needs httpRoute.parentRefs"),
         (("--set", "router.settings.ruter\\.http=x"), "does not match pattern"),

@@ -4,6 +4,7 @@ import { readFileSync } from "node:fs";
 const modules = process.argv[2];
 const folders = {
   "monitoring.coreos.com/v1": "prometheus-operator/monitoring.coreos.com/v1",
+  "keda.sh/v1alpha1": "keda/keda.sh/v1alpha1",
   "gateway.networking.k8s.io/v1": "gateway-api/gateway.networking.k8s.io/v1",
 };
 for (const object of JSON.parse(readFileSync(0, "utf8"))) {

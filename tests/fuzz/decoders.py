@@ -23,6 +23,7 @@ from google.protobuf.message import DecodeError
 from pdcluster.api.structured.constraints import asked_of
 from pdcluster.bootstrap.card import NodeCard, check_card
 from pdcluster.bootstrap.card_messages import card_from_proto, card_to_proto, snapshot_from_proto
+from pdcluster.bootstrap.demand import RoleDemand, RouterDemand, demand_from_proto, demand_to_proto
 from pdcluster.core import messages as m
 from pdcluster.core.errors import BadRequest, PeerUnreachable, ProtocolError
 from pdcluster.core.grammar import Grammar
@@ -221,6 +222,7 @@ def card_decoders() -> list[Decoder]:
     good = card_to_proto(card)
     errors = (BadRequest, DecodeError)
     snapshot = pb.Snapshot(boot="b", version=3, nodes=[good, good])
+    demand = RouterDemand("boot", 3, (("prefill", RoleDemand(0.5, 9.0)), ("decode", RoleDemand(0.0, 90.0))), 1.5, 3)
     return [
         Decoder(
             "card",
@@ -232,6 +234,12 @@ def card_decoders() -> list[Decoder]:
             "snapshot",
             (snapshot.SerializeToString(),),
             lambda data: snapshot_from_proto(pb.Snapshot.FromString(data)),
+            errors,
+        ),
+        Decoder(
+            "demand",
+            (demand_to_proto(demand).SerializeToString(),),
+            lambda data: demand_from_proto(pb.RouterDemand.FromString(data)),
             errors,
         ),
     ]

@@ -20,7 +20,8 @@ from pdcluster.core.errors import ProtocolError
 SAMPLE, WHOLE = 1500, 100_000
 NAMES = (
     "wire frame", "wire frame with a good digest", "address",
-    "adverts of ranks", "ready line", "card", "snapshot", "generate request", "parts of a grammar", "rank message",
+    "adverts of ranks", "ready line", "card", "snapshot", "demand",
+    "generate request", "parts of a grammar", "rank message",
     "transfer hello",
     "transfer advert", "tcp frame", "tcp answer", "staged notice", "staged grant", "staged answer", "shm notice",
     "shm advert",
@@ -148,7 +149,8 @@ def test_no_decoder_is_left_out(every: dict[str, Decoder]) -> None:
         "engine/sampling/grammar.py", "transfer/backends/tcp_links.py", "transfer/backends/ranked.py",
         "transfer/backends/tcp.py", "transfer/backends/staged.py", "transfer/backends/shm_frames.py",
         "transfer/backends/staging.py", "transfer/backends/staged_pump.py",
-        "bootstrap/server.py", "bootstrap/agent.py",  # use rpc/cards.py
+        "bootstrap/demand.py",
+        "bootstrap/server.py", "bootstrap/agent.py", "bootstrap/demand_client.py",  # use the converters above
         # tables of the same node's ranks: a bad one ends the node
         "node/tensor_parallel/endpoint_client.py", "node/tensor_parallel/endpoint.py",
         "node/tensor_parallel/messages.py",

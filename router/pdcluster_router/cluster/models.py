@@ -67,6 +67,7 @@ class ModelRegistry:
         # Why the text files of a model can never be read, by name and digest.
         self._refused: dict[tuple[str, str], str] = {}
         self._infos: tuple[ModelInfo, ...] = ()
+        self._has_one = asyncio.Event()
         # Valid as long as the nodes have the same version.
         self._chains: dict[tuple[str, bytes], HashChain] = {}
         self._seen = -1
@@ -77,6 +78,9 @@ class ModelRegistry:
 
     def models(self) -> Sequence[ModelInfo]:
         return self._infos
+
+    async def first(self) -> None:
+        await self._has_one.wait()
 
     def text(self, model: str) -> TextModel:
         return self._find(model).text
@@ -160,6 +164,7 @@ class ModelRegistry:
             self._loaded[name] = LoadedModel(
                 ModelInfo(name, int(time.time()), card.max_len, card.vocab_size, card.eos_ids), text
             )
+        self._has_one.set()
         self._infos = tuple(loaded.info for loaded in self._loaded.values())
         logger.info("serving model %s", ", ".join(card.models))
         return True

@@ -173,11 +173,13 @@ class Readiness(msgspec.Struct, frozen=True):
     is_model_known: a model's text files are loaded.
     refusal: why none can be while the nodes stay the same; None where one may be.
     blocked: why no node would take a request now; None: one would.
+    is_awaited: requests wait for the first node.
     """
 
     is_model_known: bool
     refusal: str | None = None
     blocked: str | None = None
+    is_awaited: bool = False
 
     @property
     def can_serve(self) -> bool:
@@ -195,6 +197,15 @@ class Dispatcher(Protocol):
 
     def text(self, model: str) -> TextModel:
         """The model's tokenizer and template; raises UnknownModel or Unavailable."""
+        ...
+
+    @property
+    def awaits_model(self) -> bool:
+        """Whether no model is served yet and requests wait for one."""
+        ...
+
+    async def first_model(self) -> None:
+        """Return once a model is served. Raises Overloaded or Unavailable."""
         ...
 
     def readiness(self) -> Readiness:

@@ -297,7 +297,7 @@ class App:
     def _chat(self, exchange: Exchange) -> None:
         request = requests.decode_chat(exchange.take_body())
         terms = self._terms(exchange)
-        if is_long(request):
+        if is_long(request) or self._dispatcher.awaits_model:
             self._prepare_later(exchange, partial(prepare_chat, request, self._dispatcher, terms), terms)
         else:
             self._answer(exchange, prepare_chat(request, self._dispatcher, terms))
@@ -306,14 +306,20 @@ class App:
         request = requests.read_completion(exchange.take_body())
         requests.check_completion(request)
         terms = self._terms(exchange)
-        if is_long(request):
+        if is_long(request) or self._dispatcher.awaits_model:
             self._prepare_later(exchange, partial(prepare_completion, request, self._dispatcher, terms), terms)
         else:
             self._answer(exchange, prepare_completion(request, self._dispatcher, terms))
 
     def _prepare_later(self, exchange: Exchange, prepare: Callable[[], Prepared], terms: Terms) -> None:
-        """Prepare in a thread."""
-        self._later(exchange, partial(asyncio.to_thread, prepare), partial(self._answer, exchange), terms.left_s)
+        """Prepare in a thread, once a model is served where requests wait for one."""
+
+        async def work() -> Prepared:
+            if self._dispatcher.awaits_model:
+                await self._dispatcher.first_model()
+            return await asyncio.to_thread(prepare)
+
+        self._later(exchange, work, partial(self._answer, exchange), terms.left_s)
 
     def _answer(self, exchange: Exchange, prepared: Prepared) -> None:
         answer(exchange, prepared, self._dispatcher, self.metrics)

@@ -190,6 +190,8 @@ class Inference(stubs.InferenceServicer):
                 record(prepared.choices, self._metrics)
 
     async def _prepare(self, request: pb.GenerateRequest, terms: Terms) -> Prepared:
+        if self._dispatcher.awaits_model:
+            await self._dispatcher.first_model()
         convert_it = partial(
             convert.request_from_proto, request, find_model(self._dispatcher, request.model or None).info.id
         )

@@ -25,6 +25,8 @@ def readiness_of(dispatcher: Dispatcher, *, is_draining: bool = False) -> Verdic
         return Verdict(False, "not ready", ["the router drains: it is about to end"], facts)
     if found.refusal is not None:
         return Verdict(False, "not ready", [found.refusal], facts)
+    if not found.is_model_known and found.is_awaited:
+        return Verdict(True, "degraded", ["requests wait for the first node"], facts)
     if not found.is_model_known:
         reason = "no tokenizer is known yet: no node has registered, or its files are being read"
         return Verdict(False, "not ready", [reason], facts)

@@ -132,6 +132,11 @@ class PolicySelector:
         self._sent_serving, self._sent_decoding = RecentWork(), RecentWork()
         self._lost = CachePressure()
 
+    @property
+    def usual_output(self) -> float:
+        """Tokens of an answer, as lately."""
+        return self._usual_output
+
     def blocked(self) -> str | None:
         """Why no node would take a short request now; None: one would. Asking has no effect."""
         try:

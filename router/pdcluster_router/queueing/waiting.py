@@ -63,6 +63,10 @@ class WaitingRequests:
     def num_held(self) -> int:
         return len(self._gate.queue)
 
+    def held(self) -> list[QueuedRequest]:
+        """The requests, in the order they came."""
+        return self._gate.queue.waiting()
+
     @property
     def room_s(self) -> float:
         """See Gate."""

@@ -5,12 +5,15 @@ It knows no HTTP, sockets or tokenizers.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
+from pdcluster.bootstrap.demand import RouterDemand
 from pdcluster.core import errors
 from pdcluster.telemetry.metrics import ExplainMetrics, HoldMetrics
 from pdcluster_router.cluster.legs import ClusterLinks
@@ -59,6 +62,8 @@ class Dispatch:
         gate = Gate(settings.hold, settings.headroom, settings.slo)
         self.waiting = WaitingRequests(gate, metrics or HoldMetrics(CollectorRegistry()), clock, settings.stages.hold_s)
         selector.num_held = gate.queue.__len__
+        # Requests that wait for the first node.
+        self._num_early = 0
         self.shared = Shared(cluster, models, selector, settings, self.waiting, self.explainer, clock)
 
     @property
@@ -72,7 +77,35 @@ class Dispatch:
         return self.shared.models.text(model)
 
     def readiness(self) -> Readiness:
-        return Readiness(bool(self.models()), self.shared.models.refusal(), self.shared.selector.blocked())
+        shared = self.shared
+        return Readiness(
+            bool(self.models()), shared.models.refusal(), shared.selector.blocked(), shared.settings.from_zero
+        )
+
+    @property
+    def awaits_model(self) -> bool:
+        return self.shared.settings.from_zero and not self.models()
+
+    async def first_model(self) -> None:
+        """Bounded as the hold queue is."""
+        hold = self.shared.settings.hold
+        if self._num_early >= hold.count:
+            waiting = f"{self._num_early} requests wait for the first node, no more may"
+            raise errors.Overloaded(waiting, 5.0, "hold_count")
+        self._num_early += 1
+        try:
+            async with asyncio.timeout(hold.age_s):
+                await self.shared.models.first()
+        except TimeoutError:
+            raise errors.Unavailable(f"no node came within {hold.age_s:g} s; see whether pools scale up") from None
+        finally:
+            self._num_early -= 1
+
+    def demand(self, router: str) -> RouterDemand:
+        """What clients ask for, as of now. Call it about once a second, with the name of this router's boot."""
+        shared = self.shared
+        found = shared.demand.report(router, shared.clock(), self.waiting.held(), shared.selector.usual_output)
+        return replace(found, num_held=found.num_held + self._num_early)
 
     def start(self, generation: Generation, sink: Sink) -> Running:
         """Run one request to its one answer, by the contract of `generation`."""

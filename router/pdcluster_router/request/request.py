@@ -331,6 +331,7 @@ class Request:
             raise errors.DeadlineExceeded(f"request {job.request} found no room by its deadline", "request")
         waiting, is_paid = self.shared.waiting, self.num_placed > 0
         if not is_paid and job.fork_on is None and (placed := self._placed_at_once(now)) is not None:
+            self.shared.demand.arrived(placed.choice.first.role, placed.sent_s, placed.choice.decode.role)
             self._begin(placed, now)
             return
         try:
@@ -338,11 +339,19 @@ class Request:
         except errors.Unavailable as cause:
             waiting.park(self._queued(now), cause, self._decide, lambda answer: self._placed(answer, now))
             return
+        if not is_paid:
+            self._arrived(decision)
         going = waiting.at_once(decision, self.generation.standing.tenant, is_paid=is_paid)
         if going is not None:
             self._begin(going, now)
         else:
             waiting.hold(self._queued(now), decision, self._decide, lambda answer: self._placed(answer, now))
+
+    def _arrived(self, decision: Decision) -> None:
+        """Count the work of a request that comes, whatever becomes of it. A fork shares its leader's prompt."""
+        first, decode = decision.choice.first, decision.choice.decode
+        own_s = self.shared.settings.headroom.own_s(first, decision.query) if self.job.fork_on is None else 0.0
+        self.shared.demand.arrived(first.role, own_s, decode.role)
 
     def _placed_at_once(self, now: float) -> PackedDecision | None:
         """Where it clearly goes, in a fraction of the time of `_decide`; None: that must be asked."""

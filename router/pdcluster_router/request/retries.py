@@ -31,6 +31,7 @@ class DispatchSettings:
     retries: attempts after the first failed one, since the last progress. Refusals for want of room do not count.
     hold_s: how long a request may wait for room without progress.
     late_report_s: wait for the prefill node's report, which only the timeline needs.
+    from_zero: requests wait for the first node.
     """
 
     retries: int = 3
@@ -40,6 +41,7 @@ class DispatchSettings:
     hold: HoldLimits = field(default_factory=HoldLimits)
     headroom: Headroom = field(default_factory=Headroom)
     slo: Slo = field(default_factory=Slo)
+    from_zero: bool = False
 
 
 class RetryBudget:

@@ -11,6 +11,7 @@ from pdcluster_router.core.generation import Generation
 from pdcluster_router.core.job import HashedPrompt, Job
 from pdcluster_router.explain.recorder import Explainer
 from pdcluster_router.policy.selector import PolicySelector
+from pdcluster_router.queueing.demand import DemandMeter
 from pdcluster_router.queueing.waiting import WaitingRequests
 from pdcluster_router.request.forks import ForkGroups
 from pdcluster_router.request.open_requests import OpenRequests
@@ -35,6 +36,7 @@ class Shared:
     timers: Timers = field(default_factory=Timers)
     fork_groups: ForkGroups = field(default_factory=ForkGroups)
     named: HashedPrompt = field(default_factory=HashedPrompt)
+    demand: DemandMeter = field(default_factory=DemandMeter)
     # Looks at requests on one node, and on two, before any of their stages can be over.
     local_rounds: TimerBuckets = field(init=False)
     remote_rounds: TimerBuckets = field(init=False)

@@ -1,7 +1,8 @@
 """The metrics of all workers as one exposition: families as plain values, and their merging in the supervisor.
 
-Every sample gets a label `worker`, so a restarted worker looks like a counter's reset. What nodes report is the same
-from every worker and told once, without that label. A node is up when it is for each worker. `in_flight` is the sum.
+Every sample gets a label `worker`, so a restarted worker looks like a counter's reset. What nodes and pools are is the
+same from every worker and told once, without that label. A node is up when it is for each worker. `in_flight` is the
+sum.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-OF_NODES = "pdcluster_node_"
+OF_NODES = ("pdcluster_node_", "pdcluster_pool_")
 SUMMED = "pdcluster_node_in_flight"
 LABEL = "worker"
 

@@ -168,6 +168,7 @@ def worker_spec(
         "router.admin": "none",
         "router.console": "none",
         "router.health": "none",
+        "router.scaler": loaded.config.scaler if worker.number == 0 and loaded.config.scaler else "none",
         "router.auto_roles": loaded.config.auto_roles and worker.number == 0,
         "router.log.format": resolve_format(loaded.config.log.format, sys.stderr),
     }

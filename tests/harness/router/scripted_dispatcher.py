@@ -152,6 +152,13 @@ class ScriptedDispatcher:
             raise UnknownModel(f"no model {model}", "model")
         return TEXT
 
+    @property
+    def awaits_model(self) -> bool:
+        return False
+
+    async def first_model(self) -> None:
+        raise AssertionError("nothing is waited for here")
+
     def readiness(self) -> Readiness:
         return Readiness(self.is_up, None, self.blocked)
 

@@ -175,6 +175,26 @@ imagePullSecrets:
 {{- if and (not (has "mixed" $roles)) (or (not (has "prefill" $roles)) (not (has "decode" $roles))) -}}
 {{- fail (printf "the pools are %s; a cluster needs prefill and decode, or mixed" (join ", " $roles)) -}}
 {{- end -}}
+{{- range .Values.pools -}}
+{{- $role := .role -}}
+{{- $same := 0 -}}
+{{- range $roles }}{{ if eq . $role }}{{ $same = add1 $same }}{{ end }}{{ end -}}
+{{- $pool := mergeOverwrite (deepCopy $.Values.poolDefaults) . -}}
+{{- if $pool.autoscaling.enabled -}}
+{{- if gt (int $same) 1 -}}
+{{- fail (printf "pool %s scales, and another pool of role %s; the routers count nodes by role, so keep one of them" .name .role) -}}
+{{- end -}}
+{{- if and (eq $pool.autoscaling.by "prometheus") (not $.Values.autoscaling.prometheus) -}}
+{{- fail (printf "pool %s scales by prometheus, and autoscaling.prometheus is empty; set its address" .name) -}}
+{{- end -}}
+{{- if gt (int $pool.autoscaling.minReplicas) (int $pool.autoscaling.maxReplicas) -}}
+{{- fail (printf "pool %s has autoscaling.minReplicas above maxReplicas" .name) -}}
+{{- end -}}
+{{- if eq (toString (get $.Values.router.settings "router.auto_roles")) "true" -}}
+{{- fail (printf "pool %s scales, and router.auto_roles changes roles; the two would undo each other, so keep one" .name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.host) -}}
 {{- fail "ingress.enabled needs ingress.host" -}}
 {{- end -}}

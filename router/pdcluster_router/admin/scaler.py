@@ -1,0 +1,115 @@
+"""KEDA's external scaler (https://keda.sh/docs/concepts/external-scalers/): each pool's wanted nodes over gRPC.
+
+The trigger's metadata names the pool by `role`. The metric is the number of nodes that the pool's work needs, with 1 as
+the target for each node, so the pool gets as many. It tells loads only, so it asks for no token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pdcluster.api.validate import closest
+from pdcluster.bootstrap.demand import ROLES
+from pdcluster.core.messages import Role
+from pdcluster.rpc import externalscaler_pb2 as pb
+from pdcluster.rpc import externalscaler_pb2_grpc as stubs
+from pdcluster_router.frontend.grpc import bind
+from pdcluster_router.queueing.demand import PoolSignal
+
+SERVICE = pb.DESCRIPTOR.services_by_name["ExternalScaler"].full_name
+METRIC = "wanted_nodes"
+METADATA = ("role", "scalerAddress")
+LOOK_S = 0.5
+MAX_CALLS = 64
+STOP_GRACE_S = 0.5
+
+Signals = Callable[[], Mapping[Role, PoolSignal]]
+
+
+class PoolScaler(stubs.ExternalScalerServicer):
+    """Runs in the router's event loop."""
+
+    def __init__(self, signals: Signals) -> None:
+        self._signals = signals
+
+    async def IsActive(self, request: pb.ScaledObjectRef, context: grpc.aio.ServicerContext) -> pb.IsActiveResponse:
+        return pb.IsActiveResponse(result=self._wanted(await _role_of(request, context)) > 0)
+
+    async def StreamIsActive(
+        self, request: pb.ScaledObjectRef, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.IsActiveResponse]:
+        """The first answer at once, later ones when it changes."""
+        role, told = await _role_of(request, context), None
+        while True:
+            is_active = self._wanted(role) > 0
+            if is_active is not told:
+                told = is_active
+                yield pb.IsActiveResponse(result=is_active)
+            await asyncio.sleep(LOOK_S)
+
+    async def GetMetricSpec(
+        self, request: pb.ScaledObjectRef, context: grpc.aio.ServicerContext
+    ) -> pb.GetMetricSpecResponse:
+        await _role_of(request, context)
+        return pb.GetMetricSpecResponse(
+            metricSpecs=[pb.MetricSpec(metricName=METRIC, targetSize=1, targetSizeFloat=1.0)]
+        )
+
+    async def GetMetrics(
+        self, request: pb.GetMetricsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetMetricsResponse:
+        role = await _role_of(request.scaledObjectRef, context)
+        if not request.metricName.endswith(METRIC):  # KEDA may put its own prefix before it
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND, f"there is no metric {request.metricName[:200]!r}; ask for {METRIC}"
+            )
+        wanted = self._wanted(role)
+        return pb.GetMetricsResponse(
+            metricValues=[
+                pb.MetricValue(metricName=request.metricName, metricValue=wanted, metricValueFloat=float(wanted))
+            ]
+        )
+
+    def _wanted(self, role: Role) -> int:
+        signal = self._signals().get(role)
+        return 0 if signal is None else signal.wanted
+
+
+async def _role_of(request: pb.ScaledObjectRef, context: grpc.aio.ServicerContext) -> Role:
+    asked = request.scalerMetadata.get("role", "")
+    for role in ROLES:
+        if asked == role:
+            return role
+    problem = (
+        f"the role {asked[:200]!r} does not exist{closest(asked, ROLES)}" if asked else "the trigger names no role"
+    )
+    await context.abort(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        f"{problem}; write role: {', '.join(ROLES[:-1])} or {ROLES[-1]} in its metadata",
+    )
+    raise AssertionError("abort raises")
+
+
+@asynccontextmanager
+async def listening(signals: Signals, address: str) -> AsyncIterator[str]:
+    """Serve while the block runs. Yields HOST:PORT."""
+    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),), maximum_concurrent_rpcs=MAX_CALLS)
+    stubs.add_ExternalScalerServicer_to_server(PoolScaler(signals), server)
+    states = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(states, server)
+    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    bound = bind(server, address, flag="--set router.scaler")
+    await server.start()
+    for service in ("", SERVICE):
+        await states.set(service, health_pb2.HealthCheckResponse.SERVING)
+    try:
+        yield bound
+    finally:
+        await states.enter_graceful_shutdown()
+        await server.stop(STOP_GRACE_S)
