@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, STDOUT, Process
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdcluster.core.errors import ConfigError
@@ -45,8 +45,8 @@ class Spawned:
         os.close(self.output)
 
 
-async def spawn(argv: Sequence[str], stdin: int = DEVNULL) -> Spawned:
-    """Start `argv --ready-fd N`. Raises OSError when there is no such program."""
+async def spawn(argv: Sequence[str], stdin: int = DEVNULL, environment: Mapping[str, str] | None = None) -> Spawned:
+    """Start `argv --ready-fd N`. Raises OSError when there is no such program. environment: None: this process's."""
     ready_reader, ready_writer = os.pipe()
     # Not asyncio's PIPE: asyncio reports the end only after every heir of the pipe is gone.
     output_reader, output_writer = os.pipe()
@@ -61,6 +61,7 @@ async def spawn(argv: Sequence[str], stdin: int = DEVNULL) -> Spawned:
             pass_fds=(ready_writer,),
             start_new_session=True,
             preexec_fn=die_with(os.getpid()),
+            env=environment,
         )
     except BaseException:
         os.close(ready_reader)

@@ -13,7 +13,7 @@ import contextlib
 import time
 from asyncio.subprocess import Process
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdcluster.core.errors import PdclusterError
@@ -48,13 +48,14 @@ class ChildGaveUp(PdclusterError):
 @dataclass(frozen=True, slots=True)
 class Spec:
     """What to run. address_flags: (fact, flag) pairs. A restart passes the first start's addresses by them, so that
-    others still find the child.
+    others still find the child. environment: None: this process's own.
     """
 
     name: str
     argv: tuple[str, ...]
     drain_s: float
     address_flags: tuple[tuple[str, str], ...] = ()
+    environment: Mapping[str, str] | None = None
 
 
 class RestartPolicy:
@@ -152,7 +153,7 @@ class Supervisor:
         spawned = self._take_spare(child)
         if spawned is None:
             try:
-                spawned = await spawn(child.argv())
+                spawned = await spawn(child.argv(), environment=child.spec.environment)
             except OSError as error:
                 raise StartFailed(f"{child.spec.name} could not be started: {error}") from error
         child.process = spawned.process

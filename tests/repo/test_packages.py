@@ -69,6 +69,7 @@ LEVELS: dict[str, int] = {
     # commands
     "pdcluster.client": 10,
     "pdcluster.launch": 20,
+    "pdcluster.ray": 21,
     "pdcluster.cli": 21,
 }
 NO_IO = {

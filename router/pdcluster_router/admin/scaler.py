@@ -19,12 +19,12 @@ from pdcluster.bootstrap.demand import ROLES
 from pdcluster.core.messages import Role
 from pdcluster.rpc import externalscaler_pb2 as pb
 from pdcluster.rpc import externalscaler_pb2_grpc as stubs
+from pdcluster.rpc.scaling import METRIC
 from pdcluster_router.frontend.grpc import bind
 from pdcluster_router.queueing.demand import PoolSignal
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ExternalScaler"].full_name
-METRIC = "wanted_nodes"
-METADATA = ("role", "scalerAddress")
+
 LOOK_S = 0.5
 MAX_CALLS = 64
 STOP_GRACE_S = 0.5

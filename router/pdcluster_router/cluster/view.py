@@ -7,7 +7,7 @@ on the first read. Row numbers follow node names, so the order in which nodes ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
@@ -224,6 +224,26 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
         return [*map(float, columns)]
 
 
+class PathRates(Mapping[str, float]):
+    """A node's bandwidth to all nodes of a view at once.
+
+    names: of the nodes, in order.
+    column: bytes/s to each. Read-only.
+    """
+
+    def __init__(self, names: tuple[str, ...], rows: Mapping[str, int], column: Column) -> None:
+        self.names, self._rows, self.column = names, rows, column
+
+    def __getitem__(self, name: str) -> float:
+        return float(self.column[self._rows[name]])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
 class Groups:
     """Nodes grouped by transfer media.
 
@@ -294,10 +314,13 @@ class Roster:
         kept = self._paths.get(row)
         if kept is not None and kept[0] is bandwidth:
             return kept[1]
-        found = np.zeros(len(self.names))
-        for name, bytes_s in bandwidth.items():
-            for other in self.rows_of_name.get(name, ()):
-                found[other] = bytes_s
+        if isinstance(bandwidth, PathRates) and bandwidth.names == self.names:
+            found = bandwidth.column
+        else:
+            found = np.zeros(len(self.names))
+            for name, bytes_s in bandwidth.items():
+                for other in self.rows_of_name.get(name, ()):
+                    found[other] = bytes_s
         if row >= 0:
             self._paths[row] = bandwidth, found
         return found

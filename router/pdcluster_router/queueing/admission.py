@@ -80,8 +80,10 @@ def refusal(reason: str, message: str, wait_s: float) -> errors.Overloaded:
 
 def check_fits(num_tokens: int, view: ClusterView) -> None:
     """Raises NoNodeTakesWork without nodes, and BadRequest when no node could ever take so many tokens."""
-    if not view.nodes:
+    if not view.size:
         raise no_node(0)
+    if num_tokens <= view.roster.shortest_max_len:
+        return
     longest = max(node.max_len for node in view.nodes)
     if num_tokens > longest:
         raise errors.ContextTooLong(longest, f"the request has {num_tokens} tokens; shorten it or start a larger node")

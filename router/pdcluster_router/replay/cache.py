@@ -8,7 +8,7 @@ recounts.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from pdcluster.core.errors import IntegrityError
@@ -33,6 +33,8 @@ class PrefixCache:
 
     capacity: int
     changes: dict[bytes, bool] = field(default_factory=dict)
+    # Called when `changes` may be no longer empty.
+    changed: Callable[[], None] = lambda: None
     _kept: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
     _num_private: int = 0
     _num_pinned: int = 0
@@ -87,6 +89,8 @@ class PrefixCache:
         """All of `blocks` are computed: the hold's private blocks become shared ones."""
         known = hold.num_shared
         kept, changes = self._kept, self.changes
+        if len(blocks) > known:
+            self.changed()
         for block in blocks[known:]:
             if block not in kept:
                 kept[block] = 0
@@ -123,6 +127,8 @@ class PrefixCache:
 
     def _evict(self) -> None:
         kept = self._kept
+        if len(kept) + self._num_private > self.capacity:
+            self.changed()
         while len(kept) + self._num_private > self.capacity:
             block, pins = kept.popitem(last=False)
             if pins:

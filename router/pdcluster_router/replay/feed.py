@@ -62,8 +62,20 @@ class Feed:
     _snapshot_at: float | None = None
     _report_due_s: float = -1.0
 
+    @property
+    def next_s(self) -> float:
+        """When it has something to say or to read, unless the node's cache changes before."""
+        moments = [self._report_due_s]
+        if self._deltas:
+            moments.append(self._deltas[0].sent_s + self.spec.delay_s)
+        if self._reports:
+            moments.append(self._reports[0][0] + self.spec.delay_s)
+        if self._snapshot_at is not None:
+            moments.append(self._snapshot_at)
+        return min(moments)
+
     def update(self, now: float) -> None:
-        """The node sends, then the router reads what has arrived."""
+        """The node sends, then the router reads what has arrived. Without anything of both it has no effect."""
         delay_s = self.spec.delay_s
         self._speak(now)
         while self._deltas and self._deltas[0].sent_s + delay_s <= now:

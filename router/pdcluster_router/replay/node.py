@@ -170,6 +170,8 @@ class SimNode:
     _promised: dict[bytes, int] = field(default_factory=dict)
     _queued_tokens: int = 0
     _queued_pairs: float = 0.0
+    # The last report, while nothing happened since and no step runs.
+    _still: Load | None = None
 
     def __post_init__(self) -> None:
         self.cache = PrefixCache(self.spec.cache_tokens // self.spec.block_tokens)
@@ -198,6 +200,7 @@ class SimNode:
 
     def enqueue(self, task: Task, now: float) -> None:
         """Compute the prompt, not before the task's ready_s."""
+        self._still = None
         request = task.request
         cached = max(self._cached(task), self._known(max(task.pulled, self._promised_depth(request.blocks)), request))
         for block in request.blocks:
@@ -211,11 +214,13 @@ class SimNode:
 
     def reserve(self, task: Task, now: float) -> None:
         """Reserve a slot for a prompt of another node. "reserved" follows at once, or when there is room."""
+        self._still = None
         self._line.append(task)
         self._serve_line(now)
 
     def join(self, task: Task, now: float) -> None:
         """The KV of a reserved request is here."""
+        self._still = None
         hold = task.row_hold
         assert hold is not None
         self.cache.publish(hold, task.request.blocks)
@@ -225,6 +230,7 @@ class SimNode:
 
     def cancel(self, task: Task, now: float) -> None:
         """A reserved or waiting request needs nothing: its first token was its last."""
+        self._still = None
         if task.row_hold is None:
             self._line.remove(task)
             return
@@ -235,6 +241,7 @@ class SimNode:
 
     def release(self, task: Task, now: float) -> None:
         """The KV of a prompt computed here has left."""
+        self._still = None
         assert task.prompt_hold is not None
         self._parked_blocks -= task.prompt_hold.num_shared + task.prompt_hold.num_private
         self.cache.close(task.prompt_hold)
@@ -245,6 +252,7 @@ class SimNode:
 
     def advance(self, now: float) -> None:
         """The time `wake_s` has come."""
+        self._still = None
         assert self._segment is not None
         self._commit(self._segment.count)
         self._segment = None
@@ -253,11 +261,14 @@ class SimNode:
 
     def wake(self, now: float) -> None:
         """A prompt that was not ready may be ready now."""
+        self._still = None
         if self._job is None and self._queue:
             self._change(now)
 
     def load(self, now: float) -> Load:
         """What the node would report now, with progress inside a prompt."""
+        if self._still is not None:
+            return self._still
         spec, cache, job = self.spec, self.cache, self._job
         tokens, pairs = self._queued_tokens, self._queued_pairs
         num_rows = len(self._rows) + len(self._joining)
@@ -273,7 +284,7 @@ class SimNode:
         elif job is not None:
             tokens += job.left
             pairs += num_pairs(job.left, job.done)
-        return Load(
+        found = Load(
             waiting=len(self._queue),
             running=num_rows + (job is not None),
             waiting_tokens=tokens,
@@ -291,6 +302,9 @@ class SimNode:
             cost=self._report,
             itl_s=self._itl_s,
         )
+        if self._segment is None:
+            self._still = found
+        return found
 
     # ------------------------------------------------------------ time
 

@@ -5,17 +5,21 @@ No time passes here. It also keeps the ledger of requests that a node's last rep
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
 
 from pdcluster.core.errors import PdclusterError
 from pdcluster.core.messages import Endpoint, Load, Sampling
 from pdcluster.cost.cost import NodeCost, num_pairs
 from pdcluster_router.cluster.pacing import typical_cost
-from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView
+from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView, PathRates
 from pdcluster_router.core.job import HashChain, Job
 from pdcluster_router.policy.base import Force, Policy, RoutingDecision
 from pdcluster_router.policy.pull import BY_TOKENS, PullRule
@@ -96,22 +100,28 @@ class PathSpeeds:
     NEWEST = 0.2
 
     def __init__(self, nodes: Sequence[str], bandwidth: float) -> None:
+        self._names = tuple(sorted(nodes))
+        self._rows = {name: row for row, name in enumerate(self._names)}
         self._sends = dict.fromkeys(nodes, bandwidth)
-        self._receives = dict.fromkeys(nodes, bandwidth)
+        # Made anew with each observation, since reports keep what they saw.
+        self._receives = np.full(len(nodes), bandwidth)
         # Cached until something else is observed.
-        self._told: dict[str, dict[str, float]] = {}
+        self._told: dict[str, PathRates] = {}
 
     def observe(self, source: str, target: str, rate: float) -> None:
         self._sends[source] += self.NEWEST * (rate - self._sends[source])
-        self._receives[target] += self.NEWEST * (rate - self._receives[target])
+        self._receives = self._receives.copy()
+        row = self._rows[target]
+        before = float(self._receives[row])
+        self._receives[row] = before + self.NEWEST * (rate - before)
         self._told.clear()
 
-    def rates(self, source: str) -> dict[str, float]:
+    def rates(self, source: str) -> PathRates:
         """Rates from `source` to each node. The same object until something is observed."""
         told = self._told.get(source)
         if told is None:
-            sends = self._sends[source]
-            told = self._told[source] = {node: min(sends, receives) for node, receives in self._receives.items()}
+            column = np.minimum(self._sends[source], self._receives)
+            told = self._told[source] = PathRates(self._names, self._rows, column)
         return told
 
 
@@ -175,6 +185,15 @@ class ReplayRouter:
         self._costs: Mapping[str, NodeCost] = {node.name: node.cost for node in nodes}
         self._paths = PathSpeeds([node.name for node in nodes], spec.bandwidth)
         self._accounts = {node.name: _Account(rates=self._paths.rates(node.name)) for node in nodes}
+        # Feeds by the nodes' order, and when each is to be looked at.
+        self._in_order = list(self.feeds.values())
+        self._next_s = [feed.next_s for feed in self._in_order]
+        self._due = sorted((moment, number) for number, moment in enumerate(self._next_s))
+        # Nodes whose caches changed, and whose views may have.
+        self._touched: set[int] = set()
+        self._altered: set[str] = set(self.feeds)
+        for number, node in enumerate(nodes):
+            node.cache.changed = partial(self._touched.add, number)
         self._held: dict[str, tuple[Task, Recorded]] = {}
         self._block_tokens = nodes[0].spec.block_tokens
         self._typical = typical_cost(list(self._costs.values()))
@@ -189,6 +208,9 @@ class ReplayRouter:
         check_fits(task.request.num_tokens, self._view())
         if not self._is_gated:
             return self._selector.choose(job, now).choice
+        placed = self._selector.place(job, self.gate.room_s, now)
+        if placed is not None:
+            return placed.choice
         held = QueuedRequest(job.request, "", 0.0, BYTES_PER_TOKEN * task.request.num_tokens, now, job.deadline)
         decision = self.gate.try_admit(held, lambda _: self._selector.choose(job, now), now)
         if decision is not None:
@@ -244,14 +266,30 @@ class ReplayRouter:
     def _hear(self, now: float) -> None:
         """Take in what has arrived by now."""
         self._now = now
-        for feed in self.feeds.values():
+        ready, due = self._touched, self._due
+        while due and due[0][0] <= now:
+            moment, number = heapq.heappop(due)
+            if moment == self._next_s[number]:  # else it was planned again since
+                ready.add(number)
+                self._next_s[number] = math.nan
+        for number in sorted(ready):
+            feed = self._in_order[number]
+            account, report_s = self._accounts[feed.node.name], feed.report_s
             feed.update(now)
+            if (moment := feed.next_s) != self._next_s[number]:
+                self._next_s[number] = moment
+                heapq.heappush(due, (moment, number))
+            if feed.report is not account.seen or (feed.report_s != report_s and (account.sent or account.reserved)):
+                self._altered.add(feed.node.name)
+        ready.clear()
 
     def _view(self) -> ClusterView:
         """The same object as long as nothing changed, since views cache what follows from them."""
-        changed = {name: new for name, feed in self.feeds.items() if (new := self._changed(feed)) is not None}
-        if changed:
-            self._seen = self._seen.replaced(changed, self._typical)
+        if self._altered:
+            changed = {name: new for name in self._altered if (new := self._changed(self.feeds[name])) is not None}
+            self._altered.clear()
+            if changed:
+                self._seen = self._seen.replaced(changed, self._typical)
         return self._seen
 
     def _expected(self, hashes: bytes) -> Mapping[str, int]:
@@ -267,6 +305,7 @@ class ReplayRouter:
         first, request = choice.first, task.request
         hashes = b"".join(request.blocks)
         cached = min(self.index.depth(first.name, hashes) * first.block_tokens, request.num_tokens - 1)
+        self._altered.add(first.name)
         self._accounts[first.name].send_prompt(
             now, request.num_tokens - cached, num_pairs(request.num_tokens - cached, cached)
         )
@@ -275,6 +314,7 @@ class ReplayRouter:
             self._known.note(hashes) * first.block_tokens, self._kept_blocks(hashes) * first.block_tokens
         )
         if choice.prefill is not None:
+            self._altered.add(choice.decode.name)
             self._accounts[choice.decode.name].send_row(request.num_tokens)
         wait_s = first.pace.wait_s if first.pace is not None else 0.0
         if hashes:
@@ -290,6 +330,7 @@ class ReplayRouter:
 
     def left(self, node: str) -> None:
         """A leg of a request on the node is over."""
+        self._altered.add(node)
         self._accounts[node].leave()
 
     def ended(self, task: Task) -> None:

@@ -1,0 +1,205 @@
+"""Arguments of `pdcluster.ray:build_pd_app`, and the commands that they stand for. It does not need Ray."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pdcluster.core.errors import ConfigError
+from pdcluster.core.messages import Role
+from pdcluster.settings.config import BootstrapConfig, NodeConfig, RouterConfig, load
+from pdcluster.wire.address import format_address
+
+Setting = str | int | float | bool
+NOTHING: Mapping[str, Setting] = {}
+POOLS: tuple[Role, ...] = ("prefill", "decode", "mixed")
+# What Ray sets for its own workers: a node computes with its own threads, and tokens of Ray are not its business.
+RAYS_OWN = ("RAY_", "OMP_NUM_THREADS")
+# Ray ends a replica that is not gone this long after its process should be.
+GRACE_S = 15.0
+
+
+class BootstrapArgs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """The registry, on the head node.
+
+    port: fixed, so that the others find one that was started again.
+    """
+
+    port: int = 8998
+    settings: dict[str, Setting] = {}
+    ray_actor_options: dict[str, Any] = {}
+
+
+class RouterArgs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """Routers, at most one on a machine.
+
+    port: of HTTP for clients that do not go through Ray's proxy; 0: a free one.
+    host: the address that it listens on; empty: the machine's in Ray.
+    """
+
+    num_replicas: int = 1
+    port: int = 8080
+    host: str = ""
+    drain_s: float = 30.0
+    settings: dict[str, Setting] = {}
+    ray_actor_options: dict[str, Any] = {}
+
+
+class PoolArgs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """Nodes of one role. Give num_replicas or autoscaling_config (as Ray's, with min_replicas and max_replicas).
+
+    tp: ranks of a node; each gets a bundle of `ray_actor_options` on one machine, unless placement_group_bundles says
+    otherwise.
+    drain_s: for running requests when a node goes; then they move to others.
+    """
+
+    num_replicas: int | None = None
+    autoscaling_config: dict[str, Any] | None = None
+    tp: int = 1
+    drain_s: float = 30.0
+    settings: dict[str, Setting] = {}
+    ray_actor_options: dict[str, Any] = {}
+    placement_group_bundles: list[dict[str, float]] | None = None
+    placement_group_strategy: str = "STRICT_PACK"
+
+
+class PdArgs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """A cluster.
+
+    model: a directory, a GGUF file or ORG/NAME; None: the bundled one.
+    ready_s: for a process to be ready; the first node of a machine may download and compile.
+    """
+
+    model: str | None = None
+    served_model_name: str | None = None
+    ready_s: float = 900.0
+    bootstrap: BootstrapArgs = BootstrapArgs()
+    router: RouterArgs = RouterArgs()
+    prefill: PoolArgs | None = None
+    decode: PoolArgs | None = None
+    mixed: PoolArgs | None = None
+
+    def pools(self) -> dict[Role, PoolArgs]:
+        return {role: pool for role in POOLS if (pool := getattr(self, role)) is not None}
+
+
+def parse_args(args: Mapping[str, Any]) -> PdArgs:
+    """A part of a cluster's arguments. Raises ConfigError that names the argument."""
+    try:
+        return msgspec.convert(dict(args), PdArgs)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"args of build_pd_app: {error}") from error
+
+
+def read_args(args: Mapping[str, Any]) -> PdArgs:
+    """Arguments of a whole cluster: a prefill and a decode node where they name no pool. Raises ConfigError."""
+    found = parse_args(args)
+    pools = found.pools()
+    if not pools:
+        found = msgspec.structs.replace(found, prefill=PoolArgs(), decode=PoolArgs())
+    elif "mixed" not in pools and len(pools) < 2:
+        raise ConfigError(
+            f"args of build_pd_app: there are only {next(iter(pools))} nodes; add the other role, or mixed"
+        )
+    for role, pool in found.pools().items():
+        if pool.num_replicas is not None and pool.autoscaling_config is not None:
+            raise ConfigError(f"args of build_pd_app: {role} has num_replicas and autoscaling_config; keep one of them")
+        if pool.tp < 1:
+            raise ConfigError(f"args of build_pd_app: {role}.tp is {pool.tp}; a node has at least one rank")
+    if any(pool.autoscaling_config is not None for pool in found.pools().values()) and _is_on(
+        found.router.settings.get("router.auto_roles")
+    ):
+        raise ConfigError("args of build_pd_app: pools scale, and router.auto_roles changes roles; keep one of them")
+    _check(found)
+    return found
+
+
+def _is_on(value: Setting | None) -> bool:
+    return str(value).lower() == "true"
+
+
+def _check(args: PdArgs) -> None:
+    """Read every setting as its process would, so that a wrong one fails before anything starts."""
+    load(BootstrapConfig, _values(bootstrap_command(args, "127.0.0.1")), environ={})
+    load(RouterConfig, _values(router_command(args, "r", ("127.0.0.1", "127.0.0.1:1"))), environ={})
+    for role in args.pools():
+        load(NodeConfig, _values(node_command(args, role, "n", ("127.0.0.1", "127.0.0.1:1"))), environ={})
+
+
+def _values(command: tuple[str, ...]) -> dict[str, str]:
+    return dict(word.removeprefix("--set=").split("=", 1) for word in command if word.startswith("--set="))
+
+
+def bootstrap_command(args: PdArgs, host: str, more: Mapping[str, Setting] = NOTHING) -> tuple[str, ...]:
+    """more: settings that count more than those of the arguments, as in the other commands."""
+    own = {"bootstrap.listen": format_address(host, args.bootstrap.port), "bootstrap.health": "127.0.0.1:0"}
+    return (sys.executable, "-m", "pdcluster.cli", "bootstrap", *_sets({**own, **args.bootstrap.settings, **more}))
+
+
+def router_command(
+    args: PdArgs, name: str, places: tuple[str, str], more: Mapping[str, Setting] = NOTHING
+) -> tuple[str, ...]:
+    """places: the host of this machine, and the bootstrap's address."""
+    router, (host, bootstrap) = args.router, places
+    own: dict[str, Setting] = {
+        "router.name": name,
+        "router.bootstrap": bootstrap,
+        "router.http": format_address(router.host or host, router.port),
+        "router.grpc": "none",
+        "router.admin": "127.0.0.1:0",
+        "router.scaler": "127.0.0.1:0",
+        "router.health": "127.0.0.1:0",
+        "router.drain_s": router.drain_s,
+    }
+    return (sys.executable, "-m", "pdcluster_router.cli", *_sets({**own, **router.settings, **more}))
+
+
+def node_command(
+    args: PdArgs, role: Role, name: str, places: tuple[str, str], more: Mapping[str, Setting] = NOTHING
+) -> tuple[str, ...]:
+    """places: the host of this machine, and the bootstrap's address."""
+    pool, (host, bootstrap) = args.pools()[role], places
+    own: dict[str, Setting] = {
+        "node.role": role,
+        "node.name": name,
+        "node.bootstrap": bootstrap,
+        "node.listen": format_address(host, 0),
+        "node.health": "127.0.0.1:0",
+        "node.tp": pool.tp,
+        "node.drain_s": pool.drain_s,
+    }
+    if args.model is not None:
+        own["node.model"] = args.model
+    if args.served_model_name is not None:
+        own["node.served_model_name"] = args.served_model_name
+    cores = pool.ray_actor_options.get("num_cpus")
+    if cores is not None and cores >= 1:
+        own["node.threads"] = int(cores)
+    return (sys.executable, "-m", "pdcluster.cli", "node", *_sets({**own, **pool.settings, **more}))
+
+
+def _sets(settings: Mapping[str, Setting]) -> tuple[str, ...]:
+    """Settings as flags. Ray's YAML has true and false where the settings have them."""
+    return tuple(
+        f"--set={path}={str(value).lower() if isinstance(value, bool) else value}" for path, value in settings.items()
+    )
+
+
+def environment_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a child of a Ray worker gets. It finds this package wherever Ray put it (`runtime_env`)."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(RAYS_OWN)}
+    router = importlib.util.find_spec("pdcluster_router")
+    homes = (
+        [Path(__file__).parents[2], *(Path(each).parent for each in (router.submodule_search_locations or ()))]
+        if router
+        else []
+    )
+    given = environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = [path for path in (*given, *map(str, homes)) if path and "/ray/" not in path]
+    return kept | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

@@ -1,0 +1,367 @@
+"""pdcluster on Ray Serve, for `serve run pdcluster.ray:build_pd_app`, `serve deploy` with a YAML, and RayService.
+
+Ray places, restarts and scales; what is placed are this project's own processes. A replica is a thin supervisor: it
+starts one process, says that it is healthy as long as the process is, and lets it drain when the replica goes. KV and
+tokens never pass through Ray. Clients reach the router through Ray's proxy or at its own address (`/-/pdcluster`).
+
+Children are started by the loop that runs a replica's code, never in another thread: the kernel ends a child with the
+thread that started it, and that loop's thread lives as long as the actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from pdcluster.core.errors import ConfigError, PdclusterError, Unavailable
+from pdcluster.core.messages import Role
+from pdcluster.launch.ray_args import (
+    GRACE_S,
+    PdArgs,
+    PoolArgs,
+    bootstrap_command,
+    environment_of,
+    node_command,
+    parse_args,
+    read_args,
+    router_command,
+)
+from pdcluster.processes.supervisor import Facts, Spec, Supervisor
+from pdcluster.rpc.scaling import wanted_nodes
+from pdcluster.wire.address import format_address
+
+log = logging.getLogger("ray.serve")
+
+BOOTSTRAP, ROUTER = "Bootstrap", "Router"
+NAMES: dict[Role, str] = {"prefill": "Prefill", "decode": "Decode", "mixed": "Mixed"}
+HEAD = "node:__internal_head__"
+# Crashes of a replica's process within a minute, before Ray replaces the replica.
+RESTARTS = 5
+# Past its drain, before it is killed.
+KILL_GRACE_S = 6.0
+HEALTH_S = 5.0
+LOOK_S = 0.2
+# How often replicas tell the wanted number, and how long Ray looks back; the second must be longer.
+METRICS_S, LOOK_BACK_S = 2.0, 10.0
+SETTLE_S = 300.0
+# Replies keep neither these nor what Ray's proxy writes itself.
+NOT_PASSED_ON = frozenset(
+    (
+        "connection",
+        "keep-alive",
+        "transfer-encoding",
+        "upgrade",
+        "te",
+        "trailer",
+        "host",
+        "date",
+        "server",
+        "x-request-id",
+    )
+)
+NOT_SENT_ON = NOT_PASSED_ON - {"x-request-id"}
+# Where a client learns the router's own address.
+ADDRESSES = "/-/pdcluster"
+
+
+class ServedProcess:
+    """One process of a replica, started again when it crashes. Owned by the loop that runs the replica's code."""
+
+    def __init__(self, name: str, ready_s: float) -> None:
+        self.name = name
+        self._supervisor = Supervisor(log.warning, self._forward, ready_s, RESTARTS)
+        self._failed = asyncio.ensure_future(self._supervisor.failed())
+        self.facts: Facts = {}
+
+    async def start(self, command: tuple[str, ...], drain_s: float) -> None:
+        spec = Spec(self.name, command, drain_s + KILL_GRACE_S, environment=environment_of(os.environ))
+        self.facts = await self._supervisor.start(spec)
+        log.info("%s is ready at %s", self.name, self.facts["address"])
+
+    @property
+    def pid(self) -> int | None:
+        return self._supervisor.pid(self.name)
+
+    def check(self) -> None:
+        """Raises when it crashed too often."""
+        if self._failed.done():
+            raise self._failed.result()
+
+    async def probe(self) -> None:
+        """Ask its health port. One that is being started again is not asked. Raises when it stands still."""
+        self.check()
+        if self.pid is None:
+            return
+        async with _session() as session, session.get(f"http://{self.facts['health']}/livez") as reply:
+            if reply.status != 200:
+                raise Unavailable(f"{self.name} is not alive: {(await reply.text())[:500]}")
+
+    async def stop(self) -> None:
+        await self._supervisor.stop([[self.name]])
+        self._failed.cancel()
+
+    @staticmethod
+    def _forward(name: str, line: str) -> None:
+        print(f"{name}: {line}", flush=True)
+
+
+def _session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HEALTH_S), trust_env=False)
+
+
+def _host() -> str:
+    """This machine's address in the Ray cluster."""
+    own = ray.get_runtime_context().get_node_id()
+    return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == own)
+
+
+def _bootstrap_address(port: int) -> str:
+    """The registry is on the head node. Raises Unavailable while Ray names none."""
+    for node in ray.nodes():
+        if node["Alive"] and HEAD in node["Resources"]:
+            return format_address(str(node["NodeManagerAddress"]), port)
+    raise Unavailable("Ray has no head node now; the replica tries again")
+
+
+class ReplicaOfProcess:
+    """What all replicas share: the process's life is the replica's.
+
+    Ray calls `reconfigure` before the first request, and again when user_config changed: then the process drains and
+    comes back with the new settings, one replica after another, and nothing else of the application is touched.
+    """
+
+    def __init__(self, args: dict[str, Any]) -> None:
+        self.args, self.replica = parse_args(args), serve.get_replica_context()
+        self.process: ServedProcess | None = None
+        self._settings: dict[str, Any] | None = None
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        if user_config.keys() - {"settings"}:
+            raise ConfigError(f"user_config has {', '.join(user_config)}; only settings can be changed by it")
+        settings = user_config.get("settings") or {}
+        if settings == self._settings:
+            return
+        if self.process is not None:
+            await self.process.stop()
+        self.process = await self.begin(settings)
+        self._settings = settings
+
+    async def begin(self, settings: dict[str, Any]) -> ServedProcess:
+        """Start the process.
+
+        settings: of user_config, which count more than those of the arguments.
+        """
+        raise NotImplementedError
+
+    async def check_health(self) -> None:
+        if self.process is not None:
+            await self.process.probe()
+
+    async def __del__(self) -> None:
+        """Ray calls and awaits it once when the replica goes: the process drains."""
+        process: ServedProcess | None = self.__dict__.get("process")
+        if process is not None:
+            await process.stop()
+
+
+class Bootstrap(ReplicaOfProcess):
+    """The registry."""
+
+    async def begin(self, settings: dict[str, Any]) -> ServedProcess:
+        process, host = ServedProcess("bootstrap", self.args.ready_s), _host()
+        await _until_free(host, self.args.bootstrap.port, GRACE_S)
+        await process.start(bootstrap_command(self.args, host, settings), 1.0)
+        return process
+
+
+class PoolNode(ReplicaOfProcess):
+    """A node. Its name is its role and the replica's id, so Ray's dashboard and pdctl name the same."""
+
+    def __init__(self, args: dict[str, Any], role: Role) -> None:
+        super().__init__(args)
+        self._role, self._router = role, serve.get_deployment_handle(ROUTER, self.replica.app_name)
+
+    async def begin(self, settings: dict[str, Any]) -> ServedProcess:
+        process = ServedProcess(f"{self._role}-{self.replica.replica_id.unique_id}", self.args.ready_s)
+        bootstrap = _bootstrap_address(self.args.bootstrap.port)
+        command = node_command(self.args, self._role, process.name, (_host(), bootstrap), settings)
+        await process.start(command, self.args.pools()[self._role].drain_s)
+        return process
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the router wants; Ray's policy gets it. Nothing while no router answers."""
+        try:
+            return {"wanted": float(await self._router.wanted.remote(self._role))}
+        except (PdclusterError, ray.exceptions.RayError) as error:
+            log.info("the router does not say how many %s nodes it wants: %s", self._role, error)
+            return {}
+
+
+class Router(ReplicaOfProcess):
+    """A router, and the way to it through Ray's proxy.
+
+    pools: the nodes' deployments, which are part of the application by that.
+    """
+
+    def __init__(self, args: dict[str, Any], bootstrap: Any, pools: dict[str, Any]) -> None:
+        super().__init__(args)
+        self._client: aiohttp.ClientSession | None = None
+
+    async def begin(self, settings: dict[str, Any]) -> ServedProcess:
+        process, router, host = (
+            ServedProcess(f"router-{self.replica.replica_id.unique_id}", self.args.ready_s),
+            self.args.router,
+            _host(),
+        )
+        await _until_free(router.host or host, router.port, router.drain_s + GRACE_S)
+        bootstrap = _bootstrap_address(self.args.bootstrap.port)
+        await process.start(router_command(self.args, process.name, (host, bootstrap), settings), router.drain_s)
+        if self._client is None:
+            self._client = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False, trust_env=False,
+                connector=aiohttp.TCPConnector(limit=0),
+            )  # fmt: skip
+        return process
+
+    @property
+    def _facts(self) -> Facts:
+        assert self.process is not None  # Ray sends requests after `reconfigure`
+        return self.process.facts
+
+    async def wanted(self, role: Role) -> int:
+        """Nodes of a role that the work of all routers needs."""
+        return await wanted_nodes(str(self._facts["scaler"]), role)
+
+    async def __call__(self, request: Request) -> Response:
+        """The router's own reply, as it comes. When the client leaves, so does this request."""
+        facts, client = self._facts, self._client
+        assert client is not None
+        path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+        if path == ADDRESSES:
+            return JSONResponse(
+                {
+                    "name": f"router-{self.replica.replica_id.unique_id}",
+                    "http": facts["address"],
+                    "admin": facts["admin"],
+                }
+            )
+        headers = [(name, value) for name, value in request.headers.items() if name not in NOT_SENT_ON]
+        query = f"?{request.url.query}" if request.url.query else ""
+        try:
+            reply = await client.request(
+                request.method, f"http://{facts['address']}{path}{query}", headers=headers,
+                data=await request.body(), allow_redirects=False,
+            )  # fmt: skip
+        except aiohttp.ClientError as error:
+            body = {"error": {"message": f"the router does not answer now; retry: {error}", "type": "unavailable"}}
+            return JSONResponse(body, 503, headers={"retry-after": "1"})
+        passed = {name: value for name, value in reply.headers.items() if name.lower() not in NOT_PASSED_ON}
+        return StreamingResponse(_pieces(reply), reply.status, passed)
+
+
+async def _pieces(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    try:
+        async for piece in reply.content.iter_any():
+            yield piece
+    finally:
+        reply.close()
+
+
+async def _until_free(host: str, port: int, within_s: float) -> None:
+    """Wait until an earlier replica gave the port back. Where nobody does, the start that follows fails."""
+    until = asyncio.get_running_loop().time() + within_s
+    while port and asyncio.get_running_loop().time() < until:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+                return
+            except OSError:
+                await asyncio.sleep(LOOK_S)
+
+
+def follow_router(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """Ray's autoscaling policy of a pool: as many nodes as the router's last word says. One goes at a time, and drains.
+
+    Ray counts requests in its own handles, of which nodes get none; so its default policy would only shrink a pool.
+    """
+    told = [
+        (series[-1].timestamp, series[-1].value)
+        for series in (context.raw_metrics or {}).get("wanted", {}).values()
+        if series
+    ]
+    if not told:
+        return context.target_num_replicas, {}
+    wanted = round(max(told)[1])
+    return max(wanted, context.target_num_replicas - 1), {}
+
+
+def build_pd_app(args: dict[str, Any]) -> serve.Application:
+    """The application. args: see `pdcluster.launch.ray_args.PdArgs`. Raises ConfigError for what is wrong in them."""
+    found = read_args(args)
+    bootstrap = serve.deployment(
+        Bootstrap, name=BOOTSTRAP, num_replicas=1, user_config={}, graceful_shutdown_timeout_s=GRACE_S,
+        health_check_period_s=HEALTH_S, ray_actor_options=_at_head(found.bootstrap.ray_actor_options),
+    )  # fmt: skip
+    pools = {role: _pool(found, role, pool).bind(_of_pool(args, role), role) for role, pool in found.pools().items()}
+    router = serve.deployment(
+        Router, name=ROUTER, num_replicas=found.router.num_replicas, user_config={}, max_ongoing_requests=1 << 16,
+        max_replicas_per_node=1, graceful_shutdown_timeout_s=found.router.drain_s + GRACE_S,
+        health_check_period_s=HEALTH_S, ray_actor_options=_actor(found.router.ray_actor_options),
+    )  # fmt: skip
+    own = {name: value for name, value in args.items() if name not in NAMES}
+    return router.bind(own, bootstrap.bind(_of_bootstrap(args)), pools)
+
+
+def _pool(args: PdArgs, role: Role, pool: PoolArgs) -> serve.Deployment:
+    options: dict[str, Any] = {"num_replicas": pool.num_replicas or 1}
+    if pool.autoscaling_config is not None:
+        given: dict[str, Any] = {
+            "metrics_interval_s": METRICS_S, "look_back_period_s": LOOK_BACK_S, "upscale_delay_s": 0.0,
+            "downscale_delay_s": SETTLE_S, "policy": AutoscalingPolicy(policy_function=follow_router),
+        }  # fmt: skip
+        options = {"autoscaling_config": AutoscalingConfig(**(given | pool.autoscaling_config))}
+    actor = _actor(pool.ray_actor_options)
+    bundles = pool.placement_group_bundles
+    if bundles is None and pool.tp > 1:
+        bundles = [_bundle(actor)] * pool.tp
+    if bundles is not None:
+        options |= {"placement_group_bundles": bundles, "placement_group_strategy": pool.placement_group_strategy}
+    return serve.deployment(
+        PoolNode, name=NAMES[role], user_config={}, ray_actor_options=actor, health_check_period_s=HEALTH_S,
+        graceful_shutdown_timeout_s=pool.drain_s + KILL_GRACE_S + GRACE_S, **options,
+    )  # fmt: skip
+
+
+def _of_pool(args: dict[str, Any], role: Role) -> dict[str, Any]:
+    """What the nodes of one role depend on: other changes do not start them again."""
+    kept = ("model", "served_model_name", "ready_s", "bootstrap", role)
+    return {name: args[name] for name in kept if name in args} | {role: args.get(role) or {}}
+
+
+def _of_bootstrap(args: dict[str, Any]) -> dict[str, Any]:
+    return {name: args[name] for name in ("ready_s", "bootstrap") if name in args}
+
+
+def _actor(options: dict[str, Any]) -> dict[str, Any]:
+    return {"num_cpus": 1, **options}
+
+
+def _at_head(options: dict[str, Any]) -> dict[str, Any]:
+    return {"num_cpus": 0.1, **options, "resources": {HEAD: 0.001, **options.get("resources", {})}}
+
+
+def _bundle(actor: dict[str, Any]) -> dict[str, float]:
+    found = {"CPU": actor.get("num_cpus", 0), "GPU": actor.get("num_gpus", 0), **actor.get("resources", {})}
+    return {name: amount for name, amount in found.items() if amount}
