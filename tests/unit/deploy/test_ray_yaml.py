@@ -1,0 +1,90 @@
+"""The YAML of deploy/ray against the schema that Ray reads it by, and its arguments as `build_pd_app` reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from pdcluster.core.errors import ConfigError
+from pdcluster.launch.ray_args import (
+    bootstrap_command,
+    environment_of,
+    node_command,
+    parse_args,
+    read_args,
+    router_command,
+)
+
+RAY = Path(__file__).parents[3] / "deploy" / "ray"
+# Written by tests/ray, which checks that it is the installed Ray's.
+SCHEMA = json.loads((Path(__file__).parent / "ray_serve_schema.json").read_text())
+PLACES = ("10.0.0.7", "10.0.0.1:8998")
+
+
+def config(name: str) -> dict[str, Any]:
+    found = yaml.safe_load((RAY / name).read_text())
+    return yaml.safe_load(found["spec"]["serveConfigV2"]) if found.get("kind") == "RayService" else found
+
+
+@pytest.mark.parametrize("name", sorted(file.name for file in RAY.glob("*.yaml")))
+def test_rays_schema_takes_it(name: str) -> None:
+    jsonschema.validate(config(name), SCHEMA)
+    wrong = config(name)
+    wrong["applications"][0]["deployments"] = [{"name": "Decode", "ray_actor_options": {"num_cpus": "x"}}]
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(wrong, SCHEMA)
+
+
+@pytest.mark.parametrize("name", sorted(file.name for file in RAY.glob("*.yaml")))
+def test_its_arguments_are_ours(name: str) -> None:
+    (application,) = config(name)["applications"]
+    assert application["import_path"] == "pdcluster.ray:build_pd_app"
+    args = read_args(application["args"])
+    assert set(args.pools()) == {"prefill", "decode"}
+
+
+def test_without_arguments_there_is_one_node_of_each() -> None:
+    assert set(read_args({}).pools()) == {"prefill", "decode"}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"prefil": {}}, "unknown field `prefil`"),
+        ({"prefill": {"num_replicas": "two"}}, "at `$.prefill.num_replicas`"),
+        ({"prefill": {}}, "there are only prefill nodes"),
+        ({"mixed": {"num_replicas": 1, "autoscaling_config": {}}}, "keep one of them"),
+        ({"mixed": {"tp": 0}}, "at least one rank"),
+        ({"mixed": {"settings": {"node.thread": 1}}}, "did you mean node.threads"),
+        ({"mixed": {"autoscaling_config": {}}, "router": {"settings": {"router.auto_roles": True}}}, "auto_roles"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("$", r"\$")):
+        read_args(args)
+
+
+def test_commands_have_the_settings_and_later_ones_count_more() -> None:
+    args = parse_args({
+        "served_model_name": "m", "router": {"port": 0, "settings": {"router.policy": "product"}},
+        "decode": {"tp": 2, "ray_actor_options": {"num_cpus": 3}, "settings": {"node.warmup": False}},
+    })  # fmt: skip
+    node = node_command(args, "decode", "decode-x", PLACES, {"node.threads": 1})
+    assert {"--set=node.name=decode-x", "--set=node.tp=2", "--set=node.warmup=false", "--set=node.threads=1"} <= set(
+        node
+    )
+    assert "--set=node.threads=3" in node_command(args, "decode", "decode-x", PLACES)
+    router = router_command(args, "router-x", PLACES)
+    assert {"--set=router.http=10.0.0.7:0", "--set=router.policy=product"} <= set(router)
+    assert "--set=bootstrap.listen=[::1]:8998" in bootstrap_command(args, "::1")
+
+
+def test_children_get_nothing_of_ray() -> None:
+    found = environment_of({"RAY_AUTH_TOKEN": "secret", "OMP_NUM_THREADS": "1", "HOME": "/root", "PYTHONPATH": "/app"})
+    assert set(found) == {"HOME", "PYTHONPATH"}
+    assert found["PYTHONPATH"].startswith("/app")
