@@ -287,6 +287,9 @@ class Roster:
         for row, name in enumerate(self.names):
             self.rows_of_name[name] = (*self.rows_of_name.get(name, ()), row)
         self._media = tuple(frozenset(node.backends) for node in nodes)
+        # Incarnations that compute prompts in mode remote, and in mode local.
+        self.serving = frozenset(nodes[row].incarnation for row in self.prefill.rows)
+        self.all_accepting = frozenset(nodes[row].incarnation for row in self.accepting.rows)
         # Filled by `policy.scales`, which derives it from this roster.
         self.plans: dict[object, Any] = {}
         self._paths: dict[int, tuple[Mapping[str, float], Column]] = {}

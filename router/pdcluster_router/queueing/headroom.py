@@ -10,13 +10,13 @@ while the rows of its decode node are at their limit, but for no more than HALF 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.generation import Mode
-from pdcluster_router.policy.base import Query, RoutingDecision
+from pdcluster_router.policy.base import Query, RoutingDecision, suits_all
 from pdcluster_router.policy.pools import why_not
 from pdcluster_router.policy.predicted import compiled, passing
 
@@ -116,7 +116,9 @@ class Headroom:
         )  # in mode local its own rows are looked at
         if self.is_open(first, mode, has_row=has_row) and not _is_ruled_out(first, query):
             return True
-        has_row = has_row or self._has_row(view.nodes)
+        has_row = has_row or self._has_row(view)
+        if _is_any_nodes(choice, query, view):
+            return self._any_open(mode, view, has_row=has_row)
         nodes = chain((first,), self._pool(mode, view))
         return any(self.is_open(node, mode, has_row=has_row) and _may_take(node, choice, query) for node in nodes)
 
@@ -135,24 +137,45 @@ class Headroom:
 
     def usable(self, choice: RoutingDecision, query: Query, view: ClusterView) -> frozenset[str]:
         """Incarnations that could compute the prompt in the chosen mode, open or not."""
+        if _is_any_nodes(choice, query, view):
+            return view.roster.all_accepting if choice.mode == "local" else view.roster.serving
         return frozenset(
             node.endpoint.incarnation for node in self._pool(choice.mode, view) if _may_take(node, choice, query)
         )
 
     def full_modes(self, view: ClusterView) -> frozenset[Mode]:
         """Modes in which no request has room."""
-        has_row = self._has_row(view.nodes)
-        return frozenset(
-            mode
-            for mode in MODES
-            if not any(self.is_open(node, mode, has_row=has_row) for node in self._pool(mode, view))
-        )
+        has_row = self._has_row(view)
+        return frozenset(mode for mode in MODES if not self._any_open(mode, view, has_row=has_row))
+
+    def soonest_s(self, view: ClusterView) -> float | None:
+        """Seconds until the first of the nodes beyond their backlog has worked off the rest; None without any."""
+        if view.has_table:
+            functions = compiled.in_use()
+            least_s = functions.least_excess_s(functions.table(view), self.backlog_s)
+            if least_s >= 0.0:
+                return least_s or None
+        excess_s = [self.waiting_s(node) - self.backlog_s for node in view.nodes]
+        return min((excess for excess in excess_s if excess > 0), default=None)
+
+    def _any_open(self, mode: str, view: ClusterView, *, has_row: bool) -> bool:
+        """Whether some node of the mode is open. The nodes' numbers say it, unless they have no costs of their own."""
+        if view.has_table:
+            functions, is_local = compiled.in_use(), mode == "local"
+            rows = functions.rows(view.roster.accepting if is_local else view.roster.prefill)
+            found = functions.any_open(functions.table(view), rows, is_local, has_row, self.backlog_s)
+            if found >= 0:
+                return found > 0
+        return any(self.is_open(node, mode, has_row=has_row) for node in self._pool(mode, view))
 
     def _pool(self, mode: str, view: ClusterView) -> Iterator[NodeView]:
         return (node for node in view.nodes if node.accepts_work and (mode == "local" or node.role != "decode"))
 
-    def _has_row(self, nodes: Iterable[NodeView]) -> bool:
-        return any(_decodes(node) and self.takes_row(node) for node in nodes)
+    def _has_row(self, view: ClusterView) -> bool:
+        if view.has_table:
+            functions = compiled.in_use()
+            return functions.any_row(functions.table(view), functions.rows(view.roster.decode))
+        return any(_decodes(node) and self.takes_row(node) for node in view.nodes)
 
 
 def _decodes(node: NodeView) -> bool:
@@ -163,6 +186,12 @@ def _is_idle(node: NodeView) -> bool:
     return node.load is not None and not (
         node.load.waiting or node.load.running or node.load.pages_parked or node.in_flight
     )
+
+
+def _is_any_nodes(choice: RoutingDecision, query: Query, view: ClusterView) -> bool:
+    """Whether every node that takes work may compute the prompt in the chosen mode."""
+    is_free = not query.busy and not query.excluded and choice.suits is suits_all
+    return is_free and query.num_tokens <= view.roster.shortest_max_len
 
 
 def _may_take(node: NodeView, choice: RoutingDecision, query: Query) -> bool:

@@ -240,8 +240,7 @@ class ReplayRouter:
 
     def next_look(self, now: float) -> float:
         """When a node may have worked off enough backlog, or a request waited too long."""
-        excess_s = [self._headroom.waiting_s(node) - self._headroom.backlog_s for node in self._view().nodes]
-        soonest_s = min((excess for excess in excess_s if excess > 0), default=TICK_S)
+        soonest_s = self._headroom.soonest_s(self._view()) or TICK_S
         due = self.gate.queue.next_expiry()
         return min(now + max(soonest_s, SOONEST_S), max(due, now) if due is not None else math.inf)
 

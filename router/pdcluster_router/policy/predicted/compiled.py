@@ -50,6 +50,9 @@ class Scoring(Protocol):
     bears: Callable[..., bool]
     note_sent: Callable[..., None]
     goes: Callable[..., bool]
+    any_open: Callable[..., int]
+    any_row: Callable[..., bool]
+    least_excess_s: Callable[..., float]
     # Scratch for `place` and `place_pair`, read before they are called again.
     scratch: tuple[Found, Told]
     scan_ids: Scan | None
@@ -95,6 +98,9 @@ class PythonScoring:
     bears = staticmethod(bears)
     note_sent = staticmethod(_note_sent)
     goes = staticmethod(passing.goes)
+    any_open = staticmethod(passing.any_open)
+    any_row = staticmethod(passing.any_row)
+    least_excess_s = staticmethod(passing.least_excess_s)
     scratch: tuple[Found, Told] = [0.0] * NUM_FOUND, [0.0] * MOST_TOLD
     scan_ids: Scan | None = None
 
@@ -151,6 +157,9 @@ class CompiledScoring:
         self.bears: Callable[..., bool] = made["bears"]
         self.note_sent: Callable[..., None] = made["note_sent"]
         self.goes: Callable[..., bool] = made["goes"]
+        self.any_open: Callable[..., int] = made["any_open"]
+        self.any_row: Callable[..., bool] = made["any_row"]
+        self.least_excess_s: Callable[..., float] = made["least_excess_s"]
         self.scan_ids: Scan | None = made["scan_ids"]
         self.scratch: tuple[Found, Told] = np.zeros(NUM_FOUND), np.zeros(MOST_TOLD)  # type: ignore[assignment]
 
@@ -218,6 +227,9 @@ def _signatures(types: Any) -> dict[str, Any]:
         "goes": types.boolean(
             table, whole, whole, types.boolean, types.boolean, whole, whole, whole, number, number, number, number
         ),
+        "any_open": whole(table, rows, types.boolean, types.boolean, number),
+        "any_row": types.boolean(table, rows),
+        "least_excess_s": number(table, number),
         "scan_ids": types.UniTuple(whole, 2)(text, types.int32[::1]),
         "note_sent": types.void(table, whole, *(whole,) * 7),
     }

@@ -31,7 +31,7 @@ from pdcluster_router.policy.predicted.node_state import (
     TOLD_PROMPTS,
     TOLD_REQUESTS,
 )
-from pdcluster_router.policy.predicted.scoring import Table
+from pdcluster_router.policy.predicted.scoring import Rows, Table
 
 # Prompts are computed ahead of full decode nodes until finished KV fills one part in so many of a prefill node's pool.
 AHEAD = 4
@@ -89,6 +89,51 @@ def has_room(
     if not waiting_s < backlog_s:
         return False
     return has_row or (not is_local and (not has_load or num_parked * AHEAD < num_pages))
+
+
+def any_open(table: Table, rows: Rows, is_local: bool, has_row: bool, backlog_s: float) -> int:
+    """1: one of these nodes is open, 0: none is, -1: their numbers do not say. has_row: some decode node has one."""
+    found = 0
+    for row in rows:
+        node = table[row]
+        has_load = node[HAS_LOAD] > 0.0
+        if has_load and node[TOLD_PROMPTS] == node[TOLD_REQUESTS] == node[PARKED] == node[IN_FLIGHT] == 0.0:
+            return 1
+        if node[IS_OWN] == 0.0:
+            found = -1
+        elif has_room(
+            node[BACKLOG_S],
+            backlog_s,
+            is_local,
+            takes_row(node) if is_local else has_row,
+            has_load,
+            node[PARKED],
+            node[PAGES],
+        ):
+            return 1
+    return found
+
+
+def any_row(table: Table, rows: Rows) -> bool:
+    """Whether one of these nodes takes a row."""
+    for row in rows:  # noqa: SIM110 (compiled)
+        if takes_row(table[row]):
+            return True
+    return False
+
+
+def least_excess_s(table: Table, backlog_s: float) -> float:
+    """The least time in which one of the nodes beyond the backlog has worked off the rest; 0: there is none, -1: the
+    nodes' own numbers do not say."""
+    least = 0.0
+    for row in range(len(table)):
+        node = table[row]
+        if node[IS_OWN] == 0.0:
+            return -1.0
+        excess = node[BACKLOG_S] - backlog_s
+        if excess > 0.0 and (least == 0.0 or excess < least):
+            least = excess
+    return least
 
 
 def takes_row(node: Numbers) -> bool:
