@@ -17,7 +17,7 @@ from pdcluster.settings.config import set_environment
 from pdcluster.settings.kinds import address as parse_address
 from pdcluster.settings.shown import SectionName, SettingPairs, SettingsFile, show_settings
 from pdcluster_router.operate.printing import PrintFormat
-from pdcluster_router.replay.options import NodeOptions, Printing, Routing, Traffic
+from pdcluster_router.replay.options import NodeOptions, Printing, Routing, Scaling, Traffic
 
 if TYPE_CHECKING:
     from pdcluster_router.operate.clients import AdminClients
@@ -422,8 +422,9 @@ def completion(shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish")]) -
         print(get_completion_script(prog_name=PROGRAM, complete_var=COMPLETE_VARIABLE, shell=shell))
 
 
-def replay(traffic: Traffic, nodes: NodeOptions, routing: Routing, printing: Printing) -> None:
+def replay(traffic: Traffic, nodes: NodeOptions, routing: Routing, scaling: Scaling, printing: Printing) -> None:
     """Drive the production routing policies through a trace in simulated time; one row per policy. Needs no cluster.
+    With --autoscale, pools grow and shrink under one policy; one row per rule.
 
     hit: share of prompt tokens that were cached where they were computed; hit_oracle: the same with one cache over the
     nodes that compute prompts for others, which a policy that also fetches from decode nodes, or computes there, can do
@@ -431,10 +432,10 @@ def replay(traffic: Traffic, nodes: NodeOptions, routing: Routing, printing: Pri
     with flags.reported():
         from pdcluster_router.replay import command
 
-        command.show(command.rows(traffic, nodes, routing), printing.output.value)
+        command.show(command.rows(traffic, nodes, routing, scaling), printing.output.value)
 
 
-app.command("replay")(flags.grouped(replay, Traffic, NodeOptions, Routing, Printing))
+app.command("replay")(flags.grouped(replay, Traffic, NodeOptions, Routing, Scaling, Printing))
 
 
 def main() -> None:

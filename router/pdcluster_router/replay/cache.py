@@ -52,6 +52,17 @@ class PrefixCache:
         """Blocks that cannot be evicted."""
         return self._num_pinned + self._num_private
 
+    def clear(self) -> None:
+        """The node goes: it must be idle."""
+        if self.num_busy:
+            raise IntegrityError(f"a node with {self.num_busy} blocks in use cannot go")
+        if self._kept:
+            self.changed()
+        for block in self._kept:
+            self.changes.pop(block, None)
+            self.changes[block] = False
+        self._kept.clear()
+
     def names(self) -> list[bytes]:
         """Cached blocks, parents before children."""
         return list(reversed(self._kept))

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
 from pdcluster.core.errors import ConfigError
+from pdcluster.settings.config import cache_directory
+from pdcluster_router.policy.predicted import compiled
 from pdcluster_router.policy.registry import DEFAULT, make_policy
 from pdcluster_router.replay.feed import FeedSpec
 from pdcluster_router.replay.fitted import read_cost
-from pdcluster_router.replay.options import NodeOptions, Routing, Traffic
-from pdcluster_router.replay.report import Figures, ReplaySlo, figures
-from pdcluster_router.replay.scenario import Conditions, Layout, of_cost, oracle, replay
+from pdcluster_router.replay.options import NodeOptions, Routing, Scaling, Traffic
+from pdcluster_router.replay.report import Figures, ReplaySlo, ScalingFigures, figures, scaling_figures
+from pdcluster_router.replay.scaling import ScalingSpec
+from pdcluster_router.replay.scenario import Conditions, Layout, needed_nodes, of_cost, oracle, replay
 from pdcluster_router.replay.trace import Trace, read_trace
 from pdcluster_router.replay.workloads import generate
+from pdcluster_router.scaling.rules import rules_of
 
 GENERATE = "generate:"
 NUM_GENERATED = 5000
@@ -34,22 +40,83 @@ COLUMNS = (
     "attainment",
     "remote",
 )
+SCALING_COLUMNS = (
+    "rule", "goodput", "attainment", "node_hours", "per_node_hour", "most_nodes", "ttft_mean_s", "ttft_p90_s",
+    "ttft_p99_s", "tpot_mean_s",
+)  # fmt: skip
+# Nodes times requests from which compiled choices are worth loading, and compiling.
+SOME_CHOICES, MANY_CHOICES = 200_000, 20_000_000
+PROGRESS_S = 5.0
+NOT_SCALED = Scaling()
 
 
-def rows(traffic: Traffic, nodes: NodeOptions, routing: Routing) -> list[Figures]:
-    """Rows of all policies. Raises ConfigError before the first one runs."""
+def rows(
+    traffic: Traffic, nodes: NodeOptions, routing: Routing, scaling: Scaling = NOT_SCALED
+) -> Sequence[Figures | ScalingFigures]:
+    """Rows of all policies, or of all rules. Raises ConfigError before the first one runs."""
     policies = split_policies(routing.policy)
+    rules = rules_of(scaling.autoscale) if scaling.autoscale else []
     layout, conditions = layout_of(nodes, traffic.seed), _conditions(routing, traffic.seed)
     if traffic.requests < 0:
         raise ConfigError(f"cannot replay {traffic.requests} requests; give 0 for all")
+    if rules and (layout.mixed or not layout.prefill or not layout.decode or len(policies) > 1):
+        raise ConfigError("--autoscale scales prefill and decode nodes under one policy; give --prefill and --decode")
+    if scaling.start_s < 0:
+        raise ConfigError(f"a node cannot start in {scaling.start_s:g} s; give 0 or more")
     layout.nodes(1)
     trace = load_trace(traffic.trace, traffic.seed)
     if traffic.requests:
         trace = trace.head(traffic.requests)
     trace = trace.at_speed(traffic.speedup)
+    _use_compiled(layout, trace)
     known = oracle(trace, layout)
     slo = ReplaySlo(layout.cost, trace.mean_tokens)
-    return [figures(policy, replay(trace, layout, policy, conditions), slo, known.hit) for policy in policies]
+    if not rules:
+        return [
+            figures(
+                policy, replay(trace, layout, policy, conditions, progress=_progress(policy, trace)), slo, known.hit
+            )
+            for policy in policies
+        ]
+    needed = needed_nodes(trace, layout, known)
+    found = []
+    for rule in rules:
+        spec = ScalingSpec(rule, scaling.start_s, needed=needed)
+        outcome = replay(trace, layout, policies[0], conditions, spec, _progress(rule.name, trace))
+        found.append(scaling_figures(rule.name, outcome, slo))
+    return found
+
+
+def _use_compiled(layout: Layout, trace: Trace) -> None:
+    """Weigh choices in compiled code where that is there, or worth its minute. The choices are the same."""
+    size = layout.num_nodes * len(trace.requests)
+    if size > MANY_CHOICES or (size > SOME_CHOICES and compiled.is_kept(cache_directory())):
+        compiled.load(cache_directory())
+
+
+def _progress(name: str, trace: Trace) -> Callable[[int], None]:
+    """A line on stderr now and then, on a terminal's own line."""
+    began = told = time.monotonic()
+    total = len(trace.requests)
+
+    def progress(num: int) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told < PROGRESS_S or num == total:
+            if num == total and told > began:
+                print(file=sys.stderr)
+            return
+        told = now
+        left_s = (now - began) * (total - num) / num
+        line = f"{name}: {num:,} of {total:,} requests, about {left_s:.0f} s to go"
+        print(
+            f"\r{line}\033[K" if sys.stderr.isatty() else line,
+            end="" if sys.stderr.isatty() else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    return progress
 
 
 def split_policies(text: str) -> list[str]:
@@ -85,12 +152,13 @@ def load_trace(text: str, seed: int) -> Trace:
     return generate(kind, int(number or NUM_GENERATED), seed)
 
 
-def show(found: Sequence[Figures], output: Literal["table", "json"] | str) -> None:
+def show(found: Sequence[Figures | ScalingFigures], output: Literal["table", "json"] | str) -> None:
     if output == "json":
         print(json.dumps([asdict(row) for row in found], indent=1))
         return
-    table = [COLUMNS, *(tuple(_cell(getattr(row, column)) for column in COLUMNS) for row in found)]
-    widths = [max(len(line[column]) for line in table) for column in range(len(COLUMNS))]
+    columns = SCALING_COLUMNS if found and isinstance(found[0], ScalingFigures) else COLUMNS
+    table = [columns, *(tuple(_cell(getattr(row, column)) for column in columns) for row in found)]
+    widths = [max(len(line[column]) for line in table) for column in range(len(columns))]
     for line in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 

@@ -198,6 +198,16 @@ class SimNode:
             or self.cache.num_busy
         )
 
+    @property
+    def num_open(self) -> int:
+        """Requests that wait or run here."""
+        return len(self._queue) + len(self._line) + len(self._rows) + len(self._joining) + self._num_reserved
+
+    @property
+    def num_unreserved(self) -> int:
+        """Requests that wait for a slot or for pages."""
+        return len(self._line)
+
     def enqueue(self, task: Task, now: float) -> None:
         """Compute the prompt, not before the task's ready_s."""
         self._still = None

@@ -74,5 +74,19 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
+class Scaling:
+    autoscale: Annotated[
+        str,
+        Option(
+            metavar="RULES",
+            help="let prefill and decode pools grow to --prefill and --decode nodes and shrink to one, by one or "
+            "several rules: predicted (the router's own signal), waiting (KEDA), running (an HPA), kv-or-queue (as "
+            "llm-d), oracle (knows the future); all: each",
+        ),
+    ] = ""
+    start_s: Annotated[float, Option(metavar="S", help="with --autoscale: seconds that a node takes to start")] = 60.0
+
+
+@dataclass(frozen=True, slots=True)
 class Printing:
     output: Annotated[OutputFormat, Option("-o", "--output", help="how rows are printed")] = OutputFormat.TABLE

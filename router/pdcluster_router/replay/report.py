@@ -53,6 +53,37 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
+class ScalingFigures:
+    """Figures of one rule of autoscaling.
+
+    node_hours: of all nodes, from their start to their end.
+    per_node_hour: good requests.
+    """
+
+    rule: str
+    goodput: float
+    attainment: float
+    node_hours: float
+    per_node_hour: float
+    most_nodes: int
+    ttft_mean_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    tpot_mean_s: float
+    num_requests: int
+
+
+def scaling_figures(rule: str, outcome: Outcome, slo: ReplaySlo) -> ScalingFigures:
+    found = figures(rule, outcome, slo, 0.0)
+    hours = outcome.node_s / 3600
+    num_good = found.attainment * found.num_requests
+    return ScalingFigures(
+        rule, found.goodput, found.attainment, hours, num_good / hours if hours else 0.0, outcome.most_nodes,
+        found.ttft_mean_s, found.ttft_p90_s, found.ttft_p99_s, found.tpot_mean_s, found.num_requests,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class ReplaySlo:
     cost: NodeCost
     mean_tokens: float

@@ -15,18 +15,21 @@ from functools import partial
 
 import numpy as np
 
+from pdcluster.bootstrap.demand import RouterDemand
 from pdcluster.core.errors import PdclusterError
-from pdcluster.core.messages import Endpoint, Load, Sampling
+from pdcluster.core.messages import Endpoint, Load, Role, Sampling
 from pdcluster.cost.cost import NodeCost, num_pairs
 from pdcluster_router.cluster.pacing import typical_cost
 from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView, PathRates
 from pdcluster_router.core.job import HashChain, Job
 from pdcluster_router.policy.base import Force, Policy, RoutingDecision
+from pdcluster_router.policy.decisions import Decision
 from pdcluster_router.policy.pull import BY_TOKENS, PullRule
 from pdcluster_router.policy.selector import PolicyHolder, PolicySelector
 from pdcluster_router.prefix_index.ideal_cache import IdealCache
 from pdcluster_router.prefix_index.index import PrefixIndex
 from pdcluster_router.queueing.admission import Slo, check_fits
+from pdcluster_router.queueing.demand import DemandMeter, PoolLevels, pool_signals
 from pdcluster_router.queueing.fairness import QueuedRequest
 from pdcluster_router.queueing.gate import Gate, Released
 from pdcluster_router.queueing.headroom import MODES, Headroom
@@ -63,8 +66,11 @@ class _Account:
     sent: deque[tuple[float, int, float]] = field(default_factory=deque)
     reserved: deque[tuple[float, int]] = field(default_factory=deque)
     seen: Load | None = None
+    seen_s: float = -1.0
     rates: Mapping[str, float] = field(default_factory=dict)
     is_changed: bool = False
+    # False: it is not there, or about to go.
+    serves: bool = True
 
     def send_prompt(self, now: float, tokens: int, pairs: float) -> None:
         self.is_changed = True
@@ -180,6 +186,8 @@ class ReplayRouter:
             expected=self._expected,
         )
         self._known = IdealCache()
+        self._demand = DemandMeter()
+        self._asked = RouterDemand("replay", 0)
         self._selector.num_held = lambda: len(self.gate.queue)
         self._endpoints = {node.name: Endpoint(node.name, node.name, f"sim://{node.name}") for node in nodes}
         self._costs: Mapping[str, NodeCost] = {node.name: node.cost for node in nodes}
@@ -210,13 +218,20 @@ class ReplayRouter:
             return self._selector.choose(job, now).choice
         placed = self._selector.place(job, self.gate.room_s, now)
         if placed is not None:
+            self._demand.arrived(placed.choice.first.role, placed.sent_s, placed.choice.decode.role)
             return placed.choice
         held = QueuedRequest(job.request, "", 0.0, BYTES_PER_TOKEN * task.request.num_tokens, now, job.deadline)
-        decision = self.gate.try_admit(held, lambda _: self._selector.choose(job, now), now)
+        decision = self.gate.try_admit(held, lambda _: self._arrived(self._selector.choose(job, now)), now)
         if decision is not None:
             return decision.choice
         self._held[job.request] = task, job
         return None
+
+    def _arrived(self, decision: Decision) -> Decision:
+        """Count the work of a request that comes."""
+        first = decision.choice.first
+        self._demand.arrived(first.role, self._headroom.own_s(first, decision.query), decision.choice.decode.role)
+        return decision
 
     @property
     def num_held(self) -> int:
@@ -243,6 +258,25 @@ class ReplayRouter:
         soonest_s = self._headroom.soonest_s(self._view()) or TICK_S
         due = self.gate.queue.next_expiry()
         return min(now + max(soonest_s, SOONEST_S), max(due, now) if due is not None else math.inf)
+
+    # ------------------------------------------------------------ pools that scale
+
+    def sample(self, now: float) -> None:
+        self._asked = self._demand.report("replay", now, self.gate.queue.waiting(), self._selector.usual_output)
+
+    def set_serving(self, node: str, serves: bool) -> None:
+        self._accounts[node].serves = serves
+        self._accounts[node].is_changed = True
+        self._altered.add(node)
+
+    def wanted(self, role: Role, now: float) -> int:
+        signal = pool_signals(self._view(), [self._asked], PoolLevels()).get(role)
+        return 0 if signal is None else signal.wanted
+
+    def num_waiting_for(self, role: Role) -> int:
+        """Those that wait while a node could compute their prompts wait for rows."""
+        waits_for_rows = "remote" not in self._headroom.full_modes(self._view())
+        return self.num_held if (role == "decode") == waits_for_rows or role == "mixed" else 0
 
     def _is_full(self) -> bool:
         view = self._view()
@@ -273,12 +307,12 @@ class ReplayRouter:
                 self._next_s[number] = math.nan
         for number in sorted(ready):
             feed = self._in_order[number]
-            account, report_s = self._accounts[feed.node.name], feed.report_s
+            report_s = feed.report_s
             feed.update(now)
             if (moment := feed.next_s) != self._next_s[number]:
                 self._next_s[number] = moment
                 heapq.heappush(due, (moment, number))
-            if feed.report is not account.seen or (feed.report_s != report_s and (account.sent or account.reserved)):
+            if feed.report_s != report_s:
                 self._altered.add(feed.node.name)
         ready.clear()
 
@@ -340,11 +374,13 @@ class ReplayRouter:
         """The node's current view; None when nothing changed."""
         account = self._accounts[feed.node.name]
         account.settle(feed.report_s)
-        if account.seen is feed.report and not account.is_changed:
+        if account.seen_s != feed.report_s:
+            rates = self._paths.rates(feed.node.name)
+            account.is_changed = account.is_changed or account.seen is not feed.report or rates is not account.rates
+            account.seen, account.seen_s, account.rates = feed.report, feed.report_s, rates
+        if not account.is_changed:
             return None
-        if account.seen is not feed.report:
-            account.rates = self._paths.rates(feed.node.name)
-        account.seen, account.is_changed = feed.report, False
+        account.is_changed = False
         return self._new_view(feed)
 
     def _new_view(self, feed: Feed) -> NodeView:
@@ -357,6 +393,7 @@ class ReplayRouter:
             block_tokens=node.spec.block_tokens,
             max_len=node.spec.cache_tokens // node.spec.block_tokens * node.spec.block_tokens,
             backends=("sim",),
+            is_cordoned=not account.serves,
             pending=account.pending(),
             cost=self._costs[node.name],
             bandwidth=account.rates,

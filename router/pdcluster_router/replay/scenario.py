@@ -8,19 +8,24 @@ GB/s between nodes (4 × 200 Gb/s).
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from pdcluster.core.errors import ConfigError
 from pdcluster.core.messages import Role
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster_router.policy.base import Force
+from pdcluster_router.policy.predicted.cost_model import COMFORT
 from pdcluster_router.policy.pull import BY_TOKENS, PullRule
 from pdcluster_router.policy.registry import DEFAULT, make_policy
+from pdcluster_router.queueing.demand import TARGET
 from pdcluster_router.replay.cache import pooled_depths
 from pdcluster_router.replay.feed import IMMEDIATE, FeedSpec
 from pdcluster_router.replay.fitted import drawn
 from pdcluster_router.replay.node import NodeSpec, SimNode
 from pdcluster_router.replay.routing import ReplayRouter, RouterSpec
+from pdcluster_router.replay.scaling import ScaledPools, ScalingSpec
 from pdcluster_router.replay.simulation import LinkSpec, RequestInFlight, Simulation
 from pdcluster_router.replay.trace import Trace
 
@@ -101,13 +106,28 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
+    """node_s: seconds of all nodes, where pools scaled; most_nodes: that were there at a time."""
+
     flights: list[RequestInFlight]
     nodes: list[SimNode]
     span_s: float
+    node_s: float = 0.0
+    most_nodes: int = 0
 
 
-def replay(trace: Trace, layout: Layout, policy: str, conditions: Conditions = Conditions()) -> Outcome:
-    """Run a trace. Raises ConfigError for an unknown policy or layout."""
+def replay(
+    trace: Trace,
+    layout: Layout,
+    policy: str,
+    conditions: Conditions = Conditions(),
+    scaling: ScalingSpec | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Outcome:
+    """Run a trace. Raises ConfigError for an unknown policy or layout.
+
+    scaling: the layout has the most nodes of each pool; None: all serve throughout.
+    progress: called with the number of requests that arrived.
+    """
     nodes = layout.nodes(trace.block_tokens)
     is_ours = conditions.in_this_router or policy.partition(":")[0] == DEFAULT
     spec = RouterSpec(
@@ -119,9 +139,13 @@ def replay(trace: Trace, layout: Layout, policy: str, conditions: Conditions = C
         is_gated=is_ours,
         pulls=BY_TOKENS if is_ours else PullRule("chosen"),
     )
-    simulation = Simulation(nodes, ReplayRouter(nodes, spec), layout.link)
+    router = ReplayRouter(nodes, spec)
+    pools = None if scaling is None else ScaledPools(nodes, router, scaling)
+    simulation = Simulation(nodes, router, layout.link, pools=pools, progress=progress)
     flights = simulation.run(trace)
-    return Outcome(flights, nodes, trace.span_s)
+    if pools is None:
+        return Outcome(flights, nodes, trace.span_s)
+    return Outcome(flights, nodes, trace.span_s, pools.node_s, pools.most_nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +171,40 @@ def oracle(trace: Trace, layout: Layout) -> Oracle:
     prefill = layout.cost.prefill
     work_s = sum(prefill.seconds(r.num_tokens - known, known) for r, known in zip(trace.requests, cached, strict=True))
     return Oracle(cached, sum(cached) / max(tokens, 1), work_s)
+
+
+# Work of so many seconds counts together where the future is known.
+ORACLE_S = 10
+
+
+def needed_nodes(trace: Trace, layout: Layout, known: Oracle) -> dict[Role, list[float]]:
+    """Nodes of each role that the trace's work needs, by seconds, with the share of their time that is planned for."""
+    num_seconds = int(trace.span_s) + 1
+    prompts, tokens, contexts = [0.0] * num_seconds, [0.0] * num_seconds, 0
+    for request, cached in zip(trace.requests, known.cached, strict=True):
+        second = int(request.arrival_s)
+        prompts[second] += layout.cost.prefill.seconds(request.num_tokens - cached, cached)
+        tokens[second] += request.num_output
+        contexts += request.num_tokens
+    decode = layout.cost.decode
+    each_s = decode.row_s + decode.context_s * contexts / max(len(trace.requests), 1)
+    limit_s = COMFORT * (decode.fixed_s + each_s)
+    rows = max((limit_s - decode.fixed_s) / each_s, 1.0)
+    pace = rows / (decode.fixed_s + rows * each_s)
+    return {
+        "prefill": [each / TARGET for each in _smooth(prompts)],
+        "decode": [each / pace / TARGET for each in _smooth(tokens)],
+    }
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Means over ORACLE_S around each value."""
+    sums = [0.0, *accumulate(values)]
+    half, size = ORACLE_S // 2, len(values)
+    return [
+        (sums[min(at + half, size)] - sums[max(at - half, 0)]) / (min(at + half, size) - max(at - half, 0))
+        for at in range(size)
+    ]
 
 
 def at_load(trace: Trace, layout: Layout, known: Oracle, load: float) -> Trace:

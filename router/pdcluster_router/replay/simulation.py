@@ -8,7 +8,7 @@ the last piece, or for the link where that is slower.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, Protocol
@@ -17,6 +17,7 @@ from pdcluster.core.errors import DeadlineExceeded, IntegrityError, Overloaded, 
 from pdcluster_router.policy.base import RoutingDecision
 from pdcluster_router.replay.node import SimNode, Task
 from pdcluster_router.replay.routing import ReplayPlacement
+from pdcluster_router.replay.scaling import ScaledPools
 from pdcluster_router.replay.trace import Trace
 
 End = Literal["finished", "refused", "impossible"]
@@ -91,11 +92,17 @@ class Simulation:
     _by_name: dict[str, SimNode] = field(default_factory=dict)
     _look_s: float = inf
     _is_freed: bool = False
+    pools: ScaledPools | None = None
+    # Called with the number of requests that arrived.
+    progress: Callable[[int], None] | None = None
+    _num_ended: int = 0
 
     def run(self, trace: Trace) -> list[RequestInFlight]:
         """Run until the last request has ended."""
         self.flights = [RequestInFlight(Task(number, request)) for number, request in enumerate(trace.requests)]
         self._by_name = {node.name: node for node in self.nodes}
+        if self.pools is not None:
+            self._scale()
         arrivals = iter(self.flights)
         upcoming = next(arrivals, None)
         while upcoming is not None or self._events or self.router.num_held:
@@ -106,14 +113,25 @@ class Simulation:
             elif upcoming is not None and arrival_s <= event_s:
                 self.now = arrival_s
                 self._arrive(upcoming)
+                if self.progress is not None:
+                    self.progress(upcoming.task.number + 1)
                 upcoming = next(arrivals, None)
             else:
                 self.now, _, what, subject = heapq.heappop(self._events)
                 self._handle(what, subject)
             if self._is_freed and self.router.num_held:
                 self._offer()
+        if self.pools is not None:
+            self.pools.close(self.now)
         self._check()
         return self.flights
+
+    def _scale(self) -> None:
+        """Let pools grow and shrink, as long as there are requests."""
+        assert self.pools is not None
+        if self._num_ended < len(self.flights):
+            self._at(self.pools.tick(self.now), "scale", None)
+            self._is_freed = True
 
     def _at(self, moment: float, what: str, subject: object) -> None:
         self.num_events += 1
@@ -129,6 +147,8 @@ class Simulation:
             node = self._by_name[str(subject)]
             node.wake(self.now)
             self._after(node)
+        elif what == "scale":
+            self._scale()
         elif what == "moved":
             assert isinstance(subject, tuple)
             self.router.moved(*subject)
@@ -256,6 +276,7 @@ class Simulation:
         if flight.end is not None:
             raise IntegrityError(f"request {flight.task.number} ended {flight.end} and again {end}")
         flight.end, flight.end_s = end, self.now
+        self._num_ended += 1
         if end == "finished":
             self.router.ended(flight.task)
 

@@ -8,10 +8,12 @@ time after the last answer. It models shapes, not any one service.
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import exp, log
+from itertools import accumulate
+from math import exp, log, pi, sin
 
 from pdcluster.core.errors import ConfigError
 from pdcluster_router.replay.trace import BlockChain, Blocks, Trace, TraceRequest, in_order
@@ -172,6 +174,29 @@ def unrelated(
     return found
 
 
+def day(num_requests: int, chance: random.Random) -> list[TraceRequest]:
+    """Conversations over one day, as long as the same requests would take at an even rate: a quiet night, a long noon,
+    and bursts, in which BURST times as many come as usual for a hundredth of the day.
+    """
+    found = chat(num_requests, chance)
+    begin, span_s = found[0].arrival_s, max(found[-1].arrival_s - found[0].arrival_s, 1e-9)
+    bursts = sorted(chance.random() for _ in range(NUM_BURSTS))
+    steps = 2000
+    rates = [
+        (NIGHT + (1 - NIGHT) * sin(pi * step / steps) ** 2)
+        * (BURST if any(0 <= step / steps - at < 0.01 for at in bursts) else 1.0)
+        for step in range(steps)
+    ]
+    sums = [0.0, *accumulate(rates)]
+    warped = []
+    for r in found:
+        share = (r.arrival_s - begin) / span_s * sums[-1]
+        step = min(bisect_right(sums, share) - 1, steps - 1)
+        inside = (share - sums[step]) / rates[step]
+        warped.append(replace(r, arrival_s=(step + inside) / steps * span_s))
+    return warped
+
+
 def mixed(parts: Sequence[tuple[str, float]], num_requests: int, chance: random.Random) -> list[TraceRequest]:
     """Several kinds at once, by shares. Each keeps its own contents and is stretched to the whole span."""
     found: list[TraceRequest] = []
@@ -208,12 +233,15 @@ def _numbers() -> Iterator[int]:
         number += 1
 
 
+NIGHT, BURST, NUM_BURSTS = 0.15, 3.0, 8
+
 Make = Callable[[int, random.Random], list[TraceRequest]]
 
 KINDS: Mapping[str, Make] = {
     "chat": chat,
     "agent": agent,
     "rag": rag,
+    "day": day,
     "documents": documents,
     "no-reuse": partial(unrelated, "no-reuse", Length(3500, 1.1), Length(280, 0.9, 3000)),
     "prefill-heavy": partial(unrelated, "prefill-heavy", Length(9000, 0.7), Length(60, 0.8, 1000)),

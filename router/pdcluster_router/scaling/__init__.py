@@ -1,0 +1,1 @@
+"""Rules by which pools grow and shrink, as replay compares them."""
