@@ -1,13 +1,17 @@
 """How full each pool of nodes is, and how many nodes its work needs. Pure; the time is passed in.
 
-A pool is all nodes of one role. Its *saturation* is predicted work ÷ what its nodes can do within the service level:
+A pool is all nodes of one role. Its *saturation* is what its predicted work needs ÷ what its nodes can do within the
+service level:
 
 1. Prompts. Node-seconds that come each second, by the cost models that route, and those that wait on nodes and in
-   routers, which are to be gone after CLEAR_S. A node gives TARGET seconds a second; the rest is for bursts.
+   routers, which are to be gone after CLEAR_S.
 2. Rows. Tokens of answers that come each second ÷ what a node makes at the largest batch that keeps the inter-token
    limit; or the rows that there are ÷ that batch, when that is more. Prompts and rows of one node share its time, so
    both add up.
 3. Pages. Those in use ÷ PAGES of all, when that is more than 1 and 2.
+
+Work R, in nodes or rows, needs (R + SPREAD √R) ÷ TARGET of them: by chance more comes at times, for few nodes by a
+larger share (square-root staffing: Halfin and Whitt 1981). The rest of TARGET is for growth while a node starts.
 
 So queues count by their work and not by their length, and work is seen when it comes and not when it waits. All numbers
 are the nodes' reports or the routers' demand, so every router finds nearly the same.
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, exp
+from math import ceil, exp, sqrt
 
 from pdcluster.bootstrap.demand import ROLES, RoleDemand, RouterDemand
 from pdcluster.core.messages import Role
@@ -27,8 +31,8 @@ from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.policy.predicted.cost_model import COMFORT
 from pdcluster_router.queueing.fairness import QueuedRequest
 
-# Share of a node's time that is planned for.
-TARGET = 0.8
+# Share of nodes' time that is planned for, and standard deviations of what comes at once.
+TARGET, SPREAD = 0.8, 1.0
 # Share of the KV pages that is planned for.
 PAGES = 0.9
 # Seconds after which work that waits is to be gone.
@@ -38,7 +42,7 @@ LATELY_S = 20.0
 # A pool that is full to this much more than a whole number of nodes needs no further one.
 SLACK = 0.02
 # Less work than this, in nodes, is none: a few minutes after the last request.
-IDLE = 1e-4
+IDLE = 1e-2
 # The first of these roles that has nodes gets the prompts that wait in routers.
 SERVING: tuple[Role, ...] = ("prefill", "mixed", "decode")
 
@@ -109,7 +113,6 @@ class PoolLevels:
     """
 
     itl_s: float = 0.0
-    target: float = TARGET
     clear_s: float = CLEAR_S
     pages: float = PAGES
 
@@ -146,7 +149,7 @@ def _signal(
     levels: PoolLevels,
 ) -> PoolSignal:
     costs = [completed(node.cost, view.typical_cost) for node in nodes]
-    prompts = (coming.prompt_s + held_s / levels.clear_s) / levels.target
+    prompts = coming.prompt_s + held_s / levels.clear_s
     room = tokens_s = waiting_s = 0.0
     for node, cost in zip(nodes, costs, strict=True):
         rows, pace = _batch(node, cost, levels)
@@ -154,12 +157,19 @@ def _signal(
         if cost is not None and node.prefill_tokens:
             waiting_s += cost.prefill.work_s(node.prefill_tokens, node.prefill_pairs)
     num = len(nodes)
-    use = (prompts + waiting_s / levels.clear_s / levels.target) / num
-    there = sum(node.work.rows for node in nodes) / room if room else 0.0
-    use += max(there, coming.output_tokens / tokens_s if tokens_s else 0.0) / levels.target
+    prompts += waiting_s / levels.clear_s
+    rows = max(
+        float(sum(node.work.rows for node in nodes)), coming.output_tokens / tokens_s * room if tokens_s else 0.0
+    )
+    use = staffed(prompts) / num + (staffed(rows) / room if room else 0.0)
     saturation = max(use, _pages(nodes) / levels.pages)
     full = num * saturation
     return PoolSignal(role, num, saturation, max(ceil(full - SLACK), 1 if full > IDLE else 0))
+
+
+def staffed(work: float) -> float:
+    """What so much work needs, in the same unit."""
+    return (work + SPREAD * sqrt(work)) / TARGET
 
 
 def _batch(node: NodeView, cost: NodeCost | None, levels: PoolLevels) -> tuple[float, float]:

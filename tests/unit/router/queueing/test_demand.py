@@ -8,7 +8,7 @@ from pdcluster.bootstrap.demand import RoleDemand, RouterDemand
 from pdcluster.core.messages import Endpoint, Load, Role
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster_router.cluster.view import ClusterView, NodeView
-from pdcluster_router.queueing.demand import CLEAR_S, TARGET, DemandMeter, PoolLevels, PoolSignal, pool_signals
+from pdcluster_router.queueing.demand import CLEAR_S, DemandMeter, PoolLevels, PoolSignal, pool_signals, staffed
 from pdcluster_router.queueing.fairness import QueuedRequest
 
 COST = NodeCost(
@@ -46,27 +46,32 @@ def test_an_idle_cluster_wants_no_node() -> None:
 
 
 def test_prompts_count_by_their_seconds_and_routers_add_up() -> None:
-    one = signals(PAIR, demand("r0", prefill=(TARGET, 0.0)))["prefill"]
-    two = signals(PAIR, demand("r0", prefill=(TARGET, 0.0)), demand("r1", prefill=(TARGET, 0.0)))["prefill"]
-    assert (one.saturation, one.wanted) == (pytest.approx(1.0), 1)
-    assert (two.saturation, two.wanted) == (pytest.approx(2.0), 2)
+    one = signals(PAIR, demand("r0", prefill=(0.25, 0.0)))["prefill"]
+    two = signals(PAIR, demand("r0", prefill=(0.5, 0.0)), demand("r1", prefill=(0.5, 0.0)))["prefill"]
+    assert (one.saturation, one.wanted) == (pytest.approx(0.75 / 0.8), 1)
+    assert (two.saturation, two.wanted) == (pytest.approx(2.0 / 0.8), 3)
+
+
+def test_large_pools_need_less_room_for_chance() -> None:
+    shares = [staffed(work) / work for work in (1.0, 4.0, 100.0)]
+    assert shares == pytest.approx([2.5, 1.875, 1.375])
 
 
 def test_work_that_waits_is_to_be_gone_in_time() -> None:
-    held = signals(PAIR, demand("r0", held_s=3 * TARGET * CLEAR_S, held=9))
-    assert held["prefill"].saturation == pytest.approx(3.0) and held["decode"].saturation == 0.0
-    busy = node("p0", "prefill", waiting_tokens=round(1000 * TARGET * CLEAR_S))
-    assert signals([busy, PAIR[1]])["prefill"].saturation == pytest.approx(1.0, rel=0.01)
+    held = signals(PAIR, demand("r0", held_s=4 * CLEAR_S, held=9))
+    assert held["prefill"].saturation == pytest.approx(6.0 / 0.8) and held["decode"].saturation == 0.0
+    busy = node("p0", "prefill", waiting_tokens=round(1000 * CLEAR_S))
+    assert signals([busy, PAIR[1]])["prefill"].saturation == pytest.approx(2.0 / 0.8, rel=0.01)
 
 
 def test_rows_count_by_what_keeps_the_limit() -> None:
     """A lone row takes 21 ms, so 22 rows take twice that. With a limit of 30 ms ten rows are full."""
     rows = [PAIR[0], node("d0", "decode", rows=22, running=22)]
-    assert signals(rows)["decode"].saturation == pytest.approx(1 / TARGET)
+    assert signals(rows)["decode"].saturation == pytest.approx(staffed(22) / 22)
     tight = signals(rows, levels=PoolLevels(itl_s=0.03))["decode"]
-    assert (tight.saturation, tight.wanted) == (pytest.approx(2.2 / TARGET), 3)
-    coming = signals(PAIR, demand("r0", decode=(0.0, 2 * TARGET * 10 / 0.03)), levels=PoolLevels(itl_s=0.03))["decode"]
-    assert coming.saturation == pytest.approx(2.0)
+    assert (tight.saturation, tight.wanted) == (pytest.approx(staffed(22) / 10), 4)
+    coming = signals(PAIR, demand("r0", decode=(0.0, 2 * 10 / 0.03)), levels=PoolLevels(itl_s=0.03))["decode"]
+    assert coming.saturation == pytest.approx(staffed(20) / 10)
 
 
 def test_a_pool_without_free_pages_is_full() -> None:
@@ -75,8 +80,8 @@ def test_a_pool_without_free_pages_is_full() -> None:
 
 
 def test_prompts_and_rows_of_a_node_share_its_time() -> None:
-    both = signals([node("m0", "mixed", rows=11, running=11)], demand("r0", mixed=(TARGET / 2, 0.0)))["mixed"]
-    assert both.saturation == pytest.approx(0.5 + 0.5 / TARGET)
+    both = signals([node("m0", "mixed", rows=11, running=11)], demand("r0", mixed=(0.25, 0.0)))["mixed"]
+    assert both.saturation == pytest.approx(staffed(0.25) + staffed(11) / 22)
 
 
 def test_pools_without_nodes_are_wanted_while_requests_wait() -> None:
