@@ -48,6 +48,8 @@ NAMES: dict[Role, str] = {"prefill": "Prefill", "decode": "Decode", "mixed": "Mi
 HEAD = "node:__internal_head__"
 # Crashes of a replica's process within a minute, before Ray replaces the replica.
 RESTARTS = 5
+# What replicas ask Ray for unless told: together they fit a machine of two cores.
+NUM_CPUS, HEAD_CPUS = 0.5, 0.1
 # Past its drain, before it is killed.
 KILL_GRACE_S = 6.0
 HEALTH_S = 5.0
@@ -356,11 +358,11 @@ def _of_bootstrap(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _actor(options: dict[str, Any]) -> dict[str, Any]:
-    return {"num_cpus": 1, **options}
+    return {"num_cpus": NUM_CPUS, **options}
 
 
 def _at_head(options: dict[str, Any]) -> dict[str, Any]:
-    return {"num_cpus": 0.1, **options, "resources": {HEAD: 0.001, **options.get("resources", {})}}
+    return {"num_cpus": HEAD_CPUS, **options, "resources": {HEAD: 0.001, **options.get("resources", {})}}
 
 
 def _bundle(actor: dict[str, Any]) -> dict[str, float]:

@@ -110,6 +110,9 @@ def read_args(args: Mapping[str, Any]) -> PdArgs:
     for role, pool in found.pools().items():
         if pool.num_replicas is not None and pool.autoscaling_config is not None:
             raise ConfigError(f"args of build_pd_app: {role} has num_replicas and autoscaling_config; keep one of them")
+        if pool.autoscaling_config is not None and pool.autoscaling_config.get("min_replicas", 1) == 0:
+            why = "no replica would be left to tell Ray that one is wanted; set 1"
+            raise ConfigError(f"args of build_pd_app: {role}.autoscaling_config.min_replicas is 0: {why}")
         if pool.tp < 1:
             raise ConfigError(f"args of build_pd_app: {role}.tp is {pool.tp}; a node has at least one rank")
     if any(pool.autoscaling_config is not None for pool in found.pools().values()) and _is_on(

@@ -60,6 +60,7 @@ def test_without_arguments_there_is_one_node_of_each() -> None:
         ({"prefill": {}}, "there are only prefill nodes"),
         ({"mixed": {"num_replicas": 1, "autoscaling_config": {}}}, "keep one of them"),
         ({"mixed": {"tp": 0}}, "at least one rank"),
+        ({"mixed": {"autoscaling_config": {"min_replicas": 0}}}, "no replica would be left"),
         ({"mixed": {"settings": {"node.thread": 1}}}, "did you mean node.threads"),
         ({"mixed": {"autoscaling_config": {}}, "router": {"settings": {"router.auto_roles": True}}}, "auto_roles"),
     ],
