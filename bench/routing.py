@@ -39,7 +39,7 @@ from statistics import fmean
 from typing import Literal
 
 from bench.harness.report import Row, add_output_flags, print_rows, save
-from bench.parts import routing_ideal, routing_real
+from bench.parts import autoscale, routing_ideal, routing_real
 from bench.parts.routing_runs import Contender, Run, Workload, execute_all, pools_for
 from pdcluster.core.errors import ConfigError
 from pdcluster_router.policy.base import Force
@@ -394,11 +394,16 @@ def main() -> None:
         metavar="FILE",
         help="instead of replays: judge the rounds of several --real --json together",
     )
+    parser.add_argument(
+        "--autoscale", action="store_true", help="instead of policies: rules of autoscaling (see bench.parts.autoscale)"
+    )
     parser.add_argument("--rounds", type=int, default=36, help="of --real, half a minute each")
     parser.add_argument("--seed", type=int, default=0, help="of --real")
     add_output_flags(parser)
     arguments = parser.parse_args()
-    if arguments.pool is not None:
+    if arguments.autoscale:
+        rows = autoscale.measure(arguments.quick)
+    elif arguments.pool is not None:
         rows = list(routing_real.pooled(arguments.pool, arguments.seed))
     elif arguments.real is not None:
         rounds, seconds = (6, 5.0) if arguments.quick else (arguments.rounds, 8.0)

@@ -17,7 +17,7 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from bench.parts.accuracy_texts import texts
+from bench.parts.accuracy_models import texts
 
 Floats = NDArray[np.float32]
 

@@ -20,7 +20,7 @@ from urllib.request import Request, urlopen
 
 from bench.harness.cluster import ends_with_us
 from bench.harness.report import Row as Figure
-from bench.parts.accuracy_texts import CHATS
+from bench.parts.accuracy_models import CHATS
 
 READY_S, REQUEST_S, STOP_S = 300.0, 120.0, 30.0
 TOKENS = 24

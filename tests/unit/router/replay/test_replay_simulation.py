@@ -1,6 +1,7 @@
 """Simulated clusters: known answers where there are any, one end for each request, and equal runs for equal
 arguments."""
 
+import hashlib
 import random
 from dataclasses import replace
 
@@ -11,13 +12,15 @@ from replay_cases import COST, layout, random_trace, request, trace
 
 from pdcluster.core.messages import Endpoint
 from pdcluster_router.cluster.view import NodeView
-from pdcluster_router.policy.base import Force
+from pdcluster_router.policy.base import Force, RoutingDecision
 from pdcluster_router.policy.registry import POLICIES
-from pdcluster_router.replay.feed import FeedSpec
+from pdcluster_router.replay.feed import IMMEDIATE, FeedSpec
 from pdcluster_router.replay.node import Task
 from pdcluster_router.replay.report import ReplaySlo, figures
-from pdcluster_router.replay.scenario import Conditions, Layout, replay
+from pdcluster_router.replay.routing import ReplayRouter
+from pdcluster_router.replay.scenario import Conditions, Layout, at_load, oracle, replay
 from pdcluster_router.replay.trace import Trace
+from pdcluster_router.replay.workloads import generate
 
 LAYOUTS = [
     layout(mixed=1),
@@ -120,3 +123,35 @@ def test_equal_arguments_give_equal_figures(policy: str) -> None:
     conditions = Conditions(FeedSpec(0.1, 0.05), seed=3)
     workload, where = random_trace(5, 150), layout(prefill=2, decode=2)
     assert _figures(workload, where, policy, conditions) == _figures(workload, where, policy, conditions)
+
+
+LATE_AND_LOSSY = FeedSpec(delay_s=0.1, loss=0.05)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "nodes", "load", "feed", "digest"),
+    [
+        ("chat", 200, Layout(prefill=8, decode=4), 0.9, IMMEDIATE, "463b432b32c9e222"),
+        ("everything", 200, Layout(prefill=3, decode=2), 1.3, LATE_AND_LOSSY, "08f2457c1093a611"),
+        (
+            "documents", 150, Layout(prefill=2, decode=2, mixed=2, cache_tokens=400_000), 1.0, FeedSpec(0.02),
+            "f1ebc9bc5cef1930",
+        ),
+    ],
+)  # fmt: skip
+def test_a_replay_chooses_as_ever(
+    kind: str, count: int, nodes: Layout, load: float, feed: FeedSpec, digest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By names of nodes only: predicted seconds may differ in their last bits between machines."""
+    chosen: list[tuple[int, str, str, str]] = []
+    sent = ReplayRouter.sent
+
+    def note(self: ReplayRouter, task: Task, choice: RoutingDecision, now: float) -> None:
+        names = [node.name if node is not None else "" for node in (choice.prefill, choice.decode, choice.pull)]
+        chosen.append((task.number, *names))  # type: ignore[arg-type]
+        sent(self, task, choice, now)
+
+    monkeypatch.setattr(ReplayRouter, "sent", note)
+    asked = generate(kind, count, seed=1)
+    replay(at_load(asked, nodes, oracle(asked, nodes), load), nodes, "seconds", Conditions(feed))
+    assert hashlib.sha256(repr(chosen).encode()).hexdigest()[:16] == digest

@@ -1,6 +1,6 @@
 """Rules of autoscaling over traces in simulated time, and how long a replay of a large cluster takes.
 
-    python -m bench.autoscale [--quick] [--parts rules,scale] [--json FILE]
+    python -m bench.routing --autoscale [--quick] [--json FILE]
 
  1. rules: the router's own signal beside KEDA on waiting requests, an HPA on busy time, llm-d's rule and an oracle
     that knows the work that comes while a node starts. Pools of 1 to 12 prefill and 1 to 12 decode nodes; a node takes
@@ -16,13 +16,12 @@ where they are there.
 
 from __future__ import annotations
 
-import argparse
 import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.harness.report import Row, add_output_flags, print_rows, row, save
+from bench.harness.report import Row, row
 from pdcluster.settings.config import cache_directory
 from pdcluster_router.policy.predicted import compiled
 from pdcluster_router.replay.report import ReplaySlo, ScalingFigures, scaling_figures
@@ -32,7 +31,7 @@ from pdcluster_router.replay.trace import Trace, read_trace
 from pdcluster_router.replay.workloads import generate
 from pdcluster_router.scaling.rules import RULES
 
-RECORDED = Path(__file__).resolve().parents[2] / "shared" / "data" / "conversation_trace.jsonl"
+RECORDED = Path(__file__).resolve().parents[3] / "shared" / "data" / "conversation_trace.jsonl"
 OURS, BOUND = "predicted", "oracle"
 POOLS = Layout(prefill=12, decode=12)
 CLOSE, CHEAPER = 0.98, 0.9
@@ -106,23 +105,11 @@ def scale(quick: bool) -> Iterator[Row]:
     )  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the traces, and 1,000 and 3,000 requests")
-    parser.add_argument("--parts", default="rules,scale", help="rules, scale or both")
-    add_output_flags(parser)
-    arguments = parser.parse_args()
-    parts, rows = arguments.parts.split(","), list[Row]()
-    if "rules" in parts:
-        for trace in traces(arguments.quick):
-            rows += rows_of(trace, rules_of(trace))
-    if "scale" in parts:
-        rows += scale(arguments.quick)
-    print_rows(rows)
-    save(rows, arguments)
+def measure(quick: bool) -> list[Row]:
+    rows = list[Row]()
+    for trace in traces(quick):
+        rows += rows_of(trace, rules_of(trace))
+    rows += scale(quick)
     losing = [f"{each.metric} of {each.case} (beside {each.against})" for each in rows if each.holds is False]
     print(f"{len(losing)} cells do not hold{': ' if losing else ''}{'; '.join(losing)}")
-
-
-if __name__ == "__main__":
-    main()
+    return rows
