@@ -84,16 +84,16 @@ class ServedProcess:
         self.name = name
         self._supervisor = Supervisor(log.warning, self._forward, ready_s, RESTARTS)
         self._failed = asyncio.ensure_future(self._supervisor.failed())
-        self.facts: Facts = {}
 
     async def start(self, command: tuple[str, ...], drain_s: float) -> None:
         spec = Spec(self.name, command, drain_s + KILL_GRACE_S, environment=environment_of(own_environment()))
-        self.facts = await self._supervisor.start(spec)
+        await self._supervisor.start(spec)
         log.info("%s is ready at %s", self.name, self.facts["address"])
 
     @property
-    def pid(self) -> int | None:
-        return self._supervisor.pid(self.name)
+    def facts(self) -> Facts:
+        """What the present process announced. A process that was started again has other ports."""
+        return self._supervisor.facts(self.name)
 
     def check(self) -> None:
         """Raises when it crashed too often."""
@@ -103,9 +103,10 @@ class ServedProcess:
     async def probe(self) -> None:
         """Ask its health port. One that is being started again is not asked. Raises when it stands still."""
         self.check()
-        if self.pid is None:
+        facts = self.facts
+        if self._supervisor.pid(self.name) is None or not facts:
             return
-        async with _session() as session, session.get(f"http://{self.facts['health']}/livez") as reply:
+        async with _session() as session, session.get(f"http://{facts['health']}/livez") as reply:
             if reply.status != 200:
                 raise Unavailable(f"{self.name} is not alive: {(await reply.text())[:500]}")
 
@@ -243,12 +244,17 @@ class RouterReplica(ReplicaOfProcess):
 
     async def wanted(self, role: Role) -> int:
         """Nodes of a role that the work of all routers needs."""
-        return await wanted_nodes(str(self._facts["scaler"]), role)
+        facts = self._facts
+        if not facts:
+            raise Unavailable("the router is being started again")
+        return await wanted_nodes(str(facts["scaler"]), role)
 
     async def __call__(self, request: Request) -> Response:
         """The router's own reply, as it comes. When the client leaves, so does this request."""
         facts, client = self._facts, self._client
         assert client is not None
+        if not facts:
+            return _unavailable("it is being started again")
         path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
         if path == ADDRESSES:
             return JSONResponse(
@@ -266,10 +272,14 @@ class RouterReplica(ReplicaOfProcess):
                 data=await request.body(), allow_redirects=False,
             )  # fmt: skip
         except aiohttp.ClientError as error:
-            body = {"error": {"message": f"the router does not answer now; retry: {error}", "type": "unavailable"}}
-            return JSONResponse(body, 503, headers={"retry-after": "1"})
+            return _unavailable(str(error))
         passed = {name: value for name, value in reply.headers.items() if name.lower() not in NOT_PASSED_ON}
         return StreamingResponse(_pieces(reply), reply.status, passed)
+
+
+def _unavailable(why: str) -> Response:
+    message = f"the router does not answer now; retry: {why}"
+    return JSONResponse({"error": {"message": message, "type": "unavailable"}}, 503, headers={"retry-after": "1"})
 
 
 async def _pieces(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

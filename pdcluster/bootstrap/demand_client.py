@@ -1,6 +1,6 @@
 """A router's side of the exchange of demand: tell each bootstrap what clients ask for, and keep what other routers say.
 
-Requests never wait for it. While no bootstrap answers, the last words of other routers hold for a lease.
+Requests never wait for it. While no bootstrap answers, the last words of other routers hold for LAST_S.
 """
 
 from __future__ import annotations

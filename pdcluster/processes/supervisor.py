@@ -83,12 +83,13 @@ class RestartPolicy:
 
 @dataclass(slots=True)
 class Child:
-    """One spec and its present process. `facts` is what that process announced."""
+    """One spec and its present process. `facts` is what that process announced, or the one before while it starts."""
 
     spec: Spec
     policy: RestartPolicy
     process: Process | None = None
     facts: Facts = field(default_factory=dict)
+    is_ready: bool = False
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     output: asyncio.Task[None] | None = None
 
@@ -133,6 +134,11 @@ class Supervisor:
         process = self._children[name].process
         return process.pid if process is not None and process.returncode is None else None
 
+    def facts(self, name: str) -> Facts:
+        """What the child's present process announced; empty while it starts."""
+        child = self._children[name]
+        return child.facts if child.is_ready else {}
+
     async def stop(self, order: Iterable[Iterable[str]]) -> None:
         """Stop group after group: SIGTERM, the child's drain time, then SIGKILL. Names that never started are
         skipped."""
@@ -150,6 +156,7 @@ class Supervisor:
 
     async def _launch(self, child: Child) -> None:
         """Start the child's process, or let the spare one be it, and wait until it is ready."""
+        child.is_ready = False
         spawned = self._take_spare(child)
         if spawned is None:
             try:
@@ -161,6 +168,7 @@ class Supervisor:
             self._forward_output(child, spawned.output), name=f"output of {child.spec.name}"
         )
         child.facts = await self._until_ready(child, spawned.process, spawned.ready)
+        child.is_ready = True
 
     def _take_spare(self, child: Child) -> Spawned | None:
         return self._spare.take(child.argv()) if self._spare is not None else None

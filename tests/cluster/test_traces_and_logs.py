@@ -120,7 +120,10 @@ def test_a_retried_request_is_one_trace_over_both_nodes(up: Up, collector: Recei
         assert {name: each.instance for name, each in below.items()} == {
             "queue": prefill, "prefill": prefill, "transfer": prefill, "reserve": decode, "decode": decode,
         }  # fmt: skip
-        assert int(str(below["transfer"].attributes["pdcluster.transfer.bytes"])) > 0
+    assert int(str(second["transfer"].attributes["pdcluster.transfer.bytes"])) > 0
+    # The drain may end the first attempt before its writer read that the KV was committed: then it counts as failed.
+    moved, status = first["transfer"].attributes.get("pdcluster.transfer.bytes"), first["transfer"].span.status
+    assert int(str(moved or 0)) > 0 or status.code == status.STATUS_CODE_ERROR
     assert first["decode"].instance != second["decode"].instance
     check_times(root, two, second, route)
 

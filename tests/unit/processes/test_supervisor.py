@@ -115,6 +115,7 @@ async def test_a_killed_child_is_started_again_and_keeps_its_address(tmp_path: P
     os.kill(int(str(facts["pid"])), signal.SIGKILL)
     await stage.until("a is back")
     assert any("a crashed (killed by SIGKILL)" in line for line in stage.said)
+    assert stage.supervisor.facts("a")["pid"] == stage.supervisor.pid("a"), "of the present process"
     await stage.supervisor.stop([["a"]])
     assert [line.split()[3] for line in stage.journal() if " started " in line] == ["127.0.0.1:55"] * 2
 

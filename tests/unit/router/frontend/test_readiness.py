@@ -36,6 +36,13 @@ def test_a_refused_model_and_a_drain_are_not_ready() -> None:
     assert readiness_of(dispatcher).reasons == ["the template is broken"]
 
 
+def test_a_router_that_waits_for_its_first_node_is_ready() -> None:
+    dispatcher = ScriptedDispatcher()
+    dispatcher.readiness = lambda: Readiness(False, is_awaited=True)  # type: ignore[method-assign]
+    verdict = readiness_of(dispatcher)
+    assert verdict.is_good and verdict.reasons == ["requests wait for the first node"]
+
+
 async def test_the_health_port_answers_while_the_loop_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatcher = ScriptedDispatcher()
 

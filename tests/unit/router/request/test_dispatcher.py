@@ -610,3 +610,45 @@ async def test_a_policy_with_a_bug_answers_its_request_and_no_other() -> None:
     dispatch.shared.selector.holder.live = works
     tokens, _ = await collect(dispatch, make_generation("r2"))
     assert len(tokens) == 4
+
+
+async def test_requests_wait_for_the_first_model_where_pools_may_be_empty() -> None:
+    served = asyncio.Event()
+
+    class Models(NoModels):
+        def models(self):
+            return ("model",) if served.is_set() else ()
+
+        def refusal(self):
+            return None
+
+        async def first(self) -> None:
+            await served.wait()
+
+    cluster = FakeCluster([make_node("p0", "prefill"), make_node("d0", "decode")])
+    settings = DispatchSettings(hold=HoldLimits(count=2, age_s=0.2), from_zero=True)
+    dispatch = Dispatch(cluster, Models(), make_chooser(cluster), settings)
+    assert dispatch.awaits_model and dispatch.readiness().is_awaited
+    waiting = [asyncio.create_task(dispatch.first_model()) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert dispatch.demand("boot").num_held == 2, "autoscaling hears of them"
+    with pytest.raises(errors.Overloaded, match="2 requests wait for the first node"):
+        await dispatch.first_model()
+    found = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [str(error) for error in found] == ["no node came within 0.2 s; see whether pools scale up"] * 2
+    coming = asyncio.create_task(dispatch.first_model())
+    await asyncio.sleep(0)
+    served.set()
+    await coming
+    assert not dispatch.awaits_model and dispatch.demand("boot").num_held == 0
+    assert not Dispatch(cluster, NoModels(), make_chooser(cluster), DispatchSettings()).awaits_model
+
+
+async def test_each_request_that_comes_is_counted_once() -> None:
+    _, _, dispatch = make_pair()
+    counted: list[tuple[str, float, str]] = []
+    dispatch.shared.demand.arrived = lambda *words: counted.append(words)  # type: ignore[method-assign,assignment,misc]
+    await collect(dispatch, make_generation())
+    await collect(dispatch, make_generation("r2"))
+    assert [(first, decode) for first, _, decode in counted] == [("prefill", "decode")] * 2
+    assert all(work_s > 0 for _, work_s, _ in counted)
