@@ -10,8 +10,6 @@ from typing import Any
 
 import grpc
 import msgspec
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from pdcluster.bootstrap.card_messages import role_from_proto, role_to_proto
 from pdcluster.core.errors import PdclusterError
@@ -22,7 +20,7 @@ from pdcluster.rpc.status import status_of
 from pdcluster_router.admin.operations import CachedNode, NodeStatus, Operations, PolicyStatus, RequestStatus
 from pdcluster_router.cluster.events import Event
 from pdcluster_router.explain.text import text_of
-from pdcluster_router.frontend.grpc import bind
+from pdcluster_router.frontend.grpc import answering
 from pdcluster_router.frontend.health import RouterHealth
 
 log = logging.getLogger(__name__)
@@ -31,7 +29,6 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 DRAIN_S = 600.0
 NODE_EVENTS = 20
 MAX_CALLS = 64
-STOP_GRACE_S = 0.5
 
 
 class AdminService(stubs.AdminServicer):
@@ -263,15 +260,5 @@ async def listening(
         interceptors=(Guard(token),), options=(("grpc.so_reuseport", 0),), maximum_concurrent_rpcs=MAX_CALLS
     )
     stubs.add_AdminServicer_to_server(AdminService(operations, name, router), server)
-    states = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(states, server)
-    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    bound = bind(server, address, flag="--admin")
-    await server.start()
-    for service in ("", SERVICE):
-        await states.set(service, health_pb2.HealthCheckResponse.SERVING)
-    try:
+    async with answering(server, SERVICE, address, flag="--admin") as bound:
         yield bound
-    finally:
-        await states.enter_graceful_shutdown()
-        await server.stop(STOP_GRACE_S)

@@ -11,8 +11,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from pdcluster.api.validate import closest
 from pdcluster.bootstrap.demand import ROLES
@@ -20,14 +18,13 @@ from pdcluster.core.messages import Role
 from pdcluster.rpc import externalscaler_pb2 as pb
 from pdcluster.rpc import externalscaler_pb2_grpc as stubs
 from pdcluster.rpc.scaling import METRIC
-from pdcluster_router.frontend.grpc import bind
+from pdcluster_router.frontend.grpc import answering
 from pdcluster_router.queueing.demand import PoolSignal
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ExternalScaler"].full_name
 
 LOOK_S = 0.5
 MAX_CALLS = 64
-STOP_GRACE_S = 0.5
 
 Signals = Callable[[], Mapping[Role, PoolSignal]]
 
@@ -101,15 +98,5 @@ async def listening(signals: Signals, address: str) -> AsyncIterator[str]:
     """Serve while the block runs. Yields HOST:PORT."""
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),), maximum_concurrent_rpcs=MAX_CALLS)
     stubs.add_ExternalScalerServicer_to_server(PoolScaler(signals), server)
-    states = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(states, server)
-    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    bound = bind(server, address, flag="--set router.scaler")
-    await server.start()
-    for service in ("", SERVICE):
-        await states.set(service, health_pb2.HealthCheckResponse.SERVING)
-    try:
+    async with answering(server, SERVICE, address, flag="--set router.scaler") as bound:
         yield bound
-    finally:
-        await states.enter_graceful_shutdown()
-        await server.stop(STOP_GRACE_S)

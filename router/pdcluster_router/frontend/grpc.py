@@ -49,6 +49,8 @@ from pdcluster_router.http.connection import PARTING_S
 log = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+# For calls that are no generations.
+STOP_GRACE_S = 0.5
 # Larger requests are unpacked in a thread. They may hold schemas or a hundred thousand token ids.
 LONG_BYTES = 256 << 10
 # gRPC rounds a client's remaining time up to two or three digits. So a client that gives up at its deadline may come
@@ -364,6 +366,23 @@ async def _keep_health(states: health.aio.HealthServicer, dispatcher: Dispatcher
             state = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
             await states.set(SERVICE, state)
         await asyncio.sleep(HEALTH_S)
+
+
+@asynccontextmanager
+async def answering(server: grpc.aio.Server, service: str, address: str, *, flag: str) -> AsyncIterator[str]:
+    """Serve small calls while the block runs, with health and reflection. Yields HOST:PORT."""
+    states = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(states, server)
+    reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    bound = bind(server, address, flag=flag)
+    await server.start()
+    for name in ("", service):
+        await states.set(name, health_pb2.HealthCheckResponse.SERVING)
+    try:
+        yield bound
+    finally:
+        await states.enter_graceful_shutdown()
+        await server.stop(STOP_GRACE_S)
 
 
 def bind(server: grpc.aio.Server, address: str, *, flag: str) -> str:
