@@ -87,7 +87,11 @@ class ServedProcess:
 
     async def start(self, command: tuple[str, ...], drain_s: float) -> None:
         spec = Spec(self.name, command, drain_s + KILL_GRACE_S, environment=environment_of(own_environment()))
-        await self._supervisor.start(spec)
+        try:
+            await self._supervisor.start(spec)
+        except PdclusterError:
+            await self.stop()
+            raise
         log.info("%s is ready at %s", self.name, self.facts["address"])
 
     @property
@@ -232,8 +236,8 @@ class RouterReplica(ReplicaOfProcess):
         await process.start(router_command(self.args, process.name, (host, bootstrap), settings), router.drain_s)
         if self._client is None:
             self._client = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False, trust_env=False,
-                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=HEALTH_S),
+                auto_decompress=False, trust_env=False, connector=aiohttp.TCPConnector(limit=0),
             )  # fmt: skip
         return process
 

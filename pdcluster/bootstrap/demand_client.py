@@ -48,16 +48,13 @@ class DemandExchange:
         return [self.latest, *newest(told).values()]
 
     async def keep(self) -> None:
-        """Share until cancelled."""
-        tasks = [asyncio.create_task(self._share_with(address)) for address in self._addresses]
-        try:
+        """Share until cancelled. A bug in it ends the call, too."""
+        async with asyncio.TaskGroup() as group:
+            for address in self._addresses:
+                group.create_task(self._share_with(address))
             while True:
                 self.latest = self._own()
                 await asyncio.sleep(SHARE_S)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _share_with(self, address: str) -> None:
         retry = Retry()

@@ -131,7 +131,7 @@ def test_a_killed_actor_leaves_no_orphan_and_is_replaced(cluster: RayCluster) ->
         (node,) = [
             each for each in cluster.nodes("decode") if f"decode-{replica['replica_id']}" in " ".join(each.cmdline())
         ]
-        os.kill(replica["actor_pid"] if "actor_pid" in replica else replica["pid"], signal.SIGKILL)
+        os.kill(replica["pid"], signal.SIGKILL)
         wait_until(lambda: not node.is_running() or node.status() == "zombie", 10.0)
         wait_until(
             lambda: (
@@ -142,6 +142,7 @@ def test_a_killed_actor_leaves_no_orphan_and_is_replaced(cluster: RayCluster) ->
         )
         wait_until(lambda: ups(cluster, "decode") == 2, GONE_S)
         load.wait(20)
+    assert len(cluster.nodes("decode")) == 2 and node.pid not in {each.pid for each in cluster.nodes("decode")}
 
 
 def test_a_redeploy_with_another_setting_loses_nothing(cluster: RayCluster) -> None:

@@ -78,6 +78,8 @@ async def test_routers_learn_of_each_other_through_any_bootstrap_that_is_there()
         async with asyncio.timeout(20):
             while not all(sum(told.held_s for told in each.all()) == 3.0 for each in exchanges):
                 await asyncio.sleep(0.02)
+        assert [{told.router for told in each.all()} for each in exchanges] == [{"a", "b"}] * 2
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(end, asyncio.CancelledError) for end in ends), "no error on the way"
