@@ -7,13 +7,15 @@ One reader then checks both kinds of models. Needs the package `gguf`, but no to
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from pdcluster.checkpoint.gguf_tokenizer import text_files
 from pdcluster.core.errors import ModelError
@@ -169,14 +171,40 @@ def _llama3_factors(rope: Json, head_dim: int) -> Any:
     return 1 / ((1 - blend) / rope["factor"] + blend)
 
 
+@dataclass(frozen=True)
+class _Opened:
+    """place: path, device, inode and size. While the file is mapped no other one gets its inode.
+    head: a digest of the bytes before the tensors, head_bytes of them.
+    """
+
+    place: tuple[Path, int, int, int]
+    head: bytes
+    head_bytes: int
+    file: GgufFile
+
+
+_last: _Opened | None = None
+
+
 def open_gguf(path: Path) -> GgufFile:
-    """Raises ModelError for a file that is no GGUF, or is damaged. Keeps the last one that was read."""
-    stat = path.stat()
-    return _open(path, stat.st_size, stat.st_mtime_ns)
+    """Raises ModelError for a file that is no GGUF, or is damaged. The last one is not read again as long as it is the
+    same file and begins with the same bytes; its tensors are mapped and as they are now.
+    """
+    global _last
+    with path.open("rb") as file:
+        state = os.fstat(file.fileno())
+        place = path, state.st_dev, state.st_ino, state.st_size
+        if _last is None or _last.place != place or _digest_of(file.read(_last.head_bytes)) != _last.head:
+            _last = None  # before the next one takes as much memory
+            _last = _read(path, place)
+    return _last.file
 
 
-@lru_cache(maxsize=1)
-def _open(path: Path, _size: int, _changed: int) -> GgufFile:
+def _digest_of(head: bytes | np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> bytes:
+    return xxhash.xxh3_128_digest(head)
+
+
+def _read(path: Path, place: tuple[Path, int, int, int]) -> _Opened:
     try:
         from gguf import GGUFReader
     except ImportError as error:
@@ -191,4 +219,5 @@ def _open(path: Path, _size: int, _changed: int) -> GgufFile:
         raise ModelError(
             f"{path} cannot be read as GGUF: {error or type(error).__name__}; download it again"
         ) from error
-    return GgufFile(path, metadata, tensors)
+    head = reader.data[: int(reader.data_offset)]
+    return _Opened(place, _digest_of(head), len(head), GgufFile(path, metadata, tensors))
