@@ -19,6 +19,10 @@ POINTER_BYTES = 1024
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # As the safetensors library has it.
 MAX_HEADER_BYTES = 100 << 20
+# What tensors may be stored as, in the words of safetensors.
+STORED_TYPES = ("F32", "BF16", "F16")
+# Buffers that early Llama checkpoints carry; they follow from the config.
+OBSOLETE = ".rotary_emb.inv_freq"
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz")
 SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "tokenizer.tiktoken")
 SAVE_AGAIN = (
@@ -145,7 +149,9 @@ def _check_whole(shard: Path) -> None:
             raise ModelError(f"{shard} is no safetensors file, or was cut ({size} bytes); download it again")
         try:
             header = json.loads(file.read(header_bytes))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            header.pop("__metadata__", None)
+            ends = [entry["data_offsets"][1] for entry in header.values()]
+            kinds = {name: str(entry["dtype"]) for name, entry in header.items()}
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise ModelError(f"{shard} has a broken header ({type(error).__name__}); download it again") from error
     needed = 8 + header_bytes + max(ends, default=0)
@@ -153,4 +159,15 @@ def _check_whole(shard: Path) -> None:
         raise ModelError(
             f"{shard} has {size} bytes, but its header says {needed}: the download was cut or mixed up; download it "
             "again"
+        )
+    for name, kind in kinds.items():
+        check_stored_type(shard, name, kind)
+
+
+def check_stored_type(shard: Path, name: str, kind: str) -> None:
+    """Raises ModelError for a tensor of another type, such as F8_E4M3. kind: in the words of safetensors."""
+    if kind not in STORED_TYPES and not name.endswith(OBSOLETE):
+        raise ModelError(
+            f"{shard}: tensor {name} is stored as {kind}, but only {', '.join(STORED_TYPES)} are served; take the "
+            "model's bfloat16 release, or a GGUF file; --quantization int8 quantises when it is loaded"
         )

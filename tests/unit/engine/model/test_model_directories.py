@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoints import Shape
 from model_configs import REFUSED, SERVED, Json
+from safetensors.torch import load_file, save_file
 from tiny_tokenizers import byte_level_files
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -133,6 +134,15 @@ def dangle(model: Path) -> None:
     (model / "tokenizer.json").symlink_to("../../blobs/gone")
 
 
+def retype(name: str, kind: torch.dtype) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        tensors = {key: tensor.clone() for key, tensor in load_file(model / "model.safetensors").items()}
+        tensors[name] = tensors.get(name, torch.zeros(8)).to(kind)
+        save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+    return change
+
+
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 269060552\n"
 INDEX = json.dumps(
     {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
@@ -162,6 +172,9 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a cut download": (cut, "the download was cut"),
     "no safetensors": (put("model.safetensors", b"<html>not found</html>"), "no safetensors file, or was cut"),
     "a broken header": (put("model.safetensors", (8).to_bytes(8, "little") + b"notjson!"), "broken header"),
+    "fp8 tensors": (retype("model.layers.1.mlp.up_proj.weight", torch.float8_e4m3fn),
+    r"model\.safetensors: tensor model\.layers\.1\.mlp\.up_proj\.weight is stored as F8_E4M3.*bfloat16 release"),
+    "tensors of bytes": (retype("model.norm.weight", torch.uint8), r"model\.norm\.weight is stored as U8"),
     "a missing shard": (put("model.safetensors.index.json", INDEX),
     r"names model-00001-of-00002\.safetensors, which is not in"),
     "a broken index": (put("model.safetensors.index.json", b"{"), "no valid safetensors index"),
@@ -175,6 +188,12 @@ def test_a_broken_directory_is_refused_by_name_before_it_loads(name: str, model:
     change(model)
     with pytest.raises(ModelError, match=error):
         check_model_files(model)
+
+
+def test_a_buffer_of_an_old_checkpoint_may_have_any_type(model: Path) -> None:
+    retype("model.layers.0.self_attn.rotary_emb.inv_freq", torch.float64)(model)
+    check_model_files(model)
+    load_weights(model, read_config(model))
 
 
 def test_whole_directories_are_taken_however_they_are_reached(
