@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
+from pdcluster.checkpoint.weights_digest import MAX_GROUP_BYTES
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.messages import Endpoint, Role
 from pdcluster.kv.layout import DType, Fingerprint
@@ -140,6 +141,11 @@ def check_card(card: NodeCard) -> None:
     if layout.dtype not in get_args(DType):
         raise BadRequest(f"dtype is {layout.dtype!r}, allowed are {', '.join(get_args(DType))}", "dtype")
     _check_address(card.address)
+    if len(card.fingerprint.weight_groups) > MAX_GROUP_BYTES:
+        raise BadRequest(
+            f"weight_groups has {len(card.fingerprint.weight_groups)} bytes; at most {MAX_GROUP_BYTES} are allowed",
+            "weight_groups",
+        )
     for name, number in (
         ("num_layers", layout.num_layers), ("num_kv_heads", layout.num_kv_heads), ("head_dim", layout.head_dim),
         ("page_tokens", layout.page_tokens),

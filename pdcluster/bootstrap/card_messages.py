@@ -78,7 +78,7 @@ def _fingerprint_to_proto(fingerprint: Fingerprint) -> pb.Fingerprint:
             num_layers=layout.num_layers, num_kv_heads=layout.num_kv_heads, head_dim=layout.head_dim,
             page_tokens=layout.page_tokens, dtype=layout.dtype,
         ),
-        arithmetic=fingerprint.arithmetic,
+        arithmetic=fingerprint.arithmetic, weight_groups=fingerprint.weight_groups,
     )  # fmt: skip
 
 
@@ -95,4 +95,5 @@ def _fingerprint_from_proto(fingerprint: pb.Fingerprint) -> Fingerprint:
         fingerprint.hash_block_tokens,
         shape,
         fingerprint.arithmetic,
+        fingerprint.weight_groups,
     )

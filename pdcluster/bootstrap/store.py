@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from time import monotonic
 
 from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard, check_card
+from pdcluster.checkpoint.weights_digest import differing_groups
 from pdcluster.core.errors import ConfigError, Overloaded
 from pdcluster.core.messages import Role
 from pdcluster.kv.layout import Fingerprint
@@ -21,6 +22,8 @@ from pdcluster.transfer.backends.base import Peer
 __all__ = ["ClusterSnapshot", "NodeCard", "NodeStore", "StoreSettings", "differences"]
 
 MAX_REPLACED = 4096
+# Groups of weights that a refusal names.
+MOST_NAMED = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +165,19 @@ def differences(ours: Fingerprint, theirs: Fingerprint) -> Iterator[str]:
     left, right = asdict(ours), asdict(theirs)
     left |= left.pop("layout")
     right |= right.pop("layout")
-    del left["page_tokens"]
+    del left["page_tokens"], left["weight_groups"]
     for name, value in left.items():
         if value != right[name]:
-            yield f"{name} {value!r} here, {right[name]!r} there"
+            what = f" ({_of_weights(ours, theirs)})" if name == "weights" else ""
+            yield f"{name} {value!r} here, {right[name]!r} there{what}"
+
+
+def _of_weights(ours: Fingerprint, theirs: Fingerprint) -> str:
+    """What of the weights differs, as text."""
+    if not ours.weight_groups or not theirs.weight_groups:
+        return "a node of an earlier version digests weights otherwise: run the same version"
+    found = differing_groups(ours.weight_groups, theirs.weight_groups, ours.layout.num_layers)
+    if not found:
+        return "of models of another shape"
+    more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+    return ", ".join(found[:MOST_NAMED]) + more

@@ -31,7 +31,7 @@ from pdcluster.engine.model.batch import Batch, PlanLimits, RowSpan, build_batch
 from pdcluster.engine.model.collective import Alone, Collective, InOrder
 from pdcluster.engine.model.config import ModelConfig, read_config
 from pdcluster.engine.model.shard import cut, share_of
-from pdcluster.engine.model.weights import DTypeChoice, load_weights, weights_digest
+from pdcluster.engine.model.weights import DTypeChoice, load_weights
 from pdcluster.engine.ops.batch_invariant import invariant_ops
 from pdcluster.engine.ops.quantized import Quantization, int8_ops
 from pdcluster.engine.ops.select import Ops, select_ops
@@ -150,8 +150,9 @@ class Engine:
         )
         self.config: ModelConfig = read_config(config.model_dir)
         share = share_of(self.config, group.rank, group.size)
-        self.weights_digest = weights_digest(config.model_dir, self.config)
-        weights = cut(load_weights(config.model_dir, self.config, config.dtype, config.device), self.config, share)
+        whole = load_weights(config.model_dir, self.config, config.dtype, config.device, config.threads)
+        self.weights_digest, self.weight_groups = whole.digest.whole, whole.digest.groups
+        weights = cut(whole, self.config, share)
         self.full_layout: KVLayout = self.config.kv_layout(config.page_tokens, weights.dtype)
         self.layout: KVLayout = replace(self.full_layout, num_kv_heads=share.num_kv_heads)
         self.num_pages = config.num_pages or config.kv_bytes // (self.layout.page_bytes * group.size)

@@ -8,7 +8,7 @@ page is contiguous per (layer, K or V).
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 DType = Literal["float32", "bfloat16"]
@@ -59,6 +59,8 @@ class Fingerprint:
 
     layout: with the heads of all ranks. Its page_tokens may differ, as a multiple of hash_block_tokens.
     arithmetic: how sums are made, where bits must be equal.
+    weight_groups: tell what of the weights differs where the weights do (`checkpoint.weights_digest`); they follow from
+    the weights.
     """
 
     model: str
@@ -67,7 +69,8 @@ class Fingerprint:
     hash_block_tokens: int
     layout: KVLayout
     arithmetic: str = DEFAULT_ARITHMETIC
+    weight_groups: bytes = field(default=b"", repr=False, compare=False)
 
     def digest(self) -> str:
-        """16 hex digits, equal exactly when every field is."""
+        """16 hex digits, equal exactly when every field that is compared is."""
         return hashlib.blake2b(repr(self).encode(), digest_size=8).hexdigest()

@@ -293,6 +293,7 @@ def card_of(
             config.kv.hash_block_tokens,
             engine.full_layout,
             arithmetic_of(config),
+            engine.weight_groups,
         ),
         max_len=usable_len(engine),
         vocab_size=engine.config.vocab_size,

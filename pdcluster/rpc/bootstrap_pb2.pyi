@@ -33,20 +33,22 @@ class KVLayout(_message.Message):
     def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., page_tokens: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
-    __slots__ = ("model", "weights", "protocol", "hash_block_tokens", "layout", "arithmetic")
+    __slots__ = ("model", "weights", "protocol", "hash_block_tokens", "layout", "arithmetic", "weight_groups")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     HASH_BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     ARITHMETIC_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_GROUPS_FIELD_NUMBER: _ClassVar[int]
     model: str
     weights: str
     protocol: int
     hash_block_tokens: int
     layout: KVLayout
     arithmetic: str
-    def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., protocol: _Optional[int] = ..., hash_block_tokens: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., arithmetic: _Optional[str] = ...) -> None: ...
+    weight_groups: bytes
+    def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., protocol: _Optional[int] = ..., hash_block_tokens: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., arithmetic: _Optional[str] = ..., weight_groups: _Optional[bytes] = ...) -> None: ...
 
 class NodeCard(_message.Message):
     __slots__ = ("node", "incarnation", "role", "address", "model", "fingerprint", "fingerprint_digest", "max_len", "vocab_size", "num_pages", "eos_ids", "tokenizer_hash", "backends", "device", "draining", "pid", "model_aliases", "version")

@@ -6,15 +6,16 @@ and keys in another order, which is undone here. Those of Qwen are in the order 
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pdcluster.checkpoint.gguf import ROPE_FACTORS, GgufFile
+from pdcluster.checkpoint.weights_digest import Digester
 from pdcluster.core.errors import ModelError
 
 NAMES = {
@@ -23,6 +24,8 @@ NAMES = {
     "output.weight": "lm_head.weight",
 }
 LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+# No type of safetensors, because rows of a file may lie in another order.
+KIND = "gguf"
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -36,37 +39,20 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-SAMPLED_BLOCKS, BLOCK_BYTES = 64, 4096
 
 
-def gguf_tensors(file: GgufFile, dtype: torch.dtype) -> dict[str, Tensor]:
+def gguf_tensors(file: GgufFile, dtype: torch.dtype, digests: Digester) -> dict[str, Tensor]:
     """One after the other, so that no more than one is float32 beside those of `dtype`. Every process holds its own
-    copy."""
-    return dict(_tensors(file, dtype))
+    copy. Digested is what the file holds."""
+    return dict(_tensors(file, dtype, digests))
 
 
-def gguf_digest(file: GgufFile, config: str) -> str:
-    """As `weights.weights_digest`: the parsed config, the file's size, its tensors' names, types, shapes and places,
-    and sampled blocks."""
-    digest = hashlib.blake2b(config.encode(), digest_size=16)
-    size = file.path.stat().st_size
-    shapes = [
-        (tensor.name, int(tensor.tensor_type), tensor.shape.tolist(), int(tensor.data_offset))
-        for tensor in file.tensors.values()
-    ]
-    digest.update(f"{size}:{shapes}".encode())
-    begin = min((place for _, _, _, place in shapes), default=0)
-    with file.path.open("rb") as data:
-        for block in range(SAMPLED_BLOCKS):
-            data.seek(begin + (max(size - begin - BLOCK_BYTES, 0) * block) // (SAMPLED_BLOCKS - 1))
-            digest.update(data.read(BLOCK_BYTES))
-    return digest.hexdigest()
-
-
-def _tensors(file: GgufFile, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in file.tensors.items():
-        if name != ROPE_FACTORS:
-            yield _name_of(file, name), torch.from_numpy(_values(file, name, tensor)).to(dtype)
+def _tensors(file: GgufFile, dtype: torch.dtype, digests: Digester) -> Iterator[tuple[str, Tensor]]:
+    named = {_name_of(file, name): tensor for name, tensor in file.tensors.items() if name != ROPE_FACTORS}
+    for name, tensor in named.items():  # all at once, which reads ahead of the slower work below
+        digests.add(name, f"{KIND} {tensor.tensor_type.name}", tensor.shape.tolist(), tensor.data)
+    for name, tensor in named.items():
+        yield name, torch.from_numpy(_values(file, tensor)).to(dtype)
 
 
 def _name_of(file: GgufFile, name: str) -> str:
@@ -81,10 +67,10 @@ def _name_of(file: GgufFile, name: str) -> str:
     return f"model.layers.{found[1]}.{LAYER_NAMES[found[2]]}.{found[3]}"
 
 
-def _values(file: GgufFile, name: str, tensor: object) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+def _values(file: GgufFile, tensor: Any) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     from gguf import dequantize
 
-    kind, data = tensor.tensor_type, tensor.data  # type: ignore[attr-defined]
+    name, kind, data = tensor.name, tensor.tensor_type, tensor.data
     try:
         values = np.array(dequantize(data, kind), np.float32)
     except (NotImplementedError, KeyError) as error:

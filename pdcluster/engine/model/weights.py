@@ -6,7 +6,6 @@ memory. Laid-out weights are copies beside them. It refuses tensors that are mis
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Iterable
@@ -19,9 +18,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pdcluster.checkpoint.gguf import is_gguf, open_gguf
+from pdcluster.checkpoint.inspection import OBSOLETE, check_stored_type
+from pdcluster.checkpoint.weights_digest import Digester, WeightsDigest
 from pdcluster.core.errors import ModelError
 from pdcluster.engine.model.config import ModelConfig
-from pdcluster.engine.model.gguf_weights import gguf_digest, gguf_tensors
+from pdcluster.engine.model.gguf_weights import gguf_tensors
 from pdcluster.kv.layout import DType
 from pdcluster.kv.pool import TORCH_DTYPE
 
@@ -36,12 +37,8 @@ SERVED_AS: dict[str, DType] = {
     "float": "float32",
     "float64": "float32",
 }
+HEAD = "lm_head.weight"
 log = logging.getLogger(__name__)
-
-_SAMPLED_BLOCKS = 64
-_BLOCK_BYTES = 4096
-# Buffers that early Llama checkpoints carry; they follow from the config.
-_OBSOLETE = ".rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,33 +67,41 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All tensors of a model. head is the embedding itself when the two are tied."""
+    """All tensors of a model. head is the embedding itself when the two are tied. digest: of the whole checkpoint, also
+    when these are a rank's share of it."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Tensor
     dtype: DType
+    digest: WeightsDigest
 
 
-def load_weights(model_dir: Path, config: ModelConfig, dtype: DTypeChoice = "auto", device: str = "cpu") -> Weights:
-    """Map and check every tensor of the checkpoint. Raises ModelError for the first one that is missing, left over or
-    of the wrong shape.
+def load_weights(
+    model_dir: Path, config: ModelConfig, dtype: DTypeChoice = "auto", device: str = "cpu", threads: int = 1
+) -> Weights:
+    """Map, check and digest every tensor of the checkpoint. Raises ModelError for the first one that is missing, left
+    over, or of the wrong type or shape.
     """
-    stored: dict[str, Tensor] = {} if is_gguf(model_dir) else _open_all(shard_paths(model_dir))
-    chosen = _choose_dtype(dtype, config, stored)
-    if is_gguf(model_dir):
-        stored = gguf_tensors(open_gguf(model_dir), TORCH_DTYPE[chosen])
-    take = _Taker(stored, TORCH_DTYPE[chosen], device)
+    with Digester(threads) as digests:
+        if is_gguf(model_dir):
+            chosen = _choose_dtype(dtype, config, {})
+            stored = gguf_tensors(open_gguf(model_dir), TORCH_DTYPE[chosen], digests)
+        else:
+            stored = _open_all(shard_paths(model_dir), config, digests)
+            chosen = _choose_dtype(dtype, config, stored)
+        return _taken(_Taker(stored, TORCH_DTYPE[chosen], device), config, chosen, digests)
+
+
+def _taken(take: _Taker, config: ModelConfig, dtype: DType, digests: Digester) -> Weights:
     width = config.hidden_size
     embedding = take("model.embed_tokens.weight", config.vocab_size, width)
     layers = tuple(_layer(take, config, index) for index in range(config.num_layers))
     norm = take("model.norm.weight", width)
-    head = (
-        _tied_head(take, embedding) if config.tie_word_embeddings else take("lm_head.weight", config.vocab_size, width)
-    )
+    head = _tied_head(take, embedding) if config.tie_word_embeddings else take(HEAD, config.vocab_size, width)
     take.finish()
-    return Weights(embedding, layers, norm, head, chosen)
+    return Weights(embedding, layers, norm, head, dtype, digests.result(repr(config), config.num_layers))
 
 
 def shard_paths(model_dir: Path) -> tuple[Path, ...]:
@@ -120,35 +125,19 @@ def shard_paths(model_dir: Path) -> tuple[Path, ...]:
     return tuple(model_dir / name for name in names)
 
 
-def weights_digest(model_dir: Path, config: ModelConfig) -> str:
-    """32 hex digits that tell checkpoints apart, read in milliseconds whatever their size.
-
-    They cover the parsed config. Of every file they cover its size, its header (names, types, shapes, offsets) and 64
-    blocks of 4 KiB evenly spread over the data. Weights that differ only between the sampled blocks are not told apart.
-    Training changes all of them.
-    """
-    if is_gguf(model_dir):
-        return gguf_digest(open_gguf(model_dir), repr(config))
-    digest = hashlib.blake2b(repr(config).encode(), digest_size=16)
-    for path in shard_paths(model_dir):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            header = int.from_bytes(file.read(8), "little")
-            digest.update(f"{size}:{header}:".encode())
-            digest.update(file.read(min(header, size)))
-            for block in range(_SAMPLED_BLOCKS):
-                file.seek(8 + header + (max(size - 8 - header - _BLOCK_BYTES, 0) * block) // (_SAMPLED_BLOCKS - 1))
-                digest.update(file.read(_BLOCK_BYTES))
-    return digest.hexdigest()
-
-
-def _open_all(paths: Iterable[Path]) -> dict[str, Tensor]:
+def _open_all(paths: Iterable[Path], config: ModelConfig, digests: Digester) -> dict[str, Tensor]:
+    """What takes no part in the model is not digested: buffers that follow from the config, and a copy of the embedding
+    as the head of a model whose two are tied."""
     tensors: dict[str, Tensor] = {}
     for path in paths:
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
-                names = file.keys()  # a handle, not a dict
-                tensors.update((name, file.get_tensor(name)) for name in names)
+                for name in file.keys():  # noqa: SIM118 (a handle, not a dict)
+                    kind = file.get_slice(name).get_dtype()
+                    check_stored_type(path, name, kind)
+                    tensor = tensors[name] = file.get_tensor(name)
+                    if not name.endswith(OBSOLETE) and not (config.tie_word_embeddings and name == HEAD):
+                        digests.add(name, kind, tensor.shape, tensor.reshape(-1).view(torch.uint8).numpy())
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
     return tensors
@@ -186,15 +175,13 @@ class _Taker:
             raise ModelError(f"tensor {name} is missing from the checkpoint")
         if tuple(tensor.shape) != shape:
             raise ModelError(f"tensor {name} has shape {tuple(tensor.shape)}, the config says {shape}")
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ModelError(f"tensor {name} is stored as {tensor.dtype}; float32, bfloat16 and float16 are supported")
         return tensor.to(self._device, self._dtype)
 
     def has(self, name: str) -> bool:
         return name in self._stored
 
     def finish(self) -> None:
-        extra = sorted(name for name in self._stored if not name.endswith(_OBSOLETE))
+        extra = sorted(name for name in self._stored if not name.endswith(OBSOLETE))
         if extra:
             raise ModelError(
                 f"tensor {extra[0]} is in the checkpoint but not in the architecture its config names ({len(extra)} "
@@ -204,9 +191,9 @@ class _Taker:
 
 def _tied_head(take: _Taker, embedding: Tensor) -> Tensor:
     """Some checkpoints store the tied head a second time; that is fine as long as it is the same."""
-    if take.has("lm_head.weight") and not torch.equal(take("lm_head.weight", *embedding.shape), embedding):
+    if take.has(HEAD) and not torch.equal(take(HEAD, *embedding.shape), embedding):
         raise ModelError(
-            "tensor lm_head.weight differs from model.embed_tokens.weight, but the config says tie_word_embeddings"
+            f"tensor {HEAD} differs from model.embed_tokens.weight, but the config says tie_word_embeddings"
         )
     return embedding
 

@@ -38,6 +38,17 @@ def test_a_card_comes_back_from_protobuf_as_it_was(card: NodeCard) -> None:
     assert card_from_proto(card_to_proto(card)) == card
 
 
+def test_groups_of_weights_travel_beside_the_fingerprint_s_digest() -> None:
+    """Bootstraps of an earlier version compute it without them, and pass over the field."""
+    grouped = make_card(fingerprint=replace(FINGERPRINT, weight_groups=b"\x00\xff" * 1024))
+    check_card(grouped)
+    proto = card_to_proto(grouped)
+    assert card_from_proto(proto).fingerprint.weight_groups == grouped.fingerprint.weight_groups
+    assert proto.fingerprint_digest == card_to_proto(make_card()).fingerprint_digest
+    proto.fingerprint.ClearField("weight_groups")
+    assert card_from_proto(proto) == make_card()
+
+
 def test_a_snapshot_comes_back_from_protobuf_as_it_was() -> None:
     cards = snapshot(make_card("a"), make_card("b", role="decode"), settling=True, version=2**40)
     assert snapshot_from_proto(snapshot_to_proto(cards)) == cards
@@ -66,6 +77,7 @@ BAD: list[dict[str, Any]] = [
     {"backends": ("shm\n",)}, {"fingerprint": replace(FINGERPRINT, weights="\u2028")}, {"address": "a\x01:1"},
     {"node": "\ud800"},
     {"backends": ("",)}, {"backends": ("b" * 129,)}, {"device": "d" * 129}, {"tokenizer_hash": "t" * 129},
+    {"fingerprint": replace(FINGERPRINT, weight_groups=bytes(2049))},
     {"fingerprint": replace(FINGERPRINT, protocol=0)}, {"fingerprint": replace(FINGERPRINT, layout=replace(LAYOUT,
     num_layers=0))},
     {"fingerprint": replace(FINGERPRINT, layout=replace(LAYOUT, dtype="int3"))}, {"fingerprint": replace(FINGERPRINT,

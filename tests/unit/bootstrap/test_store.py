@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdcluster.bootstrap.store import NodeStore, StoreSettings, differences
+from pdcluster.checkpoint.weights_digest import group_names
 from pdcluster.core.errors import BadRequest, ConfigError, Overloaded
 from pdcluster.transfer.backends.base import Peer
 
@@ -140,6 +141,24 @@ def test_differences_name_fields_of_the_layout_too() -> None:
     assert not list(differences(replace(FINGERPRINT, layout=replace(LAYOUT, page_tokens=64)), FINGERPRINT)), (
         "page sizes may differ"
     )
+
+
+def test_a_node_of_an_earlier_version_is_refused_with_the_reason(store: NodeStore) -> None:
+    """Its card says nothing of groups, and its digest of the same weights is another."""
+    store.register(make_card("prefill-0"))
+    new = replace(FINGERPRINT, weights="sha-2", weight_groups=bytes(4 * len(group_names(LAYOUT.num_layers))))
+    with pytest.raises(ConfigError, match=r"weights 'sha-2' here, 'sha-1' there \(a node of an earlier version"):
+        store.register(make_card("decode-0", fingerprint=new))
+
+
+def test_few_of_many_groups_of_weights_are_named() -> None:
+    names = group_names(LAYOUT.num_layers)
+    ours = replace(FINGERPRINT, weights="sha-2", weight_groups=bytes(4 * len(names)))
+    theirs = replace(FINGERPRINT, weight_groups=b"x" * 4 * len(names))
+    (text,) = differences(ours, theirs)
+    assert text.endswith(f"({', '.join(names[:6])} and {len(names) - 6} more)")
+    (text,) = differences(ours, replace(theirs, weight_groups=theirs.weight_groups[4:]))
+    assert text.endswith("(of models of another shape)")
 
 
 def test_the_number_of_nodes_is_bounded(store: NodeStore) -> None:

@@ -21,7 +21,7 @@ from pdcluster.checkpoint.text_files import files_digest, read_text_files
 from pdcluster.core.errors import ModelError
 from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.engine.model.config import read_config
-from pdcluster.engine.model.weights import load_weights, weights_digest
+from pdcluster.engine.model.weights import load_weights
 
 SIZE = 512
 SHAPES = {
@@ -127,15 +127,12 @@ def test_the_chat_template_comes_along(tmp_path: Path) -> None:
     assert TextModel.from_dir(file).render_chat([{"role": "user", "content": "hi"}]) == "hi"
 
 
-def test_digests_tell_files_apart(tmp_path: Path) -> None:
+def test_files_of_other_weights_have_the_same_text(tmp_path: Path) -> None:
     model, arch = built("llama")
     one = gguf_files.write(tmp_path / "one.gguf", model, arch)
-    same = gguf_files.write(tmp_path / "same.gguf", model, arch)
     other = gguf_files.write(
         tmp_path / "other.gguf", model, arch, tensors={"token_embd.weight": np.zeros((SIZE, 128), np.float32)}
     )
-    digests = [weights_digest(file, read_config(file)) for file in (one, same, other)]
-    assert digests[0] == digests[1] != digests[2]
     assert files_digest(read_text_files(one)) == files_digest(read_text_files(other))
 
 

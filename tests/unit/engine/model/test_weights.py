@@ -1,4 +1,4 @@
-"""Reading checkpoints: sharing, shards, refusals that name the tensor, and the digest."""
+"""Reading checkpoints: sharing, shards, and refusals that name the tensor."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from checkpoints import Shape
 from safetensors.torch import load_file, save_file
 
 from pdcluster.core.errors import ModelError
-from pdcluster.engine.model.config import ModelConfig, read_config
-from pdcluster.engine.model.weights import Weights, load_weights, shard_paths, weights_digest
+from pdcluster.engine.model.config import read_config
+from pdcluster.engine.model.weights import Weights, load_weights, shard_paths
 
 SHAPE = Shape("qwen2", hidden_size=32, intermediate_size=48, head_dim=16, vocab_size=51)
 
@@ -97,7 +97,7 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(model_dir: Path) ->
 
 def test_a_tensor_of_a_quantised_type_is_refused(model_dir: Path) -> None:
     rewrite(model_dir, lambda tensors: tensors.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}))
-    with pytest.raises(ModelError, match=r"model\.norm\.weight is stored as torch\.int8"):
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is stored as I8"):
         load(model_dir)
 
 
@@ -149,20 +149,3 @@ def test_a_torn_file_is_refused_by_name(model_dir: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ModelError, match=r"model\.safetensors cannot be read"):
         load(model_dir)
-
-
-def digest(model_dir: Path) -> str:
-    config: ModelConfig = read_config(model_dir)
-    return weights_digest(model_dir, config)
-
-
-def test_the_digest_tells_weights_and_configs_apart_but_not_harmless_keys(model_dir: Path) -> None:
-    first = digest(model_dir)
-    assert first == digest(model_dir)
-    checkpoints.edit_config(model_dir, initializer_range=0.5)
-    assert digest(model_dir) == first
-    checkpoints.edit_config(model_dir, rms_norm_eps=1e-5)
-    other = digest(model_dir)
-    assert other != first
-    rewrite(model_dir, lambda tensors: [tensor.add_(0.01) for tensor in tensors.values()])
-    assert digest(model_dir) != other
