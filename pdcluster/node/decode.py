@@ -38,21 +38,23 @@ from pdcluster.transfer.protocol.session import TicketFailed as TicketFailed
 # The wait queue of a full decode node: it keeps large prompts from starving, while small ones pass for a while.
 #
 # A refused request holds a position, no memory. It asks again. Until it gets its slot, at most `max_overtakes` later
-# ones may pass it. A request that does not ask for `patience_s` loses its position. Pure; the caller passes the time.
+# ones may pass it. It loses its position when it ends, when its router is lost, and when it does not ask within
+# `late_s` after it was told to. Pure; the caller passes the time.
 
 
 @dataclass(slots=True)
 class _Place:
-    asked_at: float
+    router: Peer
+    until: float
     overtaken: int = 0
 
 
 class WaitQueue:
     """Positions, oldest first. Bounded: beyond `capacity` requests get none, and may be overtaken for ever."""
 
-    def __init__(self, *, max_overtakes: int = 8, patience_s: float = 2.0, capacity: int = 1024) -> None:
+    def __init__(self, *, max_overtakes: int = 8, late_s: float = 2.0, capacity: int = 1024) -> None:
         self._max_overtakes = max_overtakes
-        self._patience_s = patience_s
+        self._late_s = late_s
         self._capacity = capacity
         self._places: OrderedDict[str, _Place] = OrderedDict()
 
@@ -62,7 +64,7 @@ class WaitQueue:
     def may_try(self, request: str, now: float) -> bool:
         """Whether the request may take room now. False while one before it was overtaken often enough."""
         for waiting, place in list(self._places.items()):
-            if now - place.asked_at > self._patience_s:
+            if now > place.until:
                 del self._places[waiting]
             elif waiting == request:
                 return True
@@ -70,13 +72,23 @@ class WaitQueue:
                 return False
         return True
 
-    def refused(self, request: str, now: float) -> None:
-        """The request got no room. It takes or keeps its position."""
-        place = self._places.get(request)
+    def refused(self, request: str, router: Peer, now: float, retry_after_s: float) -> None:
+        """The request got no room, and was told when to ask again. It takes or keeps its position."""
+        until, place = now + retry_after_s + self._late_s, self._places.get(request)
         if place is not None:
-            place.asked_at = now
+            place.until = until
         elif len(self._places) < self._capacity:
-            self._places[request] = _Place(now)
+            self._places[request] = _Place(router, until)
+
+    def leave(self, request: str) -> None:
+        """It asks no more. Idempotent."""
+        self._places.pop(request, None)
+
+    def leave_router(self, router: Peer, awaited: Set[str] = frozenset()) -> None:
+        """Requests of a router ask no more, but for those that it still awaits here."""
+        for request in [each for each, place in self._places.items() if place.router == router]:
+            if request not in awaited:
+                del self._places[request]
 
     def served(self, request: str) -> None:
         """The request got its slot, and so overtook all before it."""
@@ -89,6 +101,8 @@ class WaitQueue:
 
 # When to ask again behind a request that waits for room.
 PLACE_RETRY_S = 0.1
+
+NEWER = "a newer attempt came"
 
 
 @dataclass(slots=True)
@@ -134,7 +148,7 @@ class DecodeSide:
     def start_local(self, router: Peer, message: Prefill, sequence: Sequence) -> None:
         """Run a request from prompt to end on this node."""
         work = message.work
-        self.cancel(work.request, work.attempt, "a newer attempt came")
+        self.cancel(work.request, work.attempt, NEWER)
         try:
             check_newest(work, self._legs.get(work.request))
             parent = self._legs.get(message.fork_of) if message.fork_of is not None else None
@@ -152,12 +166,12 @@ class DecodeSide:
     def reserve(self, router: Peer, message: Reserve, sequence: Sequence) -> None:
         """Reserve a slot and answer with its ticket, or refuse."""
         work = message.work
-        self.cancel(work.request, work.attempt, "a newer attempt came")
+        self.cancel(work.request, work.attempt, NEWER)
         try:
             check_newest(work, self._legs.get(work.request))
             if self._reader.is_suspected(peer_of(message.writer)):
                 raise errors.Overloaded(f"pages here still wait for {message.writer.node} to end", PLACE_RETRY_S)
-            pages = self._take_room(work.request, sequence)
+            pages = self._take_room(router, work.request, sequence)
         except REFUSALS as error:
             self._outbox.message(router, refusal(work, "reserve", error))
             return
@@ -172,17 +186,21 @@ class DecodeSide:
         self._outbox.message(router, Reserved(ticket), once=lambda: self._reader.is_permitted(ticket.nonce))
 
     def cancel(self, request: str, attempt: int, reason: str) -> None:
-        """End the leg if it is of this attempt or an earlier one."""
+        """End the leg if it is of this attempt or an earlier one. The request asks for no slot here any more."""
+        if reason != NEWER:
+            self._line.leave(request)
         leg = self._legs.get(request)
         if leg is not None and leg.attempt <= attempt:
             self._end(leg, reason)
 
     def cancel_router(self, router: Peer) -> None:
+        self._line.leave_router(router)
         for leg in of_router(self._legs.values(), router):
             self._end(leg, "router lost")
 
     def keep_only(self, router: Peer, awaited: Set[tuple[str, int]]) -> None:
         """The router (re)connected. End legs that it does not name: a Cancel was lost or could not be sent."""
+        self._line.leave_router(router, {request for request, _ in awaited})
         for leg in unawaited(self._legs.values(), router, awaited):
             self._end(leg, "the router no longer waits for it")
 
@@ -192,13 +210,13 @@ class DecodeSide:
         return key in self._by_key
 
     def on_launch(self, plan: StepPlan) -> None:
-        """A step was planned. Local legs that leave the queue report what they found cached, before their first token.
+        """A step was planned. Local legs that leave the queue say so, and what they found cached.
 
-        A router that ends one at a stop string gets no last message. Most found nothing and report nothing.
+        Their router stops the clock of the queue: a long prompt may compute for minutes. One that a stop string ends
+        gets no last message.
         """
         for leg in [self._queued.pop(row.request) for row in plan.rows if row.request in self._queued]:
-            if leg.sequence.num_cached:
-                self._outbox.message(leg.router, Scheduled(leg.request, leg.attempt, leg.sequence.num_cached))
+            self._outbox.message(leg.router, Scheduled(leg.request, leg.attempt, leg.sequence.num_cached))
 
     def on_update(self, update: Update) -> None:
         """The scheduler's report on one of our rows: tokens for the router, and perhaps the row's end."""
@@ -290,9 +308,14 @@ class DecodeSide:
     def num_legs(self) -> int:
         return len(self._legs)
 
+    @property
+    def num_places(self) -> int:
+        """Requests in line for a slot."""
+        return len(self._line)
+
     # ------------------------------------------------------------ inside
 
-    def _take_room(self, request: str, sequence: Sequence) -> list[int]:
+    def _take_room(self, router: Peer, request: str, sequence: Sequence) -> list[int]:
         """The slot's pages; raises Overloaded, and keeps the request's place, when there is no room or somebody waits
         for it long enough."""
         now = self._clock()
@@ -300,8 +323,8 @@ class DecodeSide:
             if not self._line.may_try(request, now):
                 raise errors.Overloaded("requests that asked earlier wait for a slot; retry later", PLACE_RETRY_S)
             pages = self._scheduler.reserve(sequence)
-        except errors.Overloaded:
-            self._line.refused(request, now)
+        except errors.Overloaded as error:
+            self._line.refused(request, router, now, error.retry_after_s)
             raise
         self._line.served(request)
         return pages

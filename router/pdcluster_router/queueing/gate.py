@@ -41,13 +41,16 @@ PACE: Literal["pace"] = "pace"
 # each waiting request.
 RESCORE_S = 0.25
 
+# How often a request that no node takes is looked at again.
+PARKED_LOOK_S = 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class Wish:
     """Why a request did not go when it was last scored."""
 
     reason: Reason
-    # Incarnations that could have computed its prompt.
+    # Incarnations whose room it lacked.
     nodes: frozenset[str]
     # When it was scored.
     moment: float
@@ -98,7 +101,7 @@ class Gate:
 
     def at_once(self, decision: Decision, waited_s: float, *, is_paid: bool) -> Decision | None:
         """Where a request goes that need not wait, as nearly all; None: it must be held. Raises Overloaded."""
-        if len(self.queue) or self._why_held(decision, waited_s, is_paid=is_paid) is not None:
+        if self.queue.num_able or self._why_held(decision, waited_s, is_paid=is_paid) is not None:
             return None
         if self._slo.ttft_s is not None and not is_paid:
             query, first = decision.query, decision.choice.first
@@ -110,7 +113,7 @@ class Gate:
         """Backlog below which a node takes a new request. -1: it must call `try_admit`, since others wait or a service
         level holds.
         """
-        return -1.0 if len(self.queue) or self._slo.ttft_s is not None else self._headroom.backlog_s
+        return -1.0 if self.queue.num_able or self._slo.ttft_s is not None else self._headroom.backlog_s
 
     def hold(self, held: QueuedRequest, decision: Decision, now: float) -> None:
         """Hold a request that could not go. Raises Overloaded."""
@@ -129,7 +132,7 @@ class Gate:
             raise errors.Unavailable(
                 f"{len(self.queue)} requests of {self.queue.num_bytes} bytes wait for a node, no more may; {cause}"
             )
-        self.queue.push(held)
+        self.queue.push(held, look_at=now + PARKED_LOOK_S)
         self._parked[held.request] = cause
         self._note_held(now)
 
@@ -137,7 +140,7 @@ class Gate:
         """Release up to `most` waiting requests. Use 1 when a decision counts in the view only once it was acted
         upon.
         """
-        released: list[Released] = []
+        released = self._look_aside(decide, now)[:most]
         wanted: dict[str, frozenset[str]] = {}
         full: frozenset[Reason] = frozenset()
 
@@ -147,31 +150,30 @@ class Gate:
                 return HoldOutcome.FULL
             if (wish := self._still_wished(held, full, now)) is not None:
                 wanted[held.request] = wish.nodes
-                return HoldOutcome.ELSEWHERE
+                return HoldOutcome.STILL
             try:
                 decision = decide(held)
             except errors.PdclusterError as error:
                 if isinstance(error, errors.Unavailable) and _may_park(held, error):
                     self._parked[held.request] = error
-                    return HoldOutcome.ELSEWHERE
+                    return HoldOutcome.ASIDE
                 released.append(Released(held, None, error))
                 return HoldOutcome.PLACED
-            self._parked.pop(held.request, None)
             choice, query, view = decision.choice, decision.query, decision.view
             if (reason := self._why_held(decision, now - held.arrived, is_paid=held.is_paid)) is not None:
-                wanted[held.request] = nodes = self._headroom.usable(choice, query, view)
+                wanted[held.request] = nodes = self._headroom.lacking(choice, query, view, is_paced=reason == PACE)
                 modes = self._headroom.full_modes(view)
                 full = modes | {PACE} if PACE in (reason, *full) else modes
                 self._wishes[held.request] = Wish(reason, nodes, now)
                 return HoldOutcome.FULL if len(modes) == len(MODES) else HoldOutcome.ELSEWHERE
-            if any(choice.first.endpoint.incarnation in wanted.get(claim.request, ()) for claim in claims):
+            takes = {choice.first.endpoint.incarnation, choice.decode.endpoint.incarnation}
+            if any(takes & wanted.get(claim.request, frozenset()) for claim in claims):
                 return HoldOutcome.ELSEWHERE
             released.append(Released(held, _going(decision)))
             return HoldOutcome.PLACED
 
-        for held in self.queue.release(offer, now):
+        for held in self.queue.release(offer, now, now + PARKED_LOOK_S):
             self._drain.released(held.charge, now)
-            self._parked.pop(held.request, None)
         self._note_held(now)
         self._wishes = {
             request: wish
@@ -179,6 +181,26 @@ class Gate:
             if now < wish.moment + RESCORE_S and request in self.queue
         }
         return released
+
+    def _look_aside(self, decide: Decide, now: float) -> list[Released]:
+        """Look at some parked requests again. Those that a node takes have a turn now; returns those that fail."""
+        failed: list[Released] = []
+        for held in self.queue.unseen(now):
+            try:
+                decide(held)
+            except errors.PdclusterError as error:
+                if isinstance(error, errors.Unavailable) and _may_park(held, error):
+                    self._parked[held.request] = error
+                    self.queue.seen(held.request, now + PARKED_LOOK_S)
+                    continue
+                if not failed:  # the others are looked at again with the next release
+                    self.queue.remove(held.request)
+                    self._parked.pop(held.request, None)
+                    failed.append(Released(held, None, error))
+                continue
+            self._parked.pop(held.request, None)
+            self.queue.bring_back(held.request)
+        return failed
 
     def _why_held(self, decision: Decision, waited_s: float, *, is_paid: bool) -> Reason | None:
         """Why a request cannot go now; None: it can."""
@@ -209,7 +231,7 @@ class Gate:
 
     def _note_held(self, now: float) -> None:
         """Time in which no node takes work says nothing about how fast nodes work."""
-        self._drain.is_held(len(self.queue) > len(self._parked), now)
+        self._drain.is_held(self.queue.num_able > 0, now)
 
     def wait_s(self, held: QueuedRequest, num_nodes: int) -> float:
         """Predicted wait in the queue of a request outside it; at most the queue's age."""
@@ -232,7 +254,7 @@ class Gate:
                 f"{len(self.queue)} requests of {self.queue.num_bytes} bytes wait for a node, no more may",
                 wait_s,
             )
-        is_modest = len(self.queue) > 0 and not self.queue.has_any_of(held.tenant)
+        is_modest = self.queue.num_able > 0 and not self.queue.has_any_of(held.tenant)
         check_service(Outlook(wait_s, min(least_s, self._headroom.backlog_s), held.work, is_modest), self._slo)
 
     def _late(self, expired: Expired, now: float) -> errors.PdclusterError:

@@ -143,6 +143,22 @@ class Headroom:
             node.endpoint.incarnation for node in self._pool(choice.mode, view) if _may_take(node, choice, query)
         )
 
+    def lacking(self, choice: RoutingDecision, query: Query, view: ClusterView, *, is_paced: bool) -> frozenset[str]:
+        """Incarnations whose room a request lacks that cannot go in the chosen mode. A free one of these is its own.
+
+        is_paced: it would slow down rows; nothing else is lacking.
+        """
+        if choice.mode == "local":
+            return self.usable(choice, query, view)
+        decoding = frozenset(node.endpoint.incarnation for node in view.nodes if _decodes(node))
+        if is_paced:
+            return decoding
+        found = frozenset() if self._has_row(view) else decoding
+        nodes = chain((choice.first,), self._pool(choice.mode, view))
+        if any(self.is_open(node, choice.mode, has_row=True) and _may_take(node, choice, query) for node in nodes):
+            return found
+        return found | self.usable(choice, query, view)
+
     def full_modes(self, view: ClusterView) -> frozenset[Mode]:
         """Modes in which no request has room."""
         has_row = self._has_row(view)

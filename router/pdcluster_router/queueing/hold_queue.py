@@ -7,7 +7,10 @@ requests in order to its caller. No request is starved:
 1. Tenants and tiers take fair turns.
 2. Inside a tenant, requests go by due time: `urgency` times what their prompts take, at most `patience_s`, and by their
    deadlines. A later request cannot pass one that is due.
-3. A request that cannot use the free room is passed over. Once it is due, those behind it must leave its nodes alone.
+3. A request that cannot use the free room is passed over. Once it is due, those behind it must leave alone what it
+   lacks.
+4. A request that no node takes now is set aside. It is in nobody's way: it has no turn, and no work before others. It
+   counts for the bounds. A few are looked at again with each release, the longest unseen first.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import islice
 from typing import Literal
 
 from pdcluster.core.errors import IntegrityError
@@ -39,8 +43,10 @@ class HoldLimits:
     patience_s: float = 30.0
     # A request is due after `urgency` times its own work; None: first come, first served.
     urgency: float | None = PATIENCE
-    # Requests that may be passed over for a later one.
+    # Requests that are scored for one release and may be passed over for a later one; and set-aside ones looked at.
     look_ahead: int = 16
+    # Requests that are passed over for one release without a score, because what they lack is lacking still.
+    most_passed: int = 64
     quantum: float = 0.05
     floor: float = 0.05
     burst: float = 1.0
@@ -55,6 +61,10 @@ class HoldOutcome(Enum):
     PLACED = auto()
     # The free room is not for this one.
     ELSEWHERE = auto()
+    # As when it was last scored: nothing was computed.
+    STILL = auto()
+    # No node takes it now.
+    ASIDE = auto()
     # Nothing is free for any request.
     FULL = auto()
 
@@ -78,13 +88,20 @@ class HoldQueue:
         greed = GREED if limits.is_shared else None
         self._places = Shares(limits.count, greed)
         self._bytes = Shares(limits.size_bytes, greed)
+        # Requests that no node takes, the longest unseen first, with when they may be looked at again.
+        self._aside: dict[str, tuple[QueuedRequest, float]] = {}
         self._expiries: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + len(self._aside)
 
     def __contains__(self, request: str) -> bool:
-        return request in self._queue
+        return request in self._queue or request in self._aside
+
+    @property
+    def num_able(self) -> int:
+        """Requests that some node takes, and so have a turn."""
+        return len(self._queue)
 
     @property
     def num_bytes(self) -> int:
@@ -92,7 +109,7 @@ class HoldQueue:
 
     def waiting(self) -> list[QueuedRequest]:
         """All requests in the order they came."""
-        return list(self._queue.all())
+        return sorted((*self._queue.all(), *(held for held, _ in self._aside.values())), key=lambda one: one.arrived)
 
     def has_any_of(self, tenant: str) -> bool:
         return self._queue.has_any_of(tenant)
@@ -105,20 +122,48 @@ class HoldQueue:
             (bound for bound, shares, amount in self._amounts(held) if not shares.has_room(held.tenant, amount)), None
         )
 
-    def push(self, held: QueuedRequest) -> None:
-        """Add a request for which `lacks_room` is None. One that comes back is due at once."""
-        self._queue.add(held, self._due(held))
+    def push(self, held: QueuedRequest, *, look_at: float | None = None) -> None:
+        """Add a request for which `lacks_room` is None. One that comes back is due at once.
+
+        look_at: no node takes it now, so it is set aside until then; None: some node does.
+        """
+        if look_at is None:
+            self._queue.add(held, self._due(held))
+        elif held.request in self:
+            raise IntegrityError(f"request {held.request} waits already")
+        else:
+            self._aside[held.request] = held, look_at
         for _, shares, amount in self._amounts(held):
             shares.take(held.tenant, amount)
         heapq.heappush(self._expiries, (self._expiry(held), held.request))
 
     def remove(self, request: str) -> QueuedRequest | None:
         """Remove a request whose client left. None when it does not wait here."""
-        if request not in self._queue:
+        if request in self._aside:
+            held, _ = self._aside.pop(request)
+        elif request in self._queue:
+            held = self._queue.remove(request)
+        else:
             return None
-        held = self._queue.remove(request)
         self._gone(held)
         return held
+
+    # ------------------------------------------------------------ set aside
+
+    def unseen(self, now: float) -> list[QueuedRequest]:
+        """Set-aside requests to look at now, at most `look_ahead`."""
+        found = (held for held, look_at in self._aside.values() if look_at <= now)
+        return list(islice(found, self._limits.look_ahead))
+
+    def seen(self, request: str, look_at: float) -> None:
+        """No node takes the set-aside request yet."""
+        held, _ = self._aside.pop(request)
+        self._aside[request] = held, look_at
+
+    def bring_back(self, request: str) -> None:
+        """Some node takes the set-aside request again: it has a turn from now on."""
+        held, _ = self._aside.pop(request)
+        self._queue.add(held, self._due(held))
 
     def expire(self, now: float) -> list[Expired]:
         """Take out requests that are past their deadline or waited too long."""
@@ -135,18 +180,31 @@ class HoldQueue:
             heapq.heappop(self._expiries)
         return self._expiries[0][0] if self._expiries else None
 
-    def release(self, offer: Offer, now: float) -> list[QueuedRequest]:
-        """Offer requests in order until nothing is free. Returns those that were placed."""
+    def release(self, offer: Offer, now: float, look_at: float = 0.0) -> list[QueuedRequest]:
+        """Offer requests in order until nothing is free. Returns those that were placed.
+
+        look_at: when those that it sets aside may be looked at again.
+        """
         placed: list[QueuedRequest] = []
         passed: set[str] = set()
         claims: list[QueuedRequest] = []
-        while len(passed) <= self._limits.look_ahead and (turn := self._queue.peek(passed)) is not None:
+        num_scored, limits = 0, self._limits
+        while (
+            num_scored <= limits.look_ahead
+            and len(passed) <= limits.most_passed
+            and (turn := self._queue.peek(passed)) is not None
+        ):
             answer = offer(turn.held, claims)
             if answer is HoldOutcome.FULL:
                 break
             if answer is HoldOutcome.PLACED:
                 placed.append(self._queue.take(turn))
                 self._gone(turn.held)
+                continue
+            num_scored += answer is not HoldOutcome.STILL
+            if answer is HoldOutcome.ASIDE:
+                held = self._queue.remove(turn.held.request)
+                self._aside[held.request] = held, look_at
                 continue
             passed.add(turn.held.request)
             if now >= self._due(turn.held):
@@ -181,13 +239,13 @@ class HoldQueue:
         return min(held.deadline, held.arrived + self._limits.age_s)
 
     def _is_current(self, moment: float, request: str) -> bool:
-        held = self._queue.get(request)
+        held = self._aside[request][0] if request in self._aside else self._queue.get(request)
         return held is not None and self._expiry(held) == moment
 
     def _gone(self, held: QueuedRequest) -> None:
         for _, shares, amount in self._amounts(held):
             shares.give_back(held.tenant, amount)
-        if len(self._expiries) > 2 * len(self._queue) + 16:
+        if len(self._expiries) > 2 * len(self) + 16:
             self._expiries = [entry for entry in self._expiries if self._is_current(*entry)]
             heapq.heapify(self._expiries)
 
@@ -195,6 +253,8 @@ class HoldQueue:
         self._queue.check_integrity()
         self._places.check_integrity()
         self._bytes.check_integrity()
+        if both := [request for request in self._aside if request in self._queue]:
+            raise IntegrityError(f"set aside and waiting for a turn: {both}")
         held = self.waiting()
         taken = [one for one in held if not one.is_paid]
         if self._places.used != len(taken) or self._bytes.used != sum(one.size_bytes for one in taken):

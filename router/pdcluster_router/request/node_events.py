@@ -83,6 +83,8 @@ def stop(request: Request, reason: str) -> None:
     """Cancel what still runs. Idempotent; called however the attempt ended."""
     prefill, decode, leave = request.prefill, request.decode, request.shared.cluster.ledger.leave
     request.prefill = request.decode = None
+    if request.places:
+        _leave_places(request, decode)
     if decode is not None:
         # It leads to a line that may be another answer's next, and knows the request, all of which it would keep.
         decode.way = None
@@ -220,6 +222,7 @@ def _on_reserved(request: Request, leg: RequestLeg, message: Reserved) -> None:
     if request.state is S.RESERVING:
         request.go("ticket")
         request.state_by = math.inf
+    _leave_places(request, leg)
     request.ticket, request.told_route = message.ticket, None
     request.backend = _backend_of(message.ticket)
     _deliver(request, message.ticket)
@@ -266,6 +269,7 @@ def _on_refused(request: Request, leg: RequestLeg, message: Refused) -> None:
         _decode_failed(request, errors.TransferError(f"KV could not be handed over: {message.reason}"))
         return
     if message.leg == "reserve":
+        request.places = {**request.places, leg.endpoint.incarnation: leg}
         _leave_slot(request)
     if not message.retryable:
         raise cause
@@ -393,6 +397,16 @@ def _leave_slot(request: Request) -> None:
         request.go("slot lost")
     request.decode = None
     request.state_by = math.inf
+
+
+def _leave_places(request: Request, served: RequestLeg | None) -> None:
+    """Nodes that had no room keep a place in line for the request. It needs none any more."""
+    if not request.places:
+        return
+    for incarnation, leg in request.places.items():
+        if served is None or served.endpoint.incarnation != incarnation:
+            _cancel(request, leg, "it has a slot elsewhere, or ended")
+    request.places = {}
 
 
 def _deliver(request: Request, ticket: Ticket) -> None:

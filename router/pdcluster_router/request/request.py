@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from pdcluster.core import errors
@@ -42,7 +42,7 @@ BYTES_PER_TOKEN = 16
 NO_TIMINGS = LegTimings()
 OF_ATTEMPT = (
     "prefill", "decode", "decode_node", "pull", "ticket", "backend", "avoid", "held", "early", "decode_failures",
-    "report", "finished", "finished_by", "told_route", "queue_by", "state_by",
+    "report", "finished", "finished_by", "told_route", "queue_by", "state_by", "places",
 )  # fmt: skip
 S = RequestState
 
@@ -77,6 +77,8 @@ class Request:
     ticket: Ticket | None = None
     backend = ""
     avoid: frozenset[str] = frozenset()
+    # Legs that decode nodes refused, which keep a place in line.
+    places: Mapping[str, RequestLeg] = {}
     held: TokenRow | None = None
     early: Sequence[TokenRow] = ()
     base = decode_failures = 0

@@ -55,6 +55,44 @@ async def test_kv_goes_to_another_decode_node_after_its_first_token_was_streamed
     assert len(again.work.hashes) == 2 * 16
 
 
+async def test_a_place_in_line_is_given_back_when_another_node_has_a_slot() -> None:
+    cluster = FakeCluster(
+        [make_node("p0", "prefill"), make_node("d0", "decode"), make_node("d1", "decode", in_flight=1)]
+    )
+    pair = ScriptedPair(cluster, cluster.nodes[0], cluster.nodes[2])
+    pair.install()
+
+    def refuse(message: m.NodeMessage, answer) -> None:
+        if isinstance(message, m.Reserve):
+            answer(m.Refused(message.work.request, message.work.attempt, "reserve", "full", 0.01))
+
+    cluster.handlers["d0"] = refuse
+    tokens, done = await collect(make_dispatch(cluster), make_generation())
+    assert tokens == EXPECTED and done.route.decode == "d1"
+    (refused,) = cluster.sent_to("d0", m.Reserve)
+    assert [each.attempt for each in cluster.sent_to("d0", m.Cancel)] == [refused.work.attempt]
+
+
+async def test_a_place_in_line_is_given_back_when_the_client_leaves() -> None:
+    cluster = FakeCluster([make_node("p0", "prefill"), make_node("d0", "decode")])
+    pair = ScriptedPair(cluster, *cluster.nodes)
+    pair.install()
+    asked = asyncio.Event()
+
+    def refuse(message: m.NodeMessage, answer) -> None:
+        if isinstance(message, m.Reserve):
+            answer(m.Refused(message.work.request, message.work.attempt, "reserve", "full", 60.0))
+            asked.set()
+
+    cluster.handlers["d0"] = refuse
+    running = asyncio.create_task(collect(make_dispatch(cluster), make_generation()))
+    await asked.wait()
+    await settle()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert len(cluster.sent_to("d0", m.Cancel)) == 1
+
+
 async def test_a_decode_node_that_breaks_every_transfer_is_not_asked_for_ever() -> None:
     cluster, pair, _ = make_pair()
     serve = cluster.handlers["p0"]
