@@ -45,6 +45,8 @@ SLACK = 0.02
 IDLE = 1e-2
 # The first of these roles that has nodes gets the prompts that wait in routers.
 SERVING: tuple[Role, ...] = ("prefill", "mixed", "decode")
+# The first of these roles that has nodes gets the answers of requests that no node takes.
+DECODING: tuple[Role, ...] = ("decode", "mixed", "prefill")
 
 
 class DemandMeter:
@@ -91,6 +93,18 @@ class DemandMeter:
             )
             self._prompt_s[role] = self._answers[role] = 0.0
         self._sampled = now
+
+
+def unplaced(view: ClusterView, num_tokens: int, cold_token_s: float) -> tuple[Role, float, Role]:
+    """What `DemandMeter.arrived` is told of a request that no node takes now: whom it would go to if they did.
+
+    cold_token_s: seconds of a prompt's token while no node has measured any.
+    """
+    roles = {node.role for node in view.nodes}
+    first = next((role for role in SERVING if role in roles), SERVING[0])
+    decode = next((role for role in DECODING if role in roles), DECODING[0])
+    cost = view.typical_cost
+    return first, cold_token_s * num_tokens if cost is None else cost.prefill.seconds(num_tokens), decode
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 
 from pdcluster.bootstrap.demand import RouterDemand
-from pdcluster.core.errors import PdclusterError
+from pdcluster.core.errors import PdclusterError, Unavailable
 from pdcluster.core.messages import Endpoint, Load, Role, Sampling
 from pdcluster.cost.cost import NodeCost, num_pairs
 from pdcluster_router.cluster.pacing import typical_cost
@@ -29,7 +29,7 @@ from pdcluster_router.policy.selector import PolicyHolder, PolicySelector
 from pdcluster_router.prefix_index.ideal_cache import IdealCache
 from pdcluster_router.prefix_index.index import PrefixIndex
 from pdcluster_router.queueing.admission import Slo, check_fits
-from pdcluster_router.queueing.demand import DemandMeter, PoolLevels, pool_signals
+from pdcluster_router.queueing.demand import DemandMeter, PoolLevels, pool_signals, unplaced
 from pdcluster_router.queueing.fairness import QueuedRequest
 from pdcluster_router.queueing.gate import Gate, Released
 from pdcluster_router.queueing.headroom import MODES, Headroom
@@ -221,14 +221,19 @@ class ReplayRouter:
             self._demand.arrived(placed.choice.first.role, placed.sent_s, placed.choice.decode.role)
             return placed.choice
         held = QueuedRequest(job.request, "", 0.0, BYTES_PER_TOKEN * task.request.num_tokens, now, job.deadline)
-        decision = self.gate.try_admit(held, lambda _: self._arrived(self._selector.choose(job, now)), now)
+        decision = self.gate.try_admit(held, lambda _: self._chosen(job, now), now)
         if decision is not None:
             return decision.choice
         self._held[job.request] = task, job
         return None
 
-    def _arrived(self, decision: Decision) -> Decision:
-        """Count the work of a request that comes."""
+    def _chosen(self, job: Recorded, now: float) -> Decision:
+        """The choice for a request that comes, whose work is counted also where no node takes it."""
+        try:
+            decision = self._selector.choose(job, now)
+        except Unavailable:
+            self._demand.arrived(*unplaced(self._view(), len(job.prompt), self._headroom.cold_token_s))
+            raise
         first = decision.choice.first
         self._demand.arrived(first.role, self._headroom.own_s(first, decision.query), decision.choice.decode.role)
         return decision

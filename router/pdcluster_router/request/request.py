@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from pdcluster.core import errors
 from pdcluster.core.lifecycle import advance
 from pdcluster.core.messages import Finished, LegTimings, Pull, Ticket, TokenRow
@@ -27,6 +29,7 @@ from pdcluster_router.explain.request_trace import ChoiceTrace
 from pdcluster_router.policy.base import RoutingDecision
 from pdcluster_router.policy.decisions import Decision, PackedDecision
 from pdcluster_router.queueing.admission import check_fits
+from pdcluster_router.queueing.demand import unplaced
 from pdcluster_router.queueing.fairness import QueuedRequest
 from pdcluster_router.request import node_events
 from pdcluster_router.request.open_requests import OpenRequest
@@ -339,7 +342,7 @@ class Request:
         try:
             decision = self._decide(now)
         except errors.Unavailable as cause:
-            waiting.park(self._queued(now), cause, self._decide, lambda answer: self._placed(answer, now))
+            self._park(cause, now)
             return
         if not is_paid:
             self._arrived(decision)
@@ -348,6 +351,15 @@ class Request:
             self._begin(going, now)
         else:
             waiting.hold(self._queued(now), decision, self._decide, lambda answer: self._placed(answer, now))
+
+    def _park(self, cause: errors.Unavailable, now: float) -> None:
+        """No node takes it now. Its work is asked for all the same."""
+        shared = self.shared
+        found = unplaced(shared.cluster.view(), len(self.job.prompt), shared.settings.headroom.cold_token_s)
+        held = structs.replace(self._queued(now), work=found[1])
+        shared.waiting.park(held, cause, self._decide, lambda answer: self._placed(answer, now))
+        if self.num_placed == 0:
+            shared.demand.arrived(*found)
 
     def _arrived(self, decision: Decision) -> None:
         """Count the work of a request that comes, whatever becomes of it. A fork shares its leader's prompt."""

@@ -652,3 +652,18 @@ async def test_each_request_that_comes_is_counted_once() -> None:
     await collect(dispatch, make_generation("r2"))
     assert [(first, decode) for first, _, decode in counted] == [("prefill", "decode")] * 2
     assert all(work_s > 0 for _, work_s, _ in counted)
+
+
+async def test_requests_that_no_node_takes_are_counted_in_what_autoscaling_reads() -> None:
+    cluster, _, dispatch = make_pair()
+    nodes, cluster.nodes = cluster.nodes, [replace(node, is_cordoned=True) for node in cluster.nodes]
+    counted: list[tuple[str, float, str]] = []
+    dispatch.shared.demand.arrived = lambda *words: counted.append(words)  # type: ignore[method-assign,assignment,misc]
+    waiting = asyncio.create_task(collect(dispatch, make_generation()))
+    await settle()
+    assert [(first, decode) for first, _, decode in counted] == [("prefill", "decode")]
+    assert counted[0][1] > 0 and sum(held.work for held in dispatch.waiting.held()) == counted[0][1]
+    cluster.nodes = nodes
+    dispatch.waiting.poke()
+    await waiting
+    assert len(counted) == 1, "once"
