@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -15,6 +15,7 @@ from pdcluster.core.messages import Role
 from pdcluster.settings import flags
 from pdcluster.settings.config import set_environment
 from pdcluster.settings.kinds import address as parse_address
+from pdcluster.settings.kinds import duration
 from pdcluster.settings.shown import SectionName, SettingPairs, SettingsFile, show_settings
 from pdcluster_router.operate.printing import PrintFormat
 from pdcluster_router.replay.options import NodeOptions, Printing, Routing, Scaling, Traffic
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
 
 HELP = """Operate a pdcluster; replay traces without one.
 
-Exit codes: 0 done, 1 error, 2 wrong usage, 3 not reached in time (wait, drain), 4 no router can be reached."""
+Exit codes: 0 done, 1 error, 2 wrong usage, 3 not reached in time (wait, drain), 4 a router does not answer (what others
+answered is printed), 5 a router wants another admin token."""
 ANYWHERE = "The same as behind the command."
-NOT_REACHED, UNREACHABLE, INTERRUPTED = 3, 4, 130
+NOT_REACHED, UNREACHABLE, TOKEN_REFUSED, INTERRUPTED = 3, 4, 5, 130
+ROLES = ("prefill", "decode", "mixed")
 COMPLETION_S = 1.0
 SHELLS = ("bash", "zsh", "fish")
 PROGRAM, COMPLETE_VARIABLE = "pdctl", "_PDCTL_COMPLETE"
@@ -67,6 +70,10 @@ def _names(ctx: typer.Context, incomplete: str, what: str) -> list[str]:
         names = reading.names(clients, what, COMPLETION_S)
     except PdclusterError:
         return []
+    return _starting(names, incomplete)
+
+
+def _starting(names: Iterable[str], incomplete: str) -> list[str]:
     return [each for each in names if each.startswith(incomplete)]
 
 
@@ -76,6 +83,38 @@ def _node_names(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def _request_names(ctx: typer.Context, incomplete: str) -> list[str]:
     return _names(ctx, incomplete, "requests")
+
+
+def _policy_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    return _names(ctx, incomplete, "policies")
+
+
+def _listed_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Of what `get` lists."""
+    return _names(ctx, incomplete, "requests" if str(ctx.info_name).startswith("request") else "nodes")
+
+
+def _roles(incomplete: str) -> list[str]:
+    return _starting(ROLES, incomplete)
+
+
+def _seconds(given: object) -> float:
+    """Seconds, as a number or with a unit."""
+    try:
+        return duration()(given)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _labels(given: Sequence[str]) -> dict[str, str]:
+    """`-l key=value[,key=value]`, also several times."""
+    found = {}
+    for part in ",".join(given).split(",") if given else ():
+        name, equals, value = part.partition("=")
+        if not equals or not name.strip():
+            raise ConfigError(f"-l {part!r} is no KEY=VALUE, such as -l role=decode")
+        found[name.strip()] = value.strip().removeprefix("=")
+    return found
 
 
 LISTEN_HELP = "Where the page is. Beyond loopback it wants the token."
@@ -96,14 +135,16 @@ Output = Annotated[
 ]
 Watch = Annotated[bool, typer.Option("-w", "--watch", help="Look again and again until Ctrl-C.")]
 Interval = Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")]
-Timeout = Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds.")]
+Timeout = Annotated[float, typer.Option("--timeout", parser=_seconds, metavar="TIME", help="Seconds, or 30s, 10m, 1h.")]
+Labels = Annotated[
+    list[str] | None, typer.Option("-l", "--selector", metavar="KEY=VALUE", help="Only rows with it, as role=decode.")
+]
 NodeName = Annotated[str, typer.Argument(metavar="NODE", autocompletion=_node_names)]
 NodeNames = Annotated[list[str], typer.Argument(metavar="NODE…", autocompletion=_node_names)]
-RequestName = Annotated[
-    str,
-    typer.Argument(
-        metavar="ID", autocompletion=_request_names, help="The id of a request or choice, or the client's x-request-id."
-    ),
+REQUEST_HELP = "The id of a request or choice, or the client's x-request-id."
+RequestName = Annotated[str, typer.Argument(metavar="ID", autocompletion=_request_names, help=REQUEST_HELP)]
+ListedNames = Annotated[
+    list[str] | None, typer.Argument(metavar="[NAME…]", autocompletion=_listed_names, help="Only these.")
 ]
 
 
@@ -117,21 +158,25 @@ def _address(given: str) -> str:
 @contextmanager
 def _reported() -> Iterator[None]:
     """Errors as one line, with pdctl's exit codes."""
-    from pdcluster_router.operate.clients import NotReached, Unreachable
+    from pdcluster_router.operate.clients import NotReached, TokenRefused, Unreachable
+    from pdcluster_router.operate.printing import print_any_text
 
+    print_any_text()
     try:
         yield
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     except PdclusterError as error:
         print(f"error: {error}", file=sys.stderr)
-        codes = ((ConfigError, 2), (NotReached, NOT_REACHED), (Unreachable, UNREACHABLE))
+        codes = (
+            (ConfigError, 2), (NotReached, NOT_REACHED), (TokenRefused, TOKEN_REFUSED), (Unreachable, UNREACHABLE),
+        )  # fmt: skip
         raise typer.Exit(next((code for kind, code in codes if isinstance(error, kind)), 1)) from None
 
 
 @contextmanager
-def _clients(admin: str, token_file: Path | None) -> Iterator[AdminClients]:
-    """Open clients, and report errors."""
+def _clients(admin: str, token_file: Path | None, *, needs_all: bool = True) -> Iterator[AdminClients]:
+    """Open clients, and report errors. needs_all: that a router did not answer is one, once all is printed."""
     from pdcluster_router.operate.clients import AdminClients
     from pdcluster_router.operate.commands import warn
 
@@ -139,6 +184,8 @@ def _clients(admin: str, token_file: Path | None) -> Iterator[AdminClients]:
         clients = AdminClients(admin, token_file, warn)
         try:
             yield clients
+            if needs_all:
+                clients.raise_silent()
         finally:
             clients.close()
 
@@ -148,18 +195,24 @@ def _clients(admin: str, token_file: Path | None) -> Iterator[AdminClients]:
 
 def _getter(what: str, help_text: str) -> None:
     def run(
+        names: ListedNames = None,
         admin: Admin = ADMIN,
         token_file: TokenFile = None,
         output: Output = PrintFormat.TABLE,
+        selector: Labels = None,
         watch: Watch = False,
         interval: Interval = 2.0,
     ) -> None:
         from pdcluster_router.operate import commands
 
         with _clients(admin, token_file) as clients:
-            commands.repeat(lambda: commands.get(clients, what, output), interval, is_watching=watch)
+            labels = _labels(selector or [])
+            commands.repeat(
+                lambda: commands.get(clients, what, output, names or [], labels), interval, is_watching=watch
+            )
 
     get_app.command(what, help=help_text)(run)
+    get_app.command(what.removesuffix("s"), hidden=True)(run)
 
 
 _getter("nodes", "Nodes with their role, state and load.")
@@ -176,15 +229,29 @@ def get_policy(admin: Admin = ADMIN, token_file: TokenFile = None, output: Outpu
         commands.get_policy(clients, output)
 
 
+@describe_app.command("nodes", hidden=True)
 @describe_app.command("node")
 def describe_node(
-    node: NodeName, admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = PrintFormat.TABLE
+    nodes: NodeNames, admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = PrintFormat.TABLE
 ) -> None:
-    """A node with its load, transfer paths, requests and last events."""
+    """Nodes with their load, transfer paths, requests and last events."""
     from pdcluster_router.operate import commands
 
     with _clients(admin, token_file) as clients:
-        commands.describe(clients, node, output)
+        for node in nodes:
+            commands.describe(clients, node, output)
+
+
+@describe_app.command("requests", hidden=True)
+@describe_app.command("request")
+def describe_request(
+    request: RequestName, admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = PrintFormat.TABLE
+) -> None:
+    """Where an open request is, and why it went there."""
+    from pdcluster_router.operate import commands
+
+    with _clients(admin, token_file) as clients:
+        commands.describe_request(clients, request, output)
 
 
 @app.command()
@@ -285,7 +352,7 @@ def cordon(nodes: NodeNames, admin: Admin = ADMIN, token_file: TokenFile = None)
     """Let nodes take no new work. What runs goes on."""
     from pdcluster_router.operate import changing
 
-    with _clients(admin, token_file) as clients:
+    with _clients(admin, token_file, needs_all=False) as clients:
         for node in nodes:
             print(changing.cordon(clients, node, cordoned=True))
 
@@ -295,42 +362,42 @@ def uncordon(nodes: NodeNames, admin: Admin = ADMIN, token_file: TokenFile = Non
     """Let nodes take work again."""
     from pdcluster_router.operate import changing
 
-    with _clients(admin, token_file) as clients:
+    with _clients(admin, token_file, needs_all=False) as clients:
         for node in nodes:
             print(changing.cordon(clients, node, cordoned=False))
 
 
 @app.command()
 def drain(
-    node: NodeName,
+    nodes: NodeNames,
     admin: Admin = ADMIN,
     token_file: TokenFile = None,
     output: Output = PrintFormat.TABLE,
     timeout: Timeout = 600.0,
 ) -> None:
-    """Cordon a node and wait until nothing runs there. What still runs after --timeout moves to other nodes.
+    """Cordon nodes and wait until nothing runs there. What still runs after --timeout moves to other nodes.
 
-    Exit code 3 when the node is still at work then. Ctrl-C stops the wait; the node stays cordoned.
+    Exit code 3 when a node is still at work then. Ctrl-C stops the wait; the nodes stay cordoned.
     """
     from pdcluster_router.operate import commands
 
-    with _clients(admin, token_file) as clients:
-        commands.drain(clients, node, timeout, output)
+    with _clients(admin, token_file, needs_all=False) as clients:
+        commands.drain(clients, nodes, timeout, output)
 
 
 @app.command("set-role")
 def set_role(
     node: NodeName,
-    role: Annotated[str, typer.Argument(metavar="prefill|decode|mixed")],
+    role: Annotated[str, typer.Argument(metavar="prefill|decode|mixed", autocompletion=_roles)],
     admin: Admin = ADMIN,
     token_file: TokenFile = None,
 ) -> None:
     """Change what a node is scheduled for. What runs goes on."""
     from pdcluster_router.operate import changing
 
-    with _clients(admin, token_file) as clients:
-        if role not in ("prefill", "decode", "mixed"):
-            raise ConfigError(f"{role!r} is no role; use prefill, decode or mixed")
+    with _clients(admin, token_file, needs_all=False) as clients:
+        if role not in ROLES:
+            raise ConfigError(f"{role!r} is no role; use {', '.join(ROLES)}")
         print(changing.set_role(clients, node, cast(Role, role)))
 
 
@@ -352,9 +419,13 @@ def cancel(
 def set_policy(
     admin: Admin = ADMIN,
     token_file: TokenFile = None,
-    live: Annotated[str | None, typer.Option("--live", metavar="POLICY", help="Chooses from now on.")] = None,
+    live: Annotated[
+        str | None,
+        typer.Option("--live", metavar="POLICY", autocompletion=_policy_names, help="Chooses from now on."),
+    ] = None,
     shadow: Annotated[
-        str | None, typer.Option("--shadow", metavar="POLICY", help="Only watches; none removes it.")
+        str | None,
+        typer.Option("--shadow", metavar="POLICY", autocompletion=_policy_names, help="Only watches; none removes it."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only check it.")] = False,
 ) -> None:

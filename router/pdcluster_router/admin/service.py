@@ -68,6 +68,7 @@ class Admin:
         self._open = open_requests
         self._policies = policies
         self._clock = clock
+        self._drains = drains.Drains(self, log, clock)
 
     # ------------------------------------------------------------ nodes
 
@@ -91,6 +92,8 @@ class Admin:
 
     async def cordon(self, name: str, *, cordoned: bool) -> NodeStatus:
         found = await self._manage(name, cordoned=cordoned)
+        if not cordoned:
+            self._drains.end(found.card.incarnation)
         self.log.add(
             "cordon" if cordoned else "uncordon",
             found.card.node,
@@ -107,7 +110,7 @@ class Admin:
         return _status(found)
 
     def drain(self, name: str, deadline_s: float) -> AsyncIterator[DrainProgress]:
-        return drains.drain(self, name, deadline_s, self.log, self._clock)
+        return self._drains.drain(name, deadline_s)
 
     async def move(self, name: str) -> int:
         """Have a node give its work to other nodes. Returns how many requests moved."""

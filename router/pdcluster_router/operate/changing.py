@@ -11,14 +11,14 @@ from pdcluster.core.errors import ConfigError
 from pdcluster.core.messages import Role
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster_router.operate import reading
-from pdcluster_router.operate.clients import AdminClients, NotReached, Told, refusal
+from pdcluster_router.operate.clients import AdminClients, NotReached, RouterAnswer, answered, refusal
 
 # A drain's stream outlives its deadline by what the router gives moved work.
 DRAIN_GRACE_S = 30.0
 
 
 def cordon(clients: AdminClients, node: str, *, cordoned: bool) -> str:
-    clients.write("Cordon", pb.CordonRequest(node=node, cordoned=cordoned), by_all=False)
+    clients.change_node("Cordon", pb.CordonRequest(node=node, cordoned=cordoned))
     return f"node {node} {'takes no new work; what runs goes on' if cordoned else 'takes work again'}"
 
 
@@ -36,7 +36,7 @@ def drain(clients: AdminClients, node: str, timeout_s: float) -> Generator[readi
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise NotReached(error.details() or f"node {node} is still at work; it stays cordoned") from None
-        raise refusal(Told(router.address, None, error)) from error
+        raise refusal(RouterAnswer(router.address, None, error)) from error
     finally:
         call.cancel()
     if not is_safe:
@@ -53,15 +53,13 @@ def progress_line(node: str, left: reading.Row) -> str:
 
 
 def set_role(clients: AdminClients, node: str, role: Role) -> str:
-    told = clients.write("SetRole", pb.SetRoleRequest(node=node, role=role_to_proto(role)), by_all=False)
+    told = clients.change_node("SetRole", pb.SetRoleRequest(node=node, role=role_to_proto(role)))
     return f"node {node} is a {reading.role_name(told.reply.role)} node now"
 
 
 def cancel(clients: AdminClients, request: str, reason: str) -> str:
-    told = clients.ask("CancelRequest", pb.CancelRequestRequest(id=request, reason=reason))
-    num = sum(each.reply.cancelled for each in told if each.error is None)
-    if not num:
-        raise refusal(next(each for each in told if each.error is not None))
+    told = answered(clients.ask("CancelRequest", pb.CancelRequestRequest(id=request, reason=reason)))
+    num = sum(each.reply.cancelled for each in told)
     return f"{num} choice{'' if num == 1 else 's'} of request {request} ended"
 
 
@@ -75,5 +73,5 @@ def set_policy(clients: AdminClients, live: str | None, shadow: str | None, *, d
             raise refusal(told)
     if dry_run:
         return "all routers would take it"
-    done = clients.write("SetPolicy", pb.SetPolicyRequest(live=live, shadow=shadow), by_all=True)
+    done = clients.change_all("SetPolicy", pb.SetPolicyRequest(live=live, shadow=shadow))
     return f"policy {done.reply.live}, shadow {done.reply.shadow or 'none'} from the next decision on"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import grpc
@@ -18,20 +19,35 @@ from pdcluster.core.errors import ConfigError, PdclusterError
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import admin_pb2_grpc as stubs
 
-CALL_S = 10.0
+# Every router is asked side by side, and all have this long. A node must answer some changes, too.
+CALL_S = 8.0
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_ROUTERS = 64
 OPTIONS = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.enable_http_proxy", 0))
-# The router cannot be reached, or does not take this client.
-UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
+# The router answered: it refuses. With any other code it did not answer, or did not take this client.
+REFUSALS = frozenset(
+    (
+        grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ALREADY_EXISTS,
+        grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ABORTED, grpc.StatusCode.OUT_OF_RANGE,
+        grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.CANCELLED,
+    )
+)  # fmt: skip
+# What grpc says when a call's own time is over.
+LATE = "Deadline Exceeded"
 
 T = TypeVar("T")
 
 
 class Unreachable(PdclusterError):
-    """No router answers."""
+    """A router does not answer, or none does."""
 
     code = "unreachable"
+
+
+class TokenRefused(Unreachable):
+    """A router wants another admin token."""
+
+    code = "token_refused"
 
 
 class NotReached(PdclusterError):
@@ -50,12 +66,21 @@ class RouterAdmin:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RouterAnswer:
     """One router's answer. reply: None where it did not answer, with its error."""
 
     address: str
     reply: Any
     error: grpc.RpcError | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the router did not answer, or did not take this client."""
+        if self.error is None or self.error.code() in REFUSALS:
+            return False
+        # A router says with the same code that a node did not answer it, and names the node.
+        is_own = self.error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and self.error.details() != LATE
+        return not is_own
 
 
 class _Token(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[misc]
@@ -75,66 +100,63 @@ class _Token(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor
 
 
 class AdminClients:
-    """Opens channels to all routers that the addresses stand for. Close it."""
+    """Opens channels to all routers that the addresses stand for. Close it.
+
+    Every call asks all routers side by side. `silent` has each one that did not answer its last call, with the error.
+    """
 
     def __init__(self, addresses: str, token_file: Path | None, warn: Callable[[str], None]) -> None:
-        """addresses: HOST:PORT[,HOST:PORT…]. warn: is told of routers that do not answer."""
+        """addresses: HOST:PORT[,HOST:PORT…]. warn: is told once of each router that does not answer."""
         token = token_of(token_file)
-        self.warn = warn
+        self._warn = warn
+        self.silent: dict[str, PdclusterError] = {}
         self.routers = [_open(address, token) for address in resolved(addresses)]
 
     def close(self) -> None:
         for router in self.routers:
             router.channel.close()
 
+    def raise_silent(self) -> None:
+        """Raise the errors of routers that did not answer, if there are any. Wrong tokens go first."""
+        found = sorted(self.silent.values(), key=lambda error: not isinstance(error, TokenRefused))
+        if found:
+            raise type(found[0])("; ".join(str(error) for error in found if type(error) is type(found[0])))
+
     # ------------------------------------------------------------ calls
 
-    def ask(self, method: str, request: Any, timeout_s: float = CALL_S) -> list[Told]:
-        """The answers of all routers, side by side. Raises Unreachable when none can be reached."""
+    def ask(self, method: str, request: Any, timeout_s: float | None = None) -> list[RouterAnswer]:
+        """The answers of all routers. Raises Unreachable or TokenRefused when none takes the call."""
+        return self._checked([_settled(*call) for call in self._calls(method, request, timeout_s or CALL_S)])
 
-        def call(router: RouterAdmin) -> Told:
+    def ask_streams(self, method: str, request_of: Callable[[str], Any]) -> list[RouterAnswer]:
+        """As `ask`, for a call whose answer is a stream that ends: reply is the list of its messages.
+
+        request_of: the request by a router's address.
+        """
+
+        def read(router: RouterAdmin) -> RouterAnswer:
             try:
-                return Told(router.address, getattr(router.stub, method)(request, timeout=timeout_s))
+                found = list(getattr(router.stub, method)(request_of(router.address), timeout=CALL_S))
             except grpc.RpcError as error:
-                return Told(router.address, None, error)
+                return RouterAnswer(router.address, None, error)
+            return RouterAnswer(router.address, found)
 
         with ThreadPoolExecutor(len(self.routers)) as pool:
-            told = list(pool.map(call, self.routers))
-        lost = [each for each in told if each.error is not None and each.error.code() in UNREACHABLE]
-        if len(lost) == len(told):
-            raise Unreachable("; ".join(problem(each.address, each.error) for each in lost))
-        for each in lost:
-            self.warn(f"{problem(each.address, each.error)}; what it knows is missing here")
-        return told
+            return self._checked(list(pool.map(read, self.routers)))
 
-    def read(self, method: str, request: Any) -> list[Told]:
+    def read(self, method: str, request: Any, timeout_s: float | None = None) -> list[RouterAnswer]:
         """The answers of the routers that have one. Raises the first refusal when none has."""
-        told = self.ask(method, request)
-        good = [each for each in told if each.error is None]
-        if not good:
-            raise refusal(
-                next(each for each in told if each.error is not None and each.error.code() not in UNREACHABLE)
-            )
-        return good
+        return answered(self.ask(method, request, timeout_s))
 
-    def write(self, method: str, request: Any, *, by_all: bool) -> Told:
-        """Change something. by_all: at every router, each of which must take it; else through any router.
+    def change_node(self, method: str, request: Any) -> RouterAnswer:
+        """Change a node through every router that reaches it: one is enough, since the node tells all.
 
-        A change of a node reaches all routers by that node.
+        Raises the first refusal when none reached it.
         """
-        if not by_all:
-            for router in self.routers[:-1]:
-                try:
-                    return Told(router.address, getattr(router.stub, method)(request, timeout=CALL_S))
-                except grpc.RpcError as error:
-                    if error.code() not in UNREACHABLE:
-                        raise refusal(Told(router.address, None, error)) from error
-                    self.warn(f"{problem(router.address, error)}; another router is asked")
-            last = self.routers[-1]
-            try:
-                return Told(last.address, getattr(last.stub, method)(request, timeout=CALL_S))
-            except grpc.RpcError as error:
-                raise refusal(Told(last.address, None, error)) from error
+        return answered(self.ask(method, request))[0]
+
+    def change_all(self, method: str, request: Any) -> RouterAnswer:
+        """Change something at every router. Raises PdclusterError when one did not take it."""
         told = self.ask(method, request)
         failed = [each for each in told if each.error is not None]
         if failed:
@@ -144,26 +166,74 @@ class AdminClients:
         return told[0]
 
     def first(self) -> RouterAdmin:
-        """A router that answers. Raises Unreachable."""
-        for told, router in zip(self.ask("GetPolicy", pb.GetPolicyRequest()), self.routers, strict=True):
-            if told.error is None:
-                return router
-        raise Unreachable("no router answers")
+        """The router that answers first. Raises Unreachable or TokenRefused when none does."""
+        ended: SimpleQueue[int] = SimpleQueue()
+        calls = list(self._calls("GetPolicy", pb.GetPolicyRequest(), CALL_S))
+        for number, (_, call) in enumerate(calls):
+            call.add_done_callback(lambda _, number=number: ended.put(number))
+        told = []
+        for _ in calls:
+            number = ended.get()  # each call ends within CALL_S
+            told.append(_settled(*calls[number]))
+            if told[-1].error is None:
+                for _, call in calls:
+                    call.cancel()
+                return self.routers[number]
+        self._checked(told)
+        raise refusal(told[0])
+
+    def _calls(self, method: str, request: Any, timeout_s: float) -> list[tuple[str, Any]]:
+        return [
+            (router.address, getattr(router.stub, method).future(request, timeout=timeout_s)) for router in self.routers
+        ]
+
+    def _checked(self, told: list[RouterAnswer]) -> list[RouterAnswer]:
+        """Note who is silent. Raises when all are."""
+        silent = {each.address: refusal(each) for each in told if each.is_silent}
+        fresh = {address: error for address, error in silent.items() if address not in self.silent}
+        for each in told:
+            self.silent.pop(each.address, None)
+        self.silent |= silent
+        if len(silent) == len(told):
+            self.raise_silent()
+        for error in fresh.values():
+            self._warn(f"{error}; what it knows is missing here")
+        return told
+
+
+def _settled(address: str, call: Any) -> RouterAnswer:
+    try:
+        return RouterAnswer(address, call.result())
+    except grpc.RpcError as error:
+        return RouterAnswer(address, None, error)
+
+
+def answered(told: Sequence[RouterAnswer]) -> list[RouterAnswer]:
+    """Those with a reply. Raises the first refusal when there is none."""
+    good = [each for each in told if each.error is None]
+    if not good:
+        raise refusal(next(each for each in told if not each.is_silent))
+    return good
 
 
 def problem(address: str, error: grpc.RpcError) -> str:
     """What went wrong at an address, with the way out."""
-    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-        return f"{address} wants the admin token; pass --token-file FILE or set PDCTL_TOKEN_FILE"
-    if error.code() is grpc.StatusCode.UNAVAILABLE:
+    code = error.code()
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return f"{address} does not take the admin token; pass the right one with --token-file FILE or PDCTL_TOKEN_FILE"
+    if code is grpc.StatusCode.UNAVAILABLE:
         return f"no router answers at {address}; pass its router.admin address with --admin or PDCTL_ADMIN"
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and error.details() == LATE:
+        return f"{address} did not answer in time; see its log, or leave it out of --admin"
     return f"{address}: {error.details()}"
 
 
-def refusal(told: Told) -> PdclusterError:
+def refusal(told: RouterAnswer) -> PdclusterError:
     """The error of a call that a router refused, or that could not be made."""
     assert told.error is not None
-    kind = Unreachable if told.error.code() in UNREACHABLE else PdclusterError
+    kind = Unreachable if told.is_silent else PdclusterError
+    if told.error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        kind = TokenRefused
     return kind(problem(told.address, told.error))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import cast
 
@@ -12,7 +12,7 @@ from pdcluster.core.errors import PdclusterError
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.telemetry import timeline
 from pdcluster_router.operate import changing, reading, top
-from pdcluster_router.operate.clients import AdminClients, NotReached, differing
+from pdcluster_router.operate.clients import AdminClients, NotReached, TokenRefused, differing
 from pdcluster_router.operate.printing import (
     PrintedColumn,
     PrintFormat,
@@ -49,17 +49,18 @@ def warn(line: str) -> None:
 # ---------------------------------------------------------------- reading
 
 
-def get(clients: AdminClients, what: str, output: PrintFormat) -> None:
+def get(clients: AdminClients, what: str, output: PrintFormat, names: Sequence[str], labels: Mapping[str, str]) -> None:
+    """List nodes, requests or models: those of these names, or all, whose values are those of the labels."""
     if what == "nodes":
-        rows = reading.nodes(clients)
+        rows, columns = reading.nodes(clients), reading.NODE_COLUMNS
         for row in rows:
             if "seen" in row:
                 warn(f"routers do not agree on node {row['name']}: {row['seen']}")
-        show(rows, reading.NODE_COLUMNS, output)
     elif what == "requests":
-        show(reading.requests(clients), reading.REQUEST_COLUMNS, output)
+        rows, columns = reading.requests(clients), reading.REQUEST_COLUMNS
     else:
-        show(reading.models(clients), reading.MODEL_COLUMNS, output)
+        rows, columns = reading.models(clients), reading.MODEL_COLUMNS
+    show(reading.chosen(rows, names, labels), columns, output)
 
 
 def repeat(work: Callable[[], None], every_s: float, *, is_watching: bool) -> None:
@@ -85,18 +86,35 @@ def describe(clients: AdminClients, name: str, output: PrintFormat) -> None:
         return
     out = console()
     shown = ("name", "role", "state", "model", "address", "device", "transfer", "max_len", "version", "incarnation")
+    texts = {**found, "slots": reading.slots_text(found), "kv_used": reading.kv_text(found)}
     for key in (*shown, "waiting", "running", "slots", "kv_used", "in_flight"):
-        out.print(f"{key.replace('_', ' ') + ':':<14}{found[key]}", markup=False)
+        out.print(f"{key.replace('_', ' ') + ':':<14}{texts[key]}", markup=False)
     for title, columns, rows in (
         ("paths of KV", reading.PATH_COLUMNS, found["paths"]),
         ("requests", reading.REQUEST_COLUMNS, found["requests"]),
     ):
         out.print(f"\n{title}", style="bold")
         columns = [column for column in columns if not column.is_wide]  # type: ignore[assignment]
-        out.print(table(rows, columns) if rows else "  none")  # type: ignore[arg-type]
+        out.print(table(rows, columns) if rows else "  none", soft_wrap=True)  # type: ignore[arg-type]
     out.print("\nevents", style="bold")
     for event in found["events"]:  # type: ignore[attr-defined]
         out.print(f"  {event_line(event)}", markup=False)
+
+
+def describe_request(clients: AdminClients, request: str, output: PrintFormat) -> None:
+    """Where an open request is now, and why it went there. One that ended has the latter only."""
+    found = reading.explanations(clients, request)
+    known = {record["request"] for record, _ in found}
+    rows = [row for row in reading.requests(clients) if row["name"] in known]
+    if output in IS_DATA:
+        show_data({"requests": rows, "explanations": [record for record, _ in found]}, output)
+    elif output is PrintFormat.NAME:
+        print("\n".join(str(record["request"]) for record, _ in found))
+    else:
+        if rows:
+            show(rows, reading.REQUEST_COLUMNS, PrintFormat.WIDE)
+            print()
+        print("\n\n".join(text for _, text in found if text))
 
 
 def event_line(event: reading.Row) -> str:
@@ -108,16 +126,24 @@ def status(clients: AdminClients, output: PrintFormat) -> None:
     """Prints the routers, the pools, and what is wrong."""
     rows = [row | {"why": "; ".join(row["reasons"])} for row in reading.statuses(clients)]  # type: ignore[arg-type]
     nodes = reading.nodes(clients)
+    rows += [
+        {
+            "name": "", "status": "silent", "can_serve": False, "reasons": [str(error)], "version": "",
+            "router": address, "metrics": "", "why": str(error),
+        }
+        for address, error in clients.silent.items()
+    ]  # fmt: skip
     problems = [f"node {node['name']} is {node['state']}" for node in nodes if node["state"] != "ready"]
-    problems += [f"router {row['name']}: {row['why']}" for row in rows if row["why"]]
-    if differs := differing((str(row["router"]), str(row["version"])) for row in rows):
+    problems += [f"router {row['name'] or row['router']}: {row['why']}" for row in rows if row["why"]]
+    told = [(str(row["router"]), str(row["version"])) for row in rows if row["status"] != "silent"]
+    if differs := differing(told):
         problems.append(f"routers differ in version: {differs}")
     if output in IS_DATA:
         for row in rows:
             row.pop("metrics")
         show_data({"routers": rows, "nodes": nodes, "problems": problems}, output)
         return
-    show(rows, STATUS_COLUMNS, output)
+    show(rows, STATUS_COLUMNS, output, name="router")
     if output is PrintFormat.NAME:
         return
     out = console()
@@ -203,19 +229,26 @@ def trace(clients: AdminClients, request: str, output: PrintFormat) -> None:
 # ---------------------------------------------------------------- changing
 
 
-def drain(clients: AdminClients, node: str, timeout_s: float, output: PrintFormat) -> None:
-    """Drain with progress. Raises NotReached when the node is still at work after its deadline."""
-    drained = changing.drain(clients, node, timeout_s)
-    try:
-        while True:
-            left = next(drained)
-            print(json.dumps(left) if output in IS_DATA else changing.progress_line(node, left), flush=True)
-    except StopIteration as ended:
-        print(ended.value)
-    except KeyboardInterrupt:
-        drained.close()
-        print(f"\nnode {node} stays cordoned, and nothing is moved; pdctl uncordon {node} takes it back")
-        raise
+def drain(clients: AdminClients, nodes: Sequence[str], timeout_s: float, output: PrintFormat) -> None:
+    """Drain nodes one after the other, with progress. All are cordoned first, so that none gets another's work.
+
+    Raises NotReached when one is still at work after its deadline.
+    """
+    for node in nodes[1:]:
+        changing.cordon(clients, node, cordoned=True)
+    for node in nodes:
+        drained = changing.drain(clients, node, timeout_s)
+        try:
+            while True:
+                left = next(drained)
+                print(json.dumps(left) if output in IS_DATA else changing.progress_line(node, left), flush=True)
+        except StopIteration as ended:
+            print(ended.value)
+        except KeyboardInterrupt:
+            drained.close()
+            named = " ".join(nodes)
+            print(f"\n{named} cordoned, and nothing more is moved; pdctl uncordon {named} ends that")
+            raise
 
 
 def get_policy(clients: AdminClients, output: PrintFormat) -> None:
@@ -242,24 +275,38 @@ def diff_policy(clients: AdminClients, output: PrintFormat) -> None:
 
 
 def wait(clients_of: Callable[[], AdminClients], num_nodes: int, timeout_s: float) -> None:
-    """Until every router would serve a request at once and sees so many ready nodes. Raises NotReached."""
+    """Until every router answers, would serve a request at once, and sees so many ready nodes.
+
+    Raises NotReached, and TokenRefused at once.
+    """
     until, why = time.monotonic() + timeout_s, "no router answers"
     while True:
         try:
             clients = clients_of()
             try:
-                waiting = [row for row in reading.statuses(clients) if not row["can_serve"]]
-                ready = sum(node["state"] == "ready" for node in reading.nodes(clients))
+                why = _why_not_ready(clients, num_nodes)
             finally:
                 clients.close()
-            if not waiting and ready >= num_nodes:
-                print(f"ready: {ready} nodes")
-                return
-            reasons = [(row["router"], cast("list[str]", row["reasons"])) for row in waiting]
-            why = "; ".join(f"{router}: {'; '.join(told)}" for router, told in reasons)
-            why = why or f"{ready} of {num_nodes} nodes are ready"
+        except TokenRefused:
+            raise
         except PdclusterError as error:
             why = str(error)
+        if not why:
+            return
         if time.monotonic() >= until:
             raise NotReached(f"not ready after {timeout_s:g} s: {why}")
         time.sleep(POLL_S)
+
+
+def _why_not_ready(clients: AdminClients, num_nodes: int) -> str:
+    """Why one must wait on; "" when all is ready, which is printed."""
+    waiting = [row for row in reading.statuses(clients) if not row["can_serve"]]
+    ready = sum(node["state"] == "ready" for node in reading.nodes(clients))
+    clients.raise_silent()
+    if waiting:
+        reasons = [(row["router"], cast("list[str]", row["reasons"])) for row in waiting]
+        return "; ".join(f"{router}: {'; '.join(told)}" for router, told in reasons)
+    if ready < num_nodes:
+        return f"{ready} of {num_nodes} nodes are ready"
+    print(f"ready: {ready} nodes")
+    return ""

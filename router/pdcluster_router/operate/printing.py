@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from io import TextIOWrapper
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +21,8 @@ STATE_COLOURS = {
 }  # fmt: skip
 # Of a table that no terminal shows.
 PIPE_WIDTH = 400
+# To which a narrow terminal cuts a text, at most.
+MIN_TEXT_WIDTH = 4
 
 
 class PrintFormat(StrEnum):
@@ -33,12 +37,20 @@ class PrintFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PrintedColumn:
-    """One column. key: of a row. is_wide: only with -o wide."""
+    """One column. key: of a row. is_wide: only with -o wide. text: what stands there, made of the whole row."""
 
     title: str
     key: str
     is_wide: bool = False
     is_number: bool = False
+    text: Callable[[Mapping[str, object]], str] | None = None
+
+
+def print_any_text() -> None:
+    """Characters that the output's encoding lacks are printed as ?, instead of ending the command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def console(*, is_error: bool = False) -> Console:
@@ -57,7 +69,7 @@ def show(
     elif output in (PrintFormat.JSON, PrintFormat.YAML):
         show_data(list(rows), output)
     else:
-        console().print(table(rows, [each for each in columns if output is PrintFormat.WIDE or not each.is_wide]))
+        show_table(rows, columns, is_wide=output is PrintFormat.WIDE)
 
 
 def show_data(value: object, output: PrintFormat) -> None:
@@ -70,16 +82,49 @@ def show_data(value: object, output: PrintFormat) -> None:
         print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def table(rows: Sequence[Mapping[str, object]], columns: Sequence[PrintedColumn]) -> Table:
+def show_table(rows: Sequence[Mapping[str, object]], columns: Sequence[PrintedColumn], *, is_wide: bool) -> None:
+    """One line for each row. A terminal that is too narrow cuts texts, never numbers; with is_wide it wraps lines."""
+    out = console()
+    if is_wide:
+        out.width = max(out.width, PIPE_WIDTH)
+    shown = [each for each in columns if is_wide or not each.is_wide]
+    out.print(table(rows, shown, out.width), soft_wrap=is_wide)
+
+
+def table(rows: Sequence[Mapping[str, object]], columns: Sequence[PrintedColumn], width: int = PIPE_WIDTH) -> Table:
+    """width: in characters. The widest texts are cut to it."""
     made = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        made.add_column(column.title, justify="right" if column.is_number else "left", overflow="fold")
-    for row in rows:
-        made.add_row(*(_cell(row.get(column.key)) for column in columns))
+    cells = [[_cell(row, column) for column in columns] for row in rows]
+    for column, most in zip(columns, _widths(cells, columns, width), strict=True):
+        justify: JustifyMethod = "right" if column.is_number else "left"
+        made.add_column(column.title, justify=justify, no_wrap=True, overflow="ellipsis", max_width=most)
+    for row in cells:
+        made.add_row(*row)
     return made
 
 
-def _cell(value: object) -> Text:
+def _widths(cells: Sequence[Sequence[Text]], columns: Sequence[PrintedColumn], width: int) -> list[int]:
+    """What each column may take. The widest text gives way first, down to its title."""
+    found = [
+        max(cell_len(column.title), *(row[index].cell_len for row in cells), 1) if cells else cell_len(column.title)
+        for index, column in enumerate(columns)
+    ]
+    too_wide = sum(found) + 2 * (len(columns) - 1) - width
+    while too_wide > 0:
+        widest = max(
+            (index for index, column in enumerate(columns) if not column.is_number and found[index] > MIN_TEXT_WIDTH),
+            key=lambda index: found[index],
+            default=None,
+        )
+        if widest is None:
+            break
+        found[widest] -= 1
+        too_wide -= 1
+    return found
+
+
+def _cell(row: Mapping[str, object], column: PrintedColumn) -> Text:
+    value = row.get(column.key) if column.text is None else column.text(row)
     text = "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
     return Text(text, style=STATE_COLOURS.get(text, ""))
 

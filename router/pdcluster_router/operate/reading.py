@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-import grpc
-
 from pdcluster.bootstrap.card_messages import role_from_proto
-from pdcluster.core.errors import PdclusterError
+from pdcluster.core.errors import ConfigError, PdclusterError
 from pdcluster.rpc import admin_pb2 as pb
-from pdcluster_router.operate.clients import CALL_S, AdminClients, Told, differing, joined, problem, refusal
-from pdcluster_router.operate.printing import PrintedColumn, share
+from pdcluster_router.operate.clients import AdminClients, answered, differing, joined
+from pdcluster_router.operate.printing import PrintedColumn
+
+Row = dict[str, object]
+
+
+def slots_text(row: Mapping[str, object]) -> str:
+    return f"{row['slots_used']}/{row['slots']}"
+
+
+def kv_text(row: Mapping[str, object]) -> str:
+    used = row["kv_used"]
+    return f"{100 * used:.0f} %" if isinstance(used, float) else ""
+
+
+def age_text(row: Mapping[str, object]) -> str:
+    return f"{row['age_s']:.1f} s"
+
 
 NODE_COLUMNS = (
     PrintedColumn("NAME", "name"),
@@ -20,8 +34,8 @@ NODE_COLUMNS = (
     PrintedColumn("STATE", "state"),
     PrintedColumn("WAITING", "waiting", is_number=True),
     PrintedColumn("RUNNING", "running", is_number=True),
-    PrintedColumn("SLOTS", "slots", is_number=True),
-    PrintedColumn("KV", "kv_used", is_number=True),
+    PrintedColumn("SLOTS", "slots", is_number=True, text=slots_text),
+    PrintedColumn("KV", "kv_used", is_number=True, text=kv_text),
     PrintedColumn("IN FLIGHT", "in_flight", is_number=True),
     PrintedColumn("MODEL", "model"),
     PrintedColumn("ADDRESS", "address", is_wide=True),
@@ -39,7 +53,7 @@ REQUEST_COLUMNS = (
     PrintedColumn("DECODE", "decode"),
     PrintedColumn("PROMPT", "prompt_tokens", is_number=True),
     PrintedColumn("OUTPUT", "output_tokens", is_number=True),
-    PrintedColumn("AGE", "age", is_number=True),
+    PrintedColumn("AGE", "age_s", is_number=True, text=age_text),
     PrintedColumn("FIRST TOKEN", "ttft_s", is_wide=True, is_number=True),
     PrintedColumn("ATTEMPTS", "attempts", is_wide=True, is_number=True),
     PrintedColumn("MODEL", "model", is_wide=True),
@@ -58,7 +72,6 @@ PATH_COLUMNS = (
     PrintedColumn("BREAKER", "breaker"),
     PrintedColumn("CHOSEN", "is_chosen"),
 )
-Row = dict[str, object]
 
 
 def role_name(role: Any) -> str:
@@ -83,8 +96,9 @@ def node_row(node: pb.Node) -> Row:
         "state": node.state,
         "waiting": load.waiting,
         "running": load.running,
-        "slots": f"{load.slots_used}/{load.slots}",
-        "kv_used": share(used, load.pages_total),
+        "slots_used": load.slots_used,
+        "slots": load.slots,
+        "kv_used": round(used / load.pages_total, 4) if load.pages_total else None,
         "in_flight": node.in_flight,
         "model": node.model,
         "address": node.address,
@@ -124,8 +138,7 @@ def request_row(request: pb.Request) -> Row:
     return {
         "name": request.id, "state": request.state, "mode": request.mode, "prefill": request.prefill,
         "decode": request.decode, "prompt_tokens": request.prompt_tokens, "output_tokens": request.output_tokens,
-        "age": f"{request.age_s:.1f} s", "age_s": round(request.age_s, 3), "attempts": request.attempts,
-        "model": request.model,
+        "age_s": round(request.age_s, 3), "attempts": request.attempts, "model": request.model,
         "placed_s": request.placed_s if request.HasField("placed_s") else None,
         "ttft_s": request.ttft_s if request.HasField("ttft_s") else None,
     }  # fmt: skip
@@ -143,12 +156,36 @@ def models(clients: AdminClients) -> list[Row]:
 
 
 def names(clients: AdminClients, what: str, timeout_s: float) -> list[str]:
-    """Names of nodes, or ids of open requests, of the routers that answer in time. Raises Unreachable."""
+    """Names of nodes or policies, or ids of open requests, of the routers that answer in time.
+
+    Raises Unreachable or TokenRefused.
+    """
     if what == "nodes":
-        told = clients.ask("ListNodes", pb.ListNodesRequest(), timeout_s)
-        return list(dict.fromkeys(node.name for one in told if one.error is None for node in one.reply.nodes))
-    told = clients.ask("ListRequests", pb.ListRequestsRequest(), timeout_s)
-    return [request.id for one in told if one.error is None for request in one.reply.requests]
+        told = clients.read("ListNodes", pb.ListNodesRequest(), timeout_s)
+        found = [node.name for each in told for node in each.reply.nodes]
+    elif what == "policies":
+        told = clients.read("GetPolicy", pb.GetPolicyRequest(), timeout_s)
+        found = [name for each in told for name in each.reply.known]
+    else:
+        told = clients.read("ListRequests", pb.ListRequestsRequest(), timeout_s)
+        found = [request.id for each in told for request in each.reply.requests]
+    return list(dict.fromkeys(found))
+
+
+def chosen(rows: list[Row], names: Collection[str], labels: Mapping[str, str]) -> list[Row]:
+    """The rows of these names (all without one) whose values are those of the labels. Raises PdclusterError."""
+    missing = [name for name in names if not any(row["name"] == name for row in rows)]
+    if missing:
+        known = ", ".join(str(row["name"]) for row in rows) or "none"
+        raise PdclusterError(f"there is no {', '.join(missing)}; known: {known}")
+    for label in labels:
+        if rows and label not in rows[0]:
+            raise ConfigError(f"-l {label}=… names no column; use one of {', '.join(rows[0])}")
+    return [
+        row
+        for row in rows
+        if (not names or row["name"] in names) and all(str(row[label]) == value for label, value in labels.items())
+    ]
 
 
 def describe(clients: AdminClients, name: str) -> Row:
@@ -181,20 +218,9 @@ def event_row(event: pb.Event) -> Row:
 
 
 def events(clients: AdminClients, since: Mapping[str, int]) -> list[Row]:
-    """Events of all routers by time. since: by a router's address, only those after this number.
-
-    Raises the refusal of the only router; others that do not answer are warned of.
-    """
-    rows: list[Row] = []
-    for router in clients.routers:
-        try:
-            found = list(router.stub.Events(pb.EventsRequest(since=since.get(router.address, 0)), timeout=CALL_S))
-        except grpc.RpcError as error:
-            if len(clients.routers) == 1:
-                raise refusal(Told(router.address, None, error)) from error
-            clients.warn(problem(router.address, error))
-            continue
-        rows += [event_row(event) | {"router": router.address} for event in found]
+    """Events of all routers by time. since: by a router's address, only those after this number."""
+    told = answered(clients.ask_streams("Events", lambda address: pb.EventsRequest(since=since.get(address, 0))))
+    rows = [event_row(event) | {"router": each.address} for each in told for event in each.reply]
     return sorted(rows, key=lambda row: float(str(row["at"])))
 
 

@@ -153,7 +153,7 @@ def _node_table(nodes: list[dict[str, Any]]) -> Table:
         made.add_row(
             str(node["name"]), str(node["role"]),
             Text(str(node["state"]), style=STATE_COLOURS.get(str(node["state"]), "")),
-            str(node["waiting"]), str(node["running"]), str(node["kv_used"]), _ms(node["prefill_s"]),
+            str(node["waiting"]), str(node["running"]), reading.kv_text(node), _ms(node["prefill_s"]),
             _ms(node["step_s"]), _ms(node["itl_s"]),
             Text(f"slow: {', '.join(node['slow'])}" if node["slow"] else "", style="red"),
         )  # fmt: skip

@@ -66,7 +66,7 @@ class Fleet:
 
     def __init__(self, num_workers: int, clock: Callable[[], float]) -> None:
         self.log = EventLog()
-        self._clock = clock
+        self._drains = drains.Drains(self, self.log, clock)
         self._channels: dict[int, Channel | None] = dict.fromkeys(range(num_workers))
         self._starts = dict.fromkeys(range(num_workers), 0)
         self._policy = frames.SetPolicy(None, None, False)
@@ -214,7 +214,10 @@ class Fleet:
         raise UnknownName(f"no node is called {name[:200]!r}; known: {known}", "node")
 
     async def cordon(self, name: str, *, cordoned: bool) -> NodeStatus:
-        return await self._ask_any(frames.AskCordon(name, cordoned), NodeStatus, MANAGE_S)
+        found = await self._ask_any(frames.AskCordon(name, cordoned), NodeStatus, MANAGE_S)
+        if not cordoned:
+            self._drains.end(found.incarnation)
+        return found
 
     async def set_role(self, name: str, role: Role) -> NodeStatus:
         return await self._ask_any(frames.AskRole(name, role), NodeStatus, MANAGE_S)
@@ -223,7 +226,7 @@ class Fleet:
         return await self._ask_any(frames.AskMove(name), int, MANAGE_S)
 
     def drain(self, name: str, deadline_s: float) -> AsyncIterator[DrainProgress]:
-        return drains.drain(self, name, deadline_s, self.log, self._clock)
+        return self._drains.drain(name, deadline_s)
 
     async def wait_for_change(self, timeout_s: float) -> None:
         await asyncio.sleep(min(timeout_s, LOOK_S))

@@ -149,6 +149,47 @@ async def test_what_runs_at_the_deadline_of_a_drain_moves_to_another_node() -> N
         assert kinds[-3:] == ["drain", "moved", "drained"]
 
 
+async def test_an_uncordon_ends_a_drain_and_moves_nothing() -> None:
+    async with (
+        LocalCluster({"m0": "mixed", "m1": "mixed"}, num_pages=128) as cluster,
+        administered(cluster) as (stub, _),
+        administered(cluster) as (another_router, _),
+    ):
+        for taken_back_by in (stub, another_router):
+            await stub.Cordon(pb.CordonRequest(node="m1", cordoned=True))
+            running = asyncio.create_task(cluster.run(prompt_of(30), 300))
+            await cluster.until(lambda: any(node.num_requests for node in cluster.router.view().nodes))
+            await stub.Cordon(pb.CordonRequest(node="m1", cordoned=False))
+            drained = stub.Drain(pb.DrainRequest(node="m0", deadline_s=0.3))
+            await anext(aiter(drained))
+            await taken_back_by.Cordon(pb.CordonRequest(node="m0", cordoned=False))
+            code, details = await code_of(drained)
+            assert code is grpc.StatusCode.CANCELLED and "m0 takes work again" in details
+            assert (await running)[1].route.decode == "m0"
+            assert (await stub.DescribeNode(pb.DescribeNodeRequest(node="m0"))).node.state == "ready"
+            assert "moved" not in [event.kind async for event in stub.Events(pb.EventsRequest())]
+
+
+async def test_two_drains_of_a_node_are_one_and_the_earlier_deadline_counts() -> None:
+    async with (
+        LocalCluster({"m0": "mixed", "m1": "mixed"}, num_pages=128) as cluster,
+        administered(cluster) as (stub, _),
+    ):
+        await stub.Cordon(pb.CordonRequest(node="m1", cordoned=True))
+        running = [asyncio.create_task(cluster.run(prompt_of(30 + index), 300)) for index in range(3)]
+        await cluster.until(lambda: sum(node.num_requests for node in cluster.router.view().nodes) >= 3)
+        await stub.Cordon(pb.CordonRequest(node="m1", cordoned=False))
+
+        async def drained(deadline_s: float) -> tuple[bool, int]:
+            told = [progress async for progress in stub.Drain(pb.DrainRequest(node="m0", deadline_s=deadline_s))]
+            return told[-1].safe_to_stop, told[-1].moved
+
+        assert await asyncio.gather(drained(600.0), drained(0.05)) == [(True, 3)] * 2
+        await asyncio.gather(*running)
+        kinds = [event.kind async for event in stub.Events(pb.EventsRequest())]
+        assert kinds.count("moved") == 1
+
+
 @pytest.mark.parametrize("deadline_s", [math.nan, math.inf, -1.0])
 async def test_a_drain_until_no_moment_at_all_is_refused_and_changes_nothing(deadline_s: float) -> None:
     async with LocalCluster({"m0": "mixed"}) as cluster, administered(cluster) as (stub, _):
