@@ -20,8 +20,8 @@ from pdcluster_router.replay.options import NodeOptions, Routing, Scaling, Traff
 from pdcluster_router.replay.report import Figures, ReplaySlo, ScalingFigures, figures, scaling_figures
 from pdcluster_router.replay.scaling import ScalingSpec
 from pdcluster_router.replay.scenario import Conditions, Layout, needed_nodes, of_cost, oracle, replay
-from pdcluster_router.replay.trace import Trace, read_trace
-from pdcluster_router.replay.workloads import generate
+from pdcluster_router.replay.trace import MAX_REQUESTS, Trace, read_trace
+from pdcluster_router.replay.workloads import KINDS, generate
 from pdcluster_router.scaling.rules import rules_of
 
 GENERATE = "generate:"
@@ -46,6 +46,12 @@ SCALING_COLUMNS = (
 )  # fmt: skip
 # Nodes times requests from which compiled choices are worth loading, and compiling.
 SOME_CHOICES, MANY_CHOICES = 200_000, 20_000_000
+# Bounds of what can be asked for. Beyond them a time in seconds has no microseconds any more.
+SPEEDS = (1e-3, 1e6)
+LONGEST_S = 86_400.0
+MOST_LOSS = 0.999
+MOST_NODES = 10_000
+MOST_CACHED = 10**12
 PROGRESS_S = 5.0
 NOT_SCALED = Scaling()
 
@@ -57,12 +63,11 @@ def rows(
     policies = split_policies(routing.policy)
     rules = rules_of(scaling.autoscale) if scaling.autoscale else []
     layout, conditions = layout_of(nodes, traffic.seed), _conditions(routing, traffic.seed)
-    if traffic.requests < 0:
-        raise ConfigError(f"cannot replay {traffic.requests} requests; give 0 for all")
+    check("--requests", traffic.requests, 0, MAX_REQUESTS)
+    check("--speedup", traffic.speedup, *SPEEDS)
+    check("--start-s", scaling.start_s, 0, LONGEST_S)
     if rules and (layout.mixed or not layout.prefill or not layout.decode or len(policies) > 1):
         raise ConfigError("--autoscale scales prefill and decode nodes under one policy; give --prefill and --decode")
-    if scaling.start_s < 0:
-        raise ConfigError(f"a node cannot start in {scaling.start_s:g} s; give 0 or more")
     layout.nodes(1)
     trace = load_trace(traffic.trace, traffic.seed)
     if traffic.requests:
@@ -138,6 +143,9 @@ def layout_of(asked: NodeOptions, seed: int) -> Layout:
     counts = (asked.prefill, asked.decode, asked.mixed)
     if counts == (None, None, None):
         counts = (8, 4, 0)
+    for flag, count in zip(("--prefill", "--decode", "--mixed"), counts, strict=True):
+        check(flag, count or 0, 0, MOST_NODES)
+    check("--cache-tokens", asked.cache_tokens, 1, MOST_CACHED)
     prefill, decode, mixed = (count or 0 for count in counts)
     layout = Layout(prefill=prefill, decode=decode, mixed=mixed, cache_tokens=asked.cache_tokens, seed=seed)
     return layout if asked.cost is None else of_cost(layout, read_cost(asked.cost))
@@ -145,11 +153,22 @@ def layout_of(asked: NodeOptions, seed: int) -> Layout:
 
 def load_trace(text: str, seed: int) -> Trace:
     if not text.startswith(GENERATE):
+        kind = next((part for part in text.split(":") if part in KINDS), None)
+        if kind is not None and not Path(text).exists():
+            raise ConfigError(f"there is no file {text}; generated requests are called {GENERATE}{kind}")
         return read_trace(Path(text))
     kind, _, number = text.removeprefix(GENERATE).partition(":")
     if number and not number.isdigit():
         raise ConfigError(f"{text!r}: {number!r} is no number of requests; write generate:KIND:REQUESTS")
-    return generate(kind, int(number or NUM_GENERATED), seed)
+    num_requests = int(number or NUM_GENERATED)
+    check(text, num_requests, 1, MAX_REQUESTS)
+    return generate(kind, num_requests, seed)
+
+
+def check(name: str, value: float, low: float, high: float) -> None:
+    """Raises ConfigError for a number that is none, or beyond its bounds."""
+    if not low <= value <= high:
+        raise ConfigError(f"{name} is {value:g}, but must be from {low:g} to {high:g}")
 
 
 def show(found: Sequence[Figures | ScalingFigures], output: Literal["table", "json"] | str) -> None:
@@ -164,10 +183,8 @@ def show(found: Sequence[Figures | ScalingFigures], output: Literal["table", "js
 
 
 def _conditions(asked: Routing, seed: int) -> Conditions:
-    if asked.feed_delay_ms < 0:
-        raise ConfigError(f"a feed cannot be {asked.feed_delay_ms:g} ms late; give 0 or more")
-    if not 0 <= asked.feed_loss < 1:
-        raise ConfigError(f"a share of {asked.feed_loss:g} of messages cannot be lost; give 0 to below 1")
+    check("--feed-delay-ms", asked.feed_delay_ms, 0, 1000 * LONGEST_S)
+    check("--feed-loss", asked.feed_loss, 0, MOST_LOSS)
     return Conditions(
         FeedSpec(asked.feed_delay_ms / 1000, asked.feed_loss), asked.mode.value, seed, asked.in_this_router
     )

@@ -13,7 +13,7 @@ import hashlib
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
 
@@ -195,11 +195,12 @@ def _azure(path: Path, text: str) -> Iterator[TraceRequest]:
 
 
 def _moment(text: str) -> float:
-    """A date, or seconds of any clock."""
+    """A date, in UTC unless it says otherwise, or seconds of any clock."""
     try:
         return float(text)
     except ValueError:
-        return datetime.fromisoformat(text).timestamp()
+        found = datetime.fromisoformat(text)
+    return (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp()
 
 
 def _whole(text: str) -> int:

@@ -88,7 +88,8 @@ def test_the_command_prints_a_row_for_each_rule() -> None:
         (("--autoscale", "guess"), "no rule of autoscaling is called"),
         (("--autoscale", "all", "--mixed", "3"), "give --prefill and --decode"),
         (("--autoscale", "all", "--policy", "product,seconds"), "under one policy"),
-        (("--autoscale", "all", "--start-s", "-1"), "cannot start in -1 s"),
+        (("--autoscale", "all", "--start-s", "-1"), "--start-s is -1"),
+        (("--autoscale", "all", "--start-s", "nan"), "--start-s is nan"),
     ],
 )
 def test_wrong_options_are_refused(words: tuple[str, ...], message: str) -> None:

@@ -1,6 +1,7 @@
 """Readers of traces: what they take from a line, and what they say about a broken one."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,18 @@ def test_a_trace_may_come_from_other_tools(tmp_path: Path) -> None:
 
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
+
+
+def test_dates_without_a_zone_do_not_follow_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In New York, 02:30 on this day is an hour before 03:00 by the sun, not half an hour."""
+    file = tmp_path / "a.csv"
+    file.write_text(f"{AZURE}\n2024-03-10 01:30:00,10,1\n2024-03-10 02:30:00,10,1\n2024-03-10 03:00:00Z,10,1\n")
+    for zone in ("UTC", "America/New_York", "Asia/Tokyo"):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        assert [request.arrival_s for request in read_trace(file).requests] == [0.0, 3600.0, 5400.0], zone
+    monkeypatch.undo()
+    time.tzset()
 
 
 def test_azure_rows_share_nothing(tmp_path: Path) -> None:
