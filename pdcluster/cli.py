@@ -78,9 +78,14 @@ flags.command(app, BootstrapConfig, "bootstrap", "Run the bootstrap service.", _
 
 @config_app.command("check")
 def check(file: SettingsFile = None, pairs: SettingPairs = None, section: SectionName = None) -> None:
-    """Print the effective value of every key and where it comes from; exit 2 when one is wrong."""
+    """Print the effective value of every key and where it comes from; exit 2 with all that is wrong.
+
+    Files that settings name are read, and what a process would refuse at its start is refused.
+    """
     with flags.reported():
-        show_settings(file, pairs or [], section)
+        from pdcluster.launch.config_check import problems
+
+        show_settings(file, pairs or [], section, problems)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TextIO, TypeVar, cast
@@ -35,6 +35,8 @@ from pdcluster.settings.config import (
     NodeConfig,
     RouterConfig,
     UpConfig,
+    check_folder,
+    joined,
     keys,
     load,
     section_of,
@@ -57,6 +59,8 @@ T = TypeVar("T")
 HEALTH_FLAG = ("health", "--health")
 ROUTER = "router"
 BOOTSTRAP = "bootstrap"
+# What `up` decides for its children. A file may have it for processes that run alone.
+CHOSEN = ("node.role", "node.name", "node.bootstrap", "node.listen", "router.bootstrap", "bootstrap.listen")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +140,19 @@ class LocalCluster:
         self._config = loaded.config
         self._say = output.say
         self._log_format = log_format
-        self._nodes = plan_nodes(self._config, os.sched_getaffinity(0))
+        self._nodes = self._plan()
         # Where the model lies, from the start on.
         self._found_model: Path | None = None
         self.supervisor = Supervisor(output.say, output.forward, self._config.ready_s, self._config.restarts)
+
+    def _plan(self) -> tuple[NodePlan, ...]:
+        """Nodes are not pinned where the section node says on which cores, or how many threads, they run."""
+        config, node = self._config, self._node_settings
+        if {node.origins["node.cores"], node.origins["node.threads"]} != {"default"}:
+            config = replace(config, pin=False)
+        if not self._is_set("up.tp"):
+            config = replace(config, tp=node.config.tp)
+        return plan_nodes(config, os.sched_getaffinity(0))
 
     async def start(self) -> Serving:
         began = time.monotonic()
@@ -180,7 +193,13 @@ class LocalCluster:
 
     def _check(self) -> None:
         """Refuse what cannot work before anything starts."""
+        own = [
+            f"{path} is set, but up chooses it itself; leave it out" for path in CHOSEN if path in self._loaded.flags
+        ]
+        if own:
+            raise ConfigError(joined(own))
         load(BootstrapConfig, self._loaded.flags, self._loaded.file)
+        check_folder("up.targets", self._config.targets)
         router = self._router_settings.config
         if router.security.key_bytes() != self._node_settings.config.security.key_bytes():
             raise ConfigError(
@@ -262,12 +281,13 @@ class LocalCluster:
             "node.name": plan.name,
             "node.bootstrap": bootstrap,
             "node.listen": "127.0.0.1:0",
-            "node.drain_s": NODE_STOP_S,
         }
+        if self._node_settings.origins["node.drain_s"] == "default":
+            own["node.drain_s"] = NODE_STOP_S
         own |= self._own_health(NodeConfig)
         if plan.cores:
             own |= {"node.cores": ",".join(map(str, plan.cores)), "node.threads": max(1, len(plan.cores) // plan.tp)}
-        if plan.tp > 1:
+        if plan.tp != self._node_settings.config.tp:
             own["node.tp"] = plan.tp
         if self._is_set("up.device"):
             own["node.device"] = self._config.device
@@ -288,10 +308,16 @@ class LocalCluster:
         ):
             own["node.kv.memory_bytes"] = BUNDLED_KV_BYTES
         argv = self._argv(NodeConfig, ("pdcluster.cli", "node"), own)
-        return Spec(plan.name, argv, NODE_STOP_S + KILL_GRACE_S, address_flags=(HEALTH_FLAG,))
+        drain_s = NODE_STOP_S if "node.drain_s" in own else self._node_settings.config.drain_s
+        return Spec(plan.name, argv, drain_s + KILL_GRACE_S, address_flags=(HEALTH_FLAG,))
 
     def _router_spec(self, bootstrap: str) -> Spec:
-        own: dict[str, object] = {"router.bootstrap": bootstrap, "router.drain_s": self._config.drain_s}
+        own: dict[str, object] = {"router.bootstrap": bootstrap}
+        drain_s = self._config.drain_s
+        if self._is_set("up.drain_s") or self._router_settings.origins["router.drain_s"] == "default":
+            own["router.drain_s"] = drain_s
+        else:
+            drain_s = self._router_settings.config.drain_s
         own |= {f"router.{name}": self._listens(name)[1] or "none" for name in ("http", "grpc")}
         if self._config.workers is not None:
             own["router.workers"] = self._config.workers
@@ -311,7 +337,7 @@ class LocalCluster:
             ("console", "--console"),
             HEALTH_FLAG,
         )
-        return Spec(ROUTER, argv, self._config.drain_s + KILL_GRACE_S, address_flags=addresses)
+        return Spec(ROUTER, argv, drain_s + KILL_GRACE_S, address_flags=addresses)
 
     def _argv(self, cls: type[Section], module: tuple[str, ...], own: dict[str, object]) -> tuple[str, ...]:
         """The child's command line. `own` wins over what the user set for the section."""

@@ -57,6 +57,8 @@ LogFormat = Literal["auto", "text", "json"]
 FILE_VARIABLE = "PDCLUSTER_CONFIG"
 CACHE_VARIABLE = "PDCLUSTER_CACHE_DIR"
 MIN_SECRET_BYTES = 16
+# Between errors that are told together.
+SEPARATOR = "\nerror: "
 
 
 def backend(raw: object) -> BackendName:
@@ -552,24 +554,46 @@ def load(
     environ: Mapping[str, str] | None = None,
 ) -> LoadedSection[S]:
     """Read one section from all sources. flags: key paths (with the section) to raw values; environ defaults to the
-    process's."""
+    process's. Raises ConfigError with all that is wrong, a line each."""
     environ = os.environ if environ is None else environ
-    file = Path(environ[FILE_VARIABLE]) if file is None and environ.get(FILE_VARIABLE) else file
+    file = _file_of(environ) if file is None else _expanded("--config", str(file))
     known = {found.path: found for section in SECTIONS.values() for found in keys(section)}
+    problems: list[str] = []
     sources = {
-        "flag": _from_flags(flags or {}, known),
-        "environment": _from_environment(environ, known),
-        f"file {file}": _from_file(file, known) if file else {},
+        "flag": _from_flags(flags or {}, known, problems),
+        "environment": _from_environment(environ, known, problems),
+        f"file {file}": _from_file(file, known, problems) if file else {},
     }
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
     for found in keys(cls):
         origins[found.path] = next((name for name, given in sources.items() if found.path in given), "default")
-        given = sources.get(origins[found.path], {})
-        values[found.path] = (
-            parsed(found, given[found.path], origins[found.path]) if found.path in given else found.default
-        )
-    return LoadedSection(built(cls, section_of(cls), values), values, origins, flags or {}, file)
+        values[found.path] = found.default
+        if origins[found.path] != "default":
+            try:
+                values[found.path] = parsed(found, sources[origins[found.path]][found.path], origins[found.path])
+            except ConfigError as error:
+                problems.append(str(error))
+    if not problems:
+        return LoadedSection(built(cls, section_of(cls), values), values, origins, flags or {}, file)
+    raise ConfigError(joined(problems))
+
+
+def joined(problems: Iterable[str]) -> str:
+    """Several errors as the text of one, a line each."""
+    return SEPARATOR.join(dict.fromkeys(problems))
+
+
+def _file_of(environ: Mapping[str, str]) -> Path | None:
+    given = environ.get(FILE_VARIABLE)
+    return _expanded(FILE_VARIABLE, given) if given else None
+
+
+def _expanded(name: str, given: str) -> Path:
+    try:
+        return path(given)
+    except ValueError as error:
+        raise ConfigError(f"{name} is {given!r}, but {error}") from error
 
 
 def section_of(cls: type[Section]) -> str:
@@ -582,29 +606,28 @@ def keys(cls: type[Section]) -> list[Key]:
     return list(keys_below(cls, section))
 
 
-def _from_flags(flags: Mapping[str, object], known: Mapping[str, Key]) -> dict[str, object]:
-    for name in flags:
-        if name not in known:
-            raise ConfigError(f"there is no key {name}{nearest(name, list(known))}")
+def _from_flags(flags: Mapping[str, object], known: Mapping[str, Key], problems: list[str]) -> dict[str, object]:
+    problems += [f"there is no key {name}{nearest(name, list(known))}" for name in flags if name not in known]
     return dict(flags)
 
 
-def _from_environment(environ: Mapping[str, str], known: Mapping[str, Key]) -> dict[str, object]:
+def _from_environment(environ: Mapping[str, str], known: Mapping[str, Key], problems: list[str]) -> dict[str, object]:
     variables = {found.variable: found for found in known.values() if not found.flag_only}
     given: dict[str, object] = {}
     for name, raw in environ.items():
         if not name.startswith(ENV_PREFIX) or name in (FILE_VARIABLE, CACHE_VARIABLE):
             continue
-        if name not in variables:
-            raise ConfigError(
+        if name in variables:
+            given[variables[name].path] = raw
+        else:
+            problems.append(
                 f"the environment sets {name}, which is no key{nearest(name, list(variables))} unset it or correct "
                 "its name"
             )
-        given[variables[name].path] = raw
     return given
 
 
-def _from_file(file: Path, known: Mapping[str, Key]) -> dict[str, object]:
+def _from_file(file: Path, known: Mapping[str, Key], problems: list[str]) -> dict[str, object]:
     try:
         tables = tomllib.loads(file.read_text())
     except OSError as error:
@@ -613,12 +636,11 @@ def _from_file(file: Path, known: Mapping[str, Key]) -> dict[str, object]:
         raise ConfigError(f"config file {file} is not valid TOML: {error}") from error
     settable = [name for name, found in known.items() if not found.flag_only]
     given = dict(_flatten(tables, ""))
-    for name in given:
-        if name not in settable:
-            raise ConfigError(
-                f"config file {file} sets {name}, which is no key{nearest(name, settable)} remove it or correct its "
-                "name"
-            )
+    problems += [
+        f"config file {file} sets {name}, which is no key{nearest(name, settable)} remove it or correct its name"
+        for name in given
+        if name not in settable
+    ]
     return given
 
 
@@ -630,6 +652,14 @@ def _flatten(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, ob
             yield prefix + name, value
 
 
+def check_folder(name: str, file: Path | None) -> None:
+    """Raises ConfigError where a file that is to be written has no folder."""
+    if file is not None and not file.absolute().parent.is_dir():
+        raise ConfigError(
+            f"{name} {file} cannot be written: there is no folder {file.absolute().parent}; make it first"
+        )
+
+
 # ---------------------------------------------------------------- places
 
 
@@ -637,9 +667,14 @@ def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
     """Where compiled kernels are kept between runs: PDCLUSTER_CACHE_DIR, or a folder of the user's cache directory."""
     environ = os.environ if environ is None else environ
     if own := environ.get(CACHE_VARIABLE):
-        return Path(own)
+        return _expanded(CACHE_VARIABLE, own)
     base = environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "pdcluster"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "pdcluster"
+    except RuntimeError as error:
+        raise ConfigError(
+            f"this user has no home directory for compiled kernels; set {CACHE_VARIABLE} to a directory of its own"
+        ) from error
 
 
 def set_library_environment(values: Mapping[str, str]) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from pdcluster.core.errors import ConfigError
 from pdcluster.settings import flags
-from pdcluster.settings.config import SECTIONS, keys, load
+from pdcluster.settings.config import SECTIONS, SEPARATOR, LoadedSection, joined, keys, load
 from pdcluster.settings.keys import Key, Section
 
 SettingsFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help=flags.FILE_HELP)]
@@ -21,8 +21,15 @@ SectionName = Annotated[
 ]
 
 
-def show_settings(file: Path | None, pairs: Sequence[str], only: str | None) -> None:
-    """Print every key with its value, its source and its variable. Raises ConfigError when one is wrong."""
+# What is wrong with a section that a process would find only when it starts.
+Find = Callable[[LoadedSection[Any]], Iterable[str]]
+
+
+def show_settings(file: Path | None, pairs: Sequence[str], only: str | None, find: Find = lambda loaded: ()) -> None:
+    """Print every key with its value, its source and its variable.
+
+    Raises ConfigError with all that is wrong: in keys, and what `find` says.
+    """
     from rich.console import Console  # of no other command
     from rich.table import Table
 
@@ -32,10 +39,18 @@ def show_settings(file: Path | None, pairs: Sequence[str], only: str | None) -> 
     if only is not None and only not in SECTIONS:
         raise ConfigError(f"--section is {only!r}, but must be one of {', '.join(SECTIONS)}")
     given = flags.assignments(list(pairs))
+    problems: list[str] = []
     for name, cls in SECTIONS.items():
-        loaded = load(cls, given, file)  # also of the sections that are not shown, so that their errors are
+        try:
+            loaded = load(cls, given, file)  # also of the sections that are not shown, so that their errors are
+        except ConfigError as error:
+            problems += str(error).split(SEPARATOR)
+            continue
+        problems += find(loaded)
         for key in _shown(cls) if only in (None, name) else []:
             table.add_row(key.path, key.show(loaded.values[key.path]), loaded.origins[key.path], key.variable)
+    if problems:
+        raise ConfigError(joined(problems))
     Console(width=None if sys.stdout.isatty() else 160).print(table, highlight=False)
 
 

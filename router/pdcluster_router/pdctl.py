@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -448,17 +448,20 @@ def diff_policy(admin: Admin = ADMIN, token_file: TokenFile = None, output: Outp
 # ---------------------------------------------------------------- without a cluster
 
 
-def _settings(help_text: str) -> Callable[..., None]:
-    def run(file: SettingsFile = None, pairs: SettingPairs = None, section: SectionName = None) -> None:
-        with flags.reported():
-            show_settings(file, pairs or [], section)
-
-    run.__doc__ = help_text
-    return run
+@config_app.command("view")
+def view(file: SettingsFile = None, pairs: SettingPairs = None, section: SectionName = None) -> None:
+    """Print the effective value of every key and where it comes from."""
+    with flags.reported():
+        show_settings(file, pairs or [], section)
 
 
-config_app.command("view")(_settings("Print the effective value of every key and where it comes from."))
-config_app.command("check")(_settings("Check the settings of this machine; exit 2 when one is wrong."))
+@config_app.command("check")
+def check(file: SettingsFile = None, pairs: SettingPairs = None, section: SectionName = None) -> None:
+    """Check the settings of this machine, and the files that they name; exit 2 with all that is wrong."""
+    with flags.reported():
+        from pdcluster.launch.config_check import problems
+
+        show_settings(file, pairs or [], section, problems)
 
 
 @app.command()

@@ -75,9 +75,7 @@ async def test_a_node_is_told_its_role_name_bootstrap_and_cores(monkeypatch: pyt
 
 
 async def test_what_up_is_told_wins_over_the_sections_of_its_children() -> None:
-    found = cluster(
-        {"up.transfer": "tcp", "node.transfer.backend": "shm", "node.role": "mixed", "up.log.level": "error"}
-    )
+    found = cluster({"up.transfer": "tcp", "node.transfer.backend": "shm", "up.log.level": "error"})
     argv = found._node_spec(found._nodes[0], "127.0.0.1:99").argv
     assert option(argv, "--transfer") == "tcp"
     assert option(argv, "--role") == "prefill"
@@ -179,11 +177,56 @@ async def test_the_type_to_compute_in_goes_to_every_node() -> None:
     assert "--dtype" not in cluster()._node_spec(found._nodes[0], "127.0.0.1:1").argv
 
 
-async def test_bad_settings_of_a_child_are_told_before_anything_starts() -> None:
-    found = cluster({"node.kv.page_tokens": "24", "up.http": "127.0.0.1:0"})
+def test_bad_settings_of_a_child_are_told_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="no multiple"):
+        cluster({"node.kv.page_tokens": "24", "up.http": "127.0.0.1:0"})
+
+
+async def test_a_file_of_targets_that_can_never_be_written_is_told_before_anything_starts(tmp_path: Path) -> None:
+    found = cluster({"up.targets": str(tmp_path / "gone" / "targets.json"), "up.http": "127.0.0.1:0"})
+    with pytest.raises(ConfigError, match=r"up.targets .* there is no folder .*gone"):
         await found.start()
     assert await found.stop()
+
+
+async def test_what_up_chooses_itself_is_refused_as_a_flag_and_passed_over_in_a_file(tmp_path: Path) -> None:
+    found = cluster({"node.role": "mixed", "router.bootstrap": "127.0.0.1:9", "up.http": "127.0.0.1:0"})
+    with pytest.raises(ConfigError, match=r"node.role is set, but up chooses it itself(.|\n)*router.bootstrap is set"):
+        await found.start()
+    assert await found.stop()
+    file = tmp_path / "a.toml"
+    file.write_text('[node]\nrole = "mixed"\n')
+    found = cluster(file=file)
+    assert option(found._node_spec(found._nodes[0], "127.0.0.1:1").argv, "--role") == "prefill"
+
+
+async def test_threads_cores_and_deadlines_of_a_section_reach_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    for values in ({"node.threads": "3"}, {"node.cores": "1,2"}):
+        found = cluster(values)
+        argv = found._node_spec(found._nodes[0], "127.0.0.1:1").argv
+        assert (
+            not {"--threads", "--cores"} & set(argv) and f"{next(iter(values))}={next(iter(values.values()))}" in argv
+        )
+    found = cluster({"node.drain_s": "33", "router.drain_s": "44"})
+    node, router = found._node_spec(found._nodes[0], "127.0.0.1:1"), found._router_spec("127.0.0.1:1")
+    assert "--drain-s" not in node.argv + router.argv and node.drain_s > 33 and router.drain_s > 44
+    found = cluster({"router.drain_s": "44", "up.drain_s": "7"})
+    assert option(found._router_spec("127.0.0.1:1").argv, "--drain-s") == "7.0"
+
+
+async def test_ranks_of_up_count_more_than_those_of_the_section_node() -> None:
+    for values, expected in (
+        ({"node.tp": "2"}, [2, 2]),
+        ({"node.tp": "2", "up.prefill_tp": "1"}, [1, 2]),
+        ({"node.tp": "2", "up.tp": "1"}, [1, 1]),
+        ({"up.tp": "2", "up.prefill_tp": "1"}, [1, 2]),
+    ):
+        found = cluster(dict(values))
+        for plan, ranks in zip(found._nodes, expected, strict=True):
+            argv = found._node_spec(plan, "127.0.0.1:1").argv
+            told = option(argv, "--tp") if "--tp" in argv else values.get("node.tp", "1")
+            assert plan.tp == int(told) == ranks, values
 
 
 async def test_a_router_that_could_not_talk_to_its_nodes_is_refused() -> None:

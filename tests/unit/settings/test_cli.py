@@ -58,6 +58,42 @@ def test_config_check_of_one_section_still_checks_all() -> None:
     assert "a duration" in err
 
 
+def test_config_check_tells_all_that_is_wrong_and_reads_every_file(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    tenants, short = tmp_path / "tenants.toml", tmp_path / "token"
+    tenants.write_text("[a]\nkeys = 3\n")
+    short.write_text("short")
+    settings = {
+        "node.security.cluster_key_file": gone / "key",
+        "node.model": gone / "model",
+        "router.tokenizer": gone / "tokenizer",
+        "router.tenants": tenants,
+        "router.admin_token_file": short,
+        "router.policy": "kvcost",
+        "router.shadow_policy": "kv-cost:wait=2",
+        "up.targets": gone / "targets.json",
+        "node.lease_s": "soon",
+    }
+    pairs = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    code, _, err = run("config", "check", *pairs)
+    assert code == 2
+    said = ("soon", "tokenizer", "tenants.toml", "admin token has 5", "kvcost", "wait", "targets.json")
+    assert all(what in err for what in said), err
+    del settings["node.lease_s"]
+    pairs = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    code, out, err = run("config", "check", *pairs)
+    assert code == 2 and not out and str(gone / "key") in err and str(gone / "model") in err
+    assert len([line for line in err.splitlines() if line.startswith("error: ")]) == len(settings)
+
+
+def test_a_command_tells_all_wrong_keys_at_once() -> None:
+    code, _, err = run(
+        "up", "--http", "8000", "--set", "node.memory=3", "--set", "up.decode=x", env={"PDCLUSTER_X": "1"}
+    )
+    assert code == 2
+    assert all(what in err for what in ("--http", "node.memory", "--decode", "PDCLUSTER_X"))
+
+
 def test_config_check_masks_secrets() -> None:
     code, out, _ = run("config", "check", env={"PDCLUSTER_NODE_SECURITY_CLUSTER_KEY": "correct horse battery"})
     assert code == 0

@@ -14,6 +14,7 @@ from pdcluster.settings.config import (
     RouterConfig,
     SecurityConfig,
     UpConfig,
+    cache_directory,
     keys,
     load,
 )
@@ -229,3 +230,24 @@ def test_parts_are_frozen() -> None:
     with pytest.raises(AttributeError):
         config.role = "decode"  # type: ignore[misc]
     assert all(part.init for part in fields(config))
+
+
+def test_homes_in_variables_and_flags_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "[node]\nlease_s = 9\n")
+    (name,) = (file.name for file in tmp_path.iterdir())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load(NodeConfig, environ={"PDCLUSTER_CONFIG": f"~/{name}"}).config.lease_s == 9.0
+    assert load(NodeConfig, file=Path(f"~/{name}"), environ={}).config.lease_s == 9.0
+    assert cache_directory({"PDCLUSTER_CACHE_DIR": "~/kernels"}) == tmp_path / "kernels"
+    with pytest.raises(ConfigError, match=r"PDCLUSTER_CONFIG is '~nobody-here/a.toml'"):
+        load(NodeConfig, environ={"PDCLUSTER_CONFIG": "~nobody-here/a.toml"})
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", none)
+    with pytest.raises(ConfigError, match="PDCLUSTER_CACHE_DIR"):
+        cache_directory({})
+    assert cache_directory({"XDG_CACHE_HOME": "/x"}) == Path("/x/pdcluster")
