@@ -79,6 +79,18 @@ def unlock(page: Page) -> None:
     expect(page.locator("#rights")).to_have_text("may change", timeout=PATIENCE_MS)
 
 
+def confirming(page: Page) -> list[str]:
+    """Says yes to every question of the page; the questions."""
+    asked: list[str] = []
+
+    def say_yes(dialog: object) -> None:
+        asked.append(dialog.message)  # type: ignore[attr-defined]
+        dialog.accept()  # type: ignore[attr-defined]
+
+    page.on("dialog", say_yes)
+    return asked
+
+
 def noticed(page: Page, text: str) -> None:
     expect(page.locator("#notice")).to_contain_text(text, timeout=PATIENCE_MS)
 
@@ -121,12 +133,25 @@ def test_a_running_request_is_seen_explained_and_cancelled(page: Page) -> None:
     expect(open_one).to_have_count(1, timeout=PATIENCE_MS)
     expect(open_one.locator(".bar i.decode")).to_be_visible(timeout=PATIENCE_MS)
     request = open_one.locator("button.link").inner_text()
-    open_one.get_by_role("button", name="Cancel").click()
+    open_one.get_by_role("button", name="Cancel").click()  # nobody says yes, so nothing is done
+    expect(open_one).to_have_count(1)
+    asked = confirming(page)
+    open_one.get_by_role("button", name=f"Cancel {request}").click()
     noticed(page, f"of request {request} ended")
+    assert len(asked) == 1 and request in asked[0]
     expect(page.locator("#chat-log .route")).to_contain_text("cancelled by an operator", timeout=PATIENCE_MS)
     page.fill("#lookup-id", request)
     page.click("#lookup button")
     expect(page.locator("#detail-text")).to_contain_text("cancelled", timeout=PATIENCE_MS)
+
+
+def test_an_ended_request_shows_its_real_tokens_and_times(page: Page) -> None:
+    endless(page)
+    say(page, "Go on for a while", 700)
+    ended = page.locator("#requests tbody tr.faint")
+    expect(ended.first).to_contain_text("700", timeout=PATIENCE_MS)
+    assert "≥" not in ended.first.inner_text()
+    expect(ended.first.locator(".bar i.prefill")).to_have_count(1)
 
 
 def test_a_chat_can_be_stopped(page: Page) -> None:
@@ -141,14 +166,16 @@ def test_a_chat_can_be_stopped(page: Page) -> None:
 def test_a_node_is_described_cordoned_drained_and_taken_back(page: Page) -> None:
     unlock(page)
     node = row(page, "decode-1")
-    node.get_by_role("button", name="decode-1").click()  # type: ignore[attr-defined]
+    node.get_by_role("button", name="decode-1", exact=True).click()  # type: ignore[attr-defined]
     expect(page.locator("#detail-text")).to_contain_text('"incarnation"', timeout=PATIENCE_MS)
     node.get_by_role("button", name="Cordon").click()  # type: ignore[attr-defined]
     expect(node.locator("td.cordoned")).to_be_visible(timeout=PATIENCE_MS)  # type: ignore[attr-defined]
     expect(page.locator("#events")).to_contain_text("decode-1", timeout=PATIENCE_MS)
     node.get_by_role("button", name="Uncordon").click()  # type: ignore[attr-defined]
     expect(node.locator("td.ready")).to_be_visible(timeout=PATIENCE_MS)  # type: ignore[attr-defined]
-    node.get_by_role("button", name="Drain").click()  # type: ignore[attr-defined]
+    asked = confirming(page)
+    node.get_by_role("button", name="Drain decode-1").click()  # type: ignore[attr-defined]
+    assert len(asked) == 1 and "decode-1" in asked[0]
     noticed(page, "node decode-1 is empty: it may be stopped")
     node.get_by_role("button", name="Uncordon").click()  # type: ignore[attr-defined]
     expect(node.locator("td.ready")).to_be_visible(timeout=PATIENCE_MS)  # type: ignore[attr-defined]
@@ -157,11 +184,15 @@ def test_a_node_is_described_cordoned_drained_and_taken_back(page: Page) -> None
 def test_a_role_is_flipped_and_flipped_back(page: Page) -> None:
     unlock(page)
     choice = page.get_by_label("Role of decode-1")
+    choice.select_option("mixed")  # nobody says yes
+    expect(choice).to_have_value("decode")
+    asked = confirming(page)
     choice.select_option("mixed")
     noticed(page, "node decode-1 is a mixed node now")
     expect(page.locator("#pools")).to_contain_text("mixed", timeout=PATIENCE_MS)
     page.get_by_label("Role of decode-1").select_option("decode")
     noticed(page, "node decode-1 is a decode node now")
+    assert len(asked) == 2
 
 
 def test_the_policy_is_shadowed_and_compared(page: Page) -> None:
@@ -174,6 +205,10 @@ def test_the_policy_is_shadowed_and_compared(page: Page) -> None:
     page.fill("#policy-shadow", "no-such-policy")
     page.click("#policy button")
     noticed(page, "no-such-policy")
+    page.wait_for_timeout(2500)  # looks come once a second
+    noticed(page, "no-such-policy")
+    page.get_by_role("button", name="Dismiss").click()
+    expect(page.locator("#notice")).to_be_hidden()
     page.fill("#policy-shadow", "none")
     page.click("#policy button")
     expect(page.locator("#policies")).to_contain_text("no shadow", timeout=PATIENCE_MS)
@@ -193,6 +228,6 @@ def test_a_tables_row_stays_while_the_page_is_told_the_same(page: Page) -> None:
 def test_a_console_that_died_comes_back_on_its_address(page: Page, up: Up) -> None:
     (console,) = [child for child in up.children() if "console" in child.cmdline() and "--listen-fd" in child.cmdline()]
     console.kill()
-    noticed(page, "trying again")
-    expect(page.locator("#notice")).to_be_hidden(timeout=PATIENCE_MS)
+    expect(page.locator("#trouble")).to_contain_text("trying again", timeout=PATIENCE_MS)
+    expect(page.locator("#trouble")).to_be_hidden(timeout=PATIENCE_MS)
     assert up.complete("def f(", 4)["choices"]

@@ -167,7 +167,7 @@ def _node(found: NodeStatus) -> pb.Node:
         name=found.name, incarnation=found.incarnation, role=role_to_proto(found.role), state=found.state,
         address=found.address, model=found.model,
         device=found.device, backends=found.backends, max_len=found.max_len, in_flight=found.in_flight,
-        version=found.version,
+        version=found.version, models=found.models,
     )  # fmt: skip
     if (load := found.load) is not None:
         node.load.CopyFrom(pb.NodeLoad(**{name: getattr(load, name) for name in pb.NodeLoad.DESCRIPTOR.fields_by_name}))

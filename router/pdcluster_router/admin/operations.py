@@ -37,6 +37,8 @@ class NodeStatus(msgspec.Struct, frozen=True):
     in_flight: int
     load: Load | None
     version: str = ""
+    # Every name that requests may use.
+    models: tuple[str, ...] = ()
 
 
 class RequestStatus(msgspec.Struct, frozen=True):

@@ -265,6 +265,7 @@ def _status(found: KnownNode) -> NodeStatus:
         in_flight=view.in_flight if view is not None else 0,
         load=view.load if view is not None else None,
         version=card.version,
+        models=card.models,
     )
 
 

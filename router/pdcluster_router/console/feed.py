@@ -20,6 +20,8 @@ EVERY_S = 1.0
 RATE_LOOKS = 5
 # Events in one message.
 MAX_EVENTS = 200
+# Past every event.
+BEYOND = 2**62
 
 
 class ClusterFeed:
@@ -80,17 +82,15 @@ class _Looks:
         self._clients: AdminClients | None = None
         # Looks of the last seconds: one is too short for rates.
         self._before: deque[top.ClusterLook] = deque(maxlen=RATE_LOOKS)
-        self._warnings: list[str] = []
-        # Number of the last event of each router.
-        self._events: dict[str, int] = {}
+        # The last event of each router.
+        self._last: dict[str, reading.Row] = {}
         self._kept: list[reading.Row] = []
 
     def next(self) -> dict[str, Any]:
         """Never raises for what routers do: the page shows the error."""
-        self._warnings = []
         try:
             if self._clients is None:
-                self._clients = self._open_clients(lambda line: self._warnings.append(line))
+                self._clients = self._open_clients(lambda line: None)
             return self._look(self._clients)
         except PdclusterError as error:
             self.close()  # the name may stand for other addresses by now
@@ -106,15 +106,30 @@ class _Looks:
         now = top.look(clients)
         figures = top.figures(now, self._before[0] if self._before else None)
         self._before.append(now)
-        for event in reading.events(clients, self._events):
-            self._events[str(event["router"])] = int(str(event["sequence"]))
-            self._kept.append(event)
-        self._kept = self._kept[-MAX_EVENTS:]
+        self._kept = [*self._kept, *self._new_events(clients)][-MAX_EVENTS:]
         return {
             "figures": figures,
             "requests": reading.requests(clients),
             "policies": reading.policies(clients),
             "caches": reading.caches(clients),
             "events": self._kept,
-            "warnings": list(self._warnings),
+            "warnings": list(map(str, clients.silent.values())),
         }
+
+    def _new_events(self, clients: AdminClients) -> list[reading.Row]:
+        """Events since the last look.
+
+        A router that was started again counts from 1. So its last known event is asked for, too: where that is another
+        one now, all of its events are new.
+        """
+        since = {router: int(str(last["sequence"])) for router, last in self._last.items()}
+        found = reading.events(clients, {router: number - 1 for router, number in since.items()})
+        is_same = {router: any(event == last for event in found) for router, last in self._last.items()}
+        began = {router for router, last in self._last.items() if not is_same[router] and router not in clients.silent}
+        fresh = [event for event in found if event["router"] not in began and event not in self._last.values()]
+        if began:
+            again = reading.events(clients, {router: BEYOND for router in since if router not in began})
+            fresh += [event for event in again if event["router"] in began]
+        for event in fresh:
+            self._last[str(event["router"])] = event
+        return sorted(fresh, key=lambda event: float(str(event["at"])))

@@ -101,6 +101,7 @@ def node_row(node: pb.Node) -> Row:
         "kv_used": round(used / load.pages_total, 4) if load.pages_total else None,
         "in_flight": node.in_flight,
         "model": node.model,
+        "models": list(node.models) or [node.model],
         "address": node.address,
         "device": node.device,
         "transfer": ",".join(node.backends),

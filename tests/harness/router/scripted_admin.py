@@ -7,6 +7,8 @@ from typing import Any
 
 from pdcluster.core.errors import UnknownName
 from pdcluster.core.messages import Load, Role
+from pdcluster.telemetry.health import Verdict
+from pdcluster_router.admin.grpc import listening
 from pdcluster_router.admin.operations import (
     CacheStatus,
     DrainProgress,
@@ -82,3 +84,18 @@ class ScriptedAdmin:
 
     def events(self, since: int, *, follow: bool) -> AsyncIterator[Event]:
         return self.log.follow(since) if follow else self.log.kept(since)
+
+
+class AlwaysReady:
+    """Implements RouterHealth."""
+
+    async def readiness(self) -> Verdict:
+        return Verdict(True, "ready", [], {"can_serve": True})
+
+    async def exposition(self) -> bytes:
+        return b""
+
+
+def administered(admin: ScriptedAdmin, address: str = "127.0.0.1:0", token: str | None = None):
+    """Serves it while the block runs; yields HOST:PORT."""
+    return listening(admin, address, token, "r0", AlwaysReady())

@@ -19,10 +19,17 @@ function make(tag, options = {}, ...children) {
   return made;
 }
 
+// How what the operator did here ended. It stays until it is dismissed, or something else is done.
 function notice(text, isBad = false) {
-  $("notice").textContent = text;
+  $("notice-text").textContent = text;
   $("notice").className = isBad ? "bad" : "";
   $("notice").hidden = !text;
+}
+
+// What is wrong with the connection or the routers now. It goes when that is over.
+function trouble(text) {
+  $("trouble").textContent = text;
+  $("trouble").hidden = !text;
 }
 
 // ---------------------------------------------------------------- asking
@@ -145,12 +152,11 @@ function sync(body, rows) {
 
 function show(look) {
   if (look.error) {
-    notice(look.error, true);
+    trouble(look.error);
     $("routers").replaceChildren(make("span", { class: "pill bad" }, "no router"));
     return;
   }
-  const complaint = look.warnings.join("; ");
-  if (complaint || $("notice").classList.contains("bad")) notice(complaint, Boolean(complaint));
+  trouble(look.warnings.join("; "));
   const figures = look.figures;
   $("routers").replaceChildren(
     ...figures.routers.map((router) =>
@@ -158,7 +164,7 @@ function show(look) {
         `${router.name} ${router.status}${router.reasons.length ? `: ${router.reasons.join("; ")}` : ""}`)),
   );
   showFigures(figures);
-  showModels([...new Set(figures.nodes.map((node) => node.model))]);
+  showModels([...new Set(figures.nodes.flatMap((node) => node.models))]);
   showNodes(figures.nodes);
   showRequests(look.requests);
   showPolicies(look.policies);
@@ -219,19 +225,28 @@ function nodeRow(node) {
     cell("number", seconds(node.step_s)),
     cell("number", seconds(node.itl_s)),
     cell("change", isCordoned, () => [
-      make("button", { type: "button", onclick: () => change("/api/cordon", { node: node.name, cordoned: !isCordoned }) },
-        isCordoned ? "Uncordon" : "Cordon"), " ",
-      make("button", { type: "button", onclick: () => drain(node.name) }, "Drain")]),
+      action(isCordoned ? "Uncordon" : "Cordon", node.name, () => change("/api/cordon", { node: node.name, cordoned: !isCordoned })), " ",
+      action("Drain", node.name, () => drain(node.name))]),
   ] };
+}
+
+// A button that says of what to those who do not see the row.
+function action(verb, name, onclick) {
+  return make("button", { type: "button", ariaLabel: `${verb} ${name}`, title: `${verb} ${name}`, onclick }, verb);
 }
 
 function roleChoice(node) {
   const roles = ["prefill", "decode", "mixed"].map((role) => make("option", { value: role, selected: role === node.role }, role));
-  return make("select", { ariaLabel: `Role of ${node.name}`,
-    onchange: (event) => change("/api/role", { node: node.name, role: event.target.value }) }, ...roles);
+  const choose = (event) => {
+    const role = event.target.value;
+    event.target.value = node.role; // the next look shows what became of it
+    if (confirm(`Make ${node.name} a ${role} node? It is a ${node.role} node now.`)) change("/api/role", { node: node.name, role });
+  };
+  return make("select", { ariaLabel: `Role of ${node.name}`, onchange: choose }, ...roles);
 }
 
 async function drain(node) {
+  if (!confirm(`Drain ${node}? It takes no new work, and after ten minutes its requests move to other nodes.`)) return;
   try {
     for await (const told of events(await post("/api/drain", { node }))) {
       notice(told.error ? told.error.message : told.message || told.progress, Boolean(told.error));
@@ -267,17 +282,36 @@ function showRequests(requests) {
   const open = new Set(requests.map((request) => request.name));
   for (const request of requests) {
     ended.delete(request.name);
-    ended.set(request.name, { ...request, state: "ended" });
+    ended.set(request.name, { ...request, state: "ended", record: null });
   }
   const over = [...ended.values()].filter((request) => !open.has(request.name)).slice(-MAX_ENDED).reverse();
   for (const name of [...ended.keys()]) {
     if (!open.has(name) && !over.some((request) => request.name === name)) ended.delete(name);
   }
+  over.filter((request) => request.record === null).forEach(fetchRecord);
   const oldest = Math.max(0.001, ...requests.map((request) => request.age_s));
   $("requests-note").textContent = `${requests.length} open`;
   sync($("requests").tBodies[0], [
     ...requests.slice(0, 100).map((request) => requestRow(request, oldest, true)),
     ...over.map((request) => requestRow(request, Math.max(oldest, request.age_s), false))]);
+}
+
+// How a request really ended, once: the last look at it is up to a second old.
+async function fetchRecord(request) {
+  request.record = {};
+  try {
+    const found = (await read(`/api/explain/${encodeURIComponent(request.name)}`)).records.find((each) => each.request === request.name);
+    if (!found || !found.outcome || !found.spans.length) return;
+    request.record = found;
+    request.output_tokens = found.outcome.output_tokens;
+    request.age_s = Math.max(...found.spans.map((span) => span.end));
+  } catch {
+    // The router is gone, or knows it no more. What was seen last stays.
+  }
+}
+
+function recordSpans(record) {
+  return record.spans.filter((span) => KINDS[span.name]).map((span) => [KINDS[span.name], span.start, span.end, span.name]);
 }
 
 function requestRow(request, whole, isOpen) {
@@ -287,12 +321,16 @@ function requestRow(request, whole, isOpen) {
     cell("", request.state),
     cell("", route),
     cell("number", request.prompt_tokens),
-    cell("number", isOpen ? request.output_tokens : `≥ ${request.output_tokens}`),
+    cell("number", isOpen || request.record.spans ? request.output_tokens : `≥ ${request.output_tokens}`),
     cell("number", seconds(request.age_s)),
-    cell("time", `${request.age_s} ${request.ttft_s} ${whole}`, () => [bar(liveSpans(request), whole)]),
-    cell("change", isOpen, () => (isOpen ? [make("button", { type: "button",
-      onclick: () => change("/api/cancel", { request: request.name }) }, "Cancel")] : [])),
+    cell("time", `${request.age_s} ${request.ttft_s} ${whole}`, () =>
+      [bar(!isOpen && request.record.spans ? recordSpans(request.record) : liveSpans(request), whole)]),
+    cell("change", isOpen, () => (isOpen ? [action("Cancel", request.name, () => cancel(request.name))] : [])),
   ] };
+}
+
+function cancel(request) {
+  if (confirm(`Cancel request ${request}? Its client gets an error.`)) change("/api/cancel", { request });
 }
 
 const KINDS = { "held, tried": "held", "queue": "queue", "prefill": "prefill", "KV transfer": "transfer", "decode": "decode" };
@@ -431,7 +469,7 @@ async function watch() {
   for (;;) {
     try {
       if (!(await openSession())) {
-        notice("This console wants the admin token.");
+        trouble("This console wants the admin token.");
         return;
       }
       const reply = await fetch("/api/live", { headers: headers() });
@@ -439,18 +477,20 @@ async function watch() {
       for await (const look of events(reply)) show(look);
       throw new Error("the console closed the connection");
     } catch (error) {
-      notice(`${error.message}; trying again`, true);
+      trouble(`${error.message}; trying again`);
     }
     await new Promise((resolve) => setTimeout(resolve, 2000));
   }
 }
 
 document.addEventListener("DOMContentLoaded", () => {
+  $("notice-close").addEventListener("click", () => notice(""));
   $("session").addEventListener("submit", async (event) => {
     event.preventDefault();
     token = $("token").value;
     const isKnown = await openSession();
     notice(mayChange ? "" : "This is not the admin token.", true);
+    if (isKnown) trouble("");
     if (isKnown) $("token").value = "";
     if (isKnown && $("routers").querySelector(".wait")) watch();
   });

@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
+import msgspec
 import pytest
+from scripted_admin import ScriptedAdmin, admin_node, administered
 
 from pdcluster.core.errors import ConfigError
 from pdcluster.settings.config import RouterConfig
@@ -294,3 +296,43 @@ def test_an_address_of_all_is_reached_on_this_machine() -> None:
     assert reached("0.0.0.0:8000") == "127.0.0.1:8000"
     assert reached("[::]:8000") == "[::1]:8000"
     assert reached("10.0.0.7:8000") == "10.0.0.7:8000"
+
+
+async def test_events_go_on_after_a_router_was_started_again_on_its_address() -> None:
+    """It counts its events anew. However many it has by the next look, each is shown once."""
+    first = ScriptedAdmin(nodes=[admin_node("p0", "mixed")])
+    for number in range(3):
+        first.log.add("role", "p0", f"first {number}")
+    feed = ClusterFeed(lambda warn: AdminClients(address, None, warn))
+    looks: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def messages(wanted: int) -> list[str]:
+        async with asyncio.timeout(30.0):
+            while True:
+                look = json.loads(await looks.get())
+                if len(found := [event["message"] for event in look.get("events", ())]) >= wanted:
+                    return found
+
+    async with feed.running():
+        async with administered(first) as address:
+            feed.watch(looks.put_nowait)
+            assert await messages(3) == ["first 0", "first 1", "first 2"]
+            first.log.add("role", "p0", "first 3")
+            assert await messages(4) == [f"first {number}" for number in range(4)]
+        second = ScriptedAdmin(nodes=[admin_node("p0", "mixed")])
+        for number in range(6):  # more than the one before had
+            second.log.add("role", "p0", f"second {number}")
+        async with administered(second, address):
+            told = await messages(10)
+    assert told == [f"first {number}" for number in range(4)] + [f"second {number}" for number in range(6)]
+
+
+async def test_the_feed_offers_every_name_of_a_model() -> None:
+    node = msgspec.structs.replace(admin_node("p0", "mixed"), models=("bundled", "also"))
+    looks: asyncio.Queue[bytes] = asyncio.Queue()
+    async with administered(ScriptedAdmin(nodes=[node])) as address:
+        feed = ClusterFeed(lambda warn: AdminClients(address, None, warn))
+        async with feed.running():
+            feed.watch(looks.put_nowait)
+            look = json.loads(await asyncio.wait_for(looks.get(), 20.0))
+    assert look["figures"]["nodes"][0]["models"] == ["bundled", "also"]

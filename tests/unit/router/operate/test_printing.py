@@ -11,12 +11,11 @@ import sys
 
 import pytest
 from rich.console import Console
-from scripted_admin import ScriptedAdmin, admin_node
+from scripted_admin import ScriptedAdmin, admin_node, administered
 from typer.testing import CliRunner, Result
 
 from pdcluster.core.messages import Load
 from pdcluster_router import pdctl
-from pdcluster_router.admin.grpc import listening
 from pdcluster_router.admin.operations import RequestStatus
 from pdcluster_router.operate import printing
 from pdcluster_router.operate.printing import PrintedColumn, PrintFormat
@@ -34,7 +33,7 @@ def admin() -> ScriptedAdmin:
 
 
 async def run(*words: str) -> Result:
-    async with listening(admin(), "127.0.0.1:0", None) as address:
+    async with administered(admin()) as address:
         return await asyncio.to_thread(CliRunner().invoke, pdctl.app, [*words, "--admin", address])
 
 
@@ -99,7 +98,7 @@ def test_a_stream_that_is_no_file_is_left_alone(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_shells_complete_policies_roles_and_requests() -> None:
-    async with listening(admin(), "127.0.0.1:0", None) as address:
+    async with administered(admin()) as address:
 
         def completed(line: str) -> set[str]:
             environment = {

@@ -10,12 +10,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
-from scripted_admin import ScriptedAdmin, admin_node
+from scripted_admin import ScriptedAdmin, admin_node, administered
 from typer.testing import CliRunner, Result
 
-from pdcluster.telemetry.health import Verdict
 from pdcluster_router import pdctl
-from pdcluster_router.admin.grpc import listening
 from pdcluster_router.operate import clients
 
 TOKEN = "0123456789abcdef0123"
@@ -25,20 +23,6 @@ CALL_S = 0.6
 @pytest.fixture(autouse=True)
 def short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "CALL_S", CALL_S)
-
-
-class Serving:
-    async def readiness(self) -> Verdict:
-        return Verdict(True, "ready", [], {"can_serve": True})
-
-    async def exposition(self) -> bytes:
-        return b""
-
-
-@asynccontextmanager
-async def router(admin: ScriptedAdmin, token: str | None = None) -> AsyncIterator[str]:
-    async with listening(admin, "127.0.0.1:0", token, "r0", Serving()) as address:
-        yield address
 
 
 @asynccontextmanager
@@ -73,7 +57,7 @@ async def run(*words: str) -> Result:
 @pytest.fixture
 async def alive() -> AsyncIterator[tuple[ScriptedAdmin, str]]:
     admin = ScriptedAdmin(nodes=[admin_node("p0", "prefill"), admin_node("d0", "decode")])
-    async with router(admin) as address:
+    async with administered(admin) as address:
         yield admin, address
 
 
@@ -131,7 +115,9 @@ async def test_a_wrong_token_has_its_own_code_and_text(alive: tuple[ScriptedAdmi
     wrong.write_text("f" * 20)
     right.write_text(TOKEN)
     async with AsyncExitStack() as stack:
-        guarded = await stack.enter_async_context(router(ScriptedAdmin(nodes=[admin_node("p0", "mixed")]), TOKEN))
+        guarded = await stack.enter_async_context(
+            administered(ScriptedAdmin(nodes=[admin_node("p0", "mixed")]), token=TOKEN)
+        )
         for words in (("get", "nodes"), ("status",), ("wait", "--timeout", "9"), ("drain", "p0"), ("events",)):
             told = await run(*words, "--admin", guarded, "--token-file", str(wrong))
             assert told.exit_code == 5 and "token" in told.stderr and guarded in told.stderr, (words, told.stderr)
