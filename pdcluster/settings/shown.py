@@ -46,8 +46,10 @@ def show_settings(file: Path | None, pairs: Sequence[str], only: str | None, fin
         except ConfigError as error:
             problems += str(error).split(SEPARATOR)
             continue
+        if only not in (None, name):
+            continue
         problems += find(loaded)
-        for key in _shown(cls) if only in (None, name) else []:
+        for key in _shown(cls):
             table.add_row(key.path, key.show(loaded.values[key.path]), loaded.origins[key.path], key.variable)
     if problems:
         raise ConfigError(joined(problems))
