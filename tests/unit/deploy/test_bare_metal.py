@@ -44,6 +44,38 @@ def test_units_call_commands_that_there_are(unit: Path) -> None:
         assert stop_s > NodeConfig().drain_s + 10
 
 
+@pytest.mark.parametrize("unit", sorted(SYSTEMD.glob("*.service")), ids=lambda unit: unit.stem)
+def test_units_are_started_again_for_ever_in_a_sandbox(unit: Path) -> None:
+    text = unit.read_text()
+    start, service = text.index("[Unit]"), text.index("[Service]")
+    assert "StartLimitIntervalSec=0" in text[start:service], "it is a key of [Unit]; elsewhere systemd passes over it"
+    for key in ("NoNewPrivileges=true", "ProtectSystem=strict", "RestrictAddressFamilies=", "SystemCallFilter="):
+        assert f"\n{key}" in text[service:], key
+    assert ("PrivateDevices=true" in text) == (unit.stem != "pdcluster-node@"), "a node may use a GPU"
+
+
+def test_the_firewall_opens_the_ports_that_the_page_and_the_file_use() -> None:
+    (inner, outer) = re.findall(r"^nft add rule .*dport \{ (.+) \} accept$", PAGE, re.MULTILINE)
+    opened: set[int] = set()
+    for part in f"{inner}, {outer}".split(", "):
+        first, _, last = part.partition("-")
+        opened |= set(range(int(first), int(last or first) + 1))
+    given = re.findall(r"^PDCLUSTER_NODE_(?:LISTEN|HEALTH)=\S+:(\d+)$", PAGE, re.MULTILINE)
+    given += re.findall(r"^PDCLUSTER_NODE_TRANSFER_PORT=(\d+)$", PAGE, re.MULTILINE)
+    given += re.findall(
+        r"^(?:listen|health|http|grpc|admin) = \"\S+:(\d+)\"$", (SYSTEMD / "pdcluster.toml").read_text(), re.MULTILINE
+    )
+    given += re.findall(r"ports (\d+) and (\d+)", PAGE)[0]
+    used = {int(port) for port in given} | {int(port) for port in re.findall(r"NODE_HEALTH=\S+:(\d+)", PAGE)}
+    assert used == opened, (used - opened, opened - used)
+
+
+def test_no_page_installs_a_name_that_is_not_ours() -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/**/*.md")]
+    for page in pages:
+        assert not re.search(r"pip install (?:-\S+ )*['\"]?pdcluster\b", page.read_text()), page
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_systemd_takes_the_units(tmp_path: Path) -> None:
     for unit in SYSTEMD.glob("*.service"):
@@ -54,3 +86,4 @@ def test_systemd_takes_the_units(tmp_path: Path) -> None:
             ("systemd-analyze", "verify", str(tmp_path / name)), capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
+        assert all("Restart" in line for line in done.stderr.splitlines()), "only keys of later versions are unknown"
