@@ -43,7 +43,7 @@ from pdcluster.settings.config import (
 )
 from pdcluster.settings.keys import Section
 from pdcluster.settings.kinds import split_address
-from pdcluster.telemetry.log import resolve_format
+from pdcluster.telemetry.log import resolve_format, writer_of
 
 NODE_STOP_S = 5.0
 BOOTSTRAP_STOP_S = 3.0
@@ -129,7 +129,11 @@ class ClusterOutput:
             line = f"{name:<{self._width}} | {line}"
         elif not line.startswith("{"):
             line = json.dumps({"process": name, "event": line}, ensure_ascii=False)
-        print(line, file=self._err, flush=True)
+        writer = writer_of(self._err)
+        if writer is None:
+            print(line, file=self._err)
+        else:
+            writer.write(line)
 
 
 class LocalCluster:

@@ -22,6 +22,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Info, Proc
 from pdcluster.core.errors import ConfigError, PdclusterError
 from pdcluster.core.messages import PROTOCOL_VERSION
 from pdcluster.core.version import VERSION
+from pdcluster.telemetry.log import register_lost_lines
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,8 @@ def process_registry() -> CollectorRegistry:
 
 
 def register_build(registry: CollectorRegistry) -> None:
-    """Say the version of this process."""
+    """Say the version of this process, and what of its log was lost."""
+    register_lost_lines(registry)
     build = Info("pdcluster_build", "Versions of pdcluster and of its protocol.", registry=registry)
     build.info({"version": VERSION, "protocol": str(PROTOCOL_VERSION)})
 

@@ -10,6 +10,7 @@ of one kind, a process writes a few in each interval and then how many it left o
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import sys
@@ -17,8 +18,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
+from prometheus_client import CollectorRegistry
+
 from pdcluster.settings.config import LogConfig, LogFormat
 from pdcluster.settings.keys import MASK
+from pdcluster.telemetry.line_writer import LineWriter, LostLines
 
 SECRET_WORDS = ("secret", "password", "api_key", "cluster_key", "authorization")
 # Lines of one kind that are written in an interval, and its seconds.
@@ -104,7 +108,8 @@ class RepeatFilter(logging.Filter):
 
 def _kind_of(record: logging.LogRecord) -> str:
     """The text before anything was put into it. Lines of `Log` have it as their argument."""
-    return str(record.args[0]) if record.msg == "%s" and isinstance(record.args, tuple) else str(record.msg)
+    is_of_log = record.msg == "%s" and isinstance(record.args, tuple) and len(record.args) == 1
+    return str(record.args[0]) if is_of_log else str(record.msg)  # type: ignore[index]
 
 
 class LineFormatter(logging.Formatter):
@@ -152,8 +157,9 @@ def configure(config: LogConfig, stream: TextIO | None = None, **process: object
     """Send every log line of this process to `stream` (default stderr) in the configured form. Called once, by the
     process's entry point."""
     stream = sys.stderr if stream is None else stream
+    writer = writer_of(stream)
     as_json = resolve_format(config.format, stream) == "json"
-    handler = logging.StreamHandler(stream)
+    handler = logging.StreamHandler(stream) if writer is None else WriterHandler(writer)
     handler.setFormatter(JsonFormatter(process) if as_json else TextFormatter(process))
     handler.addFilter(RepeatFilter())
     root = logging.getLogger()
@@ -163,6 +169,46 @@ def configure(config: LogConfig, stream: TextIO | None = None, **process: object
     root.setLevel(LEVELS[config.level])
     logging.getLogger(requests.logger_name).setLevel(logging.INFO if config.requests else logging.CRITICAL)
     logging.captureWarnings(True)
+
+
+class WriterHandler(logging.Handler):
+    """Lines go to a writer, so that no thread waits for whoever reads them."""
+
+    def __init__(self, writer: LineWriter) -> None:
+        super().__init__()
+        self._writer = writer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._writer.write(self.format(record))
+        except Exception as error:  # a line whose arguments do not fit must not end who wrote it
+            self._writer.write(f"a log line at {record.pathname}:{record.lineno} cannot be formatted: {error!r}")
+
+    def flush(self) -> None:
+        """`logging` calls this when the process ends."""
+        self._writer.flush()
+
+
+_writers: dict[int, LineWriter] = {}
+
+
+def writer_of(stream: TextIO) -> LineWriter | None:
+    """The writer of a stream with a descriptor, one for each descriptor; None for a stream in memory."""
+    try:
+        number = stream.fileno()
+    except (OSError, ValueError):
+        return None
+    if number not in _writers:
+        _writers[number] = LineWriter(stream)
+        atexit.register(_writers[number].flush)
+    return _writers[number]
+
+
+def register_lost_lines(registry: CollectorRegistry) -> None:
+    """Count the lines of this process's log that nobody read."""
+    writer = writer_of(sys.stderr)
+    if writer is not None:
+        LostLines(writer, registry)
 
 
 def resolve_format(wanted: LogFormat, stream: TextIO) -> LogFormat:

@@ -22,7 +22,7 @@ from pdcluster.processes.ready import announce
 from pdcluster.processes.supervisor import Facts, Spec, Supervisor
 from pdcluster.settings.config import LoadedSection, RouterConfig, set_library_environment
 from pdcluster.telemetry.health import health_port
-from pdcluster.telemetry.log import resolve_format
+from pdcluster.telemetry.log import resolve_format, writer_of
 from pdcluster_router.console.child import console
 from pdcluster_router.frontend.health import RouterHealth
 from pdcluster_router.workers import ports
@@ -185,4 +185,6 @@ def worker_spec(
 
 def _forward(name: str, line: str) -> None:
     """Forward a line. Workers' lines carry their names already."""
-    print(line, file=sys.stderr, flush=True)
+    writer = writer_of(sys.stderr)
+    if writer is not None:
+        writer.write(line)

@@ -3,12 +3,18 @@
 import io
 import json
 import logging
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from pdcluster.settings.config import LogConfig
 from pdcluster.settings.keys import MASK
+from pdcluster.telemetry.health import exposition_of, process_registry
+from pdcluster.telemetry.line_writer import MAX_WAITING, LineWriter
 from pdcluster.telemetry.log import (
     MAX_KINDS,
     REPEAT_S,
@@ -150,3 +156,81 @@ def test_lines_of_requests_are_written_when_asked_for_and_then_all_of_them() -> 
     assert not requests.is_on
     requests.info("a request ended", request="r")
     assert stream.getvalue() == ""
+
+
+def test_a_line_that_is_a_bare_placeholder_is_written() -> None:
+    stream = io.StringIO()
+    configure(LogConfig(), stream)
+    logging.getLogger("some.library").warning("%s")
+    logging.getLogger("some.library").warning("%s", *["given"])
+    assert [line["event"] for line in lines(stream)] == ["%s", "given"]
+
+
+# ---------------------------------------------------------------- streams that nobody reads
+
+
+def test_who_writes_never_waits_for_who_reads_and_what_is_lost_is_said() -> None:
+    reader, end = os.pipe()
+    writer = LineWriter(os.fdopen(end, "w"))
+    began = time.monotonic()
+    for _ in range(4 * MAX_WAITING // 1024):
+        writer.write("x" * 1024)
+    assert writer.num_lost > MAX_WAITING // 1024
+    writer.flush(0.05)
+    assert time.monotonic() - began < 30.0, "the pipe holds 64 KiB, and nobody reads it"
+    with os.fdopen(reader, "rb") as stream:
+        told = stream.readline()
+        for line in stream:
+            if b"left out" in line:
+                break
+            assert line == told
+    assert int(line.split()[0]) == writer.num_lost
+
+
+def test_a_reader_that_is_gone_is_no_error_and_its_lines_count_as_lost() -> None:
+    reader, end = os.pipe()
+    os.close(reader)
+    writer = LineWriter(os.fdopen(end, "w"))
+    writer.write("one")
+    writer.flush(5.0)
+    assert writer.num_lost == 1
+
+
+def test_lines_are_whole_and_in_order_at_the_end_of_a_process() -> None:
+    program = (
+        "import logging\n"
+        "from pdcluster.settings.config import LogConfig\n"
+        "from pdcluster.telemetry.log import configure\n"
+        "configure(LogConfig(format='text'))\n"
+        "for number in range(500): logging.getLogger(f'l{number}').warning(f'line {number}')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=paths(), capture_output=True, text=True, timeout=60.0)
+    assert [line.split()[-1] for line in done.stderr.splitlines()] == [str(number) for number in range(500)]
+
+
+def test_a_process_whose_log_nobody_reads_goes_on_and_ends() -> None:
+    program = (
+        "import logging\n"
+        "from pdcluster.settings.config import LogConfig\n"
+        "from pdcluster.telemetry.log import configure\n"
+        "configure(LogConfig())\n"
+        "for number in range(3000): logging.getLogger(f'l{number}').warning('x' * 1000 + str(number))\n"
+        "print('done', flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env=paths(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "done\n"
+        assert process.wait(30.0) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_lost_lines_are_a_metric_of_every_process() -> None:
+    assert b"pdcluster_log_lines_lost_total 0.0" in exposition_of(process_registry())()
+
+
+def paths() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
