@@ -91,7 +91,15 @@ def describe(code: int | None) -> str:
     """An exit status in words."""
     if code is None:
         return "still running"
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}"
+
+
+def _signal_name(number: int) -> str:
+    """Real-time signals but the first and the last have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def kill_group(pid: int) -> None:

@@ -15,9 +15,12 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +153,35 @@ def filling(place: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[None]
     finally:
         if lock is not None:
             os.close(lock)
+
+
+def filled(place: Path, what: str, load: Callable[[], T]) -> T:
+    """What `load` returns, as `filling`. A place whose files are broken is set aside, and filled anew, once.
+
+    numba reads its files with pickle, which raises anything on one that a power cut truncated. Errors of numba and of
+    the system say that nothing can be compiled here.
+    """
+    try:
+        with filling(place, what):
+            return load()
+    except (OSError, RuntimeError, ImportError):
+        raise
+    except Exception as error:
+        if _is_of_numba(error):
+            raise
+        log.warning("the compiled kernels in %s are broken (%r); they are set aside and compiled again", place, error)
+        with _turn(place.parent, fcntl.LOCK_EX):
+            _set_aside(place)
+            place.mkdir(exist_ok=True)
+    with filling(place, what):
+        return load()
+
+
+def _is_of_numba(error: Exception) -> bool:
+    """Whether numba says that it cannot compile, and not that it cannot read."""
+    from numba.core.errors import NumbaError
+
+    return isinstance(error, NumbaError)
 
 
 def _note_filled(filled: Path) -> None:

@@ -221,15 +221,15 @@ class Supervisor:
                 self._forward(child.spec.name, line)
 
     async def _keep(self, child: Child) -> None:
-        """Restart the child whenever it crashes, until it ends well, crashes too often, or `stop` cancels this."""
+        """Restart the child whenever it ends, however it ended, until it ends too often or `stop` cancels this.
+
+        A child that was asked to stop by somebody else ends well, and is missed all the same.
+        """
         name = child.spec.name
         while child.process is not None:
             code = await child.process.wait()
             kill_group(child.process.pid)
-            if code == 0:
-                self._say(f"{name} ended by itself and is not started again")
-                return
-            self._say(f"{name} crashed ({describe(code)})")
+            self._say(f"{name} ended by itself" if code == 0 else f"{name} crashed ({describe(code)})")
             if not await self._revive(child):
                 return
 

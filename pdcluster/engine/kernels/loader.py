@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pdcluster.core.errors import ConfigError
 from pdcluster.kv.layout import DType
-from pdcluster.processes.kernel_cache import filling, open_place
+from pdcluster.processes.kernel_cache import filled, open_place
 
 log = logging.getLogger(__name__)
 
@@ -90,11 +90,7 @@ def load_kernels(cache_dir: Path, dtype: DType) -> Kernels | None:
         place = open_place(cache_dir)
         # numba fills its config module at run time, so mypy does not see the name.
         numba.config.CACHE_DIR = str(place)  # type: ignore[attr-defined]
-        with filling(place, dtype):
-            from pdcluster.engine.kernels import elementwise as module
-
-            kernels = cast(Kernels, module)
-            _compile(kernels, dtype)
+        return filled(place, dtype, lambda: _elementwise(dtype))
     except OSError as error:
         way_out = "plain torch, which is slower; let XDG_CACHE_HOME name a directory that can be written"
         log.warning(
@@ -104,6 +100,13 @@ def load_kernels(cache_dir: Path, dtype: DType) -> Kernels | None:
     except (NumbaError, RuntimeError) as error:
         log.warning("numba cannot compile the CPU kernels (%s); the engine runs on plain torch, which is slower", error)
         return None
+
+
+def _elementwise(dtype: DType) -> Kernels:
+    from pdcluster.engine.kernels import elementwise as module
+
+    kernels = cast(Kernels, module)
+    _compile(kernels, dtype)
     return kernels
 
 
@@ -114,11 +117,7 @@ def load_pair_kernels() -> PairKernels | None:
     from numba.core.errors import NumbaError
 
     try:
-        with filling(Path(numba.config.CACHE_DIR), "pairs"):  # type: ignore[attr-defined]
-            from pdcluster.engine.kernels import fused_step as module
-
-            kernels = cast(PairKernels, module)
-            _compile_pairs(kernels)
+        kernels = filled(Path(numba.config.CACHE_DIR), "pairs", _pairs)  # type: ignore[attr-defined]
     except (NumbaError, OSError, RuntimeError) as error:
         log.warning(
             "numba cannot compile the CPU kernels for bfloat16 (%s); the engine does without them, which is slower",
@@ -126,6 +125,14 @@ def load_pair_kernels() -> PairKernels | None:
         )
         return None
     log.info("CPU kernels for bfloat16 multiply by weights %s", "in panels" if kernels.has_panels else "as they are")
+    return kernels
+
+
+def _pairs() -> PairKernels:
+    from pdcluster.engine.kernels import fused_step as module
+
+    kernels = cast(PairKernels, module)
+    _compile_pairs(kernels)
     return kernels
 
 
@@ -137,15 +144,18 @@ def load_invariant_kernels() -> InvariantKernels:
     from numba.core.errors import NumbaError
 
     try:
-        with filling(Path(numba.config.CACHE_DIR), "invariant"):  # type: ignore[attr-defined]
-            from pdcluster.engine.kernels import batch_invariant as module
-
-            kernels = cast(InvariantKernels, module)
-            _compile_invariant(kernels)
+        return filled(Path(numba.config.CACHE_DIR), "invariant", _invariant)  # type: ignore[attr-defined]
     except (NumbaError, OSError, RuntimeError) as error:
         raise ConfigError(
             f"deterministic: numba cannot compile the kernels that it needs ({error}); leave it out"
         ) from error
+
+
+def _invariant() -> InvariantKernels:
+    from pdcluster.engine.kernels import batch_invariant as module
+
+    kernels = cast(InvariantKernels, module)
+    _compile_invariant(kernels)
     return kernels
 
 
@@ -157,16 +167,19 @@ def load_int8_kernels() -> Int8Kernels | None:
     from numba.core.errors import NumbaError
 
     try:
-        with filling(Path(numba.config.CACHE_DIR), "int8"):  # type: ignore[attr-defined]
-            from pdcluster.engine.kernels import quantized as module
-
-            kernels = cast(Int8Kernels, module)
-            _compile_int8(kernels)
+        return filled(Path(numba.config.CACHE_DIR), "int8", _int8)  # type: ignore[attr-defined]
     except (NumbaError, OSError, RuntimeError) as error:
         log.warning(
             "numba cannot compile the CPU kernels for int8 (%s); the engine does without them, which is slower", error
         )
         return None
+
+
+def _int8() -> Int8Kernels:
+    from pdcluster.engine.kernels import quantized as module
+
+    kernels = cast(Int8Kernels, module)
+    _compile_int8(kernels)
     return kernels
 
 

@@ -25,6 +25,7 @@ from pdcluster.processes.kernel_cache import (
     MOST_PLACES,
     SOURCES,
     UNUSED_S,
+    filled,
     filling,
     forget_places,
     open_place,
@@ -287,3 +288,58 @@ def test_processes_that_open_and_remove_at_once_never_lose_a_place_in_use(tmp_pa
     stop.set()
     thread.join(30.0)
     assert not thread.is_alive() and not lost
+
+
+KERNEL = """
+import sys
+from pathlib import Path
+
+import numba
+
+from pdcluster.processes.kernel_cache import filled
+
+place = Path(sys.argv[1])
+numba.config.CACHE_DIR = str(place)
+
+
+@numba.njit(cache=True)
+def double(x):
+    return 2 * x
+
+
+print(filled(place, "test", lambda: double(21)))
+"""
+
+
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+def test_a_place_with_truncated_files_is_set_aside_and_filled_anew(tmp_path: Path, suffix: str) -> None:
+    program, place = tmp_path / "kernel.py", tmp_path / "place"
+    program.write_text(KERNEL)
+    place.mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def run() -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, str(program), str(place)]
+        return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=110.0)
+
+    assert run().stdout == "42\n"
+    for file in place.rglob(f"*{suffix}"):
+        file.write_bytes(file.read_bytes()[:-20])
+    again = run()
+    assert again.stdout == "42\n", again.stderr
+    assert "are broken" in again.stderr
+    assert len(list(tmp_path.glob("gone-*"))) == 1
+    last = run()
+    assert last.stdout == "42\n" and not last.stderr
+
+
+def test_what_cannot_be_compiled_sets_nothing_aside(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+
+    def fail() -> None:
+        raise RuntimeError("no compiler")
+
+    with pytest.raises(RuntimeError, match="no compiler"):
+        filled(place, "test", fail)
+    assert not list(tmp_path.glob("gone-*"))

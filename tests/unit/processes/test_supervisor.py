@@ -129,12 +129,24 @@ async def test_a_child_that_crashes_too_often_is_given_up(tmp_path: Path) -> Non
     assert len(stage.pids()) == 2
 
 
-async def test_a_child_that_ends_well_is_not_started_again(tmp_path: Path) -> None:
-    stage = Stage(tmp_path)
+async def test_a_child_that_ends_well_by_itself_is_started_again(tmp_path: Path) -> None:
+    """Somebody sent it a SIGTERM. It is missed all the same."""
+    stage = Stage(tmp_path, restarts=1)
     await stage.supervisor.start(stage.spec("a", "--leave"))
     await stage.until("a ended by itself")
+    await stage.until("a is back")
+    assert "a" in str(await stage.supervisor.failed()), "and given up when it never stays"
     await stage.supervisor.stop([["a"]])
-    assert len(stage.pids()) == 1
+    assert len(stage.pids()) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGRTMIN, signal.SIGRTMIN + 1, signal.SIGKILL])
+async def test_a_child_that_any_signal_ended_is_started_again(tmp_path: Path, number: int) -> None:
+    stage = Stage(tmp_path)
+    facts = await stage.supervisor.start(stage.spec("a"))
+    os.kill(int(str(facts["pid"])), number)
+    await stage.until("a is back")
+    await stage.supervisor.stop([["a"]])
 
 
 async def test_groups_are_stopped_one_after_the_other(tmp_path: Path) -> None:

@@ -255,29 +255,18 @@ def load(cache_dir: Path) -> bool:
 
     Returns False, with a line in the log, where that fails. Choices are then the same, only slower.
     """
-    from pdcluster.processes.kernel_cache import filling
+    from pdcluster.processes.kernel_cache import filled
 
-    folder = cache_dir
     try:
         folder = _folder(cache_dir)
         folder.mkdir(exist_ok=True)
         importlib.import_module("numba").config.CACHE_DIR = str(folder)
-        with filling(folder, KEPT):
-            use(CompiledScoring())
+        filled(folder, KEPT, lambda: use(CompiledScoring()))
     except ImportError as error:
         log.info("choices of nodes are weighed in plain Python, which is slower: numba is not installed (%s)", error)
         return False
-    except (OSError, RuntimeError) as error:
-        log.warning("choices of nodes are weighed in plain Python, which is slower: they are not compiled (%s)", error)
-        return False
-    except (
-        Exception
-    ) as error:  # numba reads files with pickle, which may raise anything on a file that a power cut truncated
-        log.warning(
-            "choices of nodes are weighed in plain Python, which is slower: remove %s to have them compiled again",
-            folder,
-            exc_info=error,
-        )
+    except Exception as error:  # routing needs no compiler: whatever numba finds, the same functions run as Python
+        log.warning("choices of nodes are weighed in plain Python, which is slower: they are not compiled (%r)", error)
         return False
     return True
 
