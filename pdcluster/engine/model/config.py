@@ -342,8 +342,7 @@ def _of_full_attention(raw: dict[str, object] | None) -> dict[str, object] | Non
 
 def _rope_of(raw: Json, name: str, theta: float | None, max_len: int) -> RopeConfig:
     rope = _Keys(raw, f"config.json: {name}")
-    kind = rope.optional("rope_type", str) or rope.optional("type", str) or "default"
-    rope.left.discard("type")
+    kind = _rope_kind(rope, name)
     theta = rope.take("rope_theta", float, theta or DEFAULT_THETA)
     rope.require("partial_rotary_factor", 1.0, "only some dimensions of a head are rotated")
     match kind:
@@ -366,6 +365,14 @@ def _rope_of(raw: Json, name: str, theta: float | None, max_len: int) -> RopeCon
         raise ModelError(f"config.json: {name} has the factor {config.factor}; it must be greater than 0")
     _tell_passed_over({f"{name}.{key}" for key in rope.left})
     return config
+
+
+def _rope_kind(rope: _Keys, name: str) -> str:
+    """From rope_type (new) or type (old); both may be there if they say the same."""
+    new, old = rope.optional("rope_type", str), rope.optional("type", str)
+    if new is not None and old is not None and new != old:
+        raise ModelError(f"config.json: {name} has the rope_type {new!r} and the type {old!r}; keep the right one")
+    return new or old or "default"
 
 
 def _llama3(rope: _Keys, theta: float, max_len: int) -> RopeConfig:

@@ -230,6 +230,15 @@ def test_two_ropes_that_differ_are_refused() -> None:
         )
 
 
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_a_rope_that_names_two_types_is_refused(name: str) -> None:
+    rope = {"rope_type": "default", "type": "linear", "factor": 2.0}
+    with pytest.raises(ModelError, match=rf"{name} has the rope_type 'default' and the type 'linear'; keep"):
+        parse_config(raw(**{name: rope}))
+    assert parse_config(raw(**{name: rope | {"rope_type": "linear"}})).rope.type == "linear"
+    assert parse_config(raw(**{name: rope | {"rope_type": None}})).rope.type == "linear"
+
+
 @pytest.mark.parametrize("eos", [100, -1, [2, "x"], True])
 def test_an_end_token_outside_the_vocabulary_is_refused(eos: object) -> None:
     with pytest.raises(ModelError, match="eos_token_id"):
