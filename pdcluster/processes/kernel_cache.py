@@ -37,22 +37,25 @@ FRESH_S = 86400.0
 # Names of places; the longer ones are numba's own, from versions that had only one place.
 PLACE = re.compile(r"[0-9a-f]{16}|(engine|transfer)_[0-9a-f]{40}")
 GONE = "gone-"
-# The folder of the kernels' source files.
-SOURCES = Path(__file__).parents[1] / "engine" / "kernels"
+# The folders of the kernels' source files.
+PACKAGE = Path(__file__).parents[1]
+SOURCES = (PACKAGE / "engine" / "kernels", PACKAGE / "transfer" / "copying")
 
 
 def place_of(cache_dir: Path) -> Path:
     """The place for these sources, where they lie, this numba and this CPU.
 
-    numba looks at a function's own file only, but kernels also depend on other files. Machines of several kinds may
-    share the directory. numba does not find what another installation or version filled.
+    numba looks at the size and time of a function's own file only. Another content may have the same, and kernels also
+    depend on other files. Machines of several kinds may share the directory. numba does not find what another
+    installation or version filled.
     """
     import numba
     from numba.core.registry import cpu_target
 
-    digest = hashlib.blake2b(repr((os.path.abspath(SOURCES), numba.__version__)).encode(), digest_size=8)
-    for source in sorted(SOURCES.glob("*.py")):
-        digest.update(source.read_bytes())
+    digest = hashlib.blake2b(repr((*map(os.path.abspath, SOURCES), numba.__version__)).encode(), digest_size=8)
+    for folder in SOURCES:
+        for source in sorted(folder.glob("*.py")):
+            digest.update(source.read_bytes())
     digest.update(repr(cpu_target.target_context.codegen().magic_tuple()).encode())
     return cache_dir / digest.hexdigest()
 

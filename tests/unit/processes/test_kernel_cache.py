@@ -23,6 +23,7 @@ from pdcluster.processes import kernel_cache
 from pdcluster.processes.kernel_cache import (
     FRESH_S,
     MOST_PLACES,
+    PACKAGE,
     SOURCES,
     UNUSED_S,
     filled,
@@ -139,31 +140,48 @@ def test_other_installations_of_the_same_sources_have_other_places(
 ) -> None:
     """numba keeps the kernels of each apart, so what one has filled is not there for the other."""
     own = place_of(tmp_path)
-    monkeypatch.setattr(kernel_cache, "SOURCES", shutil.copytree(SOURCES, tmp_path / "other"))
+    monkeypatch.setattr(kernel_cache, "SOURCES", copied(tmp_path / "other"))
     assert place_of(tmp_path) != own
+
+
+def copied(folder: Path) -> tuple[Path, ...]:
+    return tuple(shutil.copytree(source, folder / source.name) for source in SOURCES)
 
 
 def test_places_are_of_all_sources_that_kernels_are_made_of() -> None:
     """numba looks at a function's own file only: of what was built in from one that is missing, an old version would be
     loaded."""
-    package = "pdcluster.engine.kernels"
-    texts = {f"{package}.{path.stem}": path.read_text() for path in SOURCES.glob("*.py")}
+    root = PACKAGE.parent
+    texts = {
+        ".".join(path.relative_to(root).with_suffix("").parts): path.read_text()
+        for folder in SOURCES
+        for path in folder.glob("*.py")
+    }
     made = {name for name, text in texts.items() if re.search(r"^@(numba\.njit|intrinsic)", text, re.MULTILINE)}
     built_in = {
         other for name in made for other in re.findall(r"^from (pdcluster[\w.]+) import", texts[name], re.MULTILINE)
     }
-    assert f"{package}.fused_step" in made
-    assert f"{package}.layer_arrays" in built_in
+    assert "pdcluster.engine.kernels.fused_step" in made
+    assert "pdcluster.engine.kernels.layer_arrays" in built_in
     assert made | built_in <= set(texts)
 
 
-@pytest.mark.parametrize("change", ["a new file", "another content"])
-def test_a_place_is_of_what_the_sources_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-    sources = shutil.copytree(SOURCES, tmp_path / "sources")
+def test_every_function_that_numba_keeps_lies_in_these_sources() -> None:
+    """Elsewhere numba would take another content of the same size and time for the same."""
+    keeping = {path for path in PACKAGE.rglob("*.py") if re.search(r"^@numba.*cache=True", path.read_text(), re.M)}
+    assert keeping and {path.parent for path in keeping} <= set(SOURCES)
+
+
+@pytest.mark.parametrize("name", ["new.py", "kernels/fused_step.py", "copying/copy_kernel.py"])
+def test_a_place_is_of_what_the_sources_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """One letter more or less counts, whatever the times."""
+    sources = copied(tmp_path / "sources")
     monkeypatch.setattr(kernel_cache, "SOURCES", sources)
-    before = place_of(tmp_path)
-    with (sources / ("new.py" if change == "a new file" else "fused_step.py")).open("a") as file:
-        file.write("# other\n")
+    before, folder = place_of(tmp_path), tmp_path / "sources"
+    file = folder / name if "/" in name else sources[0] / name
+    old = file.read_bytes() if file.exists() else b""
+    file.write_bytes(old[:-2] + b"#\n")
+    os.utime(file, (0, 0))
     assert place_of(tmp_path) != before
 
 
