@@ -26,23 +26,24 @@ LATENCIES = (
 
 @dataclass(frozen=True, slots=True)
 class ClusterLook:
-    """The cluster at one moment."""
+    """The cluster at one moment. samples: by router."""
 
     moment: float
     nodes: list[reading.Row]
     statuses: list[reading.Row]
-    samples: rates.Samples
+    samples: rates.Scrapes
 
 
 def look(clients: AdminClients) -> ClusterLook:
     statuses = reading.statuses(clients, metrics=True)
-    samples = rates.samples_of(str(status.pop("metrics")) for status in statuses)
+    samples = {str(status["router"]): rates.samples_of(str(status.pop("metrics"))) for status in statuses}
     return ClusterLook(time.monotonic(), reading.nodes(clients), statuses, samples)
 
 
 def figures(now: ClusterLook, before: ClusterLook | None) -> dict[str, Any]:
     """All that is shown, as JSON values. Without an earlier look, counters are since the routers' start."""
-    fresh = now.samples if before is None else rates.since(now.samples, before.samples)
+    whole = rates.added(now.samples)
+    fresh = whole if before is None else rates.since(now.samples, before.samples)
     past_s = None if before is None else now.moment - before.moment
 
     def rate(name: str, **labels: str) -> float:
@@ -52,7 +53,7 @@ def figures(now: ClusterLook, before: ClusterLook | None) -> dict[str, Any]:
     return {
         "routers": now.statuses,
         "since_s": past_s,
-        "held": rates.total(now.samples, "pdcluster_held_requests"),
+        "held": rates.total(whole, "pdcluster_held_requests"),
         "output_tokens": rate("pdcluster_output_tokens_total"),
         "prompt_tokens": rate("pdcluster_prompt_tokens_total"),
         "cached_tokens": rate("pdcluster_cached_prompt_tokens_total"),
@@ -73,13 +74,8 @@ def _nodes(now: ClusterLook) -> list[dict[str, Any]]:
     Tokens are by what rows get: a model passes over the pauses of a node
     whose cores somebody else uses.
     """
-    scrapes = max(len(now.statuses), 1)  # each router reports each node
     halves = {
-        half: {
-            name: value / scrapes
-            for name, value in rates.by_label(now.samples, PREDICTED, "node", half=half, figure="value").items()
-        }
-        for half in ("prefill", "decode")
+        half: rates.highest(now.samples, PREDICTED, "node", half=half, figure="value") for half in ("prefill", "decode")
     }
     loads = {str(node["name"]): cast("dict[str, float]", node["load"]) for node in now.nodes}
     computing = {str(node["name"]) for node in now.nodes if node["role"] != "decode"}

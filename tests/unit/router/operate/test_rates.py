@@ -19,22 +19,22 @@ def scrape(values: list[float], tokens: int = 0) -> str:
 
 
 def test_quantiles_are_interpolated_over_all_series_and_routers() -> None:
-    samples = rates.samples_of([scrape([0.05] * 4), scrape([0.15] * 4)])
+    samples = rates.added({"a": rates.samples_of(scrape([0.05] * 4)), "b": rates.samples_of(scrape([0.15] * 4))})
     assert rates.quantile(samples, NAME, 0.5) == 0.1
     assert abs((rates.quantile(samples, NAME, 0.75) or 0.0) - 0.15) < 1e-9
-    beyond = rates.samples_of([scrape([9.0])])
+    beyond = rates.samples_of(scrape([9.0]))
     assert rates.quantile(beyond, NAME, 0.5) == 0.4, "the last bound, as Prometheus says"
-    assert rates.quantile(rates.samples_of([scrape([])]), NAME, 0.5) is None
+    assert rates.quantile(rates.samples_of(scrape([])), NAME, 0.5) is None
     assert rates.quantile({}, NAME, 0.5) is None
 
 
 def test_what_came_since_survives_a_router_that_began_anew() -> None:
-    before = rates.samples_of([scrape([0.05], tokens=100)])
-    now = rates.samples_of([scrape([0.05, 0.3], tokens=130)])
+    before = {"a": rates.samples_of(scrape([0.05], tokens=100))}
+    now = {"a": rates.samples_of(scrape([0.05, 0.3], tokens=130))}
     fresh = rates.since(now, before)
     assert rates.total(fresh, "pdcluster_output_tokens_total") == 30
     assert rates.total(fresh, f"{NAME}_count", mode="remote") == 1
-    again = rates.since(rates.samples_of([scrape([], tokens=7)]), before)
+    again = rates.since({"a": rates.samples_of(scrape([], tokens=7))}, before)
     assert rates.total(again, "pdcluster_output_tokens_total") == 7
 
 
