@@ -56,10 +56,13 @@ class RouterMetrics:
             return Spread(f"pdcluster_{name}_tokens", help_text, buckets=TOKENS, registry=registry)
 
         self.http_requests = counter(
-            "http_requests", "HTTP requests by endpoint and status (499: the client left).", "endpoint", "status"
+            "http_requests",
+            "HTTP requests but probes, by endpoint and status (499: the client left; of failed streams the error's).",
+            "endpoint",
+            "status",
         )
         self.http_requests_open = Level(
-            "pdcluster_http_requests_open", "HTTP requests being worked on.", registry=registry
+            "pdcluster_http_requests_open", "HTTP requests being worked on, but probes.", registry=registry
         )
         self.grpc_requests = counter(
             "grpc_requests", "Calls of the gRPC API by method and status code.", "method", "code"

@@ -68,6 +68,8 @@ AUTHORIZATION = b"authorization"
 TRACEPARENT = b"traceparent"
 # As OpenTelemetry names them.
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+# Asked by machines again and again: they are answered, and not counted among requests.
+PROBES = frozenset(("/health", "/ready", "/livez", "/readyz", "/metrics"))
 SERVED = ("/v1/chat/completions", "/v1/completions", "/v1/models")
 # First parts of paths that clients of OpenAI-like servers may ask for.
 NOT_SERVED = (
@@ -160,7 +162,8 @@ class App:
 
     def begin(self, exchange: Exchange) -> None:
         """Check what the head tells: the tenant, room for a request, and whether the body is worth waiting for."""
-        self.metrics.http_requests_open.value += 1
+        if exchange.path not in PROBES:
+            self.metrics.http_requests_open.value += 1
         try:
             if self._cors.is_on:
                 exchange.extra = self._cors.lines(exchange.headers.get(ORIGIN))
@@ -251,10 +254,10 @@ class App:
         if exchange.request_trace is not None:
             status = exchange.status
             exchange.request_trace.end(monotonic(), {"http.response.status_code": status}, has_failed=status >= 500)
-        metrics.http_requests_open.value -= 1
-        metrics.answered(
-            path if path in self._post else self._endpoint(path), exchange.status, monotonic() - exchange.arrived
-        )
+        if path not in PROBES:
+            metrics.http_requests_open.value -= 1
+            endpoint = path if path in self._post else self._endpoint(path)
+            metrics.answered(endpoint, exchange.status, monotonic() - exchange.arrived)
 
     def _check_declared_length(self, exchange: Exchange) -> None:
         """Refuse a declared length that is too large before the body is sent, also with 100-continue."""

@@ -56,6 +56,8 @@ def fail(exchange: Exchange, error: Exception, metrics: RouterMetrics) -> None:
         error = PdclusterError(f"internal error; the server's log has it under request {exchange.id}")
     metrics.errors.labels(error.code).inc()
     if exchange.started:
+        if not exchange.finished:
+            exchange.status = error.http_status  # of what is counted: the client has read a 200
         log.warning("request %s failed after its first byte: %s", exchange.id, error)
     answer_error(exchange, error)
 

@@ -231,9 +231,12 @@ async def test_errors_before_the_first_byte_have_their_status(
     assert ("retry-after" in reply.headers) == (status == 503)
 
 
-@pytest.mark.parametrize("error", [NodeLost("node d-1 is gone"), RuntimeError("secret detail")])
-async def test_an_error_after_the_first_byte_is_the_last_event(
-    client: httpx.AsyncClient, dispatcher: ScriptedDispatcher, error: Exception
+@pytest.mark.parametrize(
+    ("error", "code", "status"),
+    [(NodeLost("node d-1 is gone"), "node_lost", 503), (RuntimeError("secret detail"), "internal", 500)],
+)
+async def test_an_error_after_the_first_byte_is_the_last_event_and_is_counted(
+    client: httpx.AsyncClient, dispatcher: ScriptedDispatcher, error: Exception, code: str, status: int
 ) -> None:
     dispatcher.script = lambda _: [*says("text", "length"), error]
     reply = await client.post(PLAIN, json=body(stream=True))
@@ -243,7 +246,10 @@ async def test_an_error_after_the_first_byte_is_the_last_event(
     assert name == "event: error"
     assert json.loads(data.removeprefix("data: "))["error"]["message"]
     assert "[DONE]" not in reply.text and "secret" not in reply.text
-    assert (await client.get("/health")).status_code == 200
+    counted = (await client.get("/metrics")).text
+    assert f'pdcluster_errors_total{{code="{code}"}} 1.0' in counted
+    assert f'pdcluster_http_requests_total{{endpoint="{PLAIN}",status="{status}"}} 1.0' in counted
+    assert 'status="200"' not in counted
 
 
 async def test_a_stream_ends_with_done(client: httpx.AsyncClient, dispatcher: ScriptedDispatcher) -> None:
@@ -311,10 +317,22 @@ async def test_metrics_count_requests_tokens_and_errors(client: httpx.AsyncClien
         'pdcluster_time_to_first_token_seconds_count{mode="remote"} 2.0',
         'pdcluster_kv_transfer_bytes_total{backend="shm"} 8192.0',
         "pdcluster_cached_prompt_tokens_total 6.0",
-        "pdcluster_http_requests_open 1.0",
+        "pdcluster_http_requests_open 0.0",
     ):
         assert line in text, line
     assert "made/up" not in text
+
+
+async def test_probes_and_scrapes_are_no_requests(client: httpx.AsyncClient, dispatcher: ScriptedDispatcher) -> None:
+    dispatcher.is_up = False
+    for path in ("/health", "/ready", "/livez", "/readyz", "/metrics", "/metrics", "/metrics/nothing"):
+        await client.get(path)
+    await client.post("/ready")
+    counted = [line for line in (await client.get("/metrics")).text.splitlines() if not line.startswith("#")]
+    requests = [line for line in counted if line.startswith("pdcluster_http_requests_total")]
+    assert requests == ['pdcluster_http_requests_total{endpoint="other",status="404"} 1.0']
+    assert "pdcluster_http_requests_open 0.0" in counted
+    assert not any('endpoint="/ready"' in line for line in counted)
 
 
 def test_metric_names_follow_the_rules() -> None:
