@@ -5,7 +5,7 @@ Each field of `messages.Load` is one family, labelled by node. Nothing is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -17,6 +17,8 @@ from pdcluster_router.cluster.view import NodeView
 from pdcluster_router.prefix_index.updates import CacheUpdates
 
 EXAMPLE_TOKENS = 512
+# Paths of KV with series of their own. Pairs of nodes grow with the square of their number.
+MAX_PATHS = 1000
 LABELS = ("node", "role")
 PATH_LABELS = ("node", "peer", "backend")
 BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
@@ -56,19 +58,7 @@ class NodeCollector(Collector):
             lambda half: half.error.doubt,
         )
         yield _predicted(nodes)
-        yield _paths(
-            nodes,
-            "bandwidth_bytes_per_second",
-            "KV bytes per second to the peer, 0 until measured.",
-            lambda path: path.bytes_s,
-        )
-        yield _paths(nodes, "breaker_state", "0 closed, 1 half open, 2 open.", lambda path: BREAKER_STATES[path.state])
-        yield _paths(
-            nodes,
-            "path_chosen",
-            "1 for the backend that the next writes to the peer go by.",
-            lambda path: path.is_chosen,
-        )
+        yield from _paths(nodes)
         yield _reasons(
             nodes, "failed_writes", "KV writes that ended badly, by reason.", lambda load: load.failed_writes
         )
@@ -88,12 +78,36 @@ def _family(name: str, help_text: str, nodes: tuple[NodeView, ...], value: Calla
     return family
 
 
-def _paths(nodes: tuple[NodeView, ...], name: str, help_text: str, value: Callable[[PathLoad], float]) -> Metric:
-    """One sample per peer. A node reports a bounded number of peers, each once."""
+def _paths(nodes: tuple[NodeView, ...]) -> Iterator[Metric]:
+    """Paths that were measured, or failed before they were. Those in trouble come first."""
+    known = [
+        (node.name, path)
+        for node in nodes
+        for path in (node.load.paths if node.load else ())
+        if path.bytes_s or path.state != "closed"
+    ]
+    known.sort(key=lambda each: (each[1].state == "closed", each[0], each[1].peer, each[1].backend))
+    shown = known[:MAX_PATHS]
+    yield _path_family("bandwidth_bytes_per_second", "KV bytes per second to the peer.", shown, lambda p: p.bytes_s)
+    yield _path_family(
+        "breaker_state", "0 closed, 1 half open, 2 open.", shown, lambda path: BREAKER_STATES[path.state]
+    )
+    yield _path_family(
+        "path_chosen", "1 for the backend that the next writes to the peer go by.", shown, lambda path: path.is_chosen
+    )
+    yield GaugeMetricFamily(
+        "pdcluster_node_transfer_paths_left_out",
+        f"Paths that the other families of paths lack, which show {MAX_PATHS} at most.",
+        value=len(known) - len(shown),
+    )
+
+
+def _path_family(
+    name: str, help_text: str, shown: Sequence[tuple[str, PathLoad]], value: Callable[[PathLoad], float]
+) -> Metric:
     family = GaugeMetricFamily(f"pdcluster_node_transfer_{name}", help_text, labels=PATH_LABELS)
-    for node in nodes:
-        for path in node.load.paths if node.load else ():
-            family.add_metric((node.name, path.peer, path.backend), value(path))
+    for node, path in shown:
+        family.add_metric((node, path.peer, path.backend), value(path))
     return family
 
 

@@ -8,7 +8,8 @@ from scripted_cluster import EMPTY_LOAD, FakeCluster, make_node
 
 from pdcluster.core.messages import PathLoad
 from pdcluster.cost.cost import CostError, DecodeCost, NodeCost, PrefillCost
-from pdcluster_router.cluster.metrics import NodeCollector
+from pdcluster_router.cluster.metrics import MAX_PATHS, NodeCollector
+from pdcluster_router.cluster.view import NodeView
 
 
 def test_bandwidth_choice_and_breaker_of_every_path_and_what_failed_by_reason() -> None:
@@ -32,6 +33,47 @@ def test_bandwidth_choice_and_breaker_of_every_path_and_what_failed_by_reason() 
     assert value("failed_writes_total", node="p0", role="prefill", reason="lost") == 4
     assert value("pulls_total", node="p0", role="prefill", reason="expired") == 1
     assert value("resent_chunks_total", node="p0", role="prefill", reason="other_path") == 2
+
+
+def paths_of(name: str, bytes_s: float) -> tuple[PathLoad, ...]:
+    """To each other node of a hundred."""
+    others = [f"n{number:02d}" for number in range(100) if f"n{number:02d}" != name]
+    return tuple(
+        PathLoad(peer, backend, bytes_s, "closed", backend == "tcp") for peer in others for backend in ("shm", "tcp")
+    )
+
+
+def series_of_paths(nodes: list[NodeView]) -> tuple[dict[str, set[tuple[str, ...]]], float]:
+    """(node, peer, backend) by family, and how many were left out."""
+    found: dict[str, set[tuple[str, ...]]] = {}
+    left_out = -1.0
+    for family in NodeCollector(FakeCluster(nodes)).collect():  # type: ignore[arg-type]
+        if family.name == "pdcluster_node_transfer_paths_left_out":
+            left_out = family.samples[0].value
+        for sample in family.samples:
+            if "peer" in sample.labels:
+                found.setdefault(family.name, set()).add(
+                    tuple(sample.labels[name] for name in ("node", "peer", "backend"))
+                )
+    return found, left_out
+
+
+def test_a_path_has_series_once_it_was_measured_or_failed() -> None:
+    told = (PathLoad("d0", "shm", 0.0, "closed", True), PathLoad("d1", "shm", 2e9), PathLoad("d2", "shm", 0.0, "open"))
+    found, left_out = series_of_paths([make_node("p0", "prefill", replace(EMPTY_LOAD, paths=told))])
+    assert set(map(frozenset, found.values())) == {frozenset({("p0", "d1", "shm"), ("p0", "d2", "shm")})}
+    assert left_out == 0
+
+
+def test_paths_of_a_hundred_nodes_are_bounded_and_those_in_trouble_come_first() -> None:
+    idle = [make_node(f"n{n:02d}", "mixed", replace(EMPTY_LOAD, paths=paths_of(f"n{n:02d}", 0.0))) for n in range(100)]
+    assert series_of_paths(idle) == ({}, 0)
+    busy = [make_node(f"n{n:02d}", "mixed", replace(EMPTY_LOAD, paths=paths_of(f"n{n:02d}", 1e9))) for n in range(99)]
+    last = (*paths_of("n99", 1e9)[:-1], PathLoad("n98", "tcp", 0.0, "open"))
+    found, left_out = series_of_paths([*busy, make_node("n99", "mixed", replace(EMPTY_LOAD, paths=last))])
+    assert [len(series) for series in found.values()] == [MAX_PATHS] * 3
+    assert ("n99", "n98", "tcp") in found["pdcluster_node_transfer_breaker_state"]
+    assert left_out == 100 * 99 * 2 - MAX_PATHS
 
 
 def test_fitted_costs_and_their_error_bars_are_told_of_each_half() -> None:
