@@ -134,20 +134,22 @@ class DescribeNodeRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ...) -> None: ...
 
 class NodeDescription(_message.Message):
-    __slots__ = ("node", "paths", "requests", "events", "silent_workers", "cost")
+    __slots__ = ("node", "paths", "requests", "events", "silent_workers", "cost", "received")
     NODE_FIELD_NUMBER: _ClassVar[int]
     PATHS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     SILENT_WORKERS_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
     node: Node
     paths: _containers.RepeatedCompositeFieldContainer[Path]
     requests: _containers.RepeatedCompositeFieldContainer[Request]
     events: _containers.RepeatedCompositeFieldContainer[Event]
     silent_workers: _containers.RepeatedScalarFieldContainer[str]
     cost: NodeCost
-    def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ..., paths: _Optional[_Iterable[_Union[Path, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[Request, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., silent_workers: _Optional[_Iterable[str]] = ..., cost: _Optional[_Union[NodeCost, _Mapping]] = ...) -> None: ...
+    received: _containers.RepeatedCompositeFieldContainer[Path]
+    def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ..., paths: _Optional[_Iterable[_Union[Path, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[Request, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., silent_workers: _Optional[_Iterable[str]] = ..., cost: _Optional[_Union[NodeCost, _Mapping]] = ..., received: _Optional[_Iterable[_Union[Path, _Mapping]]] = ...) -> None: ...
 
 class CordonRequest(_message.Message):
     __slots__ = ("node", "cordoned")

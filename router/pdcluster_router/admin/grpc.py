@@ -13,6 +13,7 @@ import msgspec
 
 from pdcluster.bootstrap.card_messages import role_from_proto, role_to_proto
 from pdcluster.core.errors import PdclusterError
+from pdcluster.core.reported import PathLoad
 from pdcluster.core.version import VERSION
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import admin_pb2_grpc as stubs
@@ -51,15 +52,12 @@ class AdminService(stubs.AdminServicer):
         ]
         return pb.NodeDescription(
             node=_node(found),
-            paths=[
-                pb.Path(
-                    peer=path.peer,
-                    backend=path.backend,
-                    bytes_per_s=path.bytes_s,
-                    breaker=path.state,
-                    is_chosen=path.is_chosen,
-                )
-                for path in (found.load.paths if found.load is not None else ())
+            paths=[_path(path, path.peer) for path in _paths_of(found)],
+            received=[
+                _path(path, other.name)
+                for other in await self._operations.nodes()
+                for path in _paths_of(other)
+                if path.peer == found.name
             ],
             requests=map(_request, here.requests),
             events=map(_event, events),
@@ -159,6 +157,17 @@ def _cached(found: CachedNode) -> pb.CachedNode:
         blocks=found.blocks,
         is_exact=found.is_exact,
         digest=found.digest,
+    )
+
+
+def _paths_of(node: NodeStatus) -> tuple[PathLoad, ...]:
+    """Of KV that it writes."""
+    return node.load.paths if node.load is not None else ()
+
+
+def _path(path: PathLoad, peer: str) -> pb.Path:
+    return pb.Path(
+        peer=peer, backend=path.backend, bytes_per_s=path.bytes_s, breaker=path.state, is_chosen=path.is_chosen
     )
 
 

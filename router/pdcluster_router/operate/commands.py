@@ -90,7 +90,8 @@ def describe(clients: AdminClients, name: str, output: PrintFormat) -> None:
     for key in (*shown, "waiting", "running", "slots", "kv_used", "in_flight"):
         out.print(f"{key.replace('_', ' ') + ':':<14}{texts[key]}", markup=False)
     for title, columns, rows in (
-        ("paths of KV", reading.PATH_COLUMNS, found["paths"]),
+        ("KV that it writes", reading.PATH_COLUMNS, found["paths"]),
+        ("KV that it receives", reading.PATH_COLUMNS, found["received"]),
         ("requests", reading.REQUEST_COLUMNS, found["requests"]),
     ):
         out.print(f"\n{title}", style="bold")

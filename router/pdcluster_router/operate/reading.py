@@ -196,18 +196,20 @@ def describe(clients: AdminClients, name: str) -> Row:
     return {
         **node_row(found.node),
         "in_flight": sum(each.reply.node.in_flight for each in told),
-        "paths": [
-            {
-                "peer": path.peer, "backend": path.backend, "mb_per_s": round(path.bytes_per_s / 1e6, 1),
-                "breaker": path.breaker, "is_chosen": path.is_chosen,
-            }
-            for path in found.paths
-        ],
+        "paths": [path_row(path) for path in found.paths],
+        "received": [path_row(path) for path in found.received],
         "requests": joined(
             [request_row(request) | {"router": each.address} for request in each.reply.requests] for each in told
         ),
         "events": [event_row(event) for event in found.events],
         "cost": as_dict(found.cost) if found.HasField("cost") else {},
+    }  # fmt: skip
+
+
+def path_row(path: pb.Path) -> Row:
+    return {
+        "peer": path.peer, "backend": path.backend, "mb_per_s": round(path.bytes_per_s / 1e6, 1),
+        "breaker": path.breaker, "is_chosen": path.is_chosen,
     }  # fmt: skip
 
 

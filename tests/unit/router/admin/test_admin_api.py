@@ -97,6 +97,20 @@ async def test_nodes_are_listed_with_what_they_reported() -> None:
         assert [event.kind for event in events] == ["node-up"]
 
 
+async def test_a_decode_node_is_described_by_what_others_write_to_it() -> None:
+    roles = {"p0": "prefill", "p1": "prefill", "d0": "decode"}
+    async with LocalCluster(roles) as cluster, administered(cluster) as (stub, _):
+        await cluster.run(prompt_of(40), 3)
+        await cluster.until_idle()
+        await cluster.until(lambda: any(node.load and node.load.paths for node in cluster.router.view().nodes))
+        written = {name: (await stub.DescribeNode(pb.DescribeNodeRequest(node=name))) for name in roles}
+        (writer,) = [name for name, told in written.items() if told.paths]
+        assert not written["d0"].paths and [path.peer for path in written["d0"].received] == [writer]
+        (sent,), (received,) = written[writer].paths, written["d0"].received
+        assert (received.backend, received.breaker, received.is_chosen) == (sent.backend, "closed", True)
+        assert not written[writer].received
+
+
 async def test_a_role_and_a_cordon_reach_the_node_and_are_told_as_events() -> None:
     async with LocalCluster(PAIR) as cluster, administered(cluster) as (stub, _):
         assert (
