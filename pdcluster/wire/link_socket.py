@@ -23,6 +23,11 @@ LARGE_BYTES = 16 << 10
 # How long a closed connection may still deliver what was sent last.
 LINGER_MS = 1000
 NOBODY = "nobody accepts connections there"
+SILENT = (
+    "it took the connection and said nothing for the whole lease, as a process does that stands still or has no CPU; "
+    "look at its machine"
+)
+CUT = "the connection ended before a word was said; look at that process's log"
 NO_HANDSHAKE = (
     "the handshake failed, as it does when only one end has a cluster key, or each has another one; "
     "set the same security.cluster_key_file everywhere, or none"
@@ -36,6 +41,7 @@ class LinkSocket:
         """Raises ProtocolError for an address that ZMQ cannot connect to."""
         # Why the last connection failed, for people; "" for nothing.
         self.why = ""
+        self._has_key = settings.cluster_key is not None
         target = "tcp://" + format_address(*parse_address(address))
         self._socket = open_dealer(context, settings)
         self._socket.copy_threshold = LARGE_BYTES
@@ -78,13 +84,21 @@ class LinkSocket:
         """DOWN and REFUSED since the last call, in their order. `why` says the reason."""
         events = self._monitor.drain()
         for event in events:
-            if event is ConnectionEvent.UP:
-                self._was_up, self.why = True, ""
-            elif event is ConnectionEvent.REFUSED:
-                self.why = self.why or NOBODY
-            elif not self._was_up:
-                self.why = NO_HANDSHAKE
-        return [event for event in events if event is not ConnectionEvent.UP]
+            self._note(event)
+        return [event for event in events if event in (ConnectionEvent.DOWN, ConnectionEvent.REFUSED)]
+
+    def _note(self, event: ConnectionEvent) -> None:
+        """An end that wants another key looks like any other cut, where this end has one."""
+        if event is ConnectionEvent.UP:
+            self._was_up, self.why = True, ""
+        elif event is ConnectionEvent.SILENT:
+            self.why = SILENT
+        elif event is ConnectionEvent.CUT:
+            self.why = NO_HANDSHAKE if self._has_key else CUT
+        elif event is ConnectionEvent.REFUSED:
+            self.why = self.why or NOBODY
+        elif not self._was_up and self.why in ("", NOBODY):
+            self.why = NO_HANDSHAKE
 
     def sockets(self) -> Sequence[zmq.Socket[bytes]]:
         """What to poll for reading: the frames, and the events of the connection."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import logging
@@ -29,18 +30,23 @@ _monitor_names = itertools.count()
 
 
 class ConnectionEvent(Enum):
-    """What became of a connection: it is ready, it ended, or there was none."""
+    """What became of a connection.
+
+    SILENT, CUT: its handshake did not end in time, or ended with the connection. DOWN follows both.
+    """
 
     UP = auto()
     DOWN = auto()
     REFUSED = auto()
+    SILENT = auto()
+    CUT = auto()
 
 
 # libzmq's event → ours.
 _EVENTS: dict[int, ConnectionEvent] = {
     zmq.EVENT_HANDSHAKE_SUCCEEDED: ConnectionEvent.UP,
     zmq.EVENT_DISCONNECTED: ConnectionEvent.DOWN,
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: ConnectionEvent.DOWN,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: ConnectionEvent.CUT,
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: ConnectionEvent.DOWN,
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: ConnectionEvent.DOWN,
     zmq.EVENT_CONNECT_RETRIED: ConnectionEvent.REFUSED,
@@ -216,7 +222,11 @@ class Monitor:
         """The events since the last call, in their order."""
         events = []
         while has_message(self.socket):
-            events.append(_EVENTS[recv_monitor_message(self.socket, zmq.NOBLOCK)["event"]])
+            told = recv_monitor_message(self.socket, zmq.NOBLOCK)
+            event = _EVENTS[told["event"]]
+            # The value of a cut is its errno; libzmq's timer has this one.
+            is_late = event is ConnectionEvent.CUT and told["value"] == errno.EAGAIN
+            events.append(ConnectionEvent.SILENT if is_late else event)
         return events
 
     def close(self) -> None:

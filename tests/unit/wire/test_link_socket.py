@@ -196,6 +196,30 @@ def test_a_peer_with_another_cluster_key_is_named_as_such(
     far.close()
 
 
+@pytest.mark.parametrize("ours", [SETTINGS, LOCKED], ids=["no key", "a key"])
+def test_a_starved_peer_is_not_taken_for_one_with_another_cluster_key(
+    context: Context, silent: socket.socket, ours: WireSettings
+) -> None:
+    """The kernel takes the connection, and the process does not get to say a word."""
+    near = LinkSocket(context, address_of(silent), dataclasses.replace(ours, heartbeat_s=0.05, lease_s=0.2))
+    events: list[ConnectionEvent] = []
+    until(lambda: events.extend(near.events()) or ConnectionEvent.DOWN in events)
+    assert "cluster key" not in near.why and "said nothing" in near.why
+    near.close()
+
+
+def test_a_connection_that_ends_early_is_no_matter_of_keys_where_there_is_none(
+    context: Context, silent: socket.socket
+) -> None:
+    near = LinkSocket(context, address_of(silent), SETTINGS)
+    connection, _ = silent.accept()
+    connection.close()
+    events: list[ConnectionEvent] = []
+    until(lambda: events.extend(near.events()) or ConnectionEvent.DOWN in events)
+    assert "cluster key" not in near.why and "ended before a word" in near.why
+    near.close()
+
+
 def test_a_peer_that_speaks_something_else_is_down(context: Context, silent: socket.socket) -> None:
     near = LinkSocket(context, address_of(silent), SETTINGS)
     connection, _ = silent.accept()
