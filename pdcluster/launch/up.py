@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -180,11 +180,7 @@ class LocalCluster:
     def _write_targets(self, facts: dict[str, Facts]) -> None:
         if self._config.targets is None:
             return
-        targets = [
-            {"targets": [str(said["health"])], "labels": {"process": name, "component": component_of(name)}}
-            for name, said in facts.items()
-            if said.get("health") is not None
-        ]
+        targets = targets_of(facts, self._config.cluster)
         try:
             self._config.targets.write_text(json.dumps(targets, indent=2) + "\n")
         except OSError as error:
@@ -496,6 +492,18 @@ def check_free(path: str, address: str) -> None:
         raise ConfigError(
             f"{path} {address} cannot be used: {error.strerror}; stop what holds it, or choose another with {flag}"
         ) from error
+
+
+def targets_of(facts: Mapping[str, Facts], cluster: str) -> list[dict[str, object]]:
+    """Health ports as Prometheus's file_sd_configs reads them."""
+    return [
+        {
+            "targets": [str(said["health"])],
+            "labels": {"cluster": cluster, "process": name, "component": component_of(name)},
+        }
+        for name, said in facts.items()
+        if said.get("health") is not None
+    ]
 
 
 def component_of(name: str) -> str:

@@ -494,6 +494,7 @@ class UpConfig(Section):
     targets: Path | None = key(
         None, path, "file that gets all /metrics addresses, as Prometheus's file_sd_configs reads them"
     )
+    cluster: str = key("up", label, "their label cluster, by which dashboards and alerts keep clusters apart")
     log: UpLogConfig = field(default_factory=UpLogConfig)
 
     def __post_init__(self) -> None:

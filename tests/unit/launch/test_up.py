@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from pdcluster.core.errors import ConfigError, ModelError
 from pdcluster.launch.demo import check_open
-from pdcluster.launch.up import BUNDLED_KV_BYTES, ClusterOutput, LocalCluster, Serving, check_free, plan_nodes
+from pdcluster.launch.up import (
+    BUNDLED_KV_BYTES,
+    ClusterOutput,
+    LocalCluster,
+    Serving,
+    check_free,
+    plan_nodes,
+    targets_of,
+)
 from pdcluster.processes.supervisor import Spec
 from pdcluster.settings.config import LoadedSection, UpConfig, load
 
@@ -25,6 +33,17 @@ def cluster(values: dict[str, object] | None = None, file: Path | None = None) -
     return LocalCluster(
         loaded(values, file), ClusterOutput(io.StringIO(), io.StringIO(), as_json=False, width=9), log_format="text"
     )
+
+
+def test_targets_say_the_cluster_that_dashboards_and_alerts_keep_apart(tmp_path: Path) -> None:
+    facts: dict[str, dict[str, object]] = {
+        "bootstrap": {"health": "127.0.0.1:1"}, "decode-0": {"health": "127.0.0.1:2"}, "router": {"health": None},
+    }  # fmt: skip
+    found = targets_of(facts, "blue")
+    assert found == [
+        {"targets": ["127.0.0.1:1"], "labels": {"cluster": "blue", "process": "bootstrap", "component": "bootstrap"}},
+        {"targets": ["127.0.0.1:2"], "labels": {"cluster": "blue", "process": "decode-0", "component": "node"}},
+    ]
 
 
 def option(argv: tuple[str, ...], flag: str) -> str:
