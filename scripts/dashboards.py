@@ -17,15 +17,20 @@ from grafana_foundation_sdk.models import dashboard as models
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "deploy" / "grafana"))
 
-from panels import DASHBOARDS, DashboardPlan, GraphPanel  # noqa: E402
+from panels import DASHBOARDS, OURS, DashboardPlan, GraphPanel  # noqa: E402
 
 SOURCE = models.DataSourceRef(type_val="prometheus", uid="${source}")
 # Of 24 columns.
 WIDTH, HEIGHT = 6, 7
-VARIABLES = (
-    ("node", "Node", "label_values(pdcluster_node_up, node)"),
-    ("pool", "Pool", "label_values(pdcluster_node_up, role)"),
-    ("tenant", "Tenant", "label_values(pdcluster_rejected_requests_total, tenant)"),
+# One at a time: clusters have nodes of the same names.
+CLUSTER = "cluster", "Cluster", f"label_values(up{OURS}, cluster)"
+VARIABLES = tuple(
+    (name, name.title(), f'label_values({metric}{{cluster=~"$cluster"}}, {label})')
+    for name, metric, label in (
+        ("node", "pdcluster_node_up", "node"),
+        ("pool", "pdcluster_node_up", "role"),
+        ("tenant", "pdcluster_rejected_requests_total", "tenant"),
+    )
 )
 
 
@@ -59,6 +64,8 @@ def dashboard_of(plan: DashboardPlan) -> str:
         .readonly()
         .with_variable(dashboard.DatasourceVariable("source").label("Prometheus").type("prometheus"))
     )
+    name, label, query = CLUSTER
+    made = made.with_variable(dashboard.QueryVariable(name).label(label).query(query).datasource(SOURCE))
     for name, label, query in VARIABLES:
         made = made.with_variable(
             dashboard.QueryVariable(name).label(label).query(query).datasource(SOURCE).multi(True).include_all(True).all_value(".*")

@@ -38,7 +38,7 @@ Line = tuple[str, list[float], list[float]]
 
 def plain(expr: str) -> str:
     """A query with its dashboard variables filled in: all of everything."""
-    return re.sub(r"\$(node|pool|tenant)", ".*", expr.replace("$__rate_interval", "1m"))
+    return re.sub(r"\$(cluster|node|pool|tenant)", ".*", expr.replace("$__rate_interval", "1m"))
 
 
 def lines_of(panel: GraphPanel, prometheus: str, start: float, end: float) -> list[Line]:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 NODE = 'node=~"$node",role=~"$pool"'
 PROCESS = 'process=~"$node"'
+# Every program exports process_*.
+OURS = '{component=~"router|node|bootstrap"}'
+SERIES = re.compile(r"\b((?:pdcluster|process)_\w+)(\{?)")
 
 
 @dataclass(frozen=True)
 class Query:
-    """A PromQL expression, and the name of its lines."""
+    """A PromQL expression, and the name of its lines. What it reads is of the chosen cluster."""
 
-    expr: str
+    written: str
     legend: str = ""
+
+    @property
+    def expr(self) -> str:
+        return SERIES.sub(lambda found: f'{found[1]}{{cluster=~"$cluster"{"," if found[2] else "}"}', self.written)
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,12 @@ def rate(metric: str, *by: str, where: str = "") -> Query:
     legend = " ".join(f"{{{{{label}}}}}" for label in by)
     total = f"sum by ({', '.join(by)})" if by else "sum"
     return Query(f"{total} (rate({metric}{where}[$__rate_interval]))", legend)
+
+
+def most(metric: str, *by: str) -> Query:
+    """The rate of a counter of nodes, which all routers report alike."""
+    legend = " ".join(f"{{{{{label}}}}}" for label in by)
+    return Query(f"max by ({', '.join(by)}) (rate({metric}[$__rate_interval]))", legend)
 
 
 def part(of: str, whole: str, legend: str, by: str = "") -> Query:
@@ -146,7 +160,10 @@ OVERVIEW = DashboardPlan(
                     "Registered nodes", "At each bootstrap.", [Query("pdcluster_bootstrap_nodes", "{{process}}")]
                 ),
                 GraphPanel(
-                    "Memory of processes", "Resident.", [Query("process_resident_memory_bytes", "{{process}}")], "bytes"
+                    "Memory of processes",
+                    "Resident.",
+                    [Query(f"process_resident_memory_bytes{OURS}", "{{process}} {{worker}}")],
+                    "bytes",
                 ),
             ),
         ),
@@ -341,19 +358,19 @@ TRANSFER = DashboardPlan(
                 GraphPanel(
                     "Failed writes",
                     "By reason.",
-                    [rate("pdcluster_node_transfer_failed_writes_total", "node", "reason")],
+                    [most("pdcluster_node_transfer_failed_writes_total", "node", "reason")],
                     "cps",
                 ),
                 GraphPanel(
                     "Chunks written again",
                     "By reason.",
-                    [rate("pdcluster_node_transfer_resent_chunks_total", "node", "reason")],
+                    [most("pdcluster_node_transfer_resent_chunks_total", "node", "reason")],
                     "cps",
                 ),
                 GraphPanel(
                     "Pulls of cached KV",
                     "By result.",
-                    [rate("pdcluster_node_transfer_pulls_total", "node", "reason")],
+                    [most("pdcluster_node_transfer_pulls_total", "node", "reason")],
                     "cps",
                 ),
             ),
@@ -583,7 +600,7 @@ ENGINE = DashboardPlan(
                 GraphPanel(
                     "CPU",
                     "Cores in use.",
-                    [Query("rate(process_cpu_seconds_total[$__rate_interval])", "{{process}}")],
+                    [Query(f"rate(process_cpu_seconds_total{OURS}[$__rate_interval])", "{{process}} {{worker}}")],
                     "short",
                 ),
             ),

@@ -91,7 +91,7 @@ def pdctl(up: Up, *words: str) -> None:
 
 
 def answers(client: httpx.Client, expr: str) -> list[object]:
-    plain = re.sub(r"\$(node|pool|tenant)", ".*", expr.replace("$__rate_interval", "1m"))
+    plain = re.sub(r"\$(cluster|node|pool|tenant)", ".*", expr.replace("$__rate_interval", "1m"))
     now = time.time()
     reply = client.get("/api/v1/query_range", params={"query": plain, "start": now - 60, "end": now, "step": "5"})
     assert reply.status_code == 200, f"{plain}: {reply.text}"
