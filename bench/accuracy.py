@@ -191,22 +191,11 @@ def judged_rows(case: str, errors: Errors, rival: Errors, *, is_judged: bool) ->
     limits = (MEAN_GOAL, WORST_GOAL, MEAN_GOAL) if is_judged else (None, None, None)
     found, beside = summary(errors), summary(rival)
     for (metric, value, unit), (_, against, _), limit in zip(found[:3], beside[:3], limits, strict=True):
-        ratio = value / against
-        holds = None if limit is None else ratio <= limit
-        yield Figure(metric, case, value, unit, RIVAL, against, ratio, goal=limit, holds=holds)
+        goal = None if limit is None else 1 / limit
+        yield Figure(metric, case, value, unit, against=RIVAL, against_value=against, better="less", goal=goal)
     (metric, value, unit), (_, against, _) = found[3], beside[3]
-    holds = value - against >= EQUAL_GOAL if is_judged else None
-    yield Figure(
-        metric,
-        case,
-        value,
-        unit,
-        RIVAL,
-        against,
-        value / against,
-        goal=against + EQUAL_GOAL if is_judged else None,
-        holds=holds,
-    )
+    goal = (against + EQUAL_GOAL) / against if is_judged else None
+    yield Figure(metric, case, value, unit, against=RIVAL, against_value=against, goal=goal)
 
 
 def plain_rows(case: str, errors: Errors) -> Iterator[Figure]:

@@ -26,7 +26,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.harness.report import Row, add_output_flags, print_rows, row, save
+from bench.harness.report import Row, add_output_flags, print_rows, row, row_of_turns, save
 from bench.parts import transfer_load
 from bench.parts.transfer_ends import Near, Shape
 from pdcluster.transfer.layout.geometry import PageShape
@@ -91,16 +91,15 @@ def measure(backend: str, num_tokens: int, turns: int, others: tuple[Pair, ...])
     case = f"{num_tokens} tokens"
     yield row(f"layouts.{backend}", f"{case}, {EQUAL.name}", rates[0], "GB/s")
     for index, pair in enumerate(others, 1):
-        speed = row(
+        yield row_of_turns(
             f"layouts.{backend}",
             f"{case}, {pair.name}",
             rates[index],
             "GB/s",
             against="equal",
-            against_value=statistics.median(rates[0]),
+            other=rates[0],
+            goal=GOAL,
         )
-        ratio = statistics.median(each[0] / each[index] for each in seconds)
-        yield replace(speed, ratio=ratio, goal=GOAL, holds=ratio >= GOAL)
     if EQUAL_PROCESSES in pairs:
         yield from _beside_equal_processes(backend, case, pairs, rates)
 
@@ -112,11 +111,8 @@ def _beside_equal_processes(
     base = rates[pairs.index(EQUAL_PROCESSES)]
     for pair, speeds in zip(pairs, rates, strict=True):
         if pair.processes and pair.ranks[0] != pair.ranks[1]:
-            metric, typical = f"layouts.{backend}.processes", statistics.median(base)
-            found = row(metric, f"{case}, {pair.name}", speeds, "GB/s", against="TP 2 → 2", against_value=typical)
-            yield replace(
-                found, ratio=statistics.median(mine / equal for mine, equal in zip(speeds, base, strict=True))
-            )
+            metric = f"layouts.{backend}.processes"
+            yield row_of_turns(metric, f"{case}, {pair.name}", speeds, "GB/s", against="TP 2 → 2", other=base)
 
 
 def pin_end(pid: int, core: int, others: Collection[int] = ()) -> None:

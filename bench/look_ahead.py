@@ -86,11 +86,20 @@ def rows_of(model: Path, each: Sequence[str], repeats: int, tokens: int) -> list
                     "ms",
                     against="off",
                     against_value=statistics.median(off.gaps[batch]),
+                    better="less",
                 )
             )
             against = statistics.median(off.newcomers[batch])
             rows.append(
-                row("a newcomer's first token", case, on.newcomers[batch], "ms", against="off", against_value=against)
+                row(
+                    "a newcomer's first token",
+                    case,
+                    on.newcomers[batch],
+                    "ms",
+                    against="off",
+                    against_value=against,
+                    better="less",
+                )
             )
     return rows
 

@@ -29,6 +29,7 @@ from bench.harness.offered import (
     SLO_S,
     Outcome,
     Target,
+    attainments,
     by_length,
     goodput,
     offer,
@@ -101,9 +102,7 @@ def measure(seconds: float, loads: Sequence[float]) -> list[Row]:
     rows, peak, peak_load = [], 0.0, 0.0
     for load in loads:
         value = goodput(asyncio.run(run(replace(plain, offered={"all": load}), pace)), seconds)
-        rows.append(
-            Row("goodput", f"load {load:g}", value, "req/s", "capacity", capacity(pace), value / capacity(pace))
-        )
+        rows.append(Row("goodput", f"load {load:g}", value, "req/s", against="capacity", against_value=capacity(pace)))
         peak, peak_load = max((peak, peak_load), (value, load))
     over = replace(plain, offered={"all": OVERLOAD})
     outcomes = asyncio.run(run(over, pace))
@@ -115,40 +114,22 @@ def measure(seconds: float, loads: Sequence[float]) -> list[Row]:
             f"load {OVERLOAD:g}",
             value,
             "req/s",
-            against,
-            peak,
-            value / peak,
-            None,
-            GOAL,
-            value / peak >= GOAL,
+            against=against,
+            against_value=peak,
+            goal=GOAL,
         )
     )
     without = goodput(asyncio.run(run(replace(over, slo=Slo()), pace)), seconds)
-    rows.append(Row("goodput", f"load {OVERLOAD:g}, no service level", without, "req/s", against, peak, without / peak))
+    rows.append(
+        Row("goodput", f"load {OVERLOAD:g}, no service level", without, "req/s", against=against, against_value=peak)
+    )
     return rows + refusals(outcomes) + by_length(outcomes) + fairness(seconds, pace)
 
 
 def fairness(seconds: float, pace: NodePace) -> list[Row]:
     """A tenant that asks for a tenth of the cluster beside one that asks for twice of it."""
     outcomes = asyncio.run(run(Scenario({"flood": 2.0, "small": 0.1}, Slo(SLO_S), seconds), pace))
-    small = [outcome for outcome in outcomes if outcome.tenant == "small"]
-    attained = sum(outcome.is_good for outcome in small) / len(small)
-    flood = [outcome for outcome in outcomes if outcome.tenant == "flood"]
-    share = sum(outcome.is_good for outcome in flood) / len(flood)
-    return [
-        Row(
-            "attainment",
-            "small tenant beside a flood of 2.0",
-            attained,
-            "of its requests",
-            "of the flood",
-            share,
-            None,
-            None,
-            GOAL,
-            attained >= GOAL,
-        )
-    ]
+    return attainments(outcomes)
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ import asyncio
 import json
 import os
 import secrets
-import statistics
 import subprocess
 import sys
 import time
@@ -33,7 +32,7 @@ from bench.fakes.bare_router import BareConnection, bare_router
 from bench.fakes.bare_router import __file__ as bare_router_file
 from bench.harness.cluster import ends_with_us, start
 from bench.harness.http_load import Ask
-from bench.harness.report import Row, add_output_flags, paired, print_rows, row, save
+from bench.harness.report import Row, add_output_flags, print_rows, row, row_of_turns, save
 from bench.rivals.routers import ROUTER_CORE, stop
 from bench.router import CLIENT_CORE, NUM_PROMPT, NUM_STREAMED, PACE_S
 from pdcluster.bootstrap.agent import watch
@@ -277,22 +276,18 @@ async def beside_bare(
         pairs = [
             [(await _microseconds(each, ask, count, 1))[0] / num_units for each in (router, bare)] for _ in range(turns)
         ]
-        ratio, least = paired([own / other for own, other in pairs]), statistics.median(other for _, other in pairs)
-        own_us = statistics.median(own for own, _ in pairs)
+        own, other = zip(*pairs, strict=True)
         against = "a router without routing"
-        rows = [
-            Row(
-                f"router thread per {unit}, in turns", "local", own_us, "us", against, least, ratio.median, ratio.spread
-            )
-        ]
+        metric = f"router thread per {unit}, in turns"
+        rows = [row_of_turns(metric, "local", own, "us", against=against, other=other, better="less")]
         return rows + await _instructions(bare, ask, against, unit, num_units)
 
 
 async def request_rows(bootstrap: str, case: str, scale: int) -> list[Row]:
     async with routing(bootstrap, case) as router:
         ask = completion(NUM_PROMPT, 1, is_stream=False)
-        goal = {"against": "9,000 a second", "against_value": GOAL_US}
-        rows = [row("router thread per request", case, await _microseconds(router, ask, 100, 10 * scale), "us", **goal)]  # type: ignore[arg-type]
+        samples = await _microseconds(router, ask, 100, 10 * scale)
+        rows = [_goal("router thread per request", case, samples, "9,000 a second", GOAL_US)]
         rows += await _instructions(router, ask, case, "request", 1)
         if case == "local":
             rows += await beside_bare(router, bootstrap, ask, "request", 200, 10 * scale, 1)
@@ -307,6 +302,10 @@ async def request_rows(bootstrap: str, case: str, scale: int) -> list[Row]:
                     )
                 )
     return rows
+
+
+def _goal(metric: str, case: str, samples: Sequence[float], against: str, goal_us: float) -> Row:
+    return row(metric, case, samples, "us", against=against, against_value=goal_us, better="less", goal=1.0)
 
 
 async def tracing_rows(bootstrap: str, scale: int) -> list[Row]:
@@ -327,13 +326,10 @@ async def tracing_rows(bootstrap: str, scale: int) -> list[Row]:
                 turns[case] += await _microseconds(router, ask, 100, 1)
         off = turns["tracing off"]
         for case, samples in turns.items():
-            ratio = paired([own / other for own, other in zip(samples, off, strict=True)])
+            metric = "router thread per request, in turns"
             rows.append(
-                Row(
-                    "router thread per request, in turns", f"local, {case}", statistics.median(samples), "us",
-                    "tracing off", statistics.median(off), ratio.median, ratio.spread,
-                )
-            )  # fmt: skip
+                row_of_turns(metric, f"local, {case}", samples, "us", against="tracing off", other=off, better="less")
+            )
             router.app.tracing = cases[case]
             rows += [each for each in await _instructions(router, ask, f"local, {case}", "request", 1) if is_sum(each)]
     await asyncio.to_thread(tracer.close)
@@ -348,8 +344,7 @@ async def stream_rows(bootstrap: str, case: str, scale: int) -> list[Row]:
     async with routing(bootstrap, case) as router:
         ask = completion(NUM_PROMPT, NUM_STREAMED, is_stream=True)
         samples = [sample / NUM_STREAMED for sample in await _microseconds(router, ask, 50, 4 * scale)]
-        goal = {"against": "60,000 a second", "against_value": TOKEN_GOAL_US}
-        rows = [row("router thread per streamed token", case, samples, "us", **goal)]  # type: ignore[arg-type]
+        rows = [_goal("router thread per streamed token", case, samples, "60,000 a second", TOKEN_GOAL_US)]
         rows += await _instructions(router, ask, case, "streamed token", NUM_STREAMED)
         if case == "local":
             rows += await beside_bare(router, bootstrap, ask, "streamed token", 50, 4 * scale, NUM_STREAMED)

@@ -1,10 +1,14 @@
 """What the router costs: added latency, requests and tokens per second of one core, core time per request. `python -m
 bench.router`
 
-Nodes are fakes that answer at once (`bench.fakes.fake_node`) on core 0 beside the client, the router has core 1. Their
-own latency, asked over the router's kind of links without a router, is printed and subtracted: with two legs that of
-both, which share core 0 and delay each other; at half load that of as many requests a second. Core time is the router
-process's own, so it holds when the fakes are the bottleneck: `per core` is what one core of router could do.
+Nodes are fakes that answer at once (`bench.fakes.fake_node`) on core 0 beside the client, the router has core 1. Core
+time is the router process's own, so it holds when the fakes are the bottleneck: `per core` is what one core of router
+could do.
+
+Added latency is what the client waits, less what it waits for a fake worker (`bench.fakes.fake_worker`) without any
+router, alone. That is measured once in a run, has a row, and is taken off every router alike: ours and rivals, one leg
+and two, idle and at half load. Links to nodes, and waits for the core that client and fakes share, are the router's.
+What our fakes take over links of our own without a router is printed beside it and subtracted from nothing.
 
 The ceiling of the machine of the moment is `bench.fakes.bare_router` on the same core over the same fakes, asked in
 turns with ours: what plain Python can do without any routing. Where the goals come from it did 18,000 requests/s,
@@ -29,7 +33,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -38,8 +42,8 @@ import zmq
 
 from bench.harness.cluster import ends_with_us, start
 from bench.harness.http_load import Ask, Outcome, load
-from bench.harness.report import Row, add_output_flags, paired, print_rows, row, save
-from bench.rivals.routers import BARE, NAMES, ROUTER_CORE, Placed, rival, stop, wait_ready
+from bench.harness.report import Row, add_output_flags, print_rows, row, row_of_turns, save
+from bench.rivals.routers import BARE, NAMES, ROUTER_CORE, Placed, rival, stop, wait_ready, worker
 from pdcluster.bootstrap.agent import watch
 from pdcluster.checkpoint import bundled
 from pdcluster.core.messages import Cancel, Deliver, Finished, Prefill, Reserve, Reserved, Sampling, Work, pack_tokens
@@ -59,8 +63,6 @@ NUM_STREAMED = 64
 # core. Timers of both fakes know milliseconds.
 PACE_S = 0.001
 LONE_STREAM = "stream of 64 alone"
-# What the HTTP fake itself takes, measured alone with a compiled client; of no weight beside what is measured here.
-WORKER_S = 64e-6
 # Before what counts: ours loads compiled choices beside its start, which is 0.4 s of a core and no part of any request.
 WARM_S = 2.0
 TURNS = 5
@@ -229,6 +231,16 @@ class FakesAlone:
 # ---------------------------------------------------------------- measuring
 
 
+def without_router(seconds: float) -> Row:
+    """What a client waits for a worker by itself; it is taken off every router's latency."""
+    with worker() as placed:
+        runs = [
+            measure(placed, placed.ask(NUM_PROMPT, 1, stream=False), connections=1, seconds=seconds) for _ in range(3)
+        ]
+    samples = [run.outcome.percentile(0.5) * 1e3 for run in runs]
+    return row("latency p50 without a router", "a worker alone, taken off every router's", samples, "ms")
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     outcome: Outcome
@@ -244,9 +256,9 @@ def measure(placed: Placed, ask: Ask, *, connections: int, seconds: float, inter
 
 
 def latency_rows(
-    placed: Placed, case: str, fakes: FakesAlone, seconds: float, repeats: int, half_rate: float
+    placed: Placed, case: str, worker_s: float, seconds: float, repeats: int, half_rate: float
 ) -> list[Row]:
-    """Added over the fakes' own latency: alone, and at half of what the router can do."""
+    """Added latency: alone, and at half of what the router can do."""
     idle = [
         measure(placed, placed.ask(NUM_PROMPT, 1, stream=False), connections=1, seconds=seconds) for _ in range(repeats)
     ]
@@ -255,11 +267,16 @@ def latency_rows(
     half = [
         measure(placed, ask, connections=CONNECTIONS, seconds=seconds, interval_s=interval_s) for _ in range(repeats)
     ]
+    return added_rows(placed.name, case, [run.outcome for run in idle], [run.outcome for run in half], worker_s)
+
+
+def added_rows(name: str, case: str, idle: Sequence[Outcome], half: Sequence[Outcome], worker_s: float) -> list[Row]:
+    """worker_s: what the client waits for a worker without a router."""
     rows = []
-    for load_name, runs, direct_s in (("idle", idle, fakes.alone_s), ("half", half, fakes.half_s)):
+    for load_name, outcomes in (("idle", idle), ("half", half)):
         for share in (0.5, 0.99):
-            samples = [(run.outcome.percentile(share) - direct_s) * 1e3 for run in runs]
-            rows.append(row(f"added latency p{share * 100:.0f}, {load_name}", f"{placed.name} {case}", samples, "ms"))
+            samples = [(outcome.percentile(share) - worker_s) * 1e3 for outcome in outcomes]
+            rows.append(row(f"added latency p{share * 100:.0f}, {load_name}", f"{name} {case}", samples, "ms"))
     return rows
 
 
@@ -274,7 +291,7 @@ def request_rows(placed: Placed, case: str, seconds: float, repeats: int) -> lis
     return [
         row("requests/s", name, [run.outcome.requests_s for run in whole], "1/s"),
         row("requests/s per core", name, [run.outcome.all_answers / run.core_s for run in whole], "1/s"),
-        row("core time per request", name, [run.core_s / run.outcome.all_answers * 1e3 for run in whole], "ms"),
+        row("core time per request", name, [_core_ms(run) for run in whole], "ms"),
     ]
 
 
@@ -306,35 +323,32 @@ def turn_rows(
     turns: int,
     *,
     is_stream: bool,
-    added: tuple[float, float] | None = None,
+    worker_s: float | None = None,
 ) -> list[Row]:
-    """Ours beside another one that is up as long, in turns. added: what both's fakes take alone, in seconds, where both
-    are to be judged by what they add."""
+    """Ours beside another one that is up as long, in turns. worker_s: what a worker takes without a router, where both
+    are to be judged by what they add to it."""
     asks = (
         [("tokens", NUM_STREAMED, CONNECTIONS)]
         if is_stream
         else [("requests", 1, CONNECTIONS), ("latency p50, alone", 1, 1)]
     )
-    less, rows = added or (0.0, 0.0), []
+    is_judged, rows = worker_s is not None, []
     for metric, num_output, connections in asks:
         turn = [(each, each.ask(NUM_PROMPT, num_output, stream=is_stream)) for each in (placed, other)]
         for each, ask in turn:
-            measure(each, ask, connections=connections, seconds=WARM_S if added else seconds / 4)
+            measure(each, ask, connections=connections, seconds=WARM_S if is_judged else seconds / 4)
         runs = [
             [measure(each, ask, connections=connections, seconds=seconds) for each, ask in turn] for _ in range(turns)
         ]
-        beside = partial(_beside, case, other.name, has_goal=added is not None)
+        beside = partial(_beside, case, other.name, has_goal=is_judged)
         came = [[run.outcome.tokens_s if is_stream else run.outcome.requests_s for run in pair] for pair in runs]
         if connections == 1:
-            name = f"added {metric}" if added else metric
-            pairs = [
-                [(run.outcome.percentile(0.5) - own_s) * 1e3 for run, own_s in zip(pair, less, strict=True)]
-                for pair in runs
-            ]
+            name = f"added {metric}" if is_judged else metric
+            pairs = [[(run.outcome.percentile(0.5) - (worker_s or 0.0)) * 1e3 for run in pair] for pair in runs]
             rows.append(beside(name, pairs, "ms"))
             continue
         rows.append(
-            beside(f"{metric}/s", came, "1/s", has_goal=added is not None and not is_stream)
+            beside(f"{metric}/s", came, "1/s", has_goal=is_judged and not is_stream)
         )  # the fakes' pace bounds what comes
         counted = [
             [(run.outcome.all_tokens if is_stream else run.outcome.all_answers) / run.core_s for run in pair]
@@ -347,22 +361,17 @@ def turn_rows(
 def _beside(case: str, other: str, metric: str, pairs: Sequence[Sequence[float]], unit: str, *, has_goal: bool) -> Row:
     """The median of the ratios of turns, which both sides of a turn had the same machine for. has_goal: we are to be as
     fast."""
-    is_cost = has_goal and unit == "ms"
-    ratio = paired([rival / own if is_cost else own / rival for own, rival in pairs])
-    own_value, other_value = (statistics.median(side) for side in zip(*pairs, strict=True))
+    own, theirs = zip(*pairs, strict=True)
     against = "a router without routing" if other == BARE else other
-    goal, holds = (1.0, ratio.median >= 1.0) if has_goal else (None, None)
-    return Row(
-        f"{metric}, in turns",
+    return row_of_turns(
+        f"{metric}, in turns" + ("" if other == BARE else f" with {other}"),
         f"pdcluster {case}",
-        own_value,
+        own,
         unit,
-        against,
-        other_value,
-        ratio.median,
-        ratio.spread,
-        goal,
-        holds,
+        against=against,
+        other=theirs,
+        better="less" if unit == "ms" else "more",
+        goal=1.0 if has_goal else None,
     )
 
 
@@ -371,10 +380,16 @@ def prompt_rows(placed: Placed, lengths: Sequence[int], seconds: float) -> list[
     rows = []
     for length in lengths:
         run = measure(placed, placed.ask(length, 1, stream=False), connections=1, seconds=seconds)
-        samples = [run.core_s / run.outcome.all_answers * 1e3]
-        goal = {"against": "goal of 5 ms", "against_value": 5.0} if length >= 100_000 else {}
-        rows.append(row("core time per request", f"{placed.name} {length} tokens", samples, "ms", **goal))  # type: ignore[arg-type]
+        found = row("core time per request", f"{placed.name} {length} tokens", [_core_ms(run)], "ms")
+        if length >= 100_000:
+            found = replace(found, against="goal", against_value=5.0, better="less", goal=1.0)
+        rows.append(found)
     return rows
+
+
+def _core_ms(run: Measured) -> float:
+    """Of a request."""
+    return run.core_s / run.outcome.all_answers * 1e3
 
 
 def against_rivals(rows: list[Row]) -> list[Row]:
@@ -390,20 +405,17 @@ def against_rivals(rows: list[Row]) -> list[Row]:
             continue
         is_cost = own.unit == "ms"
         best = (min if is_cost else max)(others, key=lambda found: found.value)
-        ratio = best.value / own.value if is_cost else own.value / best.value
-        rival_name = best.case.split(" ", 1)[0]
         compared.append(
             Row(
                 f"{own.metric} vs best rival",
                 case,
                 own.value,
                 own.unit,
-                rival_name,
-                best.value,
-                ratio,
-                own.spread,
-                1.0,
-                ratio >= 1.0,
+                against=best.case.split(" ", 1)[0],
+                against_value=best.value,
+                better="less" if is_cost else "more",
+                goal=1.0,
+                spread=own.spread,
             )
         )
     return compared
@@ -418,10 +430,8 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
 
 
-def compare(
-    folder: Path, case: str, roles: Sequence[str], fakes: FakesAlone, seconds: float, repeats: int
-) -> list[Row]:
-    """Each rival by itself, and in turns with ours. fakes: ours."""
+def compare(folder: Path, case: str, roles: Sequence[str], worker_s: float, seconds: float, repeats: int) -> list[Row]:
+    """Each rival by itself, and in turns with ours."""
     rows: list[Row] = []
     for name in NAMES:
         if not (folder / name).exists():
@@ -433,17 +443,12 @@ def compare(
         try:
             is_apart = case == "P/D"
             with rival(name, folder, disaggregated=is_apart) as placed, ours(roles) as (own, _):
-                fake_s = (
-                    WORKER_S * (2 if is_apart else 1) if placed.name != "dynamo" else 0.0
-                )  # they ask one leg after the other
                 rates = request_rows(placed, case, seconds, repeats)
-                rows += rates + latency_rows(
-                    placed, case, FakesAlone(fake_s, fake_s), seconds, repeats, rates[0].value / 2
-                )
-                rows += turn_rows(own, placed, case, seconds / 2, TURNS, is_stream=False, added=(fakes.alone_s, fake_s))
+                rows += rates + latency_rows(placed, case, worker_s, seconds, repeats, rates[0].value / 2)
+                rows += turn_rows(own, placed, case, seconds / 2, TURNS, is_stream=False, worker_s=worker_s)
             with rival(name, folder, disaggregated=is_apart, token_s=PACE_S) as placed, ours(roles, PACE_S) as (own, _):
                 rows += stream_rows(placed, case, seconds, repeats)
-                rows += turn_rows(own, placed, case, seconds / 2, TURNS, is_stream=True, added=(fakes.alone_s, fake_s))
+                rows += turn_rows(own, placed, case, seconds / 2, TURNS, is_stream=True, worker_s=worker_s)
         except (RuntimeError, OSError, TimeoutError) as error:
             print(f"{name} {case} is left out: {error}", file=sys.stderr)
     return rows
@@ -458,13 +463,14 @@ def main() -> None:
     chosen = parser.parse_args()
     os.sched_setaffinity(0, {CLIENT_CORE})
     seconds, repeats = (2.0, 1) if chosen.quick else (4.0, 3)
-    rows: list[Row] = []
+    rows = [without_router(seconds)]
+    worker_s = rows[0].value / 1e3
     for case, roles in (("local", ("mixed",)), ("P/D", ("prefill", "decode"))):
         with ours(roles) as (placed, bootstrap):
             rates = request_rows(placed, case, seconds, repeats)
             half_rate = rates[0].value / 2
             fakes = FakesAlone.measured(bootstrap, len(roles), half_rate, seconds)
-            rows += fakes.rows(case) + rates + latency_rows(placed, case, fakes, seconds, repeats, half_rate)
+            rows += fakes.rows(case) + rates + latency_rows(placed, case, worker_s, seconds, repeats, half_rate)
             if case == "local":
                 rows += ceiling_rows(placed, bootstrap, seconds, 3, is_stream=False)
                 rows += prompt_rows(placed, (100, 10_000) if chosen.quick else (100, 10_000, 100_000), seconds)
@@ -473,7 +479,7 @@ def main() -> None:
             if case == "local":
                 rows += ceiling_rows(placed, bootstrap, seconds, 3, is_stream=True)
         if chosen.compare:
-            rows += compare(chosen.rivals, case, roles, fakes, seconds, repeats)
+            rows += compare(chosen.rivals, case, roles, worker_s, seconds, repeats)
     rows += against_rivals(rows)
     print_rows(rows)
     save(rows, chosen)

@@ -38,7 +38,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
-from bench.harness.report import Row, add_output_flags, print_rows, save
+from bench.harness.report import Better, Row, add_output_flags, print_rows, save
 from bench.parts import autoscale, routing_ideal, routing_real
 from bench.parts.routing_runs import Contender, Run, Workload, execute_all, pools_for
 from pdcluster.core.errors import ConfigError
@@ -333,9 +333,8 @@ def goal(
     *,
     less_is_better: bool = False,
 ) -> Row:
-    ratio = (other / value if less_is_better else value / other) if value and other else None
-    holds = None if least is None or ratio is None else ratio >= least
-    return Row(metric, case, value, unit, against, other, ratio, None, least, holds)
+    better: Better = "less" if less_is_better else "more"
+    return Row(metric, case, value, unit, against=against, against_value=other, better=better, goal=least)
 
 
 def best_three(found: Found) -> list[Contender]:

@@ -32,15 +32,14 @@ import ctypes
 import itertools
 import os
 import socket
-import statistics
 import time
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 
-from bench.harness.report import Row, add_output_flags, paired, print_rows, row, save
+from bench.harness.report import Row, add_output_flags, print_rows, row, row_of_turns, save
 from bench.parts import mooncake_bound, transfer_load
 from bench.parts.transfer_ends import HOST, PAGE_TOKENS, Address, Near, Sink, digest_only, plain
 from pdcluster.transfer.backends.tcp import DIGEST_BYTES
@@ -259,11 +258,8 @@ def beside(
     goal: float | None = None,
 ) -> Row:
     """A speed beside what was measured in the same turns; samples, tops: seconds, one of each turn."""
-    rates, top = [case.nbytes / seconds / 1e9 for seconds in samples], case.nbytes / statistics.median(tops) / 1e9
-    ratio = paired([other / own for own, other in zip(samples, tops, strict=True)])
-    holds = None if goal is None else ratio.median >= goal
-    speed = row(metric, label, rates, "GB/s", against=against, against_value=top)
-    return replace(speed, ratio=ratio.median, spread=ratio.spread, interval=ratio.interval, goal=goal, holds=holds)
+    own, other = ([case.nbytes / seconds / 1e9 for seconds in each] for each in (samples, tops))
+    return row_of_turns(metric, label, own, "GB/s", against=against, other=other, goal=goal)
 
 
 def where_time_goes(label: str, stages: list[tuple[float, float, float]]) -> list[Row]:

@@ -1,6 +1,7 @@
-"""The newest figure of each kind: `bench/figures.json`, and the table of it in `docs/figures.md`.
+"""The newest figure of each kind: `bench/figures.json`, and what is made from it: the page `docs/figures.md`, and the
+README's table of a few.
 
-Benches add their rows with `--record`. `python -m bench.harness.figures` writes the table anew.
+Benches add their rows with `--record`. `python -m bench.harness.figures` writes both anew.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -18,12 +20,34 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ROOT / "bench" / "figures.json"
 TABLE = ROOT / "docs" / "figures.md"
+README = ROOT / "README.md"
 HEAD = """# Figures
 
-The newest figure of each kind, each beside its ceiling or rival of the same run. Ratios say more than values: the
-machines are shared and noisy. `goal` is the least ratio that was promised, `spread` is that of the repeats. Benches add
-their rows with `--record`, and write this page.
+The newest figure of each kind, each beside its ceiling or rival of the same run. The machines are shared and noisy, so
+ratios say more than values.
+
+- `ratio` is how many times as good the value is: value ÷ beside where more is better, beside ÷ value where less is.
+  `better` says which. Of figures that were measured in turns with what is beside them, it is the median of the turns'.
+- `goal` is the least ratio that was promised. It is missed where the ratio is less. Nothing else decides that.
+- `spread` is that of the repeats.
+
+Benches add their rows with `--record`, and write this page.
 """
+# What the README shows: what it is in words, and the figure's metric and case.
+SHOWN = (
+    ("prefill of 512 tokens, one core, bfloat16", "prefill MFU", "512 tokens"),
+    ("decode step of one row, context 128, one core", "decode MBU", "batch 1, context 128"),
+    ("from the first token to the first decode step on the other node", "hand-over p50", "shm, 32 tokens"),
+    ("second token, where KV takes half as long to send as its prompt to compute", "ttst", "link takes 50% of prefill"),
+    ("KV over shared memory with digests, 16 MiB", "protocol.shm", "16 MiB, digests on"),
+    ("KV over tcp with digests, 64 MiB", "protocol.tcp", "64 MiB, digests on"),
+    ("first token of a second turn, 480 tokens fetched", "TTFT of turn 2", "shm, answer of 512, 480 pulled"),
+    ("requests a second at 1.5 times the capacity, in time", "goodput", "processes, load 1.5"),
+    ("node-hours of autoscaling, a recorded hour (replay)", "node-hours", "conversation_trace, ours"),
+    ("node-hours of autoscaling, a day with bursts (replay)", "node-hours", "day, ours"),
+    ("requests a second of one router core", "requests/s per core, in turns", "pdcluster local"),
+)
+BEGIN, END = "<!-- figures: made by python -m bench.harness.figures -->", "<!-- end of figures -->"
 
 Figure = dict[str, Any]
 
@@ -55,12 +79,25 @@ def commit() -> str:
 
 
 def record(rows: Sequence[Mapping[str, Any]], command: str) -> None:
-    """Keep these rows instead of older ones of the same metric and case, and write the table."""
+    """Keep these rows instead of older ones of the same metric and case, and write the tables.
+
+    Raises ValueError where two rows have both in common: one would hide the other.
+    """
+    twice = [name for name, count in Counter((row["metric"], row["case"]) for row in rows).items() if count > 1]
+    if twice:
+        raise ValueError(f"{len(twice)} figures stand twice among the rows: {twice[:3]}; give each a metric of its own")
     origin = {"machine": machine(), "commit": commit(), "command": command, "date": time.strftime("%Y-%m-%d")}
     kept = {(each["metric"], each["case"]): each for each in read()}
     kept.update({(row["metric"], row["case"]): {**row, **origin} for row in rows})
     FIGURES.write_text(json.dumps(sorted(kept.values(), key=_order), indent=1) + "\n")
-    TABLE.write_text(table(read()))
+    write()
+
+
+def write() -> None:
+    """The page, and the README's table."""
+    figures = read()
+    TABLE.write_text(table(figures))
+    README.write_text(readme(figures))
 
 
 def read() -> list[Figure]:
@@ -75,10 +112,29 @@ def table(figures: Sequence[Figure]) -> str:
     for (command, machine_name, commit_name, date), rows in groupby(figures, key=_origin):
         parts.append(f"\n## `{command}`\n\n{machine_name}; commit {commit_name}, {date}.\n")
         parts.append(
-            "| figure | case | value | beside | its value | ratio | goal | spread |\n|---|---|---|---|---|---|---|---|"
+            "| figure | case | value | beside | its value | better | ratio | goal | spread |\n"
+            "|---|---|---|---|---|---|---|---|---|"
         )
         parts += [_line(row) for row in rows]
     return "\n".join(parts) + "\n"
+
+
+def readme(figures: Sequence[Figure]) -> str:
+    """The README with the present table. Raises KeyError for a figure that is not recorded."""
+    before, _, rest = README.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{shown_table(figures)}\n{END}{after}"
+
+
+def shown_table(figures: Sequence[Figure]) -> str:
+    found = {(row["metric"], row["case"]): row for row in figures}
+    lines = ["| what | value | beside | times as good |", "|---|---|---|---|"]
+    for what, *name in SHOWN:
+        row = found[name[0], name[1]]
+        goal = "" if row["holds"] is not False else f", goal {row['goal']:.3g} missed"
+        value, beside = (f"{_number(row[name])} {row['unit']}" for name in ("value", "against_value"))
+        lines.append(f"| {what} | {value} | {row['against']}: {beside} | {row['ratio']:.2f}{goal} |")
+    return "\n".join(lines)
 
 
 def _order(figure: Figure) -> tuple[str, ...]:
@@ -92,16 +148,19 @@ def _origin(figure: Figure) -> tuple[str, str, str, str]:
 def _line(row: Figure) -> str:
     goal = "" if row["goal"] is None else f"{row['goal']:.4g}" + ("" if row["holds"] else " missed")
     spread = "" if row["spread"] is None else f"{row['spread']:.0%}"
+    value, beside = _number(row["value"]), _number(row["against_value"])
     cells = (
-        row["metric"], row["case"], f"{row['value']:.4g} {row['unit']}", row["against"], _number(row["against_value"]),
+        row["metric"], row["case"], f"{value} {row['unit']}", row["against"], beside, row["better"] or "",
         _number(row["ratio"]), goal, spread,
     )  # fmt: skip
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 if __name__ == "__main__":
-    TABLE.write_text(table(read()))
+    write()

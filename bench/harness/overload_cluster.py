@@ -34,6 +34,7 @@ from bench.harness.offered import (
     Outcome,
     Target,
     ask,
+    attainments,
     by_length,
     goodput,
     offer,
@@ -145,7 +146,7 @@ def measure(model: Path | None, seconds: float, loads: Sequence[float], num_work
         for load in loads:
             value = goodput(asyncio.run(run(target, f"load {load:g}", {"all": load * capacity}, seconds)), seconds)
             rows.append(
-                Row("goodput", f"processes, load {load:g}", value, "req/s", "capacity", capacity, value / capacity)
+                Row("goodput", f"processes, load {load:g}", value, "req/s", against="capacity", against_value=capacity)
             )
             peak, peak_load = max((peak, peak_load), (value, load))
         outcomes = asyncio.run(run(target, "overload", {"all": OVERLOAD * capacity}, seconds))
@@ -157,12 +158,9 @@ def measure(model: Path | None, seconds: float, loads: Sequence[float], num_work
                 f"processes, load {OVERLOAD:g}",
                 value,
                 "req/s",
-                against,
-                peak,
-                value / peak,
-                None,
-                GOAL,
-                value / peak >= GOAL,
+                against=against,
+                against_value=peak,
+                goal=GOAL,
             )
         )
         case = f"processes, load {OVERLOAD:g}"
@@ -174,24 +172,4 @@ def fairness(target: Target, capacity: float, seconds: float) -> list[Row]:
     outcomes = asyncio.run(
         run(target, "flood", {"flood": 2.0 * capacity, "small": 0.1 * capacity}, FLOOD_FACTOR * seconds)
     )
-    attained = {tenant: attainment([o for o in outcomes if o.tenant == tenant]) for tenant in ("flood", "small")}
-    case = "processes, small tenant beside a flood of 2.0"
-    small = attained["small"]
-    return [
-        Row(
-            "attainment",
-            case,
-            small,
-            "of its requests",
-            "of the flood",
-            attained["flood"],
-            None,
-            None,
-            GOAL,
-            small >= GOAL,
-        )
-    ]
-
-
-def attainment(outcomes: Sequence[Outcome]) -> float:
-    return sum(outcome.is_good for outcome in outcomes) / len(outcomes) if outcomes else 0.0
+    return attainments(outcomes, "processes, ")

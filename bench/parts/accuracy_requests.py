@@ -86,12 +86,14 @@ def _compare(url: str, dtype: str, num_prompts: int) -> list[Figure]:
     says = "Paris" in "".join(each["token"] for each in apart[0])
     case = f"{dtype}, {num_prompts} greedy answers of {TOKENS} tokens"
     return [
-        Figure(
-            "P/D beside one node: same answers", case, same / num_prompts, "share", goal=1.0, holds=same == num_prompts
-        ),
+        _of_all("P/D beside one node: same answers", case, same / num_prompts, "share"),
         Figure("P/D beside one node: logprob off by, largest", case, off, "nat"),
-        Figure("the capital of France is Paris", dtype, float(says), "", goal=1.0, holds=says),
+        _of_all("the capital of France is Paris", dtype, float(says), ""),
     ]
+
+
+def _of_all(metric: str, case: str, share: float, unit: str) -> Figure:
+    return Figure(metric, case, share, unit, against="all", against_value=1.0, goal=1.0)
 
 
 def ask(url: str, question: str, mode: str) -> list[dict[str, Any]]:

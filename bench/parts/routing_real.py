@@ -235,7 +235,9 @@ def _kept(found: Sequence[Round], seed: int) -> Iterator[Row]:
         for way in WAYS:
             for limit, num_good in zip(LIMITS, each[way].num_good, strict=True):
                 case = f"real, seed {seed}, round {number}{AT_LIMITS}{limit:g}"
-                yield Row(f"{IN_TIME} {way}", case, num_good, "requests", "asked", each[way].num_asked)
+                yield Row(
+                    f"{IN_TIME} {way}", case, num_good, "requests", against="asked", against_value=each[way].num_asked
+                )
 
 
 AT_LIMITS = ", limits x "
@@ -300,7 +302,10 @@ def judged(found: Sequence[Round], seed: int) -> Row:
         "in nine of ten draws"
     )
     spread = _spread([ratio([each]) for each in good])
-    return Row("goodput auto, lower 95 %", case, low, "ratio", NAMES[_rival(good)], 1.0, low, spread, GOAL, low >= GOAL)
+    return Row(
+        "goodput auto, lower 95 %", case, low, "ratio", against=NAMES[_rival(good)], against_value=1.0, goal=GOAL,
+        spread=spread,
+    )  # fmt: skip
 
 
 def by_limit(found: Sequence[Round]) -> Iterator[Row]:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.harness.report import Row, paired, row
+from bench.harness.report import Row, row, row_of_turns
 from bench.parts.transfer_ends import PAGE_TOKENS, Near, plain
 from pdcluster.transfer.backends.shm import TOLD_BYTES
 from pdcluster.transfer.copying.copy import Payload, table_of
@@ -214,20 +214,8 @@ def copy_and_digest(near: Near) -> None:
 
 def other_core_row(metric: str, case: str, idle: list[float], busy: list[float], goal: float | None) -> Row:
     """Seconds of turns; in each one idle and one busy."""
-    speeds = [CASE_BYTES / float(np.median(seconds)) / 1e9 for seconds in (busy, idle)]
-    ratio = paired([before / beside for before, beside in zip(idle, busy, strict=True)])
-    return Row(
-        metric,
-        case,
-        speeds[0],
-        "GB/s",
-        "idle",
-        speeds[1],
-        ratio.median,
-        ratio.spread,
-        goal,
-        None if goal is None else ratio.median >= goal,
-    )
+    own, other = ([CASE_BYTES / each / 1e9 for each in seconds] for seconds in (busy, idle))
+    return row_of_turns(metric, case, own, "GB/s", against="idle", other=other, goal=goal)
 
 
 def shared_core(backend: str, repeats: int) -> Iterator[Row]:
@@ -271,17 +259,14 @@ def shared_core(backend: str, repeats: int) -> Iterator[Row]:
     )
     for quantile in (50, 99):
         seconds = float(np.percentile(waits, quantile))
-        limit = GIL_GOAL_S if quantile == 99 else None
-        holds = None if limit is None else seconds <= limit
-        yield Row(
-            f"gil.{backend}",
-            f"mover's wait, p{quantile} of {len(waits)}",
-            seconds * 1e3,
-            "ms",
-            "limit",
-            limit and limit * 1e3,
-            holds=holds,
-        )
+        metric, case = f"gil.{backend}", f"mover's wait, p{quantile} of {len(waits)}"
+        if quantile == 99:
+            limit_ms = GIL_GOAL_S * 1e3
+            yield Row(
+                metric, case, seconds * 1e3, "ms", against="limit", against_value=limit_ms, better="less", goal=1.0
+            )
+        else:
+            yield Row(metric, case, seconds * 1e3, "ms")
 
 
 def rows(backend: str) -> Iterator[Row]:

@@ -245,17 +245,5 @@ def _beside(
 
 def _faster(metric: str, case: str, ours: list[float], theirs: list[float], unit: str, goal: float | None) -> Figure:
     """Times, with the ratio as speed: above 1 where we are faster."""
-    mine, other = row(metric, case, ours, unit), row(metric, case, theirs, unit)
-    ratio = other.value / mine.value
-    return Figure(
-        metric,
-        case,
-        mine.value,
-        unit,
-        "its time",
-        other.value,
-        ratio,
-        mine.spread,
-        goal,
-        None if goal is None else ratio >= goal,
-    )
+    beside = statistics.median(theirs)
+    return row(metric, case, ours, unit, against="its time", against_value=beside, better="less", goal=goal)

@@ -11,9 +11,9 @@ Each lives in a virtual environment of its own, DIR/NAME:
 
 The first three route round robin over `bench.fakes.fake_worker`. Dynamo's frontend routes by its own KV rule over its
 mocker, whose simulated engine is sped up a million times: nothing else speaks the mocker's protocol, so what it takes
-alone is unknown and stays in Dynamo's figures; its streams have one event more than tokens, and some 46 ms of its P/D
-are the two mockers' own hand-over. (ai-dynamo pins a package that is a stub in the index, hence --no-deps; no CUDA is
-needed.)
+beyond a worker of the others stays in Dynamo's figures; its streams have one event more than tokens, and some 46 ms of
+its P/D are the two mockers' own hand-over. (ai-dynamo pins a package that is a stub in the index, hence --no-deps; no
+CUDA is needed.)
 """
 
 from __future__ import annotations
@@ -76,6 +76,21 @@ class Placed:
             body = {"model": self.model, "prompt": ids, "max_tokens": num_output, "temperature": 0, "stream": stream}
             body |= {"ignore_eos": True} if self.name in ("pdcluster", BARE) else {}
         return Ask(self.path, json.dumps(body).encode(), stream, self.token_mark)
+
+
+@contextmanager
+def worker() -> Iterator[Placed]:
+    """A worker by itself, as a client sees it without any router."""
+    running: list[subprocess.Popen[bytes]] = []
+    port = _free_port()
+    argv = [sys.executable, "-m", "bench.fakes.fake_worker", str(port), "plain", "0"]
+    try:
+        running.append(subprocess.Popen(argv, preexec_fn=ends_with_us()))
+        placed = Placed("worker", f"127.0.0.1:{port}", running[-1].pid, "/v1/completions", MODEL)
+        wait_ready(placed.address, placed.ask(128, 1, stream=False).request())
+        yield placed
+    finally:
+        stop(running)
 
 
 @contextmanager

@@ -5,7 +5,16 @@ import statistics
 
 import pytest
 
-from bench.harness.offered import MEAN_TOKENS, MOST_TOKENS, Outcome, by_length, goodput, prompt_tokens, refusals
+from bench.harness.offered import (
+    MEAN_TOKENS,
+    MOST_TOKENS,
+    Outcome,
+    attainments,
+    by_length,
+    goodput,
+    prompt_tokens,
+    refusals,
+)
 
 
 def served(ttft_s: float, num_tokens: int = 500, slo_s: float = 1.0) -> Outcome:
@@ -36,7 +45,7 @@ def test_late_ones_and_slow_refusals_are_told_beside_the_level() -> None:
         row.metric: row
         for row in refusals([served(0.5, slo_s=2.0), served(2.5, slo_s=2.0), refused(0.02), refused(0.3)])
     }
-    assert rows["accepted and late"].value == 1.0
+    assert (rows["accepted and in time"].value, rows["accepted and in time"].ratio) == (1.0, 0.5)
     assert rows["TTFT of accepted requests, p99"].against_value == 2.0
     assert rows["time to a refusal, the longest"].holds is False
 
@@ -48,6 +57,13 @@ def test_an_overload_in_which_nobody_is_refused_misses_the_goal() -> None:
 def test_long_and_short_prompts_are_told_apart() -> None:
     (row,) = by_length([served(0.5, 400), served(1.5, 400), served(0.5, 2 * MEAN_TOKENS), served(0.5, MEAN_TOKENS)])
     assert (row.value, row.against_value) == (1.0, 0.5)
+
+
+def test_a_small_tenants_goal_is_all_of_its_requests() -> None:
+    found = [served(0.5), served(1.5), *(Outcome("small", 500, 200, ttft_s, False) for ttft_s in (0.5, 0.6, 0.7, 1.5))]
+    small, flood = attainments([Outcome("flood", 500, 200, 1.5, False), *found])
+    assert (small.value, small.ratio, small.holds) == (0.75, 0.75, False)
+    assert (flood.value, flood.holds) == (0.0, None)
 
 
 def test_prompts_have_the_mean_that_capacity_is_told_from() -> None:

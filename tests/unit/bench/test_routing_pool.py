@@ -32,10 +32,14 @@ def _write(rows: list[Row], path: Path) -> None:
     save(rows, Namespace(json=path, record=False))
 
 
+def in_time(way: str, case: str, count: int) -> Row:
+    return Row(f"in time, {way}", case, count, "requests", against="asked", against_value=10)
+
+
 def written(path: Path, *good: tuple[int, int, int]) -> Path:
     """A run of the bench: of each round how many of 10 were in time at every limit, by auto, on one node, on two."""
     rows = [
-        Row(f"in time, {way}", f"real, seed 1, round {number}, limits x {limit:g}", count, "requests", "asked", 10)
+        in_time(way, f"real, seed 1, round {number}, limits x {limit:g}", count)
         for number, counts in enumerate(good)
         for way, count in zip(WAYS, counts, strict=True)
         for limit in LIMITS
@@ -93,7 +97,7 @@ def test_a_file_without_rounds_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_file_of_the_method_before_is_refused_and_says_what_it_lacks(tmp_path: Path) -> None:
     _write(
-        [Row(f"in time, {way}", "real, seed 1, round 0", 9, "requests", "asked", 10) for way in WAYS],
+        [in_time(way, "real, seed 1, round 0", 9) for way in WAYS],
         tmp_path / "old.json",
     )
     with pytest.raises(ConfigError, match=r"old\.json lacks .*auto"):
