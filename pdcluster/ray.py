@@ -36,7 +36,7 @@ from pdcluster.launch.ray_args import (
     read_args,
     router_command,
 )
-from pdcluster.processes.supervisor import Facts, Spec, Supervisor
+from pdcluster.processes.supervisor import ChildGaveUp, Facts, Spec, Supervisor
 from pdcluster.rpc.scaling import wanted_nodes
 from pdcluster.settings.config import own_environment
 from pdcluster.wire.address import format_address
@@ -102,7 +102,7 @@ class ServedProcess:
     def check(self) -> None:
         """Raises when it crashed too often."""
         if self._failed.done():
-            raise self._failed.result()
+            raise ChildGaveUp(self._failed.result())
 
     async def probe(self) -> None:
         """Ask its health port. One that is being started again is not asked. Raises when it stands still."""

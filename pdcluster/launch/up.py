@@ -28,7 +28,7 @@ from pdcluster.checkpoint.hub import is_repository, local_model
 from pdcluster.checkpoint.inspection import check_model_files
 from pdcluster.core.errors import ConfigError, ModelError, PdclusterError, Unavailable, Unservable
 from pdcluster.core.messages import Role
-from pdcluster.processes.supervisor import Facts, Spec, Supervisor
+from pdcluster.processes.supervisor import ChildGaveUp, Facts, Spec, Supervisor
 from pdcluster.settings.config import (
     BootstrapConfig,
     LoadedSection,
@@ -389,7 +389,7 @@ async def _serve(loaded: LoadedSection[UpConfig]) -> int:
             output.say(serving.line())
             failure = await unless(stop.first, cluster.supervisor.failed())
             if failure is not None:
-                raise failure
+                raise ChildGaveUp(failure)
         output.say("stopping; once more to stop without waiting")
     except PdclusterError as error:
         output.say(f"error: {error}")

@@ -111,7 +111,7 @@ class Supervisor:
         self._first_delay_s = first_delay_s
         self._children: dict[str, Child] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._failure: asyncio.Future[ChildGaveUp] = asyncio.get_running_loop().create_future()
+        self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._hurry = asyncio.Event()
         self._spare: Spare | None = None
         # Names of children that had to be killed by `stop`.
@@ -125,8 +125,8 @@ class Supervisor:
         self._keepers[spec.name] = asyncio.create_task(self._keep(child), name=f"keep {spec.name}")
         return child.facts
 
-    async def failed(self) -> ChildGaveUp:
-        """Returns when a child crashed too often, with the reason."""
+    async def failed(self) -> str:
+        """Returns when a child is given up, with the reason: for ChildGaveUp."""
         return await asyncio.shield(self._failure)
 
     def pid(self, name: str) -> int | None:
@@ -249,11 +249,7 @@ class Supervisor:
             return True
         if not self._failure.done():
             self._failure.set_result(
-                ChildGaveUp(
-                    self._explain(
-                        child, f"{name} crashed more than {self._restarts} times within a minute (up.restarts)"
-                    )
-                )
+                self._explain(child, f"{name} crashed more than {self._restarts} times within a minute (up.restarts)")
             )
         return False
 

@@ -140,6 +140,19 @@ def test_no_exception_is_swallowed(module: Module) -> None:
     assert not found, f"{module.file} swallows every exception in lines {found}"
 
 
+def test_an_exception_that_is_kept_is_not_raised() -> None:
+    """Each raise adds frames to its traceback, and with them all that they refer to. Keep the text instead."""
+    found = [
+        f"{module.file}:{node.lineno}"
+        for module in written()
+        for function in ast.walk(module.tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Raise) and node.exc is not None and _is_kept(node.exc, function)
+    ]
+    assert not found, "make a new exception of its text:\n" + "\n".join(found)
+
+
 def test_test_files_have_unique_names() -> None:
     counts = Counter(
         file.name for file in (ROOT / "tests").rglob("*.py") if file.name not in ("conftest.py", "__init__.py")
@@ -150,6 +163,30 @@ def test_test_files_have_unique_names() -> None:
 def test_there_are_no_files_without_a_subject() -> None:
     vague = {"utils.py", "util.py", "common.py", "helpers.py", "misc.py"}
     assert [file for package in PACKAGES for file in package.rglob("*.py") if file.name in vague] == []
+
+
+def _is_kept(raised: ast.expr, function: ast.AST) -> bool:
+    """Whether it lies in an attribute of self, in a collection there, or in a future."""
+    if isinstance(raised, ast.Name):
+        values = [
+            node.value
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign | ast.NamedExpr | ast.AnnAssign)
+            and raised.id in [ast.unparse(target) for target in getattr(node, "targets", None) or [node.target]]
+        ]
+        return any(
+            value is not None and not isinstance(value, ast.Name) and _is_kept(value, function) for value in values
+        )
+    if isinstance(raised, ast.Call) and isinstance(raised.func, ast.Attribute):
+        name, of = raised.func.attr, raised.func.value
+        return name in ("result", "exception") or (name == "get" and bool(raised.args) and _is_of_self(of))
+    return _is_of_self(raised)
+
+
+def _is_of_self(node: ast.expr) -> bool:
+    """self.NAME, or an item of it."""
+    node = node.value if isinstance(node, ast.Subscript) else node
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
 def _is_os(node: ast.expr) -> bool:

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdcluster.core.errors import BadRequest
 from pdcluster.core.grammar import PARAM, Grammar
 from pdcluster.core.sampling import Sampling
 from pdcluster.core.step import Row, RowError
@@ -117,9 +116,7 @@ class Constraints:
         self, asked: Sequence[tuple[Row, Grammar]]
     ) -> list[GrammarPosition | DeadRow | MissedDeadline | PoolFull]:
         """Nothing is begun for a grammar that was refused while its rows ran."""
-        refused = {
-            grammar: str(error) for _, grammar in asked if (error := self._grammars.refusal(grammar)) is not None
-        }
+        refused = {grammar: reason for _, grammar in asked if (reason := self._grammars.refusal(grammar)) is not None}
         begun = [(row, grammar) for row, grammar in asked if grammar not in refused]
         found = iter(
             self._aside.run([self._job(row, grammar) for row, grammar in begun], [grammar for _, grammar in begun])
@@ -146,7 +143,7 @@ class Constraints:
             f"after {row.output_index} tokens it takes too long to find what the grammar allows next; send a less "
             "ambiguous one"
         )
-        self._grammars.refuse(grammar, BadRequest(reason))
+        self._grammars.refuse(grammar, reason)
         return RowError(reason, retryable=False, param=PARAM)
 
 

@@ -184,7 +184,8 @@ class Grammars:
         self._bytes = 0
         # The grammars in use take more than all may.
         self._is_crowded = False
-        self._refused: OrderedDict[Grammar, PdclusterError] = OrderedDict()
+        # Why each is refused. Not the exception: its traceback would grow each time that it is raised.
+        self._refused: OrderedDict[Grammar, str] = OrderedDict()
         # When each wanted compile began. None while it waits, for a thread or for the library.
         self._began: dict[Grammar, float | None] = {}
         self._queue: deque[Grammar] = deque()
@@ -203,7 +204,7 @@ class Grammars:
                 self._ready.move_to_end(grammar)
                 return True
             if (refused := self._refused.get(grammar)) is not None:
-                raise refused
+                raise BadRequest(refused)
             self._replace_late()
             if self._is_crowded and grammar not in self._began:
                 raise Overloaded(
@@ -241,14 +242,14 @@ class Grammars:
         with self._lock:
             return self._ready.get(grammar)
 
-    def refuse(self, grammar: Grammar, error: PdclusterError) -> None:
+    def refuse(self, grammar: Grammar, reason: str) -> None:
         """From any thread: it compiles, but can not be used."""
         with self._lock:
             if (compiled := self._ready.pop(grammar, None)) is not None:
                 self._bytes -= compiled.memory_size_bytes
-            self._remember(grammar, error)
+            self._remember(grammar, reason)
 
-    def refusal(self, grammar: Grammar) -> PdclusterError | None:
+    def refusal(self, grammar: Grammar) -> str | None:
         """Why it can not be used, if that is known; from any thread."""
         with self._lock:
             return self._refused.get(grammar)
@@ -337,7 +338,7 @@ class Grammars:
                     return
 
     def _compile(self, grammar: Grammar) -> Any:
-        """The compiled grammar, or the error that says why there is none."""
+        """The compiled grammar, or a text that says why there is none."""
         began = time.perf_counter()
         try:
             with self._loading:
@@ -349,26 +350,26 @@ class Grammars:
             _check_ends(grammar)
             _try(compiled)
         except PdclusterError as error:
-            return error
+            return str(error)
         except ImportError as error:
             log.error("xgrammar cannot be imported: %s", error)
-            return BadRequest(NEEDS_LIBRARY)
+            return NEEDS_LIBRARY
         except (
             Exception
         ) as error:  # the library raises RuntimeError and ValueError of many kinds for what it does not take
-            return BadRequest(f"the grammar does not compile: {_words(error)}{_behind(self._compiler, grammar)}")
+            return f"the grammar does not compile: {_words(error)}{_behind(self._compiler, grammar)}"
         log.debug("a grammar of %d characters compiled in %.3f s", len(grammar.source), time.perf_counter() - began)
         return compiled
 
     def _keep(self, grammar: Grammar, answer: Any) -> None:
-        if isinstance(answer, PdclusterError):
+        if isinstance(answer, str):
             self._remember(grammar, answer)
             return
         self._ready[grammar] = answer
         self._bytes += answer.memory_size_bytes
 
-    def _remember(self, grammar: Grammar, error: PdclusterError) -> None:
-        self._refused[grammar] = error
+    def _remember(self, grammar: Grammar, reason: str) -> None:
+        self._refused[grammar] = reason
         if len(self._refused) > self._limits.refusals:
             self._refused.popitem(last=False)
 

@@ -6,6 +6,7 @@ import math
 import re
 import threading
 import time
+import traceback
 
 import jsonschema
 import numpy as np
@@ -523,3 +524,23 @@ def test_a_model_without_an_end_takes_no_grammar():
             compile_now(endless, regex("a"))
     finally:
         endless.close()
+
+
+class RefusingCompiler:
+    def compile_structural_tag(self, source):
+        raise RuntimeError("no such rule")
+
+
+def test_a_refusal_takes_no_more_memory_however_often_its_grammar_comes_again():
+    """An exception that is raised again keeps the frames of each time."""
+    grammars = Grammars(lambda: Vocabulary([b"a"], 1, (0,)), make=lambda _: RefusingCompiler())
+    wanted = regex("a")
+    with pytest.raises(BadRequest):
+        compile_now(grammars, wanted)
+    raised = []
+    for _ in range(20):
+        with pytest.raises(BadRequest, match="no such rule") as caught:
+            grammars.want(wanted)
+        raised.append(caught.value)
+    grammars.close()
+    assert [len(list(traceback.walk_tb(error.__traceback__))) for error in raised] == [2] * 20
