@@ -172,10 +172,14 @@ class _HealthServer(ThreadingHTTPServer):
         self.server_address = self.socket.getsockname()
 
     def process_request(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._places.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._places.release()  # no thread began that would
+            raise
 
     def process_request_thread(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:
         try:

@@ -310,12 +310,15 @@ class Grammars:
             self._limits.threads, len(self._began) - len(self._late), max(self._limits.max_late - len(self._late), 0)
         )
         while self._num_threads < wanted:
-            self._num_threads += 1
             size = threading.stack_size(STACK_BYTES)
             try:
                 threading.Thread(target=self._work, name="grammars", daemon=True).start()
+            except RuntimeError as error:  # what waits asks again, and may get one then
+                log.warning("no thread to compile a grammar: %s", error)
+                return
             finally:
                 threading.stack_size(size)
+            self._num_threads += 1
 
     def _work(self) -> None:
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -89,6 +90,18 @@ def test_clients_beyond_the_bound_are_closed_and_places_come_back(address: str, 
             return
         except httpx.TransportError:
             assert time.monotonic() < deadline
+
+
+def test_places_come_back_when_the_machine_had_no_thread_for_a_client(address: str, client: httpx.Client) -> None:
+    host, port = address.split(":")
+    usual = threading.stack_size(1 << 47)  # more than there are addresses, so that no thread begins
+    try:
+        for _ in range(MAX_CLIENTS + 1):
+            with socket.create_connection((host, int(port)), timeout=10.0) as refused:
+                assert refused.recv(1) == b"", "closed without an answer"
+    finally:
+        threading.stack_size(usual)
+    assert client.get("/livez").status_code == 200
 
 
 def test_a_taken_port_is_an_error_with_the_way_out(address: str, said: Said) -> None:

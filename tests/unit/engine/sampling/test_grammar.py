@@ -544,3 +544,14 @@ def test_a_refusal_takes_no_more_memory_however_often_its_grammar_comes_again():
         raised.append(caught.value)
     grammars.close()
     assert [len(list(traceback.walk_tb(error.__traceback__))) for error in raised] == [2] * 20
+
+
+def test_a_grammar_that_got_no_thread_is_compiled_once_there_are_some(monkeypatch):
+    grammars = Grammars(lambda: Vocabulary([b"a"], 1, (0,)), make=lambda _: RefusingCompiler())
+    with monkeypatch.context() as short:
+        short.setattr("pdcluster.engine.sampling.grammar.STACK_BYTES", 1 << 47)  # more than there are addresses
+        assert not grammars.want(regex("a"))
+        assert not grammars.want(regex("a")), "its request waits"
+    with pytest.raises(BadRequest, match="no such rule"):
+        compile_now(grammars, regex("a"))
+    grammars.close()
