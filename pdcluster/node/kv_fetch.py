@@ -51,6 +51,7 @@ class PullInProgress:
     """One pull.
 
     pages: in token order from the prompt's first on, all held while it is open. The first num_cached were cached here.
+    is_cut: the request's own deadline leaves it less than `pull_s`.
     """
 
     sequence: Sequence
@@ -60,6 +61,7 @@ class PullInProgress:
     num_cached: int
     began: float
     deadline: float
+    is_cut: bool
     is_open: bool = True
 
 
@@ -200,7 +202,7 @@ class FetchSide:
         self._scheduler.hold(sequence)
         self._breaker(holder).begin(now)
         self._pulls[ticket.nonce] = PullInProgress(
-            sequence, holder, ticket.nonce, pages, len(cached), now, now + seconds
+            sequence, holder, ticket.nonce, pages, len(cached), now, now + seconds, seconds < self._pull_s
         )
         # All that the holder has: its pages may be larger, and are named by their last hash.
         num_hashes = pull.num_tokens // self._pages.block_tokens
@@ -252,7 +254,7 @@ class FetchSide:
             self._scheduler.resume(pulling.sequence)
         if breaker is not None and result in WELL:  # None: that boot is gone
             breaker.succeeded(pulling.began, now)
-        elif breaker is not None and result != "cancelled":
+        elif breaker is not None and result != "cancelled" and not (result == "expired" and pulling.is_cut):
             breaker.failed(pulling.began, now)
         self.counters[result] += 1
         if result != "ok":

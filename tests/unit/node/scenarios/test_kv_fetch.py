@@ -306,6 +306,22 @@ def test_a_holder_that_fails_again_and_again_is_left_alone_for_a_while_and_then_
     nodes.end()
 
 
+def test_a_pull_that_its_own_requests_deadline_cut_says_nothing_against_the_holder() -> None:
+    nodes = PullingNodes()
+    nodes.cache("d0", PROMPT)
+    nodes.lose = lambda letter: isinstance(letter.message, Fetch)
+    for number in range(BREAKER.failures):
+        hurried = msgspec.structs.replace(work_of(f"r{number}", PROMPT, 3), deadline_s=0.05)
+        nodes.say("p0", Prefill(hurried, remote=False, pull=Pull(nodes["d0"].endpoint, HELD)))
+        nodes.turns(60)
+        forget_cache(nodes)
+    assert nodes.pulls() == {"expired": BREAKER.failures}
+    nodes.lose = lambda letter: False
+    nodes.ask("later", PROMPT, pull="d0")
+    assert nodes.finish("later", PROMPT).timings.pulled_tokens == HELD
+    nodes.end()
+
+
 def forget_cache(nodes: PullingNodes) -> None:
     """Evict everything that p0 has cached."""
     pages = nodes["p0"].parts.pages
