@@ -318,10 +318,11 @@ class PrefixIndex:
             self.num_dropped += len(keys) - room
             holdings.is_partial = True
             keys = keys.take(np.arange(room))
+        if not len(keys):
+            return  # a set without rows would stay for ever
         alone = self._sets.with_node(EMPTY, holdings.number)
         made = self._table.insert(keys, np.full(len(keys), alone, np.uint32))
-        if made:
-            self._sets.hold(alone, made)
+        self._sets.hold(alone, made)
         holdings.num_blocks += made
 
     def _add_few(self, holdings: Holdings, keys: Keys) -> None:

@@ -277,6 +277,16 @@ def test_at_the_cap_the_newest_blocks_are_dropped_and_counted_and_the_node_is_pa
     index.check_integrity()
 
 
+def test_nodes_that_find_no_room_at_the_cap_leave_no_set_behind() -> None:
+    index = PrefixIndex(max_blocks=100)
+    index.snapshot("full", chain([0] * 200))
+    sets, nbytes = index.num_sets, index.num_bytes
+    for number in range(20):
+        index.snapshot(f"late-{number}", chain([1 + number] * 60))
+    assert (index.num_sets, index.num_bytes) == (sets, nbytes)
+    index.check_integrity()
+
+
 def test_room_that_was_freed_at_the_cap_is_used_again() -> None:
     index = PrefixIndex(max_blocks=200)
     for number in range(20):
