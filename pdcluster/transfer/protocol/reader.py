@@ -20,6 +20,7 @@ from pdcluster.transfer.layout.spans import Spans
 from pdcluster.transfer.protocol.rank_memory import OwnMemories, PendingAnswer, RankMemories, are_here
 from pdcluster.transfer.protocol.reader_state import (
     AbortNotice,
+    GoneBoot,
     Incoming,
     Landing,
     are_in_place,
@@ -48,6 +49,9 @@ from pdcluster.transfer.protocol.session import (
 )
 
 __all__ = ["Landed", "Reader", "ReaderEvent", "Reclaimed", "Send", "TicketFailed", "TransferStats"]
+
+# Longest pause between Aborts to a boot that was declared dead, as a multiple of `Settings.repeat_s`.
+GONE_REPEATS = 16
 
 
 class Reader:
@@ -87,7 +91,7 @@ class Reader:
         # Answers that allow writes. They wait until every rank allows them.
         self._held: dict[int, CommitAck] = {}
         # Dead boots that a ticket or an Abort still names.
-        self._gone: set[Peer] = set()
+        self._gone: dict[Peer, GoneBoot] = {}
         self._proof_at: float | None = None
         self._forget_at = 0.0
         self._events: list[ReaderEvent] = []
@@ -131,7 +135,7 @@ class Reader:
         incoming = Incoming(
             ticket, peer_of(writer), writable, in_token_order(self._shape, writable), now, now + deadline_s
         )
-        self._gone.discard(incoming.writer)  # declared dead too early; it is reachable again
+        self._gone.pop(incoming.writer, None)  # declared dead too early; it is reachable again
         self._tickets[nonce] = incoming
         self._is_owned[writable] = True
         whole = join_spans(np.sort(writable) * self._shape.page_bytes, self._shape.page_bytes)
@@ -170,7 +174,7 @@ class Reader:
         """Handle a writer's boot that was declared dead (lease ended, link lost for good). Its tickets fail. Later
         polls ask the media for their fences until there is proof.
         """
-        self._gone.add(peer)
+        self._gone.setdefault(peer, GoneBoot(self._clock(), self._settings.repeat_s))
         for incoming in [each for each in self._tickets.values() if each.writer == peer]:
             self._fail(incoming, f"node {peer.node} is gone")
         self._proof_at = self._clock()
@@ -209,7 +213,7 @@ class Reader:
             return self._clock()
         return earliest(
             self._proof_at,
-            *(notice.send_at for notice in self._notices.values()),
+            *(self._repeat_at(notice) for notice in self._notices.values()),
             *(self._due(incoming) for incoming in self._tickets.values()),
         )
 
@@ -574,15 +578,23 @@ class Reader:
         for nonce, notice in list(self._notices.items()):
             if nonce not in self._tickets and (now >= notice.until or peer_of(notice.writer) in self._gone):
                 del self._notices[nonce]
-            elif now >= notice.send_at:
+            elif now >= self._repeat_at(notice):
                 notice.send_at = now + self._settings.repeat_s
                 self._events.append(Send(notice.writer, Abort(nonce, notice.reason, max(0.0, notice.until - now))))
+        for boot in self._gone.values():
+            if now >= boot.call_at:
+                boot.called(now, GONE_REPEATS * self._settings.repeat_s)
+
+    def _repeat_at(self, notice: AbortNotice) -> float:
+        gone = self._gone.get(peer_of(notice.writer))
+        return notice.send_at if gone is None else gone.call_at
 
     def _forget_gone(self) -> None:
         """Forget dead boots that no ticket and no Abort names. `peer_gone` failed all their tickets, and a later ticket
         makes a boot reachable again.
         """
         if self._gone:
-            self._gone &= {each.writer for each in self._tickets.values()} | {
+            named = {each.writer for each in self._tickets.values()} | {
                 peer_of(notice.writer) for notice in self._notices.values()
             }
+            self._gone = {peer: boot for peer, boot in self._gone.items() if peer in named}

@@ -98,6 +98,19 @@ class AbortNotice:
     since: float
 
 
+@dataclass(slots=True)
+class GoneBoot:
+    """A writer's boot that was declared dead, and its Aborts that wait for an answer. Each call dials it, so the pauses
+    between calls double.
+    """
+
+    call_at: float
+    pause_s: float
+
+    def called(self, now: float, longest_s: float) -> None:
+        self.call_at, self.pause_s = now + self.pause_s, min(2 * self.pause_s, longest_s)
+
+
 def writable_pages(
     shape: PageShape, is_owned: NDArray[np.bool_], pages: Sequence[int], num_tokens: int, cached_tokens: int
 ) -> Offsets:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 from transfer_harness import WRITER, Pair
 
-from pdcluster.core.messages import Endpoint
+from pdcluster.core.messages import Abort, Endpoint
 from pdcluster.transfer.backends import shm
 from pdcluster.transfer.backends.base import Fence, Peer
 from pdcluster.transfer.backends.shm import ShmBackend
@@ -49,10 +50,33 @@ def test_a_dead_boot_is_remembered_as_long_as_its_pages_wait_for_proof() -> None
     pair.poll()
     pair.reader.peer_gone(WRITER)
     silently(pair)
-    assert pair.reader._gone == {WRITER} and pair.reader.quarantined_pages == 2, "it may still write"
+    assert set(pair.reader._gone) == {WRITER} and pair.reader.quarantined_pages == 2, "it may still write"
     pair.network.kill(WRITER)
     silently(pair)
     assert pair.reader.is_idle() and not pair.reader._gone
+
+
+def test_a_dead_boot_whose_pages_wait_is_called_ever_more_seldom() -> None:
+    """Each call dials: a boot that refuses connections is gone again at once."""
+    pair = Pair(checks_permits=False)
+    for pages in ([3, 9], [5]):
+        ticket = pair.open(pages, 4 * len(pages))
+        pair.writer.open(ticket)
+        pair.writer.push(ticket.nonce, [10], 0, 4)
+        pair.poll()
+        pair.reader.peer_gone(WRITER)
+        pair.poll()
+    calls, since = [], pair.clock.now
+    while pair.clock.now < since + 60.0:
+        pair.inbox.clear()
+        pair.reader.peer_gone(WRITER)  # that call failed, too
+        pair.poll()
+        calls += [pair.clock.now] * any(isinstance(message, Abort) for _, message in pair.inbox)
+        pair.clock.now = max(pair.reader.next_deadline() or 0.0, pair.clock.now + 0.01)
+    assert len(calls) < 25 and max(later - one for one, later in itertools.pairwise(calls)) < 4.1
+    assert pair.reader.quarantined_pages == 3
+    pair.run(5.0)
+    assert pair.reader.is_idle(), "it lives after all, and answered"
 
 
 def test_a_writer_is_suspected_while_pages_wait_for_its_end_and_nobody_answers() -> None:
