@@ -191,9 +191,8 @@ class Scheduler:
         """
         if self._flights:
             raise IntegrityError("schedule was called while a step is in flight; call update or drop_step first")
-        step = Draft(
-            min(token_budget or self._limits.token_budget, self._limits.token_budget), self._limits.logprob_tokens
-        )
+        most = self._limits.token_budget
+        step = Draft(most if token_budget is None else min(token_budget, most), self._limits.logprob_tokens)
         preemptions_before = self.num_preemptions
         self._take_decodes(step)
         step.left = max(step.left, 1)

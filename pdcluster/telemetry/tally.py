@@ -1,5 +1,5 @@
-"""Counters, gauges and histograms for what happens to every request: plain numbers of one thread, shown to Prometheus
-when it asks.
+"""Counters, gauges and histograms for what happens to every request: plain numbers that one thread writes, shown to
+Prometheus when it asks. Any thread may read them: it copies the series first, as others may appear meanwhile.
 
 `prometheus_client` takes a lock and walks buckets for each value. For a dozen values a request, that costs as much as
 parsing it. Names and exposition are the same.
@@ -46,7 +46,7 @@ class Tally(Collector):
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._help, labels=self._labels)
-        for values, count in self._series.items():
+        for values, count in self._series.copy().items():
             family.add_metric(values, count.value)
         yield family
 
@@ -133,7 +133,7 @@ class Spread(Collector):
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._help, labels=self._labels)
-        for values, heap in self._series.items():
+        for values, heap in self._series.copy().items():
             family.add_metric(values, self._cumulated(heap), heap.total)
         yield family
 

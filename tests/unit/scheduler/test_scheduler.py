@@ -81,6 +81,12 @@ def test_a_smaller_budget_for_one_step_bounds_chunks_but_never_decodes():
     assert shape(node.plan(token_budget=6)) == [("a", 2, 1), ("b", 2, 1), ("c", 0, 4)]
 
 
+def test_no_budget_at_all_for_one_step_is_the_least_and_not_the_usual_one():
+    node = Node(token_budget=16)
+    node.add("a", LONG)
+    assert shape(node.plan(token_budget=0)) == [("a", 0, 1)]
+
+
 def test_the_row_says_where_the_token_stands_in_the_output():
     node = Node()
     node.add("a", [1, 2, 3], emitted=(4, 5), max_tokens=9)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -188,3 +191,27 @@ def test_decisions_are_judged_together_as_they_would_be_one_by_one() -> None:
     for _ in range(MOST_NOTED):
         metrics.judged((0.0, 0.0, 1, 0, 0))
     assert metrics._achieved.value == 33 + MOST_NOTED, "what waits is bounded"
+
+
+def test_a_thread_may_look_while_another_meets_new_labels() -> None:
+    """As a node's health port looks while its loop counts."""
+    registry = CollectorRegistry()
+    tally = Tally("x", "Help.", ("k",), registry=registry)
+    spread = Spread("y", "Help.", ("k",), buckets=BUCKETS, registry=registry)
+
+    def count() -> None:
+        for number in range(4000):
+            tally.labels(str(number)).inc()
+            spread.labels(str(number)).observe(1.0)
+
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    counting = threading.Thread(target=count)
+    try:
+        counting.start()
+        while counting.is_alive():
+            for collector in (tally, spread):
+                assert len(list(collector.collect())) == 1
+    finally:
+        sys.setswitchinterval(usual)
+        counting.join(10.0)
