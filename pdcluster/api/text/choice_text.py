@@ -77,8 +77,8 @@ class ChoiceText:
     """
 
     __slots__ = (
-        "_detokenizer", "_offset", "_silent", "_speech", "_stops", "_unlisted", "is_plain", "num_calls", "num_tokens",
-        "stopped",
+        "_detokenizer", "_min_tokens", "_offset", "_silent", "_speech", "_stops", "_unlisted", "is_plain", "num_calls",
+        "num_tokens", "stopped",
     )  # fmt: skip
 
     def __init__(
@@ -88,16 +88,19 @@ class ChoiceText:
         silent: Set[int],
         offset: int = 0,
         speech: Speech | None = None,
+        min_tokens: int = 0,
     ) -> None:
         """silent: ids that end a generation and whose text is not part of the answer.
         offset: characters before the first token (an echo).
         speech: splits the text; None for no split.
+        min_tokens: no stop string ends in the text of these first tokens.
         """
         self._detokenizer = detokenizer
         self._stops = stops
         self._silent = silent
         self._offset = offset
         self._speech = speech
+        self._min_tokens = min_tokens
         # Text passes unchanged.
         self.is_plain = speech is None and stops.is_idle
         self._unlisted: list[Token] = []
@@ -184,6 +187,6 @@ class ChoiceText:
 
     def _certain(self, text: str) -> str:
         """The certain part of the answer's text."""
-        certain = self._stops.feed(text)
+        certain = self._stops.feed(text, is_waiting=self.num_tokens <= self._min_tokens)
         self.stopped = self._stops.matched is not None
         return certain

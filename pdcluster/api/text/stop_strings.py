@@ -26,14 +26,14 @@ class StopMatcher:
         """Whether there is nothing to match, so that `feed` is not needed."""
         return not self._stops
 
-    def feed(self, text: str) -> str:
+    def feed(self, text: str, *, is_waiting: bool = False) -> str:
         """The text that is now certain. Once `matched` is set, it is the text before the match, and nothing more is
-        released.
+        released. is_waiting: no match may end in this text; one that ends behind it may begin in it.
         """
         if not self._stops:
             return text
         buffer = self._held + text
-        found = self._find(buffer)
+        found = None if is_waiting else self._find(buffer, len(self._held))
         if found is not None:
             end, self.matched = found
             self._held = ""
@@ -48,8 +48,13 @@ class StopMatcher:
         held, self._held, self.num_uncertain = self._held, "", 0
         return held
 
-    def _find(self, buffer: str) -> tuple[int, str] | None:
-        ends = [(start + len(stop), stop) for stop in self._stops if (start := buffer.find(stop)) >= 0]
+    def _find(self, buffer: str, num_held: int) -> tuple[int, str] | None:
+        """A match that ends within the held text was passed over when that text waited."""
+        ends = [
+            (start + len(stop), stop)
+            for stop in self._stops
+            if (start := buffer.find(stop, max(num_held - len(stop) + 1, 0))) >= 0
+        ]
         return min(ends, key=lambda match: (match[0], -len(match[1])), default=None)
 
     def _holdback(self, buffer: str) -> int:

@@ -462,7 +462,14 @@ class _Builder:
         detokenizer = model.text.detokenizer(
             skip_special_tokens=skip, at_start=self._at_start, shows_marks=speech is not None
         )
-        text = ChoiceText(detokenizer, StopMatcher(self._plan.stops), self._plan.silent, len(prompt.echo or ""), speech)
+        text = ChoiceText(
+            detokenizer,
+            StopMatcher(self._plan.stops),
+            self._plan.silent,
+            len(prompt.echo or ""),
+            speech,
+            sampling.min_tokens,
+        )
         wants_ids = bool(request.return_token_ids)
         choice = OutputChoice(
             generation, text, Clock(terms.arrived), model.info.vocab_size, echo, wants_ids, num_prompt_logprobs

@@ -22,9 +22,10 @@ def run(stops: list[str], parts: list[str]) -> tuple[str, str | None]:
     return released + matcher.flush(), None
 
 
-def first_match(stops: list[str], text: str) -> tuple[str, str | None]:
-    """By definition: the shortest beginning of the text that ends in a stop string, cut before the longest such."""
-    for end in range(len(text) + 1):
+def first_match(stops: list[str], text: str, num_waiting: int = 0) -> tuple[str, str | None]:
+    """By definition: the shortest beginning of the text that ends in a stop string behind the waiting part, cut before
+    the longest such."""
+    for end in range(num_waiting + 1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
             longest = max(ending, key=len)
@@ -52,6 +53,19 @@ def test_only_what_could_become_a_match_is_held_back(stops: list[str], text: str
         held = fed[len(released) :]
         assert fed.startswith(released)
         assert held == "" or any(stop.startswith(held) for stop in stops)
+
+
+@given(STOPS, LETTERS, st.integers(0, 30))
+@settings(max_examples=500, deadline=None)
+def test_a_match_that_ends_in_text_that_waits_is_none(stops: list[str], text: str, num_waiting: int) -> None:
+    matcher, released = StopMatcher(stops), ""
+    for number, letter in enumerate(text):
+        released += matcher.feed(letter, is_waiting=number < num_waiting)
+        if matcher.matched is not None:
+            break
+    else:
+        released += matcher.flush()
+    assert (released, matcher.matched) == first_match(stops, text, num_waiting)
 
 
 def test_a_stop_over_three_pieces_is_found_and_nothing_of_it_released() -> None:

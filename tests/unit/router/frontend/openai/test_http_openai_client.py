@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import openai
@@ -396,6 +397,29 @@ async def test_a_history_with_parts_and_tool_calls_reaches_the_template(
     rendered = TEXT.decode(dispatcher.started[0].token_ids, skip_special_tokens=False)
     assert "<|start|>system\none\ntwo<|end|>" in rendered
     assert "<|start|>tool\n42<|end|>" in rendered
+
+
+@pytest.mark.parametrize("min_tokens", [None, 1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_strings_wait_for_min_tokens(
+    client: AsyncOpenAI, dispatcher: ScriptedDispatcher, min_tokens: int | None, stream: bool
+) -> None:
+    letters = "aXbXc"
+    dispatcher.script = lambda _: [Tokens((TEXT.encode(letter, add_special_tokens=False)[0],)) for letter in letters]
+    given: dict[str, Any] = {"model": MODEL, "prompt": "p", "max_tokens": 6, "stop": ["X"]}
+    extra = {"min_tokens": min_tokens}
+    if stream:
+        chunks = await client.completions.create(
+            **given, extra_body=extra, stream=True, stream_options={"include_usage": True}
+        )
+        replies = [chunk async for chunk in chunks]
+        text = "".join(reply.choices[0].text for reply in replies[:-1])
+    else:
+        replies = [await client.completions.create(**given, extra_body=extra)]
+        text = replies[0].choices[0].text
+    # The first X is the second token, the other one the fourth.
+    told = "a" if (min_tokens or 0) < 2 else "aXb" if min_tokens < 4 else "aXbXc"
+    assert text == told and replies[-1].usage.completion_tokens == min(len(told) + 1, 5)
 
 
 async def test_ignore_eos_and_min_tokens_reach_the_nodes(client: AsyncOpenAI, dispatcher: ScriptedDispatcher) -> None:
