@@ -29,7 +29,7 @@ Ending = tuple[str | None, str | None, str]
 
 # Of a choice: tokens of its prompt and output, cached tokens, attempts. Seconds to the first and the second token, from
 # token to token (None: no such token), in the queue, of the transfer. Bytes of the transfer.
-Noted = tuple[int, int, int, int, float | None, float | None, float | None, float, float, int]
+Noted = tuple[int, int, int, int, float | None, float | None, float | None, float, float | None, int]
 
 # Of a decision: seconds that its first token came later than predicted, and than at best; prompt tokens found in the
 # cache, reachable, ideal.
@@ -148,7 +148,8 @@ class RouterMetrics:
             self.queue_seconds.observe_all(queue)
             if mode == "remote":
                 medium = self._medium(backend)
-                self.transfer_seconds.labels(medium).observe_all(transfer)
+                if moved_s := [seconds for seconds in transfer if seconds is not None]:
+                    self.transfer_seconds.labels(medium).observe_all(moved_s)
                 self.transfer_bytes.labels(medium).value += sum(moved)
 
 

@@ -23,7 +23,7 @@ class TimelineSpan:
 
 
 def spans_of(usage: Mapping[str, object]) -> list[TimelineSpan]:
-    """What a request that ended did when; empty where its nodes did not report. usage: as for `render`."""
+    """What a request that ended did when; empty where nothing is known of that. usage: as for `render`."""
     route = _table(usage.get("pdcluster"))
     seconds = {
         name: float(value) for name, value in _table(route.get("timeline")).items() if isinstance(value, int | float)
@@ -36,7 +36,7 @@ def render(usage: Mapping[str, object]) -> list[str]:
     route = _table(usage.get("pdcluster"))
     spans = spans_of(usage)
     if not spans:
-        return [_where(usage, route), "  (no timeline: a stop string ended the request before its nodes reported)"]
+        return [_where(usage, route), "  (no timeline)"]
     whole = max([span.end for span in spans] + [1e-6])
     return [_where(usage, route), *(_line(span, whole) for span in spans)]
 

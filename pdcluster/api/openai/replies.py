@@ -36,7 +36,8 @@ class Timeline(Struct, frozen=True):
     """Seconds of one choice's life; None where there is no such moment, as without a second token.
 
     ttft and ttst are the request's, over all attempts. The rest belongs to the final attempt, which got its nodes
-    placed_s after the request came. A stop string ends a choice before nodes report: their times are 0.
+    placed_s after the request came. What no node reported is as the router saw it. A transfer that a stop string cut
+    has no time and no bytes.
     """
 
     queue_s: float = 0.0

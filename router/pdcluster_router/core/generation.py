@@ -163,7 +163,9 @@ class Running(Protocol):
         ...
 
     def finish(self, num_output: int) -> None:
-        """End it well after `num_output` tokens, because a stop string matched."""
+        """End it well after `num_output` tokens, because a stop string matched. Its nodes are told at once. `on_done`
+        comes soon, and what comes before it is not for the client. Idempotent.
+        """
         ...
 
 

@@ -189,10 +189,6 @@ class ChoiceTrace:
         self.trace.note_end(done.reason, num_output)
         self._end_attempt(now, "")
 
-    def stopped(self, num_output: int) -> None:
-        """A stop string ended it after so many tokens."""
-        self.trace.note_end("stop", num_output)
-
     def ended(self, now: float, error: str | None, why: str) -> None:
         """It has its answer, or nobody waits for one. error: its code."""
         if self._attempt is None and not self._num_attempts:

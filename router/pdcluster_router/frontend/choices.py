@@ -1,6 +1,7 @@
 """From a dispatcher's events to pieces of a reply: one stream per choice, merged for several.
 
-A stop string ends its generation here and cancels it on the nodes. It knows neither HTTP nor OpenAI's JSON.
+A stop string ends its generation here, and the dispatcher ends it on the nodes. This module knows neither HTTP nor
+OpenAI's JSON.
 """
 
 from __future__ import annotations
@@ -64,12 +65,6 @@ class Clock(msgspec.Struct):
 
     def since_start(self, moment: float | None) -> float | None:
         return None if moment is None else moment - self.started
-
-    def timeline(self, num_tokens: int) -> Timeline:
-        """The router's own part of a timeline, for a choice that a stop string ended."""
-        decode_s = self.last - self.first if self.last is not None and self.first is not None else 0.0
-        first, second = self.since_start(self.first), self.since_start(self.second)
-        return Timeline(ttft_s=first, ttst_s=second, decode_s=decode_s, decode_tokens=max(num_tokens - 1, 0))
 
 
 class OutputChoice(msgspec.Struct):
@@ -142,11 +137,10 @@ class _Pieces:
         self._take(done)
 
     def on_error(self, error: Exception) -> None:
-        if not self._choice.text.stopped:
-            self.unread.fail(sent_to_client(self._choice, error))
+        self.unread.fail(sent_to_client(self._choice, error))
 
     def _take(self, event: TokenChunk | Done) -> None:
-        if self._choice.text.stopped:
+        if self._choice.text.stopped and not isinstance(event, Done):
             return  # sent before its node knew that it may stop
         try:
             is_read = self.unread.put(advance(self._choice, event))
@@ -155,7 +149,8 @@ class _Pieces:
             is_read = False
         if not is_read and self._running is not None:
             self._running.cancel("nobody takes its tokens")
-        self._finish_if_stopped()
+        if not isinstance(event, Done):
+            self._finish_if_stopped()
 
     def _finish_if_stopped(self) -> None:
         if self._choice.text.stopped and self._running is not None:
@@ -177,11 +172,7 @@ async def pieces_of(choice: OutputChoice, dispatcher: Dispatcher) -> AsyncGenera
 
 
 def advance(choice: OutputChoice, event: TokenChunk | Done) -> TextPiece:
-    """The piece that an event adds.
-
-    `choice.finish` is set with the last one. A stop string may set it before the generation ended: then it is
-    cancelled.
-    """
+    """The piece that an event adds. `choice.finish` is set with the last one, behind a stop string, too."""
     if choice.finish is not None:
         raise IntegrityError(f"the generation of {choice.generation.request} went on after its end")
     if isinstance(event, Done):
@@ -191,11 +182,6 @@ def advance(choice: OutputChoice, event: TokenChunk | Done) -> TextPiece:
         choice.clock.tick(text.num_tokens)
     else:
         choice.clock.last = monotonic()
-    if text.stopped:
-        _finish(choice, piece, "stop")
-        choice.timeline = choice.clock.timeline(choice.text.num_tokens)
-        choice.cached_tokens = event.route.cached_tokens or 0  # a node that found nothing reports nothing
-        choice.attempts = event.route.attempts
     return piece
 
 

@@ -111,11 +111,11 @@ class HttpAnswer:
         The event is read at once, so a stop string ends its generation without a reader. What it adds waits until the
         client reads.
         """
-        text = choice.text
-        if self._is_over or text.stopped:
+        text, is_chunk = choice.text, type(event) is TokenChunk
+        if self._is_over or (text.stopped and is_chunk):
             return  # sent before its node knew that it may stop
         said: Said
-        if self._writer.is_text_only and type(event) is TokenChunk:
+        if self._writer.is_text_only and isinstance(event, TokenChunk):
             try:
                 keep(choice, event)
             except Exception as error:  # the top of a choice
@@ -128,12 +128,12 @@ class HttpAnswer:
                 said = advance(choice, event)
             except Exception as error:  # the top of a choice
                 said = error
-        if text.stopped and index < len(self._running):
-            self._running[index].finish(choice.text.num_tokens)
         if self._unread or self._exchange.line.is_paused:
             self._keep(index, said)
         else:
             self._say(index, said)
+        if text.stopped and is_chunk and index < len(self._running):
+            self._running[index].finish(choice.text.num_tokens)
 
     @property
     def is_held_back(self) -> bool:
@@ -412,7 +412,8 @@ def record(choices: Sequence[OutputChoice], metrics: RouterMetrics) -> None:
             None if second is None else second - started,
             None if first is None or last is None or num_output <= 1 else (last - first) / (num_output - 1),
             timeline.queue_s,
-            timeline.transfer_s,
+            # A transfer that was cut, or was not reported, has no time.
+            timeline.transfer_s if timeline.transfer_s or timeline.transfer_bytes else None,
             timeline.transfer_bytes,
         )
         metrics.note((None, None, "") if route is None else (route.mode, choice.finish, route.backend), noted)

@@ -273,7 +273,7 @@ def usage_of(record: Mapping[str, Any]) -> dict[str, object]:
     outcome = record.get("outcome")
     if outcome is None:
         error = record.get("error")
-        why = f"it ended with {error}" if error else "it has not ended, or a stop string ended it"
+        why = f"it ended with {error}" if error else "it has not ended"
         raise PdclusterError(f"request {record.get('request')} has no timeline: {why}; use pdctl explain")
     decisions = record.get("decisions") or [{}]
     return {

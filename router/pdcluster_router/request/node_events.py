@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from pdcluster_router.request.request import Request
 
 S = RequestState
-NO_TIMINGS = LegTimings()
 
 # Decode legs that may fail (refusals are none) before the prompt is tried anew.
 MAX_DECODE_FAILURES = 3
@@ -81,21 +80,26 @@ def begin(request: Request, choice: RoutingDecision) -> None:
 
 def stop(request: Request, reason: str) -> None:
     """Cancel what still runs. Idempotent; called however the attempt ended."""
-    prefill, decode, leave = request.prefill, request.decode, request.shared.cluster.ledger.leave
-    request.prefill = request.decode = None
-    if request.places:
-        _leave_places(request, decode)
-    if decode is not None:
-        # It leads to a line that may be another answer's next, and knows the request, all of which it would keep.
-        decode.way = None
-        if request.finished_by is not decode:
-            _cancel(request, decode, reason)
-        leave(decode)
+    _leave_places(request, request.decode)
+    leave_decode(request, reason)
+    prefill, request.prefill = request.prefill, None
     if prefill is not None:
         if request.report is None and request.finished_by is not prefill:
             _cancel(request, prefill, reason)
             _release(request, prefill)
-        leave(prefill)
+        request.shared.cluster.ledger.leave(prefill)
+
+
+def leave_decode(request: Request, reason: str) -> None:
+    """Cancel the decode leg, if it still runs. Idempotent."""
+    decode, request.decode = request.decode, None
+    if decode is None:
+        return
+    # It leads to a line that may be another answer's next, and knows the request, all of which it would keep.
+    decode.way = None
+    if request.finished_by is not decode:
+        _cancel(request, decode, reason)
+    request.shared.cluster.ledger.leave(decode)
 
 
 # ---------------------------------------------------------------- clocks
@@ -182,6 +186,7 @@ def _leg_of(request: Request, incarnation: str, body: Body) -> RequestLeg | None
 
 def _on_scheduled(request: Request, leg: RequestLeg, message: Scheduled) -> None:
     request.queue_by = math.inf
+    request.scheduled_at = request.shared.clock()
     if request.job.note_cached(message.cached_tokens):
         request.told_route = None
     if request.decode is None and request.state_by == math.inf:
@@ -197,6 +202,7 @@ def _on_row(request: Request, leg: RequestLeg, row: TokenRow) -> None:
     request.queue_by = math.inf
     if request.state is not S.DECODING:
         request.go("row")
+        _note_computed(request)
     request.set_clock(request.shared.settings.stages.liveness_s)
     _emit(request, row)
 
@@ -204,6 +210,7 @@ def _on_row(request: Request, leg: RequestLeg, row: TokenRow) -> None:
 def _on_first_row(request: Request, row: TokenRow) -> None:
     """Of the prefill leg."""
     request.queue_by = math.inf
+    _note_computed(request)
     if request.state is S.DECODING and not request.job.awaits_prompt_logprobs:
         return
     if request.state is S.PREFILLING or request.state is S.RESERVING:
@@ -300,6 +307,11 @@ _ON: Mapping[type[Body], Callable[[Request, RequestLeg, Any], None]] = {
 }
 
 
+def _note_computed(request: Request) -> None:
+    if request.computed_at is None:
+        request.computed_at = request.shared.clock()
+
+
 def _note_report(request: Request, timings: LegTimings) -> None:
     request.report, request.told_route = timings, None
 
@@ -312,7 +324,7 @@ def _leave_alone(request: Request, leg: RequestLeg, seconds: float) -> None:
 def _leg_lost(request: Request, leg: RequestLeg, cause: errors.PdclusterError) -> None:
     is_needless = request.state is S.DECODING or request.state is S.REPORTING or request.report is not None
     if leg is request.prefill and is_needless and not request.job.awaits_prompt_logprobs:
-        request.report = request.report or NO_TIMINGS
+        request.report = request.report or request.seen_timings(len(request.job.emitted))
         return
     if not cause.retryable:
         raise cause

@@ -45,7 +45,7 @@ BYTES_PER_TOKEN = 16
 NO_TIMINGS = LegTimings()
 OF_ATTEMPT = (
     "prefill", "decode", "decode_node", "pull", "ticket", "backend", "avoid", "held", "early", "decode_failures",
-    "report", "finished", "finished_by", "told_route", "queue_by", "state_by", "places",
+    "report", "finished", "finished_by", "told_route", "queue_by", "state_by", "places", "scheduled_at", "computed_at",
 )  # fmt: skip
 S = RequestState
 
@@ -57,7 +57,8 @@ class Request:
     Of the attempt: prefill, decode: its legs; decode_node: where it is to decode; ticket, backend: of the pages there;
     avoid: nodes that refused or failed it; held: the first token, while no decode node has reserved; early: rows that
     came before their turn; base: tokens of earlier attempts; report: what the prefill node says it did; queue_by,
-    state_by: when the prompt must have been taken up, and when this state must be over; due: not later than either.
+    state_by: when the prompt must have been taken up, and when this state must be over; due: not later than either;
+    scheduled_at, computed_at: when it was told that the prompt was taken up, and had its first token.
     """
 
     # What most requests keep, so that none of them costs a store. These are of the request, those below of an attempt.
@@ -90,6 +91,8 @@ class Request:
     finished_by: RequestLeg | None = None
     told_route: RequestRoute | None = None
     queue_by = state_by = math.inf
+    scheduled_at: float | None = None
+    computed_at: float | None = None
 
     def __init__(
         self, shared: Shared, generation: Generation, sink: Sink, job: Job, record: Record, started: float
@@ -152,7 +155,7 @@ class Request:
         elif type(body) is TokenRow and body.position > 1 and node_events.goes_on(self, incarnation, body):
             self._go_on(body)
         else:
-            self._step(self._hear, incarnation, body)
+            self._step(node_events.handle, self, incarnation, body)
 
     def cancel(self, reason: str) -> None:
         """Implements generation.Running."""
@@ -160,12 +163,14 @@ class Request:
             self._close("cancelled", reason)
 
     def finish(self, num_output: int) -> None:
-        """Implements generation.Running."""
-        if self.state is not S.ENDED:
-            self.shared.selector.note_end(len(self.job.prompt), num_output)
-            if self.trace is not None:
-                self.trace.stopped(num_output)
-            self._close(None, "a stop string came")
+        """Implements generation.Running. Its sink may be at work here, so `_step` ends it."""
+        if self.state is S.ENDED:
+            return
+        known = self.seen_timings(num_output) if self.finished is None else self.finished.timings
+        self.finished = Finished(self.job.request, 0, "stop", num_output, known)
+        node_events.leave_decode(self, "a stop string came")
+        if not self.is_at_work:
+            self._step(lambda: None)
 
     def fail(self, error: Exception) -> None:
         if self.state is not S.ENDED:
@@ -188,6 +193,7 @@ class Request:
                     action(*words)
                     if self.pending_messages:
                         self._read_messages()
+                    self._finish_if_complete()
                     break
                 except RetryAttempt as failure:
                     action, words = self._after(failure), ()
@@ -208,7 +214,7 @@ class Request:
 
     def _read_messages(self) -> None:
         while self.pending_messages and self.has_nodes:
-            self._hear(*self.pending_messages.pop(0))
+            node_events.handle(self, *self.pending_messages.pop(0))
 
     def _go_on(self, row: TokenRow) -> None:
         """Nothing of the request is another but that there is more. Where its sink takes that without a Chunk, most
@@ -225,11 +231,6 @@ class Request:
             self.has_way = True
         else:
             self._step(self.tell, TokenChunk(row.position, row.tokens, row.logprobs, (), self.route()))
-
-    def _hear(self, incarnation: str, body: Body) -> None:
-        node_events.handle(self, incarnation, body)
-        if self.finished is not None and self.state is not S.ENDED and self.is_complete:
-            self._finish_or_wait()
 
     def tell(self, chunk: TokenChunk) -> None:
         """New tokens, in their order."""
@@ -463,11 +464,29 @@ class Request:
         ending = job.ending(info.eos_token_ids, info.max_len) if info is not None else job.ending((), None)
         if ending is None:
             return None
-        return Finished(job.request, 0, ending[0], len(job.emitted), NO_TIMINGS, ending[1])
+        num_output = len(job.emitted)
+        return Finished(job.request, 0, ending[0], num_output, self.seen_timings(num_output), ending[1])
 
-    def _finish_or_wait(self) -> None:
-        """The prefill node's timings may come a moment after the decode node's last word."""
-        if self.prefill is None or self.report is not None or self.finished_by is self.prefill:
+    def seen_timings(self, num_output: int) -> LegTimings:
+        """What the attempt took as the router saw it, for what no node says."""
+        now, placed = self.shared.clock(), self.placed_at
+        computed = now if self.computed_at is None else self.computed_at
+        scheduled = placed if self.scheduled_at is None else min(self.scheduled_at, computed)
+        num_decoded = max(num_output - self.base - 1, 0)
+        return LegTimings(
+            queue_s=scheduled - placed,
+            prefill_s=computed - scheduled,
+            decode_s=now - computed if num_decoded else 0.0,
+            decode_tokens=num_decoded,
+        )
+
+    def _finish_if_complete(self) -> None:
+        """The prefill node's timings may come a moment after the decode node's first word."""
+        if self.finished is None or self.state is S.ENDED or not self.is_complete:
+            return
+        is_over = self.prefill is None or self.report is not None or self.finished_by is self.prefill
+        was_cut = self.finished_by is None and self.state is not S.DECODING and self.state is not S.REPORTING
+        if is_over or was_cut:
             self._finish()
         elif self.state is not S.REPORTING:
             self.go("report")
@@ -475,18 +494,19 @@ class Request:
             self.set_clock(self.shared.settings.late_report_s)
 
     def _finish(self) -> None:
-        self.record.done = done = self._done()
-        self.record.num_output = len(self.job.emitted)
+        assert self.finished is not None
+        num_output = self.finished.num_output
+        self.record.done = done = self._done(self.finished)
+        self.record.num_output = num_output
         if self.trace is not None:
-            self.trace.done(done, len(self.job.emitted), self.shared.clock())
+            self.trace.done(done, num_output, self.shared.clock())
         self._close(None, "done")
         self.sink.on_done(done)
 
-    def _done(self) -> Done:
-        finished, started, route = self.finished, self.started, self.route()
-        assert finished is not None
+    def _done(self, finished: Finished) -> Done:
+        started, route = self.started, self.route()
         self.shared.selector.note_end(len(self.job.prompt), finished.num_output)
-        prefill = (self.report or NO_TIMINGS) if route.mode == "remote" else finished.timings
+        prefill = finished.timings if route.mode == "local" else self.report or self.seen_timings(finished.num_output)
         timeline = Timeline(  # by position, which costs half
             prefill.queue_s,
             prefill.prefill_s,
@@ -522,6 +542,7 @@ class Request:
         if self.trace is not None:
             self.trace.ended(shared.clock(), error, reason)
         if requests.is_on:
-            log_ended(self.record, len(self.job.emitted), error, reason)
+            num_output = len(self.job.emitted) if self.finished is None else self.finished.num_output
+            log_ended(self.record, num_output, error, reason)
         shared.explainer.close(self.record, error, reason)
         shared.waiting.poke()

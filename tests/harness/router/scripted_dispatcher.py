@@ -67,11 +67,15 @@ def logprobs_of(token_id: int, wanted: int) -> TokenLogprobs:
 class Played:
     """Implements generation.Running: tells a sink what a stream of events says, in a task of its own."""
 
-    def __init__(self, events: AsyncGenerator[TokenChunk | Done, None], sink: Sink) -> None:
+    def __init__(self, events: AsyncGenerator[TokenChunk | Done, None], sink: Sink, stopped: Done) -> None:
+        """stopped: what it ends with at a stop string."""
+        self._sink, self._stopped = sink, stopped
         self._task = asyncio.create_task(self._tell(events, sink))
 
     def finish(self, num_output: int) -> None:
-        self.cancel("a stop string came")
+        if not self._task.done():
+            self.cancel("a stop string came")
+            self._sink.on_done(self._stopped)
 
     def cancel(self, reason: str) -> None:
         self._task.cancel()
@@ -102,7 +106,7 @@ class ScriptedDispatcher:
     cancelled: list[str] = field(default_factory=list)
 
     def start(self, generation: Generation, sink: Sink) -> Played:
-        return Played(self.generate(generation), sink)
+        return Played(self.generate(generation), sink, self._done("stop", None, 0))
 
     async def generate(self, generation: Generation) -> AsyncGenerator[TokenChunk | Done, None]:
         self.started.append(generation)
@@ -131,8 +135,11 @@ class ScriptedDispatcher:
                     break
         stopped = last in (EOS, *sampling.stop_token_ids)
         reason: FinishReason = "length" if not stopped else "eos" if last == EOS else "stop"
-        timeline = Timeline(queue_s=0.25, prefill_s=0.5, transfer_bytes=4096, decode_tokens=position - 1)
-        yield Done(reason, last if stopped else None, self.cached_tokens, 1, self.route, timeline)
+        yield self._done(reason, last if stopped else None, position)
+
+    def _done(self, reason: FinishReason, stop_token: int | None, num_output: int) -> Done:
+        timeline = Timeline(queue_s=0.25, prefill_s=0.5, transfer_bytes=4096, decode_tokens=num_output - 1)
+        return Done(reason, stop_token, self.cached_tokens, self.route.attempts, self.route, timeline)
 
     def _chunk(self, generation: Generation, position: int, ids: tuple[int, ...]) -> TokenChunk:
         wanted, prompt = generation.sampling.logprobs, generation.sampling.prompt_logprobs

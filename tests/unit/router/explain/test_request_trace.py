@@ -106,23 +106,6 @@ def test_a_request_that_never_found_a_node_has_its_wait_and_its_error() -> None:
     assert (root.attributes["error.type"], root.error) == ("unavailable", "unavailable: no node takes work")
 
 
-def test_a_stop_string_is_a_good_end() -> None:
-    spans = Spans()
-    trace = begin(spans)
-    assert trace is not None
-    of_choice = ChoiceTrace.of(trace, generation(trace), 10.0)
-    of_choice.placed(choice(None), 10.0, 10.0)
-    of_choice.stopped(5)
-    of_choice.ended(12.0, None, "a stop string came")
-    trace.end(12.0, {})
-    root = spans.named("POST /v1/completions")
-    assert (root.attributes["gen_ai.response.finish_reasons"], root.attributes["gen_ai.usage.output_tokens"]) == (
-        ["stop"],
-        5,
-    )
-    assert (root.error, spans.named("attempt 1").error) == ("", "")
-
-
 def test_a_client_that_leaves_is_no_error_of_the_attempt() -> None:
     spans = Spans()
     trace = begin(spans)

@@ -12,7 +12,7 @@ from test_response import ByHand
 from pdcluster.api.openai import requests
 from pdcluster.core.errors import Cancelled, IntegrityError, ProtocolError
 from pdcluster.core.messages import TokenLogprobs
-from pdcluster_router.core.generation import TokenChunk
+from pdcluster_router.core.generation import Done, Timeline, TokenChunk
 from pdcluster_router.frontend.choices import OutputChoice, pieces_of
 from pdcluster_router.frontend.prepare import Terms, prepare_completion
 from pdcluster_router.request import stream
@@ -35,8 +35,11 @@ async def test_a_stop_string_ends_its_generation_at_once_though_nobody_takes_its
     position = dispatcher.says(0, position, " then END")
     assert dispatcher.ends == [f"finished with {position}"]
     dispatcher.says(0, position, " more")
-    last = await anext(pieces)
-    assert (last.text, last.finish) == (" then ", "stop")
+    dispatcher.sinks[0].on_done(Done("stop", None, 0, 1, ROUTE, Timeline()))
+    assert dispatcher.ends == [f"finished with {position}"]
+    assert [(piece.text, piece.finish) for piece in (await anext(pieces), await anext(pieces))] == [
+        (" then ", None), ("", "stop"),
+    ]  # fmt: skip
     with pytest.raises(StopAsyncIteration):
         await anext(pieces)
 

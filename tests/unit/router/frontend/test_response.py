@@ -15,6 +15,8 @@ from pdcluster_router.core.generation import Done, Timeline
 from pdcluster_router.frontend.response import named_headers
 from pdcluster_router.http.exchange import JSON
 
+STOPPED = Done("stop", None, 0, 1, ROUTE, Timeline())
+
 
 async def test_a_stop_string_that_was_left_unread_does_not_end_the_other_choices() -> None:
     dispatcher = ByHand()
@@ -26,6 +28,7 @@ async def test_a_stop_string_that_was_left_unread_does_not_end_the_other_choices
     line.is_paused = False
     assert exchange.on_resume is not None
     exchange.on_resume()
+    dispatcher.sinks[0].on_done(STOPPED)
     dispatcher.sinks[1].on_done(Done("length", None, 0, 1, ROUTE, Timeline()))
     assert b'"ok ' in line.sent and b"more" not in line.sent and b"fine" in line.sent
     assert b"error" not in line.sent and line.sent.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
@@ -40,6 +43,7 @@ async def test_a_stop_string_ends_its_generation_at_once_though_its_client_does_
     assert (
         dispatcher.ends == [f"finished with {len(TEXT.encode('ok END', add_special_tokens=False))}"] and not line.sent
     )
+    dispatcher.sinks[0].on_done(STOPPED)
     line.is_paused = False
     assert exchange.on_resume is not None
     exchange.on_resume()

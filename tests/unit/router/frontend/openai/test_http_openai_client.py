@@ -127,13 +127,13 @@ async def test_a_stop_string_cuts_the_text_and_cancels_the_generation(
     assert dispatcher.cancelled == [dispatcher.started[0].request]
     assert reply.usage is not None
     assert reply.usage.completion_tokens < len(says("one two three four", "length"))
-    assert reply.usage.prompt_tokens_details is not None and reply.usage.prompt_tokens_details.cached_tokens == 0
+    assert reply.usage.prompt_tokens_details is not None and reply.usage.prompt_tokens_details.cached_tokens == 3
 
 
 async def test_an_answer_that_a_stop_string_ended_reports_what_was_cached_and_how_often_it_was_tried(
     client: AsyncOpenAI, dispatcher: ScriptedDispatcher
 ) -> None:
-    dispatcher.route = msgspec.structs.replace(dispatcher.route, cached_tokens=7, attempts=2)
+    dispatcher.route, dispatcher.cached_tokens = msgspec.structs.replace(dispatcher.route, attempts=2), 7
     dispatcher.script = lambda _: says("one two three four", "length")
     reply = await client.completions.create(model=MODEL, prompt="x", max_tokens=100, stop="three")
     assert reply.usage is not None and reply.usage.prompt_tokens_details is not None
