@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pdcluster.checkpoint.chat_templates import DEFAULT_TEMPLATE, TOOL_TEMPLATE
 from pdcluster.core.errors import ModelError
 
 Json = dict[str, Any]
@@ -74,8 +75,9 @@ def text_files(metadata: Mapping[str, Any], config: Json, where: str) -> dict[st
         "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", begins)) and named["bos_token"] is not None,
         "add_eos_token": bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and named["eos_token"] is not None,
     }
-    if (template := metadata.get("tokenizer.chat_template")) is not None:
-        settings["chat_template"] = template
+    keys = {DEFAULT_TEMPLATE: "tokenizer.chat_template", TOOL_TEMPLATE: f"tokenizer.chat_template.{TOOL_TEMPLATE}"}
+    if templates := {name: metadata[key] for name, key in keys.items() if metadata.get(key) is not None}:
+        settings["chat_template"] = templates if TOOL_TEMPLATE in templates else templates[DEFAULT_TEMPLATE]
     files = {"tokenizer.json": tokenizer, "tokenizer_config.json": settings, "config.json": config}
     return {name: json.dumps(content).encode() for name, content in files.items()}
 

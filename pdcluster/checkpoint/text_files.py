@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
+from pdcluster.checkpoint.chat_templates import TEMPLATE_FILES
 from pdcluster.checkpoint.gguf import is_gguf, open_gguf
 from pdcluster.core.errors import ModelError
 
@@ -16,7 +17,7 @@ TEXT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
+    *TEMPLATE_FILES,
     "chat_template.json",
     "generation_config.json",
     "config.json",

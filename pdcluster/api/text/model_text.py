@@ -23,6 +23,7 @@ from pdcluster.api.text.text_bound import TextBound
 from pdcluster.api.tools.formats import detect
 from pdcluster.api.tools.markers import MARKERS
 from pdcluster.api.tools.reasoning import knows_reasoning
+from pdcluster.checkpoint.chat_templates import DEFAULT_TEMPLATE, TEMPLATE_FILES, TOOL_TEMPLATE
 from pdcluster.checkpoint.end_tokens import eos_token_ids
 from pdcluster.checkpoint.text_files import read_text_files
 from pdcluster.core.errors import BadRequest, ModelError
@@ -59,11 +60,12 @@ class TextModel:
         """
         try:
             self._build(files)
-            source = "" if self.template is None else self.template.source
+            source = "" if self.tool_template is None else self.tool_template.source
             self.tool_format = (
                 detect(source) if tool_format == "auto" else None if tool_format == "none" else tool_format
             )
-            self.reasons = knows_reasoning(source) if reasoning == "auto" else reasoning == "think"
+            sources = [template.source for template in (self.template, self.tool_template) if template is not None]
+            self.reasons = any(map(knows_reasoning, sources)) if reasoning == "auto" else reasoning == "think"
         except (
             ValueError,
             TypeError,
@@ -87,8 +89,10 @@ class TextModel:
             [token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special],
             content.get("decoder"),
         )
-        source = _template_source(files, config)
-        self.template = None if source is None else ChatTemplate(source, special)
+        templates = {name: ChatTemplate(text, special) for name, text in _template_sources(files, config).items()}
+        self.template = templates.get(DEFAULT_TEMPLATE)
+        self.tool_template = templates.get(TOOL_TEMPLATE, self.template)
+        source = None if self.template is None else self.template.source
         self.info = {"tokenizer_class": None, **config, **special, "chat_template": source}
         self._marks = frozenset(
             index for index in self.pieces.special if self.pieces.table[index].decode(errors="replace") in MARKERS
@@ -127,10 +131,12 @@ class TextModel:
         tools: Sequence[Mapping[str, object]] | None = None,
     ) -> str:
         """The prompt's text with special tokens, for `encode_chat`."""
-        if self.template is None:
+        template = self.template if tools is None else self.tool_template
+        if template is None:
+            what = "no chat template" if self.tool_template is None else "a chat template only for prompts with tools"
             way_out = "use /v1/completions, or put a chat_template.jinja beside its tokenizer.json"
-            raise BadRequest(f"this model has no chat template; {way_out}", "messages")
-        return self.template.render(
+            raise BadRequest(f"this model has {what}; {way_out}", "messages")
+        return template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -226,18 +232,23 @@ def _bos_eos_processor(
     )
 
 
-def _template_source(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja first, then tokenizer_config.json, then chat_template.json. Of several named templates, the
-    default one.
+def _template_sources(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str]:
+    """The templates that are used, by name. As in transformers, those of files of their own are all there are; without
+    any it is those of tokenizer_config.json, else of chat_template.json.
     """
-    if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode()
-    source = config.get("chat_template") or _json_file(files, "chat_template.json").get("chat_template")
-    if isinstance(source, list):
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    if source is not None and not isinstance(source, str):
-        raise ModelError(f"chat_template is a {type(source).__name__}; it must be text, or a list of named templates")
-    return source
+    found: dict[str, Any] = {name: files[file].decode() for file, name in TEMPLATE_FILES.items() if file in files}
+    if not found:
+        source = config.get("chat_template") or _json_file(files, "chat_template.json").get("chat_template") or {}
+        if isinstance(source, list):
+            source = {entry["name"]: entry["template"] for entry in source}
+        found = source if isinstance(source, dict) else {DEFAULT_TEMPLATE: source}
+    used = {name: found[name] for name in (DEFAULT_TEMPLATE, TOOL_TEMPLATE) if name in found}
+    for source in used.values():
+        if not isinstance(source, str):
+            raise ModelError(
+                f"chat_template is a {type(source).__name__}; it must be text, or a list of named templates"
+            )
+    return used
 
 
 def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:

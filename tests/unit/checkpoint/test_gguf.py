@@ -127,6 +127,18 @@ def test_the_chat_template_comes_along(tmp_path: Path) -> None:
     assert TextModel.from_dir(file).render_chat([{"role": "user", "content": "hi"}]) == "hi"
 
 
+def test_a_chat_template_for_tools_comes_along(tmp_path: Path) -> None:
+    model, arch = built("llama")
+    keys = {
+        "tokenizer.chat_template": "{{ messages[0].content }}",
+        "tokenizer.chat_template.tool_use": "tools:{{ messages[0].content }}",
+        "tokenizer.chat_template.rag": "{{ documents }}",
+    }
+    text = TextModel.from_dir(gguf_files.write(tmp_path / "tiny.gguf", model, arch, keys=keys))
+    chat = [{"role": "user", "content": "hi"}]
+    assert (text.render_chat(chat), text.render_chat(chat, tools=[{}])) == ("hi", "tools:hi")
+
+
 def test_files_of_other_weights_have_the_same_text(tmp_path: Path) -> None:
     model, arch = built("llama")
     one = gguf_files.write(tmp_path / "one.gguf", model, arch)

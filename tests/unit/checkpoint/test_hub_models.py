@@ -70,14 +70,15 @@ def look_up(model: str, url: str, cache: Path, **settings: str) -> str:
 
 
 def test_only_the_files_that_are_served_are_fetched_and_once(tmp_path: Path) -> None:
-    hub = FakeHub(files())
+    extra = "additional_chat_templates"
+    hub = FakeHub(files() | {f"{extra}/tool_use.jinja": b"t", f"{extra}/rag.jinja": b"r"})
     with fake_hub.serving(hub) as url:
         first = look_up(NAME, url, tmp_path)
         again = look_up(f"{NAME}@v1.0", url, tmp_path)
     assert first == again and Path(first).name == COMMIT
-    assert set(hub.fetched) == {"config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"}
-    assert set(hub.fetched.values()) == {1}
-    assert sorted(os.listdir(first)) == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    served = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert hub.fetched == dict.fromkeys([f"{extra}/tool_use.jinja", *served], 1)
+    assert sorted(os.listdir(first)) == [extra, *served]
     assert served_name(Path(first)) == NAME
 
 

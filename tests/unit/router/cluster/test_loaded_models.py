@@ -105,3 +105,17 @@ async def test_a_tokenizer_of_its_own_that_is_not_there_is_told(tmp_path: Path) 
 
 async def test_without_nodes_nothing_is_refused() -> None:
     assert ModelRegistry(Nodes(byte_level_files()), None).refusal() is None
+
+
+async def test_named_templates_come_from_nodes() -> None:
+    named = {
+        "chat_template.jinja": b"default:{{ messages[0].content }}",
+        "additional_chat_templates/tool_use.jinja": b"tools:{{ messages[0].content }}",
+    }
+    models = ModelRegistry(Nodes(byte_level_files() | named, "a"), None)
+    loading = asyncio.create_task(models.keep_loaded())
+    await until(models.models)
+    chat = [{"role": "user", "content": "hi"}]
+    text = models.text("tiny")
+    assert (text.render_chat(chat), text.render_chat(chat, tools=[{}])) == ("default:hi", "tools:hi")
+    loading.cancel()
