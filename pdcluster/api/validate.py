@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cache
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import msgspec
+from msgspec import inspect
 
 from pdcluster.api.body_bound import check_bulk
 from pdcluster.core.errors import BadRequest
@@ -52,16 +55,22 @@ HALF_A_PAIR = (
 )
 
 
-def decode(body: bytes, decoder: msgspec.json.Decoder[T], schemas: Mapping[str, type[msgspec.Struct]]) -> T:
+def decode(
+    body: bytes,
+    decoder: msgspec.json.Decoder[T],
+    schemas: Mapping[str, type[msgspec.Struct]],
+    extensions: Collection[str] = (),
+) -> T:
     """schemas: the struct at each path, for naming known fields; "" is the body itself, and "messages[…]" omits the
     index.
+    extensions: unknown fields that may stand there with a value that asks for nothing.
     """
     check_bulk(body)
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         try:
-            return _with_whole_numbers(body, decoder.type, error)
+            return _read_again(body, decoder.type, extensions, error)
         except msgspec.ValidationError as wrong:
             raise _invalid(str(wrong), _loads(body) if len(body) <= LOOKED_AT_BYTES else UNSEEN, schemas) from error
     except RecursionError as error:
@@ -97,36 +106,122 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"
 
 
-# ---------------------------------------------------------------- numbers
+# ---------------------------------------------------------------- what other servers take
 
-_FLOAT_FOR_INT = re.compile(r"Expected `(?:[^`]* )?int(?: [^`]*)?`, got `float` - at `\$\.(\w+)")
+_IS_OTHER_KIND = re.compile(r"Expected `(?:[^`]* )?(?:int|float|bool)\b[^`]*`, got `(?:str|bool|int|float)`")
+_IS_UNKNOWN = re.compile(r"Object contains unknown field `([^`]*)`$")
+# A whole number as text, as pydantic reads it.
+_INT = re.compile(r"[+-]?\d+(?:_\d+)*(?:\.0+)?", re.ASCII)
+_BOOLS = {
+    **dict.fromkeys(("1", "on", "t", "true", "y", "yes"), True),
+    **dict.fromkeys(("0", "off", "f", "false", "n", "no"), False),
+}
+# Longer text is no number.
+NUMBER_CHARACTERS = 64
+
+# Makes of a value what its field takes, where it can.
+Reader = Callable[[Any], Any]
 
 
-def _with_whole_numbers(body: bytes, kind: type[T], error: msgspec.ValidationError) -> T:
-    """The body with 5.0 read as 5 in whole-number fields, as OpenAI and vLLM read it. Raises ValidationError for other
-    errors. error: the present error.
+def _read_again(body: bytes, kind: type[T], extensions: Collection[str], error: msgspec.ValidationError) -> T:
+    """The body with numbers, true and false as pydantic's lax mode reads them, and without extensions that ask for
+    nothing. Raises ValidationError for other errors. error: the present error.
     """
-    fields: Any = None
-    fixed: set[str] = set()
-    while (found := _FLOAT_FOR_INT.match(str(error))) is not None and found[1] not in fixed:
-        try:
-            fields = msgspec.json.decode(body) if fields is None else fields
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            break
-        fixed.add(found[1])
-        fields[found[1]] = _whole(fields[found[1]])
-        try:
-            return msgspec.convert(fields, kind)
-        except msgspec.ValidationError as wrong:
-            error = wrong
-    raise error
+    unknown = _IS_UNKNOWN.match(str(error))
+    if not _IS_OTHER_KIND.match(str(error)) and (unknown is None or unknown[1] not in extensions):
+        raise error
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise error from None
+    wanted = {name: value for name, value in fields.items() if name not in extensions or not _asks_nothing(value)}
+    reader = _reader_of(kind)
+    return msgspec.convert(wanted if reader is None else reader(wanted), kind)
 
 
-def _whole(value: object) -> object:
-    """A number, or lists of them."""
-    if isinstance(value, list):
-        return [_whole(entry) for entry in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def _asks_nothing(value: object) -> bool:
+    return value is None or value is False or value in ({}, [], "")
+
+
+@cache
+def _reader_of(kind: type[msgspec.Struct]) -> Reader | None:
+    return _reader(inspect.type_info(kind))
+
+
+def _reader(info: inspect.Type) -> Reader | None:
+    """None for what stays as it is."""
+    if isinstance(info, inspect.StructType):
+        named = {field.encode_name: _reader(field.type) for field in info.fields}
+        return _of_struct({name: reader for name, reader in named.items() if reader is not None})
+    if isinstance(info, inspect.ListType) and (of_item := _reader(info.item_type)) is not None:
+        return lambda value: [of_item(item) for item in value] if isinstance(value, list) else value
+    if isinstance(info, inspect.DictType) and (of_value := _reader(info.value_type)) is not None:
+        return lambda value: {name: of_value(each) for name, each in value.items()} if _is_object(value) else value
+    if isinstance(info, inspect.IntType | inspect.FloatType | inspect.BoolType):
+        return _SCALARS[type(info)]
+    if isinstance(info, inspect.UnionType):
+        return _of_union(info)
+    return None
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _of_struct(named: Mapping[str, Reader]) -> Reader | None:
+    def read(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: named[name](each) if name in named else each for name, each in value.items()}
+
+    return read if named else None
+
+
+def _of_union(info: inspect.UnionType) -> Reader | None:
+    """Of kinds that JSON tells apart. Text stays where text is one of them."""
+    readers = [reader for kind in info.types if (reader := _reader(kind)) is not None]
+    takes_text = any(isinstance(kind, inspect.StrType | inspect.LiteralType) for kind in info.types)
+
+    def read(value: Any) -> Any:
+        if takes_text and isinstance(value, str):
+            return value
+        for reader in readers:
+            value = reader(value)
+        return value
+
+    return read if readers else None
+
+
+def _int(value: Any) -> Any:
+    if isinstance(value, str) and len(value) <= NUMBER_CHARACTERS and _INT.fullmatch(text := value.strip()):
+        return int(text.partition(".")[0])
+    is_whole = isinstance(value, bool) or (isinstance(value, float) and value.is_integer())
+    return int(value) if is_whole else value
+
+
+def _float(value: Any) -> Any:
+    if isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, str) or len(value) > NUMBER_CHARACTERS:
+        return value
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    return number if math.isfinite(number) else value
+
+
+def _bool(value: Any) -> Any:
+    if isinstance(value, str):
+        return _BOOLS.get(value.lower(), value)
+    return bool(value) if isinstance(value, int | float) and value in (0, 1) else value
+
+
+_SCALARS: Mapping[type[inspect.Type], Reader] = {
+    inspect.IntType: _int,
+    inspect.FloatType: _float,
+    inspect.BoolType: _bool,
+}
 
 
 # ---------------------------------------------------------------- not JSON at all

@@ -239,6 +239,20 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
 }
 
+# Fields of other servers that some clients always send. null, false and what is empty ask for nothing.
+EXTENSIONS = frozenset({
+    # vLLM's
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
+    "guided_whitespace_pattern", "structural_tag", "logits_processors", "mm_processor_kwargs", "media_io_kwargs",
+    "kv_transfer_params", "vllm_xargs", "prompt_embeds", "repetition_detection", "thinking_token_budget",
+    # SGLang's
+    "regex", "ebnf", "json_schema", "stop_regex", "no_stop_trim", "lora_path", "session_params", "custom_params",
+    "custom_logit_processor", "return_hidden_states", "return_routed_experts", "rid", "extra_key", "bootstrap_host",
+    "bootstrap_port", "bootstrap_room", "data_parallel_rank",
+    # of clients
+    "extra_body", "extra_headers", "extra_query", "thinking", "enable_thinking", "provider",
+})  # fmt: skip
+
 # Fields of messages that other servers act on → the way out. Empty or false values ask for nothing.
 UNSUPPORTED_IN_MESSAGES: Mapping[str, str] = {
     "audio": "leave it out",
@@ -265,7 +279,7 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 
 def decode_chat(body: bytes) -> ChatRequest:
-    return _checked_chat(validate.decode(body, _CHAT, {"": ChatRequest, **NESTED}))
+    return _checked_chat(validate.decode(body, _CHAT, {"": ChatRequest, **NESTED}, EXTENSIONS))
 
 
 def chat_of(fields: Mapping[str, object]) -> ChatRequest:
@@ -294,7 +308,7 @@ def decode_completion(body: bytes) -> CompletionRequest:
 def read_completion(body: bytes) -> CompletionRequest:
     """Decode a body and check its form. `check_completion` checks its values."""
     request = _with_token_list(body) if len(body) > LONG_BYTES else None
-    return request or validate.decode(body, _COMPLETION, _COMPLETION_SCHEMAS)
+    return request or validate.decode(body, _COMPLETION, _COMPLETION_SCHEMAS, EXTENSIONS)
 
 
 def _with_token_list(body: bytes) -> CompletionRequest | None:
@@ -330,7 +344,7 @@ def check_completion(request: CompletionRequest) -> CompletionRequest:
 
 
 def decode_tokenize(body: bytes) -> TokenizeRequest:
-    request = validate.decode(body, _TOKENIZE, {"": TokenizeRequest, **NESTED})
+    request = validate.decode(body, _TOKENIZE, {"": TokenizeRequest, **NESTED}, EXTENSIONS)
     if (request.prompt is None) == (request.messages is None):
         raise BadRequest("send either prompt (a string) or messages (a list)", "prompt")
     return request

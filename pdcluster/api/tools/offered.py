@@ -19,15 +19,21 @@ NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
 class Function(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """cache_control: a hint for servers that cache on demand. Here everything is cached."""
+
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: object = None
 
 
 class ToolDefinition(Struct, forbid_unknown_fields=True):
+    """cache_control: as in Function."""
+
     function: Function
     type: Literal["function"] = "function"
+    cache_control: object = None
 
 
 class NamedFunction(Struct, forbid_unknown_fields=True):
@@ -115,4 +121,5 @@ def parameters_of(function: Function, param: str) -> dict[str, Any]:
 def _plain(function: Function) -> dict[str, Any]:
     plain: dict[str, Any] = msgspec.to_builtins(function)
     plain.pop("strict", None)
+    plain.pop("cache_control", None)
     return plain

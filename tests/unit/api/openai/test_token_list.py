@@ -107,7 +107,7 @@ def test_other_long_prompts_are_decoded_in_full(prompt: object) -> None:
         (body("[" + "1," * NUM + "1", max_tokens=3), "not valid JSON"),
         (body(json.dumps([7] * NUM), max_tokens="many"), "max_tokens"),
         (body(json.dumps([7] * NUM), maxtokens=3), "maxtokens"),
-        (body(json.dumps([7] * NUM), logprobs=True, suffix="x"), "logprobs"),
+        (body(json.dumps([7] * NUM), logprobs="x", suffix="x"), "logprobs"),
         (body(json.dumps([7] * NUM), suffix="x"), "suffix"),
         (body(json.dumps([7] * NUM + [None])), "prompt"),
     ],
