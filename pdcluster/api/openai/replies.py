@@ -207,6 +207,11 @@ class Head(Struct, frozen=True):
 
 
 class ReplyFormat(Protocol):
+    @property
+    def is_plain(self) -> bool:
+        """Whether chunks have nothing but the answer: no logprobs, no token ids, no usage."""
+        ...
+
     def opening(self, index: int) -> bytes:
         """The event before a choice's first text; b"" for none."""
         ...
@@ -225,21 +230,21 @@ class ReplyFormat(Protocol):
 class ChatFormat:
     def __init__(self, head: Head) -> None:
         self._head = head
-        self._is_plain = head.is_plain
+        self.is_plain = head.is_plain
         self._plain: _PlainChunks | None = None
 
     def opening(self, index: int) -> bytes:
         return sse.event(self._encode_chunk(index, TextPiece(), ChatDelta(role="assistant", content=""), empty=True))
 
     def chunk(self, index: int, piece: TextPiece) -> bytes:
-        if index == 0 and piece.finish is None and self._is_plain and not (piece.reasoning or piece.calls):
+        if index == 0 and piece.finish is None and self.is_plain and not (piece.reasoning or piece.calls):
             return self._plain_chunks().event(piece.text)
         delta = _delta(piece)
         _count(self._head, piece)
         return sse.event(self._encode_chunk(index, piece, delta))
 
     def around(self, index: int) -> tuple[bytes, bytes] | None:
-        return self._plain_chunks().around if index == 0 and self._is_plain else None
+        return self._plain_chunks().around if index == 0 and self.is_plain else None
 
     def _plain_chunks(self) -> _PlainChunks:
         if self._plain is None:
@@ -322,20 +327,20 @@ def _whole_calls(deltas: Sequence[ToolCallDelta]) -> list[CalledTool]:
 class CompletionFormat:
     def __init__(self, head: Head) -> None:
         self._head = head
-        self._is_plain = head.is_plain
+        self.is_plain = head.is_plain
         self._plain: _PlainChunks | None = None
 
     def opening(self, index: int) -> bytes:
         return b""
 
     def chunk(self, index: int, piece: TextPiece) -> bytes:
-        if index == 0 and piece.finish is None and self._is_plain:
+        if index == 0 and piece.finish is None and self.is_plain:
             return self._plain_chunks().event(piece.text)
         _count(self._head, piece)
         return sse.event(self._encode_chunk(index, piece))
 
     def around(self, index: int) -> tuple[bytes, bytes] | None:
-        return self._plain_chunks().around if index == 0 and self._is_plain else None
+        return self._plain_chunks().around if index == 0 and self.is_plain else None
 
     def _plain_chunks(self) -> _PlainChunks:
         if self._plain is None:
@@ -358,7 +363,7 @@ class CompletionFormat:
         return _encode(CompletionReply(head.id, head.created, head.model, [choice], _usage_in_chunks(head)))
 
     def _choice(self, index: int, piece: TextPiece) -> CompletionChoice:
-        if self._is_plain and piece.prompt_token_ids is None and piece.prompt_logprobs is None:
+        if self.is_plain and piece.prompt_token_ids is None and piece.prompt_logprobs is None:
             return CompletionChoice(index, piece.text, piece.finish, None)
         logprobs = completion_logprobs([*piece.echo, *piece.scored], self._head.pieces) if self._head.logprobs else None
         of_prompt = _prompt_logprobs(self._head, piece)

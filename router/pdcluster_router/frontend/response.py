@@ -308,11 +308,17 @@ class _Stream:
 
     def add(self, index: int, piece: TextPiece) -> None:
         data = b"" if index in self._opened else self._open(index)
-        if piece.text or piece.tokens or piece.finish or piece.prompt_token_ids is not None:
+        if self._carries_something(index, piece):
             chunk = self._format.chunk(index, piece)
             self._exchange.write(data + chunk if data else chunk)
         elif data:
             self._exchange.write(data)
+
+    def _carries_something(self, index: int, piece: TextPiece) -> bool:
+        """Tokens without text carry nothing while marks of calls, or what may be a stop string, are held back."""
+        if piece.text or piece.reasoning or piece.calls or piece.finish or piece.prompt_token_ids is not None:
+            return True
+        return bool(piece.tokens) and (self._prepared.choices[index].text.is_plain or not self._format.is_plain)
 
     def _open(self, index: int) -> bytes:
         if not self._opened:

@@ -68,6 +68,33 @@ async def test_calls_stream_name_first_then_arguments_in_pieces(client, dispatch
     assert choices[-1].finish_reason == "tool_calls" and {choice.finish_reason for choice in choices[:-1]} == {None}
 
 
+async def test_no_delta_is_empty_while_marks_or_stop_strings_are_held(client, dispatcher):
+    dispatcher.script = lambda _: says("<think>\nhm </think>\nOk ST. " + CALLS)
+    stream = await client.chat.completions.create(
+        model=MODEL, messages=USER, tools=TOOLS, stream=True, stop=["STOP"], stream_options={"include_usage": True}
+    )
+    opening, *deltas, last, _ = [chunk.choices[0] if chunk.choices else None async for chunk in stream]
+    assert (opening.delta.role, opening.delta.content) == ("assistant", "")
+    for choice in deltas:
+        delta = choice.delta
+        assert delta.content or delta.tool_calls or delta.model_extra.get("reasoning_content"), choice
+    assert "".join(choice.delta.content or "" for choice in deltas) == "Ok ST. Well."
+    assert last.finish_reason == "tool_calls" and last.delta.content is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"logprobs": True}, {"return_token_ids": True}, {"stream_options": {"continuous_usage_stats": True}}],
+)
+async def test_chunks_of_held_text_come_where_they_carry_something_else(client, dispatcher, fields):
+    dispatcher.script = lambda _: says(CALLS)
+    stream = await client.chat.completions.create(
+        model=MODEL, messages=USER, tools=TOOLS, stream=True, extra_body=fields
+    )
+    chunks = [chunk async for chunk in stream]
+    assert len(chunks) >= len(says(CALLS)), "one for each token"
+
+
 async def test_a_call_that_max_tokens_cuts_off_ends_by_length(client, dispatcher):
     dispatcher.script = lambda _: says(CALLS, "length")
     cut = len(says(CALLS[: CALLS.index("Rome")], "length"))
