@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 import msgspec
+from msgspec.structs import replace
 
 from pdcluster.core.errors import NoNodeTakesWork, Unavailable
 from pdcluster_router.cluster.view import ClusterView, NodeView
@@ -49,7 +50,21 @@ def pools(query: Query, view: ClusterView) -> Pools:
         raise NoNodeTakesWork(
             f"no {gone} node takes work, and router.fallback is deny; start one, or allow one node with on-failure"
         )
-    return found
+    return found if query.force == "local" or may_be_local(query, found) else _in_pairs(found, usable, query, view)
+
+
+def _in_pairs(found: Pools, usable: Pool, query: Query, view: ClusterView) -> Pools:
+    """The pools where the request needs a pair: of the prefill nodes, those with a partner.
+
+    Nodes that failed the request count again where there is no pair without them.
+    """
+    prefill = found.prefill.only(lambda row: bool(partners(found.decode, view.reported(row), view)))
+    if prefill:
+        return replace(found, prefill=prefill)
+    if not query.excluded:
+        return found
+    again = replace(query, excluded=frozenset())
+    return _in_pairs(_by_leg(usable, again, view), usable, again, view)
 
 
 def _by_leg(usable: Pool, query: Query, view: ClusterView) -> Pools:

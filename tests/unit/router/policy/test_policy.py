@@ -9,7 +9,7 @@ from scripted_cluster import EMPTY_LOAD, make_node
 from pdcluster.core.errors import Unavailable
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.policy.base import Force, Query, RoutingDecision
-from pdcluster_router.policy.registry import make_policy
+from pdcluster_router.policy.registry import POLICIES, make_policy
 
 PRODUCT = make_policy("product")
 
@@ -93,6 +93,24 @@ def test_failed_boots_are_avoided_while_there_is_another() -> None:
     assert pick(nodes, replace(QUERY, excluded=frozenset({"p0-boot"}))).prefill.name == "p1"
     only = view(make_node("m0", "mixed"))
     assert pick(only, replace(QUERY, excluded=frozenset({"m0-boot"}))).decode.name == "m0"
+
+
+def in_pairs(query: Query, *nodes: NodeView) -> list[tuple[str, str]]:
+    """Prefill and decode node in mode remote, by each policy."""
+    choices = [make_policy(name).choose(replace(query, force="remote"), view(*nodes)) for name in POLICIES]
+    return [(choice.prefill.name, choice.decode.name) for choice in choices]
+
+
+def test_a_mixed_node_that_alone_can_decode_leaves_prompts_to_others() -> None:
+    """However little it has to do."""
+    nodes = make_node("m0", "mixed"), make_node("p0", "prefill", in_flight=9, load=replace_load(waiting=9))
+    assert set(in_pairs(QUERY, *nodes)) == {("p0", "m0")}
+
+
+def test_a_pair_needs_a_node_that_failed_when_there_is_no_other_pair() -> None:
+    failed = replace(QUERY, excluded={"m0-boot"})
+    for prefill, decode in in_pairs(failed, make_node("m0", "mixed"), make_node("m1", "mixed")):
+        assert {prefill, decode} == {"m0", "m1"}
 
 
 def test_nodes_that_are_too_small_are_left_out() -> None:
