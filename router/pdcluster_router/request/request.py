@@ -174,8 +174,8 @@ class Request:
 
     def fail(self, error: Exception) -> None:
         if self.state is not S.ENDED:
-            self._close(error.code if isinstance(error, errors.PdclusterError) else "internal", str(error))
-            self.sink.on_error(error)
+            code = error.code if isinstance(error, errors.PdclusterError) else "internal"
+            self._close(code, str(error), lambda: self.sink.on_error(error))
 
     def go(self, event: str) -> None:
         """Raises IllegalTransition for an event that the table does not allow now."""
@@ -500,8 +500,7 @@ class Request:
         self.record.num_output = num_output
         if self.trace is not None:
             self.trace.done(done, num_output, self.shared.clock())
-        self._close(None, "done")
-        self.sink.on_done(done)
+        self._close(None, "done", lambda: self.sink.on_done(done))
 
     def _done(self, finished: Finished) -> Done:
         started, route = self.started, self.route()
@@ -522,9 +521,9 @@ class Request:
         )
         return Done(finished.reason, finished.stop_token, self.job.cached_tokens or 0, self.attempts, route, timeline)
 
-    def _close(self, error: str | None, reason: str) -> None:
+    def _close(self, error: str | None, reason: str, tell: Callable[[], None] | None = None) -> None:
         """However it ended: nothing of it is left on the nodes, in the queue or in the books. error: its code, None for
-        a good end."""
+        a good end. tell: of the end, before its forks hear of it: they may end, too, and then its client leaves."""
         shared, request = self.shared, self.job.request
         self.go("end")
         self._drop_timer()
@@ -536,8 +535,6 @@ class Request:
             shared.waiting.leave(request)
         shared.cluster.ledger.close(request)
         shared.open.leave(request)
-        if self.generation.leads:
-            shared.fork_groups.settle(request, None)
         self.record.attempts, self.record.cached_tokens = self.attempts, self.job.cached_tokens
         if self.trace is not None:
             self.trace.ended(shared.clock(), error, reason)
@@ -546,3 +543,9 @@ class Request:
             log_ended(self.record, num_output, error, reason)
         shared.explainer.close(self.record, error, reason)
         shared.waiting.poke()
+        try:
+            if tell is not None:
+                tell()
+        finally:
+            if self.generation.leads:
+                shared.fork_groups.settle(request, None)

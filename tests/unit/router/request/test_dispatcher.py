@@ -596,6 +596,35 @@ async def test_a_request_that_has_said_its_last_word_cannot_be_cancelled_any_mor
     assert isinstance(event, Done) and not len(dispatch.open)
 
 
+class OneOfSeveral(Events):
+    """A choice of a request whose client leaves all of it when one fails."""
+
+    def __init__(self, choices: list[OneOfSeveral]) -> None:
+        super().__init__()
+        self.choices = choices
+        self.heard: list[str] = []
+        choices.append(self)
+
+    def on_error(self, error: Exception) -> None:
+        self.heard.append(type(error).__name__)
+        for choice in self.choices:
+            if choice is not self and choice.running is not None:
+                choice.heard.append("left")
+                choice.running.cancel("another choice failed")
+
+
+async def test_a_choice_that_was_cancelled_hears_nothing_more() -> None:
+    """Also where it is about to fail itself: then its forks do, and its client has left by the first error."""
+    dispatch, choices = make_dispatch(FakeCluster([])), []
+    leader = replace(make_generation("r-0", deadline_s=0.05), leads=True)
+    for generation in (leader, replace(leader, request="r-1", leads=False, parent="r-0")):
+        choice = OneOfSeveral(choices)
+        choice.running = dispatch.start(generation, choice)
+    await asyncio.sleep(0.2)
+    assert [choice.heard for choice in choices] == [["DeadlineExceeded"], ["left"]]
+    assert len(dispatch.shared.fork_groups) == len(dispatch.open) == 0
+
+
 async def test_a_policy_with_a_bug_answers_its_request_and_no_other() -> None:
     class Broken:
         name = "broken"
