@@ -71,10 +71,12 @@ def text_files(metadata: Mapping[str, Any], config: Json, where: str) -> dict[st
         f"{name}_token": _token(metadata, key, tokens, where)
         for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
     }
-    settings = {name: token for name, token in named.items() if token is not None} | {
-        "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", begins)) and named["bos_token"] is not None,
-        "add_eos_token": bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and named["eos_token"] is not None,
-    }
+    settings: Json = {name: token for name, token in named.items() if token is not None}
+    tokenizer["post_processor"] = _post_processor(
+        tokens,
+        metadata.get("tokenizer.ggml.bos_token_id") if metadata.get("tokenizer.ggml.add_bos_token", begins) else None,
+        metadata.get("tokenizer.ggml.eos_token_id") if metadata.get("tokenizer.ggml.add_eos_token", False) else None,
+    )
     keys = {DEFAULT_TEMPLATE: "tokenizer.chat_template", TOOL_TEMPLATE: f"tokenizer.chat_template.{TOOL_TEMPLATE}"}
     if templates := {name: metadata[key] for name, key in keys.items() if metadata.get(key) is not None}:
         settings["chat_template"] = templates if TOOL_TEMPLATE in templates else templates[DEFAULT_TEMPLATE]
@@ -102,6 +104,24 @@ def _token(metadata: Mapping[str, Any], name: str, tokens: Sequence[str], where:
             "damaged"
         )
     return str(tokens[index])
+
+
+def _post_processor(tokens: Sequence[str], begin: int | None, end: int | None) -> Json | None:
+    """What plain prompts begin and end with, by ids."""
+    used = {tokens[index]: int(index) for index in (begin, end) if index is not None}
+    if not used:
+        return None
+
+    def written(index: int | None) -> list[Json]:
+        return [] if index is None else [{"SpecialToken": {"id": tokens[index], "type_id": 0}}]
+
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    return {
+        "type": "TemplateProcessing",
+        "single": [*written(begin), first, *written(end)],
+        "pair": [*written(begin), first, second, *written(end)],
+        "special_tokens": {token: {"id": token, "ids": [index], "tokens": [token]} for token, index in used.items()},
+    }
 
 
 def _byte_level(

@@ -5,6 +5,8 @@ Built from the bytes of the model's files, never from the network, and without t
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +16,6 @@ from typing import Any
 
 import msgspec
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from pdcluster.api.text.chat_template import ChatTemplate, Message
 from pdcluster.api.text.detokenizer import ChainDetokenizer, Detokenizer, build_pieces, detokenize
@@ -28,6 +29,8 @@ from pdcluster.checkpoint.end_tokens import eos_token_ids
 from pdcluster.checkpoint.text_files import read_text_files
 from pdcluster.core.errors import BadRequest, ModelError
 from pdcluster.core.sampling import LEAST_REPETITION, MOST_REPETITION
+
+log = logging.getLogger(__name__)
 
 # Special tokens of prompts and answers. A missing padding token is never needed.
 ENDS = ("bos_token", "eos_token")
@@ -189,8 +192,7 @@ def _load_tokenizer(files: Mapping[str, bytes], config: Mapping[str, Any], speci
     tokenizer.no_truncation()
     tokenizer.no_padding()
     _add_missing_tokens(tokenizer, config, special)
-    if "add_bos_token" in config or "add_eos_token" in config:
-        tokenizer.post_processor = _bos_eos_processor(tokenizer, config, special)
+    _tell_passed_over(tokenizer, config, special)
     return tokenizer
 
 
@@ -220,16 +222,23 @@ def _add_missing_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], special
     tokenizer.add_special_tokens([token for token in there.values() if token not in known])
 
 
-def _bos_eos_processor(
-    tokenizer: Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]
-) -> TemplateProcessing:
-    """add_bos_token and add_eos_token, where set, overrule tokenizer.json's own post-processor."""
-    bos = special.get("bos_token") if config.get("add_bos_token") else None
-    eos = special.get("eos_token") if config.get("add_eos_token") else None
-    single = " ".join([*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])])
-    return TemplateProcessing(
-        single=single, special_tokens=[(token, tokenizer.token_to_id(token)) for token in (bos, eos) if token]
-    )
+def _tell_passed_over(tokenizer: Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """tokenizer.json decides what plain prompts begin and end with. As in transformers 5, and so in vLLM, add_bos_token
+    and add_eos_token of tokenizer_config.json count for nothing beside it.
+    """
+    added = tokenizer.encode("", add_special_tokens=True).ids
+    for name in ENDS:
+        flag, token = f"add_{name}", special.get(name)
+        is_added = token is not None and tokenizer.token_to_id(token) in added
+        if config.get(flag) is not None and bool(config[flag]) != is_added:
+            log.warning(
+                "tokenizer_config.json: %s %s is passed over, since the post_processor of tokenizer.json decides; it "
+                "%s %s to prompts of completions, so change it there if that is wrong",
+                flag,
+                json.dumps(config[flag]),
+                "adds" if is_added else "does not add",
+                token,
+            )
 
 
 def _template_sources(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str]:

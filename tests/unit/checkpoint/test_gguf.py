@@ -15,8 +15,10 @@ from checkpoints import KERNEL_CACHE, LLAMA3, Shape
 from driver import Driver, greedy
 from gguf import GGMLQuantizationType as Kind
 from tiny_tokenizers import byte_level_files, sentencepiece_files
+from tokenizers import Tokenizer
 
 from pdcluster.api.text.model_text import TextModel
+from pdcluster.checkpoint.gguf_tokenizer import text_files
 from pdcluster.checkpoint.text_files import files_digest, read_text_files
 from pdcluster.core.errors import ModelError
 from pdcluster.engine.engine import Engine, EngineConfig
@@ -118,6 +120,18 @@ def test_a_sentencepiece_tokenizer_is_that_of_the_original(tmp_path: Path) -> No
         assert found.decode(ids) == original.decode(ids)
     bos = gguf_files.sentencepiece_keys(SIZE)["bos_token_id"]
     assert found.encode("a", add_special_tokens=True)[0] == bos
+
+
+@pytest.mark.parametrize("begins", [True, False, None])
+@pytest.mark.parametrize("ends", [True, False, None])
+def test_prompts_begin_and_end_as_the_file_says(begins: bool | None, ends: bool | None) -> None:
+    """Where it does not say, a byte-level tokenizer adds nothing. Its tokenizer.json alone decides."""
+    keys = gguf_files.byte_level_keys(SIZE) | {"add_bos_token": begins, "add_eos_token": ends}
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in keys.items() if value is not None}
+    files = text_files(metadata, {}, "tiny.gguf")
+    ids = Tokenizer.from_buffer(files["tokenizer.json"]).encode("a").ids
+    assert (ids[0] == keys["bos_token_id"], ids[-1] == keys["eos_token_id"]) == (bool(begins), bool(ends))
+    assert list(TextModel(files).encode("a", add_special_tokens=True)) == ids
 
 
 def test_the_chat_template_comes_along(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_tokenizers import byte_level_files, sentencepiece_files, with_config
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from pdcluster.api.text.model_text import SamplingDefaults, TextModel
 from pdcluster.api.text.segments import SHORT_CHARACTERS
@@ -40,13 +41,35 @@ def test_long_text_is_tokenized_like_short_text() -> None:
     assert list(text.encode(prompt, add_special_tokens=True)) == oracle(byte_level_files()).encode(prompt).ids
 
 
-def test_add_bos_token_of_the_config_overrules_the_post_processor() -> None:
-    without = TextModel(with_config(byte_level_files(), add_bos_token=False))
-    both = TextModel(with_config(byte_level_files(), add_bos_token=True, add_eos_token=True))
-    plain = oracle(byte_level_files()).encode("hello", add_special_tokens=False).ids
-    ids = {token: oracle(byte_level_files()).token_to_id(token) for token in ("<|bos|>", "<|eos|>")}
-    assert list(without.encode("hello", add_special_tokens=True)) == plain
-    assert list(both.encode("hello", add_special_tokens=True)) == [ids["<|bos|>"], *plain, ids["<|eos|>"]]
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+
+
+@pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", "LlamaTokenizerFast"])
+@pytest.mark.parametrize("processor", ["bos", None, "bytes"])
+def test_tokenizer_json_decides_what_prompts_begin_with_as_in_transformers(
+    processor: str | None, tokenizer_class: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever add_bos_token and add_eos_token say; where that is something else, one line says so."""
+    content = json.loads(byte_level_files()["tokenizer.json"]) | {"truncation": None}
+    if processor != "bos":
+        content["post_processor"] = BYTE_LEVEL if processor == "bytes" else None
+    files = byte_level_files() | {"tokenizer.json": json.dumps(content).encode()}
+    files = with_config(files, tokenizer_class=tokenizer_class, eos_token="<|eos|>")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for begins, ends in ((None, None), (True, None), (False, False), (True, True)):
+        caplog.clear()
+        given = with_config(files, add_bos_token=begins, add_eos_token=ends)
+        for name, data in given.items():
+            (tmp_path / name).write_bytes(data)
+        expected = AutoTokenizer.from_pretrained(tmp_path)("hello")["input_ids"]
+        assert list(TextModel(given).encode("hello", add_special_tokens=True)) == expected
+        assert len(expected) == 2 if processor == "bos" else len(expected) == 1
+        told = [record.getMessage() for record in caplog.records if record.name == "pdcluster.api.text.model_text"]
+        assert [text.split()[1] for text in told] == [
+            name
+            for name, flag, added in (("add_bos_token", begins, processor == "bos"), ("add_eos_token", ends, False))
+            if flag is not None and flag != added
+        ]
 
 
 def test_a_padding_token_that_the_tokenizer_lacks_is_passed_over() -> None:
