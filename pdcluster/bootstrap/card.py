@@ -4,7 +4,9 @@ alive.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import get_args
 
 from pdcluster.checkpoint.weights_digest import MAX_GROUP_BYTES
@@ -59,6 +61,19 @@ class NodeCard:
         """Every name that requests may use, the first one first."""
         return self.model, *self.model_aliases
 
+    def model_digest(self, name: str) -> str:
+        """What that name means here, as 16 hex digits: text, tokens, weights and hash blocks. Nodes of one digest may
+        serve the same request.
+        """
+        return _model_digest(
+            name, self.tokenizer_hash, self.vocab_size, self.eos_ids, self.weights, self.hash_block_tokens
+        )
+
+    @property
+    def model_digests(self) -> frozenset[str]:
+        """Of every name."""
+        return frozenset(map(self.model_digest, self.models))
+
     @property
     def peer(self) -> Peer:
         return Peer(self.node, self.incarnation)
@@ -83,6 +98,11 @@ class NodeCard:
     @property
     def dtype(self) -> DType:
         return self.fingerprint.layout.dtype
+
+
+@lru_cache(maxsize=1024)
+def _model_digest(*parts: object) -> str:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,12 @@
 """Models behind the router: their cards, tokenizers and chat templates.
 
 A model is served once its text files are loaded, from a directory or from a node. Fetched files must have the digest
-that the node's card names.
+that the node's card names. What a name means follows the cards:
+
+1. A name keeps its model while a node of it is there to stay. Otherwise nodes under that name that stay decide.
+2. While no node is known, all names keep their models: requests wait for nodes to return.
+3. A name that no card carries is gone once other cards are there.
+4. The longest request is that of the largest node.
 """
 
 from __future__ import annotations
@@ -9,11 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.bootstrap.card import NodeCard
@@ -29,8 +36,6 @@ logger = logging.getLogger(__name__)
 FETCH_TIMEOUT_S = 10.0
 MAX_FILE_BYTES = 256 << 20
 RETRY_S = 0.5
-# Hash chains in the cache, until the nodes change. A bound, because clients may name any number of salts.
-MOST_CHAINS = 1024
 
 
 class CardSource(Protocol):
@@ -38,9 +43,17 @@ class CardSource(Protocol):
 
     def cards(self) -> Iterable[NodeCard]: ...
 
+    def known_cards(self) -> Sequence[tuple[NodeCard, bool]]:
+        """Also of nodes without a link; with each, whether it is there to stay."""
+        ...
+
     def refusal(self) -> str | None: ...
 
-    version: int
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def cards_version(self) -> int: ...
 
     async def wait_for_change(self, seen: int) -> None: ...
 
@@ -49,8 +62,11 @@ class CardSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
+    """What a name means. card: of a node of the model."""
+
     info: ModelInfo
     text: TextModel
+    card: NodeCard
 
 
 class ModelRegistry:
@@ -64,15 +80,12 @@ class ModelRegistry:
         self._tokenizer = tokenizer
         self._marks = tool_format, reasoning
         self._loaded: dict[str, LoadedModel] = {}
-        # Why the text files of a model can never be read, by name and digest.
+        # Why the text files of known cards can never be read, by name and digest.
         self._refused: dict[tuple[str, str], str] = {}
         self._infos: tuple[ModelInfo, ...] = ()
         self._has_one = asyncio.Event()
-        # Valid as long as the nodes have the same version.
-        self._chains: dict[tuple[str, bytes], HashChain] = {}
-        self._seen = -1
-        # Tokens of a hash block and the weights, of the last node that served a model.
-        self._last_chain: dict[str, tuple[int, str]] = {}
+        # The version of the cards that was followed.
+        self._followed = -1
 
     # ------------------------------------------------------------ what dispatch and HTTP ask
 
@@ -86,25 +99,9 @@ class ModelRegistry:
         return self._find(model).text
 
     def chain(self, model: str, salt: bytes) -> HashChain:
-        if self._nodes.version != self._seen or len(self._chains) >= MOST_CHAINS:
-            self._seen = self._nodes.version
-            self._chains.clear()
-        found = self._chains.get((model, salt))
-        if found is None:
-            found = self._chains[model, salt] = self._chain_of(model, salt)
-        return found
-
-    def _chain_of(self, model: str, salt: bytes) -> HashChain:
         """Without a node, the chain of the last one: its requests may wait for the node to return."""
-        self._find(model)
-        for card in self._nodes.cards():
-            if model in card.models:
-                self._last_chain[model] = card.hash_block_tokens, card.weights
-                break
-        if model not in self._last_chain:
-            raise Unavailable(f"no node that serves {model} is connected now; retry later")
-        block_tokens, weights = self._last_chain[model]
-        return _chain(block_tokens, salt, weights)
+        card = self._find(model).card
+        return _chain(card.hash_block_tokens, salt, card.weights)
 
     def _find(self, model: str) -> LoadedModel:
         if model in self._loaded:
@@ -115,34 +112,108 @@ class ModelRegistry:
 
     def refusal(self) -> str | None:
         """Why no model can be served while the nodes stay the same; None where one is or may be."""
-        cards = [(card.model, card.tokenizer_hash) for card in self._nodes.cards()]
+        cards = list(map(_text_of, self._nodes.cards()))
         if not cards and (refusal := self._nodes.refusal()) is not None:
             return refusal
         if self._loaded or not cards or not all(card in self._refused for card in cards):
             return None
         return self._refused[cards[0]]
 
-    # ------------------------------------------------------------ loading
+    # ------------------------------------------------------------ following the cards
 
     async def keep_loaded(self) -> None:
-        """Load the text of every new model, until cancelled.
+        """Load the text of every new model and forget old ones, until cancelled.
 
         A node that leaves meanwhile is no error: the next round tries another node.
         """
         while True:
             seen = self._nodes.version
-            is_settled = True
-            for card in list(self._nodes.cards()):
-                if (
-                    not self._loaded.keys() >= set(card.models)
-                    and (card.model, card.tokenizer_hash) not in self._refused
-                ):
-                    is_settled &= await self._try_load(card)
-            if is_settled:
+            if await self._follow():
                 await self._nodes.wait_for_change(seen)
 
-    async def _try_load(self, card: NodeCard) -> bool:
-        """Load a model's text. False where a retry may help; True also where the files themselves are wrong."""
+    async def _follow(self) -> bool:
+        """Bring all names up to the cards. False where a retry may help."""
+        version = self._nodes.cards_version
+        if version == self._followed:
+            return True
+        named, is_settled = self._named(), True
+        for name, cards in named.items():
+            loaded = self._loaded.get(name)
+            if loaded is None or loaded.info.digest != cards[0].model_digest(name):
+                is_settled &= await self._load(name, cards)
+        self._settle(named)
+        if is_settled:
+            self._followed = version
+        return is_settled
+
+    def _named(self) -> dict[str, list[NodeCard]]:
+        """The cards of the model that each name now means, by rule 1."""
+        found: dict[str, dict[str, list[tuple[NodeCard, bool]]]] = {}
+        for card, stays in self._nodes.known_cards():
+            for name in card.models:
+                found.setdefault(name, {}).setdefault(card.model_digest(name), []).append((card, stays))
+        return {name: [card for card, _ in self._meant(name, models)] for name, models in found.items()}
+
+    def _meant(self, name: str, models: Mapping[str, list[tuple[NodeCard, bool]]]) -> list[tuple[NodeCard, bool]]:
+        loaded = self._loaded.get(name)
+        own = "" if loaded is None else loaded.info.digest
+        return min(models.items(), key=lambda model: (not any(stays for _, stays in model[1]), model[0] != own))[1]
+
+    def _settle(self, named: Mapping[str, Sequence[NodeCard]]) -> None:
+        """Rules 2 to 4. A model whose text can never be read is not served."""
+        if named:
+            for name in [
+                name for name in self._loaded if name not in named or _text_of(named[name][0]) in self._refused
+            ]:
+                logger.info("model %s is not served any more", name)
+                del self._loaded[name]
+            known = {_text_of(card) for card, _ in self._nodes.known_cards()}
+            self._refused = {text: why for text, why in self._refused.items() if text in known}
+        for name, loaded in self._loaded.items():
+            longest = max(
+                (card.max_len for card in named.get(name, ()) if card.model_digest(name) == loaded.info.digest),
+                default=loaded.info.max_len,
+            )
+            if longest != loaded.info.max_len:
+                self._loaded[name] = LoadedModel(replace(loaded.info, max_len=longest), loaded.text, loaded.card)
+        self._publish()
+
+    def _publish(self) -> None:
+        self._infos = tuple(loaded.info for loaded in self._loaded.values())
+        if self._infos:
+            self._has_one.set()
+        else:
+            self._has_one.clear()
+
+    # ------------------------------------------------------------ loading
+
+    async def _load(self, name: str, cards: Sequence[NodeCard]) -> bool:
+        """Load the text of a name from one of these nodes. False where a retry may help; True also where none is
+        linked, or the files themselves are wrong.
+        """
+        linked = {card.incarnation for card in self._nodes.cards()}
+        for card in [card for card in cards if card.incarnation in linked]:
+            text = self._same_text(card)
+            if text is None and _text_of(card) not in self._refused:
+                text = await self._fetched_text(card)
+            if _text_of(card) in self._refused:
+                return True
+            if text is not None:
+                longest, digest = max(each.max_len for each in cards), card.model_digest(name)
+                info = ModelInfo(name, int(time.time()), longest, card.vocab_size, card.eos_ids, digest)
+                self._loaded[name] = LoadedModel(info, text, card)
+                self._publish()
+                logger.info("serving model %s", name)
+                return True
+        return not linked.intersection(card.incarnation for card in cards)
+
+    def _same_text(self, card: NodeCard) -> TextModel | None:
+        return next(
+            (each.text for each in self._loaded.values() if each.card.tokenizer_hash == card.tokenizer_hash), None
+        )
+
+    async def _fetched_text(self, card: NodeCard) -> TextModel | None:
+        """The text of a card; None where it could not be had, now or ever."""
         try:
             files = {} if self._tokenizer is not None else await self._files(card)
             if files and files_digest(files) != card.tokenizer_hash:
@@ -153,21 +224,13 @@ class ModelRegistry:
         except (NodeLost, TimeoutError, ModelError, OSError) as error:
             logger.warning("the tokenizer of %s cannot be loaded from %s: %s", card.model, card.node, error)
             await asyncio.sleep(RETRY_S)
-            return False
+            return None
         try:
-            text = await asyncio.to_thread(self._read, files)
+            return await asyncio.to_thread(self._read, files)
         except ModelError as error:  # the files themselves are wrong, on every node
-            self._refused[card.model, card.tokenizer_hash] = f"the model {card.model} cannot be served: {error}"
-            logger.error(self._refused[card.model, card.tokenizer_hash])
-            return True
-        for name in card.models:
-            self._loaded[name] = LoadedModel(
-                ModelInfo(name, int(time.time()), card.max_len, card.vocab_size, card.eos_ids), text
-            )
-        self._has_one.set()
-        self._infos = tuple(loaded.info for loaded in self._loaded.values())
-        logger.info("serving model %s", ", ".join(card.models))
-        return True
+            self._refused[_text_of(card)] = f"the model {card.model} cannot be served: {error}"
+            logger.error(self._refused[_text_of(card)])
+            return None
 
     def _read(self, files: dict[str, bytes]) -> TextModel:
         """The model's text. Without `--tokenizer DIR` it comes from `files`, fetched from a node."""
@@ -199,6 +262,11 @@ class ModelRegistry:
                     f"{name}: the node stopped at {len(data)} of {chunk.total_bytes} bytes; pass --tokenizer DIR "
                     "instead"
                 )
+
+
+def _text_of(card: NodeCard) -> tuple[str, str]:
+    """What is refused of a card whose text cannot be read."""
+    return card.model, card.tokenizer_hash
 
 
 @lru_cache(maxsize=1024)

@@ -110,6 +110,8 @@ class NodeTable:
         self.ledger = Ledger()
         self.caches = CacheUpdates(PrefixIndex(max_blocks=index_blocks))
         self.version = 0
+        # Counts changes of cards and links, which are few among those of `version`.
+        self.cards_version = 0
         self.events = events or EventLog()
         self.unmatched: Counter[str] = Counter()
         self._me = me
@@ -178,6 +180,7 @@ class NodeTable:
             if not state.is_listed and (not state.is_up or state.card.node in replaced):
                 self._drop(incarnation, "it left the cluster")
         self._dial()
+        self.cards_version += 1
         self._notify()
 
     def _compatible(self, cards: Sequence[NodeCard]) -> list[NodeCard]:
@@ -237,6 +240,7 @@ class NodeTable:
 
     def _on_state(self, incarnation: str, link_state: LinkState) -> None:
         self._is_view_whole = False
+        self.cards_version += 1
         state = self._nodes.get(incarnation)
         if state is None or state.link is None:
             return
@@ -469,6 +473,10 @@ class NodeTable:
     def listed(self) -> list[NodeCard]:
         """Cards of all nodes, also of those without a link."""
         return [state.card for state in self._nodes.values()]
+
+    def known_cards(self) -> list[tuple[NodeCard, bool]]:
+        """The same, and whether the node is there to stay: the bootstrap lists it, and it does not drain."""
+        return [(state.card, state.is_listed and not state.card.draining) for state in self._nodes.values()]
 
     def cards(self) -> Iterator[NodeCard]:
         """Cards of the reachable nodes, in the order they came.

@@ -134,10 +134,12 @@ class ModelInfo(msgspec.Struct, frozen=True):
     id: str
     # Unix seconds.
     created: int
-    # Prompt and output tokens together.
+    # Prompt and output tokens together, on the largest node.
     max_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    # What the name means: text, weights and more (NodeCard.model_digest); "" where nobody says.
+    digest: str = ""
 
 
 class Sink(Protocol):

@@ -1,18 +1,22 @@
 """Which models a router serves: text files come from nodes; faults of a node are tried again, those of the files are
-told and not tried for ever."""
+told and not tried for ever. What a name means follows the nodes' cards."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_tokenizers import byte_level_files
 
+from pdcluster.api.text.chat_template import Message
 from pdcluster.bootstrap.card import NodeCard
 from pdcluster.checkpoint.text_files import files_digest
-from pdcluster.core.errors import NodeLost
+from pdcluster.core.errors import NodeLost, UnknownModel
 from pdcluster.core.messages import PROTOCOL_VERSION, FileChunk
 from pdcluster.kv.layout import Fingerprint, KVLayout
 from pdcluster_router.cluster import models as module
@@ -26,22 +30,28 @@ class Nodes:
     """Nodes that serve text files, and fail as often as they are told to."""
 
     def __init__(self, files: dict[str, bytes], *names: str) -> None:
-        self.files, self.version, self.failures, self.fetched = files, 1, 0, 0
-        self._names = names
+        self.version, self.failures, self.fetched = 1, 0, 0
         self._changed = asyncio.Event()
+        self._cards: list[tuple[NodeCard, bool]] = []
+        # By digest; of unlinked nodes nothing can be fetched.
+        self.texts: dict[str, dict[str, bytes]] = {}
+        self.unlinked: set[str] = set()
+        # They answer nothing.
+        self.mute: set[str] = set()
+        self.change(files, *names)
+
+    @property
+    def cards_version(self) -> int:
+        return self.version
 
     def refusal(self) -> str | None:
         return None
 
     def cards(self) -> Iterable[NodeCard]:
-        digest = files_digest(self.files)
-        return [
-            NodeCard(
-                name, f"{name}-boot", "mixed", f"{name}:1", "tiny", FINGERPRINT,
-                max_len=64, vocab_size=420, num_pages=8, eos_ids=(), tokenizer_hash=digest, backends=(), device="cpu",
-            )
-            for name in self._names
-        ]  # fmt: skip
+        return [card for card, _ in self._cards if card.node not in self.unlinked]
+
+    def known_cards(self) -> Sequence[tuple[NodeCard, bool]]:
+        return self._cards
 
     async def wait_for_change(self, seen: int) -> None:
         while self.version == seen:
@@ -53,11 +63,26 @@ class Nodes:
         if self.failures:
             self.failures -= 1
             raise NodeLost("gone for a while")
-        data = self.files.get(name, b"")
+        card = next(card for card in self.cards() if card.incarnation == incarnation)
+        if card.node in self.mute:
+            raise NodeLost("it says nothing")
+        data = self.texts[card.tokenizer_hash].get(name, b"")
         return FileChunk(name, offset, len(data), data[offset:])
 
-    def change(self, files: dict[str, bytes]) -> None:
-        self.files = files
+    def card(self, files: dict[str, bytes], name: str = "a", **changes: Any) -> NodeCard:
+        digest = files_digest(files)
+        self.texts[digest] = files
+        fields: dict[str, Any] = {
+            "model": "tiny", "fingerprint": FINGERPRINT, "max_len": 64, "vocab_size": 420, "num_pages": 8,
+            "tokenizer_hash": digest,
+        }  # fmt: skip
+        return NodeCard(name, f"{name}-boot", "mixed", f"{name}:1", **(fields | changes))
+
+    def change(self, files: dict[str, bytes], *names: str) -> None:
+        self.become(*(self.card(files, name) for name in names))
+
+    def become(self, *cards: NodeCard, leaving: Sequence[NodeCard] = ()) -> None:
+        self._cards = [(card, card not in leaving and not card.draining) for card in cards]
         self.version += 1
         self._changed.set()
 
@@ -75,10 +100,10 @@ async def test_files_that_can_never_be_read_are_told_and_not_asked_for_again() -
     await until(models.refusal)
     assert "cannot be served" in str(models.refusal()) and "template" in str(models.refusal())
     asked = nodes.fetched
-    nodes.change(nodes.files)
+    nodes.change(next(iter(nodes.texts.values())), "a", "b")
     await asyncio.sleep(0.05)
     assert nodes.fetched == asked
-    nodes.change(byte_level_files())  # nodes with other files came instead
+    nodes.change(byte_level_files(), "a")  # nodes with other files came instead
     await until(models.models)
     assert models.refusal() is None
     loading.cancel()
@@ -92,6 +117,16 @@ async def test_a_node_that_is_lost_meanwhile_is_asked_again(monkeypatch: pytest.
     loading = asyncio.create_task(models.keep_loaded())
     await until(models.models)
     assert nodes.failures == 0 and models.refusal() is None
+    loading.cancel()
+
+
+async def test_one_mute_node_does_not_keep_the_text_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    nodes = Nodes(byte_level_files(), "a", "b")
+    nodes.mute.add("a")
+    models = ModelRegistry(nodes, None)
+    loading = asyncio.create_task(models.keep_loaded())
+    await until(models.models)
     loading.cancel()
 
 
@@ -118,4 +153,152 @@ async def test_named_templates_come_from_nodes() -> None:
     chat = [{"role": "user", "content": "hi"}]
     text = models.text("tiny")
     assert (text.render_chat(chat), text.render_chat(chat, tools=[{}])) == ("default:hi", "tools:hi")
+    loading.cancel()
+
+
+# ---------------------------------------------------------------- what a name means
+
+TEXT_A = byte_level_files()
+TEXT_B = byte_level_files() | {"chat_template.jinja": b"{{ messages[0].content }} of B"}
+OTHER_WEIGHTS = replace(FINGERPRINT, weights="1" * 32)
+TALK: list[Message] = [{"role": "user", "content": "hi"}]
+
+
+@asynccontextmanager
+async def following(nodes: Nodes, *cards: NodeCard) -> AsyncIterator[ModelRegistry]:
+    """A registry that has loaded what these nodes serve."""
+    models = ModelRegistry(nodes, None)
+    nodes.become(*cards)
+    loading = asyncio.create_task(models.keep_loaded())
+    await until(lambda: served(models) == {name for card in cards for name in card.models})
+    yield models
+    loading.cancel()
+
+
+def served(models: ModelRegistry) -> set[str]:
+    return {info.id for info in models.models()}
+
+
+def rendered(models: ModelRegistry, model: str = "tiny") -> str:
+    return models.text(model).render_chat(TALK, add_generation_prompt=True)
+
+
+def digest(models: ModelRegistry, model: str = "tiny") -> str:
+    return next(info.digest for info in models.models() if info.id == model)
+
+
+async def test_a_name_under_which_nodes_with_other_text_come_gets_their_text() -> None:
+    nodes = Nodes(TEXT_A)
+    async with following(nodes, nodes.card(TEXT_A)) as models:
+        before, old = rendered(models), digest(models)
+        nodes.become()
+        await asyncio.sleep(0.02)
+        assert served(models) == {"tiny"} and rendered(models) == before, "its requests wait for its nodes"
+        nodes.become(nodes.card(TEXT_B, "b"))
+        await until(lambda: digest(models) != old)
+        assert rendered(models) == "hi of B" != before
+
+
+async def test_a_name_under_which_nodes_with_other_weights_come_is_another_model_of_the_same_text() -> None:
+    nodes = Nodes(TEXT_A)
+    async with following(nodes, nodes.card(TEXT_A)) as models:
+        old, root, fetched = digest(models), models.chain("tiny", b"").root, nodes.fetched
+        nodes.become(nodes.card(TEXT_A, "b", fingerprint=OTHER_WEIGHTS, eos_ids=(3,)))
+        await until(lambda: digest(models) != old)
+        assert models.chain("tiny", b"").root != root and models.models()[0].eos_token_ids == (3,)
+        assert nodes.fetched == fetched, "the text is there"
+
+
+async def test_a_name_that_no_card_carries_is_gone_once_other_cards_are_there() -> None:
+    nodes = Nodes(TEXT_A)
+    async with following(nodes, nodes.card(TEXT_A, model_aliases=("more",))) as models:
+        nodes.become(nodes.card(TEXT_B, "b", model="m2"))
+        await until(lambda: served(models) == {"m2"})
+        for name in ("tiny", "more"):
+            with pytest.raises(UnknownModel, match="m2"):
+                models.text(name)
+            with pytest.raises(UnknownModel, match="m2"):
+                models.chain(name, b"")
+
+
+async def test_who_waits_for_the_first_model_waits_also_when_the_one_before_is_gone() -> None:
+    nodes = Nodes(TEXT_A)
+    async with following(nodes, nodes.card(TEXT_A)) as models:
+        nodes.unlinked.add("b")
+        nodes.become(nodes.card(TEXT_B, "b", model="m2"))
+        await until(lambda: not models.models())
+        first = asyncio.create_task(models.first())
+        await asyncio.sleep(0.02)
+        assert not first.done()
+        nodes.unlinked.clear()
+        nodes.become(nodes.card(TEXT_B, "b", model="m2"))
+        await first
+        assert served(models) == {"m2"}
+
+
+@pytest.mark.parametrize("is_listed", [True, False], ids=["it drains", "the bootstrap has forgotten it"])
+async def test_a_node_on_its_way_out_replaces_no_text_with_one_more_alias(is_listed: bool) -> None:
+    nodes = Nodes(TEXT_A)
+    async with following(nodes, nodes.card(TEXT_A)) as models:
+        leaving = nodes.card(TEXT_B, "b", model_aliases=("more",), draining=is_listed)
+        before = rendered(models)
+        nodes.become(nodes.card(TEXT_A), leaving, leaving=() if is_listed else (leaving,))
+        await until(lambda: served(models) == {"tiny", "more"})
+        assert rendered(models) == before and rendered(models, "more") == "hi of B"
+        nodes.become(nodes.card(TEXT_A))
+        await until(lambda: served(models) == {"tiny"})
+        assert rendered(models) == before
+
+
+async def test_nodes_that_take_work_give_a_name_its_meaning_before_one_that_leaves() -> None:
+    nodes = Nodes(TEXT_A)
+    async with following(nodes, nodes.card(TEXT_A)) as models:
+        nodes.become(nodes.card(TEXT_A, draining=True), nodes.card(TEXT_B, "b"))
+        await until(lambda: rendered(models) == "hi of B")
+
+
+async def test_a_name_keeps_its_meaning_while_nodes_disagree() -> None:
+    """They are of bootstraps that know nothing of each other."""
+    nodes = Nodes(TEXT_A)
+    async with following(nodes, nodes.card(TEXT_A, "b")) as models:
+        old = digest(models)
+        nodes.become(nodes.card(TEXT_B, "a"), nodes.card(TEXT_A, "b"))
+        await asyncio.sleep(0.05)
+        assert digest(models) == old
+
+
+async def test_a_name_whose_new_text_can_never_be_read_is_gone() -> None:
+    nodes = Nodes(TEXT_A)
+    async with following(nodes, nodes.card(TEXT_A)) as models:
+        nodes.become(nodes.card(TEXT_A | {"chat_template.jinja": b"{% for m in messages %}"}, "b"))
+        await until(models.refusal)
+        assert not models.models() and "template" in str(models.refusal())
+
+
+async def test_the_longest_request_follows_the_cards() -> None:
+    nodes = Nodes(TEXT_A)
+    small, large = nodes.card(TEXT_A, "s", max_len=1280), nodes.card(TEXT_A, "l", max_len=8192)
+    async with following(nodes, small) as models:
+        assert models.models()[0].max_len == 1280
+        for cards, longest in (((small, large), 8192), ((small,), 1280), ((large,), 8192), ((), 8192)):
+            nodes.become(*cards)
+            await until(lambda longest=longest: models.models()[0].max_len == longest)
+        created = models.models()[0].created
+        nodes.become(large, replace(large, node="x", draining=True, max_len=9000))
+        await until(lambda: models.models()[0].max_len == 9000)
+        assert models.models()[0].created == created
+
+
+async def test_a_router_with_text_of_its_own_keeps_it_for_other_weights(tmp_path: Path) -> None:
+    for name, data in TEXT_B.items():
+        (tmp_path / name).write_bytes(data)
+    nodes = Nodes(TEXT_A, "a")
+    models = ModelRegistry(nodes, tmp_path)
+    loading = asyncio.create_task(models.keep_loaded())
+    await until(models.models)
+    old = digest(models)
+    assert rendered(models) == "hi of B"
+    nodes.become(nodes.card(TEXT_A, fingerprint=OTHER_WEIGHTS))
+    await until(lambda: digest(models) != old)
+    assert rendered(models) == "hi of B" and not nodes.fetched
     loading.cancel()
