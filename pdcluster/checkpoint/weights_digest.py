@@ -95,7 +95,7 @@ def differing_groups(ours: bytes, theirs: bytes, num_layers: int) -> tuple[str, 
 
 def _digest_of(head: bytes, data: NDArray[Any]) -> bytes:
     state = xxhash.xxh3_128(head)
-    state.update(data)  # without the GIL
+    state.update(data.data)  # without the GIL
     return state.digest()
 
 

@@ -9,16 +9,16 @@ import pytest
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import bootstrap_pb2
 from pdcluster_router.operate import commands
-from pdcluster_router.operate.clients import Told
+from pdcluster_router.operate.clients import RouterAnswer
 from pdcluster_router.operate.printing import PrintFormat
 
 FROM_PREFILL = pb.Path(peer="prefill-7", backend="tcp", bytes_per_s=250e6, breaker="open", is_chosen=True)
 
 
 class Router:
-    def read(self, _: str, request: pb.DescribeNodeRequest) -> list[Told]:
+    def read(self, _: str, request: pb.DescribeNodeRequest) -> list[RouterAnswer]:
         return [
-            Told(
+            RouterAnswer(
                 "a",
                 pb.NodeDescription(
                     node=pb.Node(name=request.node, role=bootstrap_pb2.ROLE_DECODE), received=[FROM_PREFILL]

@@ -9,7 +9,7 @@ import pytest
 
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster_router.operate import rates, top
-from pdcluster_router.operate.clients import Told
+from pdcluster_router.operate.clients import RouterAnswer
 from pdcluster_router.operate.reading import Row
 
 LABELS = 'half="{half}",figure="value",node="{name}",role="x"'
@@ -57,10 +57,12 @@ class Routers:
     def __init__(self, told: Mapping[str, Mapping[str, tuple[int, float]]]) -> None:
         self._told = told
 
-    def read(self, method: str, _: object) -> list[Told]:
+    def read(self, method: str, _: object) -> list[RouterAnswer]:
         if method == "ListNodes":
-            return [Told(address, pb.ListNodesReply()) for address in self._told]
-        return [Told(address, pb.RouterStatus(metrics=scrape(workers))) for address, workers in self._told.items()]
+            return [RouterAnswer(address, pb.ListNodesReply()) for address in self._told]
+        return [
+            RouterAnswer(address, pb.RouterStatus(metrics=scrape(workers))) for address, workers in self._told.items()
+        ]
 
 
 def scrape(workers: Mapping[str, tuple[int, float]]) -> str:
