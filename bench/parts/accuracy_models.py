@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pdcluster.checkpoint.gguf import open_gguf
+from pdcluster.checkpoint.weights_digest import Digester
 from pdcluster.engine.model.gguf_weights import gguf_tensors
 
 NUM_PROSE = 20
@@ -99,7 +100,9 @@ def from_gguf(file: Path, target: Path, dtype: torch.dtype = torch.bfloat16) -> 
     opened = open_gguf(file)
     for name, content in opened.text_files.items():
         (target / name).write_bytes(content)
-    save_file(gguf_tensors(opened, dtype), target / "model.safetensors", metadata={"format": "pt"})
+    with Digester(1) as digests:
+        tensors = gguf_tensors(opened, dtype, digests)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
 

@@ -201,7 +201,7 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 def _digest_of(head: bytes | np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> bytes:
-    return xxhash.xxh3_128_digest(head)
+    return xxhash.xxh3_128_digest(head if isinstance(head, bytes) else head.tobytes())
 
 
 def _read(path: Path, place: tuple[Path, int, int, int]) -> _Opened:

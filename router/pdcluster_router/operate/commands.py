@@ -51,6 +51,7 @@ def warn(line: str) -> None:
 
 def get(clients: AdminClients, what: str, output: PrintFormat, names: Sequence[str], labels: Mapping[str, str]) -> None:
     """List nodes, requests or models: those of these names, or all, whose values are those of the labels."""
+    columns: Sequence[PrintedColumn]
     if what == "nodes":
         rows, columns = reading.nodes(clients), reading.NODE_COLUMNS
         for row in rows:
