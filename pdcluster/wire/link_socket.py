@@ -27,7 +27,10 @@ SILENT = (
     "it took the connection and said nothing for the whole lease, as a process does that stands still or has no CPU; "
     "look at its machine"
 )
-CUT = "the connection ended before a word was said; look at that process's log"
+CUT = (
+    "the connection ended before a word was said; look at that process's log, "
+    "and whether it has a security.cluster_key_file where this process has none"
+)
 NO_HANDSHAKE = (
     "the handshake failed, as it does when only one end has a cluster key, or each has another one; "
     "set the same security.cluster_key_file everywhere, or none"
@@ -88,7 +91,7 @@ class LinkSocket:
         return [event for event in events if event in (ConnectionEvent.DOWN, ConnectionEvent.REFUSED)]
 
     def _note(self, event: ConnectionEvent) -> None:
-        """An end that wants another key looks like any other cut, where this end has one."""
+        """An end that wants another key looks like any other cut. Only where this end has one too is it the likely cause."""
         if event is ConnectionEvent.UP:
             self._was_up, self.why = True, ""
         elif event is ConnectionEvent.SILENT:
