@@ -10,6 +10,7 @@
     ├─ Overloaded            capacity exists but is busy             429
     ├─ Unavailable           no node can serve this at all           503
     │  └─ NoNodeTakesWork    for now; a request may wait for one     503
+    ├─ ModelChanged          its model was replaced meanwhile        503
     ├─ DeadlineExceeded      a stage ran out of time                 504
     ├─ Cancelled             the client left                         499
     ├─ ConfigError           bad flag, file or environment; at start
@@ -20,6 +21,7 @@
     ├─ NodeLost              the node behind an attempt is gone (retryable)
     │  └─ NodeStuck          it answers, but its engine makes no progress
     ├─ NodeDrains            the node gives its work to others (retryable)
+    │  └─ OutgrewNode        the answer is longer than the node takes
     └─ IntegrityError        our own bookkeeping is broken: a bug
 
 A message names the thing, the value and the way out. This module translates nothing: a library's errors are translated
@@ -104,6 +106,14 @@ class NoNodeTakesWork(Unavailable):
     """All nodes that could serve the request are gone, cordoned or draining. One may come back."""
 
 
+class ModelChanged(PdclusterError):
+    """What the request was prepared for is served no more: other text or other weights have its model's name. It waits
+    for nothing; sent again, it is prepared anew."""
+
+    code = "model_changed"
+    http_status = 503
+
+
 class DeadlineExceeded(PdclusterError):
     """`stage` says which clock ran out: queue, handshake, transfer, liveness or request."""
 
@@ -169,6 +179,10 @@ class NodeDrains(PdclusterError):
     code = "node_draining"
     http_status = 503
     retryable = True
+
+
+class OutgrewNode(NodeDrains):
+    """The answer reached the longest request that the node takes. A larger node goes on with it."""
 
 
 class IntegrityError(PdclusterError):

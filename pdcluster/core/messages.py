@@ -41,6 +41,8 @@ from pdcluster.core.sampling import Shaping as Shaping
 from pdcluster.core.sampling import TokenLogprobs as TokenLogprobs
 
 Role = Literal["prefill", "decode", "mixed"]
+# Refused.param where the node does not serve what the request was prepared for.
+MODEL_PARAM = "model"
 FinishReason = Literal["stop", "length", "eos"]
 RefusedLeg = Literal["prefill", "reserve", "deliver"]
 
@@ -73,7 +75,8 @@ class Work(Value, frozen=True, array_like=True):
     prompt. hashes: the chained block hashes of token_ids, HASH_BYTES each, full hash blocks only. hash_root: what
     stands before the chain's first block (kv.hashing.chain_root), so that a node can name what it decodes after a
     prompt shorter than a stretch; empty: such output is not cached. trace: the attempt's span
-    (TraceContext.pack), above the node's own; empty: it is not traced."""
+    (TraceContext.pack), above the node's own; empty: it is not traced. model: digest of the model that the router
+    prepared it for (NodeCard.model_digest); empty: not said."""
 
     request: Id
     attempt: Count
@@ -84,6 +87,7 @@ class Work(Value, frozen=True, array_like=True):
     deadline_s: SecondsLeft
     hash_root: bytes = b""
     trace: bytes = b""
+    model: Text = ""
 
 
 class Endpoint(Value, frozen=True, array_like=True):

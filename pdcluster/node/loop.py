@@ -13,7 +13,7 @@ import logging
 import os
 import select
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import zmq
@@ -21,6 +21,7 @@ from msgspec import structs
 
 from pdcluster.core.errors import BadRequest, DeadlineExceeded, IntegrityError, NodeDrains, NodeStuck
 from pdcluster.core.messages import (
+    MODEL_PARAM,
     Abort,
     AbortAck,
     AnyMessage,
@@ -85,10 +86,13 @@ class NodeLoop:
         clock: Callable[[], float],
         looks_ahead: bool = False,
         health: NodeHealth | None = None,
+        models: Collection[str] = (),
     ) -> None:
         """looks_ahead: plan the next step of decode rows before the tokens of the running one are known.
         health: told of every turn; None: nobody looks.
+        models: digests of what the node serves (NodeCard.model_digest); none: requests for any are taken.
         """
+        self._models = frozenset(models)
         self._health = health
         if health is not None:
             parts.stopwatch.on_step = health.step
@@ -322,12 +326,23 @@ class NodeLoop:
             )
             return None
         try:
+            self._check_model(work)
             return self._parts.sequences.make(work, remote=remote)
         except BadRequest as error:
+            param = MODEL_PARAM if error.param == MODEL_PARAM else ""
             self._parts.outbox.message(
-                router, Refused(work.request, work.attempt, leg, str(error), 0.0, retryable=False)
+                router, Refused(work.request, work.attempt, leg, str(error), 0.0, retryable=False, param=param)
             )
             return None
+
+    def _check_model(self, work: Work) -> None:
+        """Raises BadRequest when the router prepared the work for what this node does not serve."""
+        if work.model and self._models and work.model not in self._models:
+            raise BadRequest(
+                f"node {self._parts.me.node} does not serve the model, text and weights that the request was prepared "
+                f"for: the router says {work.model}, the node has {', '.join(sorted(self._models))}",
+                MODEL_PARAM,
+            )
 
     def _on_hello(self, router: Peer, message: Hello) -> None:
         """(Re)welcome a router: send again what it lost, report what we do not know, end what it no longer awaits."""

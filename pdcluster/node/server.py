@@ -87,6 +87,7 @@ def run(config: NodeConfig) -> int:
         for each in parts.backends:
             stack.callback(each.shutdown)
         stack.callback(parts.hub.close)
+        card = card_of(config, me, engine.local, parts, files, tuple(backends), model_dir)
         loop = NodeLoop(
             parts,
             report_s=config.report_s,
@@ -94,9 +95,9 @@ def run(config: NodeConfig) -> int:
             clock=clock,
             looks_ahead=config.scheduler.look_ahead,
             health=health if health_address is not None else None,
+            models=card.model_digests,
         )
         on_signals(loop.stop)
-        card = card_of(config, me, engine.local, parts, files, tuple(backends), model_dir)
         health.identity = {"node": me.node, "model": card.model, "incarnation": me.incarnation}
         health.stage = "registering"
         agent.start(card, registered=lambda: announce_ready(config, card, health_address))

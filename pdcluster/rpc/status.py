@@ -9,6 +9,7 @@ from pdcluster.core.errors import (
     Cancelled,
     ConfigError,
     DeadlineExceeded,
+    ModelChanged,
     NodeLost,
     Overloaded,
     PdclusterError,
@@ -30,6 +31,7 @@ _CODES: tuple[tuple[type[PdclusterError], grpc.StatusCode], ...] = (
     (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
     (Cancelled, grpc.StatusCode.CANCELLED),
     (NodeLost, grpc.StatusCode.UNAVAILABLE),
+    (ModelChanged, grpc.StatusCode.UNAVAILABLE),
     (Unavailable, grpc.StatusCode.UNAVAILABLE),
 )
 _ERRORS: dict[grpc.StatusCode, type[PdclusterError]] = {code: error for error, code in _CODES}

@@ -16,6 +16,7 @@ import msgspec
 
 from pdcluster.core import errors
 from pdcluster.core.messages import (
+    MODEL_PARAM,
     AnyMessage,
     Delivered,
     Endpoint,
@@ -197,6 +198,8 @@ class ClusterLinks(Protocol):
 
 
 def refusal(message: Refused) -> errors.PdclusterError:
+    if not message.retryable and message.param == MODEL_PARAM:
+        return errors.ModelChanged(f"{message.reason}; send the request again")
     if not message.retryable:
         return errors.BadRequest(message.reason, message.param or None)
     return errors.Overloaded(message.reason, message.retry_after_s)

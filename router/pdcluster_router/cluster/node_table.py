@@ -83,6 +83,8 @@ class NodeState:
     endpoint: Endpoint
     link: NodeLink | None = None
     load: Load | None = None
+    # Of `card`. Reading it there hashes.
+    models: frozenset[str] = frozenset()
     # From the last report or answer. `load` stays as reported: a drain must see a report made after the cordon.
     is_cordoned: bool = False
     # From the last report.
@@ -172,9 +174,8 @@ class NodeTable:
         for incarnation, card in listed.items():
             state = self._nodes.get(incarnation)
             if state is None:
-                self._nodes[incarnation] = NodeState(card, card.endpoint)
-            else:
-                state.card = card
+                state = self._nodes[incarnation] = NodeState(card, card.endpoint)
+            state.card, state.models = card, card.model_digests
         for incarnation, state in list(self._nodes.items()):
             state.is_listed = incarnation in listed
             if not state.is_listed and (not state.is_up or state.card.node in replaced):
@@ -456,6 +457,7 @@ class NodeTable:
                 path.peer: path.bytes_s for path in load.paths if path.is_chosen and path.bytes_s >= LEAST_BYTES_S
             },
             kv_bytes_per_token=card.fingerprint.layout.token_bytes,
+            models=state.models,
         )
 
     def cached(self, hashes: bytes) -> dict[str, int]:

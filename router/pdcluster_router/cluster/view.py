@@ -91,6 +91,8 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
     bandwidth: Mapping[str, float] = {}
     # 0 where unknown.
     kv_bytes_per_token: int = 0
+    # Digests of the models that it serves (NodeCard.model_digest).
+    models: frozenset[str] = frozenset()
 
     def sent(self, in_flight: int, pending: InFlightWork) -> NodeView:
         """The same node and report with other work in flight."""
@@ -107,6 +109,10 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
     def can_exchange(self, other: NodeView) -> bool:
         """Whether KV can move between the two nodes."""
         return not set(self.backends).isdisjoint(other.backends)
+
+    def serves(self, model: str) -> bool:
+        """model: a digest; "" for any."""
+        return not model or model in self.models
 
     @property
     def accepts_work(self) -> bool:
@@ -274,6 +280,8 @@ class Roster:
         # Two boots of one node are in the view.
         self.has_namesakes = len(set(self.names)) < len(self.names)
         self.shortest_max_len = min((node.max_len for node in nodes), default=0)
+        # Models that every node serves.
+        self.models_of_all = frozenset.intersection(*(node.models for node in nodes)) if nodes else frozenset()
         accepting = [(row, node.role) for row, node in enumerate(nodes) if node.accepts_work]
         self.accepting = Pool([row for row, _ in accepting], size)
         # Nodes that may take such a leg.
@@ -293,6 +301,10 @@ class Roster:
         # Filled by `policy.scales`, which derives it from this roster.
         self.plans: dict[object, Any] = {}
         self._paths: dict[int, tuple[Mapping[str, float], Column]] = {}
+
+    def takes_all(self, num_tokens: int, model: str) -> bool:
+        """Whether every node serves the model with so many tokens. The rule of nearly all requests."""
+        return num_tokens <= self.shortest_max_len and (not model or model in self.models_of_all)
 
     def partners(self, pool: Pool, node: NodeView) -> Pool:
         """Nodes of the pool that can receive KV from `node`, itself included if it is in the pool."""
@@ -331,7 +343,12 @@ class Roster:
     @staticmethod
     def holds_for(former: NodeView, now: NodeView) -> bool:
         """Whether the roster stays valid when a node changes from `former` to `now`."""
-        is_alike = former.role == now.role and former.max_len == now.max_len and former.backends == now.backends
+        is_alike = (
+            former.role == now.role
+            and former.max_len == now.max_len
+            and former.backends == now.backends
+            and former.models == now.models
+        )
         if former.load is now.load and former.is_cordoned is now.is_cordoned:
             return is_alike  # only work was sent to it
         return is_alike and former.accepts_work == now.accepts_work

@@ -50,6 +50,20 @@ class TenantPriority(msgspec.Struct, frozen=True):
 ANYBODY = TenantPriority()
 
 
+class ModelInfo(msgspec.Struct, frozen=True):
+    """A model that some node serves."""
+
+    id: str
+    # Unix seconds.
+    created: int
+    # Prompt and output tokens together, on the largest node.
+    max_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    # What the name means: text, weights and more (NodeCard.model_digest); "" where nobody says.
+    digest: str = ""
+
+
 class Generation(msgspec.Struct, frozen=True):
     """One choice of one API request, ready to run."""
 
@@ -78,6 +92,10 @@ class Generation(msgspec.Struct, frozen=True):
     parent: str | None = None
     # Of its API request; None where that is not traced.
     trace: RequestTrace | None = None
+    # The model that it was prepared for; None: whatever has the name.
+    served: ModelInfo | None = None
+    # No output length was asked for: it goes wherever the prompt fits, and on to larger nodes from there.
+    is_open_ended: bool = False
 
 
 class RequestRoute(msgspec.Struct, frozen=True):
@@ -126,20 +144,6 @@ class Done(msgspec.Struct, frozen=True):
     @property
     def num_bytes(self) -> int:
         return PIECE_BYTES
-
-
-class ModelInfo(msgspec.Struct, frozen=True):
-    """A model that some node serves."""
-
-    id: str
-    # Unix seconds.
-    created: int
-    # Prompt and output tokens together, on the largest node.
-    max_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    # What the name means: text, weights and more (NodeCard.model_digest); "" where nobody says.
-    digest: str = ""
 
 
 class Sink(Protocol):

@@ -71,6 +71,10 @@ class Job(msgspec.Struct, eq=False):
     force: Force | None = None
     # Key of its conversation.
     session: str = ""
+    # Digest of the model that it was prepared for; "" for any.
+    model: str = ""
+    # The prompt and the output that was asked for; 0: as much as fits on some node.
+    most_tokens: int = 0
     emitted: list[int] = []
     # Of the blocks of `packed`. Made when needed, unless given.
     hashes: bytes = b""
@@ -110,6 +114,7 @@ class Job(msgspec.Struct, eq=False):
             max(self.deadline - now, 0.001),
             self.chain.root,
             self.trace,
+            self.model,
         )
 
     def hashes_so_far(self) -> bytes:

@@ -217,6 +217,7 @@ def prepare_chat(request: requests.ChatRequest, dispatcher: Dispatcher, terms: T
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     limits.check_prompt(len(token_ids), model.info, "messages")
+    build.is_open_ended = asked is None
     max_tokens = limits.output_tokens(asked, None, len(token_ids), model.info, param)
     sampling = build.sampling(max_tokens, (request.top_logprobs or 0) if request.logprobs else None, dialogue.grammar)
     head = _head(request, "chatcmpl-" + terms.request_id, model, len(token_ids), logprobs=bool(request.logprobs))
@@ -395,6 +396,8 @@ class _Builder:
         self._dialogue = dialogue
         self._num = request.n or 1
         self._generates = True
+        # It may go on to the end of the context. See Generation.
+        self.is_open_ended = False
         self._plan = find_plan(request, model)
         self._standing = terms.tenant.standing(request.priority)
 
@@ -455,6 +458,8 @@ class _Builder:
             self._num > 1 and sampling.choice == 0,
             f"{terms.request_id}-{index - sampling.choice}" if sampling.choice and not reports_prompt else None,
             terms.trace,
+            model.info,
+            self.is_open_ended,
         )
         skip = request.skip_special_tokens is not False
         echo = None if prompt.echo is None else self._echo(prompt, skip, sampling.logprobs)

@@ -41,6 +41,8 @@ class Query(msgspec.Struct, frozen=True):
     busy_serving, busy_decoding: nodes kept busy by the prompts that this router sent lately, to nodes that compute for
     others and to decode nodes.
     lost: share of the cacheable tokens of recent prompts that no node had kept.
+    model: digest of the model that it was prepared for; "" for any.
+    most_tokens: the prompt and the output that was asked for; 0: not stated, so it goes wherever the prompt fits.
     """
 
     num_tokens: int
@@ -61,6 +63,14 @@ class Query(msgspec.Struct, frozen=True):
     busy_serving: float = 0.0
     busy_decoding: float = 0.0
     lost: float = 0.0
+    model: str = ""
+    most_tokens: int = 0
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens that a node must take to decode it. At least one is for the output."""
+        least = self.num_tokens + 1
+        return self.most_tokens if self.most_tokens > least else least
 
     def cached_on(self, node: NodeView) -> int:
         cached = self.cached.get(node.endpoint.incarnation, 0) if self.cached else 0

@@ -32,7 +32,7 @@ class Decision(msgspec.Struct, frozen=True):
 class PlacementQuery(msgspec.Struct, frozen=True, eq=False):
     """A request that may go to every node that takes work.
 
-    num_tokens, hashes, force, fallback: see Query.
+    num_tokens, hashes, force, fallback, model, row_tokens: see Query.
     numbers: as `scales.asked_of` begins.
     held, expected: leading blocks, each of block_tokens, that nodes hold and will soon hold, by incarnation.
     usual_tokens: of a prompt.
@@ -49,6 +49,8 @@ class PlacementQuery(msgspec.Struct, frozen=True, eq=False):
     fallback: Fallback
     usual_tokens: int
     room_s: float
+    row_tokens: int
+    model: str = ""
 
 
 class PackedComparison(msgspec.Struct, frozen=True, eq=False, gc=False):

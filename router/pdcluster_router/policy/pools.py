@@ -34,14 +34,17 @@ def pools(query: Query, view: ClusterView) -> Pools:
     Raises NoNodeTakesWork when no node takes work, or a leg lacks one and may not go without. Raises Unavailable when
     the client's own mode has no nodes.
     """
-    usable = _usable(query, view)
-    if not usable.rows:
+    computing, decoding = able(query, view)
+    if not decoding.rows:
         raise no_node(len(view.nodes))
     if query.force != "remote" and query.fallback != "deny":
-        usable = fresh(usable, query, view)  # when a pool is empty, one working node beats a pair with a failed one
-    found = _by_leg(usable, query, view)
+        # when a pool is empty, one working node beats a pair with a failed one
+        computing, decoding = fresh(computing, query, view), fresh(decoding, query, view)
+    found = _by_leg(computing, decoding, query, view)
     if query.force == "remote" and not (found.prefill and found.decode):
         counts = f"{len(found.prefill)} and {len(found.decode)}"
+        if computing is not decoding or len(computing) < len(view.roster.accepting):
+            counts += f" for a request of {query.row_tokens} tokens"
         raise Unavailable(
             f"mode remote needs a prefill and a decode node, there are {counts}; start one or use mode auto"
         )
@@ -50,13 +53,16 @@ def pools(query: Query, view: ClusterView) -> Pools:
         raise NoNodeTakesWork(
             f"no {gone} node takes work, and router.fallback is deny; start one, or allow one node with on-failure"
         )
-    return found if query.force == "local" or may_be_local(query, found) else _in_pairs(found, usable, query, view)
+    if query.force == "local" or may_be_local(query, found):
+        return found
+    return _in_pairs(found, (computing, decoding), query, view)
 
 
-def _in_pairs(found: Pools, usable: Pool, query: Query, view: ClusterView) -> Pools:
+def _in_pairs(found: Pools, able_nodes: tuple[Pool, Pool], query: Query, view: ClusterView) -> Pools:
     """The pools where the request needs a pair: of the prefill nodes, those with a partner.
 
-    Nodes that failed the request count again where there is no pair without them.
+    able_nodes: those that can compute the prompt, and those that can decode. Nodes that failed the request count again
+    where there is no pair without them.
     """
     prefill = found.prefill.only(lambda row: bool(partners(found.decode, view.reported(row), view)))
     if prefill:
@@ -64,17 +70,19 @@ def _in_pairs(found: Pools, usable: Pool, query: Query, view: ClusterView) -> Po
     if not query.excluded:
         return found
     again = replace(query, excluded=frozenset())
-    return _in_pairs(_by_leg(usable, again, view), usable, again, view)
+    return _in_pairs(_by_leg(*able_nodes, again, view), able_nodes, again, view)
 
 
-def _by_leg(usable: Pool, query: Query, view: ClusterView) -> Pools:
+def _by_leg(computing: Pool, decoding: Pool, query: Query, view: ClusterView) -> Pools:
     roster = view.roster
-    if usable is roster.accepting and not query.excluded:
-        return Pools(roster.prefill, roster.decode, usable, roster.is_split)
+    if decoding is computing is roster.accepting and not query.excluded:
+        return Pools(roster.prefill, roster.decode, decoding, roster.is_split)
     prefill, decode, local = (
-        fresh(pool, query, view) for pool in (usable & roster.prefill, usable & roster.decode, usable)
+        fresh(pool, query, view) for pool in (computing & roster.prefill, decoding & roster.decode, decoding)
     )
-    is_split = bool(prefill and decode) and any(view.nodes[row].role != "mixed" for row in local.rows)
+    is_split = bool(prefill and decode) and any(
+        view.reported(row).role != "mixed" for row in (*prefill.rows, *decode.rows)
+    )
     return Pools(prefill, decode, local, is_split)
 
 
@@ -85,12 +93,13 @@ def may_be_local(query: Query, found: Pools) -> bool:
     return query.force == "auto" and (query.fallback != "deny" or not found.is_split)
 
 
-def _usable(query: Query, view: ClusterView) -> Pool:
-    """Nodes that take work of this length."""
+def able(query: Query, view: ClusterView) -> tuple[Pool, Pool]:
+    """Nodes that take work and serve the model: those that can compute the prompt, and those that can decode, too."""
     accepting = view.roster.accepting
-    if query.num_tokens <= view.roster.shortest_max_len:
-        return accepting
-    return accepting.only(lambda row: view.nodes[row].max_len >= query.num_tokens)
+    if view.roster.takes_all(query.row_tokens, query.model):
+        return accepting, accepting
+    computing = accepting.only(lambda row: not unfit(view.reported(row), query, decodes=False))
+    return computing, computing.only(lambda row: not unfit(view.reported(row), query))
 
 
 def fresh(pool: Pool, query: Query, view: ClusterView) -> Pool:
@@ -112,14 +121,14 @@ def _without(pool: Pool, left_out: Set[str], view: ClusterView) -> Pool:
 
 def partners(pool: Pool, prefill: NodeView, view: ClusterView) -> Pool:
     """Decode nodes that can receive KV from `prefill`."""
-    able, own = view.roster.partners(pool, prefill), view.roster.row_of.get(prefill.incarnation)
-    return able.only(lambda row: row != own) if own in able.members else able
+    found, own = view.roster.partners(pool, prefill), view.roster.row_of.get(prefill.incarnation)
+    return found.only(lambda row: row != own) if own in found.members else found
 
 
 def partners_of_parked(query: Query, view: ClusterView, prefill: NodeView) -> Pool:
     """Decode nodes for KV that `prefill` holds. None that failed the request; busy ones last."""
-    able = _without(_usable(query, view) & view.roster.decode, query.excluded, view)
-    return ready(partners(able, prefill, view), query, view)
+    decode = _without(able(query, view)[1] & view.roster.decode, query.excluded, view)
+    return ready(partners(decode, prefill, view), query, view)
 
 
 def no_node(num_known: int) -> NoNodeTakesWork:
@@ -135,24 +144,31 @@ def no_partner(prefill: NodeView) -> Unavailable:
 
 
 def rejected(query: Query, view: ClusterView) -> tuple[Candidate, ...]:
-    """Nodes that could not be chosen, and why."""
-    usable = _usable(query, view)
-    if len(usable.rows) == view.size:
+    """Nodes that could not be chosen for any leg of theirs, and why."""
+    roster = view.roster
+    if len(roster.accepting.rows) == view.size and roster.takes_all(query.row_tokens, query.model):
         return ()
-    nodes = (node for row, node in enumerate(view.nodes) if row not in usable.members)
+    reasons = ((node, why_not(node, query, decodes=node.role == "decode")) for node in view.nodes)
     return tuple(
-        Candidate(node, "local", query.cached_on(node), rejected_by=why_not(node, query.num_tokens)) for node in nodes
+        Candidate(node, "local", query.cached_on(node), rejected_by=reason) for node, reason in reasons if reason
     )
 
 
-def why_not(node: NodeView, num_tokens: int) -> str:
-    """The rule that keeps a node from a request of that length; "" for none."""
+def why_not(node: NodeView, query: Query, *, decodes: bool = True) -> str:
+    """The rule that keeps a node from a request; "" for none. decodes: it shall decode, not only compute the prompt."""
     if node.is_cordoned:
         return "cordoned"
     if node.load is not None and node.load.draining:
         return "draining"
     if node.load is not None and node.load.stuck:
         return "stuck"
-    if node.max_len < num_tokens:
+    return unfit(node, query, decodes=decodes)
+
+
+def unfit(node: NodeView, query: Query, *, decodes: bool = True) -> str:
+    """Why a node that takes work can never take this request; "" when it can."""
+    if not node.serves(query.model):
+        return "serves another model"
+    if node.max_len < (query.row_tokens if decodes else query.num_tokens + 1):
         return f"takes {node.max_len} tokens"
     return ""

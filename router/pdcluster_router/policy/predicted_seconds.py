@@ -129,7 +129,7 @@ class Seconds:
             asked.num_tokens,
             asked.numbers + self._own,
         )
-        if num_tokens > roster.shortest_max_len or roster.has_namesakes:
+        if not roster.takes_all(asked.row_tokens, asked.model) or roster.has_namesakes:
             return None
         force, fallback = asked.force, asked.fallback
         plan = roster.plans.get((force, fallback, scorer)) or planned(

@@ -71,7 +71,7 @@ class ScoringPlan(msgspec.Struct, frozen=True, gc=False):
 def planned(query: Query, view: ClusterView, scorer: Scoring) -> ScoringPlan:
     """The plan of a query, cached with the roster for requests that may use any node. Raises as `pools` does."""
     roster = view.roster
-    if query.excluded or query.busy or query.num_tokens > roster.shortest_max_len:
+    if query.excluded or query.busy or not roster.takes_all(query.row_tokens, query.model):
         return _plan(query, view, scorer)
     key = query.force, query.fallback, scorer
     plan: ScoringPlan | None = roster.plans.get(key)

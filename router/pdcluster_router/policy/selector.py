@@ -19,6 +19,7 @@ from pdcluster_router.core.job import Job
 from pdcluster_router.policy.base import Fallback, Force, Policy, Query, RoutingDecision
 from pdcluster_router.policy.cache_pressure import CachePressure
 from pdcluster_router.policy.decisions import Decision, PackedDecision, PlacementQuery
+from pdcluster_router.policy.pools import why_not
 from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.policy.pull import BY_TOKENS, PullRule
 from pdcluster_router.policy.scales import PREVIOUS
@@ -180,8 +181,9 @@ class PolicySelector:
         held, expected = self._held(hashes), self._expected(hashes) if self._expected is not None else NOTHING_HELD
         force, usual = job.force or self._force, self._most_prompt
         asked = PlacementQuery(
-            num_tokens, hashes, numbers, held, expected, job.chain.block_tokens, force, self._fallback, usual, room_s
-        )
+            num_tokens, hashes, numbers, held, expected, job.chain.block_tokens, force, self._fallback, usual, room_s,
+            job.most_tokens if job.most_tokens > num_tokens else num_tokens + 1, job.model,
+        )  # fmt: skip
         placed = live.place(asked, self._glance())
         if placed is None or not self.holder.pulls.leaves(placed.most_held, placed.cached_tokens, placed.choice.first):
             return None
@@ -199,10 +201,10 @@ class PolicySelector:
         if job.fork_on is None:
             return None
         view = self._view()
-        node = view.find(job.fork_on)
-        if node is None or not node.accepts_work or job.busy_s(node.endpoint.incarnation, now):
+        node, query = view.find(job.fork_on), self.query(job, now, view)
+        if node is None or why_not(node, query) or job.busy_s(node.endpoint.incarnation, now):
             return None
-        return Decision(self.query(job, now, view), view, RoutingDecision("local", None, node, policy=FORK))
+        return Decision(query, view, RoutingDecision("local", None, node, policy=FORK))
 
     def choose_decode(self, job: Job, now: float, prefill: NodeView, avoid: Set[str]) -> NodeView | None:
         """Another decode node for KV that waits on `prefill`.
@@ -273,6 +275,8 @@ class PolicySelector:
             self._sent_serving.per_second(now),
             self._sent_decoding.per_second(now),
             self._lost.share(self._usual_prompt),
+            job.model,
+            job.most_tokens,
         )
 
     def _cached(self, job: Job) -> tuple[Mapping[str, int], Mapping[str, int] | None]:

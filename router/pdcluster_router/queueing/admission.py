@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from pdcluster.core import errors
 from pdcluster_router.cluster.view import ClusterView
+from pdcluster_router.policy.base import Query
 from pdcluster_router.policy.pools import no_node
 
 EVEN_SHARE = 0.25
@@ -78,15 +79,33 @@ def refusal(reason: str, message: str, wait_s: float) -> errors.Overloaded:
     return errors.Overloaded(f"{message}; predicted wait {wait_s:.2f} s, retry then", max(wait_s, MIN_RETRY_S), reason)
 
 
-def check_fits(num_tokens: int, view: ClusterView) -> None:
-    """Raises NoNodeTakesWork without nodes, and BadRequest when no node could ever take so many tokens."""
+def check_fits(query: Query, view: ClusterView, longest: int) -> None:
+    """Raises NoNodeTakesWork without nodes, and BadRequest when no node could ever take so many tokens.
+
+    longest: tokens that the largest known node of its model takes. A request that needs two nodes must fit each role.
+    """
     if not view.size:
         raise no_node(0)
-    if num_tokens <= view.roster.shortest_max_len:
+    if view.roster.takes_all(query.row_tokens, query.model):
         return
-    longest = max(node.max_len for node in view.nodes)
-    if num_tokens > longest:
-        raise errors.ContextTooLong(longest, f"the request has {num_tokens} tokens; shorten it or start a larger node")
+    if query.row_tokens > longest:
+        raise _too_long(query, longest, "shorten it or start a larger node")
+    if query.force != "remote" and not (query.force == "auto" and query.fallback == "deny"):
+        return
+    nodes = [node for node in view.nodes if node.serves(query.model)]
+    for role, other, num_tokens in (
+        ("prefill", "decode", query.num_tokens + 1),
+        ("decode", "prefill", query.row_tokens),
+    ):
+        most = max((node.max_len for node in nodes if node.role != other), default=num_tokens)
+        if num_tokens > most:
+            way_out = f"no {role} node takes more; shorten it, start a larger one or use mode auto"
+            raise _too_long(query, most, f"its mode needs two nodes, and {way_out}")
+
+
+def _too_long(query: Query, most: int, way_out: str) -> errors.ContextTooLong:
+    output = f", {query.most_tokens} with its output" if query.most_tokens else ""
+    return errors.ContextTooLong(most, f"the request has {query.num_tokens} tokens{output}; {way_out}")
 
 
 class DrainRate:

@@ -114,7 +114,7 @@ class Headroom:
         has_row = (
             mode != "local" and _decodes(choice.decode) and self.takes_row(choice.decode)
         )  # in mode local its own rows are looked at
-        if self.is_open(first, mode, has_row=has_row) and not _is_ruled_out(first, query):
+        if self.is_open(first, mode, has_row=has_row) and not _is_ruled_out(first, mode, query):
             return True
         has_row = has_row or self._has_row(view)
         if _is_any_nodes(choice, query, view):
@@ -207,17 +207,17 @@ def _is_idle(node: NodeView) -> bool:
 def _is_any_nodes(choice: RoutingDecision, query: Query, view: ClusterView) -> bool:
     """Whether every node that takes work may compute the prompt in the chosen mode."""
     is_free = not query.busy and not query.excluded and choice.suits is suits_all
-    return is_free and query.num_tokens <= view.roster.shortest_max_len
+    return is_free and view.roster.takes_all(query.row_tokens, query.model)
 
 
 def _may_take(node: NodeView, choice: RoutingDecision, query: Query) -> bool:
     """Whether the policy could choose the node. One that failed the request is chosen only when there is no other."""
-    if _is_ruled_out(node, query) or not choice.suits(node):
+    if _is_ruled_out(node, choice.mode, query) or not choice.suits(node):
         return False
     excluded = query.excluded
     return node.endpoint.incarnation not in excluded or choice.first.endpoint.incarnation in excluded
 
 
-def _is_ruled_out(node: NodeView, query: Query) -> bool:
-    """Whether the node cannot take the request, or asked for a pause (`query.busy`)."""
-    return bool(why_not(node, query.num_tokens)) or node.endpoint.incarnation in query.busy
+def _is_ruled_out(node: NodeView, mode: Mode, query: Query) -> bool:
+    """Whether the node cannot compute the prompt in this mode, or asked for a pause (`query.busy`)."""
+    return bool(why_not(node, query, decodes=mode == "local")) or node.endpoint.incarnation in query.busy

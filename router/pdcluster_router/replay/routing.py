@@ -22,7 +22,7 @@ from pdcluster.cost.cost import NodeCost, num_pairs
 from pdcluster_router.cluster.pacing import typical_cost
 from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView, PathRates
 from pdcluster_router.core.job import HashChain, Job
-from pdcluster_router.policy.base import Force, Policy, RoutingDecision
+from pdcluster_router.policy.base import Force, Policy, Query, RoutingDecision
 from pdcluster_router.policy.decisions import Decision
 from pdcluster_router.policy.pull import BY_TOKENS, PullRule
 from pdcluster_router.policy.selector import PolicyHolder, PolicySelector
@@ -204,6 +204,7 @@ class ReplayRouter:
             node.cache.changed = partial(self._touched.add, number)
         self._held: dict[str, tuple[Task, Recorded]] = {}
         self._block_tokens = nodes[0].spec.block_tokens
+        self._longest = max(map(_max_len, nodes))
         self._typical = typical_cost(list(self._costs.values()))
         self._seen = ClusterView(map(self._new_view, self.feeds.values()), self._typical)
 
@@ -213,7 +214,7 @@ class ReplayRouter:
         """Where the request goes at once; None: it is held. Raises what the gate raises."""
         self._hear(now)
         job = self._job(task)
-        check_fits(task.request.num_tokens, self._view())
+        check_fits(Query(task.request.num_tokens), self._view(), self._longest)
         if not self._is_gated:
             return self._selector.choose(job, now).choice
         placed = self._selector.place(job, self.gate.room_s, now)
@@ -396,7 +397,7 @@ class ReplayRouter:
             in_flight=account.in_flight,
             load=feed.report,
             block_tokens=node.spec.block_tokens,
-            max_len=node.spec.cache_tokens // node.spec.block_tokens * node.spec.block_tokens,
+            max_len=_max_len(node),
             backends=("sim",),
             is_cordoned=not account.serves,
             pending=account.pending(),
@@ -404,3 +405,8 @@ class ReplayRouter:
             bandwidth=account.rates,
             kv_bytes_per_token=node.spec.kv_bytes_per_token,
         )
+
+
+def _max_len(node: SimNode) -> int:
+    """The longest request: what its cache holds."""
+    return node.spec.cache_tokens // node.spec.block_tokens * node.spec.block_tokens

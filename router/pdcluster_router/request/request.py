@@ -21,7 +21,7 @@ from pdcluster.core.messages import Finished, LegTimings, Pull, Ticket, TokenRow
 from pdcluster.telemetry.log import Log, requests
 from pdcluster_router.cluster.legs import Body, FastTokenPath, RequestLeg
 from pdcluster_router.cluster.view import NodeView
-from pdcluster_router.core.generation import Done, Generation, RequestRoute, Sink, Timeline, TokenChunk
+from pdcluster_router.core.generation import Done, Generation, ModelInfo, RequestRoute, Sink, Timeline, TokenChunk
 from pdcluster_router.core.job import Job, RetryAttempt
 from pdcluster_router.explain.recorder import Record
 from pdcluster_router.explain.request_log import log_ended, log_placed
@@ -34,7 +34,7 @@ from pdcluster_router.queueing.fairness import QueuedRequest
 from pdcluster_router.request import node_events
 from pdcluster_router.request.open_requests import OpenRequest
 from pdcluster_router.request.retries import RetryBudget
-from pdcluster_router.request.shared import Shared, job_of
+from pdcluster_router.request.shared import Shared, check_model, job_of, served_now
 from pdcluster_router.request.states import HAS_SLOT, REQUEST, RequestState
 from pdcluster_router.request.timers import Round
 
@@ -48,6 +48,8 @@ OF_ATTEMPT = (
     "report", "finished", "finished_by", "told_route", "queue_by", "state_by", "places", "scheduled_at", "computed_at",
 )  # fmt: skip
 S = RequestState
+# Errors that say that no node takes a request.
+NO_ROOM = (errors.Unavailable, errors.Overloaded, errors.ContextTooLong)
 
 
 class Request:
@@ -72,6 +74,9 @@ class Request:
     timer_due = math.inf
     num_placed = 0
     is_at_work = has_way = False
+    # Tokens sent when a node's limit last ended an attempt, and the route of the last attempt.
+    cut_at = 0
+    last_route: RequestRoute | None = None
     trace: ChoiceTrace | None = None
 
     prefill: RequestLeg | None = None
@@ -173,9 +178,16 @@ class Request:
             self._step(lambda: None)
 
     def fail(self, error: Exception) -> None:
-        if self.state is not S.ENDED:
-            code = error.code if isinstance(error, errors.PdclusterError) else "internal"
-            self._close(code, str(error), lambda: self.sink.on_error(error))
+        if self.state is S.ENDED:
+            return
+        if isinstance(error, NO_ROOM) and self._is_at_limit():
+            job, self.told_route = self.job, self.last_route
+            num_output = len(job.emitted)
+            self.finished = Finished(job.request, 0, "length", num_output, self.seen_timings(num_output))
+            self._finish()
+            return
+        code = error.code if isinstance(error, errors.PdclusterError) else "internal"
+        self._close(code, str(error), lambda: self.sink.on_error(error))
 
     def go(self, event: str) -> None:
         """Raises IllegalTransition for an event that the table does not allow now."""
@@ -422,7 +434,12 @@ class Request:
             self.record.consider(decision, now)
             return decision
         except errors.Unavailable:
-            check_fits(len(job.prompt) + len(job.emitted), shared.cluster.view())
+            check_model(shared.models, self.generation)
+            longest = self._longest()
+            if job.emitted and job.most_tokens > longest > 0:
+                job.most_tokens = 0  # the larger nodes left; what was sent goes on as far as nodes take it
+                return self._decide(now)
+            check_fits(shared.selector.query(job, now, shared.cluster.view()), shared.cluster.view(), longest)
             raise
         except errors.PdclusterError:
             raise
@@ -436,10 +453,14 @@ class Request:
 
     def _after(self, failure: RetryAttempt) -> Callable[[], None]:
         """The attempt is over without an answer: what to do next. Raises the cause when there is nothing."""
+        self.last_route = self.route()
         node_events.stop(self, str(failure))
-        self.finished = self.finished or self._ending()
-        if self.is_complete:
-            return self._finish
+        if isinstance(failure.cause, errors.OutgrewNode):
+            self.cut_at = len(self.job.emitted)
+        else:
+            self.finished = self.finished or self._ending()
+            if self.is_complete:
+                return self._finish
         self.go("retry")
         self._drop_timer()
         self._clear()
@@ -459,8 +480,7 @@ class Request:
 
     def _ending(self) -> Finished | None:
         """The last word that a lost node did not get out, when its tokens came before it."""
-        job = self.job
-        info = next((info for info in self.shared.models.models() if info.id == self.generation.model), None)
+        job, info = self.job, self._info()
         ending = job.ending(info.eos_token_ids, info.max_len) if info is not None else job.ending((), None)
         if ending is None:
             return None
@@ -484,6 +504,9 @@ class Request:
         """The prefill node's timings may come a moment after the decode node's first word."""
         if self.finished is None or self.state is S.ENDED or not self.is_complete:
             return
+        if self._is_cut():
+            name = self.route().decode
+            raise RetryAttempt(errors.OutgrewNode(f"the answer is as long as node {name} takes requests"), None)
         is_over = self.prefill is None or self.report is not None or self.finished_by is self.prefill
         was_cut = self.finished_by is None and self.state is not S.DECODING and self.state is not S.REPORTING
         if is_over or was_cut:
@@ -492,6 +515,35 @@ class Request:
             self.go("report")
             self.queue_by = math.inf
             self.set_clock(self.shared.settings.late_report_s)
+
+    # ------------------------------------------------------------ limits
+
+    def _info(self) -> ModelInfo | None:
+        """Its model as nodes serve it; as they did where they do not any more."""
+        return served_now(self.shared.models, self.generation) or self.generation.served
+
+    def _longest(self) -> int:
+        """Tokens that the largest node of its model takes; 0 where nothing is known."""
+        info = self._info()
+        if info is not None:
+            return info.max_len
+        nodes = self.shared.cluster.view().nodes
+        return max((node.max_len for node in nodes if node.serves(self.job.model)), default=0)
+
+    def _is_cut(self) -> bool:
+        """Whether its node's own limit ended it, and a larger node can go on. An attempt must have added tokens."""
+        finished, job, choice = self.finished, self.job, self.choice
+        assert finished is not None and choice is not None
+        num_output, num_tokens = finished.num_output, len(job.prompt) + finished.num_output
+        if finished.reason != "length" or num_output >= job.sampling.max_tokens or num_output <= self.cut_at:
+            return False
+        node = choice.prefill if self.finished_by is self.prefill else self.decode_node
+        return node is not None and node.max_len <= num_tokens < self._longest()
+
+    def _is_at_limit(self) -> bool:
+        """Whether what was sent is all that nodes with room for it could make."""
+        num_output, longest = len(self.job.emitted), self._longest()
+        return num_output > 0 and (num_output == self.cut_at or len(self.job.prompt) + num_output >= longest > 0)
 
     def _finish(self) -> None:
         assert self.finished is not None

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pdcluster.core import errors
 from pdcluster_router.cluster.legs import ClusterLinks
-from pdcluster_router.core.generation import Generation
+from pdcluster_router.core.generation import Generation, ModelInfo
 from pdcluster_router.core.job import HashedPrompt, Job
 from pdcluster_router.explain.recorder import Explainer
 from pdcluster_router.policy.selector import PolicySelector
@@ -49,6 +50,7 @@ class Shared:
 
 def job_of(shared: Shared, generation: Generation, started: float) -> Job:
     """Raises PdclusterError where nobody knows its model."""
+    check_model(shared.models, generation)
     chain = shared.models.chain(generation.model, generation.salt)
     packed, hashes = shared.named.of(generation.token_ids, chain)
     deadline = started + generation.deadline_s
@@ -60,7 +62,27 @@ def job_of(shared: Shared, generation: Generation, started: float) -> Job:
         chain,
         generation.mode,
         generation.session,
+        "" if generation.served is None else generation.served.digest,
+        0 if generation.is_open_ended else len(generation.token_ids) + generation.sampling.max_tokens,
     )
     job.packed, job.hashes, job.num_hashed = packed, hashes, 0
     job.has_prompt_logprobs = generation.sampling.prompt_logprobs is None
     return job
+
+
+def served_now(models: ServedModels, generation: Generation) -> ModelInfo | None:
+    """The request's model as nodes serve it now. None: nobody does, or what has its name is another one."""
+    served = generation.served
+    now = next((info for info in models.models() if info.id == generation.model), None)
+    return now if now is None or served is None or now.digest == served.digest else None
+
+
+def check_model(models: ServedModels, generation: Generation) -> None:
+    """Raises ModelChanged when what the request was prepared for is served no more."""
+    if generation.served is None or served_now(models, generation) is not None:
+        return
+    names = ", ".join(info.id for info in models.models())
+    raise errors.ModelChanged(
+        f"the model {generation.model!r} is served no more as the request was prepared for it: its name has other text "
+        f"or weights, or no node carries it; send the request again, the models are: {names or 'none yet'}"
+    )

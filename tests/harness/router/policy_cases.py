@@ -59,6 +59,17 @@ def cached(node: NodeView, tokens: int) -> dict[str, int]:
     return {node.incarnation: tokens}
 
 
+def may_compute(node: NodeView, query: Query) -> bool:
+    """Whether the prompt, and one token behind it, fit on a node of the model that takes work."""
+    serves = query.model in node.models or not query.model
+    return node.accepts_work and serves and node.max_len > query.num_tokens
+
+
+def may_decode(node: NodeView, query: Query) -> bool:
+    """The same, with all the output that was asked for."""
+    return may_compute(node, query) and node.max_len >= query.most_tokens
+
+
 @st.composite
 def loads(draw: st.DrawFn) -> Load:
     total = draw(st.integers(0, 4000))
@@ -108,6 +119,7 @@ def clusters(draw: st.DrawFn, max_nodes: int = 6) -> ClusterView:
                 in_flight=draw(st.integers(0, 20)),
                 is_cordoned=draw(st.integers(0, 4)) == 0,
                 max_len=draw(st.sampled_from([100, 32768])),
+                models=draw(st.sampled_from([frozenset("a"), frozenset("ab")])),
                 backends=draw(st.sampled_from([("shm",), ("tcp",), ("shm", "tcp"), ()])),
                 pending=draw(st.builds(InFlightWork, *[st.integers(0, 1000)] * 6)),
                 bandwidth={f"n{other}": draw(st.sampled_from([0.0, 1e6, 1e9])) for other in range(3)},
@@ -139,4 +151,6 @@ def queries(draw: st.DrawFn) -> Query:
         busy_decoding=draw(st.sampled_from([0.0, 0.2, 5.0])),
         lost=draw(st.sampled_from([0.0, 0.04, 0.3])),
         usual_tokens=draw(st.sampled_from([0.0, 700.5])),
+        model=draw(st.sampled_from(["", "a", "a", "b"])),
+        most_tokens=draw(st.sampled_from([0, 99, 100, 101, 6000])),
     )

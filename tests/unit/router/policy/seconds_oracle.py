@@ -11,6 +11,7 @@ from dataclasses import replace as of_legs
 from heapq import nsmallest
 
 from msgspec.structs import replace
+from policy_cases import may_compute, may_decode
 
 from pdcluster.core.errors import Unavailable
 from pdcluster_router.cluster.pacing import NodePacing
@@ -546,17 +547,18 @@ class Pools:
 
     @property
     def is_split(self) -> bool:
-        return bool(self.prefill and self.decode) and any(node.role != "mixed" for node in self.local)
+        return bool(self.prefill and self.decode) and any(node.role != "mixed" for node in self.prefill + self.decode)
 
 
 def pools(query: Query, view: ClusterView) -> Pools:
-    usable = _by_name([node for node in view.nodes if node.accepts_work and node.max_len >= query.num_tokens])
+    computing = _by_name([node for node in view.nodes if may_compute(node, query)])
+    usable = _by_name([node for node in view.nodes if may_decode(node, query)])
     if not usable:
         raise Unavailable("no node")
     if query.force != "remote" and query.fallback != "deny":
-        usable = fresh(usable, query)
+        computing, usable = fresh(computing, query), fresh(usable, query)
     found = Pools(
-        prefill=fresh([node for node in usable if node.role != "decode"], query),
+        prefill=fresh([node for node in computing if node.role != "decode"], query),
         decode=fresh([node for node in usable if node.role != "prefill"], query),
         local=fresh(usable, query),
     )
@@ -583,9 +585,7 @@ def partners(nodes: Sequence[NodeView], prefill: NodeView) -> tuple[NodeView, ..
 
 
 def partners_of_parked(query: Query, view: ClusterView, prefill: NodeView) -> tuple[NodeView, ...]:
-    able = [
-        node for node in view.nodes if node.role != "prefill" and node.accepts_work and node.max_len >= query.num_tokens
-    ]
+    able = [node for node in view.nodes if node.role != "prefill" and may_decode(node, query)]
     apart = [
         node for node in able if node.incarnation not in query.excluded and node.incarnation != prefill.incarnation
     ]

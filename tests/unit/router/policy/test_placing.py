@@ -62,6 +62,8 @@ def placed_of(query: Query, cluster: ClusterView) -> PackedDecision | None:
             query.fallback,
             usual,
             HEADROOM.backlog_s,
+            query.row_tokens,
+            query.model,
         ),
         cluster,
     )
@@ -97,7 +99,8 @@ def measured(draw: st.DrawFn) -> ClusterView:
             error = CostError(draw(st.sampled_from([0.0, 0.1, 0.4])), draw(st.sampled_from([0.0, 0.02, 0.7])))
             cost = dataclasses.replace(cost, prefill=dataclasses.replace(cost.prefill, error=error))
         is_cordoned, max_len = (node.is_cordoned, node.max_len) if draw(st.integers(0, 7)) == 0 else (False, 32768)
-        nodes.append(replace(node, cost=cost, is_cordoned=is_cordoned, max_len=max_len))
+        models = node.models if draw(st.integers(0, 7)) == 0 else frozenset("ab")
+        nodes.append(replace(node, cost=cost, is_cordoned=is_cordoned, max_len=max_len, models=models))
     cluster = ClusterView(nodes)
     if cluster.typical_cost is not None:
         assert cluster.table is not None
@@ -183,6 +186,11 @@ MANY = [make_node(f"m{number:02}", "mixed", batch(number % 3)) for number in ran
         ([make_node("m0", "mixed"), make_node("m1", "mixed", is_cordoned=True)], Query(100), False),
         ([make_node("m0", "mixed")], Query(100, force="remote"), False),
         ([make_node("p0", "prefill"), make_node("p1", "prefill", max_len=50)], Query(100), False),
+        ([make_node("m0", "mixed", max_len=150), make_node("m1", "mixed")], Query(100), True),
+        ([make_node("m0", "mixed", max_len=150), make_node("m1", "mixed")], Query(100, most_tokens=151), False),
+        ([make_node("m0", "mixed", models=frozenset("a"))], Query(100, model="a"), True),
+        ([make_node("m0", "mixed", models=frozenset("a"))], Query(100, model="b"), False),
+        ([make_node("m0", "mixed", models=frozenset("a")), make_node("m1", "mixed")], Query(100, model="a"), False),
     ],
 )
 def test_the_short_way_is_taken_where_it_is_meant_to_be(nodes: Sequence[NodeView], query: Query, goes: bool) -> None:

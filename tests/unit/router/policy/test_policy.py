@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 from scripted_cluster import EMPTY_LOAD, make_node
 
-from pdcluster.core.errors import Unavailable
+from pdcluster.core.errors import NoNodeTakesWork, Unavailable
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.policy.base import Force, Query, RoutingDecision
 from pdcluster_router.policy.registry import POLICIES, make_policy
@@ -131,3 +131,43 @@ def test_nodes_without_a_common_medium_are_never_paired() -> None:
     prefill = make_node("p0", "prefill")
     assert pick(view(prefill, alone), QUERY).mode == "local"
     assert pick_decode(view(alone), QUERY, prefill) is None
+
+
+PAIR = make_node("p0", "prefill"), make_node("d0", "decode")
+
+
+def test_nodes_that_serve_another_model_are_left_out_and_told() -> None:
+    own, other = (replace(make_node(f"m{name}", "mixed"), models=frozenset(name)) for name in "ab")
+    busy = replace(own, in_flight=9)
+    query = replace(QUERY, model="a")
+    choice = pick(view(busy, other), query)
+    assert choice.decode.name == "ma" and [
+        (candidate.node.name, candidate.rejected_by) for candidate in choice.candidates if candidate.rejected_by
+    ] == [("mb", "serves another model")]
+    with pytest.raises(NoNodeTakesWork):
+        pick(view(other), query)
+    assert (
+        pick_decode(
+            view(replace(PAIR[0], models=frozenset("a")), replace(PAIR[1], models=frozenset("b"))), query, PAIR[0]
+        )
+        is None
+    )
+
+
+def test_a_request_goes_where_its_prompt_and_the_output_that_was_asked_for_fit() -> None:
+    small, large = replace(make_node("m0", "mixed"), max_len=60), make_node("m1", "mixed", in_flight=9)
+    nodes = view(small, large)
+    assert pick(nodes, replace(QUERY, most_tokens=60)).decode.name == "m0"
+    assert pick(nodes, replace(QUERY, most_tokens=61)).decode.name == "m1"
+    assert pick(nodes, QUERY).decode.name == "m0", "where nothing was asked for, wherever the prompt fits"
+    assert pick(nodes, replace(QUERY, num_tokens=60)).decode.name == "m1", "with room for one token"
+
+
+def test_a_prefill_node_needs_room_for_the_prompt_only() -> None:
+    small, large = replace(PAIR[0], max_len=60), PAIR[1]
+    query = replace(QUERY, most_tokens=1000)
+    choice = pick(view(small, large), query, "remote")
+    assert (choice.prefill.name, choice.decode.name) == ("p0", "d0")
+    assert not [candidate for candidate in choice.candidates if candidate.rejected_by]
+    with pytest.raises(Unavailable, match=r"there are 1 and 0 for a request of 1000 tokens"):
+        pick(view(PAIR[0], replace(PAIR[1], max_len=60)), query, "remote")

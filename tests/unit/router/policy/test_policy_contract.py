@@ -13,7 +13,7 @@ from examples import examples
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from policy_cases import batch, clusters, make_node, queries, queue, view
+from policy_cases import batch, clusters, make_node, may_compute, may_decode, queries, queue, view
 
 from pdcluster.core.errors import Unavailable
 from pdcluster_router.cluster.view import ClusterView
@@ -48,7 +48,8 @@ def test_a_choice_names_usable_nodes_of_the_right_roles(cluster: ClusterView, qu
     for _, choice in choices(query, cluster):
         for node in filter(None, (choice.prefill, choice.decode)):
             assert node in cluster.nodes
-            assert node.accepts_work and node.max_len >= query.num_tokens
+            assert may_compute(node, query)
+        assert may_decode(choice.decode, query)
         assert (choice.prefill is None) == (choice.mode == "local")
         if choice.prefill is not None:
             assert choice.prefill.role != "decode" and choice.decode.role != "prefill"
@@ -58,10 +59,11 @@ def test_a_choice_names_usable_nodes_of_the_right_roles(cluster: ClusterView, qu
 @UNHURRIED
 @given(cluster=clusters(), query=queries())
 def test_a_choice_is_refused_only_when_the_cluster_cannot_serve_it(cluster: ClusterView, query: Query) -> None:
-    usable = [node for node in cluster.nodes if node.accepts_work and node.max_len >= query.num_tokens]
+    usable = [node for node in cluster.nodes if may_decode(node, query)]
     pairs = [
         (p, d)
-        for p in usable
+        for p in cluster.nodes
+        if may_compute(p, query)
         for d in usable
         if p is not d and p.role != "decode" and d.role != "prefill" and p.can_exchange(d)
     ]
@@ -89,7 +91,7 @@ def test_the_mode_that_was_asked_for_is_kept(cluster: ClusterView, query: Query)
 def test_nodes_that_failed_the_request_are_chosen_only_when_there_are_no_others(
     cluster: ClusterView, query: Query
 ) -> None:
-    usable = [node for node in cluster.nodes if node.accepts_work and node.max_len >= query.num_tokens]
+    usable = [node for node in cluster.nodes if may_decode(node, query)]
     others = [node for node in usable if node.incarnation not in query.excluded]
     assume(others)
     for _, choice in choices(replace(query, force="auto", fallback="conditional"), cluster):
@@ -99,11 +101,7 @@ def test_nodes_that_failed_the_request_are_chosen_only_when_there_are_no_others(
 @UNHURRIED
 @given(cluster=clusters(), query=queries())
 def test_busy_nodes_wait_while_another_of_their_pool_is_ready(cluster: ClusterView, query: Query) -> None:
-    pool = [
-        node
-        for node in cluster.nodes
-        if node.role != "decode" and node.accepts_work and node.max_len >= query.num_tokens
-    ]
+    pool = [node for node in cluster.nodes if node.role != "decode" and may_compute(node, query)]
     ready = [node for node in pool if node.incarnation not in query.busy]
     for _, choice in choices(replace(query, excluded=frozenset()), cluster):
         if choice.prefill is not None and choice.prefill.incarnation in query.busy:
@@ -161,8 +159,7 @@ def test_parked_kv_goes_to_a_node_that_can_take_it(cluster: ClusterView, query: 
             for other in cluster.nodes
             if other is not prefill
             and other.role != "prefill"
-            and other.accepts_work
-            and other.max_len >= query.num_tokens
+            and may_decode(other, query)
             and other.incarnation not in query.excluded
             and other.can_exchange(prefill)
         ]

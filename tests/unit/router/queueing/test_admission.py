@@ -5,6 +5,7 @@ from scripted_cluster import make_node
 
 from pdcluster.core import errors
 from pdcluster_router.cluster.view import ClusterView
+from pdcluster_router.policy.base import Query
 from pdcluster_router.queueing.admission import DrainRate, Outlook, Slo, check_fits, check_service
 
 
@@ -41,11 +42,11 @@ def test_a_prompt_that_is_too_long_for_the_level_is_measured_by_its_own_length()
 
 def test_what_can_never_fit_and_what_has_no_node_are_told_apart() -> None:
     view = ClusterView((make_node("p0", "prefill"), make_node("d0", "decode")))
-    check_fits(4096, view)
-    with pytest.raises(errors.BadRequest, match=r"length is 4096 tokens.*has 4097 tokens; shorten it"):
-        check_fits(4097, view)
+    check_fits(Query(4095), view, 4096)
+    with pytest.raises(errors.BadRequest, match=r"length is 4096 tokens.*has 4096 tokens; shorten it"):
+        check_fits(Query(4096), view, 4096)
     with pytest.raises(errors.Unavailable, match=r"none of 0"):
-        check_fits(1, ClusterView(()))
+        check_fits(Query(1), ClusterView(()), 0)
 
 
 def test_the_drain_rate_follows_what_left_while_requests_waited() -> None:

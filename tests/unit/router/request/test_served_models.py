@@ -1,0 +1,354 @@
+"""Requests while what their model's name means changes, and while nodes differ in the longest request they take."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable
+
+import pytest
+from msgspec.structs import replace
+from scripted_cluster import EMPTY_LOAD, FakeCluster, ScriptedPair, make_chooser, make_node, row, settle
+
+from pdcluster.core import errors
+from pdcluster.core import messages as m
+from pdcluster.kv.hashing import chain_root
+from pdcluster.rpc.status import status_of
+from pdcluster_router.cluster.view import NodeView
+from pdcluster_router.core.generation import Done, Generation, ModelInfo, TokenChunk
+from pdcluster_router.core.job import HashChain
+from pdcluster_router.core.stages import StageDeadlines
+from pdcluster_router.policy.base import Force
+from pdcluster_router.queueing.hold_queue import HoldLimits
+from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
+
+WAIT_S = 20.0
+PROMPT = array("i", range(10))
+EOS_A, EOS_B = 999, 998
+A = ModelInfo("m", 1, 4096, 5000, (EOS_A,), "digest-a")
+B = ModelInfo("m", 2, 4096, 5000, (EOS_B,), "digest-b")
+
+
+class Served:
+    """What the router knows of models, as the test says."""
+
+    def __init__(self, *infos: ModelInfo) -> None:
+        self.infos = infos
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        return self.infos
+
+    def text(self, model: str) -> object:
+        raise errors.UnknownModel(model)
+
+    def chain(self, model: str, salt: bytes) -> HashChain:
+        return HashChain(chain_root(block_tokens=4, salt=salt), 4)
+
+
+class Heard:
+    """Implements generation.Sink."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.end: Done | Exception | None = None
+
+    def on_chunk(self, chunk: TokenChunk) -> None:
+        assert self.end is None and chunk.position == len(self.tokens)
+        self.tokens += chunk.token_ids
+
+    def way(self) -> None:
+        return None
+
+    def on_done(self, done: Done) -> None:
+        assert self.end is None
+        self.end = done
+
+    def on_error(self, error: Exception) -> None:
+        assert self.end is None
+        self.end = error
+
+    async def ended(self) -> Done | Exception:
+        async with asyncio.timeout(WAIT_S):
+            while self.end is None:
+                await asyncio.sleep(0.002)
+        return self.end
+
+
+class Bench:
+    """A router over nodes that answer by script. age_s: how long a request may wait."""
+
+    def __init__(
+        self, *nodes: NodeView, models: Served | None = None, age_s: float = 5.0, force: Force = "auto"
+    ) -> None:
+        self.models = models or Served(A)
+        self.cluster = FakeCluster(list(nodes))
+        settings = DispatchSettings(
+            retries=1, hold_s=1.0, stages=StageDeadlines(handshake_s=1.0, hold_s=0.01), hold=HoldLimits(age_s=age_s)
+        )
+        self.dispatch = Dispatch(self.cluster, self.models, make_chooser(self.cluster, force=force), settings)  # type: ignore[arg-type]
+
+    def start(self, request: str = "r1", prepared: ModelInfo = A, max_tokens: int = 6, **changes: object) -> Heard:
+        heard = Heard()
+        sampling = m.Sampling(max_tokens=max_tokens, seed=1)
+        generation = Generation(request, prepared.id, PROMPT, sampling, 10.0, served=prepared)
+        self.dispatch.start(replace(generation, **changes), heard)  # type: ignore[type-var]
+        return heard
+
+    def become(self, *nodes: NodeView) -> None:
+        """Other nodes are there."""
+        self.cluster.nodes[:] = nodes
+        self.dispatch.waiting.poke()
+
+    def asked(self, node: str) -> list[m.Work]:
+        return [message.work for message in self.cluster.sent_to(node, m.Prefill)]  # type: ignore[attr-defined]
+
+
+def of(info: ModelInfo, name: str, role: m.Role = "mixed", max_len: int = 4096) -> NodeView:
+    return replace(make_node(name, role), models=frozenset({info.digest}), max_len=max_len)
+
+
+def serving(bench: Bench, node: str, end: m.FinishReason = "eos", num_tokens: int = 6) -> None:
+    """The node answers local requests with 100, 101, … up to so many tokens of the whole request."""
+
+    def serve(message: m.NodeMessage, answer: Callable[[object], None]) -> None:
+        if isinstance(message, m.Prefill):
+            work = message.work
+            first = len(work.token_ids) // 4 - work.num_prompt
+            answer(row(work, first, tuple(range(100 + first, 100 + num_tokens))))
+            answer(m.Finished(work.request, work.attempt, end, num_tokens, m.LegTimings()))
+
+    bench.cluster.handlers[node] = serve
+
+
+def says(bench: Bench, node: NodeView, *tokens: int) -> None:
+    work = bench.asked(node.name)[-1]
+    bench.cluster.ledger.deliver(work.request, node.incarnation, row(work, tokens[0] - 100, tokens))
+
+
+# ---------------------------------------------------------------- what a name means
+
+
+async def test_work_carries_the_digest_of_what_it_was_prepared_for() -> None:
+    bench = Bench(of(A, "a"))
+    serving(bench, "a")
+    heard = bench.start()
+    assert isinstance(await heard.ended(), Done) and [work.model for work in bench.asked("a")] == [A.digest]
+
+
+async def test_a_request_that_waits_for_its_model_is_refused_by_name_once_another_has_its_name() -> None:
+    bench = Bench()
+    heard = bench.start()
+    bench.become(of(B, "b"))
+    await asyncio.sleep(0.1)
+    assert heard.end is None, "the text of the other model is not loaded yet"
+    bench.models.infos = (B,)
+    error = await heard.ended()
+    assert isinstance(error, errors.ModelChanged) and "'m'" in str(error) and not bench.cluster.sent
+    assert error.http_status == 503 and status_of(error).name == "UNAVAILABLE"
+    assert bench.cluster.ledger.num_requests() == 0 and bench.dispatch.waiting.num_held == 0
+
+
+async def test_a_request_whose_name_nobody_carries_any_more_is_refused() -> None:
+    bench = Bench()
+    heard = bench.start()
+    bench.models.infos = (replace(B, id="m2"),)
+    bench.become(of(B, "b"))
+    error = await heard.ended()
+    assert isinstance(error, errors.ModelChanged) and "m2" in str(error) and not bench.cluster.sent
+
+
+async def test_a_request_waits_for_nodes_of_its_own_model_while_there_are_none() -> None:
+    bench = Bench()
+    serving(bench, "a2")
+    heard = bench.start()
+    await asyncio.sleep(0.05)
+    assert heard.end is None
+    bench.become(of(A, "a2"))
+    assert isinstance(await heard.ended(), Done) and heard.tokens == [*range(100, 106)]
+
+
+async def test_a_request_that_was_prepared_before_its_model_was_replaced_never_starts() -> None:
+    bench = Bench(of(B, "b"), models=Served(B))
+    assert isinstance(await bench.start().ended(), errors.ModelChanged) and not bench.cluster.sent
+
+
+async def test_a_stream_goes_on_with_its_own_model_or_not_at_all() -> None:
+    bench = Bench(of(A, "a"))
+    heard, other = bench.start(), bench.start("r2")
+    a, b = bench.cluster.nodes[0], of(B, "b")
+    for request in ("r1", "r2"):
+        work = next(work for work in bench.asked("a") if work.request == request)
+        bench.cluster.ledger.deliver(request, a.incarnation, row(work, 0, (100, 101)))
+    bench.become(a, b)
+    bench.cluster.kill(a)
+    await asyncio.sleep(0.1)
+    assert heard.end is None and not bench.asked("b"), "the text of B is not loaded, A may come back"
+    serving(bench, "a2")
+    bench.become(b, of(A, "a2"))
+    assert isinstance(await heard.ended(), Done) and isinstance(await other.ended(), Done)
+    assert heard.tokens == other.tokens == [*range(100, 106)] and not bench.asked("b")
+
+
+async def test_a_stream_whose_model_was_replaced_ends_with_an_error_of_its_own() -> None:
+    bench = Bench(of(A, "a"))
+    heard = bench.start()
+    says(bench, bench.cluster.nodes[0], 100, 101)
+    bench.models.infos = (B,)
+    bench.become(bench.cluster.nodes[0], of(B, "b"))
+    assert heard.end is None, "its node serves on"
+    bench.cluster.kill(bench.cluster.nodes[0])
+    assert isinstance(await heard.ended(), errors.ModelChanged) and heard.tokens == [100, 101]
+    assert not bench.asked("b")
+
+
+async def test_an_answer_ends_by_the_end_tokens_of_its_own_model() -> None:
+    """Its node's last word was lost."""
+    bench = Bench(of(A, "a"))
+    heard = bench.start()
+    says(bench, bench.cluster.nodes[0], 100, 101)
+    work = bench.asked("a")[0]
+    bench.cluster.ledger.deliver("r1", "a-boot", row(work, 2, (EOS_A,)))
+    bench.models.infos = (B,)
+    bench.cluster.kill(bench.cluster.nodes[0])
+    done = await heard.ended()
+    assert isinstance(done, Done) and (done.reason, done.stop_token) == ("eos", EOS_A)
+
+
+async def test_what_a_node_refuses_because_of_its_model_is_no_fault_of_the_client() -> None:
+    bench = Bench(of(A, "a"))
+
+    def refuse(message: m.NodeMessage, answer: Callable[[object], None]) -> None:
+        if isinstance(message, m.Prefill):
+            key = message.work.request, message.work.attempt
+            answer(m.Refused(*key, "prefill", "node a does not serve it", 0.0, False, m.MODEL_PARAM))
+
+    bench.cluster.handlers["a"] = refuse
+    error = await bench.start().ended()
+    assert isinstance(error, errors.ModelChanged) and "node a does not serve it" in str(error)
+
+
+# ---------------------------------------------------------------- unequal nodes
+
+SMALL, LARGE = 14, 40
+UNEQUAL = Served(replace(A, max_len=LARGE))
+
+
+def unequal(**changes: object) -> Bench:
+    """A small node with nothing to do, and a large one that serves others."""
+    large = replace(of(A, "large", max_len=LARGE), in_flight=3)
+    bench = Bench(of(A, "small", max_len=SMALL), large, models=Served(*UNEQUAL.infos), **changes)  # type: ignore[arg-type]
+    serving(bench, "small", "length", SMALL - len(PROMPT))
+    serving(bench, "large", "eos", 20)
+    return bench
+
+
+async def test_at_a_nodes_own_limit_a_request_without_a_length_moves_to_a_larger_node() -> None:
+    bench = unequal()
+    heard = bench.start(max_tokens=LARGE - len(PROMPT), is_open_ended=True, prepared=UNEQUAL.infos[0])
+    done = await heard.ended()
+    assert isinstance(done, Done) and (done.reason, done.attempts, done.route.decode) == ("eos", 2, "large")
+    assert heard.tokens == [*range(100, 120)]
+    (moved,) = bench.asked("large")
+    assert m.unpack_tokens(moved.token_ids) == [*PROMPT, *range(100, 104)] and moved.num_prompt == len(PROMPT)
+    assert not bench.cluster.sent_to("small", m.Cancel)
+
+
+async def test_a_length_that_was_asked_for_goes_only_where_it_fits() -> None:
+    bench = unequal()
+    heard = bench.start(max_tokens=SMALL - len(PROMPT) + 1, prepared=UNEQUAL.infos[0])
+    await heard.ended()
+    assert not bench.asked("small") and len(bench.asked("large")) == 1
+    await bench.start("r2", max_tokens=SMALL - len(PROMPT), prepared=UNEQUAL.infos[0]).ended()
+    assert len(bench.asked("small")) == 1
+
+
+async def test_the_largest_nodes_limit_ends_a_request_by_its_length() -> None:
+    bench = unequal()
+    serving(bench, "large", "length", LARGE - len(PROMPT))
+    heard = bench.start(max_tokens=10_000, is_open_ended=True, prepared=UNEQUAL.infos[0])
+    done = await heard.ended()
+    assert isinstance(done, Done) and done.reason == "length" and len(heard.tokens) == LARGE - len(PROMPT)
+
+
+async def test_a_node_that_ends_a_request_early_by_its_length_is_believed() -> None:
+    bench = unequal()
+    serving(bench, "small", "length", 2)
+    heard = bench.start(max_tokens=20, is_open_ended=True, prepared=UNEQUAL.infos[0])
+    done = await heard.ended()
+    assert isinstance(done, Done) and (done.reason, done.attempts) == ("length", 1) and heard.tokens == [100, 101]
+
+
+@pytest.mark.parametrize("fate", ["takes no work", "is gone"])
+async def test_a_request_that_no_larger_node_takes_ends_by_its_length_and_not_with_an_error(fate: str) -> None:
+    bench = unequal(age_s=0.3)
+    small, large = bench.cluster.nodes
+    bench.become(small, replace(large, load=replace(EMPTY_LOAD, draining=True)))
+    heard = bench.start(max_tokens=20, is_open_ended=True, prepared=UNEQUAL.infos[0])
+    await asyncio.sleep(0.1)
+    assert heard.tokens == [*range(100, 104)] and heard.end is None, "it waits for the larger node"
+    if fate == "is gone":
+        bench.models.infos = (replace(A, max_len=SMALL),)
+        bench.become(small)
+    done = await heard.ended()
+    assert isinstance(done, Done) and (done.reason, done.route.decode) == ("length", "small")
+    assert heard.tokens == [*range(100, 104)] and bench.cluster.ledger.num_requests() == 0
+
+
+@pytest.mark.parametrize("num_sent", [2, 8])
+async def test_a_stream_outlives_the_only_node_that_its_length_fits(num_sent: int) -> None:
+    """It goes on as far as nodes take it, which may be where it is."""
+    bench = unequal()
+    bench.cluster.handlers.pop("large")
+    small, large = bench.cluster.nodes
+    heard = bench.start(max_tokens=20, prepared=UNEQUAL.infos[0])
+    says(bench, large, *range(100, 100 + num_sent))
+    bench.models.infos = (replace(A, max_len=SMALL),)
+    bench.become(small, large)
+    bench.cluster.kill(large)
+    done = await heard.ended()
+    assert isinstance(done, Done) and done.reason == "length"
+    assert heard.tokens == [*range(100, 100 + max(num_sent, 4))]
+
+
+async def test_a_length_that_fits_no_node_any_more_is_refused_before_its_first_token() -> None:
+    bench = unequal()
+    bench.become(bench.cluster.nodes[0])
+    heard = bench.start(max_tokens=20, prepared=UNEQUAL.infos[0])
+    await settle()
+    assert heard.end is None, "the large node is listed and may come back"
+    bench.models.infos = (replace(A, max_len=SMALL),)
+    error = await heard.ended()
+    assert isinstance(error, errors.ContextTooLong) and f"length is {SMALL} tokens" in str(error)
+    assert not bench.cluster.sent
+
+
+async def test_a_prompt_that_fills_its_prefill_node_goes_on_elsewhere() -> None:
+    """The prefill node ends it with the first token."""
+    nodes = of(A, "p0", "prefill", len(PROMPT) + 1), of(A, "d0", "decode", LARGE)
+    bench = Bench(*nodes, models=Served(*UNEQUAL.infos))
+    pair = ScriptedPair(bench.cluster, *bench.cluster.nodes, num_tokens=6)
+    pair.install()
+    ended: list[str] = []
+
+    def prefill(message: m.NodeMessage, answer: Callable[[object], None]) -> None:
+        if isinstance(message, m.Prefill):
+            ended.append(message.work.request)
+            answer(row(message.work, 0, (100,)))
+            answer(m.Finished(message.work.request, message.work.attempt, "length", 1, m.LegTimings()))
+
+    bench.cluster.handlers["p0"] = prefill
+    heard = bench.start(max_tokens=20, prepared=UNEQUAL.infos[0], is_open_ended=True)
+    done = await heard.ended()
+    assert isinstance(done, Done) and heard.tokens == [*range(100, 106)] and done.route.mode == "local"
+    assert ended == ["r1"]
+
+
+@pytest.mark.parametrize("small", ["prefill", "decode"])
+async def test_mode_remote_names_the_limit_of_the_role_that_a_request_does_not_fit(small: m.Role) -> None:
+    sizes = {"prefill": LARGE, "decode": LARGE, small: len(PROMPT)}
+    nodes = of(A, "p0", "prefill", sizes["prefill"]), of(A, "d0", "decode", sizes["decode"])
+    bench = Bench(*nodes, models=Served(*UNEQUAL.infos))
+    error = await bench.start(mode="remote", prepared=UNEQUAL.infos[0]).ended()
+    assert isinstance(error, errors.ContextTooLong) and error.http_status == 400
+    assert f"length is {len(PROMPT)} tokens" in str(error) and f"no {small} node takes more" in str(error)
+    assert not bench.cluster.sent
