@@ -79,8 +79,12 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probabilities at one position: of the token itself, and of the most likely tokens, best first."""
+    """Natural-log probabilities at one position: of the token itself, and of the most likely tokens, best first.
+
+    rank: of the token itself, 1 for the most likely; None where nobody asked. A node of an earlier version says none.
+    """
 
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    rank: Positive | None = None

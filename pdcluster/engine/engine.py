@@ -340,7 +340,8 @@ class Engine:
             logits = self._model.logits(hidden[begin:end])
             self._num_blocks += 1
             if not self._group.rank:
-                found += self._logprobs(logits, targets[begin:end], [row.prompt_logprobs] * (end - begin))
+                counts = [row.prompt_logprobs] * (end - begin)
+                found += self._logprobs(logits, targets[begin:end], counts, ranked=True)
         return tuple(found)
 
 

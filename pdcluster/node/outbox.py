@@ -16,7 +16,7 @@ from pdcluster.transfer.backends.base import Peer
 # Bytes of rows in one frame, by the estimates below; less than any peer's frame limit (wire.codec).
 MAX_ROWS_BYTES = 48 << 20
 # Upper bounds: a row's ids and numbers, a token, a logprob, one alternative.
-ROW_BYTES, TOKEN_BYTES, ENTRY_BYTES, TOP_BYTES = 300, 5, 16, 14
+ROW_BYTES, TOKEN_BYTES, ENTRY_BYTES, TOP_BYTES = 300, 5, 21, 14
 
 
 class Sender(Protocol):

@@ -41,7 +41,7 @@ class CompletionLogprobs(Struct):
 
 
 class PromptLogprob(Struct):
-    """rank: 1 for the most likely; null for the prompt's own token outside the requested alternatives."""
+    """rank: 1 for the most likely; null for the prompt's own token where its node is of an earlier version."""
 
     logprob: float
     rank: int | None
@@ -59,7 +59,8 @@ def prompt_logprobs(tokens: Sequence[Token], pieces: Pieces) -> PromptLogprobs:
 def _ranked(token: Token, pieces: Pieces) -> dict[int, PromptLogprob] | None:
     if token.logprobs is None:
         return None
-    found = {token.id: PromptLogprob(_finite(token.logprobs.logprob), None, _readable(pieces.of(token.id)))}
+    own, rank = _finite(token.logprobs.logprob), token.logprobs.rank
+    found = {token.id: PromptLogprob(own, rank, _readable(pieces.of(token.id)))}
     for rank, (other, logprob) in enumerate(zip(token.logprobs.top_ids, token.logprobs.top_logprobs, strict=True), 1):
         found[other] = PromptLogprob(_finite(logprob), rank, _readable(pieces.of(other)))
     return found

@@ -89,16 +89,22 @@ def sample(
     return tokens
 
 
-def token_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Natural logprob of each row's token, and of its counts[row] most likely tokens, best first."""
+def token_logprobs(
+    logits: Tensor, tokens: Sequence[int], counts: Sequence[int], *, ranked: bool = False
+) -> list[TokenLogprobs]:
+    """Natural logprob of each row's token, and of its counts[row] most likely tokens, best first. ranked: and the
+    token's rank; of equals it has the last one, as in vLLM.
+    """
     logprobs = logits.float().log_softmax(dim=-1)
-    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    found = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
+    own = found[:, 0].tolist()
+    ranks: list[int | None] = (logprobs >= found).sum(dim=-1).tolist() if ranked else [None] * len(own)
     most = min(max(counts), logprobs.shape[1])
     values, ids = logprobs.topk(most, dim=-1)
     return [
-        TokenLogprobs(own[row], tuple(ids[row, :count].tolist()), tuple(values[row, :count].tolist()))
+        TokenLogprobs(own[row], tuple(ids[row, :count].tolist()), tuple(values[row, :count].tolist()), ranks[row])
         if count
-        else TokenLogprobs(own[row])
+        else TokenLogprobs(own[row], rank=ranks[row])
         for row, count in enumerate(counts)
     ]
 
@@ -113,10 +119,12 @@ def sample_alone(
     ]
 
 
-def logprobs_alone(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+def logprobs_alone(
+    logits: Tensor, tokens: Sequence[int], counts: Sequence[int], *, ranked: bool = False
+) -> list[TokenLogprobs]:
     """`token_logprobs` of each row by itself."""
     return [
-        token_logprobs(logits[row : row + 1], [token], [count])[0]
+        token_logprobs(logits[row : row + 1], [token], [count], ranked=ranked)[0]
         for row, (token, count) in enumerate(zip(tokens, counts, strict=True))
     ]
 

@@ -290,7 +290,10 @@ def _of_prompt(token_ids: Sequence[int], most: int, logprobs: Sequence[TokenLogp
         raise IntegrityError(f"a prompt of {len(token_ids)} tokens came back with {len(logprobs)} prompt logprobs")
     return [
         None,
-        *(TokenLogprobs(entry.logprob, entry.top_ids[:most], entry.top_logprobs[:most]) for entry in logprobs),
+        *(
+            TokenLogprobs(entry.logprob, entry.top_ids[:most], entry.top_logprobs[:most], entry.rank)
+            for entry in logprobs
+        ),
     ]
 
 

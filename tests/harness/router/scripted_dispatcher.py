@@ -59,9 +59,10 @@ def says(text: str, reason: FinishReason = "eos") -> list[Step]:
 
 
 def logprobs_of(token_id: int, wanted: int) -> TokenLogprobs:
-    """Any fixed numbers: the token is the best of `wanted`, the others are its neighbours."""
+    """Any fixed numbers: the token is the best of `wanted`, the others are its neighbours. Without any it is the
+    third."""
     others = tuple((token_id + distance) % VOCAB for distance in range(wanted))
-    return TokenLogprobs(-0.5, others, tuple(-0.5 - distance for distance in range(wanted)))
+    return TokenLogprobs(-0.5, others, tuple(-0.5 - distance for distance in range(wanted)), 3)
 
 
 class Played:

@@ -128,6 +128,7 @@ LOST = greedy(2, grammar=Grammar('{"type": "regex", "pattern": "a"}'))
 def test_prompt_logprobs_come_where_the_forward_finds_the_best_logit(bfloat16: Engine) -> None:
     (told,) = bfloat16.step(StepPlan((row(prompt_logprobs=1),))).rows
     assert told.token is not None and len(told.prompt_logprobs) == 2
+    assert all(entry.rank is not None and entry.rank >= 1 for entry in told.prompt_logprobs)
 
 
 def test_a_row_without_its_grammar_ends_where_the_forward_finds_the_best_logit_and_so_does_the_one_behind_it(

@@ -15,7 +15,7 @@ from pdcluster.core.history import history_of
 from pdcluster.core.messages import Sampling
 from pdcluster.core.sampling import LEAST_REPETITION, MOST_REPETITION, Shaping
 from pdcluster.engine.sampling.penalties import SamplingRow
-from pdcluster.engine.sampling.sampler import FIRST_CANDIDATES, sample, sample_alone, token_logprobs
+from pdcluster.engine.sampling.sampler import FIRST_CANDIDATES, logprobs_alone, sample, sample_alone, token_logprobs
 
 DRAWS = 20_000
 Draw = Callable[..., list[int | None]]
@@ -216,3 +216,12 @@ def test_logprobs_are_natural_and_of_the_raw_logits() -> None:
     assert found[1].top_ids == (0, 1)
     assert found[1].top_logprobs == pytest.approx((math.log(0.5), math.log(0.3)), abs=1e-6)
     assert found[2].top_ids == (0, 1, 2), "more alternatives than tokens: all of them"
+    assert [entry.rank for entry in found] == [None] * 3, "nobody asked for it"
+
+
+@pytest.mark.parametrize("of_rows", [token_logprobs, logprobs_alone])
+def test_ranks_count_from_the_most_likely_and_ties_count_as_in_vllm(of_rows) -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0, 1.0], [5.0, 5.0, 5.0, 5.0, 5.0]])
+    for row, token, rank in ((0, 1, 1), (0, 3, 2), (0, 2, 4), (0, 4, 4), (0, 0, 5), (1, 2, 5)):
+        (found,) = of_rows(logits[row : row + 1], [token], [1], ranked=True)
+        assert found.rank == rank

@@ -80,6 +80,13 @@ async def test_prompt_logprobs_alone_are_a_score(path: str) -> None:
     assert logprobs_of(1, 2).top_ids == (1, 2) and VOCAB > 2
 
 
+@pytest.mark.parametrize(("wanted", "rank"), [(0, 3), (2, 1)])
+async def test_a_prompts_own_token_has_its_real_rank(wanted: int, rank: int) -> None:
+    _, reply = await asked(PLAIN, max_tokens=0, prompt_logprobs=wanted, prompt=[5, 6])
+    (_, entry) = reply.json()["choices"][0]["prompt_logprobs"]
+    assert entry["6"]["rank"] == rank and len(entry) == max(wanted, 1)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("nodes", "steps"), [("one node", [*LOCAL[:2], LOCAL[-1]]), ("a pair", EARLY_END)])
 def test_a_prompt_is_scored_whatever_its_node_says_first(nodes: str, steps: Any, stream: bool) -> None:
