@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Literal, Self, TypedDict, Unpack, cast
 
@@ -123,6 +123,7 @@ class PlainOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     bad_words: Sequence[str]
     prompt_logprobs: int
+    prompt_cache_key: str
 
 
 class ChatOptions(TypedDict, total=False):
@@ -442,7 +443,7 @@ def _tool(tool: Tool) -> pb.Tool:
 
 
 def _structured(asked: Structured) -> pb.StructuredOutputs:
-    given = [name for name in Structured.__slots__ if getattr(asked, name)]
+    given = [field.name for field in fields(Structured) if getattr(asked, field.name) != field.default]
     if len(given) != 1:
         raise BadRequest(
             f"structured_outputs must set exactly one of {', '.join(Structured.__slots__)}", "structured_outputs"

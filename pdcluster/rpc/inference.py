@@ -21,6 +21,7 @@ _SAME_NAME = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n",
     "ignore_eos", "skip_special_tokens", "add_special_tokens", "cache_salt", "priority",
     "repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_logprobs",
+    "prompt_cache_key",
 )  # fmt: skip
 
 _FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH, "tool_calls": pb.FINISH_REASON_TOOL_CALLS}

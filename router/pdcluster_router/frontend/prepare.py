@@ -126,11 +126,11 @@ def mode_of(given: str | None) -> Force | None:
 
 
 def find_model(dispatcher: Dispatcher, name: str | None) -> ServedModel:
-    """The model's info and text. name None: the only model."""
+    """The model's info and text. name None: the only model, whatever its names."""
     models = dispatcher.models()
     if not models:
         raise Unavailable("no node is known yet, so no model can be served; retry, and see /ready")
-    if name is None and len(models) > 1:
+    if name is None and len({dispatcher.text(info.id) for info in models}) > 1:
         raise BadRequest(f"model is missing; it must be one of {', '.join(model.id for model in models)}", "model")
     for info in models:
         if name is None or info.id == name:

@@ -209,6 +209,14 @@ async def test_a_name_under_which_nodes_with_other_weights_come_is_another_model
         assert nodes.fetched == fetched, "the text is there"
 
 
+async def test_the_names_of_a_model_have_one_text() -> None:
+    """By that requests need not name a model that has several names."""
+    nodes = Nodes(TEXT_A)
+    async with following(nodes, nodes.card(TEXT_A, model_aliases=("alias",))) as models:
+        assert [info.id for info in models.models()] == ["tiny", "alias"]
+        assert models.text("tiny") is models.text("alias")
+
+
 async def test_a_name_that_no_card_carries_is_gone_once_other_cards_are_there() -> None:
     nodes = Nodes(TEXT_A)
     async with following(nodes, nodes.card(TEXT_A, model_aliases=("more",))) as models:

@@ -7,7 +7,7 @@ import asyncio
 import importlib
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -18,9 +18,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from scripted_dispatcher import EOS, MAX_LEN, MODEL, ROUTE, TEXT, ScriptedDispatcher, Tokens, Wait, says, until
+from tiny_tokenizers import byte_level_files
 
 from pdcluster import client as api
+from pdcluster.api.text.model_text import TextModel
 from pdcluster.core.errors import (
     BadRequest,
     ConfigError,
@@ -32,6 +35,7 @@ from pdcluster.core.errors import (
     UnknownModel,
 )
 from pdcluster.telemetry.metrics import RouterMetrics
+from pdcluster_router.core.generation import ModelInfo
 from pdcluster_router.core.tenants import Entry, Tenants
 from pdcluster_router.frontend.grpc import SERVICE, GrpcSettings, Inference, listening
 from pdcluster_router.frontend.places import Places
@@ -125,6 +129,46 @@ async def test_token_ids_and_every_sampling_field_reach_the_dispatcher(
     )
     assert sampling.seed == -3 & (2**63 - 1)
     assert 0 < generation.deadline_s < 31.0, "the call's deadline, rounded up on the wire, is the request's"
+
+
+async def test_a_prompt_cache_key_names_the_conversation(
+    client: api.AsyncClient, dispatcher: ScriptedDispatcher
+) -> None:
+    await client.complete("hi", prompt_cache_key="talk")
+    await client.complete("hi")
+    assert [generation.session for generation in dispatcher.started] == ["talk", ""]
+
+
+class TwoNames(ScriptedDispatcher):
+    """Of one model under two names, or of two models."""
+
+    other = TEXT
+
+    def models(self) -> Sequence[ModelInfo]:
+        (info,) = super().models()
+        return [info, replace(info, id="other")]
+
+    def text(self, model: str) -> TextModel:
+        return TEXT if model == MODEL else self.other
+
+
+async def test_the_model_need_not_be_named_where_all_names_are_its_own() -> None:
+    dispatcher = TwoNames()
+    async with served(dispatcher) as address, api.AsyncClient(address) as client:
+        assert (await client.complete("hi", max_tokens=50)).texts == ("hello world",)
+        assert dispatcher.started[0].model == MODEL
+        dispatcher.other = TextModel(byte_level_files())
+        error = await failure(client)
+        assert isinstance(error, BadRequest) and "must be one of tiny, other" in str(error)
+
+
+async def test_a_schema_that_allows_everything_is_one(client: api.AsyncClient, dispatcher: ScriptedDispatcher) -> None:
+    for schema in ({}, "{}"):
+        await client.complete("hi", structured_outputs=api.Structured(json=schema))
+    grammars = [generation.sampling.grammar for generation in dispatcher.started]
+    assert grammars[0] is not None and grammars[0] == grammars[1]
+    for asked in (api.Structured(), api.Structured(json={}, regex="a")):
+        assert "exactly one of" in str(await failure(client, structured_outputs=asked))
 
 
 async def test_left_out_fields_mean_what_they_mean_over_http(
