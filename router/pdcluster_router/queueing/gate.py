@@ -218,14 +218,18 @@ class Gate:
     def leave(self, request: str, now: float) -> None:
         """Its client left, wherever the request is."""
         self.queue.remove(request)
-        self._parked.pop(request, None)
+        self._forget(request)
         self._note_held(now)
+
+    def _forget(self, request: str) -> None:
+        self._parked.pop(request, None)
+        self._wishes.pop(request, None)
 
     def expire(self, now: float) -> list[Released]:
         """Requests whose time is over, with the error that answers them."""
         late = [Released(one.held, None, self._late(one, now)) for one in self.queue.expire(now)]
         for one in late:
-            self._parked.pop(one.held.request, None)
+            self._forget(one.held.request)
         self._note_held(now)
         return late
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 from msgspec.structs import replace
+from leftovers import find_names
 from scripted_cluster import make_node
 
 from pdcluster.core import errors
@@ -341,6 +342,20 @@ def test_a_client_that_leaves_frees_its_place() -> None:
     gate.try_admit(held("r1"), world.decide, 0.0)
     gate.leave("r1", 0.5)
     assert gate.try_admit(held("r2"), world.decide, 0.5) is None
+
+
+@pytest.mark.parametrize("how", ["left", "late"])
+def test_nothing_is_left_of_a_request_that_was_passed_over_and_is_gone(how: str) -> None:
+    world, gate = make_world("mixed"), make_gate()
+    world.set_load("m0", load(waiting_tokens=300))
+    assert gate.try_admit(held("r1", deadline=5.0), world.decide, 0.0) is None
+    assert gate.release(world.decide, 0.1) == []
+    if how == "left":
+        gate.leave("r1", 0.2)
+    else:
+        assert len(gate.expire(5.0)) == 1
+    assert gate.queue.next_expiry() is None
+    assert find_names({"gate": gate}, {"r1"}, "pdcluster", ()) == []
 
 
 def test_a_node_that_does_nothing_is_open_whatever_is_believed_of_it() -> None:
