@@ -46,7 +46,9 @@ class Scored:
         decodes = self._rank(
             filters.ready(found.decode if may_be_local else others, query, view), "decode", query, view
         )
-        if may_be_local and (not others or decodes[0].node is prefill):
+        if may_be_local and not others:
+            return self._local(found, query, view)  # its KV can go nowhere, and it may be too small for the output
+        if may_be_local and decodes[0].node is prefill:
             alone = Candidate(
                 prefill, "local", prefills[0].cached_tokens, prefills[0].names, prefills[0].values, prefills[0].cost
             )

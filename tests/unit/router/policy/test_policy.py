@@ -113,6 +113,15 @@ def test_a_pair_needs_a_node_that_failed_when_there_is_no_other_pair() -> None:
         assert {prefill, decode} == {"m0", "m1"}
 
 
+def test_a_node_that_can_only_compute_the_prompt_does_not_serve_it_alone() -> None:
+    """Where its KV can go nowhere, the request goes whole to a node that takes it."""
+    small = replace(make_node("p0", "prefill"), max_len=50)
+    other = replace(make_node("d0", "decode", in_flight=9), backends=("tcp",))
+    for name in POLICIES:
+        choice = make_policy(name).choose(replace(QUERY, most_tokens=60), view(small, other))
+        assert (choice.mode, choice.decode.name) == ("local", "d0"), name
+
+
 def test_nodes_that_are_too_small_are_left_out() -> None:
     small = replace(make_node("m0", "mixed"), max_len=39)
     assert pick(view(small, make_node("m1", "mixed", in_flight=9)), QUERY).decode.name == "m1"
