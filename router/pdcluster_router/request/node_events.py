@@ -53,6 +53,10 @@ S = RequestState
 # Decode legs that may fail (refusals are none) before the prompt is tried anew.
 MAX_DECODE_FAILURES = 3
 
+# How long a request that all decode nodes refused waits before it looks at them again, however late they want to be
+# asked: another one may have come, or have room.
+LOOK_AGAIN_S = 0.25
+
 
 # ---------------------------------------------------------------- an attempt's start and end
 
@@ -375,7 +379,7 @@ def reserve_anywhere(request: Request) -> None:
             raise RetryAttempt(errors.NoNodeTakesWork("no decode node takes work now"), None)
         _wait_for_room(request, request.shared.settings.stages.hold_s)
     elif job.busy and job.busy_s(preferred.endpoint.incarnation, now):
-        _wait_for_room(request, min(until - now for until in job.busy.values() if until > now))
+        _wait_for_room(request, min(LOOK_AGAIN_S, *(until - now for until in job.busy.values() if until > now)))
     else:
         _reserve(request, preferred)
 

@@ -120,6 +120,24 @@ async def test_who_waits_for_room_loses_no_time_of_handshake_or_transfer() -> No
     assert pair.refusals == 0 and not cluster.sent_to("d0", m.Cancel)
 
 
+async def test_who_waits_for_room_finds_a_decode_node_that_has_it_before_the_full_one_is_asked_again() -> None:
+    cluster, pair, dispatch = make_pair(refusals=1000)
+    refuse = cluster.handlers["d0"]
+
+    def full(message: m.NodeMessage, answer) -> None:
+        refuse(message, lambda body: answer(msgspec.structs.replace(body, retry_after_s=3.0)))
+
+    cluster.handlers["d0"] = full
+    asked = asyncio.create_task(collect(dispatch, make_generation()))
+    await asyncio.sleep(0.05)
+    assert len(cluster.sent_to("d0", m.Reserve)) == 1
+    cluster.nodes.append(make_node("d1", "decode"))
+    other = ScriptedPair(cluster, pair.prefill, cluster.nodes[-1], works=pair.works)
+    other.install()
+    tokens, done = await asyncio.wait_for(asked, 2.0)
+    assert tokens == EXPECTED and done.route.decode == "d1" and len(cluster.sent_to("d0", m.Reserve)) == 1
+
+
 async def test_a_transfer_clock_runs_for_the_second_decode_node_too() -> None:
     cluster = FakeCluster([make_node("p0", "prefill"), make_node("d0", "decode")])
 
