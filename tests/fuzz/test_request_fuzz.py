@@ -20,7 +20,8 @@ from pdcluster_router.queueing.hold_queue import HoldQueue
 from pdcluster_router.request import node_events
 from pdcluster_router.request.request import Request
 
-SAMPLE = 12
+# Of those that take a fraction of a second.
+SEEDS = (0, *range(100, 124))
 PARTS, PART_S = 5, 120.0
 
 
@@ -30,7 +31,7 @@ def check(seed: int) -> None:
         pytest.fail(told(outcome))
 
 
-@pytest.mark.parametrize("seed", range(SAMPLE))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_sample_of_the_request_fuzz(seed: int) -> None:
     check(seed)
 
