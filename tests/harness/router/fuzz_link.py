@@ -35,9 +35,12 @@ class Process(Protocol):
 class Network:
     """Which boots run where, and what becomes of frames."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, note: Callable[[str], None], on_loss: Callable[[str], None]
+    ) -> None:
+        """on_loss: told the boot that did not get, or say, a frame."""
         self.loop = loop
-        self.note = note
+        self.note, self.on_loss = note, on_loss
         self.settings = WireSettings()
         self._processes: dict[str, tuple[str, Process]] = {}
         self._muted: set[str] = set()
@@ -235,6 +238,7 @@ class FuzzLink:
             return
         if self._network.is_muted(node) or self._network.is_lost(node):
             self._network.note(f"lost on its way to {node}: {message}")
+            self._network.on_loss(self.endpoint.incarnation)
             self._has_gap_there = True
             self._loop.call_later(self._settings.heartbeat_s, self._find_gap)  # a ping follows
             return
@@ -260,6 +264,7 @@ class FuzzLink:
         node = self.endpoint.node
         if self._network.is_muted(node) or self._network.is_lost(node):
             self._network.note(f"lost on its way from {node}: {message}")
+            self._network.on_loss(self.endpoint.incarnation)
             self._has_gap_here = True
             self._loop.call_later(self._settings.heartbeat_s, self._find_own_gap)
             return

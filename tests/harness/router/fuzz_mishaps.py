@@ -104,11 +104,11 @@ class Mishaps:
 
     def _mute(self, node: FuzzNode, seconds: float) -> None:
         world = self._world
-        world.fault_all(node)
+        world.fault_all(node.me.incarnation)
         world.network.mute(node.spec.name)
 
         def end() -> None:
-            world.fault_all(node)
+            world.fault_all(node.me.incarnation)
             world.network.unmute(node.spec.name)
 
         world.loop.call_later(seconds, end)

@@ -90,7 +90,7 @@ class World:
         self.log: deque[str] = deque(maxlen=20_000)
         self.problems: list[Problem] = []
         self.is_healed = False
-        self.network = Network(loop, self.note)
+        self.network = Network(loop, self.note, self.fault_all)
         self.nodes: dict[str, FuzzNode] = {}
         self.clients = {ask.name: Client(self, ask) for ask in plan.asks}
         self.versions = ["w0"]
@@ -137,10 +137,11 @@ class World:
     def fault(self, request: str, incarnation: str) -> None:
         self._faults.add((request, incarnation))
 
-    def fault_all(self, node: FuzzNode) -> None:
+    def fault_all(self, incarnation: str) -> None:
+        """Any request may have met a fault of this boot."""
         for name, client in self.clients.items():
             if client.is_open:
-                self.fault(name, node.me.incarnation)
+                self.fault(name, incarnation)
 
     def refused(self, request: str, incarnation: str, hint_s: float) -> None:
         more_s = self.network.latency_s(self._boots[incarnation].me.node)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
-from msgspec.structs import replace
 from leftovers import find_names
+from msgspec.structs import replace
 from scripted_cluster import make_node
 
 from pdcluster.core import errors
