@@ -43,7 +43,7 @@ class Mishaps:
         world.network.heal()
         for node in list(world.nodes.values()):
             world.relist(node)
-            if node.is_draining:
+            if node.is_draining and not node.is_dead:
                 self._end(node)
             if node.is_dead:
                 world.start_node(node.spec)

@@ -366,8 +366,7 @@ class FuzzNode:
         for side in (self.prefills, self.decodes):
             leg = side.get(request)
             if leg is not None and leg.work.attempt <= attempt:
-                if not leg.is_computed:  # perhaps it took too long
-                    self.world.fault(request, self.me.incarnation)
+                self.world.fault(request, self.me.incarnation)  # perhaps it took too long
                 self._end(leg)
 
     # ------------------------------------------------------------ prompts
@@ -630,6 +629,7 @@ class FuzzNode:
             self._tell(m.Failed(fork.work.request, fork.work.attempt, "overloaded", "its parent ended", True))
             self._end(fork)
         self.world.loop.call_soon(self._compute_next)
+        self.changed()
 
     def _later(self, seconds: float, leg: Leg, action: Callable[[], None]) -> None:
         """Unless the leg is over then, or the process."""
