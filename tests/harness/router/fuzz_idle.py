@@ -120,11 +120,12 @@ class IdleWatch:
         return serving or anywhere
 
     def _fresh(self, client: Client, nodes: list[FuzzNode], may: Callable[[FuzzNode], bool]) -> list[FuzzNode]:
-        """Nodes that may, and have not failed the request. Those that have come when there is no other, not even one
-        that wants to be asked later."""
+        """Nodes that may, and have not failed the request. Those that have come when nothing else can be waited for:
+        all are idle, and none wants to be asked later."""
         fitting = [node for node in nodes if may(node) and self._fits(client, node)]
         fresh = [node for node in fitting if not self._scene.has_failed(client.ask.name, node)]
-        return fresh or [node for node in fitting if len(self._able(client, fitting)) == len(fitting)]
+        has_nothing_else = len(self._able(client, [node for node in fitting if node.is_idle])) == len(fitting)
+        return fresh or (fitting if has_nothing_else else [])
 
     def _able(self, client: Client, nodes: list[FuzzNode]) -> list[FuzzNode]:
         return [node for node in nodes if self._scene.is_able(client.ask.name, node)]

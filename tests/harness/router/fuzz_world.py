@@ -50,6 +50,8 @@ from pdcluster_router.request.request import Request
 from pdcluster_router.request.retries import DispatchSettings
 
 HEAL_S = 3.0
+# How long a request asks full nodes for room.
+HOLD_S = 20.0
 # What may take longest after that: parking, expected blocks, leases, coarse timers.
 QUIET_S = 25.0
 # Bounded heaps that drop what is over when they are looked at.
@@ -117,7 +119,7 @@ class World:
         hold = HoldLimits(
             count=plan.hold_count, age_s=plan.age_s, patience_s=plan.patience_s, is_shared=len(tenants) > 1
         )
-        settings = DispatchSettings(stages=STAGES, hold_s=20.0, hold=hold, slo=Slo(plan.ttft_s))
+        settings = DispatchSettings(stages=STAGES, hold_s=HOLD_S, hold=hold, slo=Slo(plan.ttft_s))
         self.dispatch = Dispatch(self.table, self.models, selector, settings, self.loop.time)
         self.watch = IdleWatch(self)
 
@@ -185,7 +187,7 @@ class World:
         """Only the largest node's limit ends an answer. One that came or went lately may have counted or not."""
         is_some = any(node.max_len <= num_tokens for node in self.plan.nodes)
         lasting = [node for node in self.nodes.values() if self.now - node.accepting_since > 1.0]
-        had_no_room = self.now - client.heard_at >= min(self.plan.age_s, client.ask.deadline_s / 2)
+        had_no_room = self.now - client.heard_at >= 0.9 * min(HOLD_S, client.ask.deadline_s)
         return is_some and (had_no_room or not self.watch.has_row_for(client, lasting, num_tokens + 1))
 
     # ------------------------------------------------------------ errors
@@ -199,7 +201,8 @@ class World:
             if waited_s < client.ask.deadline_s - 0.01:
                 self.problem("early deadline", text)
         elif isinstance(error, errors.ContextTooLong):
-            if len(client.prompt) + client.ask.max_tokens <= min(node.max_len for node in self.plan.nodes):
+            known = [node for boot, node in self._boots.items() if boot not in self._unlisted]
+            if self.watch.has_row_for(client, known, client.num_tokens):
                 self.problem("refused without a reason", text)
         elif isinstance(error, errors.BadRequest):
             if name not in self.forbidden:
@@ -209,13 +212,19 @@ class World:
                 self.problem("refused without a reason", text)
         elif isinstance(error, errors.Overloaded) and error.reason == "slo" and self.plan.policy == "seconds":
             node = self.watch.could_serve(client)  # other policies look at caches more than at time
-            if node is not None and not self.table.ledger.in_flight(node.me.incarnation):
+            if node is not None and not self._is_asked_later(node):
                 self.problem("refused beside an idle node", f"{text}; {node.me.incarnation} is idle")
         elif self.plan.is_calm and not isinstance(error, errors.Overloaded) and not self._lacks_pair(client):
             self.problem("fails although nothing happened", text)
         for sibling in self.clients.values():
             if sibling is not client and (sibling.ask.parent or sibling.ask.name) == (client.ask.parent or name):
                 sibling.leave("another choice failed")
+
+    def _is_asked_later(self, node: FuzzNode) -> bool:
+        """Whether something is on its way there, or others, who go first, wait until they may ask again."""
+        boot = node.me.incarnation
+        is_paused = any(to == boot and until > self.now for (_, to), until in self._paused.items())
+        return is_paused or self.table.ledger.in_flight(boot) > 0
 
     def _lacks_pair(self, client: Client) -> bool:
         """Whether it asks for two nodes, and there are no two that it fits on."""
