@@ -13,6 +13,7 @@ SPREAD = frozenset(
         "tests/faults/test_fault_matrix.py",
         "tests/faults/test_ownership.py",
         "tests/faults/test_real_media_faults.py",
+        "tests/fuzz/test_request_fuzz.py",
         "tests/parity/test_tensor_parallel.py",
         "tests/unit/transfer/protocol/test_session_interleavings.py",
     }
