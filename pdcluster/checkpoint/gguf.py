@@ -194,14 +194,10 @@ def open_gguf(path: Path) -> GgufFile:
     with path.open("rb") as file:
         state = os.fstat(file.fileno())
         place = path, state.st_dev, state.st_ino, state.st_size
-        if _last is None or _last.place != place or _digest_of(file.read(_last.head_bytes)) != _last.head:
+        if _last is None or _last.place != place or xxhash.xxh3_128_digest(file.read(_last.head_bytes)) != _last.head:
             _last = None  # before the next one takes as much memory
             _last = _read(path, place)
     return _last.file
-
-
-def _digest_of(head: bytes | np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> bytes:
-    return xxhash.xxh3_128_digest(head if isinstance(head, bytes) else head.tobytes())
 
 
 def _read(path: Path, place: tuple[Path, int, int, int]) -> _Opened:
@@ -220,4 +216,4 @@ def _read(path: Path, place: tuple[Path, int, int, int]) -> _Opened:
             f"{path} cannot be read as GGUF: {error or type(error).__name__}; download it again"
         ) from error
     head = reader.data[: int(reader.data_offset)]
-    return _Opened(place, _digest_of(head), len(head), GgufFile(path, metadata, tensors))
+    return _Opened(place, xxhash.xxh3_128_digest(head.data), len(head), GgufFile(path, metadata, tensors))

@@ -55,6 +55,10 @@ def test_any_number_of_ranks_gives_the_same_tokens(shape: Shape, tmp_path) -> No
     for size in (2, 4):
         with engine_group(config, size) as engine:
             assert engine.engines[0].layout.num_kv_heads == max(1, shape.num_kv_heads // size)
+            digests = {(each.weights_digest, each.weight_groups) for each in engine.engines}
+            assert digests == {(alone.weights_digest, alone.weight_groups)}, (
+                "of the whole checkpoint, whatever the share"
+            )
             for chunk, stagger in ((1 << 20, 0), (13, 2)):
                 jobs = Driver(engine).run(prompts, logged, chunk=chunk, stagger=stagger)
                 assert [job.tokens for job in jobs] == [reference.tokens for reference in expected], f"{size} ranks"

@@ -41,18 +41,22 @@ LAYER_NAMES = {
 }
 
 
-def gguf_tensors(file: GgufFile, dtype: torch.dtype, digests: Digester) -> dict[str, Tensor]:
+def gguf_tensors(file: GgufFile, dtype: torch.dtype) -> dict[str, Tensor]:
     """One after the other, so that no more than one is float32 beside those of `dtype`. Every process holds its own
-    copy. Digested is what the file holds."""
-    return dict(_tensors(file, dtype, digests))
+    copy."""
+    return {name: torch.from_numpy(_values(file, tensor)).to(dtype) for name, tensor in _named(file)}
 
 
-def _tensors(file: GgufFile, dtype: torch.dtype, digests: Digester) -> Iterator[tuple[str, Tensor]]:
-    named = {_name_of(file, name): tensor for name, tensor in file.tensors.items() if name != ROPE_FACTORS}
-    for name, tensor in named.items():  # all at once, which reads ahead of the slower work below
+def digest_gguf(file: GgufFile, digests: Digester) -> None:
+    """What the file holds, under the names of Hugging Face."""
+    for name, tensor in _named(file):
         digests.add(name, f"{KIND} {tensor.tensor_type.name}", tensor.shape.tolist(), tensor.data)
-    for name, tensor in named.items():
-        yield name, torch.from_numpy(_values(file, tensor)).to(dtype)
+
+
+def _named(file: GgufFile) -> Iterator[tuple[str, Any]]:
+    for name, tensor in file.tensors.items():
+        if name != ROPE_FACTORS:
+            yield _name_of(file, name), tensor
 
 
 def _name_of(file: GgufFile, name: str) -> str:

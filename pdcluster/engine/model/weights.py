@@ -22,7 +22,7 @@ from pdcluster.checkpoint.inspection import OBSOLETE, check_stored_type
 from pdcluster.checkpoint.weights_digest import Digester, WeightsDigest
 from pdcluster.core.errors import ModelError
 from pdcluster.engine.model.config import ModelConfig
-from pdcluster.engine.model.gguf_weights import gguf_tensors
+from pdcluster.engine.model.gguf_weights import digest_gguf, gguf_tensors
 from pdcluster.kv.layout import DType
 from pdcluster.kv.pool import TORCH_DTYPE
 
@@ -87,7 +87,9 @@ def load_weights(
     with Digester(threads) as digests:
         if is_gguf(model_dir):
             chosen = _choose_dtype(dtype, config, {})
-            stored = gguf_tensors(open_gguf(model_dir), TORCH_DTYPE[chosen], digests)
+            file = open_gguf(model_dir)
+            digest_gguf(file, digests)
+            stored = gguf_tensors(file, TORCH_DTYPE[chosen])
         else:
             stored = _open_all(shard_paths(model_dir), config, digests)
             chosen = _choose_dtype(dtype, config, stored)
