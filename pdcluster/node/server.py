@@ -66,11 +66,11 @@ def run(config: NodeConfig) -> int:
         health_address = stack.enter_context(health_port(config.health, health.probes))
         model_dir = local_model(config.model or bundled_model())
         check_model_files(model_dir, needs_tokenizer=False)  # a router may have its own
+        files = ModelFiles(model_dir)
         me = Peer(config.name or f"{config.role}-{secrets.token_hex(3)}", secrets.token_hex(8))
         engine = start_engine(config, model_dir, me, KV_REGION)
         stack.push(partial(leave_last, engine.local))
         stack.callback(engine.driver.close)
-        files = ModelFiles(model_dir)
         backends = media_of_all(open_backends(config, me), engine.links)
         for backend in backends.values():
             stack.callback(backend.shutdown)

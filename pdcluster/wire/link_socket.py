@@ -91,7 +91,7 @@ class LinkSocket:
         return [event for event in events if event in (ConnectionEvent.DOWN, ConnectionEvent.REFUSED)]
 
     def _note(self, event: ConnectionEvent) -> None:
-        """An end that wants another key looks like any other cut. Only where this end has one too is it the likely cause."""
+        """An end that wants another key looks like any other cut. It is the likely cause where this end has a key."""
         if event is ConnectionEvent.UP:
             self._was_up, self.why = True, ""
         elif event is ConnectionEvent.SILENT:

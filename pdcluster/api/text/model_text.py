@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 from pdcluster.api.text.chat_template import ChatTemplate, Message
 from pdcluster.api.text.detokenizer import ChainDetokenizer, Detokenizer, build_pieces, detokenize
+from pdcluster.api.text.known_ids import check_known_ids
 from pdcluster.api.text.segments import SHORT_CHARACTERS, SegmentedEncoder
 from pdcluster.api.text.text_bound import TextBound
 from pdcluster.api.tools.formats import detect
@@ -27,6 +27,7 @@ from pdcluster.api.tools.reasoning import knows_reasoning
 from pdcluster.checkpoint.chat_templates import DEFAULT_TEMPLATE, TEMPLATE_FILES, TOOL_TEMPLATE
 from pdcluster.checkpoint.end_tokens import eos_token_ids
 from pdcluster.checkpoint.text_files import read_text_files
+from pdcluster.checkpoint.token_ids import content_of, json_object, special_config
 from pdcluster.core.errors import BadRequest, ModelError
 from pdcluster.core.sampling import LEAST_REPETITION, MOST_REPETITION
 
@@ -80,11 +81,11 @@ class TextModel:
             ) from error
 
     def _build(self, files: Mapping[str, bytes]) -> None:
-        config = {**_json_file(files, "special_tokens_map.json"), **_json_file(files, "tokenizer_config.json")}
-        generation = _json_file(files, "generation_config.json")
+        config = special_config(files)
+        generation = json_object(files, "generation_config.json")
         special = _special_tokens(config)
         self._tokenizer = _load_tokenizer(files, config, special)
-        content = _json_file(files, "tokenizer.json")
+        content = json_object(files, "tokenizer.json")
         self.segments = SegmentedEncoder(self._tokenizer, content)
         self.bound = TextBound(self._tokenizer, content)
         self.pieces = build_pieces(
@@ -92,10 +93,11 @@ class TextModel:
             [token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special],
             content.get("decoder"),
         )
-        templates = {name: ChatTemplate(text, special) for name, text in _template_sources(files, config).items()}
+        templates = templates_of(files)
         self.template = templates.get(DEFAULT_TEMPLATE)
         self.tool_template = templates.get(TOOL_TEMPLATE, self.template)
         source = None if self.template is None else self.template.source
+        check_known_ids(files, templates.values)
         self.info = {"tokenizer_class": None, **config, **special, "chat_template": source}
         self._marks = frozenset(
             index for index in self.pieces.special if self.pieces.table[index].decode(errors="replace") in MARKERS
@@ -160,24 +162,16 @@ class TextModel:
         return detokenizer
 
 
-def _json_file(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    if name not in files:
-        return {}
-    try:
-        return msgspec.json.decode(files[name], type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ModelError(f"{name} is not a JSON object: {error}; take the model's original file") from error
+def templates_of(files: Mapping[str, bytes]) -> dict[str, ChatTemplate]:
+    """The chat templates of a model that are used, by name. Raises ModelError where one does not compile."""
+    config = special_config(files)
+    special = _special_tokens(config)
+    return {name: ChatTemplate(text, special) for name, text in _template_sources(files, config).items()}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """A special token is written as text or as {"content": text, …}."""
-    found: dict[str, str] = {}
-    for name in SPECIAL_NAMES:
-        value = config.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            found[name] = text
-    return found
+    found = ((name, content_of(config.get(name))) for name in SPECIAL_NAMES)
+    return {name: content for name, content in found if content is not None}
 
 
 def _load_tokenizer(files: Mapping[str, bytes], config: Mapping[str, Any], special: Mapping[str, str]) -> Tokenizer:
@@ -247,7 +241,7 @@ def _template_sources(files: Mapping[str, bytes], config: Mapping[str, Any]) -> 
     """
     found: dict[str, Any] = {name: files[file].decode() for file, name in TEMPLATE_FILES.items() if file in files}
     if not found:
-        source = config.get("chat_template") or _json_file(files, "chat_template.json").get("chat_template") or {}
+        source = config.get("chat_template") or json_object(files, "chat_template.json").get("chat_template") or {}
         if isinstance(source, list):
             source = {entry["name"]: entry["template"] for entry in source}
         found = source if isinstance(source, dict) else {DEFAULT_TEMPLATE: source}

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from pdcluster.api.text.known_ids import check_known_ids
+from pdcluster.api.text.model_text import templates_of
 from pdcluster.checkpoint.text_files import files_digest, read_text_files
 from pdcluster.core.messages import AnyMessage, BreakerName, CacheDelta, FetchFile, FileChunk, Load, PathLoad
 from pdcluster.kv.pages import PagePool
@@ -113,7 +115,9 @@ CHUNK_BYTES = 1 << 20
 
 class ModelFiles:
     def __init__(self, directory: Path) -> None:
+        """Raises ModelError where they need ids that the model lacks."""
         self._files = read_text_files(directory)
+        check_known_ids(self._files, lambda: templates_of(self._files).values())
         self.digest = files_digest(self._files)
 
     def chunk(self, message: FetchFile) -> FileChunk:

@@ -265,12 +265,13 @@ def test_end_tokens_of_all_files_count(tmp_path: Path) -> None:
         assert read_config(tmp_path).eos_token_ids == expected
 
 
-def test_an_end_that_the_model_cannot_say_is_none(tmp_path: Path) -> None:
-    """A fine-tuned tokenizer may have more tokens than the model."""
+def test_an_end_that_the_model_cannot_say_is_refused(tmp_path: Path) -> None:
+    """A fine-tuned tokenizer may have more tokens than the model; then no answer would end."""
     (tmp_path / "config.json").write_text(json.dumps(raw(eos_token_id=3)))
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 100, "content": "<|end|>"}]}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
-    assert read_config(tmp_path).eos_token_ids == (3,)
+    with pytest.raises(ModelError, match="eos_token_id 100 is no token id of a vocabulary of 100"):
+        read_config(tmp_path)
 
 
 def test_a_directory_without_a_config_is_named(tmp_path: Path) -> None:
