@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -59,6 +60,8 @@ CACHE_VARIABLE = "PDCLUSTER_CACHE_DIR"
 MIN_SECRET_BYTES = 16
 # Between errors that are told together.
 SEPARATOR = "\nerror: "
+# What Kubernetes sets in pods for each Service of their namespace.
+SERVICE_LINK = re.compile(r"\w+_(SERVICE_HOST=.*|SERVICE_PORT(_\w+)?=\d+|PORT=\w+://.*|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?=.*)")
 
 
 def backend(raw: object) -> BackendName:
@@ -620,6 +623,11 @@ def _from_environment(environ: Mapping[str, str], known: Mapping[str, Key], prob
             continue
         if name in variables:
             given[variables[name].path] = raw
+        elif SERVICE_LINK.fullmatch(f"{name}={raw}"):
+            problems.append(
+                f"the environment sets {name} to {raw}, as Kubernetes does for a Service whose name begins with "
+                "pdcluster; give the pod enableServiceLinks: false"
+            )
         else:
             problems.append(
                 f"the environment sets {name}, which is no key{nearest(name, list(variables))} unset it or correct "

@@ -48,6 +48,13 @@ def test_its_arguments_are_ours(name: str) -> None:
     assert set(args.pools()) == {"prefill", "decode"}
 
 
+def test_pods_get_no_variables_of_services() -> None:
+    """KubeRay makes Services called pdcluster-…, whose variables our processes would refuse."""
+    cluster = yaml.safe_load((RAY / "rayservice.yaml").read_text())["spec"]["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    assert [group["template"]["spec"].get("enableServiceLinks") for group in groups] == [False, False]
+
+
 def test_without_arguments_there_is_one_node_of_each() -> None:
     assert set(read_args({}).pools()) == {"prefill", "decode"}
 

@@ -57,6 +57,18 @@ def test_a_section_ignores_the_values_of_the_others(tmp_path: Path) -> None:
     assert load(BootstrapConfig, file=file, environ={}).config == BootstrapConfig()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("HEAD_SVC_SERVICE_HOST", "10.0.0.9"), ("SERVICE_PORT_GRPC", "50051"), ("ROUTER_PORT", "tcp://10.0.0.9:8000"),
+     ("ROUTER_PORT_8000_TCP_ADDR", "10.0.0.9")],
+)  # fmt: skip
+def test_a_variable_that_kubernetes_sets_for_a_service_is_named_as_that(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"PDCLUSTER_{name} to {value}, as Kubernetes.*enableServiceLinks: false"):
+        load(NodeConfig, environ={f"PDCLUSTER_{name}": value})
+    with pytest.raises(ConfigError, match="did you mean PDCLUSTER_NODE_TRANSFER_PORT"):
+        load(NodeConfig, environ={"PDCLUSTER_NODE_TRANSFR_PORT": "8101"})
+
+
 def test_an_unknown_variable_is_an_error_that_names_the_nearest() -> None:
     with pytest.raises(
         ConfigError, match=r"PDCLUSTER_NODE_TRANSFER_DEADLIN.*did you mean PDCLUSTER_NODE_TRANSFER_DEADLINE_S"
