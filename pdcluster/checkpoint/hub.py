@@ -10,6 +10,7 @@ import errno
 import json
 import logging
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,13 +38,37 @@ def local_model(model: Path) -> Path:
     """
     if not is_repository(model):
         return model
-    found = REPOSITORY.fullmatch(str(model))
-    assert found is not None
-    name, revision = found["name"], found["revision"]
+    name, revision = _name_and_revision(model)
     with _told(name, revision):
         snapshot = _fetch(name, revision, [*TEXT_FILES, INDEX])
         _fetch(name, snapshot.name, _weights(snapshot))
     return snapshot
+
+
+def fill(model: Path, folder: Path) -> bool:
+    """Download a repository into a folder that is not there yet; False where it is.
+
+    The folder appears when it is whole. What an attempt brought stands beside it, and the next one goes on with that.
+    Raises ModelError.
+    """
+    if folder.exists():
+        return False
+    name, revision = _name_and_revision(model)
+    partial = folder.with_name(f".{folder.name}.partial")
+    with _told(name, revision, partial):
+        partial.mkdir(parents=True, exist_ok=True)
+        snapshot = _fetch(name, revision, [*TEXT_FILES, INDEX])
+        _fetch(name, snapshot.name, [*TEXT_FILES, INDEX, *_weights(snapshot)], partial)
+        shutil.rmtree(partial / ".cache", ignore_errors=True)  # the library's notes on the download
+        partial.rename(folder)
+    return True
+
+
+def _name_and_revision(model: Path) -> tuple[str, str | None]:
+    found = REPOSITORY.fullmatch(str(model))
+    if found is None:
+        raise ModelError(f"{model} is no repository of the hub; give ORG/NAME or ORG/NAME@REVISION")
+    return found["name"], found["revision"]
 
 
 def served_name(model: Path) -> str:
@@ -67,18 +92,24 @@ def _weights(snapshot: Path) -> list[str]:
         raise ModelError(f"{index} is no valid safetensors index: {error!r}; the repository is damaged") from error
 
 
-def _fetch(name: str, revision: str | None, files: Sequence[str]) -> Path:
+def _fetch(name: str, revision: str | None, files: Sequence[str], into: Path | None = None) -> Path:
+    """The folder with these files: `into`, or the snapshot in the hub's cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    return Path(snapshot_download(name, revision=revision, allow_patterns=list(files), etag_timeout=ANSWER_S))
+    return Path(
+        snapshot_download(name, revision=revision, allow_patterns=list(files), etag_timeout=ANSWER_S, local_dir=into)
+    )
 
 
 @contextmanager
-def _told(name: str, revision: str | None) -> Iterator[None]:
-    """What goes wrong, as one ModelError with the way out. No token is in it."""
+def _told(name: str, revision: str | None, into: Path | None = None) -> Iterator[None]:
+    """What goes wrong, as one ModelError with the way out. No token is in it.
+
+    into: where files go, besides the hub's cache.
+    """
     try:
         from huggingface_hub import constants, errors
     except ImportError as error:
@@ -115,7 +146,8 @@ def _told(name: str, revision: str | None) -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise ModelError(
-                f"no space is left for {what} in {constants.HF_HUB_CACHE}; free some, or set HF_HOME to another disk"
+                f"no space is left for {what} in {into or constants.HF_HUB_CACHE}; free some, or set HF_HOME to "
+                "another disk"
             ) from error
         raise ModelError(
             f"the download of {what} broke off ({type(error).__name__}: {error}); start again, which goes on with it"

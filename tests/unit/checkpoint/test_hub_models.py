@@ -46,15 +46,18 @@ def files(*, sharded: bool = False) -> dict[str, bytes]:
     }
 
 
-def start(model: str, url: str, cache: Path, **settings: str) -> subprocess.Popen[str]:
+def environment_of(url: str, cache: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
-    environment = kept | {
+    return kept | {
         "HF_ENDPOINT": url,
         "HF_HOME": str(cache),
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
-        **settings,
     }
+
+
+def start(model: str, url: str, cache: Path, **settings: str) -> subprocess.Popen[str]:
+    environment = environment_of(url, cache) | settings
     command = [sys.executable, "-W", "ignore", "-c", LOOK_UP, model]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -67,6 +70,11 @@ def look_up(model: str, url: str, cache: Path, **settings: str) -> str:
     if "HF_TOKEN" in settings:
         assert settings["HF_TOKEN"] not in out + err
     return out.strip()
+
+
+def fill(model: str, folder: Path, url: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "pdcluster.launch.fill", model, str(folder)]
+    return subprocess.run(command, env=environment_of(url, cache), capture_output=True, text=True, timeout=TIMEOUT_S, check=False)  # fmt: skip
 
 
 def test_only_the_files_that_are_served_are_fetched_and_once(tmp_path: Path) -> None:
@@ -95,6 +103,27 @@ def test_what_is_in_the_cache_is_served_offline_and_without_the_hub(tmp_path: Pa
         found = look_up(NAME, url, tmp_path)
     assert look_up(NAME, url, tmp_path, HF_HUB_OFFLINE="1") == found
     assert look_up(NAME, url, tmp_path) == found  # nobody listens there any more
+
+
+def test_a_folder_is_filled_once_and_appears_when_it_is_whole(tmp_path: Path) -> None:
+    """As the chart's Job does."""
+    hub, folder = FakeHub(files(sharded=True), is_gated=True), tmp_path / "claim" / "tiny"
+    second = "model-00002-of-00002.safetensors"
+    with fake_hub.serving(hub) as url:
+        refused = fill(NAME, folder, url, tmp_path)
+        assert refused.returncode == 1 and "is gated: accept its terms" in refused.stderr
+        assert not folder.exists()
+        hub.is_gated = False
+        hub.cuts[second] = 1
+        assert fill(NAME, folder, url, tmp_path).returncode == 0
+    assert sorted(os.listdir(folder)) == [
+        "config.json", "model-00001-of-00002.safetensors", second, "model.safetensors.index.json", "tokenizer.json",
+        "tokenizer_config.json",
+    ]  # fmt: skip
+    assert (folder / second).read_bytes() == b"w" * 300_000
+    assert os.listdir(folder.parent) == ["tiny"]
+    again = fill(NAME, folder, "http://127.0.0.1:9", tmp_path)  # nobody is asked any more
+    assert again.returncode == 0 and "nothing was downloaded" in again.stdout
 
 
 def test_a_token_is_sent_and_never_told(tmp_path: Path) -> None:
