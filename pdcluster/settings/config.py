@@ -61,7 +61,9 @@ MIN_SECRET_BYTES = 16
 # Between errors that are told together.
 SEPARATOR = "\nerror: "
 # What Kubernetes sets in pods for each Service of their namespace.
-SERVICE_LINK = re.compile(r"\w+_(SERVICE_HOST=.*|SERVICE_PORT(_\w+)?=\d+|PORT=\w+://.*|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?=.*)")
+SERVICE_LINK = re.compile(
+    r"\w+_(SERVICE_HOST=.*|SERVICE_PORT(_\w+)?=\d+|PORT=\w+://.*|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?=.*)"
+)
 
 
 def backend(raw: object) -> BackendName:
