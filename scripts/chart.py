@@ -1,4 +1,5 @@
-"""Writes what the Helm chart repeats: rules, dashboards, and the table of values in its README. Tests keep them equal.
+"""Writes what the Helm chart repeats: rules, dashboards, the table of values in its README, and in the schema of its
+values the names of settings and the defaults of pools. Tests keep them equal.
 
 python scripts/chart.py
 """
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from pdcluster.settings.config import SECTIONS, keys
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "deploy" / "helm" / "pdcluster"
@@ -69,12 +72,28 @@ def readme() -> str:
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"
 
 
+def schema() -> str:
+    """The schema of values with the present settings. What stands for a pool stands for the defaults of pools, too."""
+    found = json.loads((CHART / "values.schema.json").read_text())
+    own = found["properties"]
+    pool = own["pools"]["items"]["properties"]
+    for section, part in (
+        ("node", pool),
+        ("router", own["router"]["properties"]),
+        ("bootstrap", own["bootstrap"]["properties"]),
+    ):
+        names = [key.path for key in keys(SECTIONS[section]) if not key.flag_only]
+        part["settings"]["propertyNames"] = {"enum": names}
+    own["poolDefaults"]["properties"] = {name: part for name, part in pool.items() if name not in ("name", "role")}
+    return json.dumps(found, indent=1) + "\n"
+
+
 def main() -> None:
-    for file, content in copies().items():
+    files = {CHART / "README.md": readme(), CHART / "values.schema.json": schema(), **copies()}
+    for file, content in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content)
-    (CHART / "README.md").write_text(readme())
-    print(f"wrote {(CHART / 'README.md').relative_to(ROOT)} and {len(copies())} files")
+    print(f"wrote {len(files)} files of {CHART.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@
 {{/* Labels by which a component's pods are chosen. Takes the root, component and pool. */}}
 {{- define "pdcluster.selector" -}}
 app.kubernetes.io/name: pdcluster
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/instance: {{ toJson .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
 {{- with .pool }}
-pdcluster.io/pool: {{ . }}
+pdcluster.io/pool: {{ toJson . }}
 {{- end }}
 {{- end -}}
 
@@ -31,8 +31,13 @@ annotations:
 {{- end }}
 {{- end -}}
 
+{{/* A name with a digest or a tag of its own is whole; another one gets the chart's tag. */}}
 {{- define "pdcluster.image" -}}
-{{ .name }}:{{ .root.Values.image.tag | default .root.Chart.AppVersion }}
+{{- if regexMatch "(@sha256:[0-9a-f]{64}|:[A-Za-z0-9_][A-Za-z0-9_.-]*)$" .name -}}
+{{ .name | toJson }}
+{{- else -}}
+{{ printf "%s:%s" .name (.root.Values.image.tag | default .root.Chart.AppVersion) | toJson }}
+{{- end -}}
 {{- end -}}
 
 {{- define "pdcluster.serviceAccount" -}}
@@ -60,23 +65,33 @@ annotations:
 {{- join "," $found -}}
 {{- end -}}
 
-{{/* Arguments that all processes of a section share. */}}
-{{- define "pdcluster.logArgs" -}}
-- --set={{ .section }}.health={{ include "pdcluster.anyHost" .root }}:8080
-- --set={{ .section }}.log.level={{ .root.Values.log.level }}
-- --set={{ .section }}.log.format={{ .root.Values.log.format }}
-- --set={{ .section }}.log.requests={{ .root.Values.log.requests }}
+{{/* A value as text. Numbers of a values file are floats, which print as 1e+06 otherwise. */}}
+{{- define "pdcluster.text" -}}
+{{- if kindIs "string" . }}{{ . }}{{ else }}{{ toJson . }}{{ end -}}
 {{- end -}}
 
-{{- define "pdcluster.tracingArgs" -}}
-{{- with .root.Values.tracing.otlp }}
-- --set={{ $.section }}.tracing.otlp={{ . }}
-{{- end }}
-{{- end -}}
-
+{{/*
+Settings as arguments. Takes the root, the section, `own`: what the chart sets, and `given`: what the user adds under `where`.
+What all processes of a section share is added to `own`.
+*/}}
 {{- define "pdcluster.settingsArgs" -}}
-{{- range $key, $value := . }}
-- --set={{ $key }}={{ if kindIs "float64" $value }}{{ $value | toString }}{{ else }}{{ $value }}{{ end }}
+{{- $section := .section -}}
+{{- $own := .own -}}
+{{- $_ := set $own (printf "%s.log.level" $section) .root.Values.log.level -}}
+{{- $_ := set $own (printf "%s.log.format" $section) .root.Values.log.format -}}
+{{- $_ := set $own (printf "%s.log.requests" $section) .root.Values.log.requests -}}
+{{- if and .root.Values.tracing.otlp (ne $section "bootstrap") -}}
+{{- $_ := set $own (printf "%s.tracing.otlp" $section) .root.Values.tracing.otlp -}}
+{{- end -}}
+{{- range $key, $_ := .given -}}
+{{- if hasKey $own $key -}}
+{{- fail (printf "%s has %s, which the chart sets itself; remove it there and use the chart's own value" $.where $key) -}}
+{{- end -}}
+{{- end -}}
+{{- range $settings := list .own .given }}
+{{- range $key, $value := $settings }}
+- {{ printf "--set=%s=%s" $key (include "pdcluster.text" $value) | toJson }}
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -89,31 +104,82 @@ annotations:
   value: /cache/pdcluster
 {{- end -}}
 
-{{- define "pdcluster.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 65532
-runAsGroup: 65532
-fsGroup: 65532
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile: {type: RuntimeDefault}
+{{/* What all pods have. Takes the root, and where pods may run. */}}
+{{- define "pdcluster.podBase" -}}
+serviceAccountName: {{ include "pdcluster.serviceAccount" .root | toJson }}
+automountServiceAccountToken: false
+# A Service whose name begins with pdcluster would set variables that processes refuse.
+enableServiceLinks: false
+{{- with .root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ toJson . }}
+  {{- end }}
+{{- end }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 65532
+  runAsGroup: 65532
+  fsGroup: 65532
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile: {type: RuntimeDefault}
+{{- include "pdcluster.scheduling" .places }}
+{{- end -}}
+
+{{/*
+Merges a part of a pod's spec into the spec. Takes the two; changes the first. Maps are merged and null removes a field. Containers
+are merged by name. Volumes, variables, mounts and ports replace those of the same name. Other lists replace the chart's.
+*/}}
+{{- define "pdcluster.merge" -}}
+{{- $base := index . 0 -}}
+{{- $names := dict "containers" "name" "initContainers" "name" "volumes" "name" "env" "name" "imagePullSecrets" "name" -}}
+{{- $names = merge $names (dict "volumeMounts" "mountPath" "ports" "containerPort" "topologySpreadConstraints" "topologyKey") -}}
+{{- range $field, $value := index . 1 -}}
+{{- $had := get $base $field -}}
+{{- if kindIs "invalid" $value -}}
+{{- $_ := unset $base $field -}}
+{{- else if and (kindIs "map" $value) (kindIs "map" $had) -}}
+{{- include "pdcluster.merge" (list $had $value) -}}
+{{- else if and (kindIs "slice" $value) (kindIs "slice" $had) (hasKey $names $field) -}}
+{{- $name := get $names $field -}}
+{{- $kept := list -}}
+{{- range $old := $had -}}
+{{- $new := dict -}}
+{{- range $value }}{{ if eq (toString (get . $name)) (toString (get $old $name)) }}{{ $new = . }}{{ end }}{{ end -}}
+{{- if hasSuffix "ontainers" $field -}}
+{{- include "pdcluster.merge" (list $old $new) -}}
+{{- $kept = append $kept $old -}}
+{{- else -}}
+{{- $kept = append $kept ($new | default $old) -}}
+{{- end -}}
+{{- end -}}
+{{- range $value -}}
+{{- $given := . -}}
+{{- $is_new := true -}}
+{{- range $had }}{{ if eq (toString (get . $name)) (toString (get $given $name)) }}{{ $is_new = false }}{{ end }}{{ end -}}
+{{- if $is_new }}{{ $kept = append $kept $given }}{{ end -}}
+{{- end -}}
+{{- $_ := set $base $field $kept -}}
+{{- else -}}
+{{- $_ := set $base $field $value -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A pod's spec with what the user merges into it. Takes the spec as text, and `pod`. */}}
+{{- define "pdcluster.mergedPod" -}}
+{{- $spec := index . 0 | fromYaml -}}
+{{- with $spec.Error }}{{ fail (printf "the chart made a pod that is no YAML: %s" .) }}{{ end -}}
+{{- include "pdcluster.merge" (list $spec (index . 1 | deepCopy)) -}}
+{{- toYaml $spec -}}
 {{- end -}}
 
 {{- define "pdcluster.scheduling" -}}
-{{- with .nodeSelector }}
-nodeSelector:
+{{- range $field := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" }}
+{{- with get $ $field }}
+{{ $field }}:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .tolerations }}
-tolerations:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with .affinity }}
-affinity:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with .topologySpreadConstraints }}
-topologySpreadConstraints:
-  {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
@@ -146,29 +212,30 @@ capabilities:
   {{- end }}
 {{- end -}}
 
-{{- define "pdcluster.pullSecrets" -}}
-{{- with .Values.image.pullSecrets }}
-imagePullSecrets:
-  {{- range . }}
-  - name: {{ . }}
-  {{- end }}
-{{- end }}
-{{- end -}}
-
 {{/* Fails with the way out where values contradict each other. */}}
 {{- define "pdcluster.check" -}}
 {{- $sources := list -}}
-{{- with .Values.model.hub.name }}{{ $sources = append $sources "model.hub.name" }}{{ end -}}
+{{- $fill := .Values.model.pvc.fill.enabled -}}
+{{- if $fill -}}
+{{- if not (and .Values.model.hub.name .Values.model.pvc.claim .Values.model.pvc.path) -}}
+{{- fail "model.pvc.fill needs model.hub.name, model.pvc.claim and model.pvc.path: what is downloaded, and where to" -}}
+{{- end -}}
+{{- else if .Values.model.hub.name -}}
+{{- $sources = append $sources "model.hub.name" -}}
+{{- end -}}
 {{- with .Values.model.pvc.claim }}{{ $sources = append $sources "model.pvc.claim" }}{{ end -}}
 {{- with .Values.model.hostPath.path }}{{ $sources = append $sources "model.hostPath.path" }}{{ end -}}
 {{- with .Values.model.image.reference }}{{ $sources = append $sources "model.image.reference" }}{{ end -}}
 {{- if gt (len $sources) 1 -}}
-{{- fail (printf "%s are set; a model comes from one place, so keep one of them" (join " and " $sources)) -}}
+{{- fail (printf "%s are set; a model comes from one place, so keep one of them, or let model.pvc.fill bring it from the hub into the claim" (join " and " $sources)) -}}
 {{- end -}}
 {{- $names := list -}}
 {{- $roles := list -}}
 {{- range .Values.pools -}}
 {{- if has .name $names }}{{ fail (printf "two pools are named %s; give each a name of its own" .name) }}{{ end -}}
+{{- if has .name (list "router" "bootstrap") -}}
+{{- fail (printf "a pool is named %s, as the cluster's own objects are; give it another name" .name) -}}
+{{- end -}}
 {{- $names = append $names .name -}}
 {{- $roles = append $roles .role -}}
 {{- end -}}
@@ -180,6 +247,14 @@ imagePullSecrets:
 {{- $same := 0 -}}
 {{- range $roles }}{{ if eq . $role }}{{ $same = add1 $same }}{{ end }}{{ end -}}
 {{- $pool := mergeOverwrite (deepCopy $.Values.poolDefaults) . -}}
+{{- if and $pool.hostNetwork $.Values.networkPolicy.enabled (not $.Values.networkPolicy.machines) -}}
+{{- fail (printf "pool %s uses the machines' network, so no policy chooses its pods; set networkPolicy.machines to the machines' addresses" .name) -}}
+{{- end -}}
+{{- $last := sub (add (int64 $pool.ports.transfer) (int64 $pool.tp)) 1 -}}
+{{- $inner := and (ge (int64 $pool.ports.node) (int64 $pool.ports.transfer)) (le (int64 $pool.ports.node) $last) -}}
+{{- if or $inner (eq (int64 $pool.ports.node) (int64 $pool.ports.health)) (and (ge (int64 $pool.ports.health) (int64 $pool.ports.transfer)) (le (int64 $pool.ports.health) $last)) (gt $last 65535) -}}
+{{- fail (printf "pool %s has the ports node %d, health %d and %d to %d for KV; give each its own, up to 65535" .name (int64 $pool.ports.node) (int64 $pool.ports.health) (int64 $pool.ports.transfer) $last) -}}
+{{- end -}}
 {{- if $pool.autoscaling.enabled -}}
 {{- if gt (int $same) 1 -}}
 {{- fail (printf "pool %s scales, and another pool of role %s; the routers count nodes by role, so keep one of them" .name .role) -}}
