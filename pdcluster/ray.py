@@ -23,6 +23,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from pdcluster.core.address import format_address
 from pdcluster.core.errors import ConfigError, PdclusterError, Unavailable
 from pdcluster.core.messages import Role
 from pdcluster.launch.ray_args import (
@@ -36,10 +37,10 @@ from pdcluster.launch.ray_args import (
     read_args,
     router_command,
 )
+from pdcluster.processes.listening import listening_place
 from pdcluster.processes.supervisor import ChildGaveUp, Facts, Spec, Supervisor
 from pdcluster.rpc.scaling import wanted_nodes
 from pdcluster.settings.config import own_environment
-from pdcluster.wire.address import format_address
 
 log = logging.getLogger("ray.serve")
 
@@ -298,10 +299,11 @@ async def _until_free(host: str, port: int, within_s: float) -> None:
     """Wait until an earlier replica gave the port back. Where nobody does, the start that follows fails."""
     until = asyncio.get_running_loop().time() + within_s
     while port and asyncio.get_running_loop().time() < until:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        family, where = listening_place(host, port)
+        with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((host, port))
+                probe.bind(where)
                 return
             except OSError:
                 await asyncio.sleep(LOOK_S)

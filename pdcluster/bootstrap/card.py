@@ -10,10 +10,10 @@ from functools import lru_cache
 from typing import get_args
 
 from pdcluster.checkpoint.weights_digest import MAX_GROUP_BYTES
+from pdcluster.core.address import parse_address
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.messages import Endpoint, Role
 from pdcluster.kv.layout import DType, Fingerprint
-from pdcluster.settings.kinds import address
 from pdcluster.transfer.backends.base import Peer
 
 MAX_NAME_CHARS = 128
@@ -190,10 +190,10 @@ def _check_lists(card: NodeCard) -> None:
 def _check_address(where: str) -> None:
     _check_text("address", where, MAX_TEXT_CHARS, required=True)
     try:
-        checked = address(where)
+        _, port = parse_address(where)
     except ValueError as error:
         raise BadRequest(f"address {where!r} {error}", "address") from error
-    if int(checked.rpartition(":")[2]) == 0:
+    if port == 0:
         raise BadRequest(f"address {where!r} has port 0, to which nobody can connect", "address")
 
 

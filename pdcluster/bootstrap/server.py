@@ -20,6 +20,7 @@ from pdcluster.bootstrap.card_messages import card_from_proto, role_from_proto, 
 from pdcluster.bootstrap.demand import DemandStore, demand_from_proto, demand_to_proto
 from pdcluster.bootstrap.health import BootstrapHealth
 from pdcluster.bootstrap.store import NodeStore, StoreSettings
+from pdcluster.core.address import format_address, parse_address
 from pdcluster.core.awake_clock import AwakeClock
 from pdcluster.core.errors import ConfigError, PdclusterError
 from pdcluster.processes.ready import announce
@@ -183,4 +184,4 @@ def _bind(server: grpc.aio.Server, listen: str) -> str:
         raise ConfigError(
             f"the bootstrap cannot listen on {listen}: {error}; choose another --listen address"
         ) from error
-    return f"{listen.rpartition(':')[0]}:{port}"
+    return format_address(parse_address(listen)[0], port)

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
+from pdcluster.core.address import format_address, loopback_like
 from pdcluster.core.errors import ConfigError
 from pdcluster.core.messages import Role
 from pdcluster.settings.config import BootstrapConfig, NodeConfig, RouterConfig, load
-from pdcluster.wire.address import format_address
 
 Setting = str | int | float | bool
 NOTHING: Mapping[str, Setting] = {}
@@ -141,7 +141,10 @@ def _values(command: tuple[str, ...]) -> dict[str, str]:
 
 def bootstrap_command(args: PdArgs, host: str, more: Mapping[str, Setting] = NOTHING) -> tuple[str, ...]:
     """more: settings that count more than those of the arguments, as in the other commands."""
-    own = {"bootstrap.listen": format_address(host, args.bootstrap.port), "bootstrap.health": "127.0.0.1:0"}
+    own = {
+        "bootstrap.listen": format_address(host, args.bootstrap.port),
+        "bootstrap.health": format_address(loopback_like(host), 0),
+    }
     return (sys.executable, "-m", "pdcluster.cli", "bootstrap", *_sets({**own, **args.bootstrap.settings, **more}))
 
 
@@ -150,14 +153,15 @@ def router_command(
 ) -> tuple[str, ...]:
     """places: the host of this machine, and the bootstrap's address."""
     router, (host, bootstrap) = args.router, places
+    inner = format_address(loopback_like(host), 0)
     own: dict[str, Setting] = {
         "router.name": name,
         "router.bootstrap": bootstrap,
         "router.http": format_address(router.host or host, router.port),
         "router.grpc": "none",
-        "router.admin": "127.0.0.1:0",
-        "router.scaler": "127.0.0.1:0",
-        "router.health": "127.0.0.1:0",
+        "router.admin": inner,
+        "router.scaler": inner,
+        "router.health": inner,
         "router.drain_s": router.drain_s,
     }
     return (sys.executable, "-m", "pdcluster_router.cli", *_sets({**own, **router.settings, **more}))
@@ -173,7 +177,7 @@ def node_command(
         "node.name": name,
         "node.bootstrap": bootstrap,
         "node.listen": format_address(host, 0),
-        "node.health": "127.0.0.1:0",
+        "node.health": format_address(loopback_like(host), 0),
         "node.tp": pool.tp,
         "node.drain_s": pool.drain_s,
     }

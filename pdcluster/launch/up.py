@@ -26,8 +26,10 @@ from pdcluster.api.text.model_text import TextModel
 from pdcluster.checkpoint import bundled
 from pdcluster.checkpoint.hub import is_repository, local_model
 from pdcluster.checkpoint.inspection import check_model_files
+from pdcluster.core.address import format_address, loopback_like, parse_address
 from pdcluster.core.errors import ConfigError, ModelError, PdclusterError, Unavailable, Unservable
 from pdcluster.core.messages import Role
+from pdcluster.processes.listening import listening_place
 from pdcluster.processes.supervisor import ChildGaveUp, Facts, Spec, Supervisor
 from pdcluster.settings.config import (
     BootstrapConfig,
@@ -42,7 +44,6 @@ from pdcluster.settings.config import (
     section_of,
 )
 from pdcluster.settings.keys import Section
-from pdcluster.settings.kinds import split_address
 from pdcluster.telemetry.log import resolve_format, writer_of
 
 NODE_STOP_S = 5.0
@@ -89,7 +90,7 @@ class Serving:
 
     @property
     def url(self) -> str:
-        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+        return f"http://{format_address(self.host, self.port)}"
 
     def line(self) -> str:
         doors = "".join(
@@ -167,7 +168,7 @@ class LocalCluster:
         address = str(bootstrap["address"])
         specs = [self._node_spec(plan, address) for plan in self._nodes] + [self._router_spec(address)]
         *nodes, router, _ = await _all_or_nothing([*(self.supervisor.start(spec) for spec in specs), self._read_text()])
-        host, port = split_address(str(router["address"]))
+        host, port = parse_address(str(router["address"]))
         await self._wait_until_ready(host, port)
         model = str(nodes[0]["model"])
         grpc, admin, console = (
@@ -271,7 +272,7 @@ class LocalCluster:
             await asyncio.sleep(READY_POLL_S)
 
     def _bootstrap_spec(self) -> Spec:
-        own: dict[str, object] = {"bootstrap.listen": "127.0.0.1:0"} | self._own_health(BootstrapConfig)
+        own: dict[str, object] = {"bootstrap.listen": self._inner} | self._own_health(BootstrapConfig)
         argv = self._argv(BootstrapConfig, ("pdcluster.cli", "bootstrap"), own)
         return Spec(BOOTSTRAP, argv, BOOTSTRAP_STOP_S, address_flags=(("address", "--listen"), HEALTH_FLAG))
 
@@ -280,7 +281,7 @@ class LocalCluster:
             "node.role": plan.role,
             "node.name": plan.name,
             "node.bootstrap": bootstrap,
-            "node.listen": "127.0.0.1:0",
+            "node.listen": self._inner,
         }
         if self._node_settings.origins["node.drain_s"] == "default":
             own["node.drain_s"] = NODE_STOP_S
@@ -324,10 +325,10 @@ class LocalCluster:
         if self._is_set("up.otlp"):
             own["router.tracing.otlp"] = self._config.otlp or "none"
         if self._router_settings.origins["router.admin"] == "default":
-            own["router.admin"] = "127.0.0.1:0"
+            own["router.admin"] = self._inner
         is_admin_off = self._router_settings.config.admin is None
         if self._router_settings.origins["router.console"] == "default" and not is_admin_off:
-            own["router.console"] = "127.0.0.1:0"
+            own["router.console"] = self._inner
         own |= self._own_health(RouterConfig)
         argv = self._argv(RouterConfig, ("pdcluster_router.cli",), own)
         addresses = (
@@ -363,11 +364,17 @@ class LocalCluster:
             )
         return tuple(argv)
 
+    @property
+    def _inner(self) -> str:
+        """Where processes listen that only this machine needs: on loopback, in the family of the API's address."""
+        host, _ = parse_address(self._listens("http")[1] or "")
+        return format_address(loopback_like(host), 0)
+
     def _own_health(self, cls: type[Section]) -> dict[str, object]:
         """A free health port, unless the user chose one."""
         path = f"{section_of(cls)}.health"
         is_default = load(cls, self._loaded.flags, self._loaded.file).origins[path] == "default"
-        return {path: "127.0.0.1:0"} if is_default else {}
+        return {path: self._inner} if is_default else {}
 
     def _is_set(self, path: str) -> bool:
         return self._loaded.origins[path] != "default"
@@ -478,12 +485,10 @@ async def in_daemon(work: Callable[[], T]) -> T:
 
 def check_free(path: str, address: str) -> None:
     """Refuse an address that the router could not listen on, before anything starts. path: the setting's."""
-    host, port = split_address(address)
+    host, port = parse_address(address)
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
+        family, where = listening_place(host, port)
+        with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
             probe.listen(1)

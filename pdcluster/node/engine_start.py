@@ -15,7 +15,7 @@ from pdcluster.node.tensor_parallel.endpoint_client import RankLink
 from pdcluster.node.tensor_parallel.engine import RankedEngine, RankSettings
 from pdcluster.processes.control_groups import usable_cores
 from pdcluster.processes.free_memory import check_memory, default_kv_bytes, free_memory
-from pdcluster.settings.config import CACHE_VARIABLE, NodeConfig, TransferConfig, cache_directory
+from pdcluster.settings.config import CACHE_VARIABLE, NodeConfig, cache_directory
 from pdcluster.transfer.backends.base import Peer, Region
 from pdcluster.transfer.layout.geometry import PageShape
 
@@ -127,17 +127,18 @@ def _rank_settings(config: NodeConfig, me: Peer, region: int) -> RankSettings:
         pulse_s=config.heartbeat_s / 2,
         silence_s=config.lease_s,
         log=config.log,
-        media=_media(config.transfer, me, region) if config.device == "cpu" else None,
+        media=_media(config, me, region) if config.device == "cpu" else None,
     )
 
 
-def _media(transfer: TransferConfig, me: Peer, region: int) -> Media:
+def _media(config: NodeConfig, me: Peer, region: int) -> Media:
+    transfer = config.transfer
     return Media(
         node=me.node,
         incarnation=me.incarnation,
         region=region,
         backend=transfer.backend,
-        host=transfer.host,
+        host=config.transfer_host(),
         staging_bytes=transfer.staging_bytes,
         devices=transfer.devices,
         gid_index=transfer.gid_index,

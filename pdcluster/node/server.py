@@ -206,7 +206,7 @@ def open_backends(config: NodeConfig, me: Peer) -> dict[str, Backend]:
     return create_backends(
         transfer.backend,
         me,
-        host=transfer.host,
+        host=config.transfer_host(),
         staging_bytes=transfer.staging_bytes,
         fabric=fabric,
         port=transfer.port,

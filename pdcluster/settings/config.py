@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Literal, TypeVar, cast
 
+from pdcluster.core.address import is_loopback, is_wildcard, parse_address
 from pdcluster.core.errors import ConfigError
 from pdcluster.core.messages import Role
 from pdcluster.settings.keys import ENV_PREFIX, Key, Section, built, key, keys_below, parsed
@@ -38,12 +39,12 @@ from pdcluster.settings.kinds import (
     duration,
     host_names,
     integer,
-    is_loopback,
     label,
     model_names,
     model_path,
     nearest,
     origins,
+    own_host,
     path,
     size,
     text,
@@ -182,7 +183,9 @@ class TransferConfig:
     """How KV moves between nodes."""
 
     backend: BackendName = key("auto", backend, "auto, shm, tcp, mooncake or nixl", flag="transfer")
-    host: str = key("127.0.0.1", text, "address the transfer engine listens on and tells its peers")
+    host: str | None = key(
+        None, own_host, "host that the transfer engine listens on and tells its peers; default: that of --listen"
+    )
     port: int | None = key(
         None,
         integer(1, 65535),
@@ -230,7 +233,7 @@ class NodeConfig(Section):
     name: str | None = key(None, label, "the node's name; default: role and a random suffix")
     bootstrap: tuple[str, ...] = key(("127.0.0.1:8998",), addresses, "HOST:PORT[,HOST:PORT] of the bootstrap service")
     listen: str = key("127.0.0.1:0", address, "HOST:PORT the node listens on; port 0 takes a free one")
-    advertise: str | None = key(None, text, "host that others reach this node by; default: the host of --listen")
+    advertise: str | None = key(None, own_host, "host that others reach this node by; default: the host of --listen")
     model: Path | None = key(
         None, model_path, "Hugging Face model directory, GGUF file or ORG/NAME[@REVISION]; default: the bundled model"
     )
@@ -275,6 +278,16 @@ class NodeConfig(Section):
 
     def __post_init__(self) -> None:
         _check_heartbeat(self.heartbeat_s, self.lease_s)
+
+    def transfer_host(self) -> str:
+        """Where the transfer engine listens, and what its peers are told. Raises ConfigError."""
+        listens = parse_address(self.listen)[0]
+        found = self.transfer.host or (self.advertise if is_wildcard(listens) else listens)
+        if found is None:
+            raise ConfigError(
+                f"node.listen {self.listen} is no address that others connect to; set node.advertise to one that is"
+            )
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,7 +434,7 @@ class RouterConfig(Section):
     def __post_init__(self) -> None:
         _check_heartbeat(self.heartbeat_s, self.lease_s)
         for name, listens in (("admin", self.admin), ("console", self.console)):
-            if listens is not None and self.admin_token_file is None and not is_loopback(listens):
+            if listens is not None and self.admin_token_file is None and not is_loopback(parse_address(listens)[0]):
                 way_out = "set router.admin_token_file, or use a loopback address"
                 raise ConfigError(
                     f"router.{name} {listens} can be reached from other machines, but there is no token; {way_out}"

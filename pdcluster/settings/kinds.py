@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pdcluster.core.address import is_wildcard, parse_address, parse_host
+
 T = TypeVar("T")
 Kind = Callable[[object], T]
 
@@ -112,10 +114,17 @@ def choice(*options: str) -> Kind[Any]:
 
 def address(raw: object) -> str:
     """HOST:PORT; an IPv6 host stands in brackets; port 0 means any free port."""
-    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5})", raw) if isinstance(raw, str) else None
-    if match is None or int(match[2]) > 65535:
-        raise ValueError("must be HOST:PORT with a port up to 65535, such as 127.0.0.1:8000 or [::1]:8000")
-    return match[0]
+    given = raw if isinstance(raw, str) else ""
+    parse_address(given)
+    return given
+
+
+def own_host(raw: object) -> str:
+    """A host by which others reach this one, without a port; an IPv6 address in brackets or not."""
+    host = parse_host(text(raw))
+    if is_wildcard(host):
+        raise ValueError("must be an address or a name by which others reach this host, and not all of its addresses")
+    return host
 
 
 def address_or_none(raw: object) -> str | None:
@@ -210,15 +219,3 @@ def nearest(word: str, options: Sequence[str]) -> str:
         word, options, n=1, cutoff=0.4
     )
     return f"; did you mean {close[0]}?" if close else ""
-
-
-def split_address(where: str) -> tuple[str, int]:
-    """HOST:PORT → (host, port), without the brackets of an IPv6 host."""
-    host, _, port = address(where).rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def is_loopback(where: str) -> bool:
-    """Whether HOST:PORT can be reached from this machine only."""
-    host, _ = split_address(where)
-    return host in ("localhost", "::1") or host.startswith("127.")

@@ -13,15 +13,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import AF_INET, AF_INET6, SO_REUSEADDR, SOL_SOCKET, socket
+from socket import SO_REUSEADDR, SOL_SOCKET, socket
 from typing import Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Info, ProcessCollector, generate_latest
 
+from pdcluster.core.address import format_address, parse_address
 from pdcluster.core.errors import ConfigError, PdclusterError
 from pdcluster.core.messages import PROTOCOL_VERSION
 from pdcluster.core.version import VERSION
+from pdcluster.processes.listening import listening_place
 from pdcluster.telemetry.log import register_lost_lines
 
 logger = logging.getLogger(__name__)
@@ -160,10 +162,10 @@ class _HealthServer(ThreadingHTTPServer):
     request_queue_size = 64
 
     def __init__(self, address: tuple[str, int], probes: Probes) -> None:
-        self.address_family = AF_INET6 if ":" in address[0] else AF_INET
+        self.address_family, place = listening_place(*address)
         self.probes = probes
         self._places = threading.BoundedSemaphore(MAX_CLIENTS)
-        super().__init__(address, _Handler)
+        super().__init__(place, _Handler)
 
     def server_bind(self) -> None:
         """Without the look-up of a name for the host that the base class makes."""
@@ -206,9 +208,9 @@ def health_port(where: str | None, probes: Probes) -> Iterator[str | None]:
     if where is None:
         yield None
         return
-    host, _, port = where.rpartition(":")
+    host, port = parse_address(where)
     try:
-        server = _HealthServer((host.strip("[]"), int(port)), probes)
+        server = _HealthServer((host, port), probes)
     except OSError as error:
         raise ConfigError(
             f"the health port cannot listen on {where}: {error.strerror}; choose another address with --health"
@@ -216,7 +218,7 @@ def health_port(where: str | None, probes: Probes) -> Iterator[str | None]:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, name="health", daemon=True)
     thread.start()
     try:
-        yield f"{host}:{server.server_address[1]}"
+        yield format_address(host, server.server_address[1])
     finally:
         server.shutdown()
         server.server_close()

@@ -28,7 +28,7 @@ from pdcluster.core import messages as m
 from pdcluster.core.errors import ProtocolError
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire import codec
-from pdcluster.wire.address import parse_address
+from pdcluster.wire.address import peer_address
 from pdcluster.wire.batch import MessageBatch
 from pdcluster.wire.link_socket import LinkSocket
 from pdcluster.wire.sockets import ConnectionEvent, WireSettings
@@ -72,7 +72,7 @@ class ClientLink:
         self.dropped: Counter[str] = Counter() if dropped is None else dropped
         self._me, self._kind, self._context, self._settings = me, kind, context, settings
         self._open_attempts = open_attempts
-        parse_address(endpoint.address)  # raises ProtocolError
+        peer_address(endpoint.address)  # raises ProtocolError
         self._batch = MessageBatch(me, endpoint.incarnation, max_frame_bytes=settings.max_frame_bytes)
         self._sent = 0
         # Number of the frame that comes next; 0 before the first one of a connection, which have numbers from 1 on.

@@ -22,7 +22,7 @@ from pdcluster.core import messages as m
 from pdcluster.core.bounds import INT31, MAX_ID_CHARS
 from pdcluster.core.errors import OtherProtocol, ProtocolError
 from pdcluster.core.trace_context import CONTEXT_BYTES
-from pdcluster.wire.address import parse_address
+from pdcluster.wire.address import peer_address
 
 MAX_FRAME_BYTES = 64 << 20
 DIGEST_BYTES = 8
@@ -172,7 +172,7 @@ def _check_work(work: m.Work) -> None:
 
 
 # Every ticket names its two nodes.
-_check_address = lru_cache(maxsize=1024)(parse_address)
+_check_address = lru_cache(maxsize=1024)(peer_address)
 
 
 def _check_ticket(ticket: m.Ticket) -> None:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import zmq
 
+from pdcluster.core.address import format_address
 from pdcluster.core.errors import ProtocolError
-from pdcluster.wire.address import format_address, parse_address
+from pdcluster.wire.address import peer_address
 from pdcluster.wire.sockets import ConnectionEvent, Monitor, WireSettings, has_message, open_dealer
 
 # As a bare number. libzmq's binding takes it as well as the flag, and in less time.
@@ -45,7 +46,7 @@ class LinkSocket:
         # Why the last connection failed, for people; "" for nothing.
         self.why = ""
         self._has_key = settings.cluster_key is not None
-        target = "tcp://" + format_address(*parse_address(address))
+        target = "tcp://" + format_address(*peer_address(address))
         self._socket = open_dealer(context, settings)
         self._socket.copy_threshold = LARGE_BYTES
         self._monitor = Monitor(context, self._socket)

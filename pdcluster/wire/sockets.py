@@ -13,8 +13,8 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from pdcluster.core.address import format_address, is_loopback, is_wildcard, parse_address
 from pdcluster.core.errors import ConfigError
-from pdcluster.wire.address import format_address, is_loopback, is_wildcard, parse_address
 from pdcluster.wire.codec import MAX_FRAME_BYTES
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ def warn_if_open(what: str, address: str, settings: WireSettings) -> None:
     """Warn at the start that links beyond this host are open to all. Not refused, since a network may be closed by
     other means.
     """
-    host, _ = parse_address(address, allow_port_0=True)
+    host, _ = parse_address(address)
     if settings.cluster_key is None and not is_loopback(host):
         logger.warning(
             "%s %s is beyond this host and there is no cluster key: links are neither encrypted nor authenticated, "
@@ -129,7 +129,7 @@ def open_router(
     context: zmq.Context[zmq.Socket[bytes]], listen: str, settings: WireSettings
 ) -> tuple[zmq.Socket[bytes], str]:
     """A bound ROUTER socket, and the address that others connect to."""
-    host, port = parse_address(listen, allow_port_0=True)
+    host, port = parse_address(listen)
     if is_wildcard(host) and settings.advertise_host is None:
         raise ConfigError(
             f"listening on {listen} needs an advertise host: the name or address under which other nodes reach this one"

@@ -47,7 +47,7 @@ from pdcluster.transfer.copying.copy import Payload, table_of
 from pdcluster.transfer.layout.runs import run_table, span_table
 from pdcluster.transfer.layout.spans import CopyRun
 from pdcluster.wire import codec
-from pdcluster.wire.address import parse_address
+from pdcluster.wire.address import peer_address
 from pdcluster.wire.batch import MessageBatch
 from pdcluster_router.cluster.events import Event
 from pdcluster_router.workers import frames as control
@@ -196,7 +196,7 @@ def wire_decoders() -> list[Decoder]:
         Decoder(
             "address",
             (b"127.0.0.1:80", b"[::1]:9", b"node-3.x:1"),
-            lambda data: parse_address(data.decode("latin-1")),
+            lambda data: peer_address(data.decode("latin-1")),
             (ProtocolError,),
         ),
         Decoder("ready line", (b'{"ready": true, "address": "h:1", "name": "x"}\n',), parse, (ProtocolError,)),

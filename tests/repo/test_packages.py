@@ -15,7 +15,7 @@ LEVELS: dict[str, int] = {
     "pdcluster.kv": 1,
     "pdcluster.api": 1,
     "pdcluster.processes": 2,
-    "pdcluster.telemetry": 2,
+    "pdcluster.telemetry": 3,
     "pdcluster.checkpoint": 2,
     "pdcluster.scheduler": 2,
     # requests and replies as text

@@ -15,12 +15,10 @@ import torch.distributed
 from torch import Tensor
 
 from pdcluster.core.errors import ConfigError
+from pdcluster.processes.listening import loopback
 
 # Its stores and process groups are documented, but not in its type stubs.
 _dist = cast(Any, torch.distributed)
-
-# The ranks of a node share a machine.
-HOST = "127.0.0.1"
 
 
 class RendezvousStore(Protocol):
@@ -123,20 +121,20 @@ class _Group(Protocol):
 
 def host_store(timeout_s: float) -> RendezvousStore:
     """Rank 0's store, on a free port of this machine (its `port`); the other ranks find each other there."""
-    return cast(
-        RendezvousStore,
-        _dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)),
-    )
+    limit = timedelta(seconds=timeout_s)
+    return cast(RendezvousStore, _dist.TCPStore(loopback(), 0, is_master=True, wait_for_workers=False, timeout=limit))
 
 
 def join_store(port: int, timeout_s: float) -> RendezvousStore:
-    return cast(RendezvousStore, _dist.TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=timeout_s)))
+    return cast(
+        RendezvousStore, _dist.TCPStore(loopback(), port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    )
 
 
 def _make_group(store: RendezvousStore, rank: int, size: int, device: str, timeout: timedelta) -> _Group:
     if device == "cpu":
         options = _dist.ProcessGroupGloo._Options()
-        options._devices = [_dist.ProcessGroupGloo.create_device(hostname=HOST)]
+        options._devices = [_dist.ProcessGroupGloo.create_device(hostname=loopback())]
         options._timeout = timeout
         return cast(_Group, _dist.ProcessGroupGloo(store, rank, size, options))
     if not _dist.is_nccl_available():

@@ -29,6 +29,7 @@ import logging
 import re
 from typing import Any
 
+from pdcluster.core.address import format_address, is_ipv6
 from pdcluster.core.errors import ConfigError
 from pdcluster.settings.config import set_for_library
 from pdcluster.transfer.backends.base import WriteStatus
@@ -56,6 +57,7 @@ def environment(settings: StagedSettings) -> dict[str, str]:
     gid = {"MC_GID_INDEX": str(fabric.gid_index)} if fabric.gid_index is not None else {}
     return {
         **(gid if fabric.devices else {"MC_FORCE_TCP": "1"}),
+        **({"MC_USE_IPV6": "1"} if is_ipv6(settings.host) else {}),
         "MC_TCP_ENABLE_CONNECTION_POOL": "1",
         "MC_TCP_BIND_ADDRESS": settings.host,
         "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": str(QUEUE_LIMIT),
@@ -116,7 +118,7 @@ class MooncakeEngine:
                 "one of this host?"
             )
         self.reads_anywhere = not devices
-        self.session = f"{settings.host}:{self._engine.get_rpc_port()}"
+        self.session = format_address(settings.host, self._engine.get_rpc_port())
 
     def close(self) -> None:
         """Blocks for a second or two."""

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from typing import Any
 
+from pdcluster.core.address import is_loopback
 from pdcluster.core.errors import ConfigError
 from pdcluster.transfer.backends.base import Peer, WriteStatus
 from pdcluster.transfer.backends.staging import StagedSettings
@@ -40,7 +41,7 @@ def environment(settings: StagedSettings) -> dict[str, str]:
     fabric = settings.fabric
     if fabric.devices:
         values["UCX_NET_DEVICES"] = ",".join(device if ":" in device else f"{device}:1" for device in fabric.devices)
-    elif settings.host.startswith("127."):
+    elif is_loopback(settings.host):
         values["UCX_NET_DEVICES"] = "lo"
     if fabric.gid_index is not None:
         values["UCX_IB_GID_INDEX"] = str(fabric.gid_index)

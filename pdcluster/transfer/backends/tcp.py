@@ -21,6 +21,7 @@ from functools import partial
 
 import numpy as np
 
+from pdcluster.core.address import format_address
 from pdcluster.core.errors import IntegrityError, PeerUnreachable, ProtocolError
 from pdcluster.transfer.backends.base import Arrival, Fence, Handle, Peer, Permit, Region, Stamp, WriteStatus
 from pdcluster.transfer.backends.ledger import (
@@ -409,9 +410,8 @@ class TcpBackend:
         failures = [lane.failed_at for lane in remote.lanes if lane.failed_at is not None]
         living = [lane for lane in remote.lanes if lane.failed_at is None]
         if not living and failures and time.monotonic() - max(failures) < self._settings.retry_s:
-            raise PeerUnreachable(
-                f"{peer.node} could not be reached at {remote.advert.host}:{remote.advert.port} a moment ago"
-            )
+            where = format_address(remote.advert.host, remote.advert.port)
+            raise PeerUnreachable(f"{peer.node} could not be reached at {where} a moment ago")
         remote.lanes = living
         best = min(living, key=lambda lane: lane.queued_bytes, default=None)
         if best is None or (best.queued_bytes and len(living) < self._settings.lanes):

@@ -25,7 +25,9 @@ import msgspec
 import numpy as np
 import xxhash
 
-from pdcluster.core.errors import PeerUnreachable, ProtocolError
+from pdcluster.core.address import format_address
+from pdcluster.core.errors import ConfigError, PeerUnreachable, ProtocolError
+from pdcluster.processes.listening import listening_place
 from pdcluster.transfer.backends.base import DECODE_ERRORS, Peer
 from pdcluster.transfer.backends.ledger import Counts
 from pdcluster.transfer.layout.runs import SpanTable
@@ -249,7 +251,7 @@ class Listener:
         self._links: dict[Link, threading.Thread] = {}
         self._closed = False
         self._token = os.urandom(TOKEN_BYTES)
-        self._sock = socket.create_server(where, backlog=128)
+        self._sock = _listening(*where)
         self.host = where[0]
         self.port: int = self._sock.getsockname()[1]
         self._thread = threading.Thread(target=self._accept, name=f"kv-accept-{self.port}", daemon=True)
@@ -352,6 +354,17 @@ class Listener:
             raise ProtocolError("its hello is not UTF-8") from error
         link.send(WELCOME)
         return peer
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family, place = listening_place(host, port)
+        return socket.create_server(place, family=family, backlog=128)
+    except OSError as error:
+        raise ConfigError(
+            f"the transfer engine cannot listen on {format_address(host, port)}: {error.strerror}; choose an address "
+            "of this host with --transfer-host"
+        ) from error
 
 
 def connect(me: Peer, peer: Peer, advert: TcpAdvert, *, connect_s: float, progress_s: float) -> Link:

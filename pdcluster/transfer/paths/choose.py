@@ -6,6 +6,7 @@ import importlib.util
 import logging
 from pathlib import Path
 
+from pdcluster.core.address import is_loopback
 from pdcluster.core.errors import ConfigError
 from pdcluster.settings.config import set_library_environment
 from pdcluster.transfer.backends.base import Backend, Peer
@@ -62,7 +63,7 @@ def auto_names(host: str, fabric: Fabric, *, has_nixl: bool) -> tuple[str, ...]:
     """The backends of `auto`. nixl joins where it is installed and may find a path other than tcp's sockets; measuring
     decides. On loopback there is no such path, and nixl would only cost start time, memory and measuring.
     """
-    return (*AUTO, "nixl") if fabric.devices or (has_nixl and not host.startswith("127.")) else AUTO
+    return (*AUTO, "nixl") if fabric.devices or (has_nixl and not is_loopback(host)) else AUTO
 
 
 def check_fabric(fabric: Fabric, name: str, names: tuple[str, ...], found_in: Path = INFINIBAND) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
+from pdcluster.core.address import parse_address
 from pdcluster.core.errors import BadRequest, PdclusterError, Unavailable
-from pdcluster.settings.kinds import split_address
 
 PATH = "/v1/chat/completions"
 # For the router to begin its answer, and between two of its lines.
@@ -55,7 +55,7 @@ class ChatRelay:
 
     def run(self, body: dict[str, Any], api_key: str | None) -> None:
         """Raises ChatRefused or Unavailable before the first part."""
-        host, port = split_address(self.api)
+        host, port = parse_address(self.api)
         connection = http.client.HTTPConnection(host, port, timeout=SILENCE_S)
         headers = {"content-type": "application/json"}
         if api_key:

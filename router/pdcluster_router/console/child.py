@@ -13,8 +13,8 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from pdcluster.core.address import format_address, is_wildcard, loopback_like, parse_address
 from pdcluster.settings.config import RouterConfig
-from pdcluster.settings.kinds import split_address
 from pdcluster_router.frontend.server import bind
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,6 @@ LOOK_S = 0.5
 # Before it is started again, doubled with each failure.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 END_S = 3.0
-ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
 
 @asynccontextmanager
@@ -36,13 +35,12 @@ async def console(config: RouterConfig, admin: str | None, api: str) -> AsyncIte
         yield None
         return
     with bind(config.console, flag="--console") as bound:
-        host, port = bound.getsockname()[:2]
         argv = _argv(config, reached(admin), reached(api), bound.fileno())
         stop = threading.Event()
         keeper = threading.Thread(target=_keep, args=(argv, bound.fileno(), stop), name="console", daemon=True)
         keeper.start()
         try:
-            yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            yield format_address(*bound.getsockname()[:2])
         finally:
             stop.set()
             await asyncio.to_thread(keeper.join)
@@ -50,8 +48,8 @@ async def console(config: RouterConfig, admin: str | None, api: str) -> AsyncIte
 
 def reached(address: str) -> str:
     """Where this machine reaches what listens at an address."""
-    host, port = split_address(address)
-    return f"{ANY_HOST[host]}:{port}" if host in ANY_HOST else address
+    host, port = parse_address(address)
+    return format_address(loopback_like(host), port) if is_wildcard(host) else address
 
 
 def _argv(config: RouterConfig, admin: str, api: str, descriptor: int) -> list[str]:

@@ -10,8 +10,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdcluster.core.address import is_loopback, parse_address
 from pdcluster.core.errors import ConfigError
-from pdcluster.settings.kinds import is_loopback
 from pdcluster_router.console.access import ConsoleAccess
 from pdcluster_router.console.app import ConsoleApp
 from pdcluster_router.console.feed import ClusterFeed
@@ -36,14 +36,15 @@ class ConsoleOptions:
 
 def run(options: ConsoleOptions) -> None:
     """Serve until a signal, or until the parent ends. Raises ConfigError."""
-    is_open = is_loopback(options.listen)
+    host, _ = parse_address(options.listen)
+    is_open = is_loopback(host)
     token = token_of(options.token_file)
     if not is_open and token is None:
         raise ConfigError(
             f"the console at {options.listen} can be reached from other machines, but there is no token; pass "
             "--token-file, or use a loopback address"
         )
-    access = ConsoleAccess((options.listen.rpartition(":")[0], *options.hosts), token, is_open=is_open)
+    access = ConsoleAccess((host, *options.hosts), token, is_open=is_open)
     asyncio.run(_serve(options, access))
 
 

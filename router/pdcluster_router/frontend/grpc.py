@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from pdcluster.api.openai.requests import ChatRequest
 from pdcluster.api.text.choice_text import TextPiece
+from pdcluster.core.address import format_address, parse_address
 from pdcluster.core.errors import BadRequest, Cancelled, ConfigError, DeadlineExceeded, PdclusterError
 from pdcluster.rpc import inference as convert
 from pdcluster.rpc import inference_pb2 as pb
@@ -393,4 +394,4 @@ def bind(server: grpc.aio.Server, address: str, *, flag: str) -> str:
         raise ConfigError(
             f"cannot listen on {address} for gRPC: {error}; choose another address with {flag}"
         ) from error
-    return f"{address.rpartition(':')[0]}:{port}"
+    return format_address(parse_address(address)[0], port)

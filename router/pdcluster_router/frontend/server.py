@@ -11,7 +11,9 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 
+from pdcluster.core.address import format_address, parse_address
 from pdcluster.core.errors import ConfigError
+from pdcluster.processes.listening import listening_place
 from pdcluster.settings.config import RouterConfig
 from pdcluster.telemetry.health import register_build
 from pdcluster.telemetry.metrics import RouterMetrics
@@ -82,8 +84,7 @@ async def listening(
     server = await asyncio.get_running_loop().create_server(door, sock=bound, backlog=BACKLOG)
     sweeper = asyncio.create_task(_sweep(connections), name="http deadlines")
     try:
-        host, port = bound.getsockname()[:2]
-        yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        yield format_address(*bound.getsockname()[:2])
     finally:
         await _part(connections)
         server.close()
@@ -134,9 +135,10 @@ async def _are_over(connections: Connections, within_s: float) -> bool:
 
 def bind(address: str, *, is_port_shared: bool = False, flag: str = "--http") -> socket.socket:
     """A listening socket. Accepted ones inherit its options. Raises ConfigError that names the flag."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        family, where = listening_place(*parse_address(address))
+    except OSError as error:
+        raise ConfigError(f"{address} is no address of this machine: {error.strerror}; check {flag}") from error
     # asyncio switches Nagle's algorithm off only where the socket says TCP. With it, events may be 40 ms apart.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -146,7 +148,7 @@ def bind(address: str, *, is_port_shared: bool = False, flag: str = "--http") ->
     if is_port_shared:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
-        bound.bind((host, int(port)))
+        bound.bind(where)
         bound.listen(BACKLOG)
     except OSError as error:
         bound.close()

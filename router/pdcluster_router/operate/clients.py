@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from pdcluster.core.address import format_address, parse_address
 from pdcluster.core.errors import ConfigError, PdclusterError
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import admin_pb2_grpc as stubs
@@ -241,24 +242,30 @@ def resolved(addresses: str) -> list[str]:
     """Every router's HOST:PORT. Raises ConfigError for a bad address, Unreachable for an unknown host."""
     found: dict[str, None] = {}
     for address in filter(None, (each.strip() for each in addresses.split(","))):
-        host, colon, port = address.rpartition(":")
-        if not colon or not host or not port.isdigit():
-            raise ConfigError(f"--admin {address!r} is no HOST:PORT")
         try:
-            known = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+            host, port = parse_address(address)
+            known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except ValueError as error:
+            raise ConfigError(f"--admin {address!r} {error}") from None
         except OSError as error:
             raise Unreachable(f"the host of --admin {address} is not known: {error.strerror}; check its name") from None
-        families = {family for family, *_ in known}
-        only = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
-        for family, _, _, _, where in known:
-            if family == only:
-                name = str(where[0])
-                found[f"[{name}]:{port}" if ":" in name else f"{name}:{port}"] = None
+        found.update(dict.fromkeys(format_address(each, port) for each in _routers_of(host, known)))
     if not found:
         raise ConfigError("--admin is empty; pass HOST:PORT[,HOST:PORT]")
     if len(found) > MAX_ROUTERS:
         raise ConfigError(f"--admin stands for {len(found)} routers; at most {MAX_ROUTERS} are asked")
     return list(found)
+
+
+def _routers_of(host: str, known: Sequence[tuple[Any, ...]]) -> list[str]:
+    """One host per router that a name stands for. A router may have an address of each family."""
+    v4, v6 = (
+        list(dict.fromkeys(str(where[0]) for family, *_, where in known if family == each))
+        for each in (socket.AF_INET, socket.AF_INET6)
+    )
+    if len(v4) == len(v6) == 1:
+        return [host]  # it may listen on either, and gRPC tries both
+    return v4 or v6
 
 
 def token_of(file: Path | None) -> str | None:

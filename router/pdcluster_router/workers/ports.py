@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import socket
 
+from pdcluster.core.address import format_address, parse_address
 from pdcluster.core.errors import ConfigError
-from pdcluster.settings.kinds import split_address
+from pdcluster.processes.listening import listening_place
 
 
 def hold(address: str, flag: str) -> tuple[socket.socket, str]:
@@ -22,17 +23,15 @@ def hold(address: str, flag: str) -> tuple[socket.socket, str]:
         raise ConfigError(
             f"several workers on {address} need SO_REUSEPORT, which this system does not have; use --workers 1"
         )
-    host, port = split_address(address)
+    host, port = parse_address(address)
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as alone:
+        family, where = listening_place(host, port)
+        with socket.socket(family, socket.SOCK_STREAM) as alone:
             alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             alone.bind(where)
             alone.listen(1)
             where = alone.getsockname()
-        held = socket.socket(family, kind, protocol)
+        held = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {address}: {error.strerror}; choose another address with {flag}"
@@ -46,5 +45,4 @@ def hold(address: str, flag: str) -> tuple[socket.socket, str]:
         raise ConfigError(
             f"several workers cannot share {address}: {error.strerror}; use --workers 1, or another address with {flag}"
         ) from error
-    bound = held.getsockname()[1]
-    return held, f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+    return held, format_address(host, held.getsockname()[1])

@@ -23,12 +23,12 @@ from pdcluster.bootstrap.card import ClusterSnapshot
 from pdcluster.bootstrap.card_messages import card_to_proto
 from pdcluster.bootstrap.server import SERVICE, serve, serving
 from pdcluster.bootstrap.store import StoreSettings
+from pdcluster.core.address import parse_address
 from pdcluster.core.errors import ConfigError
 from pdcluster.processes.ready import parse
 from pdcluster.rpc import bootstrap_pb2 as pb
 from pdcluster.rpc import bootstrap_pb2_grpc as stubs
 from pdcluster.settings.config import BootstrapConfig
-from pdcluster.settings.kinds import split_address
 from pdcluster.transfer.backends.base import Peer
 
 SETTINGS = StoreSettings(lease_s=0.6)
@@ -309,7 +309,7 @@ async def test_serve_announces_its_address_and_ends_with_its_event(tmp_path: Pat
         stop.set()
         await serving_task
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(split_address(address))
+        socket.create_connection(parse_address(address))
 
 
 def test_an_agent_without_a_bootstrap_address_is_refused() -> None:

@@ -19,9 +19,9 @@ from pdcluster.settings.kinds import (
     model_path,
     nearest,
     origins,
+    own_host,
     path,
     size,
-    split_address,
     text,
 )
 
@@ -65,12 +65,19 @@ def test_addresses_come_as_text_or_as_a_list() -> None:
             addresses(raw)
 
 
-@pytest.mark.parametrize(
-    ("raw", "parts"),
-    [("127.0.0.1:8000", ("127.0.0.1", 8000)), ("[::1]:80", ("::1", 80)), ("node.local:0", ("node.local", 0))],
-)
-def test_an_address_splits_into_host_and_port(raw: str, parts: tuple[str, int]) -> None:
-    assert split_address(raw) == parts
+@pytest.mark.parametrize("raw", ["127.0.0.1:8000", "[::1]:80", "node.local:0"])
+def test_an_address_stays_as_it_was_written(raw: str) -> None:
+    assert address(raw) == raw
+
+
+def test_an_own_host_is_one_that_others_reach() -> None:
+    assert own_host("[fd00::1]") == own_host("fd00::1") == "fd00::1" and own_host("node-3") == "node-3"
+    for raw in ("0.0.0.0", "::", "[::]"):
+        with pytest.raises(ValueError, match="not all of its addresses"):
+            own_host(raw)
+    for raw in ("", "::1:80:x", "a b", 5):
+        with pytest.raises(ValueError, match="must be"):
+            own_host(raw)
 
 
 @pytest.mark.parametrize("raw", ["::1:80", "a:b", ":80", "http://a:80", "a:80/v1", "a b:80", "", 80])

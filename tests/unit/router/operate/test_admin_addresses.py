@@ -15,10 +15,12 @@ def test_addresses_are_listed_once_and_a_name_stands_for_all_its_addresses(monke
     assert resolved("[::1]:7") == ["[::1]:7"]
 
     def answers(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
-        v4 = [(socket.AF_INET, 1, 6, "", (f"10.0.0.{number}", port)) for number in (1, 2)]
+        numbers = (1, 2) if host == "routers" else (1,)
+        v4 = [(socket.AF_INET, 1, 6, "", (f"10.0.0.{number}", port)) for number in numbers]
         return [*v4, (socket.AF_INET6, 1, 6, "", ("fd00::1", port, 0, 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", answers)
+    assert resolved("router:50052") == ["router:50052"], "one router, which may listen on either family"
     assert resolved("routers:50052") == ["10.0.0.1:50052", "10.0.0.2:50052"], "each pod once, not by both families"
 
 

@@ -39,7 +39,7 @@ def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
 
 
 def test_a_backend_that_cannot_start_leaves_no_other_running() -> None:
-    with pytest.raises(OSError):
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:0.*--transfer-host"):
         create_backends("auto", ME, host="192.0.2.1", staging_bytes=1 << 20)  # no address of this host
 
 
@@ -47,11 +47,20 @@ def test_a_backend_that_cannot_start_leaves_no_other_running() -> None:
     ("host", "fabric", "has_nixl", "names"),
     [
         ("127.0.0.1", Fabric(), True, ("shm", "tcp")),
+        ("::1", Fabric(), True, ("shm", "tcp")),
+        ("fd00::5", Fabric(), True, ("shm", "tcp", "nixl")),
         ("10.0.0.5", Fabric(), True, ("shm", "tcp", "nixl")),
         ("10.0.0.5", Fabric(), False, ("shm", "tcp")),
         ("127.0.0.1", Fabric(("mlx5_0",)), False, ("shm", "tcp", "nixl")),
     ],
-    ids=["loopback", "a network", "not installed", "devices are named, so it must start"],
+    ids=[
+        "loopback",
+        "loopback of IPv6",
+        "a network of IPv6",
+        "a network",
+        "not installed",
+        "devices are named, so it must start",
+    ],
 )
 def test_nixl_joins_auto_where_it_may_find_another_way_than_tcp(
     host: str, fabric: Fabric, has_nixl: bool, names: tuple[str, ...]

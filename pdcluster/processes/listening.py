@@ -1,0 +1,26 @@
+"""Where a process of this machine can listen, in both families of addresses."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+# The address is what `bind` takes, whose form depends on the family.
+Place = tuple[socket.AddressFamily, Any]
+
+
+def listening_place(host: str, port: int) -> Place:
+    """(family, address) to bind to. Of a name's addresses the first of IPv4, else of IPv6. Raises OSError."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, where = min(found, key=lambda each: each[0] != socket.AF_INET)
+    return family, where
+
+
+def loopback() -> str:
+    """This machine's loopback address: 127.0.0.1 where it has one, else ::1."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(("127.0.0.1", 0))
+        except OSError:
+            return "::1"
+    return "127.0.0.1"
