@@ -8,7 +8,8 @@ from __future__ import annotations
 import ipaddress
 import re
 
-_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})")
+# No label is empty; a dot may end the name.
+_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*\.?")
 _IPV6 = re.compile(r"[0-9A-Fa-f:.]{2,45}(%[A-Za-z0-9._-]{1,32})?")
 _ADDRESS = re.compile(r"(\[[^\[\]]*\]|[^:]*):([0-9]{1,5})")
 _WILDCARDS = frozenset({"0.0.0.0", "::"})
