@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pdcluster.checkpoint.gguf import open_gguf
-from pdcluster.checkpoint.weights_digest import Digester
 from pdcluster.engine.model.gguf_weights import gguf_tensors
 
 NUM_PROSE = 20
@@ -100,9 +99,7 @@ def from_gguf(file: Path, target: Path, dtype: torch.dtype = torch.bfloat16) -> 
     opened = open_gguf(file)
     for name, content in opened.text_files.items():
         (target / name).write_bytes(content)
-    with Digester(1) as digests:
-        tensors = gguf_tensors(opened, dtype, digests)
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    save_file(gguf_tensors(opened, dtype), target / "model.safetensors", metadata={"format": "pt"})
     return target
 
 
