@@ -214,6 +214,23 @@ def test_services_choose_the_pods_that_they_are_for() -> None:
     }
 
 
+def test_what_is_scraped_names_its_cluster_and_alerts_link_where_they_are_told_to() -> None:
+    ours = rendered(*CASES["monitoring"])
+    given = rendered(
+        *CASES["monitoring"], {"monitoring": {"cluster": "blue", "runbookUrl": "https://wiki.example/pd/"}}
+    )
+    for objects, cluster, link in ((ours, "llm/", "docs/runbooks/"), (given, "blue", "https://wiki.example/pd/")):
+        by_kind = {each["kind"]: each["spec"] for each in objects if each["kind"] in CUSTOM}
+        ends = [*by_kind["ServiceMonitor"]["endpoints"], *by_kind["PodMonitor"]["podMetricsEndpoints"]]
+        for end in ends:
+            (label,) = [each for each in end["relabelings"] if each.get("targetLabel") == "cluster"]
+            assert label["replacement"].startswith(cluster)
+        rules = [rule for group in by_kind["PrometheusRule"]["groups"] for rule in group["rules"] if "alert" in rule]
+        assert rules and all(
+            rule["annotations"]["runbook_url"].removeprefix(link).count("/") == 0 for rule in rules
+        )
+
+
 def test_without_a_token_admin_and_console_stay_inside_the_pod() -> None:
     objects = rendered({"networkPolicy": {"enabled": True}})
     ports = {port["name"] for each in objects if each["kind"] == "Service" for port in each["spec"]["ports"]}
