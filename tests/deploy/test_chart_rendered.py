@@ -16,15 +16,20 @@ from helm_chart import (
     CHART,
     EXAMPLES,
     ROOT,
+    SECTIONS,
     TOOLS,
     Values,
     helm,
     in_pod,
+    lay_out_models,
     named,
+    places_of,
+    pod_address,
     pods,
     processes,
     refusal,
     rendered,
+    secret_files,
     settings_of,
     with_values,
 )
@@ -144,20 +149,32 @@ def test_the_processes_take_their_arguments(case: str) -> None:
     """Each container's settings are known and fit, as the process itself would read them."""
     sections = {"node": NodeConfig, "bootstrap": BootstrapConfig, "router": RouterConfig}
     seen = set()
-    for name, container in processes(rendered(*CASES[case])):
-        given = {key: in_pod(value, "10.0.0.7", "pd-x-1") for key, value in settings_of(container).items()}
+    objects = rendered(*CASES[case])
+    for name, container in processes(objects):
+        given = {key: in_pod(value, pod_address(objects, 0), "pd-x-1") for key, value in settings_of(container).items()}
         load(sections[name], given, environ={})
         seen.add(name)
     assert seen == set(sections)
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
-def test_examples_are_taken_by_config_check(file: Path) -> None:
-    for name, container in processes(rendered(file)):
-        given = [in_pod(word, "10.0.0.7", "pd-x-1") for word in container["args"] if word.startswith("--set")]
-        command = (sys.executable, "-m", "pdcluster.cli", "config", "check", "--section", name, *given)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=False)
-        assert done.returncode == 0, f"{name}: {done.stdout}{done.stderr}"
+def test_examples_are_taken_by_config_check(file: Path, tmp_path: Path) -> None:
+    """It reads the files that they name, which here lie in a folder of the test."""
+    lay_out_models(tmp_path)
+    objects = rendered(file)
+    for _, pod in pods(objects):
+        for container in (each for each in pod["containers"] if each["name"] in SECTIONS):
+            places = places_of(pod, container)
+            for path, content in secret_files(places).items():
+                (tmp_path / path[1:]).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / path[1:]).write_text(content)
+            given = [in_pod(word, pod_address(objects, 0), "pd-x-1") for word in container["args"] if "--set" in word]
+            for place in places:
+                folder = tmp_path / ("claim" if place == "/model" else place[1:])
+                given = [word.replace(f"={place}/", f"={folder}/") for word in given]
+            command = (sys.executable, "-m", "pdcluster.cli", "config", "check", "--section", container["name"], *given)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=False)
+            assert done.returncode == 0, f"{container['name']}: {done.stdout}{done.stderr}"
 
 
 @pytest.mark.parametrize("case", ["together", "fill"])
@@ -173,7 +190,7 @@ def test_pods_are_restricted_and_probed(case: str) -> None:
             assert container["securityContext"]["readOnlyRootFilesystem"] is True
             assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
             seen.add(container["name"])
-            if container["name"] not in ("node", "router", "bootstrap"):
+            if container["name"] not in SECTIONS:
                 continue
             ports = {port["name"] for port in container["ports"]}
             for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
@@ -226,9 +243,7 @@ def test_what_is_scraped_names_its_cluster_and_alerts_link_where_they_are_told_t
             (label,) = [each for each in end["relabelings"] if each.get("targetLabel") == "cluster"]
             assert label["replacement"].startswith(cluster)
         rules = [rule for group in by_kind["PrometheusRule"]["groups"] for rule in group["rules"] if "alert" in rule]
-        assert rules and all(
-            rule["annotations"]["runbook_url"].removeprefix(link).count("/") == 0 for rule in rules
-        )
+        assert rules and all(rule["annotations"]["runbook_url"].removeprefix(link).count("/") == 0 for rule in rules)
 
 
 def test_without_a_token_admin_and_console_stay_inside_the_pod() -> None:

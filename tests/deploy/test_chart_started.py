@@ -19,16 +19,26 @@ from typing import Any
 
 import pod_network
 import pytest
-from helm_chart import CHART, EXAMPLES, NAMESPACE, ROOT, Values, in_pod, rendered
+from helm_chart import (
+    CHART,
+    EXAMPLES,
+    KEY,
+    NAMESPACE,
+    ROOT,
+    Values,
+    in_pod,
+    lay_out_models,
+    places_of,
+    pod_address,
+    rendered,
+    secret_files,
+)
 from pod_network import NAMESPACED, Pod, Request
 
 from pdcluster.checkpoint import bundled
 from pdcluster.settings.config import cache_directory
 
 LIMIT_S = 500.0
-KEY = "sk-acme-0123456789"
-# What the secrets of the examples hold, by key.
-SECRETS = {"cluster-key": "k" * 32, "admin-token": "t" * 32, "tenants.toml": f'[acme]\nkeys = ["{KEY}"]\n'}
 LARGE_POOL = re.compile(r"(node\.kv\.memory_bytes=)\d+GiB")
 SERVED = {"cpu-production": "qwen3-0.6b", "hub-model": "qwen3-0.6b"}
 CASES: Mapping[str, Sequence[Values]] = {
@@ -61,14 +71,13 @@ def num_bytes(quantity: str) -> int:
 def pods_of(objects: Sequence[dict[str, Any]], folder: Path) -> list[Pod]:
     """One pod of each Deployment, and all of the StatefulSet, whose names the others are told."""
     found: list[Pod] = []
-    is_new = any(each.get("spec", {}).get("ipFamilies") == ["IPv6"] for each in objects)
     for each in objects:
         if each["kind"] not in ("Deployment", "StatefulSet"):
             continue
         name, is_set = each["metadata"]["name"], each["kind"] == "StatefulSet"
         for number in range(each["spec"]["replicas"] if is_set else 1):
             own = f"{name}-{number}" if is_set else f"{name}-5d8f-x1"
-            address = f"fd00:7::{len(found) + 16:x}" if is_new else f"10.7.0.{len(found) + 16}"
+            address = pod_address(objects, len(found))
             host = [f"{own}.{name}.{NAMESPACE}.svc"] if is_set else []
             found.append(pod_of(each["spec"]["template"]["spec"], own, address, host, folder))
     return found
@@ -82,26 +91,19 @@ def pod_of(spec: dict[str, Any], name: str, address: str, hosts: list[str], fold
     ]
     env = {each["name"]: variable(each, address, name) for each in container["env"]}
     env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    volumes = {each["name"]: each for each in spec["volumes"]}
-    places = {each["mountPath"]: volumes[each["name"]] for each in container["volumeMounts"]}
+    places = places_of(spec, container)
     mounts = {"/cache/pdcluster": str(cache_directory())}
     if "/model" in places:
         mounts["/model"] = str(folder / "claim")
     if "HF_HOME" in env:
         mounts[env["HF_HOME"]] = str(folder / "hub")
-    files = {
-        f"{place}/{key}": content
-        for place, volume in places.items()
-        if "secret" in volume
-        for key, content in SECRETS.items()
-    }
     port = next(each["containerPort"] for each in container["ports"] if each["name"] == "health")
     entry = str(ROOT / "deploy" / "docker" / "entrypoint.sh")
     *before, last = [shlex.join(("sh", entry, *step)) for step in steps]
     return Pod(
-        name=name, address=address, hosts=hosts, argv=["sh", "-ec", "; ".join((*before, f"exec {last}"))], env=env, files=files,
+        name=name, address=address, hosts=hosts, argv=["sh", "-ec", "; ".join((*before, f"exec {last}"))], env=env, files=secret_files(places),
         mounts=mounts, memory=num_bytes(container["resources"]["limits"]["memory"]),
-        health=(port, container["startupProbe"]["httpGet"]["path"]),
+        health=(port, container["readinessProbe"]["httpGet"]["path"]),
     )  # fmt: skip
 
 
@@ -110,15 +112,6 @@ def variable(given: dict[str, Any], address: str, name: str) -> str:
         return str(given["value"])
     field = given["valueFrom"].get("fieldRef", {}).get("fieldPath")
     return {"metadata.name": name, "status.podIP": address, None: "secret"}[field]
-
-
-def lay_out_models(folder: Path) -> None:
-    """The bundled model as a claim's folder, and as a snapshot in the hub's cache."""
-    shutil.copytree(bundled.path(), folder / "claim" / "Qwen3-0.6B")
-    repository = folder / "hub" / "hub" / "models--Qwen--Qwen3-0.6B"
-    shutil.copytree(bundled.path(), repository / "snapshots" / "0123456789abcdef0123456789abcdef01234567")
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0123456789abcdef0123456789abcdef01234567")
 
 
 def started(pods: list[Pod], requests: list[Request]) -> dict[str, Any]:

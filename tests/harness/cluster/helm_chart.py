@@ -13,12 +13,19 @@ from typing import Any
 
 import yaml
 
+from pdcluster.checkpoint import bundled
+
 ROOT = Path(__file__).parents[3]
 CHART = ROOT / "deploy" / "helm" / "pdcluster"
 EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
 TOOLS = ROOT / ".venv-deploy" / "bin"
 HELM = shutil.which("helm", path=f"{TOOLS}{os.pathsep}{os.environ['PATH']}") or "helm"
 NAMESPACE = "llm"
+# Containers with a process of ours, called by its section of the settings.
+SECTIONS = ("node", "router", "bootstrap")
+KEY = "sk-acme-0123456789"
+# What the secrets of the examples hold, by key.
+SECRETS = {"cluster-key": "k" * 32, "admin-token": "t" * 32, "tenants.toml": f'[acme]\nkeys = ["{KEY}"]\n'}
 # A file of values, or what one holds.
 Values = Path | Mapping[str, Any]
 
@@ -72,7 +79,7 @@ def processes(objects: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str
     """(section, container) of each pod's process of ours."""
     for _, pod in pods(objects):
         for container in pod["containers"]:
-            if container["name"] in ("node", "router", "bootstrap"):
+            if container["name"] in SECTIONS:
                 yield container["name"], container
 
 
@@ -82,6 +89,37 @@ def settings_of(container: dict[str, Any]) -> dict[str, str]:
     pairs = [tuple(word.split("=", 1)) for word in words]
     assert len(dict(pairs)) == len(pairs), f"a setting is given twice: {words}"
     return dict(pairs)
+
+
+def pod_address(objects: Sequence[dict[str, Any]], number: int) -> str:
+    """The address of one of a release's pods, in the family of its Services."""
+    is_new = any(each.get("spec", {}).get("ipFamilies") == ["IPv6"] for each in objects)
+    return f"fd00:7::{number + 16:x}" if is_new else f"10.7.0.{number + 16}"
+
+
+def places_of(pod: dict[str, Any], container: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The volumes of a container, by where it has them."""
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    return {each["mountPath"]: volumes[each["name"]] for each in container["volumeMounts"]}
+
+
+def secret_files(places: Mapping[str, dict[str, Any]]) -> dict[str, str]:
+    """What a container finds in its secrets, by path."""
+    return {
+        f"{place}/{key}": content
+        for place, volume in places.items()
+        if "secret" in volume
+        for key, content in SECRETS.items()
+    }
+
+
+def lay_out_models(folder: Path) -> None:
+    """The bundled model as a claim's folder, and as a snapshot in the hub's cache."""
+    shutil.copytree(bundled.path(), folder / "claim" / "Qwen3-0.6B")
+    repository = folder / "hub" / "hub" / "models--Qwen--Qwen3-0.6B"
+    shutil.copytree(bundled.path(), repository / "snapshots" / "0123456789abcdef0123456789abcdef01234567")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123456789abcdef0123456789abcdef01234567")
 
 
 def in_pod(text: str, address: str, name: str) -> str:
