@@ -557,15 +557,27 @@ def pools(query: Query, view: ClusterView) -> Pools:
         raise Unavailable("no node")
     if query.force != "remote" and query.fallback != "deny":
         computing, usable = fresh(computing, query), fresh(usable, query)
-    found = Pools(
+    found = by_leg(computing, usable, query)
+    needs_pair = query.force == "remote" or (query.force == "auto" and query.fallback == "deny")
+    if needs_pair and not (found.prefill and found.decode):
+        raise Unavailable("no pair")
+    if query.force == "local" or may_be_local(query, found):
+        return found
+    return in_pairs(found) or in_pairs(by_leg(computing, usable, replace(query, excluded=frozenset()))) or found
+
+
+def by_leg(computing: Sequence[NodeView], usable: Sequence[NodeView], query: Query) -> Pools:
+    return Pools(
         prefill=fresh([node for node in computing if node.role != "decode"], query),
         decode=fresh([node for node in usable if node.role != "prefill"], query),
         local=fresh(usable, query),
     )
-    needs_pair = query.force == "remote" or (query.force == "auto" and query.fallback == "deny")
-    if needs_pair and not (found.prefill and found.decode):
-        raise Unavailable("no pair")
-    return found
+
+
+def in_pairs(found: Pools) -> Pools | None:
+    """Without prefill nodes that have no partner; None for no pair."""
+    prefill = tuple(node for node in found.prefill if partners(found.decode, node))
+    return of_legs(found, prefill=prefill) if prefill else None
 
 
 def may_be_local(query: Query, found: Pools) -> bool:
