@@ -149,12 +149,16 @@ class PolicySelector:
             return f"the routing policy failed ({type(error).__name__}); see the router's log"
         return None
 
-    def choose(self, job: Job, now: float) -> Decision:
+    def choose(self, job: Job, now: float, others: frozenset[str] = NO_NODES) -> Decision:
         """Choose nodes. Raises Unavailable when no node may take it: NoNodeTakesWork unless the client's own
         mode is why.
+
+        others: incarnations that it takes only where there are no more.
         """
         view = self._view()
         query = self.query(job, now, view)
+        if others:
+            query = replace(query, busy=others.union(query.busy))
         live, shadow = self.holder.live, self.holder.shadow
         try:
             choice = self.holder.pulls.apply(live.choose(query, view), query, view)

@@ -1,8 +1,11 @@
 """Which request goes to a node, waits, or is refused: hold queue, headroom and admission together.
 
 It is pure, so replay drives the same object in simulated time. The policy's decisions come in as a function, times as
-numbers. A request tries to be admitted: it goes at once when nobody waits and some node is open. Otherwise it is
-refused or held. Whenever room may have appeared, `release` scores the waiting requests again, in order.
+numbers. A request tries to be admitted: it goes at once when nobody waits for its nodes and some node is open.
+Otherwise it is refused or held. Whenever room may have appeared, `release` scores the waiting requests again, in order.
+
+A request that lacks room while others could go is set aside with what it lacks. One of those that lack the same is
+scored with each release, and all have a turn again when it could go.
 
 A request that no node takes now is *parked*: it is held until a node takes work again. A new one is parked only when
 nothing about the request itself is to blame. One that was accepted before is parked whatever the reason.
@@ -14,46 +17,32 @@ is not: that level predicts waits for prompts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
-from typing import Literal
 
 from msgspec.structs import replace
 
 from pdcluster.core import errors
-from pdcluster_router.core.generation import Mode
 from pdcluster_router.policy.base import suits_all
 from pdcluster_router.policy.decisions import Decision
 from pdcluster_router.queueing.admission import DrainRate, Outlook, Slo, check_service, refusal
 from pdcluster_router.queueing.fairness import QueuedRequest
 from pdcluster_router.queueing.headroom import MODES, Headroom
-from pdcluster_router.queueing.hold_queue import Expired, HoldLimits, HoldOutcome, HoldQueue
+from pdcluster_router.queueing.hold_queue import Expired, HoldLimits, HoldOutcome, HoldQueue, Lack
 
-# What the policy would do with a request now. Raises Unavailable when no node may take it.
-Decide = Callable[[QueuedRequest], Decision]
+# What the policy would do with a request now, preferring other nodes than those of the second argument. Raises
+# Unavailable when no node may take it.
+Decide = Callable[[QueuedRequest, frozenset[str]], Decision]
+NOTHING: frozenset[str] = frozenset()
 
-# Why a request waits: its mode has no room, or it would slow down rows.
-Reason = Mode | Literal["pace"]
-PACE: Literal["pace"] = "pace"
-
-# How long the gate trusts the last score of a waiting request, while what kept it waiting is still full. So a request
-# that may go elsewhere does not wait for those before it. And a report of a full pool costs one decision, not one for
-# each waiting request.
+# How long the gate trusts the last score of a request that lacks room. So one that may go elsewhere does not wait for
+# the others that lack the same.
 RESCORE_S = 0.25
 
 # How often a request that no node takes is looked at again.
 PARKED_LOOK_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """Why a request did not go when it was last scored."""
-
-    reason: Reason
-    # Incarnations whose room it lacked.
-    nodes: frozenset[str]
-    # When it was scored.
-    moment: float
+# Set-aside requests that are looked at for one release, so that none takes long.
+MOST_LOOKS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +67,11 @@ class Gate:
         self._headroom = headroom
         self._slo = slo
         self._drain = DrainRate()
-        # Wishes of requests that were passed over lately.
-        self._wishes: dict[str, Wish] = {}
+        # What requests lacked when they were last scored, also of those that have a turn again.
+        self._lacks: dict[str, Lack] = {}
+        self._look_ahead = limits.look_ahead
+        # When set-aside requests are looked at next.
+        self._next_look = 0.0
         # Why no node took a parked request, when it was last scored.
         self._parked: dict[str, errors.Unavailable] = {}
 
@@ -90,7 +82,7 @@ class Gate:
         request may be parked. A request that came in before (is_paid) always may.
         """
         try:
-            decision = decide(held)
+            decision = decide(held, NOTHING)
         except errors.Unavailable as cause:
             self.park(held, cause, now)
             return None
@@ -101,7 +93,9 @@ class Gate:
 
     def at_once(self, decision: Decision, waited_s: float, *, is_paid: bool) -> Decision | None:
         """Where a request goes that need not wait, as nearly all; None: it must be held. Raises Overloaded."""
-        if self.queue.num_able or self._why_held(decision, waited_s, is_paid=is_paid) is not None:
+        if self.queue.num_able or self.queue.is_lacked(_taken(decision)):
+            return None  # others are before it
+        if not self._may_go(decision, waited_s, is_paid=is_paid):
             return None
         if self._slo.ttft_s is not None and not is_paid:
             query, first = decision.query, decision.choice.first
@@ -113,7 +107,7 @@ class Gate:
         """Backlog below which a node takes a new request. -1: it must call `try_admit`, since others wait or a service
         level holds.
         """
-        return -1.0 if self.queue.num_able or self._slo.ttft_s is not None else self._headroom.backlog_s
+        return -1.0 if self.queue.num_taken or self._slo.ttft_s is not None else self._headroom.backlog_s
 
     def hold(self, held: QueuedRequest, decision: Decision, now: float) -> None:
         """Hold a request that could not go. Raises Overloaded."""
@@ -121,6 +115,8 @@ class Gate:
         if not held.is_paid:
             self._admit(held, decision)
         self.queue.push(held)
+        if not self._may_go(decision, now - held.arrived, is_paid=held.is_paid) and not self._is_full(decision):
+            self._set_aside(held, decision, now)
         self._note_held(now)
 
     def park(self, held: QueuedRequest, cause: errors.Unavailable, now: float) -> None:
@@ -132,88 +128,121 @@ class Gate:
             raise errors.Unavailable(
                 f"{len(self.queue)} requests of {self.queue.num_bytes} bytes wait for a node, no more may; {cause}"
             )
-        self.queue.push(held, look_at=now + PARKED_LOOK_S)
-        self._parked[held.request] = cause
+        self.queue.push(held)
+        self._park(held, cause, now)
         self._note_held(now)
+
+    def _park(self, held: QueuedRequest, cause: errors.Unavailable, now: float) -> None:
+        self._parked[held.request] = cause
+        self._lacks.pop(held.request, None)
+        self.queue.set_aside(held.request, now + PARKED_LOOK_S, None)
 
     def release(self, decide: Decide, now: float, most: int = 1) -> list[Released]:
         """Release up to `most` waiting requests. Use 1 when a decision counts in the view only once it was acted
         upon.
         """
         released = self._look_aside(decide, now)[:most]
-        wanted: dict[str, frozenset[str]] = {}
-        full: frozenset[Reason] = frozenset()
 
-        def offer(held: QueuedRequest, claims: Sequence[QueuedRequest]) -> HoldOutcome:
-            nonlocal full
+        def offer(held: QueuedRequest) -> HoldOutcome:
             if len(released) >= most:
                 return HoldOutcome.FULL
-            if (wish := self._still_wished(held, full, now)) is not None:
-                wanted[held.request] = wish.nodes
-                return HoldOutcome.STILL
             try:
-                decision = decide(held)
+                decision = decide(held, NOTHING)
+                claimed = self.queue.claimed(held.priority, now)
+                if not _taken(decision).isdisjoint(claimed):
+                    decision = decide(held, claimed)  # its second choice
             except errors.PdclusterError as error:
                 if isinstance(error, errors.Unavailable) and _may_park(held, error):
-                    self._parked[held.request] = error
+                    self._park(held, error, now)
                     return HoldOutcome.ASIDE
                 released.append(Released(held, None, error))
                 return HoldOutcome.PLACED
-            choice, query, view = decision.choice, decision.query, decision.view
-            if (reason := self._why_held(decision, now - held.arrived, is_paid=held.is_paid)) is not None:
-                wanted[held.request] = nodes = self._headroom.lacking(choice, query, view, is_paced=reason == PACE)
-                modes = self._headroom.full_modes(view)
-                full = modes | {PACE} if PACE in (reason, *full) else modes
-                self._wishes[held.request] = Wish(reason, nodes, now)
-                return HoldOutcome.FULL if len(modes) == len(MODES) else HoldOutcome.ELSEWHERE
-            takes = {choice.first.endpoint.incarnation, choice.decode.endpoint.incarnation}
-            if any(takes & wanted.get(claim.request, frozenset()) for claim in claims):
+            if not self._may_go(decision, now - held.arrived, is_paid=held.is_paid):
+                if self._is_full(decision):
+                    return HoldOutcome.FULL
+                self._set_aside(held, decision, now)
+                return HoldOutcome.ASIDE
+            if not _taken(decision).isdisjoint(claimed):
                 return HoldOutcome.ELSEWHERE
             released.append(Released(held, _going(decision)))
             return HoldOutcome.PLACED
 
-        for held in self.queue.release(offer, now, now + PARKED_LOOK_S):
+        for held in self.queue.release(offer, now):
             self._drain.released(held.charge, now)
+            self._forget(held.request)
         self._note_held(now)
-        self._wishes = {
-            request: wish
-            for request, wish in self._wishes.items()
-            if now < wish.moment + RESCORE_S and request in self.queue
-        }
         return released
 
     def _look_aside(self, decide: Decide, now: float) -> list[Released]:
-        """Look at some parked requests again. Those that a node takes have a turn now; returns those that fail."""
+        """Look at some set-aside requests again. Those that could go have a turn now; returns those that fail."""
         failed: list[Released] = []
-        for held in self.queue.unseen(now):
-            try:
-                decide(held)
-            except errors.PdclusterError as error:
-                if isinstance(error, errors.Unavailable) and _may_park(held, error):
-                    self._parked[held.request] = error
-                    self.queue.seen(held.request, now + PARKED_LOOK_S)
-                    continue
-                if not failed:  # the others are looked at again with the next release
-                    self.queue.remove(held.request)
-                    self._parked.pop(held.request, None)
-                    failed.append(Released(held, None, error))
+        for lack, held in self.queue.lacking()[: self._look_ahead]:
+            outcome = self._looked_at(held, decide, now, failed)
+            if outcome is HoldOutcome.FULL:
+                return failed
+            if outcome is HoldOutcome.PLACED:
+                for request in self.queue.who_lacks(lack):
+                    self.queue.bring_back(request)
+        if now < self._next_look:
+            return failed
+        self._next_look, num_vain = now + PARKED_LOOK_S, 0
+        for held, lack in self.queue.unseen(now)[:MOST_LOOKS]:
+            if num_vain >= self._look_ahead:
+                break
+            outcome = self._looked_at(held, decide, now, failed)
+            if outcome is HoldOutcome.ASIDE:
+                num_vain += 1
                 continue
-            self._parked.pop(held.request, None)
+            if outcome is HoldOutcome.FULL and lack is not None:
+                break
+            self._next_look = now  # more may go
             self.queue.bring_back(held.request)
+            self._forget(held.request)  # the others that lack the same may differ
         return failed
 
-    def _why_held(self, decision: Decision, waited_s: float, *, is_paid: bool) -> Reason | None:
-        """Why a request cannot go now; None: it can."""
+    def _looked_at(self, held: QueuedRequest, decide: Decide, now: float, failed: list[Released]) -> HoldOutcome:
+        """What would become of a set-aside request."""
+        try:
+            decision = decide(held, NOTHING)
+        except errors.PdclusterError as error:
+            if isinstance(error, errors.Unavailable) and _may_park(held, error):
+                self._park(held, error, now)
+            elif not failed:  # the others are looked at again with the next release
+                self.queue.remove(held.request)
+                self._forget(held.request)
+                failed.append(Released(held, None, error))
+            return HoldOutcome.ASIDE
+        if self._may_go(decision, now - held.arrived, is_paid=held.is_paid):
+            return HoldOutcome.PLACED
+        if self._is_full(decision):
+            return HoldOutcome.FULL
+        self._set_aside(held, decision, now)
+        return HoldOutcome.ASIDE
+
+    def _set_aside(self, held: QueuedRequest, decision: Decision, now: float) -> None:
+        """Set a request aside that lacks room, and all that lacked the same when they were last scored."""
+        self._parked.pop(held.request, None)
+        choice, query, view = decision.choice, decision.query, decision.view
+        is_paced = self._headroom.has_open(choice, query, view)
+        lack = Lack(self._headroom.lacking(choice, query, view, is_paced=is_paced), held.priority)
+        self._lacks[held.request] = lack
+        alike = [held.request]
+        if self.queue.num_able:
+            alike += [name for name, other in self._lacks.items() if other == lack and not self.queue.is_aside(name)]
+        for request in dict.fromkeys(alike):
+            self.queue.set_aside(request, now + RESCORE_S, lack)
+
+    def _may_go(self, decision: Decision, waited_s: float, *, is_paid: bool) -> bool:
         choice, query, may_slow = decision.choice, decision.query, is_paid or self._slo.ttft_s is not None
         if self._headroom.goes(choice, query, decision.view, waited_s, may_slow=may_slow):
-            return None
+            return True
         if not self._headroom.has_open(choice, query, decision.view):
-            return choice.mode
-        return None if may_slow or self._headroom.keeps_pace(choice, query, waited_s) else PACE
+            return False
+        return may_slow or self._headroom.keeps_pace(choice, query, waited_s)
 
-    def _still_wished(self, held: QueuedRequest, full: Set[Reason], now: float) -> Wish | None:
-        wish = self._wishes.get(held.request)
-        return wish if wish is not None and wish.reason in full and now < wish.moment + RESCORE_S else None
+    def _is_full(self, decision: Decision) -> bool:
+        """Whether no request has room."""
+        return len(self._headroom.full_modes(decision.view)) == len(MODES)
 
     def leave(self, request: str, now: float) -> None:
         """Its client left, wherever the request is."""
@@ -223,7 +252,7 @@ class Gate:
 
     def _forget(self, request: str) -> None:
         self._parked.pop(request, None)
-        self._wishes.pop(request, None)
+        self._lacks.pop(request, None)
 
     def expire(self, now: float) -> list[Released]:
         """Requests whose time is over, with the error that answers them."""
@@ -235,22 +264,19 @@ class Gate:
 
     def _note_held(self, now: float) -> None:
         """Time in which no node takes work says nothing about how fast nodes work."""
-        self._drain.is_held(self.queue.num_able > 0, now)
+        self._drain.is_held(self.queue.num_taken > 0, now)
 
-    def wait_s(self, held: QueuedRequest, num_nodes: int) -> float:
-        """Predicted wait in the queue of a request outside it; at most the queue's age."""
-        return min(self.queue.work_before(held) / self._drain.rate(max(num_nodes, 1)), self._age_s)
+    def wait_s(self, held: QueuedRequest, nodes: Set[str]) -> float:
+        """Predicted wait in the queue of a request outside it that may go to these nodes; at most the queue's age."""
+        return min(self.queue.work_before(held, nodes) / self._drain.rate(max(len(nodes), 1)), self._age_s)
 
     # ------------------------------------------------------------ refusals
 
     def _admit(self, held: QueuedRequest, decision: Decision) -> None:
-        pool = [
-            node
-            for node in decision.view.nodes
-            if node.accepts_work and (decision.choice.mode == "local" or node.role != "decode")
-        ]
+        usable = self._headroom.usable(decision.choice, decision.query, decision.view)
+        pool = [node for node in decision.view.nodes if node.endpoint.incarnation in usable]
         least_s = min((self._headroom.waiting_s(node) for node in pool), default=0.0)
-        wait_s = self.wait_s(held, len(pool)) + max(least_s - self._headroom.backlog_s, 0.0)
+        wait_s = self.wait_s(held, usable) + max(least_s - self._headroom.backlog_s, 0.0)
         bound = self.queue.lacks_room(held)
         if bound is not None:
             raise refusal(
@@ -258,7 +284,7 @@ class Gate:
                 f"{len(self.queue)} requests of {self.queue.num_bytes} bytes wait for a node, no more may",
                 wait_s,
             )
-        is_modest = self.queue.num_able > 0 and not self.queue.has_any_of(held.tenant)
+        is_modest = self.queue.num_taken > 0 and not self.queue.has_any_of(held.tenant)
         check_service(Outlook(wait_s, min(least_s, self._headroom.backlog_s), held.work, is_modest), self._slo)
 
     def _late(self, expired: Expired, now: float) -> errors.PdclusterError:
@@ -269,11 +295,17 @@ class Gate:
             return errors.DeadlineExceeded(f"{waited} and found no room by its deadline{why}", "request")
         if cause is not None:
             return errors.Unavailable(f"{waited}, as long as it may{why}")
-        return refusal("hold_age", f"{waited}, as long as it may", self.wait_s(held, 1))
+        return refusal("hold_age", f"{waited}, as long as it may", self.wait_s(held, expired.nodes))
 
 
 def _may_park(held: QueuedRequest, cause: errors.Unavailable) -> bool:
     return held.is_paid or isinstance(cause, errors.NoNodeTakesWork)
+
+
+def _taken(decision: Decision) -> frozenset[str]:
+    """The nodes that a request takes."""
+    choice = decision.choice
+    return frozenset((choice.first.endpoint.incarnation, choice.decode.endpoint.incarnation))
 
 
 def _going(decision: Decision) -> Decision:

@@ -7,19 +7,20 @@ requests in order to its caller. No request is starved:
 1. Tenants and tiers take fair turns.
 2. Inside a tenant, requests go by due time: `urgency` times what their prompts take, at most `patience_s`, and by their
    deadlines. A later request cannot pass one that is due.
-3. A request that cannot use the free room is passed over. Once it is due, those behind it must leave alone what it
-   lacks.
-4. A request that no node takes now is set aside. It is in nobody's way: it has no turn, and no work before others. It
-   counts for the bounds. A few are looked at again with each release, the longest unseen first.
+3. A request that cannot use the free room is set aside with what it lacks. Once it is due, those of its tier and of
+   less urgent ones must leave that alone. All that lack the same have a turn again once one of them has room.
+4. A request that no node takes now is set aside, too. It has no work before others.
+
+Those set aside are in nobody's way: they have no turn, and count for the bounds only. A few are looked at again, the
+longest unseen first.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import islice
 from typing import Literal
 
 from pdcluster.core.errors import IntegrityError
@@ -43,10 +44,9 @@ class HoldLimits:
     patience_s: float = 30.0
     # A request is due after `urgency` times its own work; None: first come, first served.
     urgency: float | None = PATIENCE
-    # Requests that are scored for one release and may be passed over for a later one; and set-aside ones looked at.
+    # Requests that are scored for one release and may be passed over for a later one; and set-aside ones looked at in
+    # vain.
     look_ahead: int = 16
-    # Requests that are passed over for one release without a score, because what they lack is lacking still.
-    most_passed: int = 64
     quantum: float = 0.05
     floor: float = 0.05
     burst: float = 1.0
@@ -59,24 +59,43 @@ class HoldOutcome(Enum):
 
     # It went.
     PLACED = auto()
-    # The free room is not for this one.
+    # What it would take is another's.
     ELSEWHERE = auto()
-    # As when it was last scored: nothing was computed.
-    STILL = auto()
-    # No node takes it now.
+    # It was set aside.
     ASIDE = auto()
     # Nothing is free for any request.
     FULL = auto()
 
 
-# Tries to place a request. The second argument: requests whose nodes this one must leave alone.
-Offer = Callable[[QueuedRequest, Sequence[QueuedRequest]], HoldOutcome]
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """What a request waits for."""
+
+    # Incarnations, one of which must have room.
+    nodes: frozenset[str]
+    # The tier of the request.
+    priority: int
+
+
+# Tries to place a request.
+Offer = Callable[[QueuedRequest], HoldOutcome]
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    held: QueuedRequest
+    # When it may be looked at again.
+    look_at: float
+    # None: no node takes it.
+    lack: Lack | None
 
 
 @dataclass(frozen=True, slots=True)
 class Expired:
     held: QueuedRequest
     reason: Reason
+    # What it waited for.
+    nodes: frozenset[str]
 
 
 class HoldQueue:
@@ -88,8 +107,10 @@ class HoldQueue:
         greed = GREED if limits.is_shared else None
         self._places = Shares(limits.count, greed)
         self._bytes = Shares(limits.size_bytes, greed)
-        # Requests that no node takes, the longest unseen first, with when they may be looked at again.
-        self._aside: dict[str, tuple[QueuedRequest, float]] = {}
+        # The longest unseen first.
+        self._aside: dict[str, SetAside] = {}
+        # When those that lack the same are due.
+        self._lacking: dict[Lack, dict[str, float]] = {}
         self._expiries: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
@@ -100,8 +121,13 @@ class HoldQueue:
 
     @property
     def num_able(self) -> int:
-        """Requests that some node takes, and so have a turn."""
+        """Requests that have a turn."""
         return len(self._queue)
+
+    @property
+    def num_taken(self) -> int:
+        """Requests that some node takes: they wait for room."""
+        return len(self._queue) + sum(map(len, self._lacking.values()))
 
     @property
     def num_bytes(self) -> int:
@@ -109,10 +135,13 @@ class HoldQueue:
 
     def waiting(self) -> list[QueuedRequest]:
         """All requests in the order they came."""
-        return sorted((*self._queue.all(), *(held for held, _ in self._aside.values())), key=lambda one: one.arrived)
+        return sorted((*self._queue.all(), *(one.held for one in self._aside.values())), key=lambda one: one.arrived)
 
     def has_any_of(self, tenant: str) -> bool:
-        return self._queue.has_any_of(tenant)
+        """Whether a request of the tenant waits for room."""
+        return self._queue.has_any_of(tenant) or any(
+            one.held.tenant == tenant for one in self._aside.values() if one.lack is not None
+        )
 
     # ------------------------------------------------------------ in and out
 
@@ -122,17 +151,11 @@ class HoldQueue:
             (bound for bound, shares, amount in self._amounts(held) if not shares.has_room(held.tenant, amount)), None
         )
 
-    def push(self, held: QueuedRequest, *, look_at: float | None = None) -> None:
-        """Add a request for which `lacks_room` is None. One that comes back is due at once.
-
-        look_at: no node takes it now, so it is set aside until then; None: some node does.
-        """
-        if look_at is None:
-            self._queue.add(held, self._due(held))
-        elif held.request in self:
+    def push(self, held: QueuedRequest) -> None:
+        """Add a request for which `lacks_room` is None. One that comes back is due at once."""
+        if held.request in self:
             raise IntegrityError(f"request {held.request} waits already")
-        else:
-            self._aside[held.request] = held, look_at
+        self._queue.add(held, self._due(held))
         for _, shares, amount in self._amounts(held):
             shares.take(held.tenant, amount)
         heapq.heappush(self._expiries, (self._expiry(held), held.request))
@@ -140,7 +163,7 @@ class HoldQueue:
     def remove(self, request: str) -> QueuedRequest | None:
         """Remove a request whose client left. None when it does not wait here."""
         if request in self._aside:
-            held, _ = self._aside.pop(request)
+            held = self._take_back(request)
         elif request in self._queue:
             held = self._queue.remove(request)
         else:
@@ -150,28 +173,62 @@ class HoldQueue:
 
     # ------------------------------------------------------------ set aside
 
-    def unseen(self, now: float) -> list[QueuedRequest]:
-        """Set-aside requests to look at now, at most `look_ahead`."""
-        found = (held for held, look_at in self._aside.values() if look_at <= now)
-        return list(islice(found, self._limits.look_ahead))
-
-    def seen(self, request: str, look_at: float) -> None:
-        """No node takes the set-aside request yet."""
-        held, _ = self._aside.pop(request)
-        self._aside[request] = held, look_at
+    def set_aside(self, request: str, look_at: float, lack: Lack | None) -> None:
+        """Nobody need look at the request until then, or until a node of `lack` has room. None: no node takes it."""
+        held = self._take_back(request) if request in self._aside else self._queue.remove(request)
+        self._aside[request] = SetAside(held, look_at, lack)
+        if lack is not None:
+            self._lacking.setdefault(lack, {})[request] = self._due(held)
 
     def bring_back(self, request: str) -> None:
-        """Some node takes the set-aside request again: it has a turn from now on."""
-        held, _ = self._aside.pop(request)
+        """The request has a turn from now on."""
+        held = self._take_back(request)
         self._queue.add(held, self._due(held))
+
+    def is_aside(self, request: str) -> bool:
+        return request in self._aside
+
+    def unseen(self, now: float) -> list[tuple[QueuedRequest, Lack | None]]:
+        """Set-aside requests that may be looked at now, with what they lack; None: no node takes them."""
+        return [(one.held, one.lack) for one in self._aside.values() if one.look_at <= now]
+
+    def lacking(self) -> list[tuple[Lack, QueuedRequest]]:
+        """What set-aside requests lack, with the one that is due first."""
+        return [(lack, self._aside[min(due, key=due.__getitem__)].held) for lack, due in self._lacking.items()]
+
+    def who_lacks(self, lack: Lack) -> list[str]:
+        return list(self._lacking.get(lack, ()))
+
+    def is_lacked(self, nodes: Set[str]) -> bool:
+        """Whether a set-aside request waits for one of these nodes."""
+        return any(not lack.nodes.isdisjoint(nodes) for lack in self._lacking)
+
+    def claimed(self, priority: int, now: float) -> frozenset[str]:
+        """Nodes that requests of this tier must leave to those that are due."""
+        due = (
+            lack.nodes for lack, due in self._lacking.items() if lack.priority <= priority and min(due.values()) <= now
+        )
+        return frozenset().union(*due)
+
+    def _take_back(self, request: str) -> QueuedRequest:
+        one = self._aside.pop(request)
+        if one.lack is not None:
+            due = self._lacking[one.lack]
+            del due[request]
+            if not due:
+                del self._lacking[one.lack]
+        return one.held
 
     def expire(self, now: float) -> list[Expired]:
         """Take out requests that are past their deadline or waited too long."""
         expired = []
         while (moment := self.next_expiry()) is not None and moment <= now:
-            held = self.remove(self._expiries[0][1])
+            request = self._expiries[0][1]
+            one = self._aside.get(request)
+            held = self.remove(request)
             assert held is not None  # next_expiry drops those that left
-            expired.append(Expired(held, "deadline" if now >= held.deadline else "age"))
+            nodes = frozenset[str]() if one is None or one.lack is None else one.lack.nodes
+            expired.append(Expired(held, "deadline" if now >= held.deadline else "age", nodes))
         return expired
 
     def next_expiry(self) -> float | None:
@@ -180,42 +237,37 @@ class HoldQueue:
             heapq.heappop(self._expiries)
         return self._expiries[0][0] if self._expiries else None
 
-    def release(self, offer: Offer, now: float, look_at: float = 0.0) -> list[QueuedRequest]:
-        """Offer requests in order until nothing is free. Returns those that were placed.
-
-        look_at: when those that it sets aside may be looked at again.
-        """
+    def release(self, offer: Offer, now: float) -> list[QueuedRequest]:
+        """Offer requests in order until nothing is free. Returns those that were placed."""
         placed: list[QueuedRequest] = []
         passed: set[str] = set()
-        claims: list[QueuedRequest] = []
-        num_scored, limits = 0, self._limits
-        while (
-            num_scored <= limits.look_ahead
-            and len(passed) <= limits.most_passed
-            and (turn := self._queue.peek(passed)) is not None
-        ):
-            answer = offer(turn.held, claims)
+        num_scored = 0
+        while num_scored <= self._limits.look_ahead and (turn := self._queue.peek(passed)) is not None:
+            answer = offer(turn.held)
             if answer is HoldOutcome.FULL:
                 break
             if answer is HoldOutcome.PLACED:
                 placed.append(self._queue.take(turn))
                 self._gone(turn.held)
                 continue
-            num_scored += answer is not HoldOutcome.STILL
-            if answer is HoldOutcome.ASIDE:
-                held = self._queue.remove(turn.held.request)
-                self._aside[held.request] = held, look_at
-                continue
-            passed.add(turn.held.request)
-            if now >= self._due(turn.held):
-                claims.append(turn.held)
+            num_scored += 1
+            if answer is HoldOutcome.ELSEWHERE:
+                passed.add(turn.held.request)
         return placed
 
     # ------------------------------------------------------------ what will be
 
-    def work_before(self, held: QueuedRequest) -> float:
-        """Work that is released before a request that is not here yet."""
-        return self._queue.work_before(held, self._due(held))
+    def work_before(self, held: QueuedRequest, nodes: Set[str]) -> float:
+        """Work that is released before a request that is not here yet, and may go to these nodes."""
+        due = self._due(held)
+        aside = sum(
+            self._aside[request].held.charge
+            for lack, dues in self._lacking.items()
+            if not lack.nodes.isdisjoint(nodes) and lack.priority <= held.priority
+            for request, other in dues.items()
+            if other <= due or lack.priority < held.priority
+        )
+        return aside + self._queue.work_before(held, due)
 
     # ------------------------------------------------------------ books
 
@@ -239,7 +291,7 @@ class HoldQueue:
         return min(held.deadline, held.arrived + self._limits.age_s)
 
     def _is_current(self, moment: float, request: str) -> bool:
-        held = self._aside[request][0] if request in self._aside else self._queue.get(request)
+        held = self._aside[request].held if request in self._aside else self._queue.get(request)
         return held is not None and self._expiry(held) == moment
 
     def _gone(self, held: QueuedRequest) -> None:
@@ -255,6 +307,9 @@ class HoldQueue:
         self._bytes.check_integrity()
         if both := [request for request in self._aside if request in self._queue]:
             raise IntegrityError(f"set aside and waiting for a turn: {both}")
+        lacking = {(lack, request) for lack, due in self._lacking.items() for request in due}
+        if lacking != {(one.lack, request) for request, one in self._aside.items() if one.lack is not None}:
+            raise IntegrityError("what set-aside requests lack differs from what is known of it")
         held = self.waiting()
         taken = [one for one in held if not one.is_paid]
         if self._places.used != len(taken) or self._bytes.used != sum(one.size_bytes for one in taken):

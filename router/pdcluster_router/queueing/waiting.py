@@ -22,8 +22,8 @@ from pdcluster_router.queueing.gate import Gate, Released
 
 logger = logging.getLogger(__name__)
 
-# What the policy would do with one request, at a time.
-Decide = Callable[[float], Decision]
+# What the policy would do with one request, at a time, preferring other nodes than those of the second argument.
+Decide = Callable[[float, frozenset[str]], Decision]
 
 # Receives where a waiting request goes, or why it cannot go.
 Answer = Callable[[Decision | errors.PdclusterError], None]
@@ -165,8 +165,8 @@ class WaitingRequests:
             self._tell_released(released[0])
             await asyncio.sleep(0)  # it has started; let others run
 
-    def _decide(self, now: float, held: QueuedRequest) -> Decision:
-        return self._waiters[held.request].decide(now)
+    def _decide(self, now: float, held: QueuedRequest, others: frozenset[str]) -> Decision:
+        return self._waiters[held.request].decide(now, others)
 
     def _tell_released(self, released: Released) -> None:
         request = released.held.request

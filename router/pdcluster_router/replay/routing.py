@@ -188,7 +188,7 @@ class ReplayRouter:
         self._known = IdealCache()
         self._demand = DemandMeter()
         self._asked = RouterDemand("replay", 0)
-        self._selector.num_held = lambda: len(self.gate.queue)
+        self._selector.num_held = lambda: self.gate.queue.num_taken
         self._endpoints = {node.name: Endpoint(node.name, node.name, f"sim://{node.name}") for node in nodes}
         self._costs: Mapping[str, NodeCost] = {node.name: node.cost for node in nodes}
         self._paths = PathSpeeds([node.name for node in nodes], spec.bandwidth)
@@ -222,7 +222,7 @@ class ReplayRouter:
             self._demand.arrived(placed.choice.first.role, placed.sent_s, placed.choice.decode.role)
             return placed.choice
         held = QueuedRequest(job.request, "", 0.0, BYTES_PER_TOKEN * task.request.num_tokens, now, job.deadline)
-        decision = self.gate.try_admit(held, lambda _: self._chosen(job, now), now)
+        decision = self.gate.try_admit(held, lambda *_: self._chosen(job, now), now)
         if decision is not None:
             return decision.choice
         self._held[job.request] = task, job
@@ -249,10 +249,13 @@ class ReplayRouter:
         for late in self.gate.expire(now):
             yield self._placed(late)
         while self._held and not self._is_full():
-            found = self.gate.release(lambda held: self._selector.choose(self._held[held.request][1], now), now)
+            found = self.gate.release(partial(self._choose_held, now), now)
             if not found:
                 return
             yield self._placed(found[0])
+
+    def _choose_held(self, now: float, held: QueuedRequest, others: frozenset[str]) -> Decision:
+        return self._selector.choose(self._held[held.request][1], now, others)
 
     def _placed(self, one: Released) -> ReplayPlacement:
         return ReplayPlacement(

@@ -426,11 +426,12 @@ class Request:
             if self.num_placed == 1 and self.generation.parent is None:
                 shared.selector.note_prefix(*self.record.prefix)
 
-    def _decide(self, now: float) -> Decision:
+    def _decide(self, now: float, others: frozenset[str] = frozenset()) -> Decision:
+        """What the policy would do now. others: nodes that it takes only where there are no more."""
         job, shared = self.job, self.shared
         shared.shut.apply(job, now)
         try:
-            decision = shared.selector.follow(job, now) or shared.selector.choose(job, now)
+            decision = shared.selector.follow(job, now) or shared.selector.choose(job, now, others)
             self.record.consider(decision, now)
             return decision
         except errors.Unavailable:
@@ -438,7 +439,7 @@ class Request:
             longest = self._longest()
             if job.emitted and job.most_tokens > longest > 0:
                 job.most_tokens = 0  # the larger nodes left; what was sent goes on as far as nodes take it
-                return self._decide(now)
+                return self._decide(now, others)
             check_fits(shared.selector.query(job, now, shared.cluster.view()), shared.cluster.view(), longest)
             raise
         except errors.PdclusterError:

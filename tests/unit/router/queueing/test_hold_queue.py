@@ -2,7 +2,6 @@
 happens."""
 
 import math
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import settings
@@ -10,7 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdcluster_router.queueing.fairness import QueuedRequest
-from pdcluster_router.queueing.hold_queue import HoldLimits, HoldOutcome, HoldQueue
+from pdcluster_router.queueing.hold_queue import HoldLimits, HoldOutcome, HoldQueue, Lack
+
+NOWHERE: frozenset[str] = frozenset()
 
 
 def held(
@@ -32,7 +33,7 @@ def make_queue(**limits) -> HoldQueue:
 def release(queue: HoldQueue, num_places: int, now: float = 0.0) -> list[str]:
     left = num_places
 
-    def offer(_: QueuedRequest, __: Sequence[QueuedRequest]) -> HoldOutcome:
+    def offer(_: QueuedRequest) -> HoldOutcome:
         nonlocal left
         left -= 1
         return HoldOutcome.PLACED if left >= 0 else HoldOutcome.FULL
@@ -119,37 +120,46 @@ def test_without_urgency_it_is_first_come_first_served() -> None:
     queue = make_queue(urgency=None)
     push_all(queue, held("long", work=4.0), held("short", work=0.5, arrived=1.0))
     assert release(queue, 2) == ["long", "short"]
-    assert queue.work_before(held("new", work=0.5, arrived=2.0)) == 0.0
+    assert queue.work_before(held("new", work=0.5, arrived=2.0), NOWHERE) == 0.0
     push_all(queue, held("r3", work=4.0, arrived=1.5))
-    assert queue.work_before(held("new", work=0.5, arrived=2.0)) == 4.0
+    assert queue.work_before(held("new", work=0.5, arrived=2.0), NOWHERE) == 4.0
 
 
 def test_what_is_due_later_does_not_count_as_work_before() -> None:
     queue = make_queue(patience_s=30.0, urgency=5.0)
     push_all(queue, held("long", work=4.0), held("short", work=0.5))
-    assert queue.work_before(held("new", work=1.0, arrived=1.0)) == 0.5
+    assert queue.work_before(held("new", work=1.0, arrived=1.0), NOWHERE) == 0.5
 
 
-def test_a_request_that_cannot_use_what_is_free_is_passed_but_not_for_ever() -> None:
-    queue = make_queue(patience_s=5.0)
-    push_all(queue, held("choosy"), held("r1"), held("r2"))
-    claims_seen: list[tuple[str, list[str]]] = []
+def test_what_is_lacked_is_claimed_once_it_is_due_by_no_less_urgent_ones() -> None:
+    queue, lack = make_queue(patience_s=5.0), Lack(frozenset({"n1"}), 0)
+    push_all(queue, held("choosy"), held("also"), held("r1"))
+    for name in ("choosy", "also"):
+        queue.set_aside(name, 1.0, lack)
+    assert release(queue, 5) == ["r1"] and queue.num_able == 0 and queue.num_taken == 2
+    assert queue.is_lacked({"n1", "n2"}) and not queue.is_lacked({"n2"})
+    assert queue.claimed(0, 4.9) == NOWHERE and queue.claimed(0, 5.0) == {"n1"} == queue.claimed(7, 5.0)
+    assert queue.claimed(-1, 5.0) == NOWHERE
+    assert [(found, first.request) for found, first in queue.lacking()] == [(lack, "choosy")]
+    for name in queue.who_lacks(lack):
+        queue.bring_back(name)
+    assert not queue.is_lacked({"n1"}) and release(queue, 5) == ["choosy", "also"]
 
-    def offer(one: QueuedRequest, claims: Sequence[QueuedRequest]) -> HoldOutcome:
-        claims_seen.append((one.request, [claim.request for claim in claims]))
-        return HoldOutcome.ELSEWHERE if one.request == "choosy" or claims else HoldOutcome.PLACED
 
-    assert [one.request for one in queue.release(offer, 4.0)] == ["r1", "r2"]
-    queue.push(held("r3", arrived=5.0))
-    assert queue.release(offer, 6.0) == []
-    assert claims_seen[-2:] == [("choosy", []), ("r3", ["choosy"])], "what comes after it must leave its nodes alone"
+def test_work_before_a_request_is_that_of_those_that_lack_the_same_nodes_too() -> None:
+    queue = make_queue(urgency=None)
+    push_all(queue, held("long", work=4.0))
+    queue.set_aside("long", 1.0, Lack(frozenset({"n1"}), 0))
+    new = held("new", arrived=2.0)
+    assert queue.work_before(new, frozenset({"n1", "n2"})) == 4.0 and queue.work_before(new, frozenset({"n2"})) == 0.0
+    assert queue.work_before(held("before", arrived=-1.0), frozenset({"n1"})) == 0.0
 
 
 def test_only_so_many_are_passed_over() -> None:
     queue, offered = make_queue(look_ahead=3), []
     push_all(queue, *(held(f"r{number}") for number in range(10)))
 
-    def refuse(one: QueuedRequest, _: Sequence[QueuedRequest]) -> HoldOutcome:
+    def refuse(one: QueuedRequest) -> HoldOutcome:
         offered.append(one.request)
         return HoldOutcome.ELSEWHERE
 
@@ -179,6 +189,7 @@ class HoldMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.inside: dict[str, QueuedRequest] = {}
         self.gone: set[str] = set()
+        self.aside: dict[str, Lack | None] = {}
         self.number = 0
 
     @rule(
@@ -207,21 +218,39 @@ class HoldMachine(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(sorted(self.inside)))
         assert self.queue.remove(request) == self.inside.pop(request)
+        self.aside.pop(request, None)
         self.gone.add(request)
 
-    @rule(num_places=st.integers(0, 4), picky=st.sets(st.integers(1, 60), max_size=6))
-    def places_free(self, num_places: int, picky: set[int]) -> None:
+    @rule(data=st.data())
+    @precondition(lambda self: self.inside)
+    def no_node_takes_it(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(sorted(self.inside)))
+        self.queue.set_aside(request, self.now, None)
+        self.aside[request] = None
+
+    @rule()
+    @precondition(lambda self: self.aside)
+    def a_node_takes_them_again(self) -> None:
+        for request in self.aside:
+            self.queue.bring_back(request)
+        self.aside.clear()
+
+    @rule(num_places=st.integers(0, 4), picky=st.sets(st.integers(1, 60), max_size=6), sets_aside=st.booleans())
+    def places_free(self, num_places: int, picky: set[int], sets_aside: bool) -> None:
         """Some requests cannot use what is free."""
         left = num_places
 
-        def offer(one: QueuedRequest, claims: Sequence[QueuedRequest]) -> HoldOutcome:
+        def offer(one: QueuedRequest) -> HoldOutcome:
             nonlocal left
-            assert one.request in self.inside
-            assert all(self.now >= self._due(claim) for claim in claims)
+            assert one.request in self.inside and one.request not in self.aside
             if left == 0:
                 return HoldOutcome.FULL
             if int(one.request[1:]) in picky:
-                return HoldOutcome.ELSEWHERE
+                if not sets_aside:
+                    return HoldOutcome.ELSEWHERE
+                self.aside[one.request] = Lack(frozenset({f"n{len(one.request)}"}), one.priority)
+                self.queue.set_aside(one.request, self.now + 1.0, self.aside[one.request])
+                return HoldOutcome.ASIDE
             left -= 1
             return HoldOutcome.PLACED
 
@@ -242,7 +271,9 @@ class HoldMachine(RuleBasedStateMachine):
         same = [
             held
             for held in before.values()
-            if (held.tenant, held.priority) == (one.tenant, one.priority) and int(held.request[1:]) not in picky
+            if (held.tenant, held.priority) == (one.tenant, one.priority)
+            and int(held.request[1:]) not in picky
+            and held.request not in self.aside
         ]
         assert due(one) == min(due(held) for held in same)
 
@@ -260,17 +291,30 @@ class HoldMachine(RuleBasedStateMachine):
         for one in expired:
             assert one.reason == ("deadline" if self.now >= one.held.deadline else "age")
             del self.inside[one.held.request]
+            lack = self.aside.pop(one.held.request, None)
+            assert one.nodes == (NOWHERE if lack is None else lack.nodes)
             self.gone.add(one.held.request)
 
     @invariant()
     def nothing_is_lost_and_the_bounds_hold(self) -> None:
         self.queue.check_integrity()
         assert {one.request for one in self.queue.waiting()} == set(self.inside)
+        lacking = [lack for lack in self.aside.values() if lack is not None]
+        assert self.queue.num_able == len(self.inside) - len(self.aside)
+        assert self.queue.num_taken == self.queue.num_able + len(lacking)
+        for lack, first in self.queue.lacking():
+            alike = [self.inside[request] for request, other in self.aside.items() if other == lack]
+            assert self._due(first) == min(map(self._due, alike)) and len(self.queue.who_lacks(lack)) == len(alike)
+            is_due = self._due(first) <= self.now
+            assert not is_due or lack.nodes <= self.queue.claimed(lack.priority, self.now)
+            assert self.queue.is_lacked(lack.nodes)
         assert len(self.queue) <= self.limits.count and self.queue.num_bytes <= self.limits.size_bytes
 
     def teardown(self) -> None:
         """Whatever state it is in, all go when there are places: nobody is starved."""
         expected = set(self.inside)
+        for request in self.aside:
+            self.queue.bring_back(request)
         assert set(release(self.queue, len(expected) + 1, self.now)) == expected
         assert len(self.queue) == 0 and self.queue.num_bytes == 0
 
