@@ -1,7 +1,7 @@
 """pdcluster on Ray Serve, for `serve run pdcluster.ray:build_pd_app`, `serve deploy` with a YAML, and RayService.
 
 Ray places, restarts and scales; what is placed are this project's own processes. A replica is a thin supervisor: it
-starts one process, says that it is healthy as long as the process is, and lets it drain when the replica goes. KV and
+starts one process, is healthy while the process runs and is alive, and lets it drain when the replica goes. KV and
 tokens never pass through Ray. Clients reach the router through Ray's proxy or at its own address (`/-/pdcluster`).
 
 Children are started by the loop that runs a replica's code, never in another thread: the kernel ends a child with the
@@ -31,29 +31,23 @@ from pdcluster.launch.ray_args import (
     PdArgs,
     PoolArgs,
     bootstrap_command,
-    environment_of,
     node_command,
     parse_args,
     read_args,
     router_command,
 )
+from pdcluster.launch.ray_process import HEALTH_S, KILL_GRACE_S, ServedProcess
 from pdcluster.processes.listening import listening_place
-from pdcluster.processes.supervisor import ChildGaveUp, Facts, Spec, Supervisor
+from pdcluster.processes.supervisor import Facts
 from pdcluster.rpc.scaling import wanted_nodes
-from pdcluster.settings.config import own_environment
 
 log = logging.getLogger("ray.serve")
 
 BOOTSTRAP, ROUTER = "Bootstrap", "Router"
 NAMES: dict[Role, str] = {"prefill": "Prefill", "decode": "Decode", "mixed": "Mixed"}
 HEAD = "node:__internal_head__"
-# Crashes of a replica's process within a minute, before Ray replaces the replica.
-RESTARTS = 5
 # What replicas ask Ray for unless told: together they fit a machine of two cores.
 NUM_CPUS, HEAD_CPUS = 0.5, 0.1
-# Past its drain, before it is killed.
-KILL_GRACE_S = 6.0
-HEALTH_S = 5.0
 LOOK_S = 0.2
 # How often replicas tell the wanted number, and how long Ray looks back; the second must be longer.
 METRICS_S, LOOK_BACK_S = 2.0, 10.0
@@ -76,56 +70,6 @@ NOT_PASSED_ON = frozenset(
 NOT_SENT_ON = NOT_PASSED_ON - {"x-request-id"}
 # Where a client learns the router's own address.
 ADDRESSES = "/-/pdcluster"
-
-
-class ServedProcess:
-    """One process of a replica, started again when it crashes. Owned by the loop that runs the replica's code."""
-
-    def __init__(self, name: str, ready_s: float) -> None:
-        self.name = name
-        self._supervisor = Supervisor(log.warning, self._forward, ready_s, RESTARTS)
-        self._failed = asyncio.ensure_future(self._supervisor.failed())
-
-    async def start(self, command: tuple[str, ...], drain_s: float) -> None:
-        spec = Spec(self.name, command, drain_s + KILL_GRACE_S, environment=environment_of(own_environment()))
-        try:
-            await self._supervisor.start(spec)
-        except PdclusterError:
-            await self.stop()
-            raise
-        log.info("%s is ready at %s", self.name, self.facts["address"])
-
-    @property
-    def facts(self) -> Facts:
-        """What the present process announced. A process that was started again has other ports."""
-        return self._supervisor.facts(self.name)
-
-    def check(self) -> None:
-        """Raises when it crashed too often."""
-        if self._failed.done():
-            raise ChildGaveUp(self._failed.result())
-
-    async def probe(self) -> None:
-        """Ask its health port. One that is being started again is not asked. Raises when it stands still."""
-        self.check()
-        facts = self.facts
-        if self._supervisor.pid(self.name) is None or not facts:
-            return
-        async with _session() as session, session.get(f"http://{facts['health']}/livez") as reply:
-            if reply.status != 200:
-                raise Unavailable(f"{self.name} is not alive: {(await reply.text())[:500]}")
-
-    async def stop(self) -> None:
-        await self._supervisor.stop([[self.name]])
-        self._failed.cancel()
-
-    @staticmethod
-    def _forward(name: str, line: str) -> None:
-        print(f"{name}: {line}", flush=True)
-
-
-def _session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HEALTH_S), trust_env=False)
 
 
 def _host() -> str:
@@ -160,8 +104,9 @@ class ReplicaOfProcess:
         settings = user_config.get("settings") or {}
         if settings == self._settings:
             return
-        if self.process is not None:
-            await self.process.stop()
+        before, self.process = self.process, None  # nobody misses it while it drains
+        if before is not None:
+            await before.stop()
         self.process = await self.begin(settings)
         self._settings = settings
 

@@ -139,6 +139,10 @@ class Supervisor:
         child = self._children[name]
         return child.facts if child.is_ready else {}
 
+    def last_facts(self, name: str) -> Facts:
+        """What the child last announced, also after that process ended."""
+        return self._children[name].facts
+
     async def stop(self, order: Iterable[Iterable[str]]) -> None:
         """Stop group after group: SIGTERM, the child's drain time, then SIGKILL. Names that never started are
         skipped."""
