@@ -36,7 +36,7 @@ from pdcluster.launch.ray_args import (
     read_args,
     router_command,
 )
-from pdcluster.launch.ray_process import HEALTH_S, KILL_GRACE_S, ServedProcess
+from pdcluster.launch.ray_process import HEALTH_S, KILL_GRACE_S, LOOK_S, LOOK_WITHIN_S, ServedProcess
 from pdcluster.processes.listening import listening_place
 from pdcluster.processes.supervisor import Facts
 from pdcluster.rpc.scaling import wanted_nodes
@@ -48,7 +48,7 @@ NAMES: dict[Role, str] = {"prefill": "Prefill", "decode": "Decode", "mixed": "Mi
 HEAD = "node:__internal_head__"
 # What replicas ask Ray for unless told: together they fit a machine of two cores.
 NUM_CPUS, HEAD_CPUS = 0.5, 0.1
-LOOK_S = 0.2
+LOOKS: dict[str, Any] = {"health_check_period_s": HEALTH_S, "health_check_timeout_s": LOOK_WITHIN_S}
 # How often replicas tell the wanted number, and how long Ray looks back; the second must be longer.
 METRICS_S, LOOK_BACK_S = 2.0, 10.0
 SETTLE_S = 300.0
@@ -275,14 +275,14 @@ def build_pd_app(args: dict[str, Any]) -> serve.Application:
     found = read_args(args)
     bootstrap = serve.deployment(
         Bootstrap, name=BOOTSTRAP, num_replicas=1, user_config={}, graceful_shutdown_timeout_s=GRACE_S,
-        health_check_period_s=HEALTH_S, ray_actor_options=_at_head(found.bootstrap.ray_actor_options),
+        **LOOKS, ray_actor_options=_at_head(found.bootstrap.ray_actor_options),
     )  # fmt: skip
     pools = {role: _pool(found, role, pool).bind(_of_pool(args, role), role) for role, pool in found.pools().items()}
     router = serve.deployment(
         RouterReplica, name=ROUTER, num_replicas=found.router.num_replicas, user_config={},
         max_ongoing_requests=1 << 16, max_replicas_per_node=1,
         graceful_shutdown_timeout_s=found.router.drain_s + GRACE_S,
-        health_check_period_s=HEALTH_S, ray_actor_options=_actor(found.router.ray_actor_options),
+        **LOOKS, ray_actor_options=_actor(found.router.ray_actor_options),
     )  # fmt: skip
     own = {name: value for name, value in args.items() if name not in NAMES}
     return router.bind(own, bootstrap.bind(_of_bootstrap(args)), pools)
@@ -303,7 +303,7 @@ def _pool(args: PdArgs, role: Role, pool: PoolArgs) -> serve.Deployment:
     if bundles is not None:
         options |= {"placement_group_bundles": bundles, "placement_group_strategy": pool.placement_group_strategy}
     return serve.deployment(
-        PoolNode, name=NAMES[role], user_config={}, ray_actor_options=actor, health_check_period_s=HEALTH_S,
+        PoolNode, name=NAMES[role], user_config={}, ray_actor_options=actor, **LOOKS,
         graceful_shutdown_timeout_s=pool.drain_s + KILL_GRACE_S + GRACE_S, **options,
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import logging
+import time
 
 from pdcluster.core.errors import PdclusterError, Unavailable
 from pdcluster.launch.ray_args import environment_of
@@ -19,6 +20,9 @@ RESTARTS = 5
 KILL_GRACE_S = 6.0
 # For an answer of a health port, and between two looks of Ray.
 HEALTH_S = 5.0
+# How long a look waits for a process that is being started again, and how long Ray waits for a look.
+BACK_S, LOOK_WITHIN_S = 60.0, 75.0
+LOOK_S = 0.2
 
 
 class ServedProcess:
@@ -48,17 +52,24 @@ class ServedProcess:
         """What the last process announced that was ready. It may have ended."""
         return self._supervisor.last_facts(self.name)
 
-    def check(self) -> None:
-        """Raises when it crashed too often."""
+    def _running_facts(self) -> Facts:
+        """Empty while it is down. Raises when it crashed too often, and after `stop`."""
+        if self._failed.cancelled():
+            raise Unavailable(f"{self.name} was stopped; ask the one that came after it")
         if self._failed.done():
             raise ChildGaveUp(self._failed.result())
+        return self.facts if self._supervisor.pid(self.name) is not None else {}
 
-    async def probe(self, within_s: float = HEALTH_S) -> None:
-        """Ask its health port. Raises when it ended, until it runs again, and when it stands still."""
-        self.check()
-        facts = self.facts
-        if self._supervisor.pid(self.name) is None or not facts:
-            raise Unavailable(f"{self.name} ended and is being started again; its output says why")
+    async def probe(self, within_s: float = HEALTH_S, back_s: float = BACK_S) -> None:
+        """Ask its health port. Raises when it stands still. One that ended is waited for, and then raises, too.
+
+        Ray replaces a replica after three looks that raise: so a process that loads its model anew has the time to.
+        """
+        until = time.monotonic() + back_s
+        while not (facts := self._running_facts()):
+            if time.monotonic() >= until:
+                raise Unavailable(f"{self.name} ended and is not back; its output says why")
+            await asyncio.sleep(LOOK_S)
         if facts.get("health") is None:
             return
         address = str(facts["health"])

@@ -56,13 +56,31 @@ async def test_a_process_that_ended_is_not_healthy_until_it_runs_again(process: 
     async with asyncio.timeout(BACK_S):
         while process.facts in ({}, before):
             with pytest.raises(Unavailable) as refused:
-                await process.probe()
+                await process.probe(back_s=0.0)
             said.append(str(refused.value))
             assert process.last_facts == before or process.facts, "Prometheus goes on to ask it, and finds it down"
             await asyncio.sleep(0.02)
-    assert "decode-x ended and is being started again; its output says why" in said
+    assert "decode-x ended and is not back; its output says why" in said
     await process.probe()
     assert process.last_facts["pid"] != before["pid"]
+
+
+async def test_a_look_waits_for_a_process_that_is_being_started_again(process: ServedProcess) -> None:
+    await process.start(command(200), 1.0)
+    before = process.facts
+    os.kill(int(str(before["pid"])), signal.SIGKILL)
+    async with asyncio.timeout(BACK_S):
+        while process.facts == before:
+            await asyncio.sleep(0.01)
+        await process.probe()
+    assert process.facts["pid"] != before["pid"]
+
+
+async def test_a_look_ends_with_the_process_that_it_waits_for(process: ServedProcess) -> None:
+    await process.start(command(200), 1.0)
+    await process.stop()
+    with pytest.raises(Unavailable, match="decode-x was stopped"):
+        await process.probe()
 
 
 async def test_a_process_that_says_so_is_not_healthy(process: ServedProcess) -> None:
