@@ -11,15 +11,17 @@ thread that started it, and that loop's thread lives as long as the actor.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import socket
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, ClassVar
 
 import aiohttp
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+from ray.serve.exceptions import DeploymentUnavailableError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -37,6 +39,7 @@ from pdcluster.launch.ray_args import (
     router_command,
 )
 from pdcluster.launch.ray_process import HEALTH_S, KILL_GRACE_S, LOOK_S, LOOK_WITHIN_S, ServedProcess
+from pdcluster.launch.targets import Target, reachable, target_of
 from pdcluster.processes.listening import listening_place
 from pdcluster.processes.supervisor import Facts
 from pdcluster.rpc.scaling import wanted_nodes
@@ -68,8 +71,8 @@ NOT_PASSED_ON = frozenset(
     )
 )
 NOT_SENT_ON = NOT_PASSED_ON - {"x-request-id"}
-# Where a client learns the router's own address.
-ADDRESSES = "/-/pdcluster"
+# Where Prometheus finds all processes, and a client the routers' own addresses, in labels that begin so.
+ADDRESSES, META = "/-/pdcluster", "__meta_pdcluster_"
 
 
 def _host() -> str:
@@ -93,8 +96,12 @@ class ReplicaOfProcess:
     comes back with the new settings, one replica after another, and nothing else of the application is touched.
     """
 
+    component: ClassVar[str]
+    # Labels for clients, by the fact of each.
+    shown: ClassVar[Mapping[str, str]] = {}
+
     def __init__(self, args: dict[str, Any]) -> None:
-        self.args, self.replica = parse_args(args), serve.get_replica_context()
+        self.args, self.replica, self.host = parse_args(args), serve.get_replica_context(), _host()
         self.process: ServedProcess | None = None
         self._settings: dict[str, Any] | None = None
 
@@ -121,6 +128,14 @@ class ReplicaOfProcess:
         if self.process is not None:
             await self.process.probe()
 
+    async def target(self) -> Target | None:
+        """Where Prometheus finds the process, also while it is down; None before its first start."""
+        if self.process is None:
+            return None
+        facts = reachable(self.process.last_facts, format_address(self.host, 0))
+        more = {f"{META}{name}": str(facts[fact]) for name, fact in self.shown.items() if facts.get(fact)}
+        return target_of(facts, self.replica.app_name, self.process.name, self.component, more)
+
     async def __del__(self) -> None:
         """Ray calls and awaits it once when the replica goes: the process drains."""
         process: ServedProcess | None = self.__dict__.get("process")
@@ -131,15 +146,19 @@ class ReplicaOfProcess:
 class Bootstrap(ReplicaOfProcess):
     """The registry."""
 
+    component = "bootstrap"
+
     async def begin(self, settings: dict[str, Any]) -> ServedProcess:
-        process, host = ServedProcess("bootstrap", self.args.ready_s), _host()
-        await _until_free(host, self.args.bootstrap.port, GRACE_S)
-        await process.start(bootstrap_command(self.args, host, settings), 1.0)
+        process = ServedProcess("bootstrap", self.args.ready_s)
+        await _until_free(self.host, self.args.bootstrap.port, GRACE_S)
+        await process.start(bootstrap_command(self.args, self.host, settings), 1.0)
         return process
 
 
 class PoolNode(ReplicaOfProcess):
     """A node. Its name is its role and the replica's id, so Ray's dashboard and pdctl name the same."""
+
+    component = "node"
 
     def __init__(self, args: dict[str, Any], role: Role) -> None:
         super().__init__(args)
@@ -148,7 +167,7 @@ class PoolNode(ReplicaOfProcess):
     async def begin(self, settings: dict[str, Any]) -> ServedProcess:
         process = ServedProcess(f"{self._role}-{self.replica.replica_id.unique_id}", self.args.ready_s)
         bootstrap = _bootstrap_address(self.args.bootstrap.port)
-        command = node_command(self.args, self._role, process.name, (_host(), bootstrap), settings)
+        command = node_command(self.args, self._role, process.name, (self.host, bootstrap), settings)
         await process.start(command, self.args.pools()[self._role].drain_s)
         return process
 
@@ -164,22 +183,24 @@ class PoolNode(ReplicaOfProcess):
 class RouterReplica(ReplicaOfProcess):
     """A router, and the way to it through Ray's proxy.
 
-    pools: the nodes' deployments, which are part of the application by that.
+    bootstrap, pools: the other deployments, which are part of the application by that.
     """
+
+    component = "router"
+    shown: ClassVar[Mapping[str, str]] = {"http": "address", "admin": "admin"}
 
     def __init__(self, args: dict[str, Any], bootstrap: Any, pools: dict[str, Any]) -> None:
         super().__init__(args)
+        own = serve.get_deployment_handle(ROUTER, self.replica.app_name)
+        self._deployments = {ROUTER: own, BOOTSTRAP: bootstrap} | {NAMES[role]: pool for role, pool in pools.items()}
         self._client: aiohttp.ClientSession | None = None
 
     async def begin(self, settings: dict[str, Any]) -> ServedProcess:
-        process, router, host = (
-            ServedProcess(f"router-{self.replica.replica_id.unique_id}", self.args.ready_s),
-            self.args.router,
-            _host(),
-        )
-        await _until_free(router.host or host, router.port, router.drain_s + GRACE_S)
+        process = ServedProcess(f"router-{self.replica.replica_id.unique_id}", self.args.ready_s)
+        router = self.args.router
+        await _until_free(router.host or self.host, router.port, router.drain_s + GRACE_S)
         bootstrap = _bootstrap_address(self.args.bootstrap.port)
-        await process.start(router_command(self.args, process.name, (host, bootstrap), settings), router.drain_s)
+        await process.start(router_command(self.args, process.name, (self.host, bootstrap), settings), router.drain_s)
         if self._client is None:
             self._client = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=HEALTH_S),
@@ -199,21 +220,23 @@ class RouterReplica(ReplicaOfProcess):
             raise Unavailable("the router is being started again")
         return await wanted_nodes(str(facts["scaler"]), role)
 
+    async def targets(self) -> list[Target]:
+        """All processes of the application. Raises Unavailable when a deployment does not answer."""
+        found = await asyncio.gather(*(_targets(name, handle) for name, handle in self._deployments.items()))
+        return sorted(itertools.chain.from_iterable(found), key=str)
+
     async def __call__(self, request: Request) -> Response:
         """The router's own reply, as it comes. When the client leaves, so does this request."""
+        path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+        if path == ADDRESSES:
+            try:
+                return JSONResponse(await self.targets())
+            except Unavailable as error:
+                return _unavailable(str(error))
         facts, client = self._facts, self._client
         assert client is not None
         if not facts:
             return _unavailable("it is being started again")
-        path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-        if path == ADDRESSES:
-            return JSONResponse(
-                {
-                    "name": f"router-{self.replica.replica_id.unique_id}",
-                    "http": facts["address"],
-                    "admin": facts["admin"],
-                }
-            )
         headers = [(name, value) for name, value in request.headers.items() if name not in NOT_SENT_ON]
         query = f"?{request.url.query}" if request.url.query else ""
         try:
@@ -225,6 +248,21 @@ class RouterReplica(ReplicaOfProcess):
             return _unavailable(str(error))
         passed = {name: value for name, value in reply.headers.items() if name.lower() not in NOT_PASSED_ON}
         return StreamingResponse(_pieces(reply), reply.status, passed)
+
+
+async def _targets(name: str, deployment: Any) -> list[Target]:
+    """What the running replicas of a deployment say; one that fails meanwhile is left out."""
+    try:
+        said = await deployment.broadcast("target").results_async(timeout_s=HEALTH_S, return_exceptions=True)
+    except DeploymentUnavailableError:
+        log.info("%s has no replica that runs", name)
+        return []
+    except TimeoutError as error:
+        raise Unavailable(f"a replica of {name} did not say within {HEALTH_S:g} s where its process is") from error
+    for problem in said:
+        if isinstance(problem, Exception):
+            log.warning("a replica of %s does not say where its process is: %s", name, problem)
+    return [each for each in said if isinstance(each, dict)]
 
 
 def _unavailable(why: str) -> Response:

@@ -141,10 +141,7 @@ def _values(command: tuple[str, ...]) -> dict[str, str]:
 
 def bootstrap_command(args: PdArgs, host: str, more: Mapping[str, Setting] = NOTHING) -> tuple[str, ...]:
     """more: settings that count more than those of the arguments, as in the other commands."""
-    own = {
-        "bootstrap.listen": format_address(host, args.bootstrap.port),
-        "bootstrap.health": format_address(loopback_like(host), 0),
-    }
+    own = {"bootstrap.listen": format_address(host, args.bootstrap.port), "bootstrap.health": format_address(host, 0)}
     return (sys.executable, "-m", "pdcluster.cli", "bootstrap", *_sets({**own, **args.bootstrap.settings, **more}))
 
 
@@ -161,7 +158,7 @@ def router_command(
         "router.grpc": "none",
         "router.admin": inner,
         "router.scaler": inner,
-        "router.health": inner,
+        "router.health": format_address(host, 0),
         "router.drain_s": router.drain_s,
     }
     return (sys.executable, "-m", "pdcluster_router.cli", *_sets({**own, **router.settings, **more}))
@@ -177,7 +174,7 @@ def node_command(
         "node.name": name,
         "node.bootstrap": bootstrap,
         "node.listen": format_address(host, 0),
-        "node.health": format_address(loopback_like(host), 0),
+        "node.health": format_address(host, 0),
         "node.tp": pool.tp,
         "node.drain_s": pool.drain_s,
     }

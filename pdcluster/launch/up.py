@@ -29,6 +29,7 @@ from pdcluster.checkpoint.inspection import check_model_files
 from pdcluster.core.address import format_address, loopback_like, parse_address
 from pdcluster.core.errors import ConfigError, ModelError, PdclusterError, Unavailable, Unservable
 from pdcluster.core.messages import Role
+from pdcluster.launch.targets import Target, target_of
 from pdcluster.processes.listening import listening_place
 from pdcluster.processes.supervisor import ChildGaveUp, Facts, Spec, Supervisor
 from pdcluster.settings.config import (
@@ -499,16 +500,10 @@ def check_free(path: str, address: str) -> None:
         ) from error
 
 
-def targets_of(facts: Mapping[str, Facts], cluster: str) -> list[dict[str, object]]:
+def targets_of(facts: Mapping[str, Facts], cluster: str) -> list[Target]:
     """Health ports as Prometheus's file_sd_configs reads them."""
-    return [
-        {
-            "targets": [str(said["health"])],
-            "labels": {"cluster": cluster, "process": name, "component": component_of(name)},
-        }
-        for name, said in facts.items()
-        if said.get("health") is not None
-    ]
+    found = (target_of(said, cluster, name, component_of(name)) for name, said in facts.items())
+    return [target for target in found if target is not None]
 
 
 def component_of(name: str) -> str:

@@ -77,7 +77,13 @@ class RayCluster:
 
     @property
     def direct(self) -> str:
-        return str(httpx.get(f"{self.proxy}/-/pdcluster", trust_env=False, timeout=10.0).json()["http"])
+        (found,) = (labels["__meta_pdcluster_http"] for _, labels in self.targets() if labels["component"] == "router")
+        return found
+
+    def targets(self) -> list[tuple[str, dict[str, str]]]:
+        """Health addresses and labels of all processes."""
+        reply = httpx.get(f"{self.proxy}/-/pdcluster", trust_env=False, timeout=10.0).raise_for_status()
+        return [(address, group["labels"]) for group in reply.json() for address in group["targets"]]
 
     # ------------------------------------------------------------ what is deployed
 

@@ -112,6 +112,22 @@ def test_rays_dashboard_names_deployments_and_our_nodes(cluster: RayCluster) -> 
             assert f'pdcluster_node_up{{node="{role}-{replica["replica_id"]}",role="{role}"}} 1.0' in metrics
 
 
+def test_prometheus_finds_every_process(cluster: RayCluster) -> None:
+    found = cluster.targets()
+    assert {labels["cluster"] for _, labels in found} == {"pdcluster"}
+    replicas = {
+        f"{name.lower()}-{replica['replica_id']}"
+        for name in ("Router", "Prefill", "Decode")
+        for replica in cluster.replicas(name)
+    }
+    assert len(replicas) == 4
+    assert {labels["process"] for _, labels in found} == replicas | {"bootstrap"}
+    assert len({address for address, _ in found}) == 5
+    for address, labels in found:
+        text = httpx.get(f"http://{address}/metrics", trust_env=False, timeout=10.0).raise_for_status().text
+        assert "pdcluster_build_info" in text, labels
+
+
 def test_a_killed_node_process_is_started_again_in_its_replica_and_no_request_fails(cluster: RayCluster) -> None:
     replicas = {replica["replica_id"] for replica in cluster.replicas("Decode")}
     with Load(cluster) as load:

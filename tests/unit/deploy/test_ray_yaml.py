@@ -92,6 +92,16 @@ def test_commands_have_the_settings_and_later_ones_count_more() -> None:
     assert "--set=bootstrap.listen=[::1]:8998" in bootstrap_command(args, "::1")
 
 
+@pytest.mark.parametrize("host", ["10.0.0.7", "fd00::7"])
+def test_health_is_asked_at_the_machines_address_in_ray(host: str) -> None:
+    args, places = read_args({}), (host, "10.0.0.1:8998")
+    address = "[fd00::7]:0" if ":" in host else "10.0.0.7:0"
+    assert f"--set=bootstrap.health={address}" in bootstrap_command(args, host)
+    assert f"--set=router.health={address}" in router_command(args, "router-x", places)
+    for role in args.pools():
+        assert f"--set=node.health={address}" in node_command(args, role, "x", places)
+
+
 def test_children_get_nothing_of_ray() -> None:
     found = environment_of({"RAY_AUTH_TOKEN": "secret", "OMP_NUM_THREADS": "1", "HOME": "/root", "PYTHONPATH": "/app"})
     assert set(found) == {"HOME", "PYTHONPATH"}
