@@ -30,6 +30,7 @@ from pdcluster.core.errors import ConfigError, PdclusterError, Unavailable
 from pdcluster.core.messages import Role
 from pdcluster.launch.ray_args import (
     GRACE_S,
+    ActorOptions,
     PdArgs,
     PoolArgs,
     bootstrap_command,
@@ -320,7 +321,7 @@ def build_pd_app(args: dict[str, Any]) -> serve.Application:
         RouterReplica, name=ROUTER, num_replicas=found.router.num_replicas, user_config={},
         max_ongoing_requests=1 << 16, max_replicas_per_node=1,
         graceful_shutdown_timeout_s=found.router.drain_s + GRACE_S,
-        **LOOKS, ray_actor_options=_actor(found.router.ray_actor_options),
+        **LOOKS, ray_actor_options=found.router.ray_actor_options.of_ranks(1, NUM_CPUS),
     )  # fmt: skip
     own = {name: value for name, value in args.items() if name not in NAMES}
     return router.bind(own, bootstrap.bind(_of_bootstrap(args)), pools)
@@ -334,12 +335,7 @@ def _pool(args: PdArgs, role: Role, pool: PoolArgs) -> serve.Deployment:
             "downscale_delay_s": SETTLE_S, "policy": AutoscalingPolicy(policy_function=follow_router),
         }  # fmt: skip
         options = {"autoscaling_config": AutoscalingConfig(**(given | pool.autoscaling_config))}
-    actor = _actor(pool.ray_actor_options)
-    bundles = pool.placement_group_bundles
-    if bundles is None and pool.tp > 1:
-        bundles = [_bundle(actor)] * pool.tp
-    if bundles is not None:
-        options |= {"placement_group_bundles": bundles, "placement_group_strategy": pool.placement_group_strategy}
+    actor = pool.ray_actor_options.of_ranks(pool.tp, NUM_CPUS)
     return serve.deployment(
         PoolNode, name=NAMES[role], user_config={}, ray_actor_options=actor, **LOOKS,
         graceful_shutdown_timeout_s=pool.drain_s + KILL_GRACE_S + GRACE_S, **options,
@@ -356,14 +352,6 @@ def _of_bootstrap(args: dict[str, Any]) -> dict[str, Any]:
     return {name: args[name] for name in ("ready_s", "bootstrap") if name in args}
 
 
-def _actor(options: dict[str, Any]) -> dict[str, Any]:
-    return {"num_cpus": NUM_CPUS, **options}
-
-
-def _at_head(options: dict[str, Any]) -> dict[str, Any]:
-    return {"num_cpus": HEAD_CPUS, **options, "resources": {HEAD: 0.001, **options.get("resources", {})}}
-
-
-def _bundle(actor: dict[str, Any]) -> dict[str, float]:
-    found = {"CPU": actor.get("num_cpus", 0), "GPU": actor.get("num_gpus", 0), **actor.get("resources", {})}
-    return {name: amount for name, amount in found.items() if amount}
+def _at_head(options: ActorOptions) -> dict[str, Any]:
+    found = options.of_ranks(1, HEAD_CPUS)
+    return {**found, "resources": {HEAD: 0.001, **found.get("resources", {})}}

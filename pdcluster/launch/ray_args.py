@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -25,6 +25,55 @@ RAYS_OWN = ("RAY_", "OMP_NUM_THREADS")
 GRACE_S = 15.0
 
 
+Amount = Annotated[float, msgspec.Meta(ge=0)]
+Name = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class ActorOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True, omit_defaults=True):
+    """What a replica asks Ray for, by Ray's own names. One of a pool with tp asks for tp times the amounts."""
+
+    num_cpus: Amount | None = None
+    num_gpus: Amount | None = None
+    # Bytes that Ray reserves; it limits nothing.
+    memory: Amount | None = None
+    # Of the cluster's own, by name.
+    resources: dict[Name, Amount] = {}
+    # A GPU's kind as Ray names it, such as A100 or H100.
+    accelerator_type: Name | None = None
+    label_selector: dict[str, str] | None = None
+    fallback_strategy: list[dict[str, Any]] | None = None
+    # Variables, packages and an image of the replica, and of the process that it starts.
+    runtime_env: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        for name, argument in (("CPU", "num_cpus"), ("GPU", "num_gpus"), ("memory", "memory")):
+            if name in self.resources:
+                raise ValueError(f"resources has {name}; write {argument}: {self.resources[name]:g} beside it")
+        for name, value in self._variables().items():
+            if not isinstance(value, str):
+                raise ValueError(f"runtime_env.env_vars.{name} is {value!r}, not text; write it in quotes")
+
+    def _variables(self) -> Mapping[str, object]:
+        found = self.runtime_env.get("env_vars", {})
+        if not isinstance(found, dict):
+            raise ValueError(f"runtime_env.env_vars is {found!r}; write NAME: 'value' for each variable")
+        return found
+
+    def of_ranks(self, ranks: int, num_cpus: float) -> dict[str, Any]:
+        """As Ray takes them, for a replica whose process has so many ranks.
+
+        One actor asks for all, since the ranks are children of its one process: Ray shows an actor the GPUs that it
+        asked for itself, and no others. num_cpus: of a rank, unless told.
+        """
+        found: dict[str, Any] = {"num_cpus": num_cpus, **msgspec.to_builtins(self)}
+        for name in ("num_cpus", "num_gpus", "memory"):
+            if name in found:
+                found[name] *= ranks
+        if self.resources:
+            found["resources"] = {name: amount * ranks for name, amount in self.resources.items()}
+        return found
+
+
 class BootstrapArgs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The registry, on the head node.
 
@@ -33,7 +82,7 @@ class BootstrapArgs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fr
 
     port: int = 8998
     settings: dict[str, Setting] = {}
-    ray_actor_options: dict[str, Any] = {}
+    ray_actor_options: ActorOptions = ActorOptions()
 
 
 class RouterArgs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -48,14 +97,13 @@ class RouterArgs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, froze
     host: str = ""
     drain_s: float = 30.0
     settings: dict[str, Setting] = {}
-    ray_actor_options: dict[str, Any] = {}
+    ray_actor_options: ActorOptions = ActorOptions()
 
 
 class PoolArgs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """Nodes of one role. Give num_replicas or autoscaling_config (as Ray's, with min_replicas and max_replicas).
 
-    tp: ranks of a node; each gets a bundle of `ray_actor_options` on one machine, unless placement_group_bundles says
-    otherwise.
+    tp: ranks of a node, on one machine; each gets the amounts of `ray_actor_options`.
     drain_s: for running requests when a node goes; then they move to others.
     """
 
@@ -64,9 +112,7 @@ class PoolArgs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=
     tp: int = 1
     drain_s: float = 30.0
     settings: dict[str, Setting] = {}
-    ray_actor_options: dict[str, Any] = {}
-    placement_group_bundles: list[dict[str, float]] | None = None
-    placement_group_strategy: str = "STRICT_PACK"
+    ray_actor_options: ActorOptions = ActorOptions()
 
 
 class PdArgs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -94,7 +140,12 @@ def parse_args(args: Mapping[str, Any]) -> PdArgs:
     try:
         return msgspec.convert(dict(args), PdArgs)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"args of build_pd_app: {error}") from error
+        known = f"; it takes {', '.join(ActorOptions.__struct_fields__)}" if _is_unknown_option(error) else ""
+        raise ConfigError(f"args of build_pd_app: {error}{known}") from error
+
+
+def _is_unknown_option(error: msgspec.ValidationError) -> bool:
+    return "unknown field" in str(error) and str(error).endswith(".ray_actor_options`")
 
 
 def read_args(args: Mapping[str, Any]) -> PdArgs:
@@ -182,7 +233,7 @@ def node_command(
         own["node.model"] = args.model
     if args.served_model_name is not None:
         own["node.served_model_name"] = args.served_model_name
-    cores = pool.ray_actor_options.get("num_cpus")
+    cores = pool.ray_actor_options.num_cpus
     if cores is not None and cores >= 1:
         own["node.threads"] = int(cores)
     return (sys.executable, "-m", "pdcluster.cli", "node", *_sets({**own, **pool.settings, **more}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from pdcluster.launch.ray_args import (
 )
 
 RAY = Path(__file__).parents[3] / "deploy" / "ray"
+PAGE = Path(__file__).parents[3] / "docs" / "ray.md"
 # Written by tests/ray, which checks that it is the installed Ray's.
 SCHEMA = json.loads((Path(__file__).parent / "ray_serve_schema.json").read_text())
 PLACES = ("10.0.0.7", "10.0.0.1:8998")
@@ -45,7 +47,28 @@ def test_its_arguments_are_ours(name: str) -> None:
     (application,) = config(name)["applications"]
     assert application["import_path"] == "pdcluster.ray:build_pd_app"
     args = read_args(application["args"])
-    assert set(args.pools()) == {"prefill", "decode"}
+    assert set(args.pools()) in ({"prefill", "decode"}, {"mixed"})
+    for pool in args.pools().values():
+        options = pool.ray_actor_options.of_ranks(pool.tp, 0.5)
+        jsonschema.validate(options, SCHEMA["$defs"]["RayActorOptionsSchema"])
+        is_on_gpu = pool.settings.get("node.device") == "cuda"
+        assert options.get("num_gpus", 0) == (pool.tp if is_on_gpu else 0), "a GPU for each rank"
+
+
+def test_there_is_an_example_for_gpus_of_one_kind_with_several_in_a_node() -> None:
+    (application,) = config("gpu.yaml")["applications"]
+    (pool,) = read_args(application["args"]).pools().values()
+    assert pool.tp > 1 and pool.ray_actor_options.num_gpus == 1 and pool.ray_actor_options.accelerator_type
+
+
+def test_the_arguments_of_the_page_are_ours() -> None:
+    blocks = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)]
+    (whole,) = [block["args"] for block in blocks if "args" in block]
+    (gpus,) = [block for block in blocks if "mixed" in block]
+    assert read_args(whole).pools().keys() == {"prefill", "decode"}
+    (example,) = config("gpu.yaml")["applications"]
+    assert gpus["mixed"]["ray_actor_options"].items() <= example["args"]["mixed"]["ray_actor_options"].items()
+    assert read_args(gpus).mixed is not None
 
 
 def test_pods_get_no_variables_of_services() -> None:
@@ -68,12 +91,22 @@ def test_without_arguments_there_is_one_node_of_each() -> None:
         ({"mixed": {"num_replicas": 1, "autoscaling_config": {}}}, "keep one of them"),
         ({"mixed": {"tp": 0}}, "at least one rank"),
         ({"mixed": {"autoscaling_config": {"min_replicas": 0}}}, "no replica would be left"),
+        ({"mixed": {"placement_group_bundles": []}}, "unknown field `placement_group_bundles`"),
+        (
+            {"mixed": {"ray_actor_options": {"acelerator_type": "A100"}}},
+            "unknown field `acelerator_type` - at `$.mixed.ray_actor_options`; it takes num_cpus, num_gpus, memory, reso",
+        ),
+        ({"router": {"ray_actor_options": {"num_gpus": -1}}}, ">= 0.0 - at `$.router.ray_actor_options.num_gpus`"),
+        ({"mixed": {"ray_actor_options": {"accelerator_type": ""}}}, "at `$.mixed.ray_actor_options.accelerator_type`"),
+        ({"mixed": {"ray_actor_options": {"resources": {"GPU": 2}}}}, "resources has GPU; write num_gpus: 2 beside it"),
+        ({"mixed": {"ray_actor_options": {"runtime_env": {"env_vars": {"A": 1}}}}}, "env_vars.A is 1, not text"),
+        ({"mixed": {"ray_actor_options": {"runtime_env": {"env_vars": ["A"]}}}}, "env_vars is ['A']; write NAME"),
         ({"mixed": {"settings": {"node.thread": 1}}}, "did you mean node.threads"),
         ({"mixed": {"autoscaling_config": {}}, "router": {"settings": {"router.auto_roles": True}}}, "auto_roles"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(args: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message.replace("$", r"\$")):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         read_args(args)
 
 
@@ -90,6 +123,19 @@ def test_commands_have_the_settings_and_later_ones_count_more() -> None:
     router = router_command(args, "router-x", PLACES)
     assert {"--set=router.http=10.0.0.7:0", "--set=router.policy=product"} <= set(router)
     assert "--set=bootstrap.listen=[::1]:8998" in bootstrap_command(args, "::1")
+
+
+def test_the_one_actor_of_a_node_asks_for_all_of_its_ranks() -> None:
+    given = {
+        "num_cpus": 4, "num_gpus": 1, "memory": 2**30, "resources": {"nvlink": 0.5}, "accelerator_type": "A100",
+        "runtime_env": {"env_vars": {"NCCL_DEBUG": "INFO"}}, "label_selector": {"zone": "b"},
+    }  # fmt: skip
+    (pool,) = read_args({"mixed": {"tp": 2, "ray_actor_options": given}}).pools().values()
+    found = pool.ray_actor_options.of_ranks(pool.tp, 0.5)
+    assert found == given | {"num_cpus": 8, "num_gpus": 2, "memory": 2**31, "resources": {"nvlink": 1.0}}
+    jsonschema.validate(found, SCHEMA["$defs"]["RayActorOptionsSchema"])
+    (pool,) = read_args({"mixed": {"tp": 2}}).pools().values()
+    assert pool.ray_actor_options.of_ranks(pool.tp, 0.5) == {"num_cpus": 1.0}, "and nothing that was not told"
 
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "fd00::7"])
