@@ -190,7 +190,7 @@ class RouterReplica(ReplicaOfProcess):
     component = "router"
     shown: ClassVar[Mapping[str, str]] = {"http": "address", "admin": "admin"}
 
-    def __init__(self, args: dict[str, Any], bootstrap: Any, pools: dict[str, Any]) -> None:
+    def __init__(self, args: dict[str, Any], bootstrap: Any, pools: dict[Role, Any]) -> None:
         super().__init__(args)
         own = serve.get_deployment_handle(ROUTER, self.replica.app_name)
         self._deployments = {ROUTER: own, BOOTSTRAP: bootstrap} | {NAMES[role]: pool for role, pool in pools.items()}
