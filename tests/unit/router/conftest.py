@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from checkpoints import KERNEL_CACHE
 
+from pdcluster.settings.config import cache_directory
 from pdcluster_router.policy.predicted import compiled
 
 
@@ -14,6 +14,6 @@ from pdcluster_router.policy.predicted import compiled
 def way(request: pytest.FixtureRequest) -> Iterator[None]:
     """Nodes are weighed by functions as the Python that they are, and compiled."""
     if request.param == "compiled":
-        assert compiled.load(KERNEL_CACHE)
+        assert compiled.load(cache_directory())
     yield
     compiled.use(compiled.PLAIN)
