@@ -186,14 +186,14 @@ class Gate:
         if now < self._next_look:
             return failed
         self._next_look, num_vain = now + PARKED_LOOK_S, 0
-        for held, lack in self.queue.unseen(now)[:MOST_LOOKS]:
+        for held, lacking in self.queue.unseen(now)[:MOST_LOOKS]:
             if num_vain >= self._look_ahead:
                 break
             outcome = self._looked_at(held, decide, now, failed)
             if outcome is HoldOutcome.ASIDE:
                 num_vain += 1
                 continue
-            if outcome is HoldOutcome.FULL and lack is not None:
+            if outcome is HoldOutcome.FULL and lacking is not None:
                 break
             self._next_look = now  # more may go
             self.queue.bring_back(held.request)

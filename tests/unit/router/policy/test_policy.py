@@ -7,6 +7,8 @@ from msgspec.structs import replace
 from scripted_cluster import EMPTY_LOAD, make_node
 
 from pdcluster.core.errors import NoNodeTakesWork, Unavailable
+from pdcluster.core.messages import Load
+from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.policy.base import Force, Query, RoutingDecision
 from pdcluster_router.policy.registry import POLICIES, make_policy
@@ -180,3 +182,26 @@ def test_a_prefill_node_needs_room_for_the_prompt_only() -> None:
     assert not [candidate for candidate in choice.candidates if candidate.rejected_by]
     with pytest.raises(Unavailable, match=r"there are 1 and 0 for a request of 1000 tokens"):
         pick(view(PAIR[0], replace(PAIR[1], max_len=60)), query, "remote")
+
+
+@pytest.mark.parametrize("num_open", [2, 8, 24])
+def test_a_small_node_gets_its_share_of_chats_that_state_no_length(num_open: int) -> None:
+    """So many chats of 200 tokens run at a time, each on one node; pages hold 16 tokens."""
+    sizes = {"small": 80, "large": 512}
+    running: dict[str, list[int]] = {name: [] for name in sizes}
+    cost = NodeCost(PrefillCost(0.0, 1e-3, samples=99), DecodeCost(0.01, 0.001, samples=99))
+    policy, num_chosen = make_policy("seconds"), dict.fromkeys(sizes, 0)
+
+    def node(name: str) -> NodeView:
+        rows, pages = len(running[name]), sizes[name]
+        used = min(13 * rows, pages)
+        load = Load(0, rows, 0, 150 * rows, pages, pages - used, 0, 0, 0, 64, rows, rows=rows)
+        return replace(make_node(name, "mixed", load), max_len=16 * pages, in_flight=rows, cost=cost)
+
+    for step in range(200):
+        for name in running:
+            running[name] = [end for end in running[name] if end > step]
+        choice = policy.choose(Query(100, expected_output=100), ClusterView(tuple(node(name) for name in sizes)))
+        running[choice.decode.name].append(step + num_open)
+        num_chosen[choice.decode.name] += 1
+    assert num_chosen["small"] / 200 >= 0.8 * sizes["small"] / sum(sizes.values())
