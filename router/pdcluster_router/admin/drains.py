@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -27,6 +28,12 @@ class Cordoning(Protocol):
         ...
 
 
+def _happened() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 @dataclass(slots=True)
 class OpenDrain:
     """One node's drain, whoever asked for it and how often."""
@@ -36,6 +43,8 @@ class OpenDrain:
     num_moved: int = 0
     # When the node must be empty, once its requests moved.
     empty_by: float | None = None
+    # Set while nothing is being moved, so that every call counts what moved.
+    is_counted: asyncio.Event = field(default_factory=_happened)
 
 
 class Drains:
@@ -76,6 +85,9 @@ class Drains:
         told: DrainProgress | None = None
         while True:
             node = await self._nodes.node(found.incarnation)
+            if not shared.is_counted.is_set():
+                await shared.is_counted.wait()
+                continue
             is_late = min(shared.deadlines.values()) <= self._clock()
             # Until the node's first report after the cordon, another worker may not know of it.
             is_taken_back = node.state == "ready" and (told is not None or is_late)
@@ -97,7 +109,11 @@ class Drains:
         """The deadline passed: once, the node gives away what it still has."""
         if shared.empty_by is None:
             shared.empty_by = self._clock() + MOVED_S
-            shared.num_moved = await self._nodes.move(found.incarnation)
+            shared.is_counted.clear()
+            try:
+                shared.num_moved = await self._nodes.move(found.incarnation)
+            finally:
+                shared.is_counted.set()
             self._log.add("moved", found.name, f"{shared.num_moved} requests go on elsewhere")
         elif self._clock() < shared.empty_by:
             await self._nodes.wait_for_change(shared.empty_by - self._clock())

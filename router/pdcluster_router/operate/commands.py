@@ -130,14 +130,17 @@ def status(clients: AdminClients, output: PrintFormat) -> None:
     nodes = reading.nodes(clients)
     rows += [
         {
-            "name": "", "status": "silent", "can_serve": False, "reasons": [str(error)], "version": "",
+            "name": "", "status": "locked" if isinstance(error, TokenRefused) else "silent", "can_serve": False,
+            "reasons": [str(error)], "version": "",
             "router": address, "metrics": "", "why": str(error),
         }
         for address, error in clients.silent.items()
     ]  # fmt: skip
     problems = [f"node {node['name']} is {node['state']}" for node in nodes if node["state"] != "ready"]
-    problems += [f"router {row['name'] or row['router']}: {row['why']}" for row in rows if row["why"]]
-    told = [(str(row["router"]), str(row["version"])) for row in rows if row["status"] != "silent"]
+    problems += [
+        f"router {row['name']}: {row['why']}" if row["name"] else str(row["why"]) for row in rows if row["why"]
+    ]
+    told = [(str(row["router"]), str(row["version"])) for row in rows if row["version"]]
     if differs := differing(told):
         problems.append(f"routers differ in version: {differs}")
     if output in IS_DATA:

@@ -122,5 +122,6 @@ async def test_a_wrong_token_has_its_own_code_and_text(alive: tuple[ScriptedAdmi
             told = await run(*words, "--admin", guarded, "--token-file", str(wrong))
             assert told.exit_code == 5 and "token" in told.stderr and guarded in told.stderr, (words, told.stderr)
         told = await run("status", "--admin", f"{alive[1]},{guarded}", "--token-file", str(wrong))
+        assert "locked" in told.stdout and "silent" not in told.stdout
         assert told.exit_code == 5, "of two routers only one takes it"
         assert (await run("get", "nodes", "--admin", guarded, "--token-file", str(right))).exit_code == 0
