@@ -13,7 +13,7 @@ import os
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -25,6 +25,7 @@ from pdcluster.bootstrap.card_messages import card_to_proto, role_to_proto, snap
 from pdcluster.bootstrap.merging import RegistryMerge
 from pdcluster.core.errors import BadRequest, ConfigError, PdclusterError, Unavailable
 from pdcluster.core.messages import Role
+from pdcluster.processes.tasks import running
 from pdcluster.rpc import bootstrap_pb2 as pb
 from pdcluster.rpc import bootstrap_pb2_grpc as stubs
 from pdcluster.rpc.status import error_of
@@ -280,18 +281,15 @@ class NodeAgent:
 async def watch(addresses: Sequence[str]) -> AsyncIterator[ClusterSnapshot]:
     """The cluster as all bootstraps have it, again whenever it changes, for ever. Nothing comes while none answers."""
     news: asyncio.Queue[tuple[str, ClusterSnapshot | None]] = asyncio.Queue(MAX_NEWS)
-    tasks = [asyncio.create_task(_follow(address, news)) for address in _required(addresses)]
     merge = RegistryMerge()
-    try:
+    async with AsyncExitStack() as stack:
+        for address in _required(addresses):
+            await stack.enter_async_context(running(partial(_follow, address, news), f"bootstrap {address}"))
         while True:
             address, snapshot = await news.get()
             found = merge.lost(address) if snapshot is None else merge.update(address, snapshot)
             if found is not None:
                 yield found
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _follow(address: str, news: asyncio.Queue[tuple[str, ClusterSnapshot | None]]) -> None:

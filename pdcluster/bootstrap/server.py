@@ -24,6 +24,7 @@ from pdcluster.core.address import format_address, parse_address
 from pdcluster.core.awake_clock import AwakeClock
 from pdcluster.core.errors import ConfigError, PdclusterError
 from pdcluster.processes.ready import announce
+from pdcluster.processes.tasks import running
 from pdcluster.rpc import bootstrap_pb2 as pb
 from pdcluster.rpc import bootstrap_pb2_grpc as stubs
 from pdcluster.rpc.status import status_of
@@ -141,13 +142,13 @@ async def serving(listen: str, settings: StoreSettings, health: BootstrapHealth 
     for service in ("", SERVICE):
         await health_servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
     health.store = store
-    expiry = asyncio.create_task(servicer.expire_forever(), name="bootstrap leases")
     try:
-        yield address
+        async with running(servicer.expire_forever, "bootstrap leases"):
+            try:
+                yield address
+            finally:
+                await health_servicer.enter_graceful_shutdown()
     finally:
-        await health_servicer.enter_graceful_shutdown()
-        expiry.cancel()
-        await asyncio.gather(expiry, return_exceptions=True)
         servicer.stop()
         await server.stop(STOP_GRACE_S)
 

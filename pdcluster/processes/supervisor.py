@@ -20,6 +20,7 @@ from pdcluster.core.errors import PdclusterError
 from pdcluster.processes import ready
 from pdcluster.processes.child_process import Spawned, describe, kill_group, lines, spawn
 from pdcluster.processes.spare import Spare
+from pdcluster.processes.tasks import watched
 
 TAIL_LINES = 15
 CRASH_WINDOW_S = 60.0
@@ -122,7 +123,9 @@ class Supervisor:
         child = Child(spec, RestartPolicy(self._restarts, first_delay_s=self._first_delay_s))
         self._children[spec.name] = child
         await self._launch(child)
-        self._keepers[spec.name] = asyncio.create_task(self._keep(child), name=f"keep {spec.name}")
+        self._keepers[spec.name] = watched(
+            self._keep(child), f"keep {spec.name}", lambda error: self._give_up(child, f"its keeper failed: {error}")
+        )
         return child.facts
 
     async def failed(self) -> str:
@@ -168,9 +171,7 @@ class Supervisor:
             except OSError as error:
                 raise StartFailed(f"{child.spec.name} could not be started: {error}") from error
         child.process = spawned.process
-        child.output = asyncio.create_task(
-            self._forward_output(child, spawned.output), name=f"output of {child.spec.name}"
-        )
+        child.output = watched(self._forward_output(child, spawned.output), f"output of {child.spec.name}")
         child.facts = await self._until_ready(child, spawned.process, spawned.ready)
         child.is_ready = True
 
@@ -251,11 +252,12 @@ class Supervisor:
             self._say(f"{name} is back (ready in {time.monotonic() - began:.1f} s)")
             await self._prepare_spare()  # not sooner, so that the two do not share a core while the one is missed
             return True
-        if not self._failure.done():
-            self._failure.set_result(
-                self._explain(child, f"{name} crashed more than {self._restarts} times within a minute (up.restarts)")
-            )
+        self._give_up(child, f"it ended more than {self._restarts} times within a minute (up.restarts)")
         return False
+
+    def _give_up(self, child: Child, why: str) -> None:
+        if not self._failure.done():
+            self._failure.set_result(self._explain(child, f"{child.spec.name} is given up: {why}"))
 
     async def _stop(self, child: Child) -> None:
         process = child.process

@@ -42,14 +42,17 @@ class LinkSocket:
     """One caller's socket. It connects again and again until `close`; after DOWN its owner opens another one."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, settings: WireSettings) -> None:
-        """Raises ProtocolError for an address that ZMQ cannot connect to."""
+        """Raises ProtocolError for an address that ZMQ cannot connect to, and where it has no socket left."""
         # Why the last connection failed, for people; "" for nothing.
         self.why = ""
         self._has_key = settings.cluster_key is not None
         target = "tcp://" + format_address(*peer_address(address))
-        self._socket = open_dealer(context, settings)
-        self._socket.copy_threshold = LARGE_BYTES
-        self._monitor = Monitor(context, self._socket)
+        try:
+            self._socket = open_dealer(context, settings)
+            self._socket.copy_threshold = LARGE_BYTES
+            self._monitor = _monitored(context, self._socket)
+        except zmq.ZMQError as error:
+            raise ProtocolError(f"no socket for {address}: {error}; is this process at its limit of files?") from error
         self._sockets = self._socket, self._monitor.socket
         # Large frames that ZMQ still holds, oldest first, and their bytes.
         self._large: deque[tuple[zmq.MessageTracker, int]] = deque()
@@ -118,3 +121,11 @@ class LinkSocket:
         self.events()
         self._monitor.close()
         self._socket.close(LINGER_MS if self._was_up else 0)
+
+
+def _monitored(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> Monitor:
+    try:
+        return Monitor(context, socket)
+    except zmq.ZMQError:
+        socket.close(0)
+        raise

@@ -22,6 +22,7 @@ from pdcluster.bootstrap.demand_client import DemandExchange
 from pdcluster.core.errors import PdclusterError
 from pdcluster.processes.garbage import collect_seldom
 from pdcluster.processes.ready import announce
+from pdcluster.processes.tasks import beside
 from pdcluster.settings.config import RouterConfig, cache_directory
 from pdcluster.telemetry.health import Verdict, health_port
 from pdcluster.telemetry.metrics import ExplainMetrics, HoldMetrics, RouterMetrics, WorkerMetrics
@@ -392,20 +393,9 @@ class Tasks:
         self.has_failed = False
 
     async def run(self, work: Coroutine[None, None, None]) -> None:
-        await self._stack.enter_async_context(self._running(work))
+        await self._stack.enter_async_context(beside(work, getattr(work, "__qualname__", "a task"), self._failed))
 
-    @asynccontextmanager
-    async def _running(self, work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-        task = asyncio.create_task(work)
-        task.add_done_callback(self._ended)
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.has_failed = True
-            logger.error("a task of the router failed: the router stops", exc_info=error)
-            self._stop.set()
+    def _failed(self, error: BaseException) -> None:
+        self.has_failed = True
+        logger.error("the router stops, as a task of it failed: %s", error)
+        self._stop.set()

@@ -153,6 +153,32 @@ def test_an_exception_that_is_kept_is_not_raised() -> None:
     assert not found, "make a new exception of its text:\n" + "\n".join(found)
 
 
+# Functions that start tasks and await them, or whose tasks hand on every failure themselves.
+AWAITED = {
+    "pdcluster.processes.tasks": {"watched"},
+    "pdcluster.processes.supervisor": {"_ends"},
+    "pdcluster.bootstrap.demand_client": {"keep"},
+    "pdcluster.launch.up": {"_all_or_nothing", "unless", "stop_all"},
+    "pdcluster.launch.ray_process": {"__init__"},
+    "pdcluster_router.frontend.choices": {"merge"},
+    "pdcluster_router.workers.supervisor": {"_serve", "_until", "_all_started"},
+}
+
+
+def test_a_task_that_nobody_awaits_is_watched() -> None:
+    """By `processes.tasks`. Otherwise what it does ends for ever with one exception, and nobody knows."""
+    found: dict[str, set[str]] = {}
+    for module in written():
+        for function in ast.walk(module.tree):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+            names = {func.attr for func in calls if isinstance(func, ast.Attribute)}
+            if names & {"create_task", "ensure_future"}:
+                found.setdefault(module.name, set()).add(function.name)
+    assert found == AWAITED
+
+
 def test_test_files_have_unique_names() -> None:
     counts = Counter(
         file.name for file in (ROOT / "tests").rglob("*.py") if file.name not in ("conftest.py", "__init__.py")

@@ -46,6 +46,7 @@ from pdcluster.core.messages import (
     Welcome,
 )
 from pdcluster.cost.cost import NodeCost
+from pdcluster.processes.tasks import running
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.router_link import LinkState, NodeLink
 from pdcluster.wire.sockets import WireSettings
@@ -153,13 +154,9 @@ class NodeTable:
 
     async def follow(self, snapshots: AsyncIterator[ClusterSnapshot]) -> None:
         """Apply snapshots until cancelled. Between them, reopen lost links."""
-        redial = asyncio.create_task(self._redial_forever())
-        try:
+        async with running(self._redial_forever, "redialling"):
             async for snapshot in snapshots:
                 self.apply(snapshot)
-        finally:
-            redial.cancel()
-            await asyncio.gather(redial, return_exceptions=True)
 
     def apply(self, snapshot: ClusterSnapshot) -> None:
         """Open links to new boots and drop boots that left.

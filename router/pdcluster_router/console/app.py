@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from pdcluster.core.errors import BadRequest, Overloaded, PdclusterError, Unavailable, UnknownName
+from pdcluster.processes.tasks import watched
 from pdcluster.telemetry import timeline
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.console.access import ConsoleAccess
@@ -307,7 +308,7 @@ class ConsoleApp:
                 if not exchange.finished:
                     fail(exchange, error, self.metrics)
 
-        task = asyncio.create_task(run(), name=f"console {exchange.path}")
+        task = watched(run(), f"console {exchange.path}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from pdcluster.core.errors import PdclusterError
+from pdcluster.processes.tasks import running
 from pdcluster_router.operate import reading, top
 from pdcluster_router.operate.clients import AdminClients
 
@@ -39,12 +40,8 @@ class ClusterFeed:
     @asynccontextmanager
     async def running(self) -> Any:
         """Reads while the block runs."""
-        task = asyncio.create_task(self._run(), name="console feed")
-        try:
+        async with running(self._run, "console feed"):
             yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
     def watch(self, watcher: Callable[[bytes], None]) -> None:
         """Tell it of each look, as JSON, and of the last one now."""

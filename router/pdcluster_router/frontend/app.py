@@ -22,6 +22,7 @@ from pdcluster.api.openai.replies import DetokenizeReply, ModelCard, ModelList, 
 from pdcluster.api.validate import closest
 from pdcluster.core.errors import DeadlineExceeded, PdclusterError, Unavailable, UnknownName, Unservable
 from pdcluster.core.version import VERSION
+from pdcluster.processes.tasks import watched
 from pdcluster.telemetry.health import Verdict, alive
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.core.generation import Dispatcher, ModelInfo
@@ -339,7 +340,7 @@ class App:
         within_s: includes the wait for a free thread; None: as long as a request may take.
         """
         limit_s = self.settings.deadline_s if within_s is None else within_s
-        task = asyncio.create_task(self._run(exchange, work, then, limit_s), name=f"prepare {exchange.id}")
+        task = watched(self._run(exchange, work, then, limit_s), f"prepare {exchange.id}")
         self._preparing.add(task)
         task.add_done_callback(self._preparing.discard)
         exchange.on_gone = task.cancel

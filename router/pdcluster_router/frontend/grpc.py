@@ -24,6 +24,7 @@ from pdcluster.api.openai.requests import ChatRequest
 from pdcluster.api.text.choice_text import TextPiece
 from pdcluster.core.address import format_address, parse_address
 from pdcluster.core.errors import BadRequest, Cancelled, ConfigError, DeadlineExceeded, PdclusterError
+from pdcluster.processes.tasks import running
 from pdcluster.rpc import inference as convert
 from pdcluster.rpc import inference_pb2 as pb
 from pdcluster.rpc import inference_pb2_grpc as stubs
@@ -319,12 +320,10 @@ async def listening(
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     bound = bind(server, address, flag="--grpc")
     await server.start()
-    watcher = asyncio.create_task(_keep_health(states, dispatcher), name="grpc health")
     try:
-        yield bound
+        async with running(partial(_keep_health, states, dispatcher), "grpc health"):
+            yield bound
     finally:
-        watcher.cancel()
-        await asyncio.gather(watcher, return_exceptions=True)
         await states.enter_graceful_shutdown()
         servicer.ends_at = monotonic() + PARTING_S + drain_s - ROUNDED_S
         await asyncio.sleep(PARTING_S)  # calls that clients made before they could know are taken, not reset

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from time import monotonic
 from typing import Protocol
 
@@ -14,12 +16,15 @@ from prometheus_client import CollectorRegistry, PlatformCollector, ProcessColle
 from pdcluster.core.address import format_address, parse_address
 from pdcluster.core.errors import ConfigError
 from pdcluster.processes.listening import listening_place
+from pdcluster.processes.tasks import running
 from pdcluster.settings.config import RouterConfig
 from pdcluster.telemetry.health import register_build
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.frontend.app import HttpSettings
 from pdcluster_router.http.connection import PARTING_S, Application, Connection, Connections, LineLimits
 from pdcluster_router.http.door import Door, DoorLimits, limits_of_process
+
+logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 # How late a passed deadline may be seen.
@@ -82,24 +87,31 @@ async def listening(
         app.metrics.connections_refused.inc,
     )
     server = await asyncio.get_running_loop().create_server(door, sock=bound, backlog=BACKLOG)
-    sweeper = asyncio.create_task(_sweep(connections), name="http deadlines")
-    try:
-        yield format_address(*bound.getsockname()[:2])
-    finally:
-        await _part(connections)
-        server.close()
-        await _drain(connections, drain_s)
-        sweeper.cancel()
-        await asyncio.gather(sweeper, return_exceptions=True)
-        bound.close()
+    async with running(partial(sweep, connections), "http deadlines", SWEEP_S):
+        try:
+            yield format_address(*bound.getsockname()[:2])
+        finally:
+            await _part(connections)
+            server.close()
+            await _drain(connections, drain_s)
+            bound.close()
 
 
-async def _sweep(connections: Connections) -> None:
+async def sweep(connections: Connections) -> None:
+    """Look at the deadlines of connections until cancelled."""
     while True:
         await asyncio.sleep(SWEEP_S)
         now = monotonic()
         for connection in [connection for connection in connections if connection.deadline <= now]:
-            connection.expire()
+            _expire(connection)
+
+
+def _expire(connection: Connection) -> None:
+    try:
+        connection.expire()
+    except Exception:  # those behind it have deadlines, too
+        logger.exception("a connection past its deadline failed and is cut")
+        connection.abort()
 
 
 async def _part(connections: Connections) -> None:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Protocol
 
 from pdcluster.core import errors
+from pdcluster.processes.tasks import watched
 from pdcluster.telemetry.metrics import HoldMetrics
 from pdcluster_router.policy.decisions import Decision
 from pdcluster_router.queueing.fairness import QueuedRequest
@@ -139,7 +140,7 @@ class WaitingRequests:
     def _keep_pumping(self) -> None:
         self._poked.set()
         if self._pump is None or self._pump.done():
-            self._pump = asyncio.create_task(self._run(), name="hold queue")
+            self._pump = watched(self._run(), "hold queue")
 
     async def _run(self) -> None:
         try:

@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from pdcluster.core.errors import Overloaded, PdclusterError, ProtocolError, Unavailable
+from pdcluster.processes.tasks import watched
 from pdcluster_router.cluster.events import Event
 from pdcluster_router.workers import frames
 
@@ -129,7 +130,7 @@ class Channel:
             refusal = Overloaded(f"{MAX_QUESTIONS} questions are being answered already")
             self._send(frames.WorkerAnswer(asked.number, problem=frames.problem_of(refusal)))
             return
-        task = asyncio.create_task(self._answer(asked))
+        task = watched(self._answer(asked), f"an answer to {self.name}")
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from prometheus_client import CollectorRegistry
 
 from pdcluster.core.errors import PdclusterError, ProtocolError, Unavailable
+from pdcluster.processes.tasks import beside
 from pdcluster.telemetry.health import Verdict
 from pdcluster_router.admin.operations import Operations
 from pdcluster_router.workers import frames
@@ -50,13 +51,11 @@ class WorkerEndpoint:
             ) from error
         self._channel = channel = Channel(SUPERVISOR, reader, writer, self._answer, lambda event: None)
         channel.introduce(frames.Joined(worker.number, incarnation, os.getpid()))
-        telling = asyncio.create_task(self._tell(channel), name="events to the supervisor")
         try:
-            await channel.run()
+            async with beside(self._tell(channel), "events to the supervisor", lambda _: channel.close()):
+                await channel.run()
             raise PdclusterError(f"worker {worker.number} lost its supervisor at {worker.control}")
         finally:
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
             channel.close()
 
     async def _tell(self, channel: Channel) -> None:

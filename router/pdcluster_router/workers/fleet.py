@@ -17,6 +17,7 @@ import msgspec
 
 from pdcluster.core.errors import PdclusterError, ProtocolError, Unavailable, UnknownName
 from pdcluster.core.messages import Role
+from pdcluster.processes.tasks import beside
 from pdcluster.telemetry.health import Verdict
 from pdcluster_router.admin import drains
 from pdcluster_router.admin.operations import (
@@ -60,6 +61,13 @@ class WorkerAnswers(Generic[T]):
     errors: dict[int, PdclusterError] = field(default_factory=dict)
     silent: list[str] = field(default_factory=list)
 
+    def required(self) -> dict[int, T]:
+        """The answers. Raises a worker's error where there are none."""
+        if not self.told:
+            for error in self.errors.values():
+                raise error
+        return self.told
+
 
 class Fleet:
     """Owned by the supervisor's event loop."""
@@ -88,11 +96,10 @@ class Fleet:
         if former is not None:
             former.close()
         self._starts[number] += 1
-        setting = asyncio.create_task(self._set_again(channel))
         try:
-            await channel.run()
+            async with beside(self._set_again(channel), f"policies of {channel.name}"):
+                await channel.run()
         finally:
-            setting.cancel()
             if self._channels[number] is channel:
                 self._channels[number] = None
 
@@ -126,9 +133,10 @@ class Fleet:
         """As good as the best worker, since each of them serves; degraded while one of them is gone."""
         try:
             answers = await self._ask_all(frames.AskReadiness(), Verdict)
-        except Unavailable as error:
+            told = answers.required()
+        except PdclusterError as error:
             return Verdict(False, "not ready", [str(error)], {"can_serve": False})
-        best = max(answers.told.values(), key=lambda verdict: (verdict.is_good, bool(verdict.facts.get("can_serve"))))
+        best = max(told.values(), key=lambda verdict: (verdict.is_good, bool(verdict.facts.get("can_serve"))))
         if not best.is_good or not answers.silent:
             return best
         return Verdict(True, "degraded", [*best.reasons, f"{', '.join(answers.silent)} did not answer"], best.facts)
@@ -200,7 +208,7 @@ class Fleet:
     async def nodes(self) -> list[NodeStatus]:
         answers = await self._ask_all(frames.AskNodes(), list[NodeStatus])
         seen: dict[str, list[NodeStatus]] = {}
-        for nodes in answers.told.values():
+        for nodes in answers.required().values():
             for node in nodes:
                 seen.setdefault(node.incarnation, []).append(node)
         return [merged(views) for views in seen.values()]
@@ -235,9 +243,7 @@ class Fleet:
 
     async def requests(self, node: str = "") -> RequestList:
         answers = await self._ask_all(frames.AskRequests(node), RequestList)
-        if not answers.told:
-            raise next(iter(answers.errors.values()))
-        found = [request for told in answers.told.values() for request in told.requests]
+        found = [request for told in answers.required().values() for request in told.requests]
         return RequestList(tuple(sorted(found, key=lambda request: -request.age_s)), tuple(answers.silent))
 
     async def cancel(self, request: str, reason: str) -> int:
@@ -280,7 +286,7 @@ class Fleet:
 
     async def cache(self, *, digests: bool) -> CacheStatus:
         answers = await self._ask_all(frames.AskCacheState(digests), CacheStatus)
-        views = tuple(msgspec.structs.replace(told, worker=str(number)) for number, told in answers.told.items())
+        views = tuple(msgspec.structs.replace(told, worker=str(number)) for number, told in answers.required().items())
         fullest = max(views, key=lambda view: view.entries)
         nodes = (
             fullest.nodes

@@ -20,6 +20,7 @@ from pathlib import Path
 from pdcluster.core.errors import ConfigError
 from pdcluster.processes.ready import announce
 from pdcluster.processes.supervisor import Facts, Spec, Supervisor
+from pdcluster.processes.tasks import running
 from pdcluster.settings.config import LoadedSection, RouterConfig, set_library_environment
 from pdcluster.telemetry.health import health_port
 from pdcluster.telemetry.log import resolve_format, writer_of
@@ -68,8 +69,7 @@ async def _serve(loaded: LoadedSection[RouterConfig]) -> int:
         admin = await _serve_admin(config, fleet, name, health, stack)
         console_address = await stack.enter_async_context(console(config, admin, http))
         health_address = stack.enter_context(health_port(config.health, health.probes))
-        looking = asyncio.create_task(health.keep(), name="health")
-        stack.callback(looking.cancel)
+        await stack.enter_async_context(running(health.keep, "health"))
         specs = [
             worker_spec(loaded, f"{name}-{i}", WorkerIdentity(i, config.workers, control), http, grpc)
             for i in range(config.workers)

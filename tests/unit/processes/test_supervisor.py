@@ -124,7 +124,7 @@ async def test_a_child_that_crashes_too_often_is_given_up(tmp_path: Path) -> Non
     stage = Stage(tmp_path, restarts=1)
     await stage.supervisor.start(stage.spec("a", "--crash-times", "99"))
     failure = await stage.supervisor.failed()
-    assert "a crashed more than 1 times" in str(failure)
+    assert "a is given up: it ended more than 1 times" in str(failure)
     await stage.supervisor.stop([["a"]])
     assert len(stage.pids()) == 2
 
@@ -147,6 +147,21 @@ async def test_a_child_that_any_signal_ended_is_started_again(tmp_path: Path, nu
     os.kill(int(str(facts["pid"])), number)
     await stage.until("a is back")
     await stage.supervisor.stop([["a"]])
+
+
+async def test_a_child_whose_keeper_fails_is_given_up_and_not_forgotten(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def say(line: str) -> None:
+        raise RuntimeError("nobody hears")
+
+    stage = Stage(tmp_path)
+    supervisor = Supervisor(say, lambda name, line: None, 20.0, 5)
+    facts = await supervisor.start(stage.spec("a"))
+    os.kill(int(str(facts["pid"])), signal.SIGKILL)
+    assert "nobody hears" in await asyncio.wait_for(supervisor.failed(), 20.0)
+    assert "keep a" in caplog.text
+    await supervisor.stop([["a"]])
 
 
 async def test_groups_are_stopped_one_after_the_other(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from scripted_dispatcher import MODEL, TEXT, ScriptedDispatcher, Wait, says, ser
 
 from pdcluster.core.version import VERSION
 from pdcluster_router.frontend.app import HttpSettings
-from pdcluster_router.frontend.server import KEEPALIVE, bind
+from pdcluster_router.frontend.server import KEEPALIVE, bind, sweep
 from pdcluster_router.http.connection import MAX_HEAD_BYTES, Connection, Connections, LineLimits
 from pdcluster_router.http.exchange import Exchange
 
@@ -544,3 +544,36 @@ async def test_a_client_that_is_too_far_behind_is_given_up(
         )
         await until(lambda: dispatcher.cancelled)
     assert len(dispatcher.cancelled) == 1 and not dispatcher.ended
+
+
+class Late(Connection):
+    """Past its deadline, once. is_broken: what it does then fails."""
+
+    def __init__(self, connections: Connections, *, is_broken: bool) -> None:
+        super().__init__(ScriptedDispatcher(), LineLimits(1, 1.0, 1.0), connections)  # type: ignore[arg-type]
+        self.is_broken, self.deadline = is_broken, 0.0
+        self.ends: list[str] = []
+        connections.add(self)
+
+    def expire(self) -> None:
+        self.deadline = math.inf
+        if self.is_broken:
+            raise RuntimeError("a bug")
+        self.ends.append("expired")
+
+    def abort(self) -> None:
+        self.ends.append("cut")
+
+
+async def test_a_deadline_that_fails_keeps_no_other_from_passing() -> None:
+    connections = Connections()
+    late = [Late(connections, is_broken=number % 2 == 0) for number in range(8)]
+    sweeping = asyncio.create_task(sweep(connections))
+    try:
+        await until(lambda: all(each.ends for each in late) or sweeping.done())
+        again = Late(connections, is_broken=False)
+        await until(lambda: again.ends or sweeping.done())
+    finally:
+        sweeping.cancel()
+        await asyncio.gather(sweeping, return_exceptions=True)
+    assert [each.ends for each in [*late, again]] == [["cut"], ["expired"]] * 4 + [["expired"]]

@@ -9,7 +9,8 @@ import pytest
 from worker_endpoints import ScriptedWorker, node_status, two_workers
 
 from pdcluster.core.errors import BadRequest, DeadlineExceeded, PdclusterError, Unavailable, UnknownName
-from pdcluster_router.admin.operations import CachedNode, CacheStatus
+from pdcluster.telemetry.health import Verdict
+from pdcluster_router.admin.operations import CachedNode, CacheStatus, NodeStatus
 from pdcluster_router.explain.records import Explanation
 from pdcluster_router.workers import fleet as fleet_module
 
@@ -240,3 +241,23 @@ async def test_one_scrape_is_labelled_by_worker_and_tells_nodes_once() -> None:
             and 'pdcluster_worker_restarts_total{worker="1"} 1.0' in after
         )
         assert 'pdcluster_node_waiting{node="n1"} 7.0' not in after
+
+
+async def test_readiness_and_caches_of_workers_that_all_answer_with_an_error_say_which() -> None:
+    class Failing(ScriptedWorker):
+        async def readiness(self) -> Verdict:
+            raise PdclusterError("the view is broken")
+
+        async def cache(self, *, digests: bool) -> CacheStatus:
+            raise PdclusterError("the index is broken")
+
+        async def nodes(self) -> list[NodeStatus]:
+            raise PdclusterError("the table is broken")
+
+    async with two_workers(Failing(), Failing()) as workers:
+        verdict = await workers.fleet.readiness()
+        assert not verdict.is_good and verdict.reasons == ["the view is broken"]
+        with pytest.raises(PdclusterError, match="the index is broken"):
+            await workers.fleet.cache(digests=False)
+        with pytest.raises(PdclusterError, match="the table is broken"):
+            await workers.fleet.nodes()
