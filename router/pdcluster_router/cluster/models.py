@@ -20,6 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 from msgspec.structs import replace
 
 from pdcluster.api.text.model_text import TextModel
@@ -226,15 +227,21 @@ class ModelRegistry:
             await asyncio.sleep(RETRY_S)
             return None
         try:
-            return await asyncio.to_thread(self._read, files)
+            return await asyncio.to_thread(self._read, files, card.vocab_size)
         except ModelError as error:  # the files themselves are wrong, on every node
             self._refused[_text_of(card)] = f"the model {card.model} cannot be served: {error}"
             logger.error(self._refused[_text_of(card)])
             return None
 
-    def _read(self, files: dict[str, bytes]) -> TextModel:
-        """The model's text. Without `--tokenizer DIR` it comes from `files`, fetched from a node."""
-        return TextModel(files if self._tokenizer is None else read_text_files(self._tokenizer), *self._marks)
+    def _read(self, files: dict[str, bytes], vocab_size: int) -> TextModel:
+        """The model's text. Without `--tokenizer DIR` it comes from `files`, fetched from a node.
+
+        vocab_size: of the node's model. A directory without a config.json does not say it.
+        """
+        if self._tokenizer is not None:
+            said = msgspec.json.encode({"vocab_size": vocab_size})
+            files = {"config.json": said, **read_text_files(self._tokenizer)}
+        return TextModel(files, *self._marks)
 
     async def _files(self, card: NodeCard) -> dict[str, bytes]:
         files = {name: await self._fetch(card.incarnation, name) for name in TEXT_FILES}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_tokenizers import byte_level_files
+from tiny_tokenizers import byte_level_files, with_config
 
 from pdcluster.api.text.chat_template import Message
 from pdcluster.bootstrap.card import NodeCard
@@ -135,6 +135,21 @@ async def test_a_tokenizer_of_its_own_that_is_not_there_is_told(tmp_path: Path) 
     loading = asyncio.create_task(models.keep_loaded())
     await until(models.refusal)
     assert "gone holds none of tokenizer.json" in str(models.refusal())
+    loading.cancel()
+
+
+async def test_a_tokenizer_of_its_own_whose_ends_the_model_lacks_is_told(tmp_path: Path) -> None:
+    """A directory without a config.json says nothing of the model; the node's card does."""
+    files = with_config(byte_level_files(), eos_token="<tool>")
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    nodes = Nodes(byte_level_files(), "a")
+    (card,) = nodes.cards()
+    nodes.become(replace(card, vocab_size=10))
+    models = ModelRegistry(nodes, tmp_path)
+    loading = asyncio.create_task(models.keep_loaded())
+    await until(models.refusal)
+    assert "the model only has 0 to 9" in str(models.refusal())
     loading.cancel()
 
 
