@@ -21,8 +21,8 @@ from pdcluster.settings.config import RouterConfig
 from pdcluster.telemetry.health import register_build
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.frontend.app import HttpSettings
+from pdcluster_router.http.acceptor import AcceptLimits, Acceptor, limits_of_process
 from pdcluster_router.http.connection import PARTING_S, Application, Connection, Connections, LineLimits
-from pdcluster_router.http.door import Door, DoorLimits, limits_of_process
 
 logger = logging.getLogger(__name__)
 
@@ -67,34 +67,32 @@ async def listening(
     *,
     drain_s: float,
     is_port_shared: bool = False,
-    door_limits: DoorLimits | None = None,
+    accept_limits: AcceptLimits | None = None,
     bound: socket.socket | None = None,
 ) -> AsyncIterator[str]:
     """Serve while the block runs; yields HOST:PORT, with the real port for 0.
 
     Leaving it takes no new connections, lets open requests finish within drain_s, then cancels them and tells their
-    clients. is_port_shared: other workers listen there, too. door_limits: None: by the limit of open files. bound: a
+    clients. is_port_shared: other workers listen there, too. accept_limits: None: by the limit of open files. bound: a
     socket that listens already.
     """
     bound = bound or bind(address, is_port_shared=is_port_shared)
     own = app.settings
     limits = LineLimits(own.max_body_bytes, own.body_s, own.stall_s, id_prefix=own.id_prefix)
     connections = Connections()
-    door = Door(
+    acceptor = Acceptor(
+        bound,
         lambda: Connection(app, limits, connections),
-        connections.__len__,
-        limits_of_process() if door_limits is None else door_limits,
+        limits_of_process() if accept_limits is None else accept_limits,
         app.metrics.connections_refused.inc,
     )
-    server = await asyncio.get_running_loop().create_server(door, sock=bound, backlog=BACKLOG)
     async with running(partial(sweep, connections), "http deadlines", SWEEP_S):
         try:
             yield format_address(*bound.getsockname()[:2])
         finally:
             await _part(connections)
-            server.close()
+            await acceptor.close()
             await _drain(connections, drain_s)
-            bound.close()
 
 
 async def sweep(connections: Connections) -> None:

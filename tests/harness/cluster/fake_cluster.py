@@ -76,7 +76,8 @@ class FakeNodes(threading.Thread):
 class RouterProcess:
     """`pdcluster-router` as a user starts it."""
 
-    def __init__(self, bootstrap: str, *arguments: str) -> None:
+    def __init__(self, bootstrap: str, *arguments: str, open_files: int | None = None) -> None:
+        """open_files: its limit, None for this process's own."""
         read_end, write_end = os.pipe()
         own = [
             "--http",
@@ -91,6 +92,8 @@ class RouterProcess:
             "warning",
         ]
         argv = [sys.executable, "-m", "pdcluster_router.cli", *own, *arguments, "--ready-fd", str(write_end)]
+        if open_files is not None:
+            argv = ["sh", "-c", 'ulimit -n "$0" && exec "$@"', str(open_files), *argv]
         self.process = subprocess.Popen(argv, pass_fds=[write_end], cwd=Path(__file__).parents[3])
         os.close(write_end)
         with os.fdopen(read_end, "rb") as announced:

@@ -19,7 +19,6 @@ from pdcluster.core.errors import Cancelled, ConfigError, DeadlineExceeded, Node
 from pdcluster_router.core.generation import Done, Generation, Running, Sink, TokenChunk
 from pdcluster_router.frontend.app import HttpSettings, create_app
 from pdcluster_router.frontend.server import listening, router_metrics
-from pdcluster_router.http.door import DoorLimits, limits_of_process
 from pdcluster_router.request.open_requests import OpenRequest, OpenRequests
 
 CHAT = "/v1/chat/completions"
@@ -463,34 +462,3 @@ async def test_an_address_in_use_is_a_config_error(dispatcher: ScriptedDispatche
         with pytest.raises(ConfigError, match=r"cannot listen on .*choose another address with --http"):
             async with listening(app, url.removeprefix("http://"), drain_s=1.0):
                 raise AssertionError("must not listen twice")
-
-
-async def test_connections_beyond_the_limit_are_told_so_until_there_is_room(
-    dispatcher: ScriptedDispatcher, caplog: pytest.LogCaptureFixture
-) -> None:
-    app = create_app(dispatcher, HttpSettings(), router_metrics())
-    async with listening(app, "127.0.0.1:0", drain_s=1.0, door_limits=DoorLimits(2)) as address:
-        host, _, port = address.rpartition(":")
-        kept = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
-        await asyncio.sleep(0.05)
-        async with httpx.AsyncClient(base_url=f"http://{address}") as client:
-            for _ in range(3):
-                refused = await client.post(PLAIN, json=body())
-                assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
-                assert "retry later" in refused.json()["error"]["message"]
-            assert len([each for each in caplog.records if "limit of open files" in each.message]) == 1
-            for _, writer in kept:
-                writer.close()
-            await asyncio.sleep(0.05)
-            assert (await client.post(PLAIN, json=body())).status_code == 200
-            counted = (await client.get("/metrics")).text
-        assert "pdcluster_http_connections_refused_total 3.0" in counted
-
-
-def test_clients_leave_descriptors_to_links_and_admin(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = [(1024, 4096)]
-    monkeypatch.setattr("resource.getrlimit", lambda _: limits[-1])
-    monkeypatch.setattr("resource.setrlimit", lambda _, pair: limits.append(pair))
-    assert limits_of_process() == (3072, 256) and limits[-1] == (4096, 4096)
-    limits.append((2**20, 2**20))
-    assert limits_of_process() == (2**20 - 4096, 1024)
