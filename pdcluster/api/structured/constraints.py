@@ -65,17 +65,20 @@ def grammar_of(form: dict[str, Any], param: str) -> Grammar:
             f"{param} has half a surrogate pair (such as \\ud800 alone), which is no character; send whole characters",
             param,
         )
-    if len(source) > MAX_CHARS:
-        raise BadRequest(
-            f"{param} makes a grammar of {len(source)} characters, at most {MAX_CHARS} are allowed; send a smaller one",
-            param,
-        )
+    _check_size("makes a grammar of", source, param)
     if depth_of(source) > MAX_DEPTH:
         raise BadRequest(
             f"{param} is nested {depth_of(source)} levels deep, at most {MAX_DEPTH} are allowed; send a flatter one",
             param,
         )
     return Grammar(source)
+
+
+def _check_size(what: str, source: str, param: str) -> None:
+    if len(source) > MAX_CHARS:
+        raise BadRequest(
+            f"{param} {what} {len(source)} characters, at most {MAX_CHARS} are allowed; send a smaller one", param
+        )
 
 
 def _is_text(source: str) -> bool:
@@ -191,6 +194,7 @@ def _structured(asked: StructuredOutputs) -> Form:
     text = asked.regex if given[0] == "regex" else asked.grammar
     if not text:
         raise BadRequest(f"{name} is empty; leave it out or say what the output must look like", name)
+    _check_size("has", text, name)  # before it is parsed
     if given[0] == "regex":
         return {"type": "grammar", "grammar": regex(text, name)}
     return {"type": "grammar", "grammar": ebnf(text, name)}

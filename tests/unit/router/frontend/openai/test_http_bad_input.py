@@ -305,7 +305,7 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [
     ),
     (PLAIN, plain(structured_outputs={"regex": "(" * 65 + ")" * 65}), "structured_outputs.regex", "levels deep"),
     (PLAIN, plain(structured_outputs={"json": nested(70)}), "structured_outputs.json", "levels deep"),
-    (PLAIN, plain(structured_outputs={"regex": "a" * 530_000}), "structured_outputs", "send a smaller one"),
+    (PLAIN, plain(structured_outputs={"regex": "a" * 530_000}), "structured_outputs.regex", "send a smaller one"),
     (CHAT, chat(modalities=["text", "audio"]), "modalities", "not supported yet"),
     (CHAT, chat(audio={"voice": "x"}), "audio", "not supported yet"),
     (CHAT, chat(reasoning_effort=3), "reasoning_effort", "reasoning_effort must be a string, got 3"),
