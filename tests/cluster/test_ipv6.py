@@ -31,6 +31,7 @@ def can_be_alone() -> bool:
 
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.timeout(LIMIT_S + 30),
     pytest.mark.skipif(not can_be_alone(), reason="a network without IPv4 cannot be made here"),
 ]
@@ -43,9 +44,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[] if name == "tcp" else pytest.mark.full) for name in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_a_cluster_serves_on_a_machine_that_has_only_ipv6(case: str) -> None:
     if case == "nixl" and _SPEC is None:
         pytest.skip("the package nixl-cu12 is not installed")
