@@ -183,6 +183,7 @@ class Gate:
             if outcome is HoldOutcome.PLACED:
                 for request in self.queue.who_lacks(lack):
                     self.queue.bring_back(request)
+                self._forget(held.request)  # another one that cannot go does not speak for it
         if now < self._next_look:
             return failed
         self._next_look, num_vain = now + PARKED_LOOK_S, 0

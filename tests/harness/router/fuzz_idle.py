@@ -117,7 +117,8 @@ class IdleWatch:
                 decoding = [node for node in nodes if node.role != "prefill" and self._fits(client, node)]
             # Where decode nodes are full, those that wait longer may keep others from computing ahead.
             return _pairs(serving, [node for node in decoding if node.has_room(client.num_tokens)])
-        return serving or anywhere
+        is_fresh = any(not self._scene.has_failed(client.ask.name, node) for node in serving)
+        return serving if is_fresh else anywhere  # one node beats a pair with one that failed
 
     def _fresh(self, client: Client, nodes: list[FuzzNode], may: Callable[[FuzzNode], bool]) -> list[FuzzNode]:
         """Nodes that may, and have not failed the request. Those that have come when nothing else can be waited for:

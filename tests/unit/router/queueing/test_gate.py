@@ -194,6 +194,17 @@ def test_who_waits_for_nodes_that_are_still_full_is_scored_now_and_then_and_not_
     assert gate.release(world.decide, 2.0) == [] and world.decided == ["r2"], "nobody can go where all is full"
 
 
+def test_one_that_could_go_is_not_held_back_by_another_that_lacks_the_same() -> None:
+    """Both were told by the only node to come back later. That time is over for one; the other has its turn before."""
+    world, gate = make_world("mixed", "mixed"), make_gate()
+    world.nodes[1] = replace(world.nodes[1], max_len=50)
+    world.prompts = {name: Query(100, busy=frozenset({"m0-boot"})) for name in ("first", "able")}
+    assert gate.try_admit(held("first", 0.1, is_paid=True), world.decide, 0.1) is None
+    assert gate.try_admit(held("able", 0.0, tenant="b", is_paid=True), world.decide, 0.1) is None
+    world.prompts["able"] = Query(100)
+    assert [one.held.request for one in gate.release(world.decide, 0.2)] == ["able"]
+
+
 def test_an_old_request_keeps_the_nodes_of_its_mode_though_it_was_not_scored_just_now() -> None:
     world, gate = make_world("prefill", "decode"), make_gate(patience_s=5.0)
     world.prompts = {
