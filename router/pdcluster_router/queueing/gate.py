@@ -37,7 +37,7 @@ NOTHING: frozenset[str] = frozenset()
 
 # How long the gate trusts the last score of a request that lacks room. So one that may go elsewhere does not wait for
 # the others that lack the same.
-RESCORE_S = 0.25
+RESCORE_S = 0.15
 
 # How often a request that no node takes is looked at again.
 PARKED_LOOK_S = 0.05

@@ -431,7 +431,9 @@ class Request:
         job, shared = self.job, self.shared
         shared.shut.apply(job, now)
         try:
-            decision = shared.selector.follow(job, now) or shared.selector.choose(job, now, others)
+            follows = job.fork_on is not None and job.fork_on not in others
+            decision = shared.selector.follow(job, now) if follows else None
+            decision = decision or shared.selector.choose(job, now, others)
             self.record.consider(decision, now)
             return decision
         except errors.Unavailable:

@@ -117,7 +117,11 @@ class IdleWatch:
                 decoding = [node for node in nodes if node.role != "prefill" and self._fits(client, node)]
             # Where decode nodes are full, those that wait longer may keep others from computing ahead.
             return _pairs(serving, [node for node in decoding if node.has_room(client.num_tokens)])
-        is_fresh = any(not self._scene.has_failed(client.ask.name, node) for node in serving)
+        if decoding and self._scene.plan.policy != "seconds":
+            # Simple policies weigh no single node against a pair, so as above.
+            serving = _pairs(serving, [node for node in decoding if node.has_room(client.num_tokens)])
+        excluded = client.running.job.excluded if isinstance(client.running, Request) else ()
+        is_fresh = any(node.me.incarnation not in excluded for node in nodes if node.role != "decode")
         return serving if is_fresh else anywhere  # one node beats a pair with one that failed
 
     def _fresh(self, client: Client, nodes: list[FuzzNode], may: Callable[[FuzzNode], bool]) -> list[FuzzNode]:

@@ -132,10 +132,10 @@ LATE_AND_LOSSY = FeedSpec(delay_s=0.1, loss=0.05)
     ("kind", "count", "nodes", "load", "feed", "digest"),
     [
         ("chat", 200, Layout(prefill=8, decode=4), 0.9, IMMEDIATE, "463b432b32c9e222"),
-        ("everything", 200, Layout(prefill=3, decode=2), 1.3, LATE_AND_LOSSY, "513dd80f4fd36bf7"),
+        ("everything", 200, Layout(prefill=3, decode=2), 1.3, LATE_AND_LOSSY, "193e89657da2fb8c"),
         (
             "documents", 150, Layout(prefill=2, decode=2, mixed=2, cache_tokens=400_000), 1.0, FeedSpec(0.02),
-            "2a03d9819613c840",
+            "42f9c6bf19f040c9",
         ),
     ],
 )  # fmt: skip
