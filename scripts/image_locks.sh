@@ -13,5 +13,5 @@ lock() {
     rm "deploy/docker/$name.all"
     printf '%s: %s packages\n' "deploy/docker/$name.lock" "$(grep -c == "deploy/docker/$name.lock")"
 }
-lock router --extra router --extra otel
+lock router --extra router --extra grammar --extra otel
 lock node --extra node --extra grammar --extra otel --extra mooncake --extra nixl

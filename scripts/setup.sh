@@ -94,12 +94,6 @@ install_nixl() {
         || say "skipped: nixl has no package for this machine (see $LOG); its tests are skipped, the other backends work"
 }
 
-install_xgrammar() {
-    # Without its dependencies: torch is here as a CPU build, and triton (some 200 MB, for GPUs) is never loaded on a CPU.
-    pip_install --no-deps xgrammar apache-tvm-ffi \
-        || say "skipped: xgrammar has no package for this machine (see $LOG); structured output is refused, its tests fail"
-}
-
 start_compiling() {
     # Beside the downloads that are left: one to two minutes that the first `make up` or `make demo` would wait for.
     say "compiling the CPU kernels beside the next downloads"
@@ -137,9 +131,8 @@ main() {
     install_torch
     say "installing the other packages, pinned by constraints.txt"
     must_install hatchling editables
-    must_install -e '.[node,dev,otel]' --no-build-isolation
+    must_install -e '.[node,grammar,dev,otel]' --no-build-isolation
     start_compiling
-    install_xgrammar
     install_mooncake
     install_nixl
     end_compiling

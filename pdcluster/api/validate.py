@@ -102,7 +102,10 @@ def shown(value: object) -> str:
     """A value as JSON, cut to a length that fits a message."""
     if isinstance(value, str | list):
         value = value[: SHOWN_CHARACTERS + 1]
-    text = json.dumps(value, ensure_ascii=False, default=str).encode(errors="replace").decode()
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str).encode(errors="replace").decode()
+    except (RecursionError, ValueError):  # nested deeply, or a number of more digits than Python writes
+        return "…"
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"
 
 

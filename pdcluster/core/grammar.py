@@ -19,8 +19,7 @@ MAX_DEPTH = 64
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
-    """source: a `format` of xgrammar's structural tags, as JSON: json_schema, regex, grammar (EBNF), const_string, or,
-    sequence, tag, …"""
+    """source: as llguidance takes it: one grammar in Lark, or JSON with a list of them."""
 
     source: Annotated[str, Meta(min_length=1, max_length=MAX_CHARS)]
 

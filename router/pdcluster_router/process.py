@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import uvloop
 import zmq
@@ -42,6 +43,7 @@ from pdcluster_router.core.tenants import read_tenants
 from pdcluster_router.explain.recorder import Explainer
 from pdcluster_router.explain.request_trace import Tracing
 from pdcluster_router.frontend.app import Exposition, create_app
+from pdcluster_router.frontend.grammar_pool import shared_pool
 from pdcluster_router.frontend.health import RouterHealth, readiness_of
 from pdcluster_router.frontend.places import Places
 from pdcluster_router.frontend.server import http_settings, listening, router_metrics
@@ -306,6 +308,8 @@ async def _open(front: FrontDoors, config: RouterConfig, health: RouterHealth) -
         lambda: readiness_of(dispatch, is_draining=health.is_draining), front.tracing,
     )  # fmt: skip
     doors = [AsyncExitStack()]
+    if find_spec("llguidance") is not None:  # else each request for structured output is told so
+        shared_pool().start()
     try:
         address = await doors[0].enter_async_context(
             listening(app, config.http, drain_s=config.drain_s, is_port_shared=is_shared)

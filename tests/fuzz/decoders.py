@@ -20,7 +20,8 @@ import msgspec
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from pdcluster.api.structured.constraints import asked_of
+from pdcluster.api.openai.answer_shape import AnswerShape, grammar_of_shape
+from pdcluster.api.structured.constraints import StructuredOutputs
 from pdcluster.bootstrap.card import NodeCard, check_card
 from pdcluster.bootstrap.card_messages import card_from_proto, card_to_proto, snapshot_from_proto
 from pdcluster.bootstrap.demand import RoleDemand, RouterDemand, demand_from_proto, demand_to_proto
@@ -28,7 +29,6 @@ from pdcluster.core import messages as m
 from pdcluster.core.errors import BadRequest, PeerUnreachable, ProtocolError
 from pdcluster.core.grammar import Grammar
 from pdcluster.core.step import Row, StepPlan
-from pdcluster.engine.sampling.grammar import parts_of
 from pdcluster.kv.layout import Fingerprint, KVLayout
 from pdcluster.node.tensor_parallel import channel, messages
 from pdcluster.processes.ready import parse
@@ -163,9 +163,7 @@ class Guarded:
 
 def frames() -> tuple[bytes, ...]:
     work = m.Work("r", 0, m.pack_tokens(range(40)), 33, bytes(16), m.Sampling(max_tokens=4, seed=1), 5.0)
-    shaped = msgspec.structs.replace(
-        work, sampling=m.Sampling(max_tokens=4, seed=1, grammar=Grammar('{"type":"regex","pattern":"a+"}'))
-    )
+    shaped = msgspec.structs.replace(work, sampling=m.Sampling(max_tokens=4, seed=1, grammar=Grammar("start: /a+/")))
     reader, writer = m.Endpoint("d0", "d1", "127.0.0.1:4000", (("tcp", b"\x01"),)), m.Endpoint("p0", "p1", "[::1]:4001")
     ticket = m.Ticket(2**64 - 1, "r", 0, reader, writer, 0, m.pack_tokens([4, 9]), 32, 65536, 40, 32, 9.5)
     logprobs = m.TokenLogprobs(-0.5, (3,), (-0.5,))
@@ -258,24 +256,42 @@ def generate_decoder() -> Decoder:
     return Decoder(
         "generate request",
         corpus,
-        lambda data: asked_of(request_from_proto(decode(data), "tiny")),
+        lambda data: request_from_proto(decode(data), "tiny"),
         (BadRequest, DecodeError),
     )
 
 
-def grammar_decoder() -> Decoder:
-    """Of a source that a router sent and that did not compile."""
-    schema = {"type": "json_schema", "json_schema": {"type": "object"}}
-    call = {"type": "tag", "begin": "<tool_call>", "content": schema, "end": "</tool_call>"}
-    forms = (
-        {"type": "sequence", "elements": [schema, call]},
-        {"type": "triggered_tags", "triggers": ["<"], "tags": [call]},
-        call,
+def schema_decoder() -> Decoder:
+    """Of a schema that came as text, and the grammar that is written for it."""
+    schemas = (
+        {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"enum": [1, "x", None]}}},
+        {
+            "oneOf": [
+                {"type": "integer", "minimum": 3, "exclusiveMaximum": 9.5},
+                {"type": "string", "pattern": "^[^a-z]{2,}$"},
+            ]
+        },
+        {"allOf": [{"properties": {"a": {}}}, {"required": ["a"]}], "propertyNames": {"enum": ["a", "b"]}},
     )
-    corpus = tuple(json.dumps(form).encode() for form in forms)
-    return Decoder(
-        "parts of a grammar", corpus, lambda data: list(parts_of(Grammar(data.decode(errors="replace")))), ()
+
+    def decode(data: bytes) -> None:
+        asked = StructuredOutputs(json=data.decode(errors="replace"))
+        grammar_of_shape(AnswerShape("structured_outputs", None, asked))
+
+    return Decoder("schema", tuple(json.dumps(schema).encode() for schema in schemas), decode, (BadRequest,))
+
+
+def own_grammar_decoder() -> Decoder:
+    corpus = (
+        b'root ::= "a" item{2,3}\nitem ::= [^a-z] | "(" root ")"',
+        b'start: "a" item*\nitem: /[a-z]+/ | %json {"type": "null"}',
     )
+
+    def decode(data: bytes) -> None:
+        asked = StructuredOutputs(grammar=data.decode(errors="replace"))
+        grammar_of_shape(AnswerShape("structured_outputs", None, asked))
+
+    return Decoder("own grammar", corpus, decode, (BadRequest,))
 
 
 def rank_decoder() -> Decoder:
@@ -501,7 +517,8 @@ def decoders() -> dict[str, Decoder]:
         *wire_decoders(),
         *card_decoders(),
         generate_decoder(),
-        grammar_decoder(),
+        schema_decoder(),
+        own_grammar_decoder(),
         rank_decoder(),
     ]
     every += [hello_decoder(), advert_decoder(), rank_adverts_decoder()]

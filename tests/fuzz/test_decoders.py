@@ -21,7 +21,7 @@ SAMPLE, WHOLE = 1500, 100_000
 NAMES = (
     "wire frame", "wire frame with a good digest", "address",
     "adverts of ranks", "ready line", "card", "snapshot", "demand",
-    "generate request", "parts of a grammar", "rank message",
+    "generate request", "schema", "own grammar", "rank message",
     "transfer hello",
     "transfer advert", "tcp frame", "tcp answer", "staged notice", "staged grant", "staged answer", "shm notice",
     "shm advert",

@@ -19,9 +19,6 @@ LEVELS: dict[str, int] = {
     "pdcluster.checkpoint": 2,
     "pdcluster.scheduler": 2,
     # requests and replies as text
-    "pdcluster.api.structured.regex": 2,
-    "pdcluster.api.structured.grammar_rules": 3,
-    "pdcluster.api.structured.json_grammar": 4,
     "pdcluster.api.structured": 5,
     "pdcluster.api.tools": 6,
     "pdcluster.api.text": 7,
@@ -86,7 +83,7 @@ NO_IO = {
     "nixl_cu13",
     "ray",
 }
-MODEL_LIBRARIES = {"torch", "transformers", "numba", "safetensors", "xgrammar"}
+MODEL_LIBRARIES = {"torch", "transformers", "numba", "safetensors"}
 # Packages whose rules are tested without a clock, a socket or a model: who uses them passes these in.
 PURE = (
     "pdcluster.core", "pdcluster.cost", "pdcluster.settings", "pdcluster.scheduler", "pdcluster.api",

@@ -6,19 +6,16 @@ from __future__ import annotations
 
 import msgspec
 
+from pdcluster.api.openai.answer_shape import AnswerShape
 from pdcluster.api.openai.requests import ChatRequest
 from pdcluster.api.structured import constraints
-from pdcluster.api.structured.constraints import Form
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.api.tools import reasoning
 from pdcluster.api.tools.formats import FORMATS, ToolFormat
-from pdcluster.api.tools.markers import END_THINK, THINK
+from pdcluster.api.tools.markers import END_THINK
 from pdcluster.api.tools.offered import Offer, offer_of
 from pdcluster.api.tools.speech import Speech
 from pdcluster.core.errors import BadRequest
-from pdcluster.core.grammar import Grammar
-
-SPACE_AFTER_THOUGHT: Form = {"type": "regex", "pattern": "[\\n ]{0,4}"}
 
 
 class Marking(msgspec.Struct, frozen=True):
@@ -35,16 +32,13 @@ NO_MARKS = Marking()
 
 
 class Dialogue(msgspec.Struct, frozen=True):
-    """grammar: None for any text.
-    param: the field of the request that the grammar comes from.
-    """
+    """shape: what is asked of the answer; None for any text."""
 
     offer: Offer | None
     format: ToolFormat | None
     reasons: bool
     is_open: bool
-    grammar: Grammar | None
-    param: str = ""
+    shape: AnswerShape | None
 
     @property
     def has_marks(self) -> bool:
@@ -73,39 +67,31 @@ def offered(request: ChatRequest, marking: Marking) -> Offer | None:
 
 def dialogue_of(request: ChatRequest, offer: Offer | None, marking: Marking, prompt: str) -> Dialogue:
     """prompt: as rendered."""
-    tool_format = FORMATS[marking.tools] if offer is not None and marking.tools is not None else None
-    form = constraints.form_of(request.response_format, request.structured_outputs)
+    tool_format = marking.tools if offer is not None else None
+    has_form = constraints.asks(request)
     param = constraints.param_of(request.structured_outputs)
     reasons = marking.reasons and not request.continue_final_message
-    if offer is not None and tool_format is not None and (offer.must or offer.is_strict or form is not None):
-        if offer.must and form is not None:
-            raise BadRequest(
-                f"{param} and a tool_choice that asks for a call contradict each other; send one of them", param
-            )
-        form = _with_calls(tool_format, offer, form, reasons=reasons)
-        param = "tools"
     is_open = reasons and reasoning.is_left_open(prompt)
-    if form is None:
-        return Dialogue(offer, tool_format, reasons, is_open, None)
+    has_calls = offer is not None and tool_format is not None and (offer.must or offer.is_strict or has_form)
+    made = Dialogue(offer, FORMATS[tool_format] if tool_format is not None else None, reasons, is_open, None)
+    if not has_form and not has_calls:
+        return made
+    if offer is not None and offer.must and has_form:
+        raise BadRequest(
+            f"{param} and a tool_choice that asks for a call contradict each other; send one of them", param
+        )
     constraints.check_end(request)
-    if reasons and not prompt.rstrip().endswith(END_THINK):
-        form = _after_thought(form, is_open=is_open)
-    return Dialogue(offer, tool_format, reasons, is_open, constraints.grammar_of(form, param), param)
-
-
-def _with_calls(tool_format: ToolFormat, offer: Offer, form: Form | None, *, reasons: bool) -> Form:
-    """form: of an answer without calls; None for any text."""
-    if form is not None:
-        return {"type": "or", "elements": [tool_format.form(offer), form]}
-    return tool_format.form(offer) if offer.must else tool_format.free_form(offer, reasons=reasons)
+    thinks_first = reasons and not prompt.rstrip().endswith(END_THINK)
+    shape = AnswerShape(
+        "tools" if has_calls else param, request.response_format, request.structured_outputs,
+        thought=("open" if is_open else "may") if thinks_first else "none", reasons=reasons,
+    )  # fmt: skip
+    if has_calls and offer is not None:
+        shape = msgspec.structs.replace(
+            shape, tool_format=tool_format, tools=offer.tools, must=offer.must, parallel=offer.parallel
+        )
+    return msgspec.structs.replace(made, shape=shape)
 
 
 def marking_of(text: TextModel) -> Marking:
     return Marking(text.tool_format, text.reasons)
-
-
-def _after_thought(form: Form, *, is_open: bool) -> Form:
-    """The grammar covers the answer. The model may reason before it."""
-    thought = {"type": "tag", "begin": "" if is_open else THINK, "content": {"type": "any_text"}, "end": END_THINK}
-    whole: Form = {"type": "sequence", "elements": [thought, SPACE_AFTER_THOUGHT, form]}
-    return whole if is_open else {"type": "or", "elements": [whole, form]}

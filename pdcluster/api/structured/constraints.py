@@ -1,27 +1,16 @@
-"""`response_format` and `structured_outputs` of a request: shapes, checks, and the grammar they mean. The node's
-compiler checks a client's own grammar.
-"""
+"""`response_format` and `structured_outputs` of a request: shapes, checks, and the form of answer that they mean."""
 
 from __future__ import annotations
 
 import json
-from functools import cache, lru_cache
-from typing import Any, Literal, Protocol, cast
+from typing import Literal, Protocol, cast
 
 import msgspec
 from msgspec import Struct
 
 from pdcluster.api.body_bound import check_bulk
-from pdcluster.api.structured.json_grammar.schema import grammar_of_schema
-from pdcluster.api.structured.patterns import ebnf, regex
+from pdcluster.api.structured.forms import Form, any_object, choice_form, json_form, own_form, regex_form
 from pdcluster.core.errors import BadRequest
-from pdcluster.core.grammar import MAX_CHARS, MAX_DEPTH, Grammar, depth_of
-
-Form = dict[str, Any]
-
-MAX_CHOICES = 1024
-# Size limit of schemas whose grammars are cached.
-KEPT_CHARS = 8 << 10
 
 
 class Asking(Protocol):
@@ -54,59 +43,19 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
     grammar: str | None = None
 
 
-def grammar_of(form: dict[str, Any], param: str) -> Grammar:
-    """Raises BadRequest naming param for what is too large or too deep."""
-    try:
-        source = json.dumps(form, ensure_ascii=False, separators=(",", ":"))
-    except RecursionError as error:
-        raise BadRequest(f"{param} is nested too deeply; at most {MAX_DEPTH} levels are allowed", param) from error
-    if not source.isascii() and not _is_text(source):
-        raise BadRequest(
-            f"{param} has half a surrogate pair (such as \\ud800 alone), which is no character; send whole characters",
-            param,
-        )
-    _check_size("makes a grammar of", source, param)
-    if depth_of(source) > MAX_DEPTH:
-        raise BadRequest(
-            f"{param} is nested {depth_of(source)} levels deep, at most {MAX_DEPTH} are allowed; send a flatter one",
-            param,
-        )
-    return Grammar(source)
-
-
-def _check_size(what: str, source: str, param: str) -> None:
-    if len(source) > MAX_CHARS:
-        raise BadRequest(
-            f"{param} {what} {len(source)} characters, at most {MAX_CHARS} are allowed; send a smaller one", param
-        )
-
-
-def _is_text(source: str) -> bool:
-    """Whether it can be sent: JSON within JSON may hold half a surrogate pair."""
-    try:
-        source.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def asked_of(request: Asking) -> Grammar | None:
-    """The constraint of a request; None for any text."""
-    if request.response_format is None and request.structured_outputs is None:
-        return None
-    form = form_of(request.response_format, request.structured_outputs)
-    if form is None:
-        return None
-    check_end(request)
-    return grammar_of(form, param_of(request.structured_outputs))
-
-
 def check_end(request: Asking) -> None:
     """A grammar decides where it ends, by an end-of-sequence token."""
     if request.ignore_eos:
         raise BadRequest(
             "ignore_eos is true, but structured output ends where its grammar does; leave ignore_eos out", "ignore_eos"
         )
+
+
+def asks(request: Asking) -> bool:
+    """Whether the answer's text must have a form."""
+    return request.structured_outputs is not None or (
+        request.response_format is not None and request.response_format != ResponseFormat("text")
+    )
 
 
 def form_of(response_format: ResponseFormat | None, structured: StructuredOutputs | None) -> Form | None:
@@ -123,32 +72,6 @@ def form_of(response_format: ResponseFormat | None, structured: StructuredOutput
 
 def param_of(structured: StructuredOutputs | None) -> str:
     return "response_format" if structured is None else "structured_outputs"
-
-
-def json_form(schema: object, param: str) -> Form:
-    """Raises BadRequest for what is no schema, or has keywords that cannot be enforced."""
-    if not isinstance(schema, dict | bool):
-        raise BadRequest(f'{param} must be a JSON schema, an object such as {{"type": "object"}}', param)
-    return {"type": "grammar", "grammar": _rules_of(schema, param)}
-
-
-def _rules_of(schema: object, param: str) -> str:
-    """Cached, because requests often repeat schemas."""
-    try:
-        text = json.dumps(schema)
-    except (RecursionError, ValueError):  # nested too deeply, or a number of more digits than Python writes
-        return grammar_of_schema(schema, param)
-    return _rules_of_text(text, param) if len(text) <= KEPT_CHARS else grammar_of_schema(schema, param)
-
-
-@lru_cache(maxsize=1024)
-def _rules_of_text(text: str, param: str) -> str:
-    return grammar_of_schema(json.loads(text), param)
-
-
-@cache
-def any_object() -> Form:
-    return json_form({"type": "object"}, "")
 
 
 def _response(wanted: ResponseFormat) -> Form | None:
@@ -190,14 +113,10 @@ def _structured(asked: StructuredOutputs) -> Form:
     if given[0] == "json":
         return json_form(parsed(asked.json, name), name)
     if given[0] == "choice":
-        return _choice(cast(list[str], asked.choice), name)
-    text = asked.regex if given[0] == "regex" else asked.grammar
-    if not text:
-        raise BadRequest(f"{name} is empty; leave it out or say what the output must look like", name)
-    _check_size("has", text, name)  # before it is parsed
+        return choice_form(cast(list[str], asked.choice), name)
     if given[0] == "regex":
-        return {"type": "grammar", "grammar": regex(text, name)}
-    return {"type": "grammar", "grammar": ebnf(text, name)}
+        return regex_form(cast(str, asked.regex), name)
+    return own_form(cast(str, asked.grammar), name)
 
 
 def parsed(schema: object, param: str) -> object:
@@ -216,17 +135,11 @@ def parsed(schema: object, param: str) -> object:
 def _fault(text: str, error: ValueError) -> str:
     """What is wrong with the text: Python knows where, msgspec reports more errors."""
     try:
-        has_half = not _is_text(json.dumps(json.loads(text), ensure_ascii=False))
+        json.dumps(json.loads(text), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return "half a surrogate pair (such as \\ud800 alone) is no character"
     except RecursionError:
         return str(error)
     except ValueError as where:
         return str(where)
-    return "half a surrogate pair (such as \\ud800 alone) is no character" if has_half else str(error)
-
-
-def _choice(choices: list[str], param: str) -> Form:
-    if not choices or not all(choices):
-        raise BadRequest(f"{param} must be a list of texts, none of them empty", param)
-    if len(choices) > MAX_CHOICES:
-        raise BadRequest(f"{param} has {len(choices)} texts, at most {MAX_CHOICES} are allowed", param)
-    return {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in dict.fromkeys(choices)]}
+    return str(error)

@@ -1,51 +1,68 @@
-"""Regular expressions and grammars of requests, rewritten so that the compiler reads them as their authors meant.
-Expressions become rules. Grammars change in the one escape that it reads differently. What cannot be enforced is
-refused by name.
+r"""Regular expressions of clients, as the library's dialect (that of Rust) reads what they mean in ECMAScript and in
+Python. What those dialects read otherwise is refused by name.
+
+Classes are as narrow as the narrowest reading: \w has ASCII only, and \W none of any script's letters.
 """
 
 from __future__ import annotations
 
 import re
 
-from pdcluster.api.structured.grammar_rules.written import grammar_of
-from pdcluster.api.structured.regex.parser import MAX_REPEATS, parse
-from pdcluster.api.structured.regex.tree import choice, without_anchors
 from pdcluster.api.validate import shown
 from pdcluster.core.errors import BadRequest
 
-EBNF_TOKENS = re.compile(r'"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|#[^\n]*|\{[\s\d,]*\}', re.DOTALL)
-ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{1,2}|.)", re.DOTALL)
-DIGITS = re.compile(r"\d+")
+MAX_PATTERN = 32 << 10
+
+PIECES = re.compile(
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|.)|\[\^?\]?|&&|--|~~|\]|.", re.DOTALL
+)
+# Letters behind a backslash that mean the same everywhere, or that the library refuses itself.
+ESCAPES = frozenset("dDwWsStnrfvxuUpPbBck")
+NARROW = {
+    "\\W": r"[^\p{Alphabetic}\p{M}\p{N}\p{Pc}\p{Join_Control}]",
+    "\\D": r"\P{Nd}",
+    "\\s": r"[ \t\n\r\f\v]",
+}
+# In a class of what is not listed the widest reading makes the narrowest class.
+WIDE = {"\\d": r"\p{Nd}", "\\w": r"\p{Alphabetic}\p{M}\p{N}\p{Pc}\p{Join_Control}", "\\S": r"[^ \t\n\r\f\v]"}
+# In a class all of whose control characters are taken, the library also takes escaped quotes and backslashes.
+NO_NUL = r"\x00"
 
 
-def regex(pattern: str, param: str) -> str:
-    """A grammar of the texts that the whole expression matches. Raises BadRequest naming the pattern."""
-    variants = without_anchors(parse(pattern, param))
-    if not variants:
-        raise BadRequest(f"{param} is {shown(pattern)}, which no text matches; correct it", param)
-    return grammar_of(choice(list(variants.values())))
+def rewritten(pattern: str, path: str) -> str:
+    """Raises BadRequest naming path."""
+    if len(pattern) > MAX_PATTERN:
+        what = f"{path} has {len(pattern)} characters, at most {MAX_PATTERN} are allowed"
+        raise BadRequest(f"{what}; send a shorter one", path)
+    made, is_in_class, is_negated = list[str](), False, False
+    for found in PIECES.finditer(pattern):
+        piece = found[0]
+        if piece[0] == "\\":
+            piece = _escape(piece, pattern, path)
+            piece = (WIDE if is_in_class and is_negated else NARROW).get(piece, piece)
+        elif is_in_class:
+            if piece[0] == "[" or piece in ("&&", "--", "~~"):
+                raise _unkept(pattern, path, f"{piece} in a class, which dialects read differently; write \\{piece[0]}")
+            is_in_class = piece != "]"
+        elif piece[0] == "[":
+            if piece[-1] == "]":
+                raise _unkept(pattern, path, f"{piece}, which dialects read differently; write \\] for a bracket")
+            is_in_class, is_negated = True, piece == "[^"
+            piece += NO_NUL if is_negated else ""
+        made.append(piece)
+    return "".join(made).replace(NO_NUL + "-", r"\x01-")
 
 
-def ebnf(grammar: str, param: str) -> str:
-    r"""The grammar with \xHH limited to two digits, as GBNF has it; the compiler would take more. Raises BadRequest for
-    counts beyond the bound.
-    """
-    for found in EBNF_TOKENS.finditer(grammar):
-        if found[0][0] == "{":
-            _check_counts(found[0], grammar, param)
-    return EBNF_TOKENS.sub(lambda token: ESCAPE.sub(_coded, token[0]) if token[0][0] in '"[' else token[0], grammar)
+def _escape(piece: str, pattern: str, path: str) -> str:
+    if len(piece) > 2:  # a pair of surrogates
+        high, low = int(piece[2:6], 16), int(piece[8:], 16)
+        return f"\\u{{{0x10000 + ((high & 0x3FF) << 10 | low & 0x3FF):x}}}"
+    if len(piece) == 1:
+        raise _unkept(pattern, path, "a backslash at its end; write two, or none")
+    if len(piece) == 2 and piece[1].isalpha() and piece[1] not in ESCAPES:
+        raise _unkept(pattern, path, f"the escape {piece}, which dialects read differently; write what it stands for")
+    return piece
 
 
-def _coded(escape: re.Match[str]) -> str:
-    return f"\\u{int(escape[1][1:], 16):04x}" if escape[1][0] == "x" and len(escape[1]) > 1 else escape[0]
-
-
-def _check_counts(token: str, text: str, param: str) -> None:
-    for digits in DIGITS.findall(token):
-        count = digits.lstrip("0") or "0"
-        if len(count) > len(str(MAX_REPEATS)) or int(count) > MAX_REPEATS:
-            raise BadRequest(
-                f"{param} is {shown(text)}, which repeats more than {MAX_REPEATS} times ({shown(digits)}); send a "
-                "smaller count",
-                param,
-            )
+def _unkept(pattern: str, path: str, what: str) -> BadRequest:
+    return BadRequest(f"{path} is {shown(pattern)}, which has {what}", path)

@@ -7,9 +7,20 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from pdcluster.api.structured.constraints import Form, any_object, json_form
+from pdcluster.api.structured.forms import (
+    Form,
+    any_object,
+    any_text,
+    either,
+    json_form,
+    literal,
+    pattern,
+    repeated,
+    sequence,
+    up_to,
+)
 from pdcluster.api.tools.calls import CallRules
 from pdcluster.api.tools.markers import ARGS, CALL_ID, END_THINK, END_TOOL_CALL, PYTHON_TAG, TOOL_CALL, TOOL_CALLS
 from pdcluster.api.tools.offered import Function, Offer, parameters_of
@@ -41,7 +52,6 @@ class ToolFormat(NamedTuple):
     """begin, end: around the arguments of one call; {name} is the function's.
     opening, closing: around all calls; separator: between them.
     trigger: begins a call within text; None where an answer is either calls or text.
-    named: before a call whose name stands outside.
     """
 
     parser: Callable[[CallRules], Parser]
@@ -52,60 +62,53 @@ class ToolFormat(NamedTuple):
     trigger: str | None
     opening: str = ""
     closing: str = ""
-    named: str = ""
 
     def parse(self, offer: Offer) -> Parser:
         return self.parser(CallRules(self.new_id, offer.knows, [tool.name for tool in offer.tools]))
 
     def form(self, offer: Offer) -> Form:
         """The grammar of an answer that is only calls."""
-        calls = self._calls(offer, _checked)
-        return (
-            calls
-            if not self.opening
-            else {"type": "sequence", "elements": [_constant(self.opening), calls, _constant(self.closing)]}
-        )
+        return self._around(self._calls(offer, _checked))
 
     def free_form(self, offer: Offer, *, reasons: bool) -> Form:
         """The grammar of an answer that is text, calls or both. A call is of an offered tool; a strict tool's arguments
         match its schema. reasons: the model may think first.
         """
         if self.trigger is None:
-            around = [_regex(SOME_SPACE + f"({_escaped(PYTHON_TAG)})?"), self._calls(offer, _strict)]
-            return {
-                "type": "or",
-                "elements": [{"type": "sequence", "elements": around}, *_no_call(END_THINK if reasons else None)],
-            }
-        tags = self._tags(offer, _strict)
-        if self.opening:
-            tags = [_tag(self.opening, self._calls(offer, _strict), self.closing), *self._named(offer)]
-        return {
-            "type": "triggered_tags",
-            "triggers": [self.trigger],
-            "tags": tags,
-            "at_least_one": False,
-            "stop_after_first": not offer.parallel,
-        }
+            before = pattern(SOME_SPACE + f"({_escaped(PYTHON_TAG)})?")
+            calls = sequence(before, self._calls(offer, _strict))
+            return either(calls, *_no_call(END_THINK if reasons else None))
+        rest = self._triggered(offer)
+        call = sequence(up_to(self.trigger), rest)
+        return sequence(repeated(call, "*"), any_text()) if offer.parallel else either(any_text(), call)
+
+    def _triggered(self, offer: Offer) -> Form:
+        """What follows the trigger."""
+        if not self.opening:
+            return either(*self._each(offer, _strict, self.begin.removeprefix(cast(str, self.trigger))))
+        listed = self._calls(offer, _strict)
+        return either(
+            sequence(literal(self.opening.removeprefix(cast(str, self.trigger))), listed, literal(self.closing)),
+            *self._named(offer),
+        )
+
+    def _around(self, calls: Form) -> Form:
+        return sequence(literal(self.opening), calls, literal(self.closing)) if self.opening else calls
 
     def _calls(self, offer: Offer, form_of: FormOf) -> Form:
-        return {
-            "type": "tags_with_separator",
-            "tags": self._tags(offer, form_of),
-            "separator": self.separator,
-            "at_least_one": True,
-            "stop_after_first": not offer.parallel,
-        }
+        call = either(*self._each(offer, form_of, self.begin))
+        return sequence(call, repeated(sequence(literal(self.separator), call), "*")) if offer.parallel else call
 
-    def _tags(self, offer: Offer, form_of: FormOf) -> list[Form]:
-        return [_tag(self.begin.replace("{name}", tool.name), form_of(tool), self.end) for tool in offer.tools]
+    def _each(self, offer: Offer, form_of: FormOf, begin: str) -> list[Form]:
+        return [
+            sequence(literal(begin.replace("{name}", tool.name)), form_of(tool), literal(self.end))
+            for tool in offer.tools
+        ]
 
     def _named(self, offer: Offer) -> list[Form]:
         """Each call by itself, its arguments behind a mark."""
-        marks = _regex(f"({_escaped(CALL_ID)}[a-zA-Z0-9]{{9}})?{_escaped(ARGS)}")
-        return [
-            _tag(self.named.replace("{name}", tool.name), {"type": "sequence", "elements": [marks, _strict(tool)]}, "")
-            for tool in offer.tools
-        ]
+        marks = pattern(f"({_escaped(CALL_ID)}[a-zA-Z0-9]{{9}})?{_escaped(ARGS)}")
+        return [sequence(literal(tool.name), marks, _strict(tool)) for tool in offer.tools]
 
 
 FORMATS: Mapping[str, ToolFormat] = {
@@ -114,8 +117,7 @@ FORMATS: Mapping[str, ToolFormat] = {
     ),
     "llama": ToolFormat(LlamaParser, _long_id, '{"name": "{name}", "parameters": ', "}", "; ", None),
     "mistral": ToolFormat(
-        MistralParser, _short_id, '{"name": "{name}", "arguments": ', "}", ", ", TOOL_CALLS, TOOL_CALLS + "[", "]",
-        TOOL_CALLS + "{name}"
+        MistralParser, _short_id, '{"name": "{name}", "arguments": ', "}", ", ", TOOL_CALLS, TOOL_CALLS + "[", "]"
     ),
 }  # fmt: skip
 
@@ -151,23 +153,13 @@ def _no_call(banned: str | None) -> list[Form]:
     begins = "|".join(
         [r"[^{<\s]", *(f"{_escaped(mark[:length])}[^{_escaped(mark[length])}]" for length in range(1, len(mark)))]
     )
-    text: Form = {"type": "any_text", "excludes": [] if banned is None else [banned]}
     short = "|".join(_escaped(mark[:length]) for length in range(1, len(mark)))
-    return [{"type": "sequence", "elements": [_regex(f"{SPACES}({begins})"), text]}, _regex(f"{SPACES}({short})?")]
+    return [
+        sequence(pattern(f"{SPACES}({begins})"), any_text(without=banned)),
+        pattern(f"{SPACES}({short})?"),
+    ]
 
 
 def _escaped(text: str) -> str:
     """For a regular expression."""
     return "".join("\\" + character if character in SPECIAL else character for character in text)
-
-
-def _tag(begin: str, content: Form, end: str) -> Form:
-    return {"type": "tag", "begin": begin, "content": content, "end": end}
-
-
-def _regex(pattern: str) -> Form:
-    return {"type": "regex", "pattern": pattern}
-
-
-def _constant(text: str) -> Form:
-    return {"type": "const_string", "value": text}

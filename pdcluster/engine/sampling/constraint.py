@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,7 +26,7 @@ from pdcluster.core.grammar import PARAM, Grammar
 from pdcluster.core.sampling import Sampling
 from pdcluster.core.step import Row, RowError
 from pdcluster.engine.sampling.deadline_pool import DeadlinePool, MissedDeadline, PoolFull
-from pdcluster.engine.sampling.grammar import Constraint, Grammars, Mask
+from pdcluster.engine.sampling.grammar import Compiled, Constraint, Grammars, Mask
 
 # After so many steps without it a row's state is dropped: its row is gone, or waits.
 MAX_IDLE_STEPS = 64
@@ -148,7 +148,7 @@ class Constraints:
 
 
 def _advanced(
-    row: Row, kept: Constraint | None, compiled: Any, eos_token_ids: Sequence[int]
+    row: Row, kept: Constraint | None, compiled: Compiled | None, eos_token_ids: Sequence[int]
 ) -> GrammarPosition | DeadRow:
     """kept: the row's state at an earlier step; compiled: its grammar, None when this node has it no longer."""
     assert row.sampling is not None and row.sampling.grammar is not None
@@ -169,9 +169,9 @@ def _advanced(
     cpu_s = time.thread_time() - began_s
     mask = _long_enough(mask, row, row.sampling, eos_token_ids)
     if not mask.any():
+        why = f": {constraint.fault}" if constraint.fault else ""
         return DeadRow(
-            f"after {row.output_index} tokens the request's grammar allows none of the model's tokens; change the "
-            "grammar"
+            f"after {row.output_index} tokens the request's grammar allows none of the model's tokens{why}; change it"
         )
     return GrammarPosition(constraint, mask, cpu_s)
 

@@ -1,22 +1,19 @@
 """Grammars of requests, compiled for a model's vocabulary: off the step, each once, kept while in use or while there is
-room. The only module that knows xgrammar. It is imported when the first grammar comes, because transformers comes with
-it and takes seconds.
+room.
 
-A grammar that xgrammar refuses, or does not finish in time, is refused by its own words, at once when it comes again. A
-compile cannot be ended from outside. One that takes too long keeps its thread until it is done, at the lowest priority.
-While there are few such, another takes its place.
+A grammar that llguidance refuses, or does not finish in time, is refused by its own words, at once when it comes again.
+Routers tried each before. A compile cannot be ended from outside. One that takes too long keeps its thread until it is
+done, at the lowest priority. While there are few such, another takes its place.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import re
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,58 +21,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pdcluster.api.structured import library
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.api.tools.markers import MARKERS
 from pdcluster.core.errors import BadRequest, Overloaded, PdclusterError
 from pdcluster.core.grammar import MAX_DEPTH, Grammar, depth_of
 from pdcluster.engine.sampling.deadline_pool import yield_to_others
-
-# Whether every rule of a grammar in EBNF can come to an end. A rule that needs itself never does: an output that
-# enters it goes on until its tokens
-# run out.
-
-# Kinds of expressions that have others in them, as xgrammar numbers them in its own JSON of a grammar (version 16).
-RULE, SEQUENCE, CHOICES, REPEAT = 4, 5, 6, 8
-
-
-def endless_rule(serialized: str) -> str | None:
-    """The name of a rule that never ends, None when all do. serialized: by `xgrammar.Grammar.serialize_json`."""
-    grammar = json.loads(serialized)
-    data, starts = grammar["grammar_expr_data"], grammar["grammar_expr_indptr"]
-    expressions = [data[start : start + 2 + data[start + 1]] for start in starts]
-    bodies = [rule[1] for rule in grammar["rules"]]
-    users: list[list[int]] = [[] for _ in bodies]
-    for rule, body in enumerate(bodies):
-        for used in _rules_in(body, expressions):
-            users[used].append(rule)
-    ending, waiting = set[int](), list(range(len(bodies)))
-    while waiting:
-        rule = waiting.pop()
-        if rule not in ending and _ends(bodies[rule], expressions, ending):
-            ending.add(rule)
-            waiting += users[rule]
-    endless = next((rule for rule in range(len(bodies)) if rule not in ending), None)
-    return None if endless is None else str(grammar["rules"][endless][0])
-
-
-def _rules_in(index: int, expressions: list[list[int]]) -> list[int]:
-    kind, _, *parts = expressions[index]
-    if kind in (SEQUENCE, CHOICES):
-        return [rule for part in parts for rule in _rules_in(part, expressions)]
-    return parts[:1] if kind in (RULE, REPEAT) else []
-
-
-def _ends(index: int, expressions: list[list[int]], ending: set[int]) -> bool:
-    """By the rules that are known to end."""
-    kind, _, *parts = expressions[index]
-    if kind == RULE:
-        return parts[0] in ending
-    if kind == SEQUENCE:
-        return all(_ends(part, expressions, ending) for part in parts)
-    if kind == CHOICES:
-        return any(_ends(part, expressions, ending) for part in parts)
-    return kind != REPEAT or parts[1] == 0 or parts[0] in ending
-
 
 log = logging.getLogger(__name__)
 
@@ -85,18 +36,8 @@ Mask = NDArray[np.int32]
 # Compilers recurse over what they read; it is virtual memory until it is used.
 STACK_BYTES = 256 << 20
 
-TRIAL_TOKENS = 16
-# Of the compiler's own time, for all tokens that are tried. Each row of a step waits for the slowest one's mask. Most
-# need a hundredth of it.
-TRIAL_S = 2.0
-
-# Characters before a guilty part that an error quotes.
-MOST_BEFORE = 200
-
-# How the library begins its errors: time, file and line.
-ORIGIN = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")
-
-NEEDS_LIBRARY = "structured output needs xgrammar, which this node does not have; install pdcluster[grammar] there"
+# What a compiled grammar takes beside its text, and for each character of it.
+LEAST_BYTES, BYTES_PER_CHARACTER = 128 << 10, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,31 +75,45 @@ def vocabulary_of(model_dir: Path, size: int, eos_token_ids: Sequence[int]) -> V
     return Vocabulary(tokens[:size] + [b""] * (size - len(tokens)), size, eos_token_ids)
 
 
+class Compiled:
+    """A grammar for a vocabulary. Rows begin with copies of its matcher, which itself never moves."""
+
+    def __init__(self, matcher: Any, vocabulary_size: int, memory_size_bytes: int) -> None:
+        self.matcher = matcher
+        self.num_words = -(-vocabulary_size // 32)
+        self.memory_size_bytes = memory_size_bytes
+
+
 class Constraint:
     """One output's place in its grammar."""
 
-    def __init__(self, compiled: Any, grammar: Grammar | None = None) -> None:
-        import xgrammar
-
+    def __init__(self, compiled: Compiled, grammar: Grammar | None = None) -> None:
         self.grammar = grammar
-
-        self._matcher = xgrammar.GrammarMatcher(compiled)
-        self._words = -(-compiled.tokenizer_info.vocab_size // 32)
+        self._matcher = compiled.matcher.deep_copy()
+        self._num_words = compiled.num_words
         self.num_tokens = 0
 
     def accept(self, token: int) -> bool:
         """False for a token that the grammar does not allow here."""
         self.num_tokens += 1
-        return bool(self._matcher.accept_token(token))
+        return bool(self._matcher.consume_token(token))
 
     def mask(self) -> Mask:
-        words = np.full((1, self._words), -1, np.int32)
-        if not self._matcher.is_terminated():
-            self._matcher.fill_next_token_bitmask(words, 0)
-        else:
-            words[:] = 0
-        row: Mask = words[0]
-        return row
+        """Nothing is allowed where the grammar took more than the library's bounds (`fault`)."""
+        words = np.empty(self._num_words, np.int32)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._matcher.is_error():
+            words[:] = 0  # the library would end the output
+        return words
+
+    @property
+    def fault(self) -> str:
+        """Why nothing can follow; "" where something can."""
+        return library.words(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+
+# Raises BadRequest for what it does not take.
+Compiler = Callable[[Grammar], Compiled]
 
 
 class Grammars:
@@ -170,17 +125,17 @@ class Grammars:
         load: Callable[[], Vocabulary],
         limits: GrammarLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
-        make: Callable[[Vocabulary], Any] | None = None,
+        make: Callable[[Vocabulary], Compiler] | None = None,
     ) -> None:
-        """make: a compiler for the vocabulary, None for xgrammar's."""
+        """make: a compiler for the vocabulary, None for llguidance's."""
         self._load = load
         self._make = make or _make_compiler
         self._limits = limits or GrammarLimits()
         self._clock = clock
         self._lock = threading.Condition()
         self._loading = threading.Lock()
-        self._compiler: Any = None
-        self._ready: OrderedDict[Grammar, Any] = OrderedDict()
+        self._compiler: Compiler | None = None
+        self._ready: OrderedDict[Grammar, Compiled] = OrderedDict()
         self._bytes = 0
         # The grammars in use take more than all may.
         self._is_crowded = False
@@ -237,7 +192,7 @@ class Grammars:
                 self._bytes -= self._ready.pop(grammar).memory_size_bytes
             self._is_crowded = self._bytes > self._limits.cache_bytes
 
-    def find(self, grammar: Grammar) -> Any:
+    def find(self, grammar: Grammar) -> Compiled | None:
         """The compiled one, None when it is not, or no longer, here."""
         with self._lock:
             return self._ready.get(grammar)
@@ -340,7 +295,7 @@ class Grammars:
                 if was_late:
                     return
 
-    def _compile(self, grammar: Grammar) -> Any:
+    def _compile(self, grammar: Grammar) -> Compiled | str:
         """The compiled grammar, or a text that says why there is none."""
         began = time.perf_counter()
         try:
@@ -349,22 +304,13 @@ class Grammars:
                     self._compiler = self._make(self._load())
             with self._lock:
                 self._began[grammar] = self._clock()
-            compiled = self._compiler.compile_structural_tag(f'{{"type":"structural_tag","format":{grammar.source}}}')
-            _check_ends(grammar)
-            _try(compiled)
+            compiled = self._compiler(grammar)
         except PdclusterError as error:
             return str(error)
-        except ImportError as error:
-            log.error("xgrammar cannot be imported: %s", error)
-            return NEEDS_LIBRARY
-        except (
-            Exception
-        ) as error:  # the library raises RuntimeError and ValueError of many kinds for what it does not take
-            return f"the grammar does not compile: {_words(error)}{_behind(self._compiler, grammar)}"
         log.debug("a grammar of %d characters compiled in %.3f s", len(grammar.source), time.perf_counter() - began)
         return compiled
 
-    def _keep(self, grammar: Grammar, answer: Any) -> None:
+    def _keep(self, grammar: Grammar, answer: Compiled | str) -> None:
         if isinstance(answer, str):
             self._remember(grammar, answer)
             return
@@ -377,89 +323,45 @@ class Grammars:
             self._refused.popitem(last=False)
 
 
-def _check_ends(grammar: Grammar) -> None:
-    """Raises BadRequest for a client's own grammar that an output may enter and never leave. Those that the router
-    wrote have no such part."""
-    from xgrammar import Grammar as Parsed
+def _make_compiler(vocabulary: Vocabulary) -> Compiler:
+    tokenizer = tokenizer_of(vocabulary)
 
-    form = json.loads(grammar.source)
-    if isinstance(form, dict) and form.get("type") == "grammar":
-        rule = endless_rule(Parsed.from_ebnf(str(form["grammar"])).serialize_json())
-        if rule is not None:
-            raise BadRequest(f"the grammar's rule {rule} never ends, as it always needs itself; give it a way out")
+    def compile_(grammar: Grammar) -> Compiled:
+        matcher = library.matcher_of(tokenizer, grammar.source)
+        if matcher.is_error():
+            raise BadRequest(f"the grammar does not compile: {library.words(matcher.get_error())}")
+        compiled = Compiled(matcher, vocabulary.size, LEAST_BYTES + BYTES_PER_CHARACTER * len(grammar.source))
+        first = Constraint(compiled)
+        if not first.mask().any():
+            raise BadRequest(
+                f"the grammar allows no output at all with this model's tokens ({first.fault}); send another one"
+            )
+        return compiled
 
-
-def _words(error: Exception) -> str:
-    """What the library says, without the place in its source, and not endlessly."""
-    text = ORIGIN.sub("", str(error).strip()) or type(error).__name__
-    return text if len(text) <= 500 else text[:500] + "…"
-
-
-def _behind(compiler: Any, grammar: Grammar) -> str:
-    """The part that does not compile, by the text before it (of a call its tool's name). "" where there are no
-    parts.
-    """
-    for begin, content in parts_of(grammar):
-        try:
-            compiler.compile_structural_tag(json.dumps({"type": "structural_tag", "format": content}))
-        except Exception:  # what it raises was told
-            return f" (behind {begin.strip()})"
-    return ""
+    return compile_
 
 
-def parts_of(grammar: Grammar) -> Iterator[tuple[str, object]]:
-    """What follows something fixed. A source that is not what this cluster's routers write has none."""
-    try:
-        found: list[object] = [json.loads(grammar.source)]
-    except (ValueError, RecursionError):
-        return
-    while found:
-        form = found.pop()
-        if not isinstance(form, dict):
-            continue
-        content = form.get("content")
-        if (
-            form.get("type") == "tag"
-            and isinstance(content, dict)
-            and content.get("type") in ("json_schema", "grammar")
-        ):
-            yield str(form.get("begin", ""))[:MOST_BEFORE], content
-        lists = [form.get(name) for name in ("elements", "tags")]
-        found += reversed([content, *(part for parts in lists if isinstance(parts, list) for part in parts)])
-
-
-def _make_compiler(vocabulary: Vocabulary) -> Any:
-    import xgrammar
-
+def tokenizer_of(vocabulary: Vocabulary) -> Any:
+    """The library's own view of the vocabulary."""
     if not vocabulary.eos_token_ids:
         raise BadRequest("structured output needs a model with an end-of-sequence token, and this one has none")
-    info = xgrammar.TokenizerInfo(
-        list(vocabulary.tokens),
-        xgrammar.VocabType.RAW,
-        vocab_size=vocabulary.size,
-        stop_token_ids=list(vocabulary.eos_token_ids),
-    )
-    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    try:
+        from llguidance import LLTokenizer, TokenizerWrapper
+    except ImportError as error:
+        log.error("llguidance cannot be imported: %s", error)
+        raise BadRequest(library.MISSING) from error
+    ends = list(vocabulary.eos_token_ids)
+    return LLTokenizer(TokenizerWrapper(_Tokens(list(vocabulary.tokens), ends)), eos_token=ends)
 
 
-def _try(compiled: Any) -> None:
-    """Say something in it. Raises BadRequest for a grammar that allows nothing (an endless recursion), or that gets
-    slower with every token."""
-    constraint, generator, stops = (
-        Constraint(compiled),
-        np.random.default_rng(0),
-        compiled.tokenizer_info.stop_token_ids,
-    )
-    until = time.thread_time() + TRIAL_S
-    for number in range(TRIAL_TOKENS):
-        allowed = np.flatnonzero(np.unpackbits(constraint.mask().view(np.uint8), bitorder="little"))
-        if not number and not len(allowed):
-            raise BadRequest("the grammar allows no output at all with this model's tokens; send another one")
-        longer = allowed[~np.isin(allowed, stops)]
-        if not len(longer) or not constraint.accept(int(generator.choice(longer))):
-            return
-        if time.thread_time() > until:
-            raise BadRequest(
-                f"the grammar took more than {TRIAL_S:g} s for {number + 1} tokens that were tried; send a less "
-                "ambiguous one"
-            )
+class _Tokens:
+    """A vocabulary as the library reads it. It asks for no tokens of a text, as our grammars force none."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], ends: list[int]) -> None:
+        self.tokens, self.eos_token_id = tokens, ends[0]
+        self.special_token_ids = ends
+
+    def __call__(self, text: bytes) -> list[int]:
+        raise NotImplementedError("text is not tokenized here")

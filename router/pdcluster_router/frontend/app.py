@@ -27,6 +27,7 @@ from pdcluster.telemetry.health import Verdict, alive
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.core.generation import Dispatcher, ModelInfo
 from pdcluster_router.explain.request_trace import RequestTrace, Tracing
+from pdcluster_router.frontend.grammar_pool import shared_pool
 from pdcluster_router.frontend.health import readiness_of
 from pdcluster_router.frontend.places import Places
 from pdcluster_router.frontend.prepare import (
@@ -34,6 +35,7 @@ from pdcluster_router.frontend.prepare import (
     MODE,
     Prepared,
     Terms,
+    constrained,
     deadline_of,
     find_model,
     is_long,
@@ -304,7 +306,7 @@ class App:
         if is_long(request) or self._dispatcher.awaits_model:
             self._prepare_later(exchange, partial(prepare_chat, request, self._dispatcher, terms), terms)
         else:
-            self._answer(exchange, prepare_chat(request, self._dispatcher, terms))
+            self._begin(exchange, prepare_chat(request, self._dispatcher, terms), terms)
 
     def _completion(self, exchange: Exchange) -> None:
         request = requests.read_completion(exchange.take_body())
@@ -313,7 +315,7 @@ class App:
         if is_long(request) or self._dispatcher.awaits_model:
             self._prepare_later(exchange, partial(prepare_completion, request, self._dispatcher, terms), terms)
         else:
-            self._answer(exchange, prepare_completion(request, self._dispatcher, terms))
+            self._begin(exchange, prepare_completion(request, self._dispatcher, terms), terms)
 
     def _prepare_later(self, exchange: Exchange, prepare: Callable[[], Prepared], terms: Terms) -> None:
         """Prepare in a thread, once a model is served where requests wait for one."""
@@ -321,9 +323,18 @@ class App:
         async def work() -> Prepared:
             if self._dispatcher.awaits_model:
                 await self._dispatcher.first_model()
-            return await asyncio.to_thread(prepare)
+            return await constrained(await asyncio.to_thread(prepare), terms)
 
         self._later(exchange, work, partial(self._answer, exchange), terms.left_s)
+
+    def _begin(self, exchange: Exchange, prepared: Prepared, terms: Terms) -> None:
+        if prepared.shape is None:
+            self._answer(exchange, prepared)
+        elif (grammar := shared_pool().known(prepared.shape)) is not None:
+            prepared.constrain(grammar)
+            self._answer(exchange, prepared)
+        else:
+            self._later(exchange, partial(constrained, prepared, terms), partial(self._answer, exchange), terms.left_s)
 
     def _answer(self, exchange: Exchange, prepared: Prepared) -> None:
         answer(exchange, prepared, self._dispatcher, self.metrics)

@@ -39,6 +39,7 @@ from pdcluster_router.frontend.prepare import (
     MANY_MESSAGES,
     Prepared,
     Terms,
+    constrained,
     find_model,
     is_long,
     mode_of,
@@ -205,7 +206,8 @@ class Inference(stubs.InferenceServicer):
             prepare = partial(prepare_chat, asked, self._dispatcher, terms)
         else:
             prepare = partial(prepare_completion, asked, self._dispatcher, terms)
-        return await asyncio.to_thread(prepare) if is_long(asked) else prepare()
+        prepared = await asyncio.to_thread(prepare) if is_long(asked) else prepare()
+        return await constrained(prepared, terms)
 
     async def _stream(
         self,

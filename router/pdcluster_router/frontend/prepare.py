@@ -15,6 +15,7 @@ from typing import Any, cast
 import msgspec
 
 from pdcluster.api.openai import limits, requests
+from pdcluster.api.openai.answer_shape import AnswerShape
 from pdcluster.api.openai.dialogue import Dialogue, dialogue_of, marking_of, offered
 from pdcluster.api.openai.replies import ChatFormat, CompletionFormat, Head, ReplyFormat, UsageSoFar
 from pdcluster.api.openai.sampling_fields import shaping_of
@@ -34,6 +35,7 @@ from pdcluster_router.core.random_pool import draw_bits
 from pdcluster_router.core.tenants import ANYBODY, Tenant
 from pdcluster_router.explain.request_trace import RequestTrace
 from pdcluster_router.frontend.choices import Clock, Echo, OutputChoice
+from pdcluster_router.frontend.grammar_pool import shared_pool
 
 SEED_BITS = 63
 
@@ -78,6 +80,7 @@ class Prepared(msgspec.Struct, frozen=True):
     """A request ready to run.
 
     choices: in the order of their indexes: all of the first prompt, then all of the second.
+    shape: what is asked of each answer, whose grammar is still to come (`constrain`); None for any text.
     """
 
     choices: list[OutputChoice]
@@ -85,6 +88,12 @@ class Prepared(msgspec.Struct, frozen=True):
     format: ReplyFormat
     stream: bool
     include_usage: bool
+    shape: AnswerShape | None = None
+
+    def constrain(self, grammar: Grammar) -> None:
+        for choice in self.choices:
+            sampling = msgspec.structs.replace(choice.generation.sampling, grammar=grammar)
+            choice.generation = msgspec.structs.replace(choice.generation, sampling=sampling)
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -204,6 +213,13 @@ def _has_long_arguments(request: requests.ChatRequest | requests.TokenizeRequest
     return bool(kwargs) and len(msgspec.json.encode(kwargs)) > SHORT_CHARACTERS
 
 
+async def constrained(prepared: Prepared, terms: Terms) -> Prepared:
+    """The same, with the grammar of what is asked of its answers. Raises BadRequest, Overloaded."""
+    if prepared.shape is not None:
+        prepared.constrain(await shared_pool().make(prepared.shape, terms.tenant.name))
+    return prepared
+
+
 def prepare_chat(request: requests.ChatRequest, dispatcher: Dispatcher, terms: Terms) -> Prepared:
     model = find_model(dispatcher, request.model)
     kwargs = requests.template_kwargs_of(request)
@@ -214,12 +230,13 @@ def prepare_chat(request: requests.ChatRequest, dispatcher: Dispatcher, terms: T
     token_ids = encode_rendered(model.text, rendered, bool(request.add_special_tokens))
     dialogue = dialogue_of(request, offer, marking, rendered)
     build = _Builder(request, model, terms, at_start=not request.continue_final_message, dialogue=dialogue)
+    build.shape = dialogue.shape
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     limits.check_prompt(len(token_ids), model.info, "messages")
     build.is_open_ended = asked is None
     max_tokens = limits.output_tokens(asked, None, len(token_ids), model.info, param)
-    sampling = build.sampling(max_tokens, (request.top_logprobs or 0) if request.logprobs else None, dialogue.grammar)
+    sampling = build.sampling(max_tokens, (request.top_logprobs or 0) if request.logprobs else None)
     head = _head(request, "chatcmpl-" + terms.request_id, model, len(token_ids), logprobs=bool(request.logprobs))
     build.check_number(1)
     return build.prepared([Prompt(token_ids)], [sampling], ChatFormat(head))
@@ -230,7 +247,11 @@ def prepare_completion(request: requests.CompletionRequest, dispatcher: Dispatch
     build = _Builder(request, model, terms, at_start=False)
     given = requests.prompts_of(request)
     build.check_number(len(given))
-    prompts, samplings, grammar = [], [], constraints.asked_of(request)
+    prompts, samplings = [], []
+    if constraints.asks(request):
+        constraints.check_end(request)
+        param = constraints.param_of(request.structured_outputs)
+        build.shape = AnswerShape(param, request.response_format, request.structured_outputs)
     for index, prompt in enumerate(given):
         param = "prompt" if len(given) == 1 else f"prompt[{index}]"
         prompts.append(_encode_prompt(prompt, request, model, param))
@@ -238,7 +259,7 @@ def prepare_completion(request: requests.CompletionRequest, dispatcher: Dispatch
         max_tokens = limits.output_tokens(
             request.max_tokens, limits.DEFAULT_COMPLETION_TOKENS, num_prompt, model.info, "max_tokens"
         )
-        samplings.append(build.sampling(max_tokens, request.logprobs, grammar))
+        samplings.append(build.sampling(max_tokens, request.logprobs))
     num_prompt = sum(len(prompt.token_ids) for prompt in prompts)
     head = _head(request, "cmpl-" + terms.request_id, model, num_prompt, logprobs=request.logprobs is not None)
     return build.prepared(prompts, samplings, CompletionFormat(head))
@@ -398,6 +419,7 @@ class _Builder:
         self._generates = True
         # It may go on to the end of the context. See Generation.
         self.is_open_ended = False
+        self.shape: AnswerShape | None = None
         self._plan = find_plan(request, model)
         self._standing = terms.tenant.standing(request.priority)
 
@@ -406,7 +428,7 @@ class _Builder:
             what = f"{num_prompts} prompts × n {self._num} = {num_prompts * self._num} choices"
             raise BadRequest(f"{what}, at most {self._terms.max_choices} are allowed; send several requests", "n")
 
-    def sampling(self, max_tokens: int, logprobs: int | None, grammar: Grammar | None) -> Sampling:
+    def sampling(self, max_tokens: int, logprobs: int | None) -> Sampling:
         """The sampling of one prompt, with its own seed unless one was given.
 
         A node makes at least one token. Where none is requested it is not reported.
@@ -416,7 +438,7 @@ class _Builder:
         seed = draw_bits(SEED_BITS) if asked is None else limits.wire_seed(asked)
         self._generates = max_tokens > 0
         length = max_tokens or 1
-        return msgspec.structs.replace(planned, max_tokens=length, seed=seed, logprobs=logprobs, grammar=grammar)
+        return msgspec.structs.replace(planned, max_tokens=length, seed=seed, logprobs=logprobs)
 
     def prepared(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], reply_format: ReplyFormat) -> Prepared:
         """The choices of prompts whose number was checked."""
@@ -432,7 +454,8 @@ class _Builder:
                 for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
                 for number in range(self._num)
             ]
-        return Prepared(choices, len(prompts), reply_format, bool(self._request.stream), _wants_usage(self._request))
+        stream, usage = bool(self._request.stream), _wants_usage(self._request)
+        return Prepared(choices, len(prompts), reply_format, stream, usage, self.shape)
 
     def _choice(self, prompt: Prompt, sampling: Sampling, index: int) -> OutputChoice:
         reports_prompt = prompt.echo is not None and sampling.logprobs is not None
@@ -480,10 +503,8 @@ class _Builder:
             generation, text, Clock(terms.arrived), model.info.vocab_size, echo, wants_ids, num_prompt_logprobs
         )
         choice.generates = self._generates
-        if sampling.grammar is not None:
-            choice.grammar_param = (
-                constraints.param_of(request.structured_outputs) if self._dialogue is None else self._dialogue.param
-            )
+        if self.shape is not None:
+            choice.grammar_param = self.shape.param
         return choice
 
     def _echo(self, prompt: Prompt, skip: bool, num_logprobs: int | None) -> Echo | None:

@@ -1,46 +1,63 @@
-"""Texts that a compiled grammar allows, drawn byte by byte through its masks, and whether it allows a given one."""
+"""Texts that a grammar allows, drawn byte by byte through its masks, and whether it allows a given one."""
 
 from __future__ import annotations
 
-import json
 import random
-from functools import cache
+from typing import NamedTuple
 
-import xgrammar
+from llguidance import LLMatcher
 
-EOS = 256
+from pdcluster.api.structured import library
+from pdcluster.api.structured.forms import Form, grammar_of
+from pdcluster.core.errors import BadRequest
+
+EOS = library.byte_tokenizer().eos_token
 CLOSING = b'"}]'
 
 
-@cache
-def _compiler() -> xgrammar.GrammarCompiler:
-    info = xgrammar.TokenizerInfo(
-        [bytes([byte]) for byte in range(256)] + [b""], xgrammar.VocabType.RAW, vocab_size=EOS + 1, stop_token_ids=[EOS]
-    )
-    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+class Walkable(NamedTuple):
+    """A grammar for a vocabulary of single bytes."""
+
+    matcher: LLMatcher
+
+    def begin(self) -> LLMatcher:
+        return self.matcher.deep_copy()
 
 
-def compiled(form: dict) -> xgrammar.CompiledGrammar:
-    return _compiler().compile_structural_tag(json.dumps({"type": "structural_tag", "format": form}))
+def compiled(form: Form, param: str = "schema") -> Walkable:
+    """Raises BadRequest for what the library does not take."""
+    return walkable(grammar_of(form, param).source, param)
 
 
-def allows(grammar: xgrammar.CompiledGrammar, text: str | bytes) -> bool:
+def walkable(source: str, param: str = "source") -> Walkable:
+    matcher = library.matcher_of(library.byte_tokenizer(), source)
+    if matcher.is_error():
+        raise BadRequest(f"{param} makes a grammar that cannot be kept: {library.words(matcher.get_error())}", param)
+    return Walkable(matcher)
+
+
+def allows(grammar: Walkable, text: str | bytes) -> bool:
     """As a whole."""
-    matcher = xgrammar.GrammarMatcher(grammar)
+    matcher = grammar.begin()
     data = text.encode() if isinstance(text, str) else text
-    return all(matcher.accept_token(byte) for byte in data) and matcher.accept_token(EOS)
+    return all(matcher.try_consume_tokens([byte]) for byte in data) and matcher.is_accepting()
 
 
-def texts(grammar: xgrammar.CompiledGrammar, pending_messages: str, most: int) -> list[str]:
+def begins(grammar: Walkable, text: str) -> bool:
+    """As the beginning of a whole."""
+    matcher = grammar.begin()
+    return all(matcher.try_consume_tokens([byte]) for byte in text.encode())
+
+
+def texts(grammar: Walkable, letters: str, most: int) -> list[str]:
     """All that it allows of so many letters at most."""
-    matcher, found = xgrammar.GrammarMatcher(grammar), list[str]()
+    matcher, found = grammar.begin(), list[str]()
 
     def walk(text: str) -> None:
-        if matcher.accept_token(EOS):
+        if matcher.is_accepting():
             found.append(text)
-            matcher.rollback(1)
-        for letter in pending_messages if len(text) < most else "":
-            if matcher.accept_token(ord(letter)):
+        for letter in letters if len(text) < most else "":
+            if matcher.try_consume_tokens([ord(letter)]):
                 walk(text + letter)
                 matcher.rollback(1)
 
@@ -48,23 +65,22 @@ def texts(grammar: xgrammar.CompiledGrammar, pending_messages: str, most: int) -
     return found
 
 
-def drawn(grammar: xgrammar.CompiledGrammar, seed: int, most: int = 400) -> bytes | None:
-    """One that ends, None where it did not within `most` bytes. The longer it is, the more it wants to end."""
-    generator, matcher, text = random.Random(seed), xgrammar.GrammarMatcher(grammar), bytearray()
-    words = xgrammar.allocate_token_bitmask(1, EOS + 1)
+def drawn(grammar: Walkable, seed: int, most: int = 400) -> bytes | None:
+    """One text, None when it did not end within so many bytes. In the end it hurries to close what is open."""
+    generator, matcher, text = random.Random(seed), grammar.begin(), bytearray()
     hurry = generator.uniform(0.01, 0.2)
     for index in range(most):
-        matcher.fill_next_token_bitmask(words, 0)
-        bits = [int(word) & 0xFFFFFFFF for word in words[0].tolist()]
-        allowed = [token for token in range(EOS + 1) if bits[token >> 5] >> (token & 31) & 1]
+        bits = matcher.compute_bitmask()
+        assert not matcher.is_error(), f"behind {bytes(text)!r}: {matcher.get_error()}"
+        allowed = [token for token in (*range(256), EOS) if bits[token >> 3] >> (token & 7) & 1]
         assert allowed, f"the grammar allows nothing behind {bytes(text)!r}"
         closing = [token for token in allowed if token == EOS or token in CLOSING]
         printable = [token for token in allowed if 32 <= token < 127]
         is_late = generator.random() < hurry + index / most
         kind = closing if closing and is_late else printable if printable and generator.random() < 0.7 else allowed
         token = generator.choice(kind)
-        assert matcher.accept_token(token)
         if token == EOS:
             return bytes(text)
+        assert matcher.consume_token(token)
         text.append(token)
     return None

@@ -2,21 +2,24 @@
 whatever the format."""
 
 import json
+import re
 from collections.abc import Iterator
 
 import jsonschema
 import numpy as np
 import pytest
-import xgrammar
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
-from pdcluster.api.structured.constraints import grammar_of
+from pdcluster.api.structured import library
+from pdcluster.api.structured.forms import Form, grammar_of
 from pdcluster.api.tools.calls import ToolCallDelta
 from pdcluster.api.tools.formats import FORMATS
 from pdcluster.api.tools.offered import Function, NamedChoice, NamedFunction, Offer, ToolDefinition, offer_of
 from pdcluster.core.errors import BadRequest
+from pdcluster.engine.sampling.grammar import Vocabulary, tokenizer_of
 
 STRICT = {
     "type": "object",
@@ -34,11 +37,7 @@ PIECES = [bytes([code]) for code in range(32, 127)] + [b"\n"] + [
     b'{"name": "', b'"get_weather', b'"parameters', b'"arguments": {', "größe".encode(),
 ]  # fmt: skip
 EOS = len(PIECES)
-COMPILER = xgrammar.GrammarCompiler(
-    xgrammar.TokenizerInfo([*PIECES, b"</s>"], xgrammar.VocabType.RAW, stop_token_ids=[EOS]),
-    max_threads=1,
-    cache_enabled=False,
-)
+TOKENIZER = tokenizer_of(Vocabulary([*PIECES, b""], EOS + 1, (EOS,)))
 
 
 def offer(*, parallel: bool = True, tools: list[ToolDefinition] = TOOLS) -> Offer:
@@ -47,20 +46,37 @@ def offer(*, parallel: bool = True, tools: list[ToolDefinition] = TOOLS) -> Offe
     return made
 
 
-COMPILED: dict[tuple[str, bool, bool], xgrammar.CompiledGrammar] = {}
+COMPILED: dict[tuple[str, bool, bool], LLMatcher] = {}
 
 
-def compiled(name: str, *, parallel: bool = True, reasons: bool = False) -> xgrammar.CompiledGrammar:
+def compiled(name: str, *, parallel: bool = True, reasons: bool = False) -> LLMatcher:
     key = name, parallel, reasons
     if key not in COMPILED:
-        source = grammar_of(FORMATS[name].free_form(offer(parallel=parallel), reasons=reasons), "tools").source
-        COMPILED[key] = COMPILER.compile_structural_tag(f'{{"type":"structural_tag","format":{source}}}')
+        form = FORMATS[name].free_form(offer(parallel=parallel), reasons=reasons)
+        COMPILED[key] = made_of(form)
     return COMPILED[key]
 
 
-def takes(grammar: xgrammar.CompiledGrammar, text: str) -> bool:
-    matcher = xgrammar.GrammarMatcher(grammar)
-    return bool(matcher.accept_string(text) and matcher.accept_token(EOS))
+def made_of(form: Form) -> LLMatcher:
+    matcher = library.matcher_of(TOKENIZER, grammar_of(form, "tools").source)
+    assert not matcher.is_error(), matcher.get_error()
+    assert matcher.get_grammar_warnings() == []
+    return matcher
+
+
+def tokens_of(text: str) -> list[int]:
+    return [PIECES.index(piece) for piece in spelled(text)]
+
+
+def spelled(text: str) -> list[bytes]:
+    """Letter by letter, what is no ASCII as it stands among the pieces."""
+    found = re.findall("größe|.", text, re.DOTALL)
+    return [each.encode() for each in found]
+
+
+def takes(grammar: LLMatcher, text: str) -> bool:
+    matcher = grammar.deep_copy()
+    return matcher.try_consume_tokens(tokens := tokens_of(text)) == len(tokens) and matcher.is_accepting()
 
 
 def calls_in(name: str, text: str, asked: Offer) -> list[tuple[str, str]]:
@@ -90,7 +106,7 @@ def written(kind: str, called: str, arguments: str) -> str:
 @pytest.mark.parametrize("kind", WRITTEN)
 def test_text_and_calls_as_models_write_them_are_taken_and_no_others(kind: str) -> None:
     grammar, joint = compiled(kind.split()[0]), WRITTEN[kind][1]
-    for text in ("", "hello", "größer als 3 < 4 [x] {1}", "<", "<b>", "[TOOL_", "a <tool_", "<|python", "I <think> so"):
+    for text in ("", "hello", "größe als 3 < 4 [x] {1}", "<", "<b>", "[TOOL_", "a <tool_", "<|python", "I <think> so"):
         assert takes(grammar, text), text
     good, loose = written(kind, "get_weather", GOOD), written(kind, "add", LOOSELY)
     for text in (good, loose, good + joint + loose):
@@ -146,20 +162,20 @@ def begun(name: str) -> str:
     return (FORMATS[name].opening + FORMATS[name].begin).replace("{name}", "get_weather")
 
 
-def drawn(grammar: xgrammar.CompiledGrammar, seed: int, length: int, begins: str) -> Iterator[str]:
+def drawn(grammar: LLMatcher, seed: int, length: int, begins: str) -> Iterator[str]:
     """Pieces of an answer, marks often among them."""
-    matcher, generator, weights = xgrammar.GrammarMatcher(grammar), np.random.default_rng(seed), np.ones(EOS + 1)
+    matcher, generator, weights = grammar.deep_copy(), np.random.default_rng(seed), np.ones(EOS + 1)
     weights[95:] = 12
-    assert matcher.accept_string(begins)
+    assert matcher.consume_tokens(tokens_of(begins))
     yield begins
     for _ in range(length):
-        words = xgrammar.allocate_token_bitmask(1, EOS + 1)
-        matcher.fill_next_token_bitmask(words, 0)
-        allowed = np.unpackbits(words.numpy().view(np.uint8)[0], bitorder="little")[: EOS + 1] * weights
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        assert not matcher.is_error(), matcher.get_error()
+        allowed = np.unpackbits(bits, bitorder="little")[: EOS + 1] * weights
         token = int(generator.choice(EOS + 1, p=allowed / allowed.sum()))
-        assert matcher.accept_token(token)
         if token == EOS:
             return
+        assert matcher.consume_token(token)
         yield PIECES[token].decode()
 
 
@@ -201,11 +217,21 @@ def test_a_strict_schema_that_can_not_be_kept_is_refused_by_its_tools_name_and_o
             FORMATS[name].free_form(offer(tools=[*TOOLS, ToolDefinition(bad)]), reasons=False)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_compiler_has_nothing_to_warn_of(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    COMPILED.clear()
-    compiled(name), compiled(name, reasons=True)
-    assert capfd.readouterr().err == ""
+REQUIRED = {
+    "hermes": '<tool_call>\n{"name": "get_weather", "arguments": ARGS}\n</tool_call>',
+    "llama": '{"name": "get_weather", "parameters": ARGS}',
+    "mistral": '[TOOL_CALLS][{"name": "get_weather", "arguments": ARGS}]',
+}
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_required_calls_are_calls_and_nothing_else(name: str) -> None:
+    tools = [TOOLS[0], ToolDefinition(Function("add", parameters={"type": "object"}))]
+    made = made_of(FORMATS[name].form(offer(tools=tools)))
+    call = REQUIRED[name].replace("ARGS", GOOD)
+    assert takes(made, call) and calls_in(name, call, offer()) == [("get_weather", GOOD)]
+    for text in ("", "hello", f"so {call}", f"{call} so", REQUIRED[name].replace("ARGS", "{}")):
+        assert not takes(made, text), text
 
 
 def test_an_offer_is_strict_when_a_tool_that_may_be_called_is() -> None:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from examples import examples
+from grammar_walk import allows, compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -271,7 +272,7 @@ def test_what_a_forced_grammar_writes_is_what_the_parser_reads(name):
     two = tool_format.begin.replace("{name}", "add") + SUM + end
     text = tool_format.opening + one + tool_format.separator + two + tool_format.closing
     assert parse(name, list(text)) == ("", [WEATHER, ADD])
-    assert tool_format.form(offer)["type"] == ("sequence" if tool_format.opening else "tags_with_separator")
+    assert allows(compiled(tool_format.form(offer), "tools"), text)
 
 
 @pytest.mark.parametrize(

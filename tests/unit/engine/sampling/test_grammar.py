@@ -15,7 +15,8 @@ import torch
 from random_schemas import random_schema
 from scheduled import run
 
-from pdcluster.api.structured import constraints as structured
+from pdcluster.api.structured import forms
+from pdcluster.api.structured.forms import Form
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.api.tools.formats import FORMATS
 from pdcluster.api.tools.offered import Function, Offer, ToolDefinition
@@ -27,18 +28,18 @@ from pdcluster.core.step import Row
 from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.engine.sampling.constraint import Constraint, Constraints, masked, without
 from pdcluster.engine.sampling.deadline_pool import MAX_LEFT
-from pdcluster.engine.sampling.grammar import GrammarLimits, Grammars, Vocabulary, vocabulary_of
+from pdcluster.engine.sampling.grammar import Compiled, GrammarLimits, Grammars, Vocabulary, vocabulary_of
 
 TEXT = TextModel.from_dir(path())
 EOS = TEXT.eos_token_ids
 
 
-def grammar(form) -> Grammar:
-    return structured.grammar_of(form, "test")
+def grammar(form: Form) -> Grammar:
+    return forms.grammar_of(form, "test")
 
 
 def regex(pattern: str) -> Grammar:
-    return grammar({"type": "regex", "pattern": pattern})
+    return grammar(forms.regex_form(pattern, "test"))
 
 
 def compile_now(grammars: Grammars, wanted: Grammar, timeout_s: float = 60.0) -> None:
@@ -89,10 +90,8 @@ def test_a_regular_expression_is_kept_greedy_and_drawn_beside_rows_that_have_non
     assert texts[1] == say(engine, ask(engine, None, max_tokens=20))[0]
 
 
-@pytest.mark.parametrize(
-    "form", [{"type": "or", "elements": [{"type": "const_string", "value": word} for word in ("yes", "no", "maybe")]}]
-)
-def test_a_choice_is_one_of_them(engine, form):
+def test_a_choice_is_one_of_them(engine):
+    form = forms.choice_form(["yes", "no", "maybe"], "choice")
     assert set(say(engine, *(ask(engine, grammar(form), seed=seed, temperature=2.0) for seed in range(12)))) <= {
         "yes",
         "no",
@@ -101,7 +100,7 @@ def test_a_choice_is_one_of_them(engine, form):
 
 
 def test_an_ebnf_grammar_is_kept(engine):
-    form = {"type": "grammar", "grammar": 'root ::= "(" root ")" | [a-z]+'}
+    form = forms.own_form('root ::= "(" root ")" | [a-z]+', "grammar")
     for text in say(engine, *(ask(engine, grammar(form), seed=seed) for seed in range(4))):
         assert re.fullmatch(r"(\(*)[a-z]+(\)*)", text) or len(text) > 50
 
@@ -112,7 +111,7 @@ def test_an_ebnf_grammar_is_kept(engine):
 def test_output_is_valid_for_a_random_schema(engine, seed):
     """Cut off by max_tokens it may be, wrong never: what was said is then the beginning of something valid."""
     schema = random_schema(seed)
-    wanted = grammar(structured.json_form(schema, "schema"))
+    wanted = grammar(forms.json_form(schema, "schema"))
     sampling = ask(engine, wanted, max_tokens=600, seed=seed, temperature=0.3)
     ((*tokens, last),), _ = run(engine, TEXT.encode("{", add_special_tokens=False), [sampling])
     assert last in EOS, "a random schema of ours is short"
@@ -121,7 +120,7 @@ def test_output_is_valid_for_a_random_schema(engine, seed):
 
 def test_a_preempted_row_and_one_that_moved_go_on_as_if_nothing_had_happened(engine):
     wanted = grammar(
-        structured.json_form({"type": "array", "items": {"type": "integer"}, "minItems": 30, "maxItems": 60}, "s")
+        forms.json_form({"type": "array", "items": {"type": "integer"}, "minItems": 30, "maxItems": 60}, "s")
     )
     samplings = [ask(engine, wanted, seed=seed, max_tokens=150) for seed in range(3)]
     prompt = TEXT.encode("numbers: " * 20, add_special_tokens=False)
@@ -171,7 +170,7 @@ def test_max_tokens_cuts_and_min_tokens_yields_to_the_grammar(engine):
 
 def test_state_made_anew_allows_the_same_as_state_that_was_kept(grammars):
     wanted = grammar(
-        structured.json_form({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, "s")
+        forms.json_form({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, "s")
     )
     compile_now(grammars, wanted)
     kept, output = Constraint(grammars.find(wanted)), []
@@ -202,7 +201,7 @@ def test_a_lost_state_and_a_foreign_token_end_one_row_only(engine):
 
 
 # What may follow takes longer to find with every token.
-AMBIGUOUS = 'root ::= e\ne ::= e e | e e e | e e e e | [a-z]* | ""'
+AMBIGUOUS = "start: e\ne: e e | e e e | e e e e | /[a-z]/"
 
 
 @pytest.fixture
@@ -332,10 +331,14 @@ def test_rows_are_sent_elsewhere_while_too_many_masks_are_late(grammars, monkeyp
         constraints.close()
 
 
-def test_a_grammar_that_gets_slower_with_every_token_is_refused_when_it_is_compiled(grammars, monkeypatch):
-    monkeypatch.setattr("pdcluster.engine.sampling.grammar.TRIAL_S", 0.1)
-    with pytest.raises(BadRequest, match="ambiguous"):
-        compile_now(grammars, grammar({"type": "grammar", "grammar": AMBIGUOUS}))
+def test_a_grammar_that_takes_more_than_the_library_allows_ends_its_row_with_the_reason(grammars):
+    """Its mask would end the output, as if it were complete."""
+    wanted = grammar(forms.own_form(AMBIGUOUS, "grammar"))
+    compile_now(grammars, wanted)
+    constraint, letters = Constraint(grammars.find(wanted)), TEXT.encode("a", add_special_tokens=False)
+    while constraint.accept(letters[0]) and constraint.mask().any():
+        assert constraint.num_tokens < 500
+    assert constraint.fault
 
 
 def row_of(key: str, output: np.ndarray, sampling: Sampling) -> Row:
@@ -353,64 +356,27 @@ def test_masks_change_only_their_rows():
 
 
 @pytest.mark.parametrize(
-    ("form", "words"),
+    ("source", "words"),
     [
-        ({"type": "regex", "pattern": "(abc"}, "parenthesis"),
-        ({"type": "regex", "pattern": "a{3,1}"}, "bound"),
-        ({"type": "regex", "pattern": r"(a)\1"}, "[Bb]ackreference"),
-        ({"type": "grammar", "grammar": "root ::= nothing"}, "not defined"),
-        ({"type": "grammar", "grammar": 'other ::= "a"'}, "root rule"),
-        ({"type": "json_schema", "json_schema": {"type": "strnig"}}, "strnig"),
-        ({"type": "json_schema", "json_schema": {"$ref": "#/$defs/none"}}, "none|defs"),
-        ({"type": "json_schema", "json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum"),
-        ({"type": "json_schema", "json_schema": {"$ref": "#"}}, "no output at all"),
-        ({"type": "nonsense"}, "compile"),
+        ("start: /(abc/", "unclosed group"),
+        ("start: nothing", "nothing"),
+        ('other: "a"', "start"),
+        ('start: %json {"type": "strnig"}', "strnig"),
+        ('start: %json {"type": "integer", "minimum": 5, "maximum": 3}', "minimum"),
+        ('start: %json {"$ref": "#"}', "no output at all"),
+        ('{"grammars": 5}', "invalid type"),
     ],
 )
-def test_what_does_not_compile_is_refused_in_the_compilers_words_and_remembered(grammars, form, words):
+def test_what_does_not_compile_is_refused_in_the_librarys_words_and_remembered(grammars, source, words):
     for _ in range(2):
         with pytest.raises(BadRequest, match=words) as caught:
-            compile_now(grammars, grammar(form))
-        assert "/cpp/" not in str(caught.value)
-
-
-def test_a_call_whose_arguments_do_not_compile_is_refused_by_its_tools_name(grammars):
-    tags = [
-        {"type": "tag", "begin": f"call {name} ", "content": {"type": "grammar", "grammar": rule}, "end": "."}
-        for name, rule in TWO_RULES
-    ]
-    with pytest.raises(BadRequest, match="not defined") as caught:
-        compile_now(
-            grammars, grammar({"type": "tags_with_separator", "tags": tags, "separator": " ", "at_least_one": True})
-        )
-    assert "bad" in str(caught.value) and "good" not in str(caught.value)
-
-
-TWO_RULES = (("good", 'root ::= "a"'), ("bad", "root ::= nothing"))
-ENDLESS = (
-    'root ::= "a" root',
-    'root ::= "a" | loop\nloop ::= "b" loop',
-    'root ::= x{2}\nx ::= "a" y\ny ::= [b]* (x | y "c")',
-    'root ::= "a" x*\nx ::= x',
-)
-
-
-@pytest.mark.parametrize("source", ENDLESS)
-def test_a_grammar_with_a_rule_that_never_ends_is_refused(grammars, source):
-    with pytest.raises(BadRequest, match=r"rule (root|loop|x) never ends|no output at all"):
-        compile_now(grammars, grammar({"type": "grammar", "grammar": source}))
-
-
-@pytest.mark.parametrize(
-    "source", ['root ::= "a" root | ""', 'root ::= "(" root ")" | [a-z]+', 'root ::= a{0,3} "x"\na ::= "a" | a "b"']
-)
-def test_a_grammar_that_can_end_may_need_itself(grammars, source):
-    compile_now(grammars, grammar({"type": "grammar", "grammar": source}))
+            compile_now(grammars, Grammar(source))
+        assert "%json" not in str(caught.value)
 
 
 def test_a_grammar_nested_too_deeply_never_reaches_the_compiler(grammars):
     with pytest.raises(BadRequest, match="nested"):
-        grammars.want(Grammar('{"type":"regex","pattern":"' + "(" * (MAX_DEPTH + 1) + ")" * (MAX_DEPTH + 1) + '"}'))
+        grammars.want(Grammar("start: /" + "(" * (MAX_DEPTH + 1) + ")" * (MAX_DEPTH + 1) + "/"))
 
 
 def test_grammars_in_use_are_kept_whatever_they_take_and_others_only_while_there_is_room():
@@ -453,10 +419,10 @@ class SlowCompiler:
     def __init__(self) -> None:
         self.is_asked, self.may_answer = threading.Event(), threading.Event()
 
-    def compile_structural_tag(self, source: str) -> object:
+    def __call__(self, wanted: Grammar) -> Compiled:
         self.is_asked.set()
         self.may_answer.wait(60)
-        raise RuntimeError("[12:00:00] /cpp/x.cc:1: too late")
+        raise BadRequest("the grammar does not compile: too late")
 
 
 def test_compiles_wait_in_a_bounded_queue_and_not_for_ever():
@@ -483,10 +449,10 @@ def test_compiles_wait_in_a_bounded_queue_and_not_for_ever():
 class HangingCompiler(SlowCompiler):
     """Never done with what has "hang" in it."""
 
-    def compile_structural_tag(self, source: str) -> object:
-        if "hang" in source:
-            return super().compile_structural_tag(source)
-        raise RuntimeError("is compiled")
+    def __call__(self, wanted: Grammar) -> Compiled:
+        if "hang" in wanted.source:
+            return super().__call__(wanted)
+        raise BadRequest("is compiled")
 
 
 def test_compiles_that_never_end_keep_no_other_from_being_compiled_and_there_are_few_of_them():
@@ -526,14 +492,13 @@ def test_a_model_without_an_end_takes_no_grammar():
         endless.close()
 
 
-class RefusingCompiler:
-    def compile_structural_tag(self, source):
-        raise RuntimeError("no such rule")
+def refusing(wanted: Grammar) -> Compiled:
+    raise BadRequest("no such rule")
 
 
 def test_a_refusal_takes_no_more_memory_however_often_its_grammar_comes_again():
     """An exception that is raised again keeps the frames of each time."""
-    grammars = Grammars(lambda: Vocabulary([b"a"], 1, (0,)), make=lambda _: RefusingCompiler())
+    grammars = Grammars(lambda: Vocabulary([b"a"], 1, (0,)), make=lambda _: refusing)
     wanted = regex("a")
     with pytest.raises(BadRequest):
         compile_now(grammars, wanted)
@@ -547,7 +512,7 @@ def test_a_refusal_takes_no_more_memory_however_often_its_grammar_comes_again():
 
 
 def test_a_grammar_that_got_no_thread_is_compiled_once_there_are_some(monkeypatch):
-    grammars = Grammars(lambda: Vocabulary([b"a"], 1, (0,)), make=lambda _: RefusingCompiler())
+    grammars = Grammars(lambda: Vocabulary([b"a"], 1, (0,)), make=lambda _: refusing)
     with monkeypatch.context() as short:
         short.setattr("pdcluster.engine.sampling.grammar.STACK_BYTES", 1 << 47)  # more than there are addresses
         assert not grammars.want(regex("a"))

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from grammar_walk import Walkable, begins, walkable
 from scripted_dispatcher import SPEAKING, SpeakingDispatcher, says
 from test_grpc_api import ROOT, protoc, served
 
@@ -85,25 +86,21 @@ async def test_a_whole_answer_has_its_calls_put_together_for_each_choice(
 async def test_choices_of_tools_mean_what_they_mean_over_http(
     client: api.AsyncClient, dispatcher: SpeakingDispatcher
 ) -> None:
-    async def form_of(**options: object) -> dict | None:
+    async def form_of(**options: object) -> Walkable | None:
         await client.complete(USER, tools=[WEATHER, ADD], **options)  # type: ignore[arg-type]
         grammar = dispatcher.started[-1].sampling.grammar
-        return None if grammar is None else json.loads(grammar.source)["elements"][1]
+        return None if grammar is None else walkable(grammar.source)
 
     free, forced, named = (
         await form_of(),
         await form_of(tool_choice="required", parallel_tool_calls=False),
         await form_of(tool_choice=WEATHER),
     )
-    assert free is not None and (free["type"], free["stop_after_first"]) == ("triggered_tags", False)
-    assert forced is not None and (forced["type"], forced["stop_after_first"], len(forced["tags"])) == (
-        "tags_with_separator",
-        True,
-        2,
-    )
-    assert named is not None and [tag["begin"] for tag in named["tags"]] == [
-        '<tool_call>\n{"name": "get_weather", "arguments": '
-    ]
+    calls = [f'<tool_call>\n{{"name": "{name}", "arguments": ' for name in ("get_weather", "add")]
+    assert free is not None and forced is not None and named is not None
+    assert begins(free, "text") and not begins(forced, "text")
+    assert [begins(forced, call) for call in calls] == [True, True]
+    assert [begins(named, call) for call in calls] == [True, False]
     assert await form_of(tool_choice="none") is None and "get_weather" not in prompt_of(dispatcher)
 
 
@@ -134,7 +131,10 @@ def test_an_assistant_that_only_called_has_an_empty_text_and_not_none() -> None:
         ({"tools": [api.Tool("f", parameters="{no")]}, r"chat\.tools\[0\]\.parameters is text, but no JSON"),
         ({"tools": [api.Tool("f", parameters="[]")]}, r"tools\[0\]\.function\.parameters"),
         ({"tools": [api.Tool("two words")]}, "a name has 1 to 64 letters"),
-        ({"tools": [api.Tool("f", parameters={"not": {}}, strict=True)]}, r"tools\.f\.parameters uses not"),
+        (
+            {"tools": [api.Tool("f", parameters={"not": {"required": ["a"]}}, strict=True)]},
+            r"tools\.f\.parameters uses not",
+        ),
         ({"tools": [WEATHER], "tool_choice": ADD}, "not among the tools"),
         ({"tool_choice": "required"}, "there are no tools"),
         ({"tool_choice": "perhaps"}, "must be a Tool or one of"),

@@ -1,14 +1,10 @@
-"""Strings of each `format` as regular expressions. An expression never allows more than the format, sometimes less, so
-that checkers accept every match (dates from the year 1000, hosts of at most four labels).
+"""Strings of each `format` as regular expressions of whole values. An expression never allows more than the format,
+sometimes less, so that checkers accept every match (dates from the year 1000, hosts of at most four labels).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
-
-from pdcluster.api.structured.regex.parser import parse
-from pdcluster.api.structured.regex.tree import Node
 
 _LEAP_YEAR = r"(?:[1-9]\d(?:0[48]|[2468][048]|[13579][26])|(?:[2468][048]|[13579][26])00)"
 _DATE = (
@@ -85,8 +81,13 @@ KEPT: Mapping[str, str] = {
 # Known to JSON Schema as well. Any other name is an annotation there.
 NOT_KEPT = frozenset({"regex"})
 
-
-@lru_cache(maxsize=len(KEPT))
-def expression_of(name: str) -> Node:
-    """The expression of a name in KEPT."""
-    return parse(KEPT[name], f"format {name}")
+# Patterns with lookarounds, which no automaton keeps, that some libraries write beside a format of KEPT (zod 4). All
+# that KEPT allows fits them.
+SAME_AS_FORMAT: Mapping[str, tuple[str, ...]] = {
+    "duration": (r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$",),
+    "hostname": (
+        r"^(?=.{1,253}\.?$)[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+        r"(?:\.[a-zA-Z0-9](?:[-0-9a-zA-Z]{0,61}[0-9a-zA-Z])?)*\.?$",
+    ),
+    "email": (r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",),
+}

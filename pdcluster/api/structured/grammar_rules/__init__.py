@@ -1,1 +1,0 @@
-"""Rules of a grammar, and their EBNF."""

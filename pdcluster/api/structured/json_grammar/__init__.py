@@ -1,1 +1,0 @@
-"""JSON schemas as grammars."""

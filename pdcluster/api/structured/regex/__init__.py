@@ -1,1 +1,0 @@
-"""Regular expressions of requests: parsed, compared, written."""

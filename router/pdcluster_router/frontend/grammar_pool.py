@@ -1,0 +1,293 @@
+"""Grammars of requests, made in processes of their own: each once, and kept while there is room.
+
+1. A tenant has one process fewer than there are at a time, so none keeps the others waiting.
+2. A process that takes long computes at the lowest priority, and is replaced. One that takes too long ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import cache
+from typing import BinaryIO, cast
+
+import msgspec
+
+from pdcluster.api.openai.answer_shape import AnswerShape, encoded
+from pdcluster.core.errors import BadRequest, Overloaded, PdclusterError, Unavailable
+from pdcluster.core.grammar import Grammar
+from pdcluster_router.frontend.grammar_process import CPU_S, Answer, read_frame, write_frame
+
+log = logging.getLogger(__name__)
+
+NUM_PROCESSES = 2
+MAX_KEPT = 1024
+KEPT_BYTES = 64 << 20
+# Of one tenant, and of all.
+MAX_WAITING, MAX_WAITING_OF_ALL = 64, 512
+# Most grammars take a tenth of it.
+LATE_S = 0.1
+# A process that got a tenth of a CPU has had what it may use by then.
+WAIT_S = CPU_S * 10.0
+LOWEST = 19
+ARGV = (sys.executable, "-m", "pdcluster_router.frontend.grammar_process")
+
+
+class _Job:
+    """A shape that is wanted, once for all that ask for it."""
+
+    def __init__(self, payload: bytes, shape: AnswerShape, tenant: str) -> None:
+        self.payload, self.shape, self.tenant = payload, shape, tenant
+        self.waiting: list[Future[Grammar]] = []
+
+    def resolve(self, found: Grammar | PdclusterError) -> None:
+        for future in self.waiting:
+            if not future.set_running_or_notify_cancel():
+                continue
+            if isinstance(found, Grammar):
+                future.set_result(found)
+            else:
+                future.set_exception(found)
+
+
+class GrammarPool:
+    """Any thread may use it. close waits for the processes."""
+
+    def __init__(self, num_processes: int = NUM_PROCESSES, argv: Sequence[str] = ARGV) -> None:
+        self._num_processes, self._argv = num_processes, argv
+        self._lock = threading.Condition()
+        self._kept: OrderedDict[bytes, Answer] = OrderedDict()
+        self._bytes = 0
+        self._jobs: dict[bytes, _Job] = {}
+        # By tenant, the one whose turn it is first.
+        self._queues: OrderedDict[str, deque[_Job]] = OrderedDict()
+        self._running: dict[str, int] = {}
+        self._threads: list[threading.Thread] = []
+        self._makers: list[_Maker] = []
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Have the processes ready for the first request. Idempotent."""
+        with self._lock:
+            if self._threads or self._is_closed:
+                return
+            self._threads = [
+                threading.Thread(target=self._work, name=f"grammars {number}", daemon=True)
+                for number in range(self._num_processes)
+            ]
+            for thread in self._threads:
+                thread.start()
+
+    def known(self, shape: AnswerShape) -> Grammar | None:
+        """The shape's grammar when it was made before. Raises BadRequest when it was refused."""
+        with self._lock:
+            found = self._kept.get(key := encoded(shape))
+            if found is None:
+                return None
+            self._kept.move_to_end(key)
+        made = _result(found)
+        if isinstance(made, Grammar):
+            return made
+        raise made
+
+    async def make(self, shape: AnswerShape, tenant: str) -> Grammar:
+        """Raises BadRequest for what cannot be kept or takes too long, Overloaded where too many wait."""
+        known = self.known(shape)
+        return await asyncio.wrap_future(self._ask(shape, tenant)) if known is None else known
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            jobs = list(self._jobs.values())
+            self._lock.notify_all()
+        for job in jobs:
+            job.resolve(Unavailable("this router stops; ask another one"))
+        for maker in self._makers:
+            maker.kill()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, shape: AnswerShape, tenant: str) -> Future[Grammar]:
+        self.start()
+        payload, future = encoded(shape), Future[Grammar]()
+        with self._lock:
+            if self._is_closed:
+                raise Unavailable("this router stops; ask another one")
+            job = self._jobs.get(payload)
+            if job is None:
+                job = self._jobs[payload] = self._enqueued(payload, shape, tenant)
+            job.waiting.append(future)
+        return future
+
+    def _enqueued(self, payload: bytes, shape: AnswerShape, tenant: str) -> _Job:
+        queue = self._queues.get(tenant, ())
+        if len(queue) >= MAX_WAITING or len(self._jobs) >= MAX_WAITING_OF_ALL:
+            raise Overloaded(f"{len(queue)} schemas or grammars wait to be read here; retry later", 1.0, "grammars")
+        job = _Job(payload, shape, tenant)
+        self._queues.setdefault(tenant, deque()).append(job)
+        self._lock.notify()
+        return job
+
+    # ------------------------------------------------------------ threads, each with its process
+
+    def _work(self) -> None:
+        maker = _Maker(self._argv)
+        self._makers.append(maker)
+        try:
+            while (job := self._next()) is not None:
+                found = maker.ask(job.payload, job.shape.param)
+                with self._lock:
+                    self._done(job, found)
+                job.resolve(_result(found) if isinstance(found, Answer) else found)
+                if not self._is_closed:
+                    maker.start()  # if it ended, before somebody waits for it
+        finally:
+            maker.end()
+
+    def _next(self) -> _Job | None:
+        """The next tenant's job, in turns. None at the end."""
+        with self._lock:
+            while not self._is_closed:
+                for tenant, queue in self._queues.items():
+                    if self._running.get(tenant, 0) < max(self._num_processes - 1, 1):
+                        self._running[tenant] = self._running.get(tenant, 0) + 1
+                        self._queues.move_to_end(tenant)
+                        job = queue.popleft()
+                        if not queue:
+                            del self._queues[tenant]
+                        return job
+                self._lock.wait()
+            return None
+
+    def _done(self, job: _Job, found: Answer | PdclusterError) -> None:
+        self._running[job.tenant] -= 1
+        if not self._running[job.tenant]:
+            del self._running[job.tenant]
+        self._jobs.pop(job.payload, None)
+        if isinstance(found, Answer):
+            self._kept[job.payload] = found
+            self._bytes += _size(job.payload, found)
+        while len(self._kept) > MAX_KEPT or self._bytes > KEPT_BYTES:
+            self._bytes -= _size(*self._kept.popitem(last=False))
+        self._lock.notify_all()
+
+
+class _Maker:
+    """A thread's process, made anew where it ended."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._argv = argv
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def ask(self, payload: bytes, param: str) -> Answer | PdclusterError:
+        """The answer, also a refusal; or why there is none, which says nothing of the shape."""
+        process = self.start()
+        stdin, stdout = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
+        try:
+            write_frame(stdin, payload)
+        except BrokenPipeError:
+            return self._fault(param)
+        is_late = not _is_readable(stdout, LATE_S)
+        if is_late:
+            _yield_to_others(process.pid)
+            if not _is_readable(stdout, WAIT_S):
+                self.end()
+                return Overloaded(
+                    "this router gets too little time on its CPUs to read it; retry later", 1.0, "grammars"
+                )
+        frame = read_frame(stdout)
+        if frame is None:
+            return self._fault(param)
+        if is_late:
+            self.end()
+        return msgspec.msgpack.decode(frame, type=Answer)
+
+    def kill(self) -> None:
+        """From any thread: who waits for an answer gets none."""
+        if (process := self._process) is not None:
+            process.kill()
+
+    def end(self) -> None:
+        """Idempotent."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        cast(BinaryIO, process.stdout).close()
+        try:
+            cast(BinaryIO, process.stdin).close()
+        except BrokenPipeError:
+            log.debug("what was written to a process that makes grammars is lost")
+        process.wait()
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Idempotent."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
+        return self._process
+
+    def _fault(self, param: str) -> Answer | PdclusterError:
+        """Why the process ended."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(WAIT_S)
+        except subprocess.TimeoutExpired:
+            code = 0
+        self.end()
+        if code == -signal.SIGXCPU:
+            what = f"takes more than {CPU_S} s to read"
+        elif code in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS):
+            what = "is too deep or too large to be read"
+        else:
+            log.log(
+                logging.DEBUG if code == -signal.SIGKILL else logging.WARNING,
+                "a process that makes grammars ended with status %d",
+                code,
+            )
+            return Unavailable("the process that reads schemas ended; retry")
+        return Answer(None, f"{param} {what}; send a simpler one", param)
+
+
+def _is_readable(stream: BinaryIO, timeout_s: float) -> bool:
+    waiting = select.poll()
+    waiting.register(stream, select.POLLIN)
+    return bool(waiting.poll(timeout_s * 1e3))
+
+
+def _yield_to_others(pid: int) -> None:
+    try:
+        os.setpriority(os.PRIO_PROCESS, pid, LOWEST)
+    except OSError as error:
+        log.debug("the priority of a process stays as it is: %s", error)
+
+
+def _size(payload: bytes, answer: Answer) -> int:
+    return len(payload) + len(answer.source or answer.refusal)
+
+
+def _result(answer: Answer) -> Grammar | PdclusterError:
+    if answer.source is not None:
+        return Grammar(answer.source)
+    return BadRequest(answer.refusal, answer.param)
+
+
+@cache
+def shared_pool() -> GrammarPool:
+    """The pool of this process."""
+    pool = GrammarPool()
+    atexit.register(pool.close)
+    return pool
