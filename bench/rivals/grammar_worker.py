@@ -3,7 +3,8 @@
     {"kind": "bytes"}                                              one token for each byte from now on
     {"kind": "load", "directory": …, "size": …, "eos": […]}        the tokens of a checkpoint from now on
     {"kind": "judge", "schema": …, "texts": […]}                   which of the texts are allowed, each as a whole
-    {"kind": "walk", "schema": …, "seed": …, "steps": …}           seconds of a compile and of a random walk's masks
+    {"kind": "walk", "schema": …, "seed": …, "steps": …}           seconds of a compile and of a random walk's masks,
+                                                                   and tokens of a mask that were not accepted
 
 A schema that is refused is answered with the reason. A process that takes too long for a line ends.
 """
@@ -97,17 +98,17 @@ class Worker:
         except ValueError as error:
             return {"refused": str(error)}
         compile_s = time.perf_counter() - begin
-        generator, masks_s = random.Random(seed), list[float]()
+        generator, masks_s, num_wrong = random.Random(seed), list[float](), 0
         for _ in range(steps):
             begin = time.perf_counter()
             mask = place.mask()
             masks_s.append(time.perf_counter() - begin)
             token = self._drawn(mask, generator)
-            is_over = token in self._eos
-            if not is_over and not place.accept(token):
-                raise ValueError(f"token {token} is in the mask, but not allowed")
-            place = self._library.begin(compiled) if is_over else place
-        return {"compile_s": compile_s, "masks_s": masks_s}
+            is_wrong = token not in self._eos and not place.accept(token)
+            num_wrong += is_wrong
+            if is_wrong or token in self._eos:
+                place = self._library.begin(compiled)
+        return {"compile_s": compile_s, "masks_s": masks_s, "num_wrong": num_wrong}
 
     def _drawn(self, mask: NDArray[np.int32], generator: random.Random) -> int:
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
