@@ -24,7 +24,9 @@ from numpy.typing import NDArray
 
 # CPU seconds that a line may take.
 MOST_S = 20
-# How often a walk takes one of them where it may.
+# Bytes that end strings, arrays and objects, or go on to the next part.
+CLOSING = b'"}],'
+# How often a walk takes a token that begins with one of them, where it may.
 CLOSING_SHARE = 0.4
 
 
@@ -76,7 +78,7 @@ class Worker:
     def _use(self, tokens: Sequence[bytes], eos: Sequence[int]) -> None:
         self._library.use(tokens, eos)
         self._eos = eos
-        self._is_closing = np.array([token[:1] in b'"}],' and token != b"" for token in tokens])
+        self._is_closing = np.array([token[:1] in CLOSING and token != b"" for token in tokens])
         self._is_closing[list(eos)] = True
 
     def _judge(self, schema: object, texts: list[str]) -> dict[str, object]:
