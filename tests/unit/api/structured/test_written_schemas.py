@@ -1,0 +1,241 @@
+"""JSON schemas as tools write them: each is served, or refused by name, and what is drawn of the served ones is valid.
+
+pydantic writes its schemas here (`written_models`). Those of zod and of the tools of MCP servers lie in
+written_schemas.json; `node write_schemas.mjs` beside it writes them anew.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import written_models
+from byte_walk import allows, compiled, drawn
+from examples import examples
+from schema_oracle import oracle
+
+from pdcluster.core.errors import BadRequest
+
+HERE = Path(__file__).parent
+NPM_S = 110
+
+# Of outputs that no random walk ends: one that does.
+NEEDED = {
+    "pydantic: Patterns": {
+        "anchored": "ABC-1234",
+        "open": "a1",
+        "at_start": "https://x",
+        "at_end": "a.jpg",
+        "phone": "+491234",
+        "slug": "a-b",
+    },
+    "zod: regex with flags": {"word": "no"},
+}
+
+# Texts that are invalid by their schema, so that no grammar may allow them.
+NAMED = {"type": "object", "properties": {"name": {"type": "string"}}}
+FAULTY = {
+    "a declared name, escaped": (NAMED, r'{"name":"a","\u006eame":1}'),
+    "a declared name with an escape of its own": ({"properties": {'a"': {"type": "string"}}}, r'{"a\u0022":1}'),
+    "names that come twice": ({"type": "object", "minProperties": 2}, '{"a":1,"a":2}'),
+    "an integer beyond 64 bits": ({"type": "integer", "minimum": 2**63, "maximum": 2**64}, str(2**63 - 1)),
+    "an infinite number": ({"type": "number"}, "1e400"),
+    "a leap day of a common year": ({"type": "string", "format": "date"}, '"2023-02-29"'),
+    "a leap day of a common century": ({"type": "string", "format": "date-time"}, '"1900-02-29T00:00:00Z"'),
+    "an option of the library": ({"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}, "[1,1]"),
+    "a bracket in a class": ({"type": "string", "pattern": "^[[a]b]$"}, '"a"'),
+    "two hyphens in a class": ({"type": "string", "pattern": "^[a-c--b]$"}, '"c"'),
+    "an exclusive bound that is an integer": ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "0"),
+    "an exclusive bound below": ({"type": "number", "minimum": -1.5, "exclusiveMaximum": -1}, "-1"),
+    "a decimal that rounds to its bound": ({"type": "number", "exclusiveMaximum": 1}, "0." + "9" * 30),
+    "a constant beyond 53 bits": ({"const": 2**53 + 1}, str(2**53)),
+    "a value beyond 64 bits": ({"type": "integer", "enum": [10**20]}, str(2**63 - 1)),
+    "a half surrogate": ({"type": "object"}, r'{"a":"\ud800"}'),
+    "half a date": ({"type": "string", "format": "date"}, '"2024-02"'),
+}
+
+SELF = {"type": "object", "properties": {"a": {"$ref": "#/$defs/part"}}, "required": ["a"]}
+# Schemas of which a part has no value that ends.
+ENDLESS = {
+    "itself": {"$ref": "#"},
+    "a part that is itself": {
+        "additionalProperties": False,
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/b"}},
+        "$defs": {"b": {"$ref": "#/$defs/b"}},
+    },
+    "a part that needs itself": {
+        "additionalProperties": False,
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/part"}},
+        "$defs": {"part": SELF},
+    },
+    "items that need themselves": {"type": "array", "items": {"$ref": "#/$defs/part"}, "$defs": {"part": SELF}},
+    "nothing to choose": {"type": "object", "properties": {"a": {"enum": []}}},
+    "a contradiction": {"type": "integer", "multipleOf": 10, "exclusiveMinimum": 5, "anyOf": [{"enum": ["", 1e21]}]},
+}
+# Of both, what the library alone gets right.
+KEPT = {"a half surrogate", "half a date", "nothing to choose"}
+OPEN = (FAULTY.keys() | ENDLESS.keys()) - KEPT
+
+# What is refused, and what the refusal names.
+REFUSED = {
+    "pydantic: Expression": "circular references",
+    "pydantic: Lookahead": "look-around",
+    "pydantic: WordPattern": "lookaround",
+    "pydantic: Escaped": "Unknown format: regex",
+    "pydantic: Identifiers": "Unknown format: uuid4",
+    "pydantic: Addresses": "Unknown format: ipvanyaddress",
+    "pydantic: Networks": "Unknown format: ipv4network",
+    "pydantic: Files": "Unknown format: path",
+    "pydantic: Binary": "Unknown format: binary",
+    "pydantic: Secrets": "Unknown format: password",
+    "pydantic: OwnFormats": "Unknown format: color",
+    "pydantic: IntegerSet": "uniqueItems",
+    "pydantic: FrozenSet": "uniqueItems",
+    "pydantic: BoundedSet": "uniqueItems",
+    "pydantic: LiteralKeys": "propertyNames",
+    "pydantic: EnumKeys": "propertyNames",
+    "pydantic: UuidKeys": "propertyNames",
+    "pydantic: Secrets, sent": "Unknown format: password",
+    "zod: iso duration": "look-around",
+    "zod: cidrv4": "Unknown format: cidrv4",
+    "zod: cidrv6": "Unknown format: cidrv6",
+    "zod: base64": "Unknown format: base64",
+    "zod: base64url": "Unknown format: base64url",
+    "zod: hex": "Unknown format: hex",
+    "zod: e164": "Unknown format: e164",
+    "zod: nanoid": "Unknown format: nanoid",
+    "zod: cuid": "Unknown format: cuid",
+    "zod: cuid2": "Unknown format: cuid2",
+    "zod: ulid": "Unknown format: ulid",
+    "zod: xid": "Unknown format: xid",
+    "zod: ksuid": "Unknown format: ksuid",
+    "zod: jwt": "Unknown format: jwt",
+    "zod: emoji": "Unknown format: emoji",
+    "zod: hostname": "look-around",
+    "zod: ends of texts": "Unknown format: starts_with",
+    "zod: case of texts": "Unknown format: lowercase",
+    "zod: floats of a width": "float range",
+    "zod: xor": "oneOf",
+    "zod: set as array": "uniqueItems",
+    "zod: record": "propertyNames",
+    "zod: record, output": "propertyNames",
+    "zod: record, draft 7": "propertyNames",
+    "zod: record with enum keys": "propertyNames",
+    "zod: partialRecord": "propertyNames",
+    "zod: record with pattern keys": "propertyNames",
+    "zod: record of objects": "propertyNames",
+    "zod: json": "propertyNames",
+    "zod: any and unknown": "not",
+    "zod: z.json": "propertyNames",
+    "zod: file": "look-around",
+    "playwright: browser_drop": "propertyNames",
+}
+
+
+# ---------------------------------------------------------------- the schemas
+
+
+def source_of(package: str) -> str:
+    """`filesystem` for @modelcontextprotocol/server-filesystem@2026.8.31."""
+    name = package.rpartition("@")[0].removeprefix("@")
+    return name.rpartition("/")[2].removeprefix("server-") if "server-" in name else name.split("/")[0]
+
+
+@cache
+def written() -> dict[str, Any]:
+    """All schemas, by who wrote them and what for."""
+    stored = json.loads((HERE / "written_schemas.json").read_text())
+    others = {f"{source_of(line['from'])}: {line['name']}": line["schema"] for line in stored}
+    return {f"pydantic: {name}": schema for name, schema in written_models.schemas().items()} | others
+
+
+def served() -> list[str]:
+    return [name for name in written() if name not in REFUSED]
+
+
+@cache
+def validator(name: str) -> Any:
+    return oracle(written()[name])
+
+
+def check(name: str, seed: int) -> bool:
+    """Whether an output ended. What did is valid."""
+    text = drawn(compiled(written()[name]), seed)
+    if text is not None:
+        validator(name).validate(json.loads(text.decode()))
+    return text is not None
+
+
+# ---------------------------------------------------------------- the tests
+
+
+def test_there_are_many_different_ones() -> None:
+    assert len({json.dumps(schema, sort_keys=True) for schema in written().values()}) >= 290
+    assert REFUSED.keys() | NEEDED.keys() <= written().keys()
+
+
+@pytest.mark.parametrize("name", written())
+def test_each_is_served_or_refused_by_name(name: str) -> None:
+    if name not in REFUSED:
+        compiled(written()[name])
+        return
+    with pytest.raises(BadRequest, match=re.escape(REFUSED[name])):
+        compiled(written()[name])
+
+
+@pytest.mark.parametrize("name", served())
+def test_what_is_drawn_is_valid(name: str) -> None:
+    ended = [check(name, seed) for seed in range(examples(3, 25))]
+    assert any(ended) or name in NEEDED
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_what_no_walk_ends_can_be_said(name: str) -> None:
+    validator(name).validate(NEEDED[name])
+    assert allows(compiled(written()[name]), json.dumps(NEEDED[name]))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.xfail(strict=True)) if case in OPEN else case for case in FAULTY],
+)
+def test_what_is_invalid_cannot_be_said(case: str) -> None:
+    schema, text = FAULTY[case]
+    try:
+        grammar = compiled(schema)
+    except BadRequest:
+        return
+    assert not allows(grammar, text)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.xfail(strict=True)) if case in OPEN else case for case in ENDLESS],
+)
+def test_what_never_ends_is_never_begun(case: str) -> None:
+    """It is refused, or left out."""
+    try:
+        grammar = compiled(ENDLESS[case])
+    except BadRequest:
+        return
+    assert all(drawn(grammar, seed) for seed in range(20))
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("node") is None or shutil.which("npm") is None, reason="node or npm is not installed")
+def test_zod_writes_what_is_stored() -> None:
+    command = ["node", str(HERE / "write_schemas.mjs"), "zod", "--print"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=NPM_S, check=False)
+    if "npm" in done.stderr and done.returncode:
+        pytest.skip(f"npm cannot fetch zod: {done.stderr[-200:]}")
+    assert done.returncode == 0, done.stderr
+    stored = json.loads((HERE / "written_schemas.json").read_text())
+    assert json.loads(done.stdout) == [line for line in stored if line["from"].startswith("zod@")]
