@@ -5,7 +5,6 @@ python -m bench.rivals.own_grammars
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
@@ -16,9 +15,9 @@ from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
 from bench.rivals.grammar_worker import Place, Worker
-
-OPTIONS = '%llguidance {"no_forcing": true}\nstart: %json '
-SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+from pdcluster.api.structured import library
+from pdcluster.api.structured.forms import check_grammar, grammar_of, json_form
+from pdcluster.core.errors import BadRequest
 
 
 class _Tokens:
@@ -64,7 +63,7 @@ class OwnGrammars:
 
     def compile(self, schema: Any) -> Any:
         """Raises ValueError for what is refused."""
-        matcher = llguidance.LLMatcher(self._tokenizer, source_of(schema), log_level=0)
+        matcher = library.matcher_of(self._tokenizer, source_of(schema))
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         return matcher
@@ -74,9 +73,13 @@ class OwnGrammars:
 
 
 def source_of(schema: Any) -> str:
-    """The text of its grammar."""
-    known = schema if isinstance(schema, dict) else {} if schema else {"enum": []}
-    return OPTIONS + json.dumps({**known, "x-guidance": SPACING})
+    """The text of its grammar. Raises ValueError for what is refused."""
+    try:
+        grammar = grammar_of(json_form(schema, "schema"), "schema")
+        check_grammar(grammar, "schema")
+    except BadRequest as error:
+        raise ValueError(str(error)) from error
+    return grammar.source
 
 
 if __name__ == "__main__":

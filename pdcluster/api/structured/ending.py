@@ -1,4 +1,4 @@
-"""Whether a schema allows a value that ends. One that needs itself within itself never does."""
+"""Parts of a schema that allow no value that ends: they need themselves within themselves. They become false."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ from typing import Any
 
 Schema = Mapping[str, Any]
 
+# Keywords with schemas by name, in a list, and of one.
+MAPS, LISTS, SINGLE = (
+    ("properties", "patternProperties"),
+    ("prefixItems", "allOf", "anyOf"),
+    ("items", "additionalProperties"),
+)
 
-def ends(root: object, definitions: Mapping[str, object]) -> bool:
-    """root, definitions: as rewritten, so that every reference names a definition."""
+
+def pruned(root: Any, definitions: Mapping[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Both without references to what never ends; None where nothing is left. They are as rewritten, so that every
+    reference names a definition."""
     ending, waiting = set[str](), list(definitions)
     users: dict[str, list[str]] = {name: [] for name in definitions}
     for name, schema in definitions.items():
@@ -20,19 +28,40 @@ def ends(root: object, definitions: Mapping[str, object]) -> bool:
         if name not in ending and _ends(definitions[name], ending):
             ending.add(name)
             waiting += users[name]
-    return _ends(root, ending)
+    if not _ends(root, ending):
+        return None
+    if len(ending) == len(definitions):
+        return root, dict(definitions)
+    return _without(root, ending), {name: _without(definitions[name], ending) for name in definitions if name in ending}
 
 
-def _used(node: object) -> Iterator[str]:
+def _without(node: Any, ending: set[str]) -> Any:
+    if not isinstance(node, dict):
+        return node
+    if isinstance(reference := node.get("$ref"), str) and _named(reference) not in ending:
+        return False
+    made = dict(node)
+    for word, inner in node.items():
+        if word in MAPS:
+            made[word] = {name: _without(each, ending) for name, each in inner.items()}
+        elif word in LISTS:
+            made[word] = [_without(each, ending) for each in inner]
+        elif word in SINGLE:
+            made[word] = _without(inner, ending)
+    return made
+
+
+def _used(node: Any) -> Iterator[str]:
     left = [node]
     while left:
         each = left.pop()
-        if isinstance(each, dict):
-            if isinstance(reference := each.get("$ref"), str):
-                yield _named(reference)
-            left += [value for word, value in each.items() if word not in ("const", "enum")]
-        elif isinstance(each, list):
-            left += each
+        if not isinstance(each, dict):
+            continue
+        if isinstance(reference := each.get("$ref"), str):
+            yield _named(reference)
+        for word in each.keys() & {*MAPS, *LISTS, *SINGLE}:
+            inner = each[word]
+            left += inner.values() if word in MAPS else inner if word in LISTS else [inner]
 
 
 def _ends(node: object, ending: set[str]) -> bool:

@@ -23,7 +23,7 @@ from pdcluster.api.structured.disjoint import (
     kinds_of,
     values_of,
 )
-from pdcluster.api.structured.ending import ends
+from pdcluster.api.structured.ending import pruned
 from pdcluster.api.structured.library import fault_of_schema
 from pdcluster.api.structured.patterns import rewritten
 from pdcluster.api.structured.string_formats import KEPT, SAME_AS_FORMAT
@@ -65,10 +65,11 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 def for_library(schema: object, param: str) -> Made | bool:
     """Raises BadRequest naming the path of what cannot be kept, or allows nothing that ends."""
-    made, definitions = _Rewriter(schema, param).rewritten()
-    if not ends(made, definitions):
+    left = pruned(*_Rewriter(schema, param).rewritten())
+    if left is None:
         what = "allows no value that ends: it contradicts itself, or needs itself within itself"
         raise BadRequest(f"{param} {what}; correct it", param)
+    made, definitions = left
     if not isinstance(made, dict):
         return made
     # A declared name could come again with escapes, as one that is not declared.

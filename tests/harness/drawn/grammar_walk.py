@@ -8,7 +8,7 @@ from typing import NamedTuple
 from llguidance import LLMatcher
 
 from pdcluster.api.structured import library
-from pdcluster.api.structured.forms import Form, grammar_of
+from pdcluster.api.structured.forms import Form, check_grammar, grammar_of, json_form
 from pdcluster.core.errors import BadRequest
 
 EOS = library.byte_tokenizer().eos_token
@@ -27,6 +27,13 @@ class Walkable(NamedTuple):
 def compiled(form: Form, param: str = "schema") -> Walkable:
     """Raises BadRequest for what the library does not take."""
     return walkable(grammar_of(form, param).source, param)
+
+
+def of_schema(schema: object) -> Walkable:
+    """Raises BadRequest for what is refused, also where it is found after some bytes."""
+    form = json_form(schema, "schema")
+    check_grammar(grammar_of(form, "schema"), "schema")
+    return compiled(form)
 
 
 def walkable(source: str, param: str = "source") -> Walkable:
@@ -66,21 +73,21 @@ def texts(grammar: Walkable, letters: str, most: int) -> list[str]:
 
 
 def drawn(grammar: Walkable, seed: int, most: int = 400) -> bytes | None:
-    """One text, None when it did not end within so many bytes. In the end it hurries to close what is open."""
+    """One that ends, None where it did not within twice `most` bytes. Behind `most` it closes whatever it can."""
     generator, matcher, text = random.Random(seed), grammar.begin(), bytearray()
     hurry = generator.uniform(0.01, 0.2)
-    for index in range(most):
+    for index in range(2 * most):
         bits = matcher.compute_bitmask()
         assert not matcher.is_error(), f"behind {bytes(text)!r}: {matcher.get_error()}"
         allowed = [token for token in (*range(256), EOS) if bits[token >> 3] >> (token & 7) & 1]
-        assert allowed, f"the grammar allows nothing behind {bytes(text)!r}"
         closing = [token for token in allowed if token == EOS or token in CLOSING]
         printable = [token for token in allowed if 32 <= token < 127]
         is_late = generator.random() < hurry + index / most
         kind = closing if closing and is_late else printable if printable and generator.random() < 0.7 else allowed
         token = generator.choice(kind)
         if token == EOS:
+            assert matcher.is_accepting(), f"the mask ends behind {bytes(text)!r}, the grammar does not"
             return bytes(text)
-        assert matcher.consume_token(token)
+        assert matcher.consume_token(token), f"the grammar refuses {token} behind {bytes(text)!r}"
         text.append(token)
     return None
