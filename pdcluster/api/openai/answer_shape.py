@@ -13,7 +13,7 @@ from msgspec import Struct
 from pdcluster.api.structured import constraints
 from pdcluster.api.structured.constraints import ResponseFormat, StructuredOutputs
 from pdcluster.api.structured.forms import Form, check_grammar, either, grammar_of, pattern, sequence, up_to
-from pdcluster.api.tools.formats import FORMATS
+from pdcluster.api.tools.formats import FORMATS, arguments_form
 from pdcluster.api.tools.markers import END_THINK, THINK
 from pdcluster.api.tools.offered import Function, Offer
 from pdcluster.core.errors import BadRequest
@@ -61,7 +61,14 @@ def encoded(shape: AnswerShape) -> bytes:
 def grammar_of_shape(shape: AnswerShape) -> Grammar:
     """The grammar that the library takes. Raises BadRequest naming the field."""
     grammar = grammar_of(_form(shape), shape.param)
-    check_grammar(grammar, shape.param)
+    try:
+        check_grammar(grammar, shape.param)
+    except BadRequest:
+        for tool in shape.tools:
+            if tool.strict or shape.must:
+                param = f"tools.{tool.name}.parameters"
+                check_grammar(grammar_of(arguments_form(tool), param), param)
+        raise
     return grammar
 
 

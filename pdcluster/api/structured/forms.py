@@ -92,7 +92,11 @@ def any_object() -> Form:
 def regex_form(expression: str, param: str) -> Form:
     """The whole text matches, with ASCII classes."""
     _check_own(expression, param)
-    return Form("/" + library.regex_of(rewritten(expression, param)) + "/")
+    form = Form("/" + library.regex_of(rewritten(expression, param)) + "/")
+    fault = library.fault_of(grammar_of(form, param).source)
+    if fault is not None:
+        raise BadRequest(f"{param} is {shown(expression)}, which cannot be kept: {fault}; correct it", param)
+    return form
 
 
 def choice_form(choices: Sequence[str], param: str) -> Form:

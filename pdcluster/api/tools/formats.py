@@ -68,7 +68,7 @@ class ToolFormat(NamedTuple):
 
     def form(self, offer: Offer) -> Form:
         """The grammar of an answer that is only calls."""
-        return self._around(self._calls(offer, _checked))
+        return self._around(self._calls(offer, arguments_form))
 
     def free_form(self, offer: Offer, *, reasons: bool) -> Form:
         """The grammar of an answer that is text, calls or both. A call is of an offered tool; a strict tool's arguments
@@ -137,14 +137,15 @@ def detect(template: str) -> str | None:
     return next((name for sign, name in SIGNS if sign in template), None)
 
 
-def _checked(tool: Function) -> Form:
+def arguments_form(tool: Function) -> Form:
+    """Arguments by the tool's schema. Raises BadRequest naming the tool."""
     param = f"tools.{tool.name}.parameters"
     return json_form(parameters_of(tool, param), param)
 
 
 def _strict(tool: Function) -> Form:
     """Arguments of a tool that is not strict are any object."""
-    return _checked(tool) if tool.strict else any_object()
+    return arguments_form(tool) if tool.strict else any_object()
 
 
 def _no_call(banned: str | None) -> list[Form]:
