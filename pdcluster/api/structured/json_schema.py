@@ -50,7 +50,7 @@ NOT_KEPT: Mapping[str, str | None] = {
     "dependentSchemas": "object", "dependentRequired": "object", "dependencies": "object",
 }  # fmt: skip
 # Keywords that say how others are meant.
-BESIDES = frozenset(("minContains", "discriminator", "then", "else"))
+BESIDES = frozenset(("minContains", "maxContains", "discriminator", "then", "else"))
 LISTS = ("required", "allOf", "anyOf", "oneOf", "enum", "prefixItems")
 OBJECTS = ("properties", "patternProperties")
 KNOWN = CHOSEN | NOT_KEPT.keys() | BESIDES | {"type"} | frozenset().union(*KEYWORDS.values())
@@ -281,7 +281,7 @@ def _check_kept(node: Schema, kinds: object, path: str) -> None:
             continue
         if word == "if" and "then" not in node and "else" not in node:
             continue
-        if not (word == "contains" and node.get("minContains") == 0):
+        if not (word == "contains" and node.get("minContains") == 0 and "maxContains" not in node):
             raise not_kept(path, word)
     for word in ("const", "enum"):
         values = [node.get(word)] if word == "const" else node.get(word)

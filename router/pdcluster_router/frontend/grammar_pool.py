@@ -50,14 +50,15 @@ class _Job:
         self.payload, self.shape, self.tenant = payload, shape, tenant
         self.waiting: list[Future[Grammar]] = []
 
-    def resolve(self, found: Grammar | PdclusterError) -> None:
-        for future in self.waiting:
-            if not future.set_running_or_notify_cancel():
-                continue
-            if isinstance(found, Grammar):
-                future.set_result(found)
-            else:
-                future.set_exception(found)
+
+def _resolve(waiting: Sequence[Future[Grammar]], found: Grammar | PdclusterError) -> None:
+    for future in waiting:
+        if not future.set_running_or_notify_cancel():
+            continue
+        if isinstance(found, Grammar):
+            future.set_result(found)
+        else:
+            future.set_exception(found)
 
 
 class GrammarPool:
@@ -105,14 +106,19 @@ class GrammarPool:
         known = self.known(shape)
         return await asyncio.wrap_future(self._ask(shape, tenant)) if known is None else known
 
+    def num_waiting(self, tenant: str) -> int:
+        """Shapes of a tenant that no process has."""
+        with self._lock:
+            return len(self._queues.get(tenant, ()))
+
     def close(self) -> None:
         """Idempotent."""
         with self._lock:
             self._is_closed = True
-            jobs = list(self._jobs.values())
+            waiting = [future for job in self._jobs.values() for future in job.waiting]
+            self._jobs.clear()
             self._lock.notify_all()
-        for job in jobs:
-            job.resolve(Unavailable("this router stops; ask another one"))
+        _resolve(waiting, Unavailable("this router stops; ask another one"))
         for maker in self._makers:
             maker.kill()
         for thread in self._threads:
@@ -148,8 +154,8 @@ class GrammarPool:
             while (job := self._next()) is not None:
                 found = maker.ask(job.payload, job.shape.param)
                 with self._lock:
-                    self._done(job, found)
-                job.resolve(_result(found) if isinstance(found, Answer) else found)
+                    waiting = self._done(job, found)
+                _resolve(waiting, _result(found) if isinstance(found, Answer) else found)
                 if not self._is_closed:
                     maker.start()  # if it ended, before somebody waits for it
         finally:
@@ -170,17 +176,19 @@ class GrammarPool:
                 self._lock.wait()
             return None
 
-    def _done(self, job: _Job, found: Answer | PdclusterError) -> None:
+    def _done(self, job: _Job, found: Answer | PdclusterError) -> Sequence[Future[Grammar]]:
+        """Who waits for it."""
         self._running[job.tenant] -= 1
         if not self._running[job.tenant]:
             del self._running[job.tenant]
-        self._jobs.pop(job.payload, None)
+        waiting = job.waiting if self._jobs.pop(job.payload, None) is not None else []
         if isinstance(found, Answer):
             self._kept[job.payload] = found
             self._bytes += _size(job.payload, found)
         while len(self._kept) > MAX_KEPT or self._bytes > KEPT_BYTES:
             self._bytes -= _size(*self._kept.popitem(last=False))
         self._lock.notify_all()
+        return waiting
 
 
 class _Maker:
