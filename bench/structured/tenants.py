@@ -8,6 +8,8 @@ import json
 import math
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -104,6 +106,17 @@ def waits(address: str, model: str, number: int, first: int) -> list[float]:
 
 @contextmanager
 def bombs(address: str, model: str, turn: int) -> Iterator[None]:
+    """Sent by another process, so that the choices' client is not slower itself."""
+    argv = [sys.executable, "-m", __name__, address, model, str(turn)]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE)
+    try:
+        yield
+    finally:
+        process.communicate()
+
+
+def send_bombs(address: str, model: str, turn: int) -> None:
+    """Until stdin ends."""
     ended = threading.Event()
 
     def send(client: int) -> None:
@@ -115,9 +128,11 @@ def bombs(address: str, model: str, turn: int) -> Iterator[None]:
     threads = [threading.Thread(target=send, args=(client,)) for client in range(CLIENTS)]
     for thread in threads:
         thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join()
+    sys.stdin.read()
+    ended.set()
+    for thread in threads:
+        thread.join()
+
+
+if __name__ == "__main__":
+    send_bombs(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -12,12 +12,12 @@ import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 
 import uvloop
 import zmq
 from prometheus_client import generate_latest
 
+from pdcluster.api.structured import library
 from pdcluster.bootstrap.agent import watch
 from pdcluster.bootstrap.demand_client import DemandExchange
 from pdcluster.core.errors import PdclusterError
@@ -308,7 +308,7 @@ async def _open(front: FrontDoors, config: RouterConfig, health: RouterHealth) -
         lambda: readiness_of(dispatch, is_draining=health.is_draining), front.tracing,
     )  # fmt: skip
     doors = [AsyncExitStack()]
-    if find_spec("llguidance") is not None:  # else each request for structured output is told so
+    if not library.is_missing():  # else each request for structured output is told so
         shared_pool().start()
     try:
         address = await doors[0].enter_async_context(

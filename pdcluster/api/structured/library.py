@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from functools import cache, lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 from pdcluster.core.errors import BadRequest
@@ -37,6 +38,10 @@ PLACE = re.compile(
 REGEX_ERROR = re.compile(r"invalid regex .*error: ([^\n]*)|regex parse error:.*error: ([^\n]*)", re.DOTALL)
 
 MISSING = "structured output needs llguidance, which this process does not have; install pdcluster[grammar] there"
+
+
+def is_missing() -> bool:
+    return find_spec("llguidance") is None
 
 
 @cache

@@ -11,7 +11,7 @@ import re
 from pdcluster.api.validate import shown
 from pdcluster.core.errors import BadRequest
 
-MAX_PATTERN = 32 << 10
+MAX_PATTERN = 64 << 10
 
 PIECES = re.compile(
     r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|.)|\[\^?\]?|&&|--|~~|\]|.", re.DOTALL

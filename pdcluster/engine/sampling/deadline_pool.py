@@ -50,11 +50,11 @@ MAX_LEFT = 16
 LEAST_PATIENCE = 0.25
 
 
-def yield_to_others(native_id: int = 0) -> None:
+def yield_to_others(native_id: int = 0, priority: int = LOWEST) -> None:
     """The thread (0: this one) computes when nobody else wants to. Linux has a priority for each thread; elsewhere
     nothing is changed."""
     try:
-        os.setpriority(os.PRIO_PROCESS, native_id, LOWEST)
+        os.setpriority(os.PRIO_PROCESS, native_id, priority)
     except OSError as error:
         log.debug("the priority of a thread stays as it is: %s", error)
 

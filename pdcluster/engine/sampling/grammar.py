@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,9 @@ Mask = NDArray[np.int32]
 
 # Compilers recurse over what they read; it is virtual memory until it is used.
 STACK_BYTES = 256 << 20
+
+# Larger grammars compile one at a time, at a lower priority.
+LARGE_CHARS, LARGE_PRIORITY = 32 << 10, 5
 
 # What a compiled grammar takes beside its text, and for each character of it.
 LEAST_BYTES, BYTES_PER_CHARACTER = 128 << 10, 64
@@ -143,7 +146,7 @@ class Grammars:
         self._refused: OrderedDict[Grammar, str] = OrderedDict()
         # When each wanted compile began. None while it waits, for a thread or for the library.
         self._began: dict[Grammar, float | None] = {}
-        self._queue: deque[Grammar] = deque()
+        self._queue: list[Grammar] = []
         self._num_threads = 0
         # Compiles that took too long and go on, each with its thread, which counts no more.
         self._late: dict[Grammar, int] = {}
@@ -278,11 +281,14 @@ class Grammars:
     def _work(self) -> None:
         while True:
             with self._lock:
-                self._lock.wait_for(lambda: self._queue or self._is_closed)
-                if self._is_closed:
+                self._lock.wait_for(lambda: self._next() is not None or self._is_closed)
+                grammar = self._next()
+                if self._is_closed or grammar is None:
                     return
-                grammar = self._queue.popleft()
+                self._queue.remove(grammar)
                 self._thread_of[grammar] = threading.get_native_id()
+            if is_large(grammar):
+                yield_to_others(priority=LARGE_PRIORITY)
             answer = self._compile(grammar)
             with self._lock:
                 del self._began[grammar], self._thread_of[grammar]
@@ -290,10 +296,21 @@ class Grammars:
                 if self._is_closed:
                     return
                 self._keep(grammar, answer)
-                self._staff()
                 os.eventfd_write(self.news_fd, 1)
-                if was_late:
+                is_slow = is_large(grammar) and not was_late
+                self._num_threads -= is_slow
+                self._staff()
+                self._lock.notify_all()
+                if was_late or is_slow:  # its priority cannot be raised again
                     return
+
+    def _next(self) -> Grammar | None:
+        """The smallest that waits. Large ones leave a thread to the others."""
+        found = min(self._queue, key=lambda each: len(each.source), default=None)
+        if found is None or not is_large(found) or self._limits.threads == 1:
+            return found
+        is_free = not any(is_large(each) for each in self._thread_of if each not in self._late)
+        return found if is_free else None
 
     def _compile(self, grammar: Grammar) -> Compiled | str:
         """The compiled grammar, or a text that says why there is none."""
@@ -321,6 +338,11 @@ class Grammars:
         self._refused[grammar] = reason
         if len(self._refused) > self._limits.refusals:
             self._refused.popitem(last=False)
+
+
+def is_large(grammar: Grammar) -> bool:
+    """Whether its compile may take tenths of a second."""
+    return len(grammar.source) > LARGE_CHARS
 
 
 def _make_compiler(vocabulary: Vocabulary) -> Compiler:

@@ -1,7 +1,6 @@
 """Grammars of requests, made in processes of their own: each once, and kept while there is room.
 
-1. A tenant has one process fewer than there are at a time, so none keeps the others waiting.
-2. A process that takes long computes at the lowest priority, and is replaced. One that takes too long ends.
+A tenant has one process fewer than there are at a time, so none keeps the others waiting.
 """
 
 from __future__ import annotations
@@ -35,11 +34,9 @@ MAX_KEPT = 1024
 KEPT_BYTES = 64 << 20
 # Of one tenant, and of all.
 MAX_WAITING, MAX_WAITING_OF_ALL = 64, 512
-# Most grammars take a tenth of it.
-LATE_S = 0.1
-# A process that got a tenth of a CPU has had what it may use by then.
+# A grammar that got a tenth of a CPU has had what it may use by then.
 WAIT_S = CPU_S * 10.0
-LOWEST = 19
+START_S = 60.0
 ARGV = (sys.executable, "-m", "pdcluster_router.frontend.grammar_process")
 
 
@@ -150,14 +147,13 @@ class GrammarPool:
     def _work(self) -> None:
         maker = _Maker(self._argv)
         self._makers.append(maker)
+        maker.start()
         try:
             while (job := self._next()) is not None:
                 found = maker.ask(job.payload, job.shape.param)
                 with self._lock:
                     waiting = self._done(job, found)
                 _resolve(waiting, _result(found) if isinstance(found, Answer) else found)
-                if not self._is_closed:
-                    maker.start()  # if it ended, before somebody waits for it
         finally:
             maker.end()
 
@@ -197,42 +193,35 @@ class _Maker:
     def __init__(self, argv: Sequence[str]) -> None:
         self._argv = argv
         self._process: subprocess.Popen[bytes] | None = None
-        self.start()
 
     def ask(self, payload: bytes, param: str) -> Answer | PdclusterError:
         """The answer, also a refusal; or why there is none, which says nothing of the shape."""
-        process = self.start()
-        stdin, stdout = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
         try:
-            write_frame(stdin, payload)
-        except BrokenPipeError:
-            return self._fault(param)
-        is_late = not _is_readable(stdout, LATE_S)
-        if is_late:
-            _yield_to_others(process.pid)
-            if not _is_readable(stdout, WAIT_S):
-                self.end()
-                return Overloaded(
-                    "this router gets too little time on its CPUs to read it; retry later", 1.0, "grammars"
-                )
-        frame = read_frame(stdout)
-        if frame is None:
-            return self._fault(param)
-        if is_late:
-            self.end()
-        return msgspec.msgpack.decode(frame, type=Answer)
+            process = self._started()
+            write_frame(cast(BinaryIO, process.stdin), payload)
+            frame = self._read(WAIT_S)
+        except (OSError, TimeoutError) as error:
+            log.warning("a process that makes grammars gave no answer: %s", error)
+            frame = None
+        if frame is not None:
+            return msgspec.msgpack.decode(frame, type=Answer)
+        self.end()
+        return Unavailable(f"this router could not read {param} in time; retry")
 
     def kill(self) -> None:
         """From any thread: who waits for an answer gets none."""
         if (process := self._process) is not None:
-            process.kill()
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                log.debug("a process that makes grammars had ended")
 
     def end(self) -> None:
         """Idempotent."""
+        self.kill()
         process, self._process = self._process, None
         if process is None:
             return
-        process.kill()
         cast(BinaryIO, process.stdout).close()
         try:
             cast(BinaryIO, process.stdin).close()
@@ -240,47 +229,36 @@ class _Maker:
             log.debug("what was written to a process that makes grammars is lost")
         process.wait()
 
-    def start(self) -> subprocess.Popen[bytes]:
-        """Idempotent."""
+    def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             self._process = subprocess.Popen(
                 self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
             )
+            if self._read(START_S) is None:
+                raise OSError("it ended before it was ready")
         return self._process
 
-    def _fault(self, param: str) -> Answer | PdclusterError:
-        """Why the process ended."""
-        assert self._process is not None
+    def start(self) -> None:
+        """Idempotent. Where it does not start, the first shape tries again."""
         try:
-            code = self._process.wait(WAIT_S)
-        except subprocess.TimeoutExpired:
-            code = 0
-        self.end()
-        if code == -signal.SIGXCPU:
-            what = f"takes more than {CPU_S} s to read"
-        elif code in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS):
-            what = "is too deep or too large to be read"
-        else:
-            log.log(
-                logging.DEBUG if code == -signal.SIGKILL else logging.WARNING,
-                "a process that makes grammars ended with status %d",
-                code,
-            )
-            return Unavailable("the process that reads schemas ended; retry")
-        return Answer(None, f"{param} {what}; send a simpler one", param)
+            self._started()
+        except (OSError, TimeoutError) as error:
+            log.warning("a process that makes grammars did not start: %s", error)
+            self.end()
+
+    def _read(self, timeout_s: float) -> bytes | None:
+        """None where the process ended."""
+        assert self._process is not None
+        stdout = cast(BinaryIO, self._process.stdout)
+        if not _is_readable(stdout, timeout_s):
+            raise TimeoutError(f"nothing came for {timeout_s:g} s")
+        return read_frame(stdout)
 
 
 def _is_readable(stream: BinaryIO, timeout_s: float) -> bool:
     waiting = select.poll()
     waiting.register(stream, select.POLLIN)
     return bool(waiting.poll(timeout_s * 1e3))
-
-
-def _yield_to_others(pid: int) -> None:
-    try:
-        os.setpriority(os.PRIO_PROCESS, pid, LOWEST)
-    except OSError as error:
-        log.debug("the priority of a process stays as it is: %s", error)
 
 
 def _size(payload: bytes, answer: Answer) -> int:

@@ -1,20 +1,26 @@
-"""A process that makes grammars of what requests ask for. It may be ended at any time, and ends where one takes too
-much: a library reads in it what strangers sent.
+"""A process that makes grammars of what requests ask for, in a child: a library reads there what strangers sent. A
+child that takes too much of a CPU, the stack or memory ends, and its shape is refused. The next one is a fork, so it is
+there at once.
 
 Shapes come on stdin and answers leave on stdout, each behind its length in 4 bytes, lowest first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import resource
+import select
+import signal
 import sys
 import time
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 import msgspec
 
 from pdcluster.api.openai.answer_shape import AnswerShape, grammar_of_shape
+from pdcluster.api.structured import library
 from pdcluster.core.errors import BadRequest, PdclusterError
 
 # Seconds on a CPU that a grammar may take.
@@ -22,6 +28,9 @@ CPU_S = 2
 # Nodes compile with four times as much, so what is made here is no danger to them.
 STACK_BYTES = 64 << 20
 MEMORY_BYTES = 2 << 30
+# Most grammars take a tenth of it. One that takes longer goes on at the lowest priority.
+LATE_S = 0.1
+LOWEST = 19
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -57,13 +66,86 @@ def answer_of(payload: bytes) -> Answer:
         return Answer(None, f"{shape.param} is too large or nested too deeply; send a smaller one", shape.param)
 
 
+class Child:
+    """Makes one grammar after the other."""
+
+    def __init__(self) -> None:
+        (read_in, write_in), (read_out, write_out) = os.pipe(), os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            os.close(write_in)
+            os.close(read_out)
+            _serve(read_in, write_out)
+        os.close(read_in)
+        os.close(write_out)
+        self._shapes, self._answers = os.fdopen(write_in, "wb"), os.fdopen(read_out, "rb")
+        self.is_late = False
+
+    def ask(self, payload: bytes) -> Answer | None:
+        """None where it ended."""
+        try:
+            write_frame(self._shapes, payload)
+        except BrokenPipeError:
+            return None
+        waiting = select.poll()
+        waiting.register(self._answers, select.POLLIN)
+        if not waiting.poll(LATE_S * 1e3):
+            os.setpriority(os.PRIO_PROCESS, self.pid, LOWEST)
+            self.is_late = True
+        frame = read_frame(self._answers)
+        return None if frame is None else msgspec.msgpack.decode(frame, type=Answer)
+
+    def end(self) -> int:
+        """Its status."""
+        os.kill(self.pid, signal.SIGKILL)
+        self._answers.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._shapes.close()
+        return os.waitpid(self.pid, 0)[1]
+
+
+class Children:
+    """One at a time, the next as soon as one ended."""
+
+    def __init__(self) -> None:
+        self._child = Child()
+
+    def answered(self, payload: bytes) -> Answer:
+        answer, child = self._child.ask(payload), self._child
+        if answer is None or child.is_late:
+            status = child.end()
+            self._child = Child()
+        return _refusal(payload, status) if answer is None else answer
+
+
+def _serve(read_end: int, write_end: int) -> NoReturn:
+    try:
+        for name, most in ((resource.RLIMIT_STACK, STACK_BYTES), (resource.RLIMIT_AS, MEMORY_BYTES)):
+            resource.setrlimit(name, (most, resource.getrlimit(name)[1]))
+        with os.fdopen(read_end, "rb") as shapes, os.fdopen(write_end, "wb") as answers:
+            while (payload := read_frame(shapes)) is not None:
+                until = math.ceil(time.process_time()) + CPU_S
+                resource.setrlimit(resource.RLIMIT_CPU, (until, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+                write_frame(answers, msgspec.msgpack.encode(answer_of(payload)))
+    finally:
+        os._exit(0)
+
+
+def _refusal(payload: bytes, status: int) -> Answer:
+    """Of a child that ended before it answered."""
+    param = msgspec.msgpack.decode(payload, type=AnswerShape).param
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    what = f"takes more than {CPU_S} s to read" if number == signal.SIGXCPU else "is too deep or too large to be read"
+    return Answer(None, f"{param} {what}; send a simpler one", param)
+
+
 def main() -> None:
-    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    if not library.is_missing():
+        library.byte_tokenizer()  # so that no child loads it
+    write_frame(sys.stdout.buffer, b"")  # ready
+    children = Children()
     while (payload := read_frame(sys.stdin.buffer)) is not None:
-        until = math.ceil(time.process_time()) + CPU_S
-        resource.setrlimit(resource.RLIMIT_CPU, (until, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-        write_frame(sys.stdout.buffer, msgspec.msgpack.encode(answer_of(payload)))
+        write_frame(sys.stdout.buffer, msgspec.msgpack.encode(children.answered(payload)))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from pdcluster.core.step import Row
 from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.engine.sampling.constraint import Constraint, Constraints, masked, without
 from pdcluster.engine.sampling.deadline_pool import MAX_LEFT
-from pdcluster.engine.sampling.grammar import Compiled, GrammarLimits, Grammars, Vocabulary, vocabulary_of
+from pdcluster.engine.sampling.grammar import LARGE_CHARS, Compiled, GrammarLimits, Grammars, Vocabulary, vocabulary_of
 
 TEXT = TextModel.from_dir(path())
 EOS = TEXT.eos_token_ids
@@ -478,6 +478,28 @@ def test_compiles_that_never_end_keep_no_other_from_being_compiled_and_there_are
             time.sleep(0.005)
         with pytest.raises(BadRequest, match="is compiled"):
             compile_now(grammars, regex("b"))
+    finally:
+        hanging.may_answer.set()
+        grammars.close()
+
+
+def test_small_grammars_are_compiled_while_a_large_one_is():
+    """However many large ones wait."""
+    hanging = HangingCompiler()
+    grammars = Grammars(lambda: Vocabulary([b"a"], 1, (0,)), GrammarLimits(threads=2), make=lambda _: hanging)
+    large = [Grammar(f"start: /hang {number} {'a' * LARGE_CHARS}/") for number in range(3)]
+    try:
+        for each in large:
+            assert grammars.want(each) is False
+        assert hanging.is_asked.wait(60)
+        for number in range(3):
+            with pytest.raises(BadRequest, match="is compiled"):
+                compile_now(grammars, regex(f"a{number}"))
+        assert grammars.num_computing == 1
+        hanging.may_answer.set()
+        for each in large:
+            with pytest.raises(BadRequest, match="too late"):
+                compile_now(grammars, each)
     finally:
         hanging.may_answer.set()
         grammars.close()

@@ -13,22 +13,30 @@ from pdcluster.api.openai.answer_shape import AnswerShape
 from pdcluster.api.structured.constraints import StructuredOutputs
 from pdcluster.core.errors import BadRequest, Overloaded, Unavailable
 from pdcluster.core.grammar import Grammar
-from pdcluster_router.frontend import grammar_pool
+from pdcluster_router.frontend import grammar_pool, grammar_process
 from pdcluster_router.frontend.grammar_pool import GrammarPool
 
-# Answers a shape whose regex is "wait" when the file that it names is there, ends at "end", and others at once.
+# Waits for a file that "wait" names, ends by "signal", takes CPU for ever for "spin", and answers others at once.
 FAKE = """
-import msgspec, os, signal, sys, time
+import msgspec, os, signal, time
 from pdcluster.api.openai.answer_shape import AnswerShape
-from pdcluster_router.frontend.grammar_process import Answer, read_frame, write_frame
-while (payload := read_frame(sys.stdin.buffer)) is not None:
+from pdcluster_router.frontend import grammar_process
+
+def answer_of(payload):
     asked = msgspec.msgpack.decode(payload, type=AnswerShape).structured_outputs.regex
-    if asked.startswith("wait "):
-        while not os.path.exists(asked.split()[1]):
-            time.sleep(0.005)
-    if asked.startswith("signal "):
-        os.kill(os.getpid(), getattr(signal, asked.split()[1]))
-    write_frame(sys.stdout.buffer, msgspec.msgpack.encode(Answer("start: " + str(os.getpid()))))
+    word, _, rest = asked.partition(" ")
+    while word == "wait" and not os.path.exists(rest.split()[0]):
+        time.sleep(0.005)
+    while word == "spin":
+        pass
+    if word == "parent":
+        os.kill(os.getppid(), signal.SIGKILL)
+    if word == "signal":
+        os.kill(os.getpid(), getattr(signal, rest))
+    return grammar_process.Answer(f"start: {os.getpid()}")
+
+grammar_process.answer_of = answer_of
+grammar_process.main()
 """
 
 
@@ -93,11 +101,11 @@ async def test_what_is_made_to_take_long_is_made_or_refused_by_name(pool: Gramma
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("asked_for", "words"),
     [("SIGXCPU", "takes more than 2 s"), ("SIGSEGV", "too deep or too large"), ("SIGABRT", "too deep")],
 )
-async def test_what_ends_its_process_is_refused_and_remembered(fakes: GrammarPool, name: str, words: str) -> None:
-    asked = shape(regex=f"signal {name}")
+async def test_what_ends_its_process_is_refused_and_remembered(fakes: GrammarPool, asked_for: str, words: str) -> None:
+    asked = shape(regex=asked_for)
     for _ in range(2):
         with pytest.raises(BadRequest, match=f"structured_outputs .*{words}"):
             await fakes.make(asked, "a")
@@ -105,7 +113,7 @@ async def test_what_ends_its_process_is_refused_and_remembered(fakes: GrammarPoo
 
 
 async def test_a_process_that_is_ended_from_outside_says_nothing_of_the_shape(fakes: GrammarPool) -> None:
-    asked = shape(regex="signal SIGKILL")
+    asked = shape(regex="parent")
     for _ in range(2):
         with pytest.raises(Unavailable, match="retry"):
             await fakes.make(asked, "a")
@@ -121,10 +129,10 @@ async def test_a_tenant_leaves_a_process_to_the_others(fakes: GrammarPool, tmp_p
     assert all(await asyncio.gather(*held))
 
 
-async def test_a_process_that_was_late_is_replaced(fakes: GrammarPool, tmp_path: object) -> None:
+async def test_what_was_late_is_replaced_at_once(fakes: GrammarPool, tmp_path: object) -> None:
     gate = f"{tmp_path}/open"
     late = asyncio.ensure_future(fakes.make(shape(regex=f"wait {gate}"), "a"))
-    await asyncio.sleep(grammar_pool.LATE_S * 3)
+    await asyncio.sleep(grammar_process.LATE_S * 3)
     open(gate, "w").close()
     first = await late
     found = {(await fakes.make(shape(regex=f"x{number}"), "a")).source for number in range(4)}
