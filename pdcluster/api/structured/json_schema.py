@@ -51,6 +51,7 @@ NOT_KEPT: Mapping[str, str | None] = {
 }  # fmt: skip
 # Keywords that say how others are meant.
 BESIDES = frozenset(("minContains", "maxContains", "discriminator", "then", "else"))
+COMBINED = frozenset(("$ref", "allOf", "anyOf", "oneOf"))
 LISTS = ("required", "allOf", "anyOf", "oneOf", "enum", "prefixItems")
 OBJECTS = ("properties", "patternProperties")
 KNOWN = CHOSEN | NOT_KEPT.keys() | BESIDES | {"type"} | frozenset().union(*KEYWORDS.values())
@@ -63,7 +64,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }  # fmt: skip
 
 
-def for_library(schema: object, param: str) -> Made | bool:
+def for_library(schema: object, param: str) -> Made:
     """Raises BadRequest naming the path of what cannot be kept, or allows nothing that ends."""
     left = pruned(*_Rewriter(schema, param).rewritten())
     if left is None:
@@ -71,7 +72,7 @@ def for_library(schema: object, param: str) -> Made | bool:
         raise BadRequest(f"{param} {what}; correct it", param)
     made, definitions = left
     if not isinstance(made, dict):
-        return made
+        return {}  # true
     # A declared name could come again with escapes, as one that is not declared.
     options = {"x-guidance": {"json_allowed_escapes": 'nrbtf\\"'}} if has_open_names([made, definitions]) else {}
     return {**options, **made, "$defs": definitions} if definitions else {**options, **made}
@@ -116,9 +117,12 @@ class _Rewriter:
             made["type"] = kinds
         _numbers(made, path)
         _strings(made, path)
-        self._array(made, path)
-        self._object(made, path)
-        self._combine(node, made, path, is_part=is_part)
+        if not KEYWORDS["array"].isdisjoint(made):
+            self._array(made, path)
+        if not KEYWORDS["object"].isdisjoint(made):
+            self._object(made, path)
+        if not COMBINED.isdisjoint(made):
+            self._combine(node, made, path, is_part=is_part)
         if not is_part:
             _close(made)
         self._depth -= 1
@@ -276,14 +280,15 @@ def _check_form(node: Schema, path: str) -> None:
 
 
 def _check_kept(node: Schema, kinds: object, path: str) -> None:
-    for word, kind in NOT_KEPT.items():
-        if word not in node or (kind is not None and kinds and kind not in _kinds(kinds)):
+    for word in NOT_KEPT.keys() & node.keys():
+        kind = NOT_KEPT[word]
+        if kind is not None and kinds and kind not in _kinds(kinds):
             continue
         if word == "if" and "then" not in node and "else" not in node:
             continue
         if not (word == "contains" and node.get("minContains") == 0 and "maxContains" not in node):
             raise not_kept(path, word)
-    for word in ("const", "enum"):
+    for word in node.keys() & {"const", "enum"}:
         values = [node.get(word)] if word == "const" else node.get(word)
         for value in _numbers_in(values):
             if abs(value) >= BOUNDED or int(float(value)) != value:
@@ -303,6 +308,8 @@ def _numbers_in(value: object) -> list[int]:
 
 def _numbers(made: Made, path: str) -> None:
     """Bounds as the library keeps them. It takes some exclusive bounds for inclusive ones, so they move by a step."""
+    if KEYWORDS["number"].isdisjoint(made):
+        return
     for bound, exclusive, up in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
         edges = list[float]()
         for word in (bound, exclusive):
@@ -329,6 +336,8 @@ def _inward(value: float, up: int, path: str) -> float:
 
 def _strings(made: Made, path: str) -> None:
     """The pattern and the format are met together. Where the library can't, the pattern rules."""
+    if "pattern" not in made and "format" not in made:
+        return
     pattern, name = made.get("pattern"), made.pop("format", None)
     if name == "regex":
         raise not_kept(path, "format regex", "use a pattern")

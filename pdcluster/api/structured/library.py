@@ -28,7 +28,7 @@ MAX_ITEMS, MAX_ITEMS_OF_OWN = 5000, 500
 MAX_STATES = 50_000
 
 # Bytes by which a grammar is tried, those first that end something.
-TRIAL_BYTES = 64
+TRIAL_BYTES = 24
 NEAREST = b'"}],:'
 
 # Where the library says at which place of its own input something is, or shows it.
