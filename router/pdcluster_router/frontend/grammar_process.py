@@ -66,7 +66,7 @@ def answer_of(payload: bytes) -> Answer:
         return Answer(None, f"{shape.param} is too large or nested too deeply; send a smaller one", shape.param)
 
 
-class Child:
+class GrammarChild:
     """Makes one grammar after the other."""
 
     def __init__(self) -> None:
@@ -104,17 +104,17 @@ class Child:
         return os.waitpid(self.pid, 0)[1]
 
 
-class Children:
+class GrammarChildren:
     """One at a time, the next as soon as one ended."""
 
     def __init__(self) -> None:
-        self._child = Child()
+        self._child = GrammarChild()
 
     def answered(self, payload: bytes) -> Answer:
         answer, child = self._child.ask(payload), self._child
         if answer is None or child.is_late:
             status = child.end()
-            self._child = Child()
+            self._child = GrammarChild()
         return _refusal(payload, status) if answer is None else answer
 
 
@@ -143,7 +143,7 @@ def main() -> None:
     if not library.is_missing():
         library.byte_tokenizer()  # so that no child loads it
     write_frame(sys.stdout.buffer, b"")  # ready
-    children = Children()
+    children = GrammarChildren()
     while (payload := read_frame(sys.stdin.buffer)) is not None:
         write_frame(sys.stdout.buffer, msgspec.msgpack.encode(children.answered(payload)))
 
