@@ -71,7 +71,8 @@ def test_modules_in_documents_exist_and_have_the_flags_that_are_told(document: P
         if "NAME" not in line and (words := re.match(r"python -m (bench\.\w+)(.*)", line))
     ]
     for command in found:
-        file = ROOT / f"{command[1].replace('.', '/')}.py"
+        module = ROOT / command[1].replace(".", "/")
+        file = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
         assert file.exists(), f"{document.name} names {command[1]}, which is not there"
         unknown = [
             flag
