@@ -25,8 +25,11 @@ CHOSEN = frozenset(("$ref", "const", "enum", "anyOf", "oneOf", "allOf"))
 MAX_LOOKS = 8
 
 
-def differ(one: object, other: object, resolve: Resolve, tag: str = "", looks: int = MAX_LOOKS) -> bool:
-    """False also when that is unknown. tag: a property that both will require."""
+def differ(
+    one: object, other: object, resolve: Resolve, tag: str = "", looks: int = MAX_LOOKS, *, are_closed: bool = True
+) -> bool:
+    """False also when that is unknown. tag: a property that both will require. are_closed: where they stand no
+    undeclared properties come."""
     one, other = resolve(one), resolve(other)
     if one is False or other is False:
         return True
@@ -39,11 +42,12 @@ def differ(one: object, other: object, resolve: Resolve, tag: str = "", looks: i
         return True
     if kinds_of(one) != {"object"} or kinds_of(other) != {"object"}:
         return False
-    both = (_required(one) | {tag}) & (_required(other) | {tag})
+    tags = {tag} if tag else set[str]()
+    both = (_required(one) | tags) & (_required(other) | tags)
     mine, theirs = _properties(one), _properties(other)
     if any(differ(mine.get(name, {}), theirs.get(name, {}), resolve, "", looks - 1) for name in both):
         return True
-    return _lacks(one, other) and _lacks(other, one)
+    return are_closed and _lacks(one, other) and _lacks(other, one)
 
 
 def common_properties(parts: Sequence[object]) -> list[str]:
@@ -111,5 +115,10 @@ def _required(node: Schema) -> set[str]:
 
 def _lacks(one: Schema, other: Schema) -> bool:
     """Whether one, whose undeclared properties do not come, lacks something that the other requires."""
-    is_closed = "properties" in one and not one.get("additionalProperties") and not one.get("patternProperties")
+    is_closed = (
+        bool(_properties(one))
+        and one.get("additionalProperties") in (None, False)
+        and not one.get("patternProperties")
+        and CHOSEN.isdisjoint(one)
+    )
     return is_closed and bool(_required(other) - _properties(one).keys() - _required(one))

@@ -81,6 +81,7 @@ def _ends(node: object, ending: set[str]) -> bool:
 def _kind_ends(kind: object, node: Schema, ending: set[str]) -> bool:
     if kind == "object":
         declared, others = node.get("properties", {}), node.get("additionalProperties", True)
+        others = True if node.get("patternProperties") else others
         return all(_ends(declared.get(name, others), ending) for name in node.get("required", ()))
     if kind == "array" and isinstance(least := node.get("minItems"), int):
         first, rest = node.get("prefixItems", []), node.get("items", True)

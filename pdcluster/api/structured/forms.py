@@ -35,7 +35,7 @@ class Form(NamedTuple):
 
 
 def literal(text: str) -> Form:
-    return Form(json.dumps(text, ensure_ascii=False))
+    return Form(json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f"))
 
 
 def pattern(expression: str) -> Form:

@@ -51,6 +51,8 @@ NOT_KEPT: Mapping[str, str | None] = {
 }  # fmt: skip
 # Keywords that say how others are meant.
 BESIDES = frozenset(("minContains", "maxContains", "discriminator", "then", "else"))
+# Keywords that say something of some names.
+NAMING = frozenset(("properties", "patternProperties", "required"))
 COMBINED = frozenset(("$ref", "allOf", "anyOf", "oneOf"))
 LISTS = ("required", "allOf", "anyOf", "oneOf", "enum", "prefixItems")
 OBJECTS = ("properties", "patternProperties")
@@ -116,13 +118,15 @@ class _Rewriter:
         if kinds:
             made["type"] = kinds
         _numbers(made, path)
-        _strings(made, path)
+        formats = _strings(made, path)
         if not KEYWORDS["array"].isdisjoint(made):
             self._array(made, path)
         if not KEYWORDS["object"].isdisjoint(made):
             self._object(made, path)
         if not COMBINED.isdisjoint(made):
             self._combine(node, made, path, is_part=is_part)
+        if formats:
+            made["allOf"] = [*made.get("allOf", ()), *formats]
         if not is_part:
             _close(made)
         self._depth -= 1
@@ -148,9 +152,14 @@ class _Rewriter:
         if "additionalProperties" in made:
             made["additionalProperties"] = self.convert(made["additionalProperties"], f"{path}.additionalProperties")
         if "propertyNames" in made:
-            _name(made, self._resolved(made.pop("propertyNames")), path)
+            names = made.pop("propertyNames")
+            while isinstance(names, dict) and "$ref" in names:
+                if not _is_alone(names):
+                    raise not_kept(path, "propertyNames with keywords beside $ref")
+                names = self.target(names["$ref"], path)
+            _name(made, names, path)
         least, required = made.get("minProperties"), made.get("required", ())
-        if isinstance(least, int) and made.get("additionalProperties") is not False and least > len(required) + 1:
+        if isinstance(least, int) and _has_open_names(made) and least > len(required) + 1:
             what = f"minProperties {least} with names that are not declared, which could repeat"
             raise not_kept(path, what, "declare the properties and set additionalProperties to false")
 
@@ -163,7 +172,7 @@ class _Rewriter:
             if "anyOf" in parts:
                 raise not_kept(path, "anyOf beside oneOf", "put one of them into allOf")
             made["anyOf"] = made.pop("oneOf")
-        tag = self._told_apart(node, path) if "oneOf" in parts else ""
+        tag = self._told_apart(node, path, are_closed=not is_joined) if "oneOf" in parts else ""
         for word, each in parts.items():
             made["anyOf" if word == "oneOf" else word] = [
                 self._part(part, f"{path}.{word}[{at}]", tag, is_joined=is_joined) for at, part in enumerate(each)
@@ -177,16 +186,15 @@ class _Rewriter:
 
     def _part(self, part: object, path: str, tag: str, *, is_joined: bool) -> Made | bool:
         if isinstance(part, dict) and "$ref" in part and is_joined:
-            target = self._resolved(part)
-            part = {
-                **{word: value for word, value in part.items() if word != "$ref"},
-                "allOf": [target, *part.get("allOf", ())],
-            }
-        elif isinstance(part, dict) and "$ref" in part and tag:
+            _check_form(part, path)
+            beside = {word: value for word, value in part.items() if word != "$ref"}
+            target = self.target(part["$ref"], path)
+            part = {**beside, "allOf": [target, *(part.get("allOf") or ())]}
+        elif isinstance(part, dict) and "$ref" in part and tag and _is_alone(part):
             return {"$ref": self._referred(part["$ref"], path, tag)}
         return _tagged(self.convert(part, path, is_part=is_joined), tag)
 
-    def _told_apart(self, node: Schema, path: str) -> str:
+    def _told_apart(self, node: Schema, path: str, *, are_closed: bool) -> str:
         """The property that tells the parts of a `oneOf` apart; "" where other things do."""
         parts = [self._resolved(part) for part in node["oneOf"]]
         if len(parts) > MAX_COMPARED:
@@ -195,7 +203,7 @@ class _Rewriter:
         given = [str(about.get("propertyName", ""))] if isinstance(about, dict) else []
         pairs = [(one, other) for at, one in enumerate(parts) for other in parts[:at]]
         for tag in ("", *given, *common_properties(parts)):
-            if all(differ(one, other, self._resolved, tag) for one, other in pairs):
+            if all(differ(one, other, self._resolved, tag, are_closed=are_closed) for one, other in pairs):
                 return tag
         instead = "use anyOf, or a const that tells them apart"
         raise not_kept(path, "oneOf with schemas that may allow the same value", instead)
@@ -240,11 +248,11 @@ class _Rewriter:
 
 
 def has_open_names(left: list[object]) -> bool:
-    """Whether some object has declared properties, and others."""
+    """Whether some object has names that are spoken of, and others."""
     while left:
         each = left.pop()
         if isinstance(each, dict):
-            if "properties" in each and each.get("additionalProperties") is not False:
+            if not NAMING.isdisjoint(each) and each.get("additionalProperties") is not False:
                 return True
             left += each.values()
         elif isinstance(each, list):
@@ -334,10 +342,11 @@ def _inward(value: float, up: int, path: str) -> float:
     return near if (near > value) == (up > 0) else math.nextafter(near, up * math.inf)
 
 
-def _strings(made: Made, path: str) -> None:
-    """The pattern and the format are met together. Where the library can't, the pattern rules."""
+def _strings(made: Made, path: str) -> list[Made]:
+    """The pattern and the format are met together: what the format adds is returned. Where the library cannot do that,
+    the pattern rules."""
     if "pattern" not in made and "format" not in made:
-        return
+        return []
     pattern, name = made.get("pattern"), made.pop("format", None)
     if name == "regex":
         raise not_kept(path, "format regex", "use a pattern")
@@ -345,13 +354,14 @@ def _strings(made: Made, path: str) -> None:
     if pattern is None or pattern in SAME_AS_FORMAT.get(str(name), ()):
         if known is not None:
             made["pattern"] = f"^(?:{known})$"
-        return
+        return []
     if not isinstance(pattern, str):
         raise BadRequest(f"{path}.pattern is {shown(pattern)}; a pattern is a string", path)
     made["pattern"] = pattern = _pattern(pattern, f"{path}.pattern")
     both = [{"pattern": f"^(?:{known})$"}]
     if known is not None and fault_of_schema({"type": "string", "pattern": pattern, "allOf": both}) is None:
-        made["allOf"] = both
+        return both
+    return []
 
 
 def _pattern(pattern: str, path: str) -> str:
@@ -360,6 +370,17 @@ def _pattern(pattern: str, path: str) -> str:
     if fault is not None:
         raise BadRequest(f"{path} is {shown(pattern)}, which cannot be kept: {fault}; send one without it", path)
     return made
+
+
+def _is_alone(node: Schema) -> bool:
+    """Whether nothing that counts stands beside its reference."""
+    return not any(_asks(word, value) for word, value in node.items() if word != "$ref")
+
+
+def _has_open_names(made: Schema) -> bool:
+    if made.get("patternProperties"):
+        return True
+    return made.get("additionalProperties", "properties" not in made) is not False
 
 
 def _at_most_one(made: Schema) -> bool:
@@ -372,16 +393,18 @@ def _name(made: Made, names: object, path: str) -> None:
     if not isinstance(names, dict) or "string" not in _kinds(names.get("type", "string")):
         raise BadRequest(f"{path}.propertyNames is {shown(names)}; it must be a schema of strings, as names are", path)
     values, others = values_of(names), made.pop("additionalProperties", True)
+    asked = {word for word, value in names.items() if _asks(word, value)} - {"type", "const", "enum"}
     if values is not None:
+        if asked or "patternProperties" in made:
+            raise not_kept(path, "propertyNames of a list beside other keywords")
         declared = made.pop("properties", {})
         made["properties"] = {each: declared.get(each, others) for each in values if isinstance(each, str)}
         made["additionalProperties"] = False
         return
     text: Made = {word: names[word] for word in KEYWORDS["string"] & names.keys() if _asks(word, names[word])}
     _strings(text, f"{path}.propertyNames")
-    asked = {word for word, value in names.items() if _asks(word, value)} - KEYWORDS["string"] - {"type"}
-    if asked:
-        raise not_kept(path, f"propertyNames with {min(asked)}")
+    if asked - KEYWORDS["string"]:
+        raise not_kept(path, f"propertyNames with {min(asked - KEYWORDS['string'])}")
     if "pattern" not in text and text:
         text = {"pattern": f"^(?s:.{{{text.pop('minLength', 0)},{text.pop('maxLength', '')}}})$", **text}
     if set(text) - {"pattern"} or "properties" in made or "patternProperties" in made:

@@ -24,7 +24,7 @@ HEAD = '%llguidance {"no_forcing": true}\n'
 # Ways that a grammar may be followed at a time. A thousand optional properties need so many; JSON takes 15 ms a token
 # with them. With a client's own rules the time grows with their square.
 MAX_ITEMS, MAX_ITEMS_OF_OWN = 5000, 500
-# A row's automaton has up to 2 KB for each.
+# The automaton of a grammar's rows has up to 2 KB for each.
 MAX_STATES = 50_000
 
 # Bytes by which a grammar is tried, those first that end something.

@@ -14,7 +14,8 @@ from pdcluster.core.errors import BadRequest
 MAX_PATTERN = 64 << 10
 
 PIECES = re.compile(
-    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|.)|\[\^?\]?|&&|--|~~|\]|.", re.DOTALL
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|.)|\[\^?(?:\\(?:x00|u0000)-)?\]?|&&|--|~~|\]|.",
+    re.DOTALL,
 )
 # Letters behind a backslash that mean the same everywhere, or that the library refuses itself.
 ESCAPES = frozenset("dDwWsStnrfvxuUpPbBck")
@@ -22,9 +23,11 @@ NARROW = {
     "\\W": r"[^\p{Alphabetic}\p{M}\p{N}\p{Pc}\p{Join_Control}]",
     "\\D": r"\P{Nd}",
     "\\s": r"[ \t\n\r\f\v]",
+    "\\S": r"[^\p{White_Space}\x1c-\x1f\x{feff}]",
 }
 # In a class of what is not listed the widest reading makes the narrowest class.
-WIDE = {"\\d": r"\p{Nd}", "\\w": r"\p{Alphabetic}\p{M}\p{N}\p{Pc}\p{Join_Control}", "\\S": r"[^ \t\n\r\f\v]"}
+WIDE = {"\\d": r"\p{Nd}", "\\w": r"\p{Alphabetic}\p{M}\p{N}\p{Pc}\p{Join_Control}", "\\S": r"[^ \t\n\r\f\v]",
+        "\\s": r"\p{White_Space}\x1c-\x1f\x{feff}"}  # fmt: skip
 # In a class all of whose control characters are taken, the library also takes escaped quotes and backslashes.
 NO_NUL = r"\x00"
 
@@ -47,10 +50,11 @@ def rewritten(pattern: str, path: str) -> str:
         elif piece[0] == "[":
             if piece[-1] == "]":
                 raise _unkept(pattern, path, f"{piece}, which dialects read differently; write \\] for a bracket")
-            is_in_class, is_negated = True, piece == "[^"
-            piece += NO_NUL if is_negated else ""
+            is_in_class, is_negated = True, piece.startswith("[^")
+            piece = piece.replace("u0000", "x00").replace(NO_NUL + "-", r"\x01-")
+            piece = piece.replace("[^", "[^" + NO_NUL)
         made.append(piece)
-    return "".join(made).replace(NO_NUL + "-", r"\x01-")
+    return "".join(made)
 
 
 def _escape(piece: str, pattern: str, path: str) -> str:

@@ -47,12 +47,17 @@ STARVED = RowError(
 )
 
 
+WORN = "other rows used up what the request's grammar may take on this node; retry"
+
+
 @dataclass(frozen=True, slots=True)
 class DeadRow:
     """The row cannot go on; says why. is_lost: only because this node no longer has the grammar."""
 
     reason: str
     is_lost: bool = False
+    # Whether the grammar must be compiled anew.
+    is_worn: bool = False
 
 
 class GrammarPosition(NamedTuple):
@@ -136,6 +141,8 @@ class Constraints:
             return RowError(
                 f"{self._aside.num_left} other grammars take too long on this node; retry later", retryable=True
             )
+        if answer.is_worn:
+            self._grammars.forget(grammar)
         return RowError(answer.reason, retryable=answer.is_lost, param=PARAM)
 
     def _too_slow(self, row: Row, grammar: Grammar) -> RowError:
@@ -161,6 +168,8 @@ def _advanced(
         constraint = Constraint(compiled, row.sampling.grammar)
     for token in output[constraint.num_tokens :].tolist():
         if not constraint.accept(token):
+            if constraint.is_worn:
+                return DeadRow(WORN, is_lost=True, is_worn=True)
             return DeadRow(
                 f"output token {token} at position {constraint.num_tokens - 1} does not fit the request's grammar"
             )
@@ -169,6 +178,8 @@ def _advanced(
     cpu_s = time.thread_time() - began_s
     mask = _long_enough(mask, row, row.sampling, eos_token_ids)
     if not mask.any():
+        if constraint.is_worn:
+            return DeadRow(WORN, is_lost=True, is_worn=True)
         why = f": {constraint.fault}" if constraint.fault else ""
         return DeadRow(
             f"after {row.output_index} tokens the request's grammar allows none of the model's tokens{why}; change it"

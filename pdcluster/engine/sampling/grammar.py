@@ -36,6 +36,14 @@ Mask = NDArray[np.int32]
 # Compilers recurse over what they read; it is virtual memory until it is used.
 STACK_BYTES = 256 << 20
 
+# A step of its automaton takes up to 2 KB; most masks take none.
+BYTES_PER_MASK = 1 << 10
+# Rows that a compiled grammar has begun with before any of them failed: the trial's and its own.
+WORN_ROWS = 2
+
+# What the library says of an automaton that all rows of a grammar share.
+TOO_MANY_STATES = "too many states"
+
 # Larger grammars compile one at a time, at a lower priority.
 LARGE_CHARS, LARGE_PRIORITY = 32 << 10, 5
 
@@ -83,8 +91,15 @@ class Compiled:
 
     def __init__(self, matcher: Any, vocabulary_size: int, memory_size_bytes: int) -> None:
         self.matcher = matcher
+        # Rows that began with it, and masks that they made. All share one automaton, which grows with them.
+        self.num_rows = self.num_masks = 0
         self.num_words = -(-vocabulary_size // 32)
         self.memory_size_bytes = memory_size_bytes
+
+    @property
+    def grown_bytes(self) -> int:
+        """What the automaton took since, at most."""
+        return min(self.num_masks, library.MAX_STATES) * BYTES_PER_MASK
 
 
 class Constraint:
@@ -92,8 +107,9 @@ class Constraint:
 
     def __init__(self, compiled: Compiled, grammar: Grammar | None = None) -> None:
         self.grammar = grammar
+        self._compiled = compiled
         self._matcher = compiled.matcher.deep_copy()
-        self._num_words = compiled.num_words
+        compiled.num_rows += 1
         self.num_tokens = 0
 
     def accept(self, token: int) -> bool:
@@ -103,11 +119,17 @@ class Constraint:
 
     def mask(self) -> Mask:
         """Nothing is allowed where the grammar took more than the library's bounds (`fault`)."""
-        words = np.empty(self._num_words, np.int32)
+        words = np.empty(self._compiled.num_words, np.int32)
+        self._compiled.num_masks += 1
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
             words[:] = 0  # the library would end the output
         return words
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether it failed because others had used up what the library allows."""
+        return TOO_MANY_STATES in self.fault and self._compiled.num_rows > WORN_ROWS
 
     @property
     def fault(self) -> str:
@@ -183,17 +205,27 @@ class Grammars:
     @property
     def is_full(self) -> bool:
         """Whether it is time to `trim`; from any thread."""
-        return self._is_crowded or self._bytes > self._limits.cache_bytes
+        with self._lock:
+            return self._is_crowded or self._bytes + self._grown() > self._limits.cache_bytes
 
     def trim(self, used: Set[Grammar]) -> None:
         """Let go of grammars that nobody uses, those first that were not asked for longest. A row's state can be made
         anew from its grammar only, so one in use stays, whatever it takes."""
         with self._lock:
             for grammar in [each for each in self._ready if each not in used]:
-                if self._bytes <= self._limits.cache_bytes:
+                if self._bytes + self._grown() <= self._limits.cache_bytes:
                     break
                 self._bytes -= self._ready.pop(grammar).memory_size_bytes
             self._is_crowded = self._bytes > self._limits.cache_bytes
+
+    def _grown(self) -> int:
+        return sum(compiled.grown_bytes for compiled in self._ready.values())
+
+    def forget(self, grammar: Grammar) -> None:
+        """From any thread: it is compiled anew when it comes again."""
+        with self._lock:
+            if (compiled := self._ready.pop(grammar, None)) is not None:
+                self._bytes -= compiled.memory_size_bytes
 
     def find(self, grammar: Grammar) -> Compiled | None:
         """The compiled one, None when it is not, or no longer, here."""
@@ -202,9 +234,8 @@ class Grammars:
 
     def refuse(self, grammar: Grammar, reason: str) -> None:
         """From any thread: it compiles, but can not be used."""
+        self.forget(grammar)
         with self._lock:
-            if (compiled := self._ready.pop(grammar, None)) is not None:
-                self._bytes -= compiled.memory_size_bytes
             self._remember(grammar, reason)
 
     def refusal(self, grammar: Grammar) -> str | None:
@@ -259,6 +290,7 @@ class Grammars:
                 self._late[grammar] = self._thread_of[grammar]
                 self._num_threads -= 1
                 yield_to_others(self._thread_of[grammar])
+                self._lock.notify_all()  # a large one may go on beside it
         self._staff()
 
     def _staff(self) -> None:
@@ -324,6 +356,9 @@ class Grammars:
             compiled = self._compiler(grammar)
         except PdclusterError as error:
             return str(error)
+        except Exception as error:  # the top of a thread: a vocabulary that the library does not take
+            log.exception("a grammar did not compile")
+            return f"the grammar does not compile here: {type(error).__name__}; the node's log has more"
         log.debug("a grammar of %d characters compiled in %.3f s", len(grammar.source), time.perf_counter() - began)
         return compiled
 

@@ -331,7 +331,7 @@ class App:
         if prepared.shape is None:
             self._answer(exchange, prepared)
         elif (grammar := shared_pool().known(prepared.shape)) is not None:
-            prepared.constrain(grammar)
+            prepared.constrain(grammar, terms.left_s)
             self._answer(exchange, prepared)
         else:
             self._later(exchange, partial(constrained, prepared, terms), partial(self._answer, exchange), terms.left_s)

@@ -66,7 +66,8 @@ class GrammarPool:
         self._lock = threading.Condition()
         self._kept: OrderedDict[bytes, Answer] = OrderedDict()
         self._bytes = 0
-        self._jobs: dict[bytes, _Job] = {}
+        # By tenant and shape, so that none waits in another's queue.
+        self._jobs: dict[tuple[str, bytes], _Job] = {}
         # By tenant, the one whose turn it is first.
         self._queues: OrderedDict[str, deque[_Job]] = OrderedDict()
         self._running: dict[str, int] = {}
@@ -127,9 +128,9 @@ class GrammarPool:
         with self._lock:
             if self._is_closed:
                 raise Unavailable("this router stops; ask another one")
-            job = self._jobs.get(payload)
+            job = self._jobs.get((tenant, payload))
             if job is None:
-                job = self._jobs[payload] = self._enqueued(payload, shape, tenant)
+                job = self._jobs[tenant, payload] = self._enqueued(payload, shape, tenant)
             job.waiting.append(future)
         return future
 
@@ -150,12 +151,19 @@ class GrammarPool:
         maker.start()
         try:
             while (job := self._next()) is not None:
-                found = maker.ask(job.payload, job.shape.param)
+                found = self._found(job) or maker.ask(job.payload, job.shape.param)
                 with self._lock:
                     waiting = self._done(job, found)
                 _resolve(waiting, _result(found) if isinstance(found, Answer) else found)
         finally:
             maker.end()
+
+    def _found(self, job: _Job) -> Answer | PdclusterError | None:
+        """What another tenant's job found meanwhile, or that nobody waits any more."""
+        with self._lock:
+            if all(future.cancelled() for future in job.waiting):
+                return Unavailable("nobody waits for it")
+            return self._kept.get(job.payload)
 
     def _next(self) -> _Job | None:
         """The next tenant's job, in turns. None at the end."""
@@ -177,8 +185,8 @@ class GrammarPool:
         self._running[job.tenant] -= 1
         if not self._running[job.tenant]:
             del self._running[job.tenant]
-        waiting = job.waiting if self._jobs.pop(job.payload, None) is not None else []
-        if isinstance(found, Answer):
+        waiting = job.waiting if self._jobs.pop((job.tenant, job.payload), None) is not None else []
+        if isinstance(found, Answer) and job.payload not in self._kept:
             self._kept[job.payload] = found
             self._bytes += _size(job.payload, found)
         while len(self._kept) > MAX_KEPT or self._bytes > KEPT_BYTES:
@@ -200,11 +208,12 @@ class _Maker:
             process = self._started()
             write_frame(cast(BinaryIO, process.stdin), payload)
             frame = self._read(WAIT_S)
-        except (OSError, TimeoutError) as error:
+            answer = None if frame is None else msgspec.msgpack.decode(frame, type=Answer)
+        except (OSError, TimeoutError, msgspec.MsgspecError) as error:
             log.warning("a process that makes grammars gave no answer: %s", error)
-            frame = None
-        if frame is not None:
-            return msgspec.msgpack.decode(frame, type=Answer)
+            answer = None
+        if answer is not None:
+            return answer if answer.is_final else Unavailable(answer.refusal)
         self.end()
         return Unavailable(f"this router could not read {param} in time; retry")
 

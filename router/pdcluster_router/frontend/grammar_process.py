@@ -15,6 +15,7 @@ import select
 import signal
 import sys
 import time
+import traceback
 from typing import BinaryIO, NoReturn
 
 import msgspec
@@ -28,17 +29,21 @@ CPU_S = 2
 # Nodes compile with four times as much, so what is made here is no danger to them.
 STACK_BYTES = 64 << 20
 MEMORY_BYTES = 2 << 30
+LIMITS = ((resource.RLIMIT_STACK, STACK_BYTES), (resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_CORE, 0))
 # Most grammars take a tenth of it. One that takes longer goes on at the lowest priority.
 LATE_S = 0.1
 LOWEST = 19
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """source: of the grammar; None with the text and the field of a refusal."""
+    """source: of the grammar; None with the text and the field of a refusal.
+    is_final: False where another try may do better.
+    """
 
     source: str | None = None
     refusal: str = ""
     param: str | None = None
+    is_final: bool = True
 
 
 def write_frame(stream: BinaryIO, payload: bytes) -> None:
@@ -120,21 +125,29 @@ class GrammarChildren:
 
 def _serve(read_end: int, write_end: int) -> NoReturn:
     try:
-        for name, most in ((resource.RLIMIT_STACK, STACK_BYTES), (resource.RLIMIT_AS, MEMORY_BYTES)):
-            resource.setrlimit(name, (most, resource.getrlimit(name)[1]))
+        for name, most in LIMITS:
+            _limit(name, most)
         with os.fdopen(read_end, "rb") as shapes, os.fdopen(write_end, "wb") as answers:
             while (payload := read_frame(shapes)) is not None:
-                until = math.ceil(time.process_time()) + CPU_S
-                resource.setrlimit(resource.RLIMIT_CPU, (until, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+                _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + CPU_S)
                 write_frame(answers, msgspec.msgpack.encode(answer_of(payload)))
+    except Exception:  # the top of a process
+        traceback.print_exc()
     finally:
         os._exit(0)
+
+
+def _limit(name: int, most: int) -> None:
+    hard = resource.getrlimit(name)[1]
+    resource.setrlimit(name, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _refusal(payload: bytes, status: int) -> Answer:
     """Of a child that ended before it answered."""
     param = msgspec.msgpack.decode(payload, type=AnswerShape).param
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    if number not in (signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS):
+        return Answer(None, f"this router could not read {param}; retry", param, is_final=False)
     what = f"takes more than {CPU_S} s to read" if number == signal.SIGXCPU else "is too deep or too large to be read"
     return Answer(None, f"{param} {what}; send a simpler one", param)
 
@@ -142,10 +155,12 @@ def _refusal(payload: bytes, status: int) -> Answer:
 def main() -> None:
     if not library.is_missing():
         library.byte_tokenizer()  # so that no child loads it
-    write_frame(sys.stdout.buffer, b"")  # ready
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
+    write_frame(answers, b"")  # ready
     children = GrammarChildren()
     while (payload := read_frame(sys.stdin.buffer)) is not None:
-        write_frame(sys.stdout.buffer, msgspec.msgpack.encode(children.answered(payload)))
+        write_frame(answers, msgspec.msgpack.encode(children.answered(payload)))
 
 
 if __name__ == "__main__":

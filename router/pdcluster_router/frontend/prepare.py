@@ -5,6 +5,7 @@ Long prompts (`is_long`) take long. Callers prepare them in a thread, so that st
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from array import array
@@ -27,7 +28,7 @@ from pdcluster.api.text.segments import SHORT_CHARACTERS
 from pdcluster.api.text.stop_strings import StopMatcher
 from pdcluster.api.tools.offered import Offer, offer_of
 from pdcluster.api.validate import closest
-from pdcluster.core.errors import BadRequest, Unavailable, UnknownModel
+from pdcluster.core.errors import BadRequest, DeadlineExceeded, Unavailable, UnknownModel
 from pdcluster.core.grammar import Grammar
 from pdcluster.core.sampling import Sampling
 from pdcluster_router.core.generation import Dispatcher, Force, Generation, HangUp, ModelInfo
@@ -90,10 +91,11 @@ class Prepared(msgspec.Struct, frozen=True):
     include_usage: bool
     shape: AnswerShape | None = None
 
-    def constrain(self, grammar: Grammar) -> None:
+    def constrain(self, grammar: Grammar, left_s: float) -> None:
+        """left_s: until its deadline."""
         for choice in self.choices:
             sampling = msgspec.structs.replace(choice.generation.sampling, grammar=grammar)
-            choice.generation = msgspec.structs.replace(choice.generation, sampling=sampling)
+            choice.generation = msgspec.structs.replace(choice.generation, sampling=sampling, deadline_s=left_s)
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -216,7 +218,12 @@ def _has_long_arguments(request: requests.ChatRequest | requests.TokenizeRequest
 async def constrained(prepared: Prepared, terms: Terms) -> Prepared:
     """The same, with the grammar of what is asked of its answers. Raises BadRequest, Overloaded."""
     if prepared.shape is not None:
-        prepared.constrain(await shared_pool().make(prepared.shape, terms.tenant.name))
+        try:
+            async with asyncio.timeout(terms.left_s):
+                grammar = await shared_pool().make(prepared.shape, terms.tenant.name)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{prepared.shape.param} was not read by the deadline; allow more time") from None
+        prepared.constrain(grammar, terms.left_s)
     return prepared
 
 

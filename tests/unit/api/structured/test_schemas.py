@@ -171,6 +171,8 @@ def test_what_cannot_be_kept_is_refused_by_its_place(case):
 
 
 KEPT = (
+    {"properties": {"a": {}, "b": {}}, "minProperties": 1},
+    {"type": "object", "patternProperties": {"^x": INTEGER}, "additionalProperties": False, "required": ["x1"]},
     {"$ref": "#/a", "a": {"$ref": "#/b/c"}, "b": {"c": {"multipleOf": 2}}},
     {"$ref": "#/$defs/a", "minimum": 3, "$defs": {"a": INTEGER}},
     {"anyOf": [INTEGER], "minimum": 3},
@@ -282,6 +284,10 @@ def test_a_keyword_that_asks_for_nothing_changes_nothing_wherever_it_stands(harm
             isinstance(harmless.get("format"), str) and schema.get("type") == "string" and harmless["format"] == "int64"
         ):
             assert grammar_of_schema({**schema, **own}, "schema") == grammar_of_schema(schema, "schema"), schema
+
+
+def test_null_beside_a_reference_asks_for_nothing():
+    grammar_of_schema({"allOf": [{"$ref": "#/$defs/a", "allOf": None}, {}], "$defs": {"a": INTEGER}}, "schema")
 
 
 def test_what_every_value_of_a_type_is_may_be_asked_for():

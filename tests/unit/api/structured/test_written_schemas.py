@@ -41,6 +41,13 @@ NEEDED = {
 
 # Texts that are invalid by their schema, so that no grammar may allow them.
 NAMED = {"type": "object", "properties": {"name": {"type": "string"}}}
+NEEDS_A, NEEDS_B = (
+    {"type": "object", "properties": {name: {"type": "integer"}}, "required": [name]} for name in ("a", "b")
+)
+TOLD_APART = {
+    "A": {"type": "object", "properties": {"k": {"const": 1}, "x": {}}},
+    "B": {"type": "object", "properties": {"k": {"const": 2}}},
+}
 FAULTY = {
     "a declared name, escaped": (NAMED, r'{"name":"a","\u006eame":1}'),
     "a declared name with an escape of its own": ({"properties": {'a"': {"type": "string"}}}, r'{"a\u0022":1}'),
@@ -56,6 +63,65 @@ FAULTY = {
     "a decimal that rounds to its bound": ({"type": "number", "exclusiveMaximum": 1}, "0." + "9" * 30),
     "a constant beyond 53 bits": ({"const": 2**53 + 1}, str(2**53)),
     "a value beyond 64 bits": ({"type": "integer", "enum": [10**20]}, str(2**63 - 1)),
+    "an escaped name that a pattern matches": ({"patternProperties": {"^a": {"type": "integer"}}}, r'{"\u0061b":"x"}'),
+    "a required name that comes twice": ({"required": ["a"], "minProperties": 2}, r'{"a":1,"\u0061":2}'),
+    "names of a pattern that come twice": (
+        {"patternProperties": {"^[a-z]$": {}}, "additionalProperties": False, "minProperties": 2},
+        '{"a":1,"a":2}',
+    ),
+    "a length beside a reference on the way": (
+        {
+            "$defs": {"A": {"$ref": "#/$defs/B", "minLength": 3}, "B": {"type": "string"}},
+            "allOf": [{"$ref": "#/$defs/A"}, {"maxLength": 9}],
+        },
+        '"a"',
+    ),
+    "names with keywords beside a reference": (
+        {"propertyNames": {"$ref": "#/$defs/A", "maxLength": 2}, "$defs": {"A": {"type": "string"}}},
+        '{"abcdef":1}',
+    ),
+    "names of a list with a length": ({"propertyNames": {"enum": ["abc", "abcdef"], "maxLength": 3}}, '{"abcdef":1}'),
+    "names of a list and a pattern": ({"propertyNames": {"enum": ["a"]}, "patternProperties": {"^b": {}}}, '{"b":1}'),
+    "a count beside a reference that is told apart": (
+        {"oneOf": [{"$ref": "#/$defs/A", "maxProperties": 1}, {"$ref": "#/$defs/B"}], "$defs": TOLD_APART},
+        '{"k":1,"x":1}',
+    ),
+    "one of two open objects": (
+        {"type": "object", "properties": {"c": {}}, "oneOf": [NEEDS_A, NEEDS_B]},
+        '{"a":1,"b":2}',
+    ),
+    "one of two objects with any other names": (
+        {"oneOf": [{**NEEDS_A, "additionalProperties": {}}, {**NEEDS_B, "additionalProperties": {}}]},
+        '{"a":1,"b":2}',
+    ),
+    "one of two objects with parts": (
+        {
+            "oneOf": [
+                {**NEEDS_A, "allOf": [{"properties": {"b": {}}}]},
+                {**NEEDS_B, "allOf": [{"properties": {"a": {}}}]},
+            ]
+        },
+        '{"a":1,"b":2}',
+    ),
+    "one of two objects without names": (
+        {
+            "oneOf": [
+                {"type": "object", "required": ["a"], "properties": {}},
+                {"type": "object", "required": ["b"], "properties": {}},
+            ]
+        },
+        '{"a":1,"b":2}',
+    ),
+    "one of two with an empty name": (
+        {"oneOf": [{"type": "object", "properties": {"": {"const": each}, "a": {}}} for each in (1, 2)]},
+        '{"a":1}',
+    ),
+    "a format beside a pattern and a part": (
+        {"type": "string", "pattern": "^.", "format": "date", "allOf": [{"minLength": 1}]},
+        '"x"',
+    ),
+    "a blank that other dialects know": ({"type": "string", "pattern": r"^\S$"}, '"\ufeff"'),
+    "a nul outside a class": ({"type": "string", "pattern": r"^\\x00-$"}, r'"\\x01-"'),
     "a half surrogate": ({"type": "object"}, r'{"a":"\ud800"}'),
     "half a date": ({"type": "string", "format": "date"}, '"2024-02"'),
 }

@@ -15,7 +15,7 @@ import torch
 from random_schemas import random_schema
 from scheduled import run
 
-from pdcluster.api.structured import forms
+from pdcluster.api.structured import forms, library
 from pdcluster.api.structured.forms import Form
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.api.tools.formats import FORMATS
@@ -542,3 +542,48 @@ def test_a_grammar_that_got_no_thread_is_compiled_once_there_are_some(monkeypatc
     with pytest.raises(BadRequest, match="no such rule"):
         compile_now(grammars, regex("a"))
     grammars.close()
+
+
+def test_a_grammar_whose_rows_used_up_its_states_is_compiled_anew(grammars, monkeypatch):
+    """All rows share one automaton, so the last of many fails whatever it says itself."""
+    monkeypatch.setattr(library, "MAX_STATES", 300)
+    wanted = grammar(forms.either(*(forms.pattern(f"{first}[a-z]{{0,1000}}") for first in "ABCDEFGHIJ")))
+    compile_now(grammars, wanted)
+    constraints, worn = Constraints(grammars, EOS), []
+    try:
+        for number in range(10):
+            text = chr(ord("A") + number) + "abcdefghijklmnopqrstuvwxyz" * 4
+            output = np.array(TEXT.encode(text, add_special_tokens=False), np.int32)
+            row = row_of(str(number), output, Sampling(max_tokens=500, seed=1, grammar=wanted))
+            worn += constraints.of_step([row])[1].values()
+        assert worn and all(error.retryable for error in worn)
+        compile_now(grammars, wanted)
+        assert not constraints.of_step([row])[1], "it has what it needs alone"
+    finally:
+        constraints.close()
+
+
+def test_a_vocabulary_that_the_library_does_not_take_ends_no_thread():
+    grammars = Grammars(lambda: Vocabulary([b"a"], 1, (400,)))
+    try:
+        for number in range(4):
+            with pytest.raises(BadRequest, match="does not compile here"):
+                compile_now(grammars, regex(f"a{number}"), 10.0)
+    finally:
+        grammars.close()
+
+
+def test_a_large_grammar_goes_on_beside_a_large_one_that_is_late():
+    hanging, now = HangingCompiler(), [0.0]
+    limits = GrammarLimits(threads=2, compile_s=5.0)
+    grammars = Grammars(lambda: Vocabulary([b"a"], 1, (0,)), limits, clock=lambda: now[0], make=lambda _: hanging)
+    try:
+        assert grammars.want(Grammar(f"start: /hang {'a' * LARGE_CHARS}/")) is False and hanging.is_asked.wait(60)
+        other = Grammar(f"start: /{'b' * LARGE_CHARS}/")
+        assert grammars.want(other) is False
+        now[0] = 6.0
+        with pytest.raises(BadRequest, match="is compiled"):
+            compile_now(grammars, other, 10.0)
+    finally:
+        hanging.may_answer.set()
+        grammars.close()
