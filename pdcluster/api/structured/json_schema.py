@@ -186,10 +186,10 @@ class _Rewriter:
 
     def _part(self, part: object, path: str, tag: str, *, is_joined: bool) -> Made | bool:
         if isinstance(part, dict) and "$ref" in part and is_joined:
-            _check_form(part, path)
-            beside = {word: value for word, value in part.items() if word != "$ref"}
+            beside = {word: value for word, value in part.items() if word != "$ref" and value is not None}
+            _check_form(beside, path)
             target = self.target(part["$ref"], path)
-            part = {**beside, "allOf": [target, *(part.get("allOf") or ())]}
+            part = {**beside, "allOf": [target, *beside.get("allOf", ())]}
         elif isinstance(part, dict) and "$ref" in part and tag and _is_alone(part):
             return {"$ref": self._referred(part["$ref"], path, tag)}
         return _tagged(self.convert(part, path, is_part=is_joined), tag)
