@@ -12,9 +12,9 @@ import sys, time
 from pdcluster.engine.sampling.grammar import Grammars, Vocabulary
 from pdcluster.core.grammar import Grammar
 from pdcluster.node.server import leave_if_stuck
-grammars = Grammars(lambda: Vocabulary([bytes([each]) for each in range(256)] + [b""], 257, [256]))
-pattern = "a*" * 3000
-grammars.want(Grammar('{"type":"regex","pattern":"' + pattern + '"}'))
+hangs = lambda grammar: time.sleep(600)
+grammars = Grammars(lambda: Vocabulary([b"a", b""], 2, [1]), make=lambda vocabulary: hangs)
+grammars.want(Grammar("start: /a/"))
 until = time.monotonic() + 60
 while not grammars.num_computing or None in grammars._began.values():
     assert grammars._began and time.monotonic() < until, grammars._refused
