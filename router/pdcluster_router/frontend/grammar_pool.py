@@ -48,10 +48,12 @@ class _Job:
         self.waiting: list[Future[Grammar]] = []
 
 
-def _resolve(waiting: Sequence[Future[Grammar]], found: Grammar | PdclusterError) -> None:
+def _resolve(waiting: Sequence[Future[Grammar]], answer: Answer) -> None:
+    """Each gets an error of its own: one that is raised again grows."""
     for future in waiting:
         if not future.set_running_or_notify_cancel():
             continue
+        found = _result(answer)
         if isinstance(found, Grammar):
             future.set_result(found)
         else:
@@ -116,7 +118,7 @@ class GrammarPool:
             waiting = [future for job in self._jobs.values() for future in job.waiting]
             self._jobs.clear()
             self._lock.notify_all()
-        _resolve(waiting, Unavailable("this router stops; ask another one"))
+        _resolve(waiting, Answer(refusal="this router stops; ask another one", is_final=False))
         for maker in self._makers:
             maker.kill()
         for thread in self._threads:
@@ -154,15 +156,15 @@ class GrammarPool:
                 found = self._found(job) or maker.ask(job.payload, job.shape.param)
                 with self._lock:
                     waiting = self._done(job, found)
-                _resolve(waiting, _result(found) if isinstance(found, Answer) else found)
+                _resolve(waiting, found)
         finally:
             maker.end()
 
-    def _found(self, job: _Job) -> Answer | PdclusterError | None:
+    def _found(self, job: _Job) -> Answer | None:
         """What another tenant's job found meanwhile, or that nobody waits any more."""
         with self._lock:
             if all(future.cancelled() for future in job.waiting):
-                return Unavailable("nobody waits for it")
+                return Answer(refusal="nobody waits for it", is_final=False)
             return self._kept.get(job.payload)
 
     def _next(self) -> _Job | None:
@@ -180,13 +182,13 @@ class GrammarPool:
                 self._lock.wait()
             return None
 
-    def _done(self, job: _Job, found: Answer | PdclusterError) -> Sequence[Future[Grammar]]:
+    def _done(self, job: _Job, found: Answer) -> Sequence[Future[Grammar]]:
         """Who waits for it."""
         self._running[job.tenant] -= 1
         if not self._running[job.tenant]:
             del self._running[job.tenant]
         waiting = job.waiting if self._jobs.pop((job.tenant, job.payload), None) is not None else []
-        if isinstance(found, Answer) and job.payload not in self._kept:
+        if found.is_final and job.payload not in self._kept:
             self._kept[job.payload] = found
             self._bytes += _size(job.payload, found)
         while len(self._kept) > MAX_KEPT or self._bytes > KEPT_BYTES:
@@ -202,8 +204,8 @@ class _Maker:
         self._argv = argv
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, payload: bytes, param: str) -> Answer | PdclusterError:
-        """The answer, also a refusal; or why there is none, which says nothing of the shape."""
+    def ask(self, payload: bytes, param: str) -> Answer:
+        """The answer, also a refusal. One that is not final says nothing of the shape."""
         try:
             process = self._started()
             write_frame(cast(BinaryIO, process.stdin), payload)
@@ -213,9 +215,9 @@ class _Maker:
             log.warning("a process that makes grammars gave no answer: %s", error)
             answer = None
         if answer is not None:
-            return answer if answer.is_final else Unavailable(answer.refusal)
+            return answer
         self.end()
-        return Unavailable(f"this router could not read {param} in time; retry")
+        return Answer(refusal=f"this router could not read {param} in time; retry", is_final=False)
 
     def kill(self) -> None:
         """From any thread: who waits for an answer gets none."""
@@ -277,6 +279,8 @@ def _size(payload: bytes, answer: Answer) -> int:
 def _result(answer: Answer) -> Grammar | PdclusterError:
     if answer.source is not None:
         return Grammar(answer.source)
+    if not answer.is_final:
+        return Unavailable(answer.refusal)
     return BadRequest(answer.refusal, answer.param)
 
 
