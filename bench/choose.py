@@ -28,7 +28,6 @@ from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView
 from pdcluster_router.core.generation import ANYBODY
 from pdcluster_router.explain.recorder import Explainer
 from pdcluster_router.policy.base import Query
-from pdcluster_router.policy.decisions import Decision
 from pdcluster_router.policy.predicted import compiled
 from pdcluster_router.policy.pull import BY_TOKENS
 from pdcluster_router.policy.registry import make_policy
@@ -58,7 +57,7 @@ def make_case(number: int, chance: random.Random) -> Case:
     cached = dict.fromkeys((node.incarnation for node in nodes), SYSTEM_TOKENS)
     cached.update((node.incarnation, TALK_TOKENS) for node in chance.sample(nodes, 3))
     hashes = chance.randbytes(NUM_TOKENS // 32 * HASH_BYTES)
-    view = ClusterView(nodes, ClusterView(nodes).typical_cost)
+    view = ClusterView(nodes)
     return Case(
         view,
         Query(NUM_TOKENS, hashes, cached, held=cached),
@@ -102,7 +101,7 @@ def next_view(case: Case, view: ClusterView, turn: int) -> ClusterView:
     reported = case.reports[turn % len(case.reports)]
     begun, ended = view.reported(turn % view.size), view.reported((7 * turn + 3) % view.size)
     counts = {begun.incarnation: (1, InFlightWork(1, 1000, 500_000)), ended.incarnation: (0, InFlightWork())}
-    told = view.replaced({reported.incarnation: reported.sent(turn % 3, InFlightWork())}, view.typical)
+    told = view.replaced({reported.incarnation: reported.sent(turn % 3, InFlightWork())})
     return told.sent(counts, counts.__getitem__)
 
 
@@ -122,7 +121,7 @@ def microseconds(call: Callable[[int], object], num_calls: int, prepare: Callabl
 
 def measure(case: Case, num_calls: int) -> list[Row]:
     policy, headroom = make_policy("seconds"), Headroom()
-    explainer, seen = Explainer(headroom, ExplainMetrics(CollectorRegistry()), time.time), IdealCache()
+    explainer, seen = Explainer(ExplainMetrics(CollectorRegistry()), time.time), IdealCache()
     views = [case.view] * BATCH
     choices = [policy.choose(case.query, case.view)]
 
@@ -143,7 +142,7 @@ def measure(case: Case, num_calls: int) -> list[Row]:
 
     def explain(turn: int) -> None:
         record = explainer.open(f"r{turn}", ANYBODY, 0.0)
-        record.decided(Decision(case.query, views[-1], choices[0]), 0.0, 0.0)
+        record.decided(choices[0], 0.0, 0.0)
         record.first_token(0.1)
         record.cached_tokens = SYSTEM_TOKENS
         explainer.close(record, None)
@@ -152,8 +151,8 @@ def measure(case: Case, num_calls: int) -> list[Row]:
     measured: list[tuple[str, Callable[[int], object]]] = [
         ("view: a report and two legs", upkeep),
         ("view and choose", both),
-        ("gate: is a node open", lambda _: headroom.has_open(choices[0], case.query, views[-1])),
-        ("pull rule", lambda _: BY_TOKENS.apply(choices[0], case.query, views[-1])),
+        ("gate: does it go", lambda _: headroom.admits(choices[0], 0.0, may_slow=False)),
+        ("pull rule", lambda _: BY_TOKENS.apply(choices[0])),
         ("seen blocks", lambda _: seen.note(case.query.hashes)),
         ("explain, from decision to end", explain),
     ]

@@ -106,7 +106,7 @@ async def _serve(config: RouterConfig) -> int:
         admin_address = await _serve_admin(parts.admin, me.node, health, config, stack)
         console_address = await stack.enter_async_context(console(config, admin_address, address))
         if config.auto_roles:
-            await tasks.run(keep_roles(parts.admin, RoleController(RoleSettings(), parts.settings.headroom)))
+            await tasks.run(keep_roles(parts.admin, RoleController(RoleSettings())))
         collect_seldom()
         announce(
             config.ready_fd, address, name=me.node, grpc=grpc_address, admin=admin_address, health=health_address,
@@ -150,7 +150,7 @@ def assemble(config: RouterConfig, me: Peer, worker: WorkerIdentity | None, stac
     metrics.registry.register(NodeCollector(cluster))
     metrics.registry.register(IndexCollector(cluster.caches))
     settings = dispatch_settings(config, is_shared=tenants.is_configured)
-    explainer = Explainer(settings.headroom, ExplainMetrics(metrics.registry), time.time)
+    explainer = Explainer(ExplainMetrics(metrics.registry), time.time)
     dispatch = Dispatch(cluster, models, selector, settings, metrics=hold_metrics, explainer=explainer)
     admin = Admin(cluster, dispatch.open, selector.holder, events, explainer, time.monotonic)
     demands = DemandExchange(config.bootstrap, lambda: dispatch.demand(me.incarnation))
@@ -183,13 +183,12 @@ def _cluster(config: RouterConfig, me: Peer, events: EventLog, stack: AsyncExitS
 def _selector(config: RouterConfig, cluster: NodeTable) -> PolicySelector:
     return PolicySelector(
         _policies(config),
-        cluster.view,
+        cluster.glance,
         cluster.held,
         force=config.mode,
         fallback=config.fallback,
         itl_s=config.itl_s or 0.0,
         expected=cluster.expected,
-        glance=cluster.glance,
     )
 
 

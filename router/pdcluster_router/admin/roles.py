@@ -19,7 +19,6 @@ from typing import Literal
 
 from pdcluster.core.messages import Role
 from pdcluster_router.cluster.view import ClusterView, NodeView
-from pdcluster_router.queueing.headroom import Headroom
 
 Pool = Literal["prefill", "decode"]
 
@@ -53,16 +52,15 @@ class RoleController:
     other.
     """
 
-    def __init__(self, settings: RoleSettings, headroom: Headroom) -> None:
+    def __init__(self, settings: RoleSettings) -> None:
         self._settings = settings
-        self._headroom = headroom
         self._short_since: dict[Pool, float] = {}
         self._flipped_at: float | None = None
 
     def decide(self, now: float, view: ClusterView) -> Flip | None:
         nodes = [node for node in view.nodes if node.accepts_work and node.load is not None]
         prefills, decodes = _pool(nodes, "prefill"), _pool(nodes, "decode")
-        backlog_s, use = self._backlog_s(prefills), _use(decodes)
+        backlog_s, use = _backlog_s(prefills, view), _use(decodes)
         is_short = {
             "prefill": self._is_sustained("prefill", backlog_s > self._settings.backlog_high_s, now),
             "decode": self._is_sustained("decode", use > self._settings.use_high, now),
@@ -73,7 +71,7 @@ class RoleController:
             spare = self._spare_decode(decodes)
             why = f"{backlog_s:.2f} s of prompts wait per prefill node (high mark {self._settings.backlog_high_s:g} s)"
             return self._flip(spare, "prefill", f"{why}; decode nodes are {use:.0%} used", now)
-        spare = self._spare_prefill(prefills)
+        spare = self._spare_prefill(prefills, view)
         why = f"decode nodes are {use:.0%} used (high mark {self._settings.use_high:.0%})"
         return self._flip(spare, "decode", f"{why}; {backlog_s:.2f} s of prompts wait per prefill node", now)
 
@@ -93,9 +91,6 @@ class RoleController:
     def _is_dwelling(self, now: float) -> bool:
         return self._flipped_at is not None and now - self._flipped_at < self._settings.dwell_s
 
-    def _backlog_s(self, prefills: Sequence[NodeView]) -> float:
-        return sum(map(self._headroom.waiting_s, prefills)) / len(prefills) if prefills else 0.0
-
     def _spare_decode(self, decodes: Sequence[NodeView]) -> NodeView | None:
         """The least loaded decode node whose rows the others could carry."""
         own = [node for node in decodes if node.role == "decode"]
@@ -105,18 +100,23 @@ class RoleController:
         others = [node for node in decodes if node is not spare]
         return spare if _use(others, extra=spare) < self._settings.use_low else None
 
-    def _spare_prefill(self, prefills: Sequence[NodeView]) -> NodeView | None:
+    def _spare_prefill(self, prefills: Sequence[NodeView], view: ClusterView) -> NodeView | None:
         own = [node for node in prefills if node.role == "prefill"]
         if not own or len(prefills) < 2:
             return None
-        spare = min(own, key=lambda node: (self._headroom.waiting_s(node), node.name))
-        would_wait_s = self._backlog_s(prefills) * len(prefills) / (len(prefills) - 1)
+        spare = min(own, key=lambda node: (view.row_of(node).backlog_s, node.name))
+        would_wait_s = _backlog_s(prefills, view) * len(prefills) / (len(prefills) - 1)
         return spare if would_wait_s < self._settings.backlog_low_s else None
 
 
 def _pool(nodes: Sequence[NodeView], pool: Pool) -> list[NodeView]:
     other = "decode" if pool == "prefill" else "prefill"
     return [node for node in nodes if node.role != other]
+
+
+def _backlog_s(prefills: Sequence[NodeView], view: ClusterView) -> float:
+    """Seconds of prompts that wait, per node."""
+    return sum(view.row_of(node).backlog_s for node in prefills) / len(prefills) if prefills else 0.0
 
 
 def _use(decodes: Sequence[NodeView], extra: NodeView | None = None) -> float:

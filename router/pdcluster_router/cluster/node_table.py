@@ -404,13 +404,12 @@ class NodeTable:
             self._is_view_whole, self._typical_until = True, 0.0
         else:
             if self._reported:
-                self._view = before.replaced(self._replacements(), before.typical, is_told=True)
+                self._view = before.replaced(self._replacements())
                 changed -= self._reported
-            if changed:
-                if self._view.has_table and not (self._is_lent and self._view is before):
-                    self._view.note_sent(changed, self.ledger.counts)
-                else:
-                    self._view = self._view.sent(changed, self.ledger.counts)
+            if changed and self._is_lent and self._view is before:
+                self._view = self._view.sent(changed, self.ledger.counts)
+            elif changed:
+                self._view.note_sent(changed, self.ledger.counts)
         self._reported.clear()
         if time.monotonic() >= self._typical_until:
             self._look_at_costs()
@@ -425,7 +424,7 @@ class NodeTable:
         self._typical_until = time.monotonic() + TYPICAL_S
         found = self._view.typical_now()
         if found != self._view.typical:
-            self._view = self._view.replaced({}, found, is_told=True)
+            self._view = self._view.priced(found)
 
     def _replacements(self) -> dict[str, NodeView]:
         """New values of the nodes that reported and are in the view."""

@@ -1,4 +1,4 @@
-"""What a node's cost model and load predict for its next seconds. Pure arithmetic."""
+"""A node's cost model, completed by what is typical of the cluster. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -104,83 +103,8 @@ USUAL_TOKENS, USUAL_ROWS = 1024, 8
 Half = TypeVar("Half", PrefillCost, DecodeCost)
 
 
-class NodeWork(msgspec.Struct, frozen=True, gc=False):
-    """The work on a node."""
-
-    # Prompt tokens still to be computed, and the (query, key) pairs that they need.
-    prefill_tokens: int
-    prefill_pairs: int
-    # Rows that decode or will.
-    rows: int
-    # Tokens of KV that the rows attend to.
-    context_tokens: int
-    # The recent gap between tokens of a row; 0: unknown.
-    itl_s: float = 0.0
-
-
-class NodePacing(msgspec.Struct, frozen=True):
-    """A node's predicted pace over its next seconds."""
-
-    prefill: PrefillCost
-    decode: DecodeCost
-    rows: float
-    context_tokens: float
-    # Seconds of prompt work, if computed alone.
-    backlog_s: float
-    # Factor by which prompts take longer because decode rows share their steps.
-    stretch: float
-    # Between two tokens of a row while no prompt is computed.
-    tpot_s: float
-    # Between two tokens of a row lately, prompts included; tpot_s where that is longer.
-    itl_s: float
-    # A step with the rows and a full chunk of a prompt. The chunk is as deep in its prompt as the waiting ones are on
-    # average. While none waits, prompts as long as the rows' contexts are assumed.
-    prompt_step_s: float
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds until a new prompt begins."""
-        return self.backlog_s * self.stretch
-
-    def row_s(self, context_tokens: float) -> float:
-        """Seconds that one more row adds to every step."""
-        return self.decode.row_s + self.decode.context_s * context_tokens
-
-    def gap_s(self, new: float, cached: float) -> float:
-        """The longest gap between tokens of running rows while `new` prompt tokens are computed."""
-        chunk = min(new, self.prefill.chunk_tokens) if self.prefill.chunk_tokens else new
-        return self.prefill.seconds(chunk, cached + new - chunk) + self.decode.added_s(self.rows, self.context_tokens)
-
-    def paused_s(self, new: float, cached: float) -> float:
-        """Seconds that each running row loses while `new` tokens of a prompt are computed."""
-        steps = max(new / self.prefill.chunk_tokens, 1.0) if self.prefill.chunk_tokens else 1.0
-        return max(self.prefill.seconds(new, cached) - steps * self.decode.fixed_s, 0.0)
-
-
-def pace(cost: NodeCost, work: NodeWork) -> NodePacing:
-    prefill, decode = cost.prefill, cost.decode
-    added_s = decode.added_s(work.rows, work.context_tokens)
-    chunk = prefill.chunk_tokens
-    depth = max(_depth(work), chunk / 2)
-    step_s = prefill.work_s(chunk, chunk * depth)
-    return NodePacing(
-        prefill,
-        decode,
-        work.rows,
-        work.context_tokens,
-        backlog_s=prefill.work_s(work.prefill_tokens, work.prefill_pairs),
-        stretch=1.0 + added_s / step_s if step_s > 0 else 1.0,
-        tpot_s=decode.fixed_s + added_s,
-        itl_s=max(work.itl_s if work.rows else 0.0, decode.fixed_s + added_s),
-        prompt_step_s=max(step_s, decode.fixed_s) + added_s,
-    )
-
-
-def _depth(work: NodeWork) -> float:
-    """Tokens that a token of the waiting prompts attends to, on average."""
-    if work.prefill_tokens > 0:
-        return work.prefill_pairs / work.prefill_tokens
-    return work.context_tokens / work.rows / 2 if work.rows > 0 else 0.0
+# Costs while no node of the cluster has measured its steps.
+COLD = NodeCost(PrefillCost(0.0, 50e-6, 0.0, 0, 0), DecodeCost(0.0, 0.0, 0.0, 0))
 
 
 def is_known(cost: NodeCost) -> bool:

@@ -1,53 +1,33 @@
-"""What the router believes about the cluster at one moment, as immutable values for policies.
+"""What the router believes about the cluster at one moment, as values for policies.
 
-It uses no sockets and no clocks. `ClusterView.replaced` takes over all that did not change, so a report costs the row
-of one node. `ClusterView.sent` changes only some numbers of that row. It makes no NodeView: `ClusterView.node` makes it
-on the first read. Row numbers follow node names, so the order in which nodes came changes nothing.
+It uses no sockets and no clocks. A view has a table of numbers, a row per node (`records.NodeRow`), which compiled code
+reads, and a NodeView per node as of its last report. `ClusterView.replaced` takes over all that did not change, so a
+report costs one row. `ClusterView.sent` changes some numbers of a row. Row numbers follow node names, so the order in
+which nodes came changes nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
-from typing import Any, Generic, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from pdcluster.core.messages import Endpoint, Load, Role
 from pdcluster.cost.cost import NodeCost
-from pdcluster_router.cluster.pacing import NodePacing, NodeWork, completed, is_known, pace, typical_cost
+from pdcluster_router.cluster.pacing import COLD, completed, typical_cost
 from pdcluster_router.policy.predicted import compiled
-from pdcluster_router.policy.predicted.cost_model import NUM_STATION
-from pdcluster_router.policy.predicted.node_rows import Column, NodeRow, Pool, Table
-from pdcluster_router.policy.predicted.node_state import IS_OWN, NUM_COLUMNS, settle
+from pdcluster_router.policy.predicted.compiled import Scoring
+from pdcluster_router.policy.predicted.node_state import derive
+from pdcluster_router.policy.predicted.records import COMPUTES, DECODES, SERVES, NodeRow
 
-T = TypeVar("T")
-
-
-class lazy_property(Generic[T]):
-    """A property that is computed on first read and stored in the object. For objects of one thread.
-
-    `functools.cached_property` takes a lock, which costs more than the small sums of a view.
-    """
-
-    def __init__(self, work: Callable[[Any], T]) -> None:
-        self._work = work
-        self._name = work.__name__
-        self.__doc__ = work.__doc__
-
-    @overload
-    def __get__(self, owner: None, kind: type[Any]) -> lazy_property[T]: ...
-
-    @overload
-    def __get__(self, owner: object, kind: type[Any]) -> T: ...
-
-    def __get__(self, owner: object | None, kind: type[Any]) -> T | lazy_property[T]:
-        """Compute and store the value. Without `__set__` here, Python reads the stored value from then on."""
-        if owner is None:
-            return self
-        value = owner.__dict__[self._name] = self._work(owner)
-        return value
+Column = NDArray[np.float64]
+Bits = NDArray[np.int64]
+# Media that a node's bits can name. Further ones carry no KV.
+MOST_MEDIA = 62
 
 
 class InFlightWork(NamedTuple):
@@ -67,11 +47,8 @@ class InFlightWork(NamedTuple):
 NOTHING_PENDING = InFlightWork()
 
 
-class NodeView(msgspec.Struct, frozen=True, dict=True):
-    """One reachable node.
-
-    Derived values are computed once and stored. So keep a view while nothing on its node changes.
-    """
+class NodeView(msgspec.Struct, frozen=True):
+    """One reachable node."""
 
     endpoint: Endpoint
     role: Role
@@ -131,25 +108,11 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
             and 4 * (load.pages_free + load.pages_cached) >= load.pages_total
         )
 
-    @lazy_property
+    @property
     def num_requests(self) -> int:
         """Requests on the node: those reported and in flight, or this router's own count where that is higher."""
         reported = self.load.waiting + self.load.running if self.load is not None else 0
         return max(self.in_flight, reported + self.pending.requests)
-
-    @lazy_property
-    def work(self) -> NodeWork:
-        """The reported work plus the work sent since."""
-        load, pending = self.load, self.pending
-        if load is None:
-            return NodeWork(pending.prefill_tokens, pending.prefill_pairs, pending.rows, pending.context_tokens)
-        return NodeWork(
-            load.waiting_tokens + pending.prefill_tokens,
-            load.waiting_pairs + pending.prefill_pairs,
-            load.rows + pending.rows,
-            load.context_tokens + pending.context_tokens,
-            load.itl_s,
-        )
 
     @property
     def prefill_tokens(self) -> int:
@@ -165,69 +128,70 @@ class NodeView(msgspec.Struct, frozen=True, dict=True):
         """Rows in use, with reservations, remote prefills and work in flight."""
         return self.pending.rows + (self.load.slots_used if self.load is not None else 0)
 
-    @lazy_property
-    def pace(self) -> NodePacing | None:
-        """The node's pacing; None while its own cost model is unknown."""
-        cost = completed(self.cost, None)
-        return pace(cost, self.work) if cost is not None else None
+    @property
+    def decode_rows(self) -> int:
+        """Rows that decode or will."""
+        return self.pending.rows + (self.load.rows if self.load is not None else 0)
 
-    @lazy_property
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of KV that the decode rows attend to."""
+        return self.pending.context_tokens + (self.load.context_tokens if self.load is not None else 0)
+
+    @property
     def num_prompts(self) -> int:
         """Requests whose prompt waits or is being computed."""
         return self.pending.prompts + (self.load.waiting if self.load is not None else 0) + (self.prefill_tokens > 0)
 
-    @property
-    def has_own_cost(self) -> bool:
-        """Whether its cost model is fitted to enough of its own steps (`pacing.is_known`)."""
-        return self.cost is not None and is_known(self.cost)
+    def row(self, cost: NodeCost, media: int = 0) -> NodeRow:
+        """The node as numbers, under the given costs."""
+        prefill, decode, load = cost.prefill, cost.decode, self.load
+        numbers: list[Any] = [
+            float(self.role != "decode"),
+            float(self.role != "prefill"),
+            float(self.max_len if self.accepts_work else -1),
+            float(self.block_tokens),
+            float(self.kv_bytes_per_token),
+            media,
+            prefill.fixed_s,
+            prefill.token_s,
+            prefill.pair_s,
+            float(prefill.chunk_tokens or inf),
+            decode.fixed_s,
+            decode.row_s,
+            decode.context_s,
+            prefill.error.spread,
+            prefill.error.doubt,
+            *(NOT_REPORTED if load is None else _reported(load)),
+            float(self.in_flight),
+            *map(float, self.pending),
+        ]
+        node = NodeRow(*numbers)
+        derive(node)
+        return node
 
-    @lazy_property
-    def own_node_row(self) -> NodeRow | None:
-        """`node_row` by the node's own costs; None while they are unknown."""
-        cost = self.cost
-        return self.node_row(cost) if cost is not None and is_known(cost) else None
 
-    def node_row(self, cost: NodeCost) -> NodeRow:
-        """The node's row under the given costs."""
-        numbers = self.numbers(cost)
-        settle(numbers)
-        return NodeRow(*numbers[:NUM_STATION])
+NOT_REPORTED = (0.0,) * 13
 
-    def numbers(self, cost: NodeCost) -> list[float]:
-        """A table row with 0 for each derived number. `policy.predicted.node_state.settle` fills those in."""
-        load, prefill, decode, pending = self.load, cost.prefill, cost.decode, self.pending
-        told = (0.0,) * 13
-        tight = 0.0
-        if load is not None:
-            left, total = load.pages_free + load.pages_cached, load.pages_total
-            if left < total // 4:
-                tight = 1.0 / max(total - left, 1)
-            prompts = load.waiting, load.waiting + load.running, load.waiting_tokens, load.waiting_pairs
-            told = (
-                1.0,
-                *prompts,
-                load.rows,
-                load.context_tokens,
-                load.itl_s,
-                load.slots,
-                load.slots_used,
-                left,
-                load.pages_parked,
-                total,
-            )
-        follows = 0.0
-        columns = (
-            self.role != "decode",
-            *(follows,) * 5,
-            *(prefill.fixed_s, prefill.token_s, prefill.pair_s, prefill.chunk_tokens or inf),
-            *(decode.fixed_s, decode.row_s, decode.context_s),
-            *(follows,) * 7,
-            *(tight, follows, self.block_tokens, self.kv_bytes_per_token, prefill.error.doubt),
-            *told,
-            *(self.has_own_cost, prefill.error.spread, self.max_len if self.accepts_work else -1),
-            *(self.in_flight, *pending),
-        )
-        return [*map(float, columns)]
+
+def _reported(load: Load) -> tuple[float, ...]:
+    """The reported fields of a NodeRow."""
+    numbers = (
+        1,
+        load.waiting,
+        load.waiting + load.running,
+        load.waiting_tokens,
+        load.waiting_pairs,
+        load.rows,
+        load.context_tokens,
+        load.itl_s,
+        load.slots,
+        load.slots_used,
+        load.pages_free + load.pages_cached,
+        load.pages_parked,
+        load.pages_total,
+    )
+    return tuple(map(float, numbers))
 
 
 class PathRates(Mapping[str, float]):
@@ -250,22 +214,6 @@ class PathRates(Mapping[str, float]):
         return len(self.names)
 
 
-class Groups:
-    """Nodes grouped by transfer media.
-
-    Two nodes can exchange KV when their groups share a medium.
-    """
-
-    def __init__(self, media: Sequence[frozenset[str]]) -> None:
-        kinds = {each: number for number, each in enumerate(dict.fromkeys(media))}
-        # The group of each node.
-        self.of = np.array([kinds[each] for each in media], np.int64)
-        # 1.0 where two groups share a medium.
-        self.exchange = np.array([[float(not one.isdisjoint(other)) for other in kinds] for one in kinds]).reshape(
-            len(kinds), len(kinds)
-        )
-
-
 class Roster:
     """The nodes of a view, and the legs that each may take. It stays the same while nodes only report loads.
 
@@ -273,32 +221,26 @@ class Roster:
     """
 
     def __init__(self, nodes: Sequence[NodeView]) -> None:
-        size = len(nodes)
         self.names = tuple(node.endpoint.node for node in nodes)
         # Rows by incarnation.
         self.row_of = {node.incarnation: row for row, node in enumerate(nodes)}
-        # Two boots of one node are in the view.
-        self.has_namesakes = len(set(self.names)) < len(self.names)
         self.shortest_max_len = min((node.max_len for node in nodes), default=0)
         # Models that every node serves.
         self.models_of_all = frozenset.intersection(*(node.models for node in nodes)) if nodes else frozenset()
-        accepting = [(row, node.role) for row, node in enumerate(nodes) if node.accepts_work]
-        self.accepting = Pool([row for row, _ in accepting], size)
-        # Nodes that may take such a leg.
-        self.prefill = Pool([row for row, role in accepting if role != "decode"], size)
-        self.decode = Pool([row for row, role in accepting if role != "prefill"], size)
-        # Nodes that compute no prompts for others.
-        self.decode_only = Pool([row for row, role in accepting if role == "decode"], size)
-        # Both legs have nodes, and some node takes only one of them.
-        self.is_split = bool(self.prefill and self.decode) and any(role != "mixed" for _, role in accepting)
+        # Rows of the nodes that take work.
+        self.accepting = frozenset(row for row, node in enumerate(nodes) if node.accepts_work)
+        # The bits of each node for a request that may go anywhere.
+        self.legs: Bits = np.array([_legs_of(node) for node in nodes], np.int64)
+        # A bit for each transfer medium of a node.
+        names = dict.fromkeys(name for node in nodes for name in node.backends)
+        bits = {name: 1 << number for number, name in enumerate(names) if number < MOST_MEDIA}
+        self.media = [sum({bits.get(name, 0) for name in node.backends}) for node in nodes]
         self.rows_of_name: dict[str, tuple[int, ...]] = {}
         for row, name in enumerate(self.names):
             self.rows_of_name[name] = (*self.rows_of_name.get(name, ()), row)
-        self._media = tuple(frozenset(node.backends) for node in nodes)
-        # Incarnations that compute prompts in mode remote, and in mode local.
-        self.serving = frozenset(nodes[row].incarnation for row in self.prefill.rows)
-        self.all_accepting = frozenset(nodes[row].incarnation for row in self.accepting.rows)
-        # Filled by `policy.scales`, which derives it from this roster.
+        # A zero for each node. Read-only.
+        self.zeros: Column = np.zeros(len(nodes))
+        # Filled by `policy.eligibility`, which derives it from this roster.
         self.plans: dict[object, Any] = {}
         self._paths: dict[int, tuple[Mapping[str, float], Column]] = {}
 
@@ -306,20 +248,9 @@ class Roster:
         """Whether every node serves the model with so many tokens. The rule of nearly all requests."""
         return num_tokens <= self.shortest_max_len and (not model or model in self.models_of_all)
 
-    def partners(self, pool: Pool, node: NodeView) -> Pool:
-        """Nodes of the pool that can receive KV from `node`, itself included if it is in the pool."""
-        media = frozenset(node.backends)
-        return pool.part(media, lambda row: not media.isdisjoint(self._media[row]))
-
-    @lazy_property
-    def groups(self) -> Groups:
-        """The nodes' media groups."""
-        return Groups(self._media)
-
-    @lazy_property
-    def nothing(self) -> Column:
-        """A zero for each node. Read-only."""
-        return np.zeros(len(self.names))
+    def is_partner(self, first: int, row: int) -> bool:
+        """Whether KV can move between two nodes."""
+        return first != row and self.media[first] & self.media[row] != 0
 
     def paths(self, row: int, bandwidth: Mapping[str, float]) -> Column:
         """Bytes/s to each node from the node of that row, which reports `bandwidth`; 0 where unknown. Read-only.
@@ -354,194 +285,140 @@ class Roster:
         return is_alike and former.accepts_work == now.accepts_work
 
 
+def _legs_of(node: NodeView) -> int:
+    if not node.accepts_work:
+        return 0
+    return SERVES | (COMPUTES if node.role != "decode" else 0) | (DECODES if node.role != "prefill" else 0)
+
+
 # This router's requests on a node, and the work that the node's last report does not count.
 OnNode = tuple[int, InFlightWork]
 # Counts by incarnation.
 Counts = Callable[[str], OnNode]
 
 
-# What a view derives once from its nodes.
-OF_NODES = ("nodes", "accepting", "rows")
-
-
 class ClusterView:
-    """All reachable nodes that reported, ordered by name. Immutable for its readers.
+    """All reachable nodes that reported, ordered by name.
 
-    So the order of reports changes nothing. A node's row is its index.
+    A view does not change for its readers: only `note_sent` writes it, for an owner whom nobody else reads.
 
-    typical: step costs for nodes that ran too few steps. None: derived from the nodes, or, with is_told, unknown.
+    typical: step costs for nodes that ran too few steps. None: derived from the nodes, while any ran enough.
     """
 
-    def __init__(self, nodes: Iterable[NodeView], typical: NodeCost | None = None, *, is_told: bool = False) -> None:
-        self._reported: list[NodeView] = sorted(nodes, key=_by_name)
-        # An OnNode entry: since the node's entry in `_reported`, only its work in flight changed.
-        self._nodes: list[NodeView | OnNode] = list(self._reported)
-        self._table: Table | None = None
-        self.typical = typical
-        self._is_told = is_told
+    def __init__(self, nodes: Iterable[NodeView], typical: NodeCost | None = None) -> None:
+        reported = sorted(nodes, key=_by_name)
+        self._start(reported, {}, Roster(reported), typical or _typical_of(reported), None)
 
-    def replaced(
-        self, changed: Mapping[str, NodeView], typical: NodeCost | None = None, *, is_told: bool = False
+    def _start(
+        self,
+        reported: list[NodeView],
+        sent: dict[int, OnNode],
+        roster: Roster,
+        typical: NodeCost | None,
+        table: NDArray[Any] | None,
     ) -> ClusterView:
-        """The view with some nodes replaced, by incarnation. Derived values of the others are kept."""
-        keeps_table = self._table is not None and typical is not None and typical is self.typical
-        nodes: Sequence[NodeView | OnNode] = self._nodes if keeps_table else self.nodes
-        view, roster, is_same = self._like(nodes, typical, is_told=is_told), self.roster, True
-        view._reported = list(self._reported if keeps_table else self.nodes)
-        if typical is not None:
-            view.__dict__["typical_cost"] = typical
-        if self._table is not None and keeps_table:
-            view._table = self._table.copy()
+        self._reported, self._sent, self.roster, self.typical = reported, sent, roster, typical
+        if table is None:
+            rows = [self._numbers(self.node(row), roster.media[row]) for row in range(len(reported))]
+            table = np.array(rows, NodeRow.dtype())
+        self.table = table
+        # Made when somebody asks.
+        self._nodes: tuple[NodeView, ...] | None = None
+        self._scored: tuple[Scoring, Any] | None = None
+        return self
+
+    def replaced(self, changed: Mapping[str, NodeView]) -> ClusterView:
+        """The view with some nodes replaced, by incarnation. Everything else is kept."""
+        reported, sent, table, is_same = self._reported.copy(), self._sent.copy(), _copied(self.table), True
         for incarnation, node in changed.items():
-            row = roster.row_of[incarnation]
-            is_same = is_same and roster.holds_for(self._reported[row], node)
-            view._reported[row] = view._nodes[row] = node
-            if view._table is not None:
-                view._table[row] = view._numbers(node)
+            row = self.roster.row_of[incarnation]
+            is_same = is_same and self.roster.holds_for(reported[row], node)
+            reported[row] = node
+            sent.pop(row, None)
+            table[row] = self._numbers(node, self.roster.media[row])
+        view = ClusterView.__new__(ClusterView)
         if is_same:
-            view.__dict__["roster"] = roster
-        return view
+            return view._start(reported, sent, self.roster, self.typical, table)
+        return view._start(reported, sent, Roster(reported), self.typical, None)
+
+    def priced(self, typical: NodeCost | None) -> ClusterView:
+        """The view with other typical costs."""
+        return ClusterView.__new__(ClusterView)._start(self._reported, self._sent.copy(), self.roster, typical, None)
 
     def sent(self, changed: Iterable[str], counts: Counts) -> ClusterView:
         """The view after work on its way to some nodes changed: this router sent some, or some ended."""
-        if self._table is None:
-            known = {name: row for name in changed if (row := self.roster.row_of.get(name)) is not None}
-            return self.replaced(
-                {name: self.node(row).sent(*counts(name)) for name, row in known.items()},
-                self.typical,
-                is_told=self._is_told,
-            )
-        view, table, nodes, roster = (
-            ClusterView.__new__(ClusterView),
-            self._table.copy(),
-            self._nodes.copy(),
-            self.roster,
-        )
-        view.__dict__.update(
-            _nodes=nodes,
-            _reported=self._reported,
-            _table=table,
-            typical=self.typical,
-            _is_told=self._is_told,
-            roster=roster,
-            typical_cost=self.typical_cost,
+        view = ClusterView.__new__(ClusterView)._start(
+            self._reported, self._sent.copy(), self.roster, self.typical, _copied(self.table)
         )
         view.note_sent(changed, counts)
         return view
 
     def note_sent(self, changed: Iterable[str], counts: Counts) -> None:
-        """As `sent`, but in place. Only for a view with a table that no other caller has."""
-        note_sent, row_of, nodes, table = compiled.in_use().note_sent, self.roster.row_of, self._nodes, self._table
-        own = self.__dict__
-        if not own.keys().isdisjoint(OF_NODES):  # a roster that was not there asked for them
-            for name in OF_NODES:
-                own.pop(name, None)
+        """As `sent`, but in place. Only for a view that no other caller has."""
+        write_sent, row_of, table = compiled.in_use().write_sent, self.roster.row_of, self.table
+        self._nodes = self._scored = None
         for incarnation in changed:
             row = row_of.get(incarnation)
             if row is not None:  # else the leg is on a node that left, or whose link is down
-                in_flight, pending = nodes[row] = counts(incarnation)
-                note_sent(table, row, in_flight, *pending)
+                in_flight, pending = self._sent[row] = counts(incarnation)
+                write_sent(table, row, in_flight, tuple(pending))
 
-    @staticmethod
-    def _like(nodes: Sequence[NodeView | OnNode], typical: NodeCost | None, *, is_told: bool) -> ClusterView:
-        view = ClusterView.__new__(ClusterView)
-        view._nodes, view._table, view.typical, view._is_told = list(nodes), None, typical, is_told
-        return view
+    def scored_by(self, scorer: Scoring) -> Any:
+        """The table as an argument of the scorer's functions. Read-only."""
+        if self._scored is None or self._scored[0] is not scorer:
+            self._scored = scorer, scorer.nodes(self.table)
+        return self._scored[1]
 
     @property
     def size(self) -> int:
-        return len(self._nodes)
+        return len(self._reported)
 
-    @lazy_property
+    @property
     def nodes(self) -> tuple[NodeView, ...]:
-        return tuple([self.node(row) for row in range(len(self._nodes))])
+        if self._nodes is None:
+            self._nodes = tuple([self.node(row) for row in range(len(self._reported))])
+        return self._nodes
 
     def reported(self, row: int) -> NodeView:
         """The node as of its last report. Its in_flight and pending may be old: read only what reports change."""
         return self._reported[row]
 
     def node(self, row: int) -> NodeView:
-        found = self._nodes[row]
-        if isinstance(found, tuple):
-            found = self._nodes[row] = self._sent_node(row, *found)
-        return found
+        """The node with what was sent to it since."""
+        sent = self._sent.get(row)
+        return self._reported[row] if sent is None else self._reported[row].sent(*sent)
 
-    def _sent_node(self, row: int, in_flight: int, pending: InFlightWork) -> NodeView:
-        """The NodeView of a node that work was sent to since it reported."""
-        assert self._table is not None  # only a view with a table knows more than the reports
-        numbers, node = self._table[row].tolist(), self._reported[row].sent(in_flight, pending)
-        if numbers[IS_OWN]:
-            node.__dict__["own_node_row"] = NodeRow(*numbers[:NUM_STATION])
-        return node
+    def row(self, row: int) -> NodeRow:
+        """A copy of a row of the table."""
+        return NodeRow(*self.table[row].tolist())
 
-    @lazy_property
-    def roster(self) -> Roster:
-        return Roster(self.nodes)
-
-    @property
-    def has_table(self) -> bool:
-        """Whether this view, or one that it was made from, has its table."""
-        return self._table is not None
-
-    @property
-    def table(self) -> Table:
-        """A row per node, in the columns of `policy.predicted.cost_model` and `node_state`. Read-only.
-
-        Only for a view with typical costs, in which every node has a pace.
-        """
-        if self._table is None:
-            rows = [self._numbers(node) for node in self.nodes]
-            self._table = np.array(rows, np.float64).reshape(len(rows), NUM_COLUMNS)
-        return self._table
-
-    @lazy_property
-    def rows(self) -> list[list[float]]:
-        """The table as lists, for policy code that is not compiled."""
-        rows: list[list[float]] = self.table.tolist()
-        return rows
-
-    def node_row_of(self, node: NodeView) -> NodeRow:
-        """The row of a node that may have left the view."""
+    def row_of(self, node: NodeView) -> NodeRow:
+        """The numbers of a node that may have left the view."""
         row = self.roster.row_of.get(node.incarnation)
-        return node.node_row(self._cost_of(node)) if row is None else self.node_row(row)
+        return node.row(self._cost_of(node)) if row is None else self.row(row)
 
-    def node_row(self, row: int) -> NodeRow:
-        return NodeRow(*self.table[row, :NUM_STATION].tolist())
-
-    def _numbers(self, node: NodeView) -> list[float]:
-        numbers = node.numbers(self._cost_of(node))
-        settle(numbers)
-        return numbers
+    def _numbers(self, node: NodeView, media: int) -> tuple[float, ...]:
+        return node.row(self._cost_of(node), media).numbers()
 
     def _cost_of(self, node: NodeView) -> NodeCost:
-        cost = completed(node.cost, self.typical_cost)
-        assert cost is not None  # only called where typical costs are known
-        return cost
-
-    @lazy_property
-    def accepting(self) -> tuple[NodeView, ...]:
-        """Nodes that take work."""
-        return tuple([self.node(row) for row in self.roster.accepting.rows])
-
-    @lazy_property
-    def typical_cost(self) -> NodeCost | None:
-        """Costs for nodes that have not run a kind of step; None while unknown."""
-        return self.typical if self.typical is not None or self._is_told else self.typical_now()
+        return completed(node.cost, self.typical) or COLD
 
     def typical_now(self) -> NodeCost | None:
         """Typical costs by the last reports."""
-        return typical_cost([node.cost for node in self._reported if node.cost is not None])
+        return _typical_of(self._reported)
 
     def find(self, incarnation: str) -> NodeView | None:
         row = self.roster.row_of.get(incarnation)
         return None if row is None else self.node(row)
 
-    def pace_of(self, node: NodeView) -> NodePacing | None:
-        """A node's pacing; None while some step cost is unknown everywhere."""
-        if node.pace is not None:
-            return node.pace
-        cost = completed(node.cost, self.typical_cost)
-        return pace(cost, node.work) if cost is not None else None
+
+def _typical_of(nodes: Iterable[NodeView]) -> NodeCost | None:
+    return typical_cost([node.cost for node in nodes if node.cost is not None])
+
+
+def _copied(table: NDArray[Any]) -> NDArray[Any]:
+    """A copy, by words: numpy copies records field by field."""
+    return table.view(np.uint64).copy().view(NodeRow.dtype())
 
 
 def _by_name(node: NodeView) -> tuple[str, str]:

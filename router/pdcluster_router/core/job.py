@@ -99,6 +99,9 @@ class Job(msgspec.Struct, eq=False):
     packed: bytes = b""
     # The span of the running attempt, packed; b"" when it is not traced.
     trace: bytes = b""
+    # When the first two tokens came.
+    first_token_at: float | None = None
+    second_token_at: float | None = None
 
     def work(self, attempt: int, now: float, num_emitted: int) -> Work:
         """The request as nodes receive it: the prompt and the first num_emitted tokens behind it."""

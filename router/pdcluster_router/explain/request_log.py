@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from pdcluster.telemetry.log import requests
 from pdcluster_router.explain.recorder import Record
-from pdcluster_router.policy.base import RoutingDecision
+from pdcluster_router.policy.base import DecisionRecord
 
 
-def log_placed(record: Record, attempt: int, choice: RoutingDecision) -> None:
+def log_placed(record: Record, attempt: int, decision: DecisionRecord) -> None:
     requests.info(
         "a request was placed",
         request=record.request, client_id=record.client_id or None, trace=record.trace or None, attempt=attempt,
-        mode=choice.mode, prefill=None if choice.prefill is None else choice.prefill.name, decode=choice.decode.name,
-        policy=choice.policy,
+        mode=decision.mode, prefill=decision.prefill, decode=decision.decode, policy=decision.policy,
     )  # fmt: skip
 
 

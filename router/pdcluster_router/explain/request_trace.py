@@ -14,7 +14,7 @@ from pdcluster.core.messages import FinishReason
 from pdcluster.core.trace_context import SPAN_BYTES, TRACE_BYTES, TraceContext, parse
 from pdcluster.telemetry.tracing import Attribute, SpanSink, TracedSpan
 from pdcluster_router.core.generation import Done, Generation
-from pdcluster_router.policy.base import RoutingDecision
+from pdcluster_router.policy.base import DecisionRecord
 
 # Shorter waits for a node get no span.
 WAIT_S = 0.001
@@ -156,7 +156,7 @@ class ChoiceTrace:
         trace.note_generation(generation)
         return cls(trace, generation.request, began)
 
-    def placed(self, choice: RoutingDecision, asked: float, now: float) -> bytes:
+    def placed(self, decision: DecisionRecord, asked: float, now: float) -> bytes:
         """An attempt begins. Returns its context for nodes."""
         if now - asked >= WAIT_S:
             self._queued(asked, now)
@@ -165,12 +165,12 @@ class ChoiceTrace:
         attributes: dict[str, Attribute] = {
             "pdcluster.request": self.request,
             "pdcluster.attempt": self._num_attempts,
-            "pdcluster.mode": choice.mode,
-            "pdcluster.policy": choice.policy,
-            "pdcluster.decode": choice.decode.name,
+            "pdcluster.mode": decision.mode,
+            "pdcluster.policy": decision.policy,
+            "pdcluster.decode": decision.decode,
         }
-        if choice.prefill is not None:
-            attributes["pdcluster.prefill"] = choice.prefill.name
+        if decision.prefill is not None:
+            attributes["pdcluster.prefill"] = decision.prefill
         self._attempt = AttemptTrace(self._num_attempts, context, now, attributes, self._last)
         return context.pack()
 

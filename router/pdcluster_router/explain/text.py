@@ -8,7 +8,8 @@ from datetime import UTC, datetime
 from rich.console import Console
 from rich.table import Table
 
-from pdcluster_router.explain.records import CandidateRecord, DecisionRecord, Explanation, Hindsight
+from pdcluster_router.explain.records import ExplainedDecision, Explanation, Hindsight
+from pdcluster_router.policy.base import Candidate
 
 
 def text_of(explanation: Explanation, *, width: int = 140, colour: bool = False) -> str:
@@ -48,7 +49,7 @@ def _head(explanation: Explanation) -> str:
     return f"request {name}, came {came}{tenant}, priority {explanation.priority}{ttft}{ended}{trace}"
 
 
-def _decision_line(beginning: str, decision: DecisionRecord) -> str:
+def _decision_line(beginning: str, decision: ExplainedDecision) -> str:
     where = f"{decision.prefill} → {decision.decode}" if decision.prefill is not None else decision.decode
     predicted = decision.estimated_ttft_s if decision.predicted_ttft_s is None else decision.predicted_ttft_s
     line = f"{beginning} {decision.mode} {where} for {decision.num_tokens} tokens"
@@ -68,7 +69,7 @@ def _decision_line(beginning: str, decision: DecisionRecord) -> str:
     return line
 
 
-def _table(decision: DecisionRecord) -> Table:
+def _table(decision: ExplainedDecision) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("", "node", "leg", "cached", "first token", "cost", "terms, or why not"):
         table.add_column(name, justify="right" if name in ("cached", "first token", "cost") else "left")
@@ -80,7 +81,7 @@ def _table(decision: DecisionRecord) -> Table:
     return table
 
 
-def _cells(candidate: CandidateRecord, decision: DecisionRecord) -> tuple[str, ...]:
+def _cells(candidate: Candidate, decision: ExplainedDecision) -> tuple[str, ...]:
     chosen = {"prefill": decision.prefill, "decode": decision.decode if decision.mode == "remote" else None}
     is_chosen = (
         chosen.get(candidate.leg, decision.decode if decision.mode == "local" else None) == candidate.node
@@ -100,7 +101,7 @@ def _cells(candidate: CandidateRecord, decision: DecisionRecord) -> tuple[str, .
     )
 
 
-def _error_bar(decision: DecisionRecord) -> str:
+def _error_bar(decision: ExplainedDecision) -> str:
     """The error bar of the node that computes the prompt."""
     chosen = decision.prefill or decision.decode
     errors = [
@@ -109,7 +110,7 @@ def _error_bar(decision: DecisionRecord) -> str:
     return f" ± {_seconds(errors[0])}" if errors else ""
 
 
-def _estimate(candidate: CandidateRecord) -> str:
+def _estimate(candidate: Candidate) -> str:
     return _seconds(candidate.ttft_s) + (
         f" ± {_seconds(candidate.ttft_error_s)}" if candidate.ttft_error_s is not None else ""
     )

@@ -7,15 +7,17 @@ choose alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
-from typing import Literal, Protocol
+from collections.abc import Mapping, Set
+from typing import Any, Literal, Protocol
 
 import msgspec
+from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from pdcluster_router.cluster.view import ClusterView, NodeView
+from pdcluster_router.core.generation import Force as Force
 from pdcluster_router.core.generation import Mode
 
-Force = Literal["auto", "remote", "local"]
 Fallback = Literal["deny", "on-failure", "conditional"]
 LegName = Literal["prefill", "decode", "local"]
 
@@ -91,93 +93,117 @@ class Query(msgspec.Struct, frozen=True):
 Terms = tuple[tuple[str, float], ...]
 
 
-class Candidate(msgspec.Struct, frozen=True):
-    """One node for one leg.
+class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One node for one leg, as people read it.
 
-    names, values: terms of its cost, in seconds or the policy's own points. They add up to cost unless the policy says
-    otherwise.
+    terms: add up to cost, in seconds or the policy's own points, unless the policy says otherwise.
+    ttft_s: the estimate in seconds; None for a decode leg.
     rejected_by: the rule that removed it, "" when it was compared.
+    ttft_error_s: error bar of ttft_s on usual work (9 of 10 are within); None: unknown.
     """
 
-    node: NodeView
-    leg: LegName
-    cached_tokens: int
-    names: tuple[str, ...] = ()
-    values: tuple[float, ...] = ()
+    node: str
+    leg: str
+    cached_tokens: int = 0
     cost: float = 0.0
+    terms: dict[str, float] = {}
+    ttft_s: float | None = None
     rejected_by: str = ""
+    ttft_error_s: float | None = None
+
+
+class Compared(Protocol):
+    """What a decision compared, without the view. Few decisions are read, so it is unpacked when someone asks."""
 
     @property
-    def terms(self) -> Terms:
-        return tuple(zip(self.names, self.values, strict=True))
+    def num(self) -> int:
+        """Nodes that were compared or ruled out, kept or not."""
+        ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def candidates(self) -> list[Candidate]: ...
 
 
-class Predicted(msgspec.Struct, frozen=True, gc=False):
-    """What the policy expects of its choice; None where it has no model in seconds."""
+class ShadowRecord(msgspec.Struct, frozen=True):
+    policy: str
+    mode: Mode
+    prefill: str | None
+    decode: str
+    agrees: bool
 
+
+class DecisionRecord(msgspec.Struct, frozen=True):
+    """A decision without the view: what is explained, traced, compared with a shadow, logged and replayed.
+
+    prefill: None in mode local.
+    ttft_s, tpot_s: what the policy expects; None where it has no model in seconds.
+    estimate_s: until the first token, by what waits on the node and its own prompt. The same measure for all policies.
+    best, best_s: who else is estimated to be soonest; None for nobody.
+    most_cached: of the prompt, on the node that has most of it.
+    shadow: what the shadow policy would have done.
+    """
+
+    policy: str
+    mode: Mode
+    prefill: str | None
+    decode: str
+    num_tokens: int
+    compared: Compared
+    estimate_s: float
     ttft_s: float | None = None
     tpot_s: float | None = None
-
-
-# Returns what was compared and why others were not. It is called when someone reads it, and holds only immutable
-# values.
-Record = Callable[[], tuple[Candidate, ...]]
-
-
-# Whether the policy would also let that node compute the prompt in the chosen mode. The gate asks when the chosen node
-# is not open, and then drops it.
-Suits = Callable[[NodeView], bool]
-
-
-def suits_all(node: NodeView) -> bool:
-    return True
-
-
-class RoutingDecision(msgspec.Struct, frozen=True, eq=False):
-    """A policy's answer.
-
-    decode: the node that runs the request to its end.
-    prefill: None in mode local.
-    pull: the node from which the computing node first copies its missing prefix; None for none.
-    pull_tokens: how much that node holds, set by `pull`.
-    """
-
-    mode: Mode
-    prefill: NodeView | None
-    decode: NodeView
-    record: Record = tuple
-    predicted: Predicted = Predicted()
-    policy: str = ""
-    pull: NodeView | None = None
+    best: str | None = None
+    best_s: float = 0.0
+    most_cached: int = 0
+    pull: str | None = None
     pull_tokens: int = 0
-    suits: Suits = suits_all
-
-    def __eq__(self, other: object) -> bool:
-        """Equal choices, whatever was compared for them."""
-        return isinstance(other, RoutingDecision) and all(
-            getattr(self, name) == getattr(other, name) for name in DECIDED
-        )
-
-    __hash__ = None  # type: ignore[assignment]
+    shadow: ShadowRecord | None = None
 
     @property
-    def candidates(self) -> tuple[Candidate, ...]:
-        return self.record()
+    def expected_s(self) -> float:
+        """The expected time to first token."""
+        return self.estimate_s if self.ttft_s is None else self.ttft_s
+
+
+class Decision(msgspec.Struct, frozen=True, eq=False):
+    """A policy's answer, with what it was made from. It ends with the turn that it was made in; its record stays.
+
+    prefill: None in mode local.
+    decode: the node that runs the request to its end.
+    legs: bits of the nodes; those with the leg of the chosen mode could compute the prompt. The gate asks.
+    asked: `records.RequestRow` of the query, as the compiled functions take it.
+    pull: the node from which the computing node first copies its missing prefix, pull_tokens of it; None for none.
+    """
+
+    record: DecisionRecord
+    prefill: NodeView | None
+    decode: NodeView
+    query: Query
+    view: ClusterView
+    legs: NDArray[Any]
+    asked: Any
+    work_s: float
+    pull: NodeView | None = None
+    pull_tokens: int = 0
 
     @property
     def first(self) -> NodeView:
         """The node that computes the prompt."""
         return self.prefill or self.decode
 
-
-DECIDED = tuple(name for name in RoutingDecision.__struct_fields__ if name not in ("record", "suits"))
+    def pulling(self, holder: NodeView | None, num_tokens: int = 0) -> Decision:
+        """The decision with another pull."""
+        record = replace(self.record, pull=None if holder is None else holder.name, pull_tokens=num_tokens)
+        return replace(self, record=record, pull=holder, pull_tokens=num_tokens)
 
 
 class Policy(Protocol):
     @property
     def name(self) -> str: ...
 
-    def choose(self, query: Query, view: ClusterView) -> RoutingDecision:
+    def choose(self, query: Query, view: ClusterView) -> Decision:
         """Raises Unavailable when no node may take the request."""
         ...
 

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from pdcluster.core.messages import HASH_BYTES
 from pdcluster_router.cluster.view import ClusterView, NodeView
-from pdcluster_router.policy.base import LegName, Query, RoutingDecision, Terms
+from pdcluster_router.policy.base import Decision, LegName, Query, Terms
+from pdcluster_router.policy.predicted.cost_model import alone_s
 from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scored import Scored
 
@@ -97,9 +98,8 @@ class LeastLoad:
         return [self._score(node, leg) for node in nodes]
 
     def _score(self, node: NodeView, leg: LegName) -> tuple[float, Terms]:
-        work = node.work
-        queued_s = work.prefill_tokens / self._rate(node)
-        decode = (work.context_tokens + work.rows) / self._rate(node) if leg != "prefill" else 0.0
+        queued_s = node.prefill_tokens / self._rate(node)
+        decode = (node.context_tokens + node.decode_rows) / self._rate(node) if leg != "prefill" else 0.0
         full = _share_used(node)
         pressure = 0.15 * full / max(1.0 - full, 0.01)
         return queued_s + decode + pressure, (("queued", queued_s), ("decoding", decode), ("kv", pressure))
@@ -204,18 +204,18 @@ class KvCost:
         self._decay = decay
 
     def score(self, nodes: Sequence[NodeView], leg: LegName, query: Query) -> Sequence[tuple[float, Terms]]:
-        least = min(node.work.prefill_tokens for node in nodes)
+        least = min(node.prefill_tokens for node in nodes)
         return [self._score(node, leg, query, least) for node in nodes]
 
     def _score(self, node: NodeView, leg: LegName, query: Query, least: float) -> tuple[float, Terms]:
-        work, block = node.work, node.block_tokens
-        decoding = work.context_tokens / block
+        block = node.block_tokens
+        decoding = node.context_tokens / block
         if leg == "decode":
             return decoding, (("decode_blocks", decoding),)
-        excess = (work.prefill_tokens - least) / max(query.num_tokens, 1)
+        excess = (node.prefill_tokens - least) / max(query.num_tokens, 1)
         credit = self._credit / (1.0 + self._decay * excess)
         prefill = (
-            self._weight * max(work.prefill_tokens + query.num_tokens - credit * query.cached_on(node), 0.0) / block
+            self._weight * max(node.prefill_tokens + query.num_tokens - credit * query.cached_on(node), 0.0) / block
         )
         return prefill + decoding, (("prefill_blocks", prefill), ("decode_blocks", decoding))
 
@@ -237,15 +237,17 @@ class Conductor:
         self._balance = balance
         self._cold = Scored(Product())
 
-    def choose(self, query: Query, view: ClusterView) -> RoutingDecision:
-        if view.typical_cost is None:
-            return replace(self._cold.choose(query, view), policy=self.name)
+    def choose(self, query: Query, view: ClusterView) -> Decision:
+        if view.typical is None:
+            decision = self._cold.choose(query, view)
+            return replace(decision, record=replace(decision.record, policy=self.name))
         rule = Algorithm1(view, self._balance)
-        choice = Scored(rule).choose(query, view)
-        return replace(choice, pull=rule.source(choice.first, query))
+        decision = Scored(rule).choose(query, view)
+        source = rule.source(decision.first, query)
+        return decision if source is None else decision.pulling(source)
 
     def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:
-        rule = Algorithm1(view, self._balance) if view.typical_cost is not None else Product()
+        rule = Algorithm1(view, self._balance) if view.typical is not None else Product()
         return Scored(rule).choose_decode(query, view, prefill)
 
 
@@ -263,26 +265,25 @@ class Algorithm1:
 
     def source(self, node: NodeView, query: Query) -> NodeView | None:
         """The node with the longest prefix, when `node` should fetch it; None otherwise."""
-        best = max(self.view.accepting, key=query.held_on)
+        best = max((each for each in self.view.nodes if each.accepts_work), key=query.held_on)
         own = query.cached_on(node)
         if query.held_on(best) <= own or query.held_on(best) < self.balance * own or not best.can_exchange(node):
             return None
         return best if best.bandwidth.get(node.name, 0.0) > 0 else None
 
     def _ttft(self, node: NodeView, query: Query) -> tuple[float, Terms]:
-        pace = self.view.pace_of(node)
-        assert pace is not None
+        row = self.view.row_of(node)
         source, cached = self.source(node, query), query.cached_on(node)
         transfer = 0.0
         if source is not None:
             missing = query.held_on(source) - cached
             transfer = missing * node.kv_bytes_per_token / source.bandwidth[node.name]
             cached += missing
-        compute = pace.prefill.seconds(max(query.num_tokens - cached, 1), cached) * pace.stretch
-        return pace.wait_s + transfer + compute, (("wait", pace.wait_s), ("transfer", transfer), ("compute", compute))
+        compute = alone_s(row, max(query.num_tokens - cached, 1), cached) * row.stretch
+        return row.wait_s + transfer + compute, (("wait", row.wait_s), ("transfer", transfer), ("compute", compute))
 
     def _tpot(self, node: NodeView, query: Query) -> tuple[float, Terms]:
-        pace = self.view.pace_of(node)
-        assert pace is not None
-        tpot = pace.decode.seconds(pace.rows + 1, pace.context_tokens + query.num_tokens)
+        row = self.view.row_of(node)
+        context = row.context_tokens + query.num_tokens
+        tpot = row.decode_fixed_s + row.each_row_s * (row.rows + 1) + row.context_s * context
         return tpot, (("tpot", tpot),)

@@ -1,5 +1,4 @@
-"""The default policy: least predicted seconds, by the nodes' own cost models, with the mode chosen per request (DESIGN
-§7).
+"""The default policy: least predicted seconds, by the nodes' own cost models, with the mode chosen per request.
 
 Sources: predicted TTFT is from Mooncake's Conductor (FAST'25, algorithm 1). The price of uncached work is our own.
 
@@ -31,23 +30,28 @@ Sources: predicted TTFT is from Mooncake's Conductor (FAST'25, algorithm 1). The
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from pdcluster_router.cluster.view import ClusterView, NodeView
-from pdcluster_router.policy import pools as filters
-from pdcluster_router.policy.base import Predicted, Query, RoutingDecision
-from pdcluster_router.policy.decisions import HEAD, PackedComparison, PackedDecision, PlacementQuery
+from pdcluster_router.policy import eligibility
+from pdcluster_router.policy.base import Decision, DecisionRecord, Query
+from pdcluster_router.policy.comparison import KnownPrefix, PackedCandidates, known_prefix, request_values
 from pdcluster_router.policy.predicted import compiled
-from pdcluster_router.policy.predicted import scoring as numbers
-from pdcluster_router.policy.predicted.placing import BEST, BEST_S, ESTIMATE_S, GOES, SENT_S
+from pdcluster_router.policy.predicted.compiled import Scoring
+from pdcluster_router.policy.predicted.records import (
+    COMPUTES,
+    DECODE_LEG,
+    LOCAL_LEG,
+    NOWHERE,
+    PREFILL_LEG,
+    ChoiceRow,
+)
+from pdcluster_router.policy.predicted.scoring import start_of
 from pdcluster_router.policy.product import Product
-from pdcluster_router.policy.scales import Comparison, Suiting, asked_of, known, known_blocks, planned
 from pdcluster_router.policy.scored import Scored
-
-ALONE = (numbers.LOCAL_LEG,)
-APART = (numbers.PREFILL_LEG, numbers.DECODE_LEG)
-EITHER = (*APART, numbers.LOCAL_LEG)
 
 
 class Seconds:
@@ -63,140 +67,80 @@ class Seconds:
     name = "seconds"
 
     def __init__(self, alpha: float = 3.0, harm: float = 1.0, margin: float = 0.1, gap: float = inf) -> None:
-        self._own = float(alpha), float(harm), float(margin), float(gap)
+        self._weights = float(alpha), float(harm), float(margin), float(gap)
         self._cold = Scored(Product())
 
-    def choose(self, query: Query, view: ClusterView) -> RoutingDecision:
-        if view.typical_cost is None:
-            return replace(self._cold.choose(query, view), policy=self.name)
-        scorer, roster, asked = compiled.in_use(), view.roster, asked_of(query, self._own)
-        plan, table, found = planned(query, view, scorer), scorer.table(view), scorer.blank()
-        cached, source, held = known(query.cached, query.held, query.num_tokens, roster, scorer)
-        first = scorer.first_leg(
-            table,
-            cached,
-            held,
-            source,
-            scorer.paths(roster, source, view.reported(source).bandwidth) if source >= 0 else scorer.nothing(roster),
-            plan.serving,
-            plan.decoding,
-            plan.prefill,
-            plan.decode,
-            plan.local,
-            plan.groups,
-            plan.exchange,
-            plan.wants_local,
-            asked,
-            found,
-        )
-        if first < 0:
-            if not plan.may_be_local:
-                raise filters.no_partner(
-                    view.node(filters.ready(filters.pools(query, view).prefill, query, view).rows[0])
-                )
-            return self._choice(Comparison(scorer, found, ALONE, query, view, plan.is_whole), view, source)
-        prefill, decode = view.reported(first), plan.decode
-        if query.busy:
-            decode = scorer.rows(
-                filters.ready(filters.partners(filters.pools(query, view).decode, prefill, view), query, view)
-            )
-        scorer.pair(
-            table,
-            cached,
-            scorer.paths(roster, first, prefill.bandwidth),
-            decode,
-            plan.groups,
-            plan.exchange,
-            asked,
-            found,
-        )
-        choice = self._choice(
-            Comparison(scorer, found, EITHER if plan.wants_local else APART, query, view, plan.is_whole), view, source
-        )
-        if choice.mode == "remote":
-            return choice
-        return replace(choice, suits=Suiting(query, view, scorer.bears, table, asked, float(found[numbers.BEARABLE])))
-
-    def place(self, asked: PlacementQuery, view: ClusterView) -> PackedDecision | None:
-        """The same for a request that may go to any node, goes at once, and fetches nothing; None: use `choose`. Raises
-        as `choose`.
-        """
-        if view.typical_cost is None:
-            return None
-        scorer, roster, num_tokens, numbers_asked = (
-            compiled.in_use(),
-            view.roster,
-            asked.num_tokens,
-            asked.numbers + self._own,
-        )
-        if not roster.takes_all(asked.row_tokens, asked.model) or roster.has_namesakes:
-            return None
-        force, fallback = asked.force, asked.fallback
-        plan = roster.plans.get((force, fallback, scorer)) or planned(
-            Query(num_tokens, force=force, fallback=fallback), view, scorer
-        )
-        if not plan.is_whole:
-            return None
-        table, (found, told) = scorer.table(view), scorer.scratch
-        cached, source, held, most_held, most_cached = known_blocks(
-            asked.held, asked.expected, asked.block_tokens, roster, scorer
-        )
-        paths = scorer.paths(roster, source, view.reported(source).bandwidth) if source >= 0 else scorer.nothing(roster)
-        usual, room_s = asked.usual_tokens, asked.room_s
-        first = scorer.place(table, cached, held, source, paths, *plan.pools, numbers_asked, usual, room_s, found, told)
-        if first < 0:
-            if not plan.may_be_local:
-                return None
-            packed = scorer.packed(told, -first)
-        else:
-            paths = scorer.paths(roster, first, view.reported(first).bandwidth)
-            pools = plan.decode, plan.groups, plan.exchange, plan.wants_local
-            packed = scorer.packed(
-                told, scorer.place_pair(table, cached, paths, *pools, numbers_asked, usual, room_s, found, told)
-            )
-        head = HEAD.unpack_from(packed)
-        if head[GOES] == 0.0 or head[numbers.IS_FETCHED] != 0.0:
-            return None
-        is_local, row = head[numbers.MODE] == numbers.LOCAL, int(head[numbers.DECODE])
-        decode = view.reported(row)
-        prefill, own = (None, int(cached[row])) if is_local else (view.reported(first), int(cached[first]))
-        predicted = Predicted(head[numbers.TTFT_S], head[numbers.FOUND_TPOT_S])
-        choice = RoutingDecision("local" if is_local else "remote", prefill, decode, tuple, predicted, self.name)
-        comparison = PackedComparison(
-            self.name, num_tokens, packed, roster.names, head[numbers.TTFT_S], int(head[BEST]), head[BEST_S]
-        )
-        return PackedDecision(
-            choice, head[SENT_S], head[ESTIMATE_S], asked.hashes, own, most_held, most_cached, comparison
-        )
+    def choose(self, query: Query, view: ClusterView) -> Decision:
+        if view.typical is None:
+            decision = self._cold.choose(query, view)
+            return replace(decision, record=replace(decision.record, policy=self.name))
+        scorer, roster, legs = compiled.in_use(), view.roster, eligibility.legs_of(query, view)
+        known = known_prefix(query, roster)
+        asked = scorer.request(request_values(query, known, self._weights, wants_local=legs.wants_local))
+        nodes, bits, cached = view.scored_by(scorer), scorer.numbers(legs.bits.copy()), scorer.numbers(known.cached)
+        scored = asked, scorer.choice, scorer.seen
+        paths = _paths(view, known.source)
+        first = scorer.first_leg(nodes, bits, cached, scorer.numbers(paths), *scored)
+        if first != NOWHERE:
+            scorer.pair(nodes, bits, cached, scorer.numbers(_paths(view, first)), *scored)
+        elif not legs.may_be_local:
+            raise eligibility.no_partner(view.node(legs.rows(COMPUTES)[0]))
+        return self._decision(scorer, known, asked, bits, query, view)
 
     def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:
-        if view.typical_cost is None:
+        if view.typical is None:
             return self._cold.choose_decode(query, view, prefill)
-        pool = filters.partners_of_parked(query, view, prefill)
-        if not pool:
+        bits = eligibility.decoders_for(query, view, prefill)
+        if not bits.any():
             return None
-        scorer, roster = compiled.in_use(), view.roster
+        scorer, roster, known = compiled.in_use(), view.roster, known_prefix(query, view.roster)
+        chunk = view.row_of(prefill).chunk_tokens
         row = scorer.parked(
-            scorer.table(view),
-            known(query.cached, query.held, query.num_tokens, roster, scorer)[0],
-            scorer.paths(roster, roster.row_of.get(prefill.incarnation, -1), prefill.bandwidth),
-            scorer.rows(roster.prefill),
-            scorer.rows(roster.decode_only),
-            scorer.rows(pool),
-            *scorer.groups(roster),
-            float(view.node_row_of(prefill).chunk_tokens),
-            asked_of(query, self._own),
-            scorer.blank(),
+            view.scored_by(scorer),
+            scorer.numbers(bits),
+            scorer.numbers(known.cached),
+            scorer.numbers(roster.paths(roster.row_of.get(prefill.incarnation, NOWHERE), prefill.bandwidth)),
+            scorer.request(request_values(query, known, self._weights, parked_chunk=chunk)),
+            scorer.choice,
+            scorer.seen,
         )
         return view.node(row)
 
-    def _choice(self, record: Comparison, view: ClusterView, source: int) -> RoutingDecision:
-        mode, first, row, ttft_s, tpot_s, is_fetched = record.scorer.part(record.found, 0, numbers.SKIPPED)
-        pull, predicted, decode = (
-            view.node(source) if is_fetched else None,
-            Predicted(ttft_s, tpot_s),
-            view.node(int(row)),
+    def _decision(
+        self, scorer: Scoring, known: KnownPrefix, asked: Any, bits: Any, query: Query, view: ClusterView
+    ) -> Decision:
+        found, names = scorer.found(), view.roster.names
+        is_local = found.prefill == NOWHERE
+        prefill, decode = None if is_local else view.reported(found.prefill), view.reported(found.decode)
+        ruled_out = tuple(eligibility.rejected(query, view))
+        record = DecisionRecord(  # by position, which costs half
+            self.name,
+            "local" if is_local else "remote",
+            None if is_local else names[found.prefill],
+            names[found.decode],
+            query.num_tokens,
+            PackedCandidates(_packed(scorer, found), names, found.is_calm > 0, ruled_out),
+            found.estimate_s,
+            found.ttft_s,
+            found.tpot_s,
+            None if found.best == NOWHERE else names[found.best],
+            found.best_s,
+            known.most,
         )
-        if mode == numbers.LOCAL:
-            return RoutingDecision("local", None, decode, record, predicted, self.name, pull)
-        return RoutingDecision("remote", view.node(int(first)), decode, record, predicted, self.name, pull)
+        decision = Decision(record, prefill, decode, query, view, np.asarray(bits), asked, found.work_s)
+        return decision.pulling(view.node(known.source)) if found.is_fetched else decision
+
+
+def _paths(view: ClusterView, row: int) -> Any:
+    """Bytes/s from the node of that row."""
+    return view.roster.zeros if row == NOWHERE else view.roster.paths(row, view.reported(row).bandwidth)
+
+
+def _packed(scorer: Scoring, found: ChoiceRow) -> bytes:
+    """The candidates of all legs, the best first. Prefill nodes without a partner were not compared."""
+    legs = (
+        (start_of(PREFILL_LEG) + found.skipped, start_of(PREFILL_LEG) + found.num_prefill),
+        (start_of(DECODE_LEG), start_of(DECODE_LEG) + found.num_decode),
+        (start_of(LOCAL_LEG), start_of(LOCAL_LEG) + found.num_local),
+    )
+    return b"".join([scorer.packed(start, end) for start, end in legs if start < end])

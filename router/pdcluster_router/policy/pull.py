@@ -1,7 +1,7 @@
 """From which node the computing node fetches KV first: a rule over a choice that is made. Pure.
 
 The rule counts tokens: the node that holds most of the prompt, if that is enough more than the computing node holds.
-Whether a pull pays depends on link and model. A policy that predicts seconds sets `RoutingDecision.pull`; its silence
+Whether a pull pays depends on link and model. A policy that predicts seconds sets `Decision.pull`; its silence
 counts once the pair's bandwidth is known. Until then the rule pulls, which measures it.
 """
 
@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from msgspec.structs import replace
-
 from pdcluster_router.cluster.view import ClusterView, NodeView
-from pdcluster_router.policy.base import Query, RoutingDecision
+from pdcluster_router.policy.base import Decision, Query
 
 PullMode = Literal["always", "chosen", "never"]
 
@@ -30,28 +28,16 @@ class PullRule:
     mode: PullMode = "always"
     min_tokens: int = 1
 
-    def apply(self, choice: RoutingDecision, query: Query, view: ClusterView) -> RoutingDecision:
-        """The choice with its pull, the policy's own where it made one, and how much that is."""
-        own, always = choice.pull, self.mode == "always"
-        if own is None:
-            held = query.cached if query.held is None else query.held
-            if (
-                not always
-                or not held
-                or (len(held) == 1 and (choice.prefill or choice.decode).endpoint.incarnation in held)
-            ):
-                return choice  # the usual case: no other node has anything
-        holder = own or (self.holder(choice.first, query, view) if always else None)
-        if self.mode == "never" or holder is None or (own is None and _was_weighed(choice, holder)):
-            return choice if own is None else replace(choice, pull=None)
-        return replace(choice, pull=holder, pull_tokens=query.held_on(holder))
-
-    def leaves(self, most_held: int, own: int, node: NodeView) -> bool:
-        """Whether `apply` clearly leaves a choice without a pull as it is: no node has enough beyond `own` tokens.
-
-        most_held: tokens that any node holds.
-        """
-        return self.mode != "always" or not most_held or most_held - own < max(self.min_tokens, node.block_tokens)
+    def apply(self, decision: Decision) -> Decision:
+        """The decision with its pull, the policy's own where it made one, and how much that is."""
+        query, own, always = decision.query, decision.pull, self.mode == "always"
+        held = query.cached if query.held is None else query.held
+        if own is None and (not always or not held):
+            return decision  # the usual case: no node has anything
+        holder = own or self.holder(decision.first, query, decision.view)
+        if self.mode == "never" or holder is None or (own is None and _was_weighed(decision, holder)):
+            return decision if own is None else decision.pulling(None)
+        return decision.pulling(holder, query.held_on(holder))
 
     def holder(self, node: NodeView, query: Query, view: ClusterView) -> NodeView | None:
         """The node with most beyond what `node` holds; None when none has enough."""
@@ -73,9 +59,9 @@ class PullRule:
 BY_TOKENS = PullRule()
 
 
-def _was_weighed(choice: RoutingDecision, holder: NodeView) -> bool:
+def _was_weighed(decision: Decision, holder: NodeView) -> bool:
     """Whether the policy knew the pull's cost in seconds, and chose none."""
-    return choice.predicted.ttft_s is not None and holder.bandwidth.get(choice.first.name, 0.0) > 0
+    return decision.record.ttft_s is not None and holder.bandwidth.get(decision.first.name, 0.0) > 0
 
 
 def _can_give(holder: NodeView, node: NodeView, query: Query) -> bool:

@@ -6,14 +6,25 @@ mixed, or one mixed node is best at both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from msgspec.structs import replace
 
 from pdcluster_router.cluster.view import ClusterView, NodeView
-from pdcluster_router.core.generation import Mode
-from pdcluster_router.policy import pools as filters
-from pdcluster_router.policy.base import Candidate, LegName, Query, RoutingDecision, Terms
-from pdcluster_router.policy.predicted.node_rows import Pool
+from pdcluster_router.policy import eligibility
+from pdcluster_router.policy.base import Candidate, Decision, DecisionRecord, LegName, Query, Terms
+from pdcluster_router.policy.comparison import (
+    MOST_LISTED,
+    ListedCandidates,
+    error_bar_s,
+    known_prefix,
+    request_values,
+)
+from pdcluster_router.policy.predicted import compiled
+from pdcluster_router.policy.predicted.cost_model import alone_s
+from pdcluster_router.policy.predicted.records import COMPUTES, DECODES, SERVES
+from pdcluster_router.policy.predicted.scoring import estimate_s
 
 
 class Rule(Protocol):
@@ -23,6 +34,17 @@ class Rule(Protocol):
     def score(self, nodes: Sequence[NodeView], leg: LegName, query: Query) -> Sequence[tuple[float, Terms]]:
         """The cost of each node, least is best, and the terms behind it."""
         ...
+
+
+class Ranked(NamedTuple):
+    """A node with its cost for one leg, in the order of choice."""
+
+    cost: float
+    num_requests: int
+    name: str
+    row: int
+    leg: LegName
+    terms: Terms
 
 
 class Scored:
@@ -35,64 +57,103 @@ class Scored:
     def name(self) -> str:
         return self._rule.name
 
-    def choose(self, query: Query, view: ClusterView) -> RoutingDecision:
-        found = filters.pools(query, view)
-        if query.force == "local" or (query.force == "auto" and not found.is_split):
-            return self._local(found, query, view)
-        prefills = self._rank(filters.ready(found.prefill, query, view), "prefill", query, view)
-        prefill = prefills[0].node
-        others = filters.partners(found.decode, prefill, view)
-        may_be_local = filters.may_be_local(query, found)
-        decodes = self._rank(
-            filters.ready(found.decode if may_be_local else others, query, view), "decode", query, view
-        )
-        if may_be_local and not others:
-            return self._local(found, query, view)  # its KV can go nowhere, and it may be too small for the output
-        if may_be_local and decodes[0].node is prefill:
-            alone = Candidate(
-                prefill, "local", prefills[0].cached_tokens, prefills[0].names, prefills[0].values, prefills[0].cost
-            )
-            return self._choice("local", None, prefill, (alone, *prefills, *decodes), query, view)
+    def choose(self, query: Query, view: ClusterView) -> Decision:
+        legs = eligibility.legs_of(query, view)
+        prefills = self._rank(legs.rows(COMPUTES), "prefill", query, view)
+        decode = legs.rows(DECODES)
+        if query.force == "local" or not (prefills and decode) or (query.force == "auto" and not legs.is_split):
+            return self._local(legs, query, view)
+        first = prefills[0]
+        others = eligibility.partners(decode, first.row, view)
+        if legs.may_be_local:
+            if not others:
+                return self._local(legs, query, view)  # its KV can go nowhere, and it may be too small for the output
+            decodes = self._rank(decode, "decode", query, view)
+            if decodes[0].row == first.row:
+                return _decision(self.name, legs, (first._replace(leg="local"), *prefills, *decodes), query, view)
         if not others:
-            raise filters.no_partner(prefill)
-        apart = self._rank(filters.ready(others, query, view), "decode", query, view)
-        return self._choice("remote", prefill, apart[0].node, (*prefills, *apart), query, view)
+            raise eligibility.no_partner(view.node(first.row))
+        return _decision(self.name, legs, prefills, query, view, self._rank(others, "decode", query, view))
 
     def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:
-        pool = filters.partners_of_parked(query, view, prefill)
-        return self._rank(pool, "decode", query, view)[0].node if pool else None
+        bits = eligibility.decoders_for(query, view, prefill)
+        rows = eligibility.Legs(bits, False, False).rows(DECODES)
+        return view.node(self._rank(rows, "decode", query, view)[0].row) if rows else None
 
-    def _local(self, found: filters.Pools, query: Query, view: ClusterView) -> RoutingDecision:
-        ranked = self._rank(filters.ready(found.local, query, view), "local", query, view)
-        return self._choice("local", None, ranked[0].node, ranked, query, view)
+    def _local(self, legs: eligibility.Legs, query: Query, view: ClusterView) -> Decision:
+        return _decision(self.name, legs, self._rank(legs.rows(SERVES), "local", query, view), query, view)
 
-    def _choice(
-        self,
-        mode: Mode,
-        prefill: NodeView | None,
-        decode: NodeView,
-        compared: tuple[Candidate, ...],
-        query: Query,
-        view: ClusterView,
-    ) -> RoutingDecision:
-        candidates = compared + filters.rejected(query, view)
-        return RoutingDecision(mode, prefill, decode, lambda: candidates, policy=self.name)
-
-    def _rank(self, pool: Pool, leg: LegName, query: Query, view: ClusterView) -> tuple[Candidate, ...]:
-        if not pool:
-            return ()
-        nodes = [view.nodes[row] for row in pool.rows]
+    def _rank(self, rows: Sequence[int], leg: LegName, query: Query, view: ClusterView) -> list[Ranked]:
+        if not rows:
+            return []
+        nodes = [view.node(row) for row in rows]
         scores = self._rule.score(nodes, leg, query)
-        candidates = [
-            _candidate(node, leg, query, cost, terms) for node, (cost, terms) in zip(nodes, scores, strict=True)
-        ]
-        return tuple(sorted(candidates, key=_order))
+        return sorted(
+            Ranked(cost, node.num_requests, node.name, row, leg, terms)
+            for row, node, (cost, terms) in zip(rows, nodes, scores, strict=True)
+        )
 
 
-def _candidate(node: NodeView, leg: LegName, query: Query, cost: float, terms: Terms) -> Candidate:
-    names, values = zip(*terms, strict=True) if terms else ((), ())
-    return Candidate(node, leg, query.cached_on(node), names, values, cost)
+def _decision(
+    policy: str,
+    legs: eligibility.Legs,
+    firsts: Sequence[Ranked],
+    query: Query,
+    view: ClusterView,
+    decodes: Sequence[Ranked] = (),
+) -> Decision:
+    """The choice of the best of each leg, with what was compared. No decodes: mode local."""
+    first, last = firsts[0], decodes[0] if decodes else firsts[0]
+    known, scorer = known_prefix(query, view.roster), compiled.in_use()
+    ranked = (*firsts, *decodes)
+    listed = [_candidate(one, query, view) for one in _kept(ranked)]
+    ruled_out = eligibility.rejected(query, view)
+    others = [(one.ttft_s, one.node) for one in listed if one.ttft_s is not None and one.node != first.name]
+    best_s, best = min(others, default=(0.0, None))
+    node, cached = view.row(first.row), query.cached_on(view.reported(first.row))
+    record = DecisionRecord(
+        policy,
+        "remote" if decodes else "local",
+        first.name if decodes else None,
+        last.name,
+        query.num_tokens,
+        ListedCandidates((*listed, *ruled_out[:MOST_LISTED]), len(ranked) + len(ruled_out)),
+        estimate_s(node, cached, query.num_tokens),
+        best=best,
+        best_s=best_s,
+        most_cached=known.most,
+    )
+    work_s = alone_s(node, query.uncached_on(view.reported(first.row)), min(cached, query.num_tokens - 1))
+    asked = scorer.request(request_values(query, known))
+    prefill = view.node(first.row) if decodes else None
+    return Decision(record, prefill, view.node(last.row), query, view, legs.bits, asked, work_s)
 
 
-def _order(candidate: Candidate) -> tuple[float, int, str]:
-    return candidate.cost, candidate.node.num_requests, candidate.node.name
+def _kept(ranked: Iterable[Ranked]) -> list[Ranked]:
+    """The best of each leg."""
+    counts: dict[str, int] = {}
+    kept = []
+    for one in ranked:
+        counts[one.leg] = counts.get(one.leg, 0) + 1
+        if counts[one.leg] <= MOST_LISTED:
+            kept.append(one)
+    return kept
+
+
+def _candidate(one: Ranked, query: Query, view: ClusterView) -> Candidate:
+    cached = query.cached_on(view.reported(one.row))
+    found = Candidate(one.name, one.leg, cached, one.cost, dict(one.terms))
+    if one.leg == "decode":
+        return found
+    node = view.row(one.row)
+    ttft_s = estimate_s(node, cached, query.num_tokens)
+    return replace(found, ttft_s=ttft_s, ttft_error_s=error_bar_s(ttft_s, node.spread, node.doubt))
+
+
+def alone(policy: str, node: NodeView, query: Query, view: ClusterView) -> Decision:
+    """The decision that one node serves, without a comparison."""
+    row = view.roster.row_of[node.incarnation]
+    bits = view.roster.zeros.astype(int)
+    bits[row] = SERVES
+    one = Ranked(0.0, node.num_requests, node.name, row, "local", ())
+    return _decision(policy, eligibility.Legs(bits, True, True), [one], query, view)

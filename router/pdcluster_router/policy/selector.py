@@ -16,13 +16,11 @@ from pdcluster.core.errors import NoNodeTakesWork, Unavailable
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.generation import Mode
 from pdcluster_router.core.job import Job
-from pdcluster_router.policy.base import Fallback, Force, Policy, Query, RoutingDecision
+from pdcluster_router.policy.base import Decision, Fallback, Force, Policy, Query, ShadowRecord
 from pdcluster_router.policy.cache_pressure import CachePressure
-from pdcluster_router.policy.decisions import Decision, PackedDecision, PlacementQuery
-from pdcluster_router.policy.pools import why_not
-from pdcluster_router.policy.predicted_seconds import Seconds
+from pdcluster_router.policy.eligibility import why_not
 from pdcluster_router.policy.pull import BY_TOKENS, PullRule
-from pdcluster_router.policy.scales import PREVIOUS
+from pdcluster_router.policy.scored import alone
 
 # Prompt work that a router sent to nodes lately. Pure; the caller passes the time.
 #
@@ -45,12 +43,8 @@ class RecentWork:
         """A prompt was sent to the node. Unknown costs count as nothing."""
         cost = node.cost
         if cost is not None:
-            self.add_s(cost.prefill.seconds(new_tokens, cached_tokens), now)
-
-    def add_s(self, work_s: float, now: float) -> None:
-        """Add work by its seconds."""
-        self._work_s = self._left_s(now) + work_s
-        self._moment = now
+            self._work_s = self._left_s(now) + cost.prefill.seconds(new_tokens, cached_tokens)
+            self._moment = now
 
     def per_second(self, now: float) -> float:
         """Nodes that this work keeps busy."""
@@ -98,7 +92,7 @@ class PolicySelector:
 
     held: leading blocks of a chain that each node holds.
     expected: blocks that it will soon hold; None: none.
-    glance: a view that the caller does not keep.
+    view: as of now; a decision reads it before the next one.
     num_held: requests that wait; set by the owner of the hold queue.
     force, fallback: the router's own settings.
     """
@@ -113,19 +107,16 @@ class PolicySelector:
         fallback: Fallback = "conditional",
         itl_s: float = 0.0,
         expected: Cached | None = None,
-        glance: Callable[[], ClusterView] | None = None,
     ) -> None:
         self.holder = holder
-        self._view, self._glance = view, glance or view
+        self._view = view
         self._held = held
         self._expected = expected
         self.num_held: Callable[[], int] = _nobody
         self._force = force
         self._fallback = fallback
         self._itl_s = itl_s
-        self._usual_output = USUAL_OUTPUT
-        self._most_output = round(USUAL_OUTPUT)
-        self._usual_prompt, self._most_prompt = 0.0, 0
+        self._usual_output, self._usual_prompt = USUAL_OUTPUT, 0.0
         self._num_ended = 0
         self._counter = 0
         self._previous: Mode | None = None
@@ -155,89 +146,50 @@ class PolicySelector:
 
         others: incarnations that it takes only where there are no more.
         """
+        query, live, shadow = self.query(job, now, others), self.holder.live, self.holder.shadow
         view = self._view()
-        query = self.query(job, now, view)
-        if others:
-            query = replace(query, busy=others.union(query.busy))
-        live, shadow = self.holder.live, self.holder.shadow
         try:
-            choice = self.holder.pulls.apply(live.choose(query, view), query, view)
+            decision = self.holder.pulls.apply(live.choose(query, view))
         except Unavailable as cause:
             if job.force is not None or isinstance(cause, NoNodeTakesWork):
                 raise
             raise NoNodeTakesWork(str(cause)) from cause  # the router's own mode is not the request's fault
-        self._chose(query.force, choice.mode)
-        return Decision(query, view, choice, _looked_at(shadow, query, view) if shadow is not None else None)
-
-    def place(self, job: Job, room_s: float, now: float) -> PackedDecision | None:
-        """The choice of `choose` where the request clearly goes at once, in a fraction of the time; None: use `choose`
-        and the gate.
-
-        room_s: see Gate.
-        """
-        live = self.holder.live
-        if self.holder.shadow is not None or room_s < 0.0 or job.excluded or job.busy or not isinstance(live, Seconds):
-            return None
-        hashes, num_tokens = job.hashes_so_far(), len(job.prompt) + len(job.emitted)
-        sent_s = self._sent_serving.per_second(now), self._sent_decoding.per_second(now)
-        lately = self._usual_prompt, *sent_s, PREVIOUS[self._previous], self._lost.share(self._usual_prompt)
-        numbers = float(num_tokens), float(self._output_left(job)), self._itl_s, 0.0, *lately
-        held, expected = self._held(hashes), self._expected(hashes) if self._expected is not None else NOTHING_HELD
-        force, usual = job.force or self._force, self._most_prompt
-        asked = PlacementQuery(
-            num_tokens, hashes, numbers, held, expected, job.chain.block_tokens, force, self._fallback, usual, room_s,
-            job.most_tokens if job.most_tokens > num_tokens else num_tokens + 1, job.model,
-        )  # fmt: skip
-        placed = live.place(asked, self._glance())
-        if placed is None or not self.holder.pulls.leaves(placed.most_held, placed.cached_tokens, placed.choice.first):
-            return None
-        self._chose(force, placed.choice.mode)
-        return placed
-
-    def _chose(self, force: Force, mode: Mode) -> None:
-        """Note the mode. A required mode says nothing about which is better."""
         self._counter += 1
-        if force == "auto":
-            self._previous = mode
+        if query.force == "auto":  # a required mode says nothing about which is better
+            self._previous = decision.record.mode
+        return decision if shadow is None else _compared_with(shadow, decision)
 
     def follow(self, job: Job, now: float) -> Decision | None:
         """Place a fork on the node that decodes its parent; None when it must not share, or that node takes no work."""
         if job.fork_on is None:
             return None
         view = self._view()
-        node, query = view.find(job.fork_on), self.query(job, now, view)
+        node, query = view.find(job.fork_on), self.query(job, now)
         if node is None or why_not(node, query) or job.busy_s(node.endpoint.incarnation, now):
             return None
-        return Decision(query, view, RoutingDecision("local", None, node, policy=FORK))
+        return alone(FORK, node, query, view)
 
     def choose_decode(self, job: Job, now: float, prefill: NodeView, avoid: Set[str]) -> NodeView | None:
         """Another decode node for KV that waits on `prefill`.
 
         avoid: nodes that just refused or failed it. Nodes that failed earlier attempts come last.
         """
-        view = self._view()
-        query = self.query(job, now, view)
-        live = self.holder.live
+        view, query, live = self._view(), self.query(job, now), self.holder.live
         fresh = live.choose_decode(replace(query, excluded=query.excluded | avoid), view, prefill)
         return fresh or live.choose_decode(replace(query, excluded=frozenset(avoid)), view, prefill)
 
-    def note_sent(self, decision: Decision | PackedDecision, now: float) -> None:
+    def note_sent(self, decision: Decision, now: float) -> None:
         """The prompt goes as decided."""
-        choice = decision.choice
-        if isinstance(decision, PackedDecision):
-            sent = self._sent_decoding if choice.first.role == "decode" else self._sent_serving
-            sent.add_s(decision.sent_s, now)
-        else:
-            query = decision.query
-            self.note_prompt(choice, query.num_tokens, query.cached_on(choice.first), now)
+        query = decision.query
+        self.note_prompt(decision, query.num_tokens, query.cached_on(decision.first), now)
 
-    def note_prompt(self, choice: RoutingDecision, num_tokens: int, cached_tokens: int, now: float) -> None:
-        """The prompt goes as chosen.
+    def note_prompt(self, decision: Decision, num_tokens: int, cached_tokens: int, now: float) -> None:
+        """The prompt goes as decided.
 
         Fetched and shared tokens are not computed there. At least one token is.
         """
-        node = choice.prefill or choice.decode
-        known = num_tokens if choice.policy == FORK else max(cached_tokens, choice.pull_tokens)
+        node = decision.first
+        known = num_tokens if decision.record.policy == FORK else max(cached_tokens, decision.pull_tokens)
         if known >= num_tokens:
             known = num_tokens - 1
         sent = self._sent_decoding if node.role == "decode" else self._sent_serving
@@ -255,9 +207,8 @@ class PolicySelector:
             weight, prompt_weight = max(1 / (num + PRIOR), NEWEST), 1 / num
         self._usual_output += weight * (num_output - self._usual_output)
         self._usual_prompt += prompt_weight * (num_prompt - self._usual_prompt)
-        self._most_output, self._most_prompt = round(self._usual_output), round(self._usual_prompt)
 
-    def query(self, job: Job, now: float, view: ClusterView) -> Query:
+    def query(self, job: Job, now: float, others: frozenset[str] = NO_NODES) -> Query:
         """The Query of a request. Asking has no effect, so dry runs may."""
         cached, held = self._cached(job)
         return Query(  # by position, which costs half
@@ -265,7 +216,7 @@ class PolicySelector:
             job.hashes_so_far(),
             cached,
             frozenset(job.excluded) if job.excluded else NO_NODES,
-            frozenset(node for node, until in job.busy.items() if until > now) if job.busy else NO_NODES,
+            others.union(node for node, until in job.busy.items() if until > now) if job.busy else others,
             self._output_left(job),
             job.session,
             job.force or self._force,
@@ -294,7 +245,7 @@ class PolicySelector:
 
     def _output_left(self, job: Job) -> int:
         """Tokens still to come, as a guess; at least one."""
-        output, usual = job.sampling.max_tokens - len(job.emitted), self._most_output
+        output, usual = job.sampling.max_tokens - len(job.emitted), round(self._usual_output)
         if output > usual:
             output = usual
         return output if output > 1 else 1
@@ -310,12 +261,16 @@ def _nobody() -> int:
     return 0
 
 
-def _looked_at(shadow: Policy, query: Query, view: ClusterView) -> RoutingDecision | None:
-    """The shadow's choice. A shadow that finds no node where the live policy did has none."""
+def _compared_with(shadow: Policy, decision: Decision) -> Decision:
+    """The decision with what a shadow would have done. A shadow that finds no node, or fails, has done nothing."""
     try:
-        return shadow.choose(query, view)
+        other = shadow.choose(decision.query, decision.view).record
     except Unavailable:
-        return None
+        return decision
     except Exception:  # a bug of a shadow must not fail a request
         logger.exception("the shadow policy %s failed", shadow.name)
-        return None
+        return decision
+    mine = decision.record
+    agrees = (other.mode, other.prefill, other.decode) == (mine.mode, mine.prefill, mine.decode)
+    told = ShadowRecord(other.policy, other.mode, other.prefill, other.decode, agrees)
+    return replace(decision, record=replace(mine, shadow=told))

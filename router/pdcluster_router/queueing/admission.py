@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pdcluster.core import errors
 from pdcluster_router.cluster.view import ClusterView
 from pdcluster_router.policy.base import Query
-from pdcluster_router.policy.pools import no_node
+from pdcluster_router.policy.eligibility import no_node
 
 EVEN_SHARE = 0.25
 LONG_FACTOR = 2.0

@@ -26,7 +26,7 @@ from math import ceil, exp, sqrt
 from pdcluster.bootstrap.demand import ROLES, RoleDemand, RouterDemand
 from pdcluster.core.messages import Role
 from pdcluster.cost.cost import NodeCost
-from pdcluster_router.cluster.pacing import completed
+from pdcluster_router.cluster.pacing import COLD, completed
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.policy.predicted.cost_model import COMFORT
 from pdcluster_router.queueing.fairness import QueuedRequest
@@ -95,16 +95,12 @@ class DemandMeter:
         self._sampled = now
 
 
-def unplaced(view: ClusterView, num_tokens: int, cold_token_s: float) -> tuple[Role, float, Role]:
-    """What `DemandMeter.arrived` is told of a request that no node takes now: whom it would go to if they did.
-
-    cold_token_s: seconds of a prompt's token while no node has measured any.
-    """
+def unplaced(view: ClusterView, num_tokens: int) -> tuple[Role, float, Role]:
+    """What `DemandMeter.arrived` is told of a request that no node takes now: whom it would go to if they did."""
     roles = {node.role for node in view.nodes}
     first = next((role for role in SERVING if role in roles), SERVING[0])
     decode = next((role for role in DECODING if role in roles), DECODING[0])
-    cost = view.typical_cost
-    return first, cold_token_s * num_tokens if cost is None else cost.prefill.seconds(num_tokens), decode
+    return first, (view.typical or COLD).prefill.seconds(num_tokens), decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +158,7 @@ def _signal(
     held_s: float,
     levels: PoolLevels,
 ) -> PoolSignal:
-    costs = [completed(node.cost, view.typical_cost) for node in nodes]
+    costs = [completed(node.cost, view.typical) for node in nodes]
     prompts = coming.prompt_s + held_s / levels.clear_s
     room = tokens_s = waiting_s = 0.0
     for node, cost in zip(nodes, costs, strict=True):
@@ -173,7 +169,7 @@ def _signal(
     num = len(nodes)
     prompts += waiting_s / levels.clear_s
     rows = max(
-        float(sum(node.work.rows for node in nodes)), coming.output_tokens / tokens_s * room if tokens_s else 0.0
+        float(sum(node.decode_rows for node in nodes)), coming.output_tokens / tokens_s * room if tokens_s else 0.0
     )
     use = staffed(prompts) / num + (staffed(rows) / room if room else 0.0)
     saturation = max(use, _pages(nodes) / levels.pages)
@@ -191,13 +187,13 @@ def _batch(node: NodeView, cost: NodeCost | None, levels: PoolLevels) -> tuple[f
     slots = node.load.slots if node.load is not None else 1
     if cost is None:
         return float(slots), 0.0
-    decode, work = cost.decode, node.work
-    context = work.context_tokens / work.rows if work.rows else 0.0
+    decode, rows = cost.decode, node.decode_rows
+    context = node.context_tokens / rows if rows else 0.0
     each_s = decode.row_s + decode.context_s * context
     limit_s = levels.itl_s or COMFORT * (decode.fixed_s + each_s)
-    rows = min(max((limit_s - decode.fixed_s) / each_s, 1.0), slots) if each_s > 0 else float(slots)
-    step_s = decode.fixed_s + rows * each_s
-    return rows, rows / step_s if step_s > 0 else 0.0
+    most = min(max((limit_s - decode.fixed_s) / each_s, 1.0), slots) if each_s > 0 else float(slots)
+    step_s = decode.fixed_s + most * each_s
+    return most, most / step_s if step_s > 0 else 0.0
 
 
 def _pages(nodes: Sequence[NodeView]) -> float:

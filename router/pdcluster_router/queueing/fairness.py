@@ -40,11 +40,11 @@ class QueuedRequest(msgspec.Struct, frozen=True, gc=False):
     # Lower goes first.
     priority: int = 0
     # It was released before and came back, so its tenant is not charged again.
-    is_paid: bool = False
+    is_charged: bool = False
 
     @property
     def charge(self) -> float:
-        return 0.0 if self.is_paid else self.work
+        return 0.0 if self.is_charged else self.work
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from pdcluster.core import errors
-from pdcluster_router.policy.base import suits_all
-from pdcluster_router.policy.decisions import Decision
+from pdcluster_router.policy.base import Decision
 from pdcluster_router.queueing.admission import DrainRate, Outlook, Slo, check_service, refusal
 from pdcluster_router.queueing.fairness import QueuedRequest
 from pdcluster_router.queueing.headroom import MODES, Headroom
@@ -79,43 +78,36 @@ class Gate:
         """Where the request goes at once; None: it is held, and `release` may place it right away.
 
         held.work is set here. Raises Overloaded when it may not come in, and whatever `decide` raises, unless the
-        request may be parked. A request that came in before (is_paid) always may.
+        request may be parked. A request that came in before (is_charged) always may.
         """
         try:
             decision = decide(held, NOTHING)
         except errors.Unavailable as cause:
             self.park(held, cause, now)
             return None
-        going = self.at_once(decision, now - held.arrived, is_paid=held.is_paid)
+        going = self.at_once(decision, now - held.arrived, is_charged=held.is_charged)
         if going is None:
             self.hold(held, decision, now)
         return going
 
-    def at_once(self, decision: Decision, waited_s: float, *, is_paid: bool) -> Decision | None:
+    def at_once(self, decision: Decision, waited_s: float, *, is_charged: bool) -> Decision | None:
         """Where a request goes that need not wait, as nearly all; None: it must be held. Raises Overloaded."""
         if self.queue.num_able or self.queue.is_lacked(_taken(decision)):
             return None  # others are before it
-        if not self._may_go(decision, waited_s, is_paid=is_paid):
+        if not self._may_go(decision, waited_s, is_charged=is_charged):
             return None
-        if self._slo.ttft_s is not None and not is_paid:
-            query, first = decision.query, decision.choice.first
-            check_service(Outlook(0.0, self._headroom.waiting_s(first), self._headroom.own_s(first, query)), self._slo)
-        return _going(decision)
-
-    @property
-    def room_s(self) -> float:
-        """Backlog below which a node takes a new request. -1: it must call `try_admit`, since others wait or a service
-        level holds.
-        """
-        return -1.0 if self.queue.num_taken or self._slo.ttft_s is not None else self._headroom.backlog_s
+        if self._slo.ttft_s is not None and not is_charged:
+            wait_s, own_s = decision.record.estimate_s - decision.work_s, decision.work_s
+            check_service(Outlook(0.0, wait_s, own_s), self._slo)
+        return decision
 
     def hold(self, held: QueuedRequest, decision: Decision, now: float) -> None:
         """Hold a request that could not go. Raises Overloaded."""
-        held = replace(held, work=self._headroom.own_s(decision.choice.first, decision.query))
-        if not held.is_paid:
+        held = replace(held, work=decision.work_s)
+        if not held.is_charged:
             self._admit(held, decision)
         self.queue.push(held)
-        if not self._may_go(decision, now - held.arrived, is_paid=held.is_paid) and not self._is_full(decision):
+        if not self._may_go(decision, now - held.arrived, is_charged=held.is_charged) and not self._is_full(decision):
             self._set_aside(held, decision, now)
         self._note_held(now)
 
@@ -157,14 +149,14 @@ class Gate:
                     return HoldOutcome.ASIDE
                 released.append(Released(held, None, error))
                 return HoldOutcome.PLACED
-            if not self._may_go(decision, now - held.arrived, is_paid=held.is_paid):
+            if not self._may_go(decision, now - held.arrived, is_charged=held.is_charged):
                 if self._is_full(decision):
                     return HoldOutcome.FULL
                 self._set_aside(held, decision, now)
                 return HoldOutcome.ASIDE
             if not _taken(decision).isdisjoint(claimed):
                 return HoldOutcome.ELSEWHERE
-            released.append(Released(held, _going(decision)))
+            released.append(Released(held, decision))
             return HoldOutcome.PLACED
 
         for held in self.queue.release(offer, now):
@@ -213,7 +205,7 @@ class Gate:
                 self._forget(held.request)
                 failed.append(Released(held, None, error))
             return HoldOutcome.ASIDE
-        if self._may_go(decision, now - held.arrived, is_paid=held.is_paid):
+        if self._may_go(decision, now - held.arrived, is_charged=held.is_charged):
             return HoldOutcome.PLACED
         if self._is_full(decision):
             return HoldOutcome.FULL
@@ -223,9 +215,8 @@ class Gate:
     def _set_aside(self, held: QueuedRequest, decision: Decision, now: float) -> None:
         """Set a request aside that lacks room, and all that lacked the same when they were last scored."""
         self._parked.pop(held.request, None)
-        choice, query, view = decision.choice, decision.query, decision.view
-        is_paced = self._headroom.has_open(choice, query, view)
-        lack = Lack(self._headroom.lacking(choice, query, view, is_paced=is_paced), held.priority)
+        is_paced = self._headroom.has_open(decision)
+        lack = Lack(self._headroom.lacking(decision, is_paced=is_paced), held.priority)
         self._lacks[held.request] = lack
         alike = [held.request]
         if self.queue.num_able:
@@ -233,13 +224,8 @@ class Gate:
         for request in dict.fromkeys(alike):
             self.queue.set_aside(request, now + RESCORE_S, lack)
 
-    def _may_go(self, decision: Decision, waited_s: float, *, is_paid: bool) -> bool:
-        choice, query, may_slow = decision.choice, decision.query, is_paid or self._slo.ttft_s is not None
-        if self._headroom.goes(choice, query, decision.view, waited_s, may_slow=may_slow):
-            return True
-        if not self._headroom.has_open(choice, query, decision.view):
-            return False
-        return may_slow or self._headroom.keeps_pace(choice, query, waited_s)
+    def _may_go(self, decision: Decision, waited_s: float, *, is_charged: bool) -> bool:
+        return self._headroom.admits(decision, waited_s, may_slow=is_charged or self._slo.ttft_s is not None)
 
     def _is_full(self, decision: Decision) -> bool:
         """Whether no request has room."""
@@ -274,9 +260,9 @@ class Gate:
     # ------------------------------------------------------------ refusals
 
     def _admit(self, held: QueuedRequest, decision: Decision) -> None:
-        usable = self._headroom.usable(decision.choice, decision.query, decision.view)
-        pool = [node for node in decision.view.nodes if node.endpoint.incarnation in usable]
-        least_s = min((self._headroom.waiting_s(node) for node in pool), default=0.0)
+        usable, view = self._headroom.usable(decision), decision.view
+        rows = [view.roster.row_of[incarnation] for incarnation in usable]
+        least_s = min(view.table["backlog_s"][rows].tolist(), default=0.0)
         wait_s = self.wait_s(held, usable) + max(least_s - self._headroom.backlog_s, 0.0)
         bound = self.queue.lacks_room(held)
         if bound is not None:
@@ -300,16 +286,9 @@ class Gate:
 
 
 def _may_park(held: QueuedRequest, cause: errors.Unavailable) -> bool:
-    return held.is_paid or isinstance(cause, errors.NoNodeTakesWork)
+    return held.is_charged or isinstance(cause, errors.NoNodeTakesWork)
 
 
 def _taken(decision: Decision) -> frozenset[str]:
     """The nodes that a request takes."""
-    choice = decision.choice
-    return frozenset((choice.first.endpoint.incarnation, choice.decode.endpoint.incarnation))
-
-
-def _going(decision: Decision) -> Decision:
-    """What is kept of a decision while its request runs: not the whole view."""
-    choice = decision.choice
-    return decision if choice.suits is suits_all else replace(decision, choice=replace(choice, suits=suits_all))
+    return frozenset((decision.first.endpoint.incarnation, decision.decode.endpoint.incarnation))

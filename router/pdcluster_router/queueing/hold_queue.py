@@ -275,12 +275,12 @@ class HoldQueue:
         """The amounts that a request takes of each bound. One that came back takes nothing: it was admitted, and
         running requests are bounded elsewhere.
         """
-        if held.is_paid:
+        if held.is_charged:
             return ()
         return ("count", self._places, 1), ("bytes", self._bytes, held.size_bytes)
 
     def _due(self, held: QueuedRequest) -> float:
-        if held.is_paid:
+        if held.is_charged:
             return min(held.deadline, held.arrived)
         urgency, patience_s = self._limits.urgency, self._limits.patience_s
         return min(
@@ -311,7 +311,7 @@ class HoldQueue:
         if lacking != {(one.lack, request) for request, one in self._aside.items() if one.lack is not None}:
             raise IntegrityError("what set-aside requests lack differs from what is known of it")
         held = self.waiting()
-        taken = [one for one in held if not one.is_paid]
+        taken = [one for one in held if not one.is_charged]
         if self._places.used != len(taken) or self._bytes.used != sum(one.size_bytes for one in taken):
             raise IntegrityError(
                 f"{len(taken)} new requests wait, {self._places.used} places and {self._bytes.used} bytes are taken "

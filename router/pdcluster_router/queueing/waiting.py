@@ -17,7 +17,7 @@ from typing import Protocol
 from pdcluster.core import errors
 from pdcluster.processes.tasks import watched
 from pdcluster.telemetry.metrics import HoldMetrics
-from pdcluster_router.policy.decisions import Decision
+from pdcluster_router.policy.base import Decision
 from pdcluster_router.queueing.fairness import QueuedRequest
 from pdcluster_router.queueing.gate import Gate, Released
 
@@ -68,11 +68,6 @@ class WaitingRequests:
         """The requests, in the order they came."""
         return self._gate.queue.waiting()
 
-    @property
-    def room_s(self) -> float:
-        """See Gate."""
-        return self._gate.room_s
-
     def poke(self) -> None:
         """Room may have appeared."""
         if self._waiters:
@@ -84,10 +79,10 @@ class WaitingRequests:
             await nodes.wait_for_change(nodes.version)
             self.poke()
 
-    def at_once(self, decision: Decision, tenant: str, *, is_paid: bool) -> Decision | None:
+    def at_once(self, decision: Decision, tenant: str, *, is_charged: bool) -> Decision | None:
         """Where a new request goes; None: it must be held. Raises Overloaded."""
         try:
-            return self._gate.at_once(decision, 0.0, is_paid=is_paid)
+            return self._gate.at_once(decision, 0.0, is_charged=is_charged)
         except errors.Overloaded as error:
             self._metrics.refused(error.reason, tenant)
             raise

@@ -22,8 +22,7 @@ from pdcluster.cost.cost import NodeCost, num_pairs
 from pdcluster_router.cluster.pacing import typical_cost
 from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView, PathRates
 from pdcluster_router.core.job import HashChain, Job
-from pdcluster_router.policy.base import Force, Policy, Query, RoutingDecision
-from pdcluster_router.policy.decisions import Decision
+from pdcluster_router.policy.base import Decision, Force, Policy, Query
 from pdcluster_router.policy.pull import BY_TOKENS, PullRule
 from pdcluster_router.policy.selector import PolicyHolder, PolicySelector
 from pdcluster_router.prefix_index.ideal_cache import IdealCache
@@ -163,7 +162,7 @@ class ReplayPlacement:
     """A request that waits no more: where it goes, or why it cannot go."""
 
     task: Task
-    choice: RoutingDecision | None
+    decision: Decision | None
     error: PdclusterError | None = None
 
 
@@ -210,21 +209,17 @@ class ReplayRouter:
 
     # ------------------------------------------------------------ who goes where, and when
 
-    def try_admit(self, task: Task, now: float) -> RoutingDecision | None:
+    def try_admit(self, task: Task, now: float) -> Decision | None:
         """Where the request goes at once; None: it is held. Raises what the gate raises."""
         self._hear(now)
         job = self._job(task)
         check_fits(Query(task.request.num_tokens), self._view(), self._longest)
         if not self._is_gated:
-            return self._selector.choose(job, now).choice
-        placed = self._selector.place(job, self.gate.room_s, now)
-        if placed is not None:
-            self._demand.arrived(placed.choice.first.role, placed.sent_s, placed.choice.decode.role)
-            return placed.choice
+            return self._selector.choose(job, now)
         held = QueuedRequest(job.request, "", 0.0, BYTES_PER_TOKEN * task.request.num_tokens, now, job.deadline)
         decision = self.gate.try_admit(held, lambda *_: self._chosen(job, now), now)
         if decision is not None:
-            return decision.choice
+            return decision
         self._held[job.request] = task, job
         return None
 
@@ -233,10 +228,9 @@ class ReplayRouter:
         try:
             decision = self._selector.choose(job, now)
         except Unavailable:
-            self._demand.arrived(*unplaced(self._view(), len(job.prompt), self._headroom.cold_token_s))
+            self._demand.arrived(*unplaced(self._view(), len(job.prompt)))
             raise
-        first = decision.choice.first
-        self._demand.arrived(first.role, self._headroom.own_s(first, decision.query), decision.choice.decode.role)
+        self._demand.arrived(decision.first.role, decision.work_s, decision.decode.role)
         return decision
 
     @property
@@ -258,9 +252,7 @@ class ReplayRouter:
         return self._selector.choose(self._held[held.request][1], now, others)
 
     def _placed(self, one: Released) -> ReplayPlacement:
-        return ReplayPlacement(
-            self._held.pop(one.held.request)[0], one.decision.choice if one.decision is not None else None, one.error
-        )
+        return ReplayPlacement(self._held.pop(one.held.request)[0], one.decision, one.error)
 
     def next_look(self, now: float) -> float:
         """When a node may have worked off enough backlog, or a request waited too long."""
@@ -331,7 +323,7 @@ class ReplayRouter:
             changed = {name: new for name in self._altered if (new := self._changed(self.feeds[name])) is not None}
             self._altered.clear()
             if changed:
-                self._seen = self._seen.replaced(changed, self._typical)
+                self._seen = self._seen.replaced(changed)
         return self._seen
 
     def _expected(self, hashes: bytes) -> Mapping[str, int]:
@@ -342,7 +334,7 @@ class ReplayRouter:
 
     # ------------------------------------------------------------ what happens
 
-    def sent(self, task: Task, choice: RoutingDecision, now: float) -> None:
+    def sent(self, task: Task, choice: Decision, now: float) -> None:
         """The request goes as chosen."""
         first, request = choice.first, task.request
         hashes = b"".join(request.blocks)
@@ -358,9 +350,8 @@ class ReplayRouter:
         if choice.prefill is not None:
             self._altered.add(choice.decode.name)
             self._accounts[choice.decode.name].send_row(request.num_tokens)
-        wait_s = first.pace.wait_s if first.pace is not None else 0.0
         if hashes:
-            self.index.expect(first.name, hashes, now + wait_s + EXPECTED_S)
+            self.index.expect(first.name, hashes, now + choice.view.row_of(first).wait_s + EXPECTED_S)
 
     def reserved(self, task: Task, decode: str, now: float) -> None:
         """The decode node answered. Its next report counts the row."""

@@ -14,7 +14,7 @@ from math import inf
 from typing import Literal, Protocol
 
 from pdcluster.core.errors import DeadlineExceeded, IntegrityError, Overloaded, PdclusterError
-from pdcluster_router.policy.base import RoutingDecision
+from pdcluster_router.policy.base import Decision
 from pdcluster_router.replay.node import SimNode, Task
 from pdcluster_router.replay.routing import ReplayPlacement
 from pdcluster_router.replay.scaling import ScaledPools
@@ -40,13 +40,13 @@ class Router(Protocol):
     @property
     def num_held(self) -> int: ...
 
-    def try_admit(self, task: Task, now: float) -> RoutingDecision | None: ...
+    def try_admit(self, task: Task, now: float) -> Decision | None: ...
 
     def release(self, now: float) -> Iterator[ReplayPlacement]: ...
 
     def next_look(self, now: float) -> float: ...
 
-    def sent(self, task: Task, choice: RoutingDecision, now: float) -> None: ...
+    def sent(self, task: Task, choice: Decision, now: float) -> None: ...
 
     def reserved(self, task: Task, decode: str, now: float) -> None: ...
 
@@ -173,11 +173,11 @@ class Simulation:
         """Place waiting requests that have room, then plan the next look."""
         for one in self.router.release(self.now):
             flight = self.flights[one.task.number]
-            if one.choice is None:
+            if one.decision is None:
                 assert one.error is not None
                 self._refuse(flight, one.error)
             else:
-                self._send(flight, one.choice)
+                self._send(flight, one.decision)
         self._is_freed = False
         if self.router.num_held:
             self._look_s = self.router.next_look(self.now)
@@ -185,7 +185,7 @@ class Simulation:
     def _refuse(self, flight: RequestInFlight, error: PdclusterError) -> None:
         self._finish(flight, "refused" if isinstance(error, Overloaded | DeadlineExceeded) else "impossible")
 
-    def _send(self, flight: RequestInFlight, choice: RoutingDecision) -> None:
+    def _send(self, flight: RequestInFlight, choice: Decision) -> None:
         self.router.sent(flight.task, choice, self.now)
         flight.decode = self._by_name[choice.decode.name]
         flight.prefill = self._by_name[choice.prefill.name] if choice.prefill is not None else None

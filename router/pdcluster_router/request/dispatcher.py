@@ -58,7 +58,7 @@ class Dispatch:
         metrics: HoldMetrics | None = None,
         explainer: Explainer | None = None,
     ) -> None:
-        self.explainer = explainer or Explainer(settings.headroom, ExplainMetrics(CollectorRegistry()), time.time)
+        self.explainer = explainer or Explainer(ExplainMetrics(CollectorRegistry()), time.time)
         gate = Gate(settings.hold, settings.headroom, settings.slo)
         self.waiting = WaitingRequests(gate, metrics or HoldMetrics(CollectorRegistry()), clock, settings.stages.hold_s)
         selector.num_held = lambda: gate.queue.num_taken

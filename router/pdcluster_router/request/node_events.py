@@ -1,4 +1,4 @@
-"""What each thing that a node says leads to, and what a request says to nodes.
+"""What each message of a node leads to, and what an attempt sends to nodes.
 
 One function per event. Each is called in a request's own step, sends, and never blocks. It raises RetryAttempt when the
 attempt is over, and another error when the request is. What may happen (P is the prefill leg, D the decode leg):
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pdcluster.core import errors
 from pdcluster.core.messages import (
@@ -28,7 +28,6 @@ from pdcluster.core.messages import (
     Finished,
     LegTimings,
     Prefill,
-    Pull,
     Refused,
     Release,
     Reserve,
@@ -42,13 +41,10 @@ from pdcluster_router.cluster.legs import Body, LegLost, NodeReconnected, Reques
 from pdcluster_router.cluster.view import NodeView
 from pdcluster_router.core.generation import TokenChunk
 from pdcluster_router.core.job import RetryAttempt
-from pdcluster_router.policy.base import RoutingDecision
-from pdcluster_router.request.states import RequestState
+from pdcluster_router.request.attempt import Attempt
+from pdcluster_router.request.states import AttemptState
 
-if TYPE_CHECKING:
-    from pdcluster_router.request.request import Request
-
-S = RequestState
+S = AttemptState
 
 # Decode legs that may fail (refusals are none) before the prompt is tried anew.
 MAX_DECODE_FAILURES = 3
@@ -61,244 +57,245 @@ LOOK_AGAIN_S = 0.25
 # ---------------------------------------------------------------- an attempt's start and end
 
 
-def begin(request: Request, choice: RoutingDecision) -> None:
+def begin(attempt: Attempt) -> None:
     """Send the first frames. Raises RetryAttempt when a node is already gone."""
-    job, node, shared = request.job, choice.decode, request.shared
-    request.decode_node = node
-    if choice.pull is not None and choice.pull_tokens:
-        request.pull = Pull(choice.pull.endpoint, choice.pull_tokens)
-    request.queue_by = shared.clock() + shared.settings.stages.queue_s
-    request.due = min(job.deadline, request.queue_by)
-    if choice.prefill is None:
-        request.go("compute")
-        request.decode = leg = _enter(request, node.endpoint)
+    job, node, shared = attempt.job, attempt.decode_node, attempt.shared
+    assert node is not None  # as it was chosen
+    attempt.queue_by = shared.clock() + shared.settings.stages.queue_s
+    attempt.due = min(job.deadline, attempt.queue_by)
+    if attempt.prefill_node is None:
+        attempt.go("compute")
+        attempt.decode = leg = _enter(attempt, node.endpoint)
         fork_of = job.fork_of if job.fork_on is not None and node.endpoint.incarnation == job.fork_on else None
-        _send(request, leg, Prefill(_work(request, leg), False, request.pull, fork_of))
+        _send(attempt, leg, Prefill(_work(attempt, leg), False, attempt.pull, fork_of))
         return
-    request.go("prefill")
-    request.prefill = leg = _enter(request, choice.prefill.endpoint)
-    _send(request, leg, Prefill(_work(request, leg), True, request.pull))
+    attempt.go("prefill")
+    attempt.prefill = leg = _enter(attempt, attempt.prefill_node.endpoint)
+    _send(attempt, leg, Prefill(_work(attempt, leg), True, attempt.pull))
     if node.has_slack and not (job.busy and job.busy_s(node.endpoint.incarnation, shared.clock())):
-        _reserve(request, node)
+        _reserve(attempt, node)
 
 
-def stop(request: Request, reason: str) -> None:
-    """Cancel what still runs. Idempotent; called however the attempt ended."""
-    _leave_places(request, request.decode)
-    leave_decode(request, reason)
-    prefill, request.prefill = request.prefill, None
+def stop(attempt: Attempt, reason: str) -> None:
+    """Cancel what still runs. Called once, however the attempt ended."""
+    attempt.go("stop")
+    _leave_places(attempt, attempt.decode)
+    leave_decode(attempt, reason)
+    prefill, attempt.prefill = attempt.prefill, None
     if prefill is not None:
-        if request.report is None and request.finished_by is not prefill:
-            _cancel(request, prefill, reason)
-            _release(request, prefill)
-        request.shared.cluster.ledger.leave(prefill)
+        if attempt.report is None and attempt.finished_by is not prefill:
+            _cancel(attempt, prefill, reason)
+            _release(attempt, prefill)
+        attempt.shared.cluster.ledger.leave(prefill)
 
 
-def leave_decode(request: Request, reason: str) -> None:
+def leave_decode(attempt: Attempt, reason: str) -> None:
     """Cancel the decode leg, if it still runs. Idempotent."""
-    decode, request.decode = request.decode, None
+    decode, attempt.decode = attempt.decode, None
     if decode is None:
         return
-    # It leads to a line that may be another answer's next, and knows the request, all of which it would keep.
+    # It refers to the client's connection, which may carry another answer next.
     decode.way = None
-    if request.finished_by is not decode:
-        _cancel(request, decode, reason)
-    request.shared.cluster.ledger.leave(decode)
+    if attempt.finished_by is not decode:
+        _cancel(attempt, decode, reason)
+    attempt.shared.cluster.ledger.leave(decode)
 
 
 # ---------------------------------------------------------------- clocks
 
 
-def expire(request: Request, now: float) -> None:
+def expire(attempt: Attempt, now: float) -> None:
     """Act on a clock that ran out. Raises RetryAttempt or DeadlineExceeded."""
-    job, stages = request.job, request.shared.settings.stages
+    job, stages = attempt.job, attempt.shared.settings.stages
     if now >= job.deadline:
         raise errors.DeadlineExceeded(
             f"request {job.request} was not done by its deadline, after {len(job.emitted)} tokens", "request"
         )
-    if now >= request.queue_by:
-        first = request.prefill or request.decode
+    if now >= attempt.queue_by:
+        first = attempt.prefill or attempt.decode
         assert first is not None  # it has nodes
         late = f"node {first.endpoint.node} did not schedule the prompt within {stages.queue_s:g} s"
         raise RetryAttempt(errors.DeadlineExceeded(late, "queue"), first.endpoint.incarnation)
-    request.state_by = math.inf
-    if request.state is S.PREFILLING:
-        reserve_anywhere(request)
-    elif request.state is S.RESERVING:
-        _decode_failed(request, errors.DeadlineExceeded("the decode node did not answer Reserve", "handshake"))
-    elif request.state is S.CARRYING:
-        _decode_failed(request, errors.DeadlineExceeded("the decode node got no commit", "transfer"))
+    attempt.state_by = math.inf
+    if attempt.state is S.PREFILLING:
+        reserve_anywhere(attempt)
+    elif attempt.state is S.RESERVING:
+        _decode_failed(attempt, errors.DeadlineExceeded("the decode node did not answer Reserve", "handshake"))
+    elif attempt.state is S.CARRYING:
+        _decode_failed(attempt, errors.DeadlineExceeded("the decode node got no commit", "transfer"))
     else:
-        name = request.decode.endpoint.node if request.decode is not None else "none"
+        name = attempt.decode.endpoint.node if attempt.decode is not None else "none"
         _decode_failed(
-            request, errors.DeadlineExceeded(f"no token from node {name} for {stages.liveness_s:g} s", "liveness")
+            attempt, errors.DeadlineExceeded(f"no token from node {name} for {stages.liveness_s:g} s", "liveness")
         )
 
 
 # ---------------------------------------------------------------- what nodes say
 
 
-def goes_on(request: Request, incarnation: str, row: TokenRow) -> bool:
-    """Whether the row is just the next one of the decode leg, as nearly all that is said is. Then it is taken in, as
-    `handle` would: the client may see its tokens. Else it is still to be handled."""
-    leg, emitted = request.decode, request.job.emitted
+def continues(attempt: Attempt, incarnation: str, row: TokenRow) -> bool:
+    """Whether the row is just the next one of the decode leg, as nearly all messages are.
+
+    Then it is taken in, as `handle` would: the client may see its tokens. Else it is still to be handled.
+    """
+    leg, emitted = attempt.decode, attempt.job.emitted
     position, tokens = len(emitted), row.tokens
     if (
-        request.state is not S.DECODING
+        attempt.state is not S.DECODING
         or leg is None
         or row.position != position
         or position < 2
         or not tokens
         or leg.attempt != row.attempt
         or leg.endpoint.incarnation != incarnation
-        or request.early
-        or request.finished is not None
+        or attempt.early
+        or attempt.finished is not None
     ):
         return False
     # Which is later than it was, so that `due` stays.
-    request.state_by = request.shared.clock() + request.shared.settings.stages.liveness_s
+    attempt.state_by = attempt.shared.clock() + attempt.shared.settings.stages.liveness_s
     emitted += tokens
     return True
 
 
-def handle(request: Request, incarnation: str, body: Body) -> None:
-    """What a node said. Answers of legs that are over are ignored, after the last token all but a report."""
-    leg, attempt, kind = request.decode, body.attempt, type(body)
-    if leg is None or leg.attempt != attempt:
-        leg = request.prefill  # no two have the same number
-    if leg is None or leg.attempt != attempt or leg.endpoint.incarnation != incarnation or kind is Refused:
-        leg = _leg_of(request, incarnation, body)
+def handle(attempt: Attempt, incarnation: str, body: Body) -> None:
+    """A message of a node. Answers of legs that are over are ignored, after the last token all but a report."""
+    leg, number, kind = attempt.decode, body.attempt, type(body)
+    if leg is None or leg.attempt != number:
+        leg = attempt.prefill  # no two have the same number
+    if leg is None or leg.attempt != number or leg.endpoint.incarnation != incarnation or kind is Refused:
+        leg = _leg_of(attempt, incarnation, body)
     if leg is None:
         return
-    if request.finished is not None and request.is_complete and kind is not Delivered:
+    if attempt.finished is not None and attempt.is_complete and kind is not Delivered:
         return
-    _ON[kind](request, leg, body)
+    _ON[kind](attempt, leg, body)
 
 
-def _leg_of(request: Request, incarnation: str, body: Body) -> RequestLeg | None:
-    prefill, decode, attempt = request.prefill, request.decode, body.attempt
+def _leg_of(attempt: Attempt, incarnation: str, body: Body) -> RequestLeg | None:
+    prefill, decode, number = attempt.prefill, attempt.decode, body.attempt
     if type(body) is Refused and body.leg == "deliver":
         from_writer = prefill is not None and prefill.endpoint.incarnation == incarnation
-        return decode if from_writer and decode is not None and decode.attempt == attempt else None
+        return decode if from_writer and decode is not None and decode.attempt == number else None
     for leg in (decode, prefill):  # no two have the same number
-        if leg is not None and leg.endpoint.incarnation == incarnation and leg.attempt == attempt:
+        if leg is not None and leg.endpoint.incarnation == incarnation and leg.attempt == number:
             return leg
-    if attempt is not None:
+    if number is not None:
         return None
     return next((leg for leg in (prefill, decode) if leg is not None and leg.endpoint.incarnation == incarnation), None)
 
 
-def _on_scheduled(request: Request, leg: RequestLeg, message: Scheduled) -> None:
-    request.queue_by = math.inf
-    request.scheduled_at = request.shared.clock()
-    if request.job.note_cached(message.cached_tokens):
-        request.told_route = None
-    if request.decode is None and request.state_by == math.inf:
-        reserve_anywhere(request)
+def _on_scheduled(attempt: Attempt, leg: RequestLeg, message: Scheduled) -> None:
+    attempt.queue_by = math.inf
+    attempt.scheduled_at = attempt.shared.clock()
+    if attempt.job.note_cached(message.cached_tokens):
+        attempt.known_route = None
+    if attempt.decode is None and attempt.state_by == math.inf:
+        reserve_anywhere(attempt)
 
 
-def _on_row(request: Request, leg: RequestLeg, row: TokenRow) -> None:
+def _on_row(attempt: Attempt, leg: RequestLeg, row: TokenRow) -> None:
     if not row.tokens:
         return  # a node says again what was lost, and nothing was
-    if leg is request.prefill:
-        _on_first_row(request, row)
+    if leg is attempt.prefill:
+        _on_first_row(attempt, row)
         return
-    request.queue_by = math.inf
-    if request.state is not S.DECODING:
-        request.go("row")
-        _note_computed(request)
-    request.set_clock(request.shared.settings.stages.liveness_s)
-    _emit(request, row)
+    attempt.queue_by = math.inf
+    if attempt.state is not S.DECODING:
+        attempt.go("row")
+        _note_computed(attempt)
+    attempt.set_clock(attempt.shared.settings.stages.liveness_s)
+    _emit(attempt, row)
 
 
-def _on_first_row(request: Request, row: TokenRow) -> None:
+def _on_first_row(attempt: Attempt, row: TokenRow) -> None:
     """Of the prefill leg."""
-    request.queue_by = math.inf
-    _note_computed(request)
-    if request.state is S.DECODING and not request.job.awaits_prompt_logprobs:
+    attempt.queue_by = math.inf
+    _note_computed(attempt)
+    if attempt.state is S.DECODING and not attempt.job.awaits_prompt_logprobs:
         return
-    if request.state is S.PREFILLING or request.state is S.RESERVING:
-        request.held = row
-        if request.decode is None and request.state_by == math.inf:
-            reserve_anywhere(request)  # its Scheduled was lost
+    if attempt.state is S.PREFILLING or attempt.state is S.RESERVING:
+        attempt.held = row
+        if attempt.decode is None and attempt.state_by == math.inf:
+            reserve_anywhere(attempt)  # its Scheduled was lost
         return
-    if request.state is S.CARRYING:
-        request.set_clock(request.shared.settings.stages.transfer_s)
-    _emit(request, row)
+    if attempt.state is S.CARRYING:
+        attempt.set_clock(attempt.shared.settings.stages.transfer_s)
+    _emit(attempt, row)
 
 
-def _on_reserved(request: Request, leg: RequestLeg, message: Reserved) -> None:
-    if leg is not request.decode or request.prefill is None:
+def _on_reserved(attempt: Attempt, leg: RequestLeg, message: Reserved) -> None:
+    if leg is not attempt.decode or attempt.prefill is None:
         return
-    if request.state is S.RESERVING:
-        request.go("ticket")
-        request.state_by = math.inf
-    _leave_places(request, leg)
-    request.ticket, request.told_route = message.ticket, None
-    request.backend = _backend_of(message.ticket)
-    _deliver(request, message.ticket)
+    if attempt.state is S.RESERVING:
+        attempt.go("ticket")
+        attempt.state_by = math.inf
+    _leave_places(attempt, leg)
+    attempt.ticket, attempt.known_route = message.ticket, None
+    attempt.backend = _backend_of(message.ticket)
+    _deliver(attempt, message.ticket)
     # Runs only while a decode node has reserved: who waits for room loses no time of the transfer.
-    has_token = request.held is not None or len(request.job.emitted) > request.base
-    if request.state is S.CARRYING and has_token:
-        request.set_clock(request.shared.settings.stages.transfer_s)
-    if request.held is not None:
-        row, request.held = request.held, None
-        _emit(request, row)
+    has_token = attempt.held is not None or len(attempt.job.emitted) > attempt.base
+    if attempt.state is S.CARRYING and has_token:
+        attempt.set_clock(attempt.shared.settings.stages.transfer_s)
+    if attempt.held is not None:
+        row, attempt.held = attempt.held, None
+        _emit(attempt, row)
 
 
-def _on_delivered(request: Request, leg: RequestLeg, message: Delivered) -> None:
-    _note_report(request, message.timings)
-    if request.job.awaits_prompt_logprobs:  # its row went before this
+def _on_delivered(attempt: Attempt, leg: RequestLeg, message: Delivered) -> None:
+    _note_report(attempt, message.timings)
+    if attempt.job.awaits_prompt_logprobs:  # its row went before this
         raise RetryAttempt(errors.TransferError("the prompt's logprobs were lost on their way"), None)
-    if request.state is S.CARRYING and not request.is_complete:
-        request.go("delivered")
-        request.set_clock(request.shared.settings.stages.liveness_s)
-    request.shared.cluster.ledger.leave(leg)  # the node is done with it: what decodes elsewhere is not its load
+    if attempt.state is S.CARRYING and not attempt.is_complete:
+        attempt.go("delivered")
+        attempt.set_clock(attempt.shared.settings.stages.liveness_s)
+    attempt.shared.cluster.ledger.leave(leg)  # the node is done with it: what decodes elsewhere is not its load
 
 
-def _on_finished(request: Request, leg: RequestLeg, message: Finished) -> None:
-    request.finished, request.finished_by = message, leg
-    is_of_prompt = leg is request.prefill
+def _on_finished(attempt: Attempt, leg: RequestLeg, message: Finished) -> None:
+    attempt.finished, attempt.finished_by = message, leg
+    is_of_prompt = leg is attempt.prefill
     if is_of_prompt:
-        _note_report(request, message.timings)
-    if (is_of_prompt or request.prefill is None) and request.job.note_cached(message.timings.cached_tokens):
-        request.told_route = None
-    if request.held is not None:
-        row, request.held = request.held, None
-        _emit(request, row)
+        _note_report(attempt, message.timings)
+    if (is_of_prompt or attempt.prefill is None) and attempt.job.note_cached(message.timings.cached_tokens):
+        attempt.known_route = None
+    if attempt.held is not None:
+        row, attempt.held = attempt.held, None
+        _emit(attempt, row)
 
 
-def _on_reconnected(request: Request, leg: RequestLeg, _: NodeReconnected) -> None:
+def _on_reconnected(attempt: Attempt, leg: RequestLeg, _: NodeReconnected) -> None:
     """The ticket may have been lost with the link; a node that has it does nothing."""
-    if leg is request.prefill and request.state is S.CARRYING and request.ticket is not None:
-        _deliver(request, request.ticket)
+    if leg is attempt.prefill and attempt.state is S.CARRYING and attempt.ticket is not None:
+        _deliver(attempt, attempt.ticket)
 
 
-def _on_refused(request: Request, leg: RequestLeg, message: Refused) -> None:
+def _on_refused(attempt: Attempt, leg: RequestLeg, message: Refused) -> None:
     cause = refusal(message)
     if message.leg == "deliver":
-        _decode_failed(request, errors.TransferError(f"KV could not be handed over: {message.reason}"))
+        _decode_failed(attempt, errors.TransferError(f"KV could not be handed over: {message.reason}"))
         return
     if message.leg == "reserve":
-        request.places = {**request.places, leg.endpoint.incarnation: leg}
-        _leave_slot(request)
+        attempt.places = {**attempt.places, leg.endpoint.incarnation: leg}
+        _leave_slot(attempt)
     if not message.retryable:
         raise cause
-    _leave_alone(request, leg, message.retry_after_s)
+    _leave_alone(attempt, leg, message.retry_after_s)
     if message.leg != "reserve":
         raise RetryAttempt(cause, leg.endpoint.incarnation)
-    reserve_anywhere(request)
+    reserve_anywhere(attempt)
 
 
-def _on_failed(request: Request, leg: RequestLeg, message: Failed) -> None:
-    _leg_lost(request, leg, error_of(message))
+def _on_failed(attempt: Attempt, leg: RequestLeg, message: Failed) -> None:
+    _leg_lost(attempt, leg, error_of(message))
 
 
-def _on_lost(request: Request, leg: RequestLeg, lost: LegLost) -> None:
-    _leg_lost(request, leg, errors.NodeLost(f"node {leg.endpoint.node}: {lost.reason}"))
+def _on_lost(attempt: Attempt, leg: RequestLeg, lost: LegLost) -> None:
+    _leg_lost(attempt, leg, errors.NodeLost(f"node {leg.endpoint.node}: {lost.reason}"))
 
 
-_ON: Mapping[type[Body], Callable[[Request, RequestLeg, Any], None]] = {
+_ON: Mapping[type[Body], Callable[[Attempt, RequestLeg, Any], None]] = {
     TokenRow: _on_row,
     Scheduled: _on_scheduled,
     Reserved: _on_reserved,
@@ -311,126 +308,125 @@ _ON: Mapping[type[Body], Callable[[Request, RequestLeg, Any], None]] = {
 }
 
 
-def _note_computed(request: Request) -> None:
-    if request.computed_at is None:
-        request.computed_at = request.shared.clock()
+def _note_computed(attempt: Attempt) -> None:
+    if attempt.computed_at is None:
+        attempt.computed_at = attempt.shared.clock()
 
 
-def _note_report(request: Request, timings: LegTimings) -> None:
-    request.report, request.told_route = timings, None
+def _note_report(attempt: Attempt, timings: LegTimings) -> None:
+    attempt.report, attempt.known_route = timings, None
 
 
-def _leave_alone(request: Request, leg: RequestLeg, seconds: float) -> None:
-    shared = request.shared
-    request.job.busy[leg.endpoint.incarnation] = shared.clock() + max(seconds, shared.settings.stages.hold_s)
+def _leave_alone(attempt: Attempt, leg: RequestLeg, seconds: float) -> None:
+    shared = attempt.shared
+    attempt.job.busy[leg.endpoint.incarnation] = shared.clock() + max(seconds, shared.settings.stages.hold_s)
 
 
-def _leg_lost(request: Request, leg: RequestLeg, cause: errors.PdclusterError) -> None:
-    is_needless = request.state is S.DECODING or request.state is S.REPORTING or request.report is not None
-    if leg is request.prefill and is_needless and not request.job.awaits_prompt_logprobs:
-        request.report = request.report or request.seen_timings(len(request.job.emitted))
+def _leg_lost(attempt: Attempt, leg: RequestLeg, cause: errors.PdclusterError) -> None:
+    is_needless = attempt.state is S.DECODING or attempt.state is S.REPORTING or attempt.report is not None
+    if leg is attempt.prefill and is_needless and not attempt.job.awaits_prompt_logprobs:
+        attempt.report = attempt.report or attempt.seen_timings(len(attempt.job.emitted))
         return
     if not cause.retryable:
         raise cause
-    if leg is request.decode and request.prefill is not None:
-        _decode_failed(request, cause)
+    if leg is attempt.decode and attempt.prefill is not None:
+        _decode_failed(attempt, cause)
         return
     if isinstance(cause, errors.Overloaded):
-        _leave_alone(request, leg, cause.retry_after_s)
+        _leave_alone(attempt, leg, cause.retry_after_s)
     raise RetryAttempt(cause, leg.endpoint.incarnation)
 
 
-def _decode_failed(request: Request, cause: errors.PdclusterError) -> None:
+def _decode_failed(attempt: Attempt, cause: errors.PdclusterError) -> None:
     """Rules 3 and 4: while the prefill node holds the KV only the decode leg is made anew."""
-    failed = request.decode
+    failed = attempt.decode
     if failed is None:
         return
-    _cancel(request, failed, str(cause))
-    request.decode_failures += 1
+    _cancel(attempt, failed, str(cause))
+    attempt.decode_failures += 1
     if (
-        request.prefill is None
-        or request.report is not None
-        or request.state is S.DECODING
-        or request.decode_failures >= MAX_DECODE_FAILURES
+        attempt.prefill is None
+        or attempt.report is not None
+        or attempt.state is S.DECODING
+        or attempt.decode_failures >= MAX_DECODE_FAILURES
     ):
         raise RetryAttempt(cause, failed.endpoint.incarnation)
-    request.avoid |= {failed.endpoint.incarnation}
-    _leave_slot(request)
-    reserve_anywhere(request)
+    attempt.avoid |= {failed.endpoint.incarnation}
+    _leave_slot(attempt)
+    reserve_anywhere(attempt)
 
 
 # ---------------------------------------------------------------- reserving
 
 
-def reserve_anywhere(request: Request) -> None:
+def reserve_anywhere(attempt: Attempt) -> None:
     """Reserve on the best decode node that has not just refused or failed; when all have, ask again later."""
-    job, now, avoid = request.job, request.shared.clock(), request.avoid
-    preferred = request.decode_node
+    job, now, avoid = attempt.job, attempt.shared.clock(), attempt.avoid
+    preferred = attempt.decode_node
     if (
         preferred is None
         or preferred.endpoint.incarnation in avoid
         or (job.busy and job.busy_s(preferred.endpoint.incarnation, now))
     ):
-        preferred = _pick_decode(request, now)
+        preferred = _pick_decode(attempt, now)
     if preferred is None:
-        request.avoid = frozenset()
-        preferred = _pick_decode(request, now)
+        attempt.avoid = frozenset()
+        preferred = _pick_decode(attempt, now)
         if preferred is None:
             raise RetryAttempt(errors.NoNodeTakesWork("no decode node takes work now"), None)
-        _wait_for_room(request, request.shared.settings.stages.hold_s)
+        _wait_for_room(attempt, attempt.shared.settings.stages.hold_s)
     elif job.busy and job.busy_s(preferred.endpoint.incarnation, now):
-        _wait_for_room(request, min(LOOK_AGAIN_S, *(until - now for until in job.busy.values() if until > now)))
+        _wait_for_room(attempt, min(LOOK_AGAIN_S, *(until - now for until in job.busy.values() if until > now)))
     else:
-        _reserve(request, preferred)
+        _reserve(attempt, preferred)
 
 
-def _pick_decode(request: Request, now: float) -> NodeView | None:
-    choice = request.choice
-    assert choice is not None and choice.prefill is not None  # else there is nothing to reserve
-    return request.shared.selector.choose_decode(request.job, now, choice.prefill, request.avoid)
+def _pick_decode(attempt: Attempt, now: float) -> NodeView | None:
+    assert attempt.prefill_node is not None  # else there is nothing to reserve
+    return attempt.shared.selector.choose_decode(attempt.job, now, attempt.prefill_node, attempt.avoid)
 
 
-def _wait_for_room(request: Request, seconds: float) -> None:
-    request.decode_node = request.told_route = None
-    request.set_clock(seconds)
+def _wait_for_room(attempt: Attempt, seconds: float) -> None:
+    attempt.decode_node = attempt.known_route = None
+    attempt.set_clock(seconds)
 
 
-def _reserve(request: Request, node: NodeView) -> None:
-    assert request.prefill is not None
-    request.go("reserve")
-    request.decode_node, request.told_route = node, None
-    request.decode = leg = _enter(request, node.endpoint)
-    request.set_clock(request.shared.settings.stages.handshake_s)
+def _reserve(attempt: Attempt, node: NodeView) -> None:
+    assert attempt.prefill is not None
+    attempt.go("reserve")
+    attempt.decode_node, attempt.known_route = node, None
+    attempt.decode = leg = _enter(attempt, node.endpoint)
+    attempt.set_clock(attempt.shared.settings.stages.handshake_s)
     try:
-        _send(request, leg, Reserve(_work(request, leg), request.prefill.endpoint))
+        _send(attempt, leg, Reserve(_work(attempt, leg), attempt.prefill.endpoint))
     except RetryAttempt as lost:
-        _decode_failed(request, lost.cause)
+        _decode_failed(attempt, lost.cause)
 
 
-def _leave_slot(request: Request) -> None:
-    if request.decode is not None:
-        request.shared.cluster.ledger.leave(request.decode)
-        request.go("slot lost")
-    request.decode = None
-    request.state_by = math.inf
+def _leave_slot(attempt: Attempt) -> None:
+    if attempt.decode is not None:
+        attempt.shared.cluster.ledger.leave(attempt.decode)
+        attempt.go("slot lost")
+    attempt.decode = None
+    attempt.state_by = math.inf
 
 
-def _leave_places(request: Request, served: RequestLeg | None) -> None:
+def _leave_places(attempt: Attempt, served: RequestLeg | None) -> None:
     """Nodes that had no room keep a place in line for the request. It needs none any more."""
-    if not request.places:
+    if not attempt.places:
         return
-    for incarnation, leg in request.places.items():
+    for incarnation, leg in attempt.places.items():
         if served is None or served.endpoint.incarnation != incarnation:
-            _cancel(request, leg, "it has a slot elsewhere, or ended")
-    request.places = {}
+            _cancel(attempt, leg, "it has a slot elsewhere, or ended")
+    attempt.places = {}
 
 
-def _deliver(request: Request, ticket: Ticket) -> None:
-    assert request.prefill is not None
+def _deliver(attempt: Attempt, ticket: Ticket) -> None:
+    assert attempt.prefill is not None
     try:
-        request.shared.cluster.send(request.prefill.endpoint, Deliver(ticket))
+        attempt.shared.cluster.send(attempt.prefill.endpoint, Deliver(ticket))
     except errors.NodeLost as error:
-        _leg_lost(request, request.prefill, error)
+        _leg_lost(attempt, attempt.prefill, error)
 
 
 def _backend_of(ticket: Ticket) -> str:
@@ -442,65 +438,65 @@ def _backend_of(ticket: Ticket) -> str:
 # ---------------------------------------------------------------- sending and emitting
 
 
-def _enter(request: Request, endpoint: Endpoint) -> RequestLeg:
+def _enter(attempt: Attempt, endpoint: Endpoint) -> RequestLeg:
     """A new leg, under the next number."""
-    job = request.job
+    job = attempt.job
     leg = RequestLeg(job.request, job.attempts, endpoint, job.emitted)
     job.attempts += 1
-    request.shared.cluster.ledger.enter(leg)
+    attempt.shared.cluster.ledger.enter(leg)
     return leg
 
 
-def _work(request: Request, leg: RequestLeg) -> Work:
-    return request.job.work(leg.attempt, request.shared.clock(), request.base)
+def _work(attempt: Attempt, leg: RequestLeg) -> Work:
+    return attempt.job.work(leg.attempt, attempt.shared.clock(), attempt.base)
 
 
-def _send(request: Request, leg: RequestLeg, message: Prefill | Reserve) -> None:
+def _send(attempt: Attempt, leg: RequestLeg, message: Prefill | Reserve) -> None:
     try:
-        request.shared.cluster.send(leg.endpoint, message)
+        attempt.shared.cluster.send(leg.endpoint, message)
     except errors.NodeLost as error:
         raise RetryAttempt(error, leg.endpoint.incarnation) from error
 
 
-def _cancel(request: Request, leg: RequestLeg, reason: str) -> None:
-    _tell(request, leg, Cancel(request.job.request, leg.attempt, reason))
+def _cancel(attempt: Attempt, leg: RequestLeg, reason: str) -> None:
+    _tell(attempt, leg, Cancel(attempt.job.request, leg.attempt, reason))
 
 
-def _release(request: Request, leg: RequestLeg) -> None:
-    _tell(request, leg, Release(request.job.request))
+def _release(attempt: Attempt, leg: RequestLeg) -> None:
+    _tell(attempt, leg, Release(attempt.job.request))
 
 
-def _tell(request: Request, leg: RequestLeg, message: Cancel | Release) -> None:
+def _tell(attempt: Attempt, leg: RequestLeg, message: Cancel | Release) -> None:
     try:
-        request.shared.cluster.send(leg.endpoint, message)
+        attempt.shared.cluster.send(leg.endpoint, message)
     except errors.NodeLost:
         return  # a node that is gone holds nothing; if it comes back, its Hello shows that we no longer wait for it
 
 
-def _emit(request: Request, row: TokenRow) -> None:
+def _emit(attempt: Attempt, row: TokenRow) -> None:
     """Tell the part of `row` (and of rows that came early) that continues the stream; what was emitted before is
     dropped. The first has the prompt's logprobs, where they are asked for."""
-    job = request.job
+    job = attempt.job
     if (
-        not request.early
+        not attempt.early
         and row.position <= len(job.emitted)
         and (job.has_prompt_logprobs or not job.awaits_prompt_logprobs)
     ):
-        chunk = _continued(request, row)
+        chunk = _continued(attempt, row)
         if chunk is not None:
-            request.tell(chunk)
+            attempt.emit(chunk)
         return
-    request.early = [*request.early, row]
-    in_order = sorted(request.early, key=lambda each: (each.position, not each.prompt_logprobs))
-    chunks = [chunk for early in in_order if (chunk := _continued(request, early)) is not None]
-    request.early = [each for each in request.early if each.position + len(each.tokens) > len(job.emitted)]
+    attempt.early = [*attempt.early, row]
+    in_order = sorted(attempt.early, key=lambda each: (each.position, not each.prompt_logprobs))
+    chunks = [chunk for early in in_order if (chunk := _continued(attempt, early)) is not None]
+    attempt.early = [each for each in attempt.early if each.position + len(each.tokens) > len(job.emitted)]
     for chunk in chunks:
-        if request.state is not S.ENDED:
-            request.tell(chunk)
+        if attempt.state is not S.OVER:
+            attempt.emit(chunk)
 
 
-def _continued(request: Request, row: TokenRow) -> TokenChunk | None:
-    job, tokens = request.job, row.tokens
+def _continued(attempt: Attempt, row: TokenRow) -> TokenChunk | None:
+    job, tokens = attempt.job, row.tokens
     emitted = len(job.emitted)
     seen = emitted - row.position
     if (
@@ -512,12 +508,12 @@ def _continued(request: Request, row: TokenRow) -> TokenChunk | None:
     tokens = tokens[seen:] if seen else tokens
     job.emitted += tokens
     if emitted <= 1:
-        now = request.shared.clock()
+        now = attempt.shared.clock()
         if not emitted:
-            request.first_token_at = now
-            request.record.first_token(now)
+            job.first_token_at = now
+            attempt.record.first_token(now)
         if len(job.emitted) > 1:
-            request.second_token_at = request.second_token_at or now
+            job.second_token_at = job.second_token_at or now
     prompt_logprobs = () if job.has_prompt_logprobs else row.prompt_logprobs
     job.has_prompt_logprobs = True
-    return TokenChunk(emitted, tokens, row.logprobs[seen:], prompt_logprobs, request.told_route or request.route())
+    return TokenChunk(emitted, tokens, row.logprobs[seen:], prompt_logprobs, attempt.known_route or attempt.route())

@@ -21,7 +21,7 @@ RETRY_PAUSES_S = (0.0, 0.1, 0.5)
 MAX_LOST_NODES = 3
 
 # Longest time that a refusal of one request counts for others. A small one may find room where a large one did not.
-SHUT_S = 0.1
+REFUSING_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class RetryBudget:
         return RETRY_PAUSES_S[min(self._failures, len(RETRY_PAUSES_S)) - 1]
 
 
-class Shut:
+class RefusingNodes:
     """Nodes that just had no room. Without it, every waiting request would try them and be refused. Owned by one
     router.
     """
@@ -119,7 +119,7 @@ class Shut:
         if failure.incarnation is None or not isinstance(failure.cause, errors.Overloaded):
             return
         self._until = {incarnation: until for incarnation, until in self._until.items() if until > now}
-        self._until[failure.incarnation] = now + min(failure.cause.retry_after_s, SHUT_S)
+        self._until[failure.incarnation] = now + min(failure.cause.retry_after_s, REFUSING_S)
 
     def apply(self, job: Job, now: float) -> None:
         """The request avoids these nodes, too."""

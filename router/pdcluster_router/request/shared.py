@@ -16,7 +16,7 @@ from pdcluster_router.queueing.demand import DemandMeter
 from pdcluster_router.queueing.waiting import WaitingRequests
 from pdcluster_router.request.forks import ForkGroups
 from pdcluster_router.request.open_requests import OpenRequests
-from pdcluster_router.request.retries import DispatchSettings, Shut
+from pdcluster_router.request.retries import DispatchSettings, RefusingNodes
 from pdcluster_router.request.serving import ServedModels
 from pdcluster_router.request.timers import TimerBuckets, Timers
 
@@ -33,7 +33,7 @@ class Shared:
     explainer: Explainer
     clock: Callable[[], float] = time.monotonic
     open: OpenRequests = field(default_factory=OpenRequests)
-    shut: Shut = field(default_factory=Shut)
+    refusing: RefusingNodes = field(default_factory=RefusingNodes)
     timers: Timers = field(default_factory=Timers)
     fork_groups: ForkGroups = field(default_factory=ForkGroups)
     named: HashedPrompt = field(default_factory=HashedPrompt)
@@ -75,6 +75,15 @@ def served_now(models: ServedModels, generation: Generation) -> ModelInfo | None
     served = generation.served
     now = next((info for info in models.models() if info.id == generation.model), None)
     return now if now is None or served is None or now.digest == served.digest else None
+
+
+def longest_of(shared: Shared, generation: Generation, job: Job) -> int:
+    """Tokens that the largest node of its model takes; 0 where nothing is known."""
+    info = served_now(shared.models, generation) or generation.served
+    if info is not None:
+        return info.max_len
+    nodes = shared.cluster.view().nodes
+    return max((node.max_len for node in nodes if node.serves(job.model)), default=0)
 
 
 def check_model(models: ServedModels, generation: Generation) -> None:

@@ -1,7 +1,4 @@
-"""The states of a request at the router, and the table of its transitions.
-
-A request has one state over all its attempts. An attempt ends with `retry`, and then the request waits for nodes again.
-"""
+"""The states of a request at the router and of its running attempt, and the tables of their transitions."""
 
 from __future__ import annotations
 
@@ -11,13 +8,22 @@ from pdcluster.core.lifecycle import Table
 
 
 class RequestState(Enum):
-    # Its prompt's first choice has no decode node yet, which it is to share.
-    FOLLOWING = auto()
+    # A fork, whose parent has no decode node yet.
+    FORKING = auto()
     # It has no nodes: it waits at the gate, is parked, or pauses before the next attempt.
     WAITING = auto()
-    # One node computes its prompt and will decode.
+    # An attempt runs.
+    RUNNING = auto()
+    # Terminal: answered or cancelled.
+    ENDED = auto()
+
+
+class AttemptState(Enum):
+    # Its nodes are chosen and know nothing yet.
+    CHOSEN = auto()
+    # One node computes the prompt and will decode.
     COMPUTING = auto()
-    # A prefill node has its prompt. No decode node has reserved, or was asked.
+    # A prefill node has the prompt. No decode node has reserved, or was asked.
     PREFILLING = auto()
     # The same, and a decode node was asked to reserve.
     RESERVING = auto()
@@ -29,16 +35,23 @@ class RequestState(Enum):
     DECODING = auto()
     # Every token was sent; the prefill node's report is to come, which only the timeline needs.
     REPORTING = auto()
-    # Terminal: answered or cancelled.
-    ENDED = auto()
+    # Terminal: nothing of it runs on a node.
+    OVER = auto()
 
 
-S = RequestState
+R = RequestState
+S = AttemptState
 
 REQUEST: Table[RequestState] = {
-    (S.FOLLOWING, "lead"): S.WAITING,
-    (S.WAITING, "compute"): S.COMPUTING,
-    (S.WAITING, "prefill"): S.PREFILLING,
+    (R.FORKING, "parent placed"): R.WAITING,
+    (R.WAITING, "begin"): R.RUNNING,
+    (R.RUNNING, "retry"): R.WAITING,
+    **{(state, "end"): R.ENDED for state in R if state is not R.ENDED},
+}
+
+ATTEMPT: Table[AttemptState] = {
+    (S.CHOSEN, "compute"): S.COMPUTING,
+    (S.CHOSEN, "prefill"): S.PREFILLING,
     (S.COMPUTING, "row"): S.DECODING,
     (S.PREFILLING, "reserve"): S.RESERVING,
     (S.RESERVING, "ticket"): S.CARRYING,
@@ -49,11 +62,7 @@ REQUEST: Table[RequestState] = {
     (S.DECODING, "row"): S.DECODING,
     **{(state, "slot lost"): S.PREFILLING for state in (S.RESERVING, S.CARRYING, S.DELIVERED, S.DECODING)},
     **{(state, "report"): S.REPORTING for state in (S.PREFILLING, S.RESERVING, S.CARRYING, S.DELIVERED, S.DECODING)},
-    **{
-        (state, "retry"): S.WAITING
-        for state in (S.COMPUTING, S.PREFILLING, S.RESERVING, S.CARRYING, S.DELIVERED, S.DECODING)
-    },
-    **{(state, "end"): S.ENDED for state in S if state is not S.ENDED},
+    **{(state, "stop"): S.OVER for state in S if state is not S.OVER},
 }
 
 # Whether a node has a row, or pages and a row, for it.

@@ -146,3 +146,33 @@ class TimerBuckets:
         finally:
             if members:  # an error of one member must not stop the others
                 self._timers.set(0.0, partial(self._ring, members))
+
+
+class Timed:
+    """One timer of its own, in a bucket where that is early enough. Implements Member, but for `ring`."""
+
+    _tick: int | None = None
+    _bucket: Round | None = None
+    # When it rings.
+    timer_due = math.inf
+
+    def ring(self) -> None:
+        raise NotImplementedError
+
+    def set_timer(self, due: float, now: float, timers: Timers, buckets: TimerBuckets) -> None:
+        """Ring at `due`, or a little earlier where the buckets do."""
+        self.drop_timer(timers)
+        seconds = due - now
+        if seconds >= buckets.seconds:
+            self.timer_due, self._bucket = now + buckets.seconds, buckets.join(self, now)
+        else:
+            self.timer_due, self._tick = due, timers.set(max(seconds, 0.0), self.ring)
+
+    def drop_timer(self, timers: Timers) -> None:
+        """Idempotent."""
+        if self._bucket is not None:
+            self._bucket.pop(self, None)
+        elif self._tick is not None:
+            timers.drop(self._tick, self.ring)
+        self._bucket = self._tick = None
+        self.timer_due = math.inf

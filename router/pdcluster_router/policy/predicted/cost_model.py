@@ -1,13 +1,14 @@
 """The formulas of the policy `seconds`: the terms of one node for one request, in seconds.
 
-They are plain functions over rows of numbers (`node_rows`), written for numba: loops, ifs and floats, no objects.
-`compiled` compiles them where it can. Otherwise they run as Python, with the same floats.
+They are plain functions over records (`records`), written for numba: loops, ifs and floats, no objects. `compiled`
+compiles them where it can. Otherwise they run as Python, with the same floats.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import sqrt
+
+from pdcluster_router.policy.predicted.records import ChoiceRow, NodeRow, RequestRow
 
 # Share of a prompt's last chunk whose KV leaves after the first token. Layers leave in groups while later ones are
 # computed.
@@ -51,162 +52,102 @@ ROUNDING = 1e-9
 # Stands in for a zero divisor.
 TINY = 1e-300
 
-PREFILL_TERMS = ("wait", "compute", "fetch", "price", "slowed", "copy")
-DECODE_TERMS = ("room", "exposed", "decode", "others", "row_price", "copy")
-LOCAL_TERMS = (*PREFILL_TERMS, "room", "decode", "others", "row_price")
 
-Numbers = Sequence[float]
-# What holds for all nodes now: the price (seconds that later prompts lose per second of work), and the share of time
-# with prompts on a serving node and on a decode node.
-Market = tuple[float, float, float]
-
-# Columns of a table of nodes: the fields of `node_rows.NodeRow`, in order. Derived columns follow them (`node_state`).
-(
-    IS_SERVER,
-    NUM_PROMPTS,
-    NUM_REQUESTS,
-    WAIT_S,
-    BACKLOG_S,
-    STRETCH,
-    PROMPT_FIXED_S,
-    TOKEN_S,
-    PAIR_S,
-    CHUNK_TOKENS,
-    DECODE_FIXED_S,
-    EACH_ROW_S,
-    CONTEXT_S,
-    ROWS,
-    CONTEXT_TOKENS,
-    ADDED_S,
-    TPOT_S,
-    ITL_S,
-    PROMPT_STEP_S,
-    MISSING_ROWS,
-    TIGHT,
-    SPARE_PAGES,
-    BLOCK_TOKENS,
-    KV_BYTES,
-    DOUBT,
-) = range(25)
-NUM_STATION = 25
-
-# Numbers of a request, of the policy, and of the router (`base.Query`). PREVIOUS: 1 local, 2 remote, 0 none. LOST:
-# share of cacheable tokens that were lost.
-(
-    NUM_TOKENS,
-    OUTPUT,
-    ITL_ASKED_S,
-    NUM_HELD,
-    USUAL_TOKENS,
-    BUSY_SERVING,
-    BUSY_DECODING,
-    PREVIOUS,
-    LOST,
-    ALPHA,
-    HARM,
-    MARGIN,
-    GAP,
-) = range(13)
-NUM_ASKED = 13
-
-# ---------------------------------------------------------------- one node
-
-
-def alone_s(node: Numbers, new: float, cached: float) -> float:
+def alone_s(node: NodeRow, new: float, cached: float) -> float:
     """Seconds to compute so many tokens behind cached ones, alone; 0 for none."""
     if new <= 0.0:
         return 0.0
-    steps = new / node[CHUNK_TOKENS]
+    steps = new / node.chunk_tokens
     if steps < 1.0:
         steps = 1.0
-    return node[PROMPT_FIXED_S] * steps + node[TOKEN_S] * new + node[PAIR_S] * (new * (cached + new / 2))
+    return node.prompt_fixed_s * steps + node.token_s * new + node.pair_s * (new * (cached + new / 2))
 
 
-def gap_s(node: Numbers, new: float, cached: float) -> float:
+def gap_s(node: NodeRow, new: float, cached: float) -> float:
     """The longest gap between tokens of running rows while `new` prompt tokens are computed."""
-    chunk = node[CHUNK_TOKENS]
+    chunk = node.chunk_tokens
     if new < chunk:
         chunk = new
-    return alone_s(node, chunk, cached + new - chunk) + node[ADDED_S]
+    return alone_s(node, chunk, cached + new - chunk) + node.added_s
 
 
-def paced_s(node: Numbers, new: float, cached: float, output: float) -> float:
+def paced_s(node: NodeRow, new: float, cached: float, output: float) -> float:
     """Seconds between tokens of the node's rows, over an answer.
 
     It takes the recent gap, adds the steps of this prompt and of waiting prompts, and adds CHANCE. A few long pauses
     leave more to chance than many short ones. A node that always computes prompts leaves none: no row is slower than
     all its steps.
     """
-    steps = max(new / node[CHUNK_TOKENS], 1.0)
-    busy_s = max(alone_s(node, new, cached) / steps, node[DECODE_FIXED_S]) + node[ADDED_S]
-    share = min((node[WAIT_S] / max(node[PROMPT_STEP_S], busy_s, TINY) + steps) / output, 1.0)
-    mean_s = (1.0 - share) * node[ITL_S] + share * busy_s
-    most_s, slower_s = max(busy_s - node[TPOT_S], 0.0), max(mean_s - node[TPOT_S], 0.0)
+    steps = max(new / node.chunk_tokens, 1.0)
+    busy_s = max(alone_s(node, new, cached) / steps, node.decode_fixed_s) + node.added_s
+    share = min((node.wait_s / max(node.prompt_step_s, busy_s, TINY) + steps) / output, 1.0)
+    mean_s = (1.0 - share) * node.itl_s + share * busy_s
+    most_s, slower_s = max(busy_s - node.tpot_s, 0.0), max(mean_s - node.tpot_s, 0.0)
     if slower_s >= most_s:
         return mean_s
     pause_s, free = min(steps / output, 1.0) * most_s, 1.0 - slower_s / most_s
     return min(mean_s + CHANCE * sqrt(slower_s * pause_s * free), busy_s)
 
 
-def comfort_s(node: Numbers, itl_s: float) -> float:
+def comfort_s(node: NodeRow, itl_s: float) -> float:
     """What rows on the node may take between tokens: as required, or COMFORT times a lone row's time."""
     if itl_s > 0.0:
         return itl_s
-    each_s = node[ADDED_S] / node[ROWS] if node[ROWS] > 0.0 else node[EACH_ROW_S]
-    return COMFORT * (node[DECODE_FIXED_S] + each_s)
+    each_s = node.added_s / node.rows if node.rows > 0.0 else node.each_row_s
+    return COMFORT * (node.decode_fixed_s + each_s)
 
 
-def num_slowed(node: Numbers) -> float:
+def num_slowed(node: NodeRow) -> float:
     """Rows that a prompt slows. A decode node's own prompts slow its own rows."""
-    return node[ROWS] if node[IS_SERVER] > 0.0 else node[ROWS] + node[NUM_PROMPTS]
+    return node.rows if node.is_server > 0.0 else node.rows + node.num_prompts
 
 
-def keeps_pace(node: Numbers, cached: float, asked: Numbers) -> bool:
+def keeps_pace(node: NodeRow, cached: float, asked: RequestRow) -> bool:
     """Whether running rows stay within their limit, once and on average, while the prompt is computed."""
     if num_slowed(node) == 0.0:
         return True
-    new, itl_s = asked[NUM_TOKENS] - cached, asked[ITL_ASKED_S]
-    limit_s = itl_s if itl_s > 0.0 else asked[GAP] * node[TPOT_S]
+    new, itl_s = asked.num_tokens - cached, asked.itl_s
+    limit_s = itl_s if itl_s > 0.0 else asked.gap * node.tpot_s
     if gap_s(node, new, cached) > limit_s:
         return False
-    return paced_s(node, max(new, 1.0), cached, asked[OUTPUT]) <= WELL * comfort_s(node, itl_s)
+    return paced_s(node, max(new, 1.0), cached, asked.output) <= WELL * comfort_s(node, itl_s)
 
 
-def bears(node: Numbers, cached: float, asked: Numbers, most: float) -> bool:
+def bears(node: NodeRow, cached: float, asked: RequestRow, most: float) -> bool:
     """Whether the prompt holds up no running rows for long, or at most `most` of them."""
     return num_slowed(node) <= most or keeps_pace(node, cached, asked)
 
 
-def computed(node: Numbers, known: float, asked: Numbers) -> tuple[float, float]:
+def computed(node: NodeRow, known: float, asked: RequestRow) -> tuple[float, float]:
     """Seconds to compute what is not cached, and what each running row loses meanwhile.
 
     At least one token is computed, for the logits of the first output token.
     """
-    new = asked[NUM_TOKENS] - known
+    new = asked.num_tokens - known
     if new < 1.0:
         new = 1.0
-    steps = new / node[CHUNK_TOKENS]
+    steps = new / node.chunk_tokens
     if steps < 1.0:
         steps = 1.0
-    work_s = node[PROMPT_FIXED_S] * steps + node[TOKEN_S] * new + node[PAIR_S] * (new * (known + new / 2))
-    paused_s = work_s - steps * node[DECODE_FIXED_S]
-    return work_s * node[STRETCH], paused_s if paused_s > 0.0 else 0.0
+    work_s = node.prompt_fixed_s * steps + node.token_s * new + node.pair_s * (new * (known + new / 2))
+    paused_s = work_s - steps * node.decode_fixed_s
+    return work_s * node.stretch, paused_s if paused_s > 0.0 else 0.0
 
 
-def copy_s(node: Numbers, cached: float, kept: float, asked: Numbers) -> float:
+def copy_s(node: NodeRow, cached: float, kept: float, asked: RequestRow) -> float:
     """What others lose when this node also holds tokens that another one keeps.
 
     COPY_WEIGHT of what the node would save with them. Zero on a decode node: its rows bring their KV anyway.
     """
-    if kept <= cached or node[IS_SERVER] <= 0.0 or asked[LOST] <= 0.0:
+    if kept <= cached or node.is_server <= 0.0 or asked.lost <= 0.0:
         return 0.0
-    scarcity = min(asked[LOST] / MUCH_LOST, 1.0)
+    scarcity = min(asked.lost / MUCH_LOST, 1.0)
     return COPY_WEIGHT * scarcity * (computed(node, cached, asked)[0] - computed(node, kept, asked)[0])
 
 
 def prompt_on(
-    node: Numbers, cached: float, held: float, bytes_s: float, asked: Numbers
-) -> tuple[float, float, float, float]:
+    node: NodeRow, cached: float, held: float, bytes_s: float, asked: RequestRow
+) -> tuple[float, float, float, int]:
     """How the node gets the prompt's KV: a fetch of the `held` tokens, where that is sooner than its own cache.
 
     Returns seconds of fetching that the queue does not hide, seconds of computing, what rows lose meanwhile, and
@@ -214,25 +155,25 @@ def prompt_on(
     """
     compute_s, paused_s = computed(node, cached, asked)
     if bytes_s > 0.0 and held > cached:
-        fetch_s = HANDOVER_S + (held - cached) * node[KV_BYTES] / bytes_s - node[WAIT_S]
+        fetch_s = HANDOVER_S + (held - cached) * node.kv_bytes / bytes_s - node.wait_s
         if fetch_s < 0.0:
             fetch_s = 0.0
         if fetch_s < compute_s:
             rest_s, rest_paused_s = computed(node, held, asked)
             if fetch_s + rest_s < compute_s:
-                return fetch_s, rest_s, rest_paused_s, 1.0
-    return 0.0, compute_s, paused_s, 0.0
+                return fetch_s, rest_s, rest_paused_s, 1
+    return 0.0, compute_s, paused_s, 0
 
 
-def beside_prompts_s(node: Numbers, quiet_s: float, busy_s: float, share: float, output: float) -> float:
+def beside_prompts_s(node: NodeRow, quiet_s: float, busy_s: float, share: float, output: float) -> float:
     """Seconds between tokens of a row with prompts beside it, for that share of time or while the waiting ones are
     computed, whichever is slower.
 
     On a serving node more prompts will follow, so waiting work is also a share of the row's time. On a decode node it
     is over once, and rows lose only that.
     """
-    wait_s, once_s = node[WAIT_S], 0.0
-    if wait_s > 0.0 and node[IS_SERVER] > 0.0:
+    wait_s, once_s = node.wait_s, 0.0
+    if wait_s > 0.0 and node.is_server > 0.0:
         life_s = output * quiet_s
         waits = wait_s / (life_s if life_s > 1e-9 else 1e-9)
         if waits > 1.0:
@@ -248,65 +189,64 @@ def beside_prompts_s(node: Numbers, quiet_s: float, busy_s: float, share: float,
 
 
 def row_on(
-    node: Numbers, cached: float, asked: Numbers, market: Market
+    node: NodeRow, cached: float, asked: RequestRow, choice: ChoiceRow
 ) -> tuple[float, float, float, float, float, float]:
     """A new row beside the running ones, with prompts beside it.
 
     Returns its pace; strain (extra weight of a second, because rows are slower than comfortable); then room, decode,
     others (what running rows lose by one more) and row_price (the row's share of prompt steps, priced).
     """
-    output, is_server = asked[OUTPUT], node[IS_SERVER]
-    row_s = node[EACH_ROW_S] + node[CONTEXT_S] * (asked[NUM_TOKENS] + output / 2)
-    quiet_s, busy_s = node[TPOT_S] + row_s, node[PROMPT_STEP_S] + row_s
-    price, serving_share, local_share = market
-    share = serving_share if is_server > 0.0 else local_share
+    output, is_server = asked.output, node.is_server
+    row_s = node.each_row_s + node.context_s * (asked.num_tokens + output / 2)
+    quiet_s, busy_s = node.tpot_s + row_s, node.prompt_step_s + row_s
+    share = choice.share if is_server > 0.0 else choice.local_share
     tpot_s = beside_prompts_s(node, quiet_s, busy_s, share, output)
-    limit_s = asked[ITL_ASKED_S]
+    limit_s = asked.itl_s
     if limit_s <= 0.0:
-        limit_s = COMFORT * (node[DECODE_FIXED_S] + row_s)
+        limit_s = COMFORT * (node.decode_fixed_s + row_s)
     beyond = tpot_s / (limit_s if limit_s > 0.0 else TINY) - 1.0
     strain = 1.0 + STRAIN * beyond if beyond > 0.0 else 1.0
-    missing_pages = (asked[NUM_TOKENS] - cached + output) / node[BLOCK_TOKENS] - node[SPARE_PAGES]
+    missing_pages = (asked.num_tokens - cached + output) / node.block_tokens - node.spare_pages
     if missing_pages < 0.0:
         missing_pages = 0.0
     strained = strain * output
     return (
         tpot_s,
         strain,
-        output * tpot_s * (node[MISSING_ROWS] + missing_pages * node[TIGHT]),
+        output * tpot_s * (node.missing_rows + missing_pages * node.tight),
         strained * tpot_s,
-        strained * row_s * node[ROWS],
-        is_server * price * share * output * row_s,
+        strained * row_s * node.rows,
+        is_server * choice.price * share * output * row_s,
     )
 
 
-def slowness(node: Numbers, tpot_s: float, asked: Numbers) -> float:
+def slowness(node: NodeRow, tpot_s: float, asked: RequestRow) -> float:
     """How slow rows are: 0 as fast as alone, 1 at their limit."""
     lone_s = alone_row_s(node, asked)
     slower_s = tpot_s - lone_s
     return slower_s / bearable_s(lone_s, asked) if slower_s > ROUNDING * tpot_s else 0.0
 
 
-def pause_weight(node: Numbers, late: float, asked: Numbers) -> float:
+def pause_weight(node: NodeRow, late: float, asked: RequestRow) -> float:
     """Weight of a second that rows of a decode node are held up, against a second of waiting for a first token.
 
     It grows as rows have less to lose until slow than the prompt until late, up to MOST_PAUSE_WEIGHT. late: how near
     prompts are to being late; it counts with the second power (replay). On a serving node it is 1: prompts must be
     computed beside someone's rows.
     """
-    patience_s = PATIENCE * alone_s(node, max(asked[NUM_TOKENS], asked[USUAL_TOKENS]), 0.0)
-    weight = patience_s / (asked[OUTPUT] * bearable_s(alone_row_s(node, asked), asked))
-    if node[IS_SERVER] > 0.0 or weight <= 1.0 or late >= 1.0:
+    patience_s = PATIENCE * alone_s(node, max(asked.num_tokens, asked.usual_tokens), 0.0)
+    weight = patience_s / (asked.output * bearable_s(alone_row_s(node, asked), asked))
+    if node.is_server > 0.0 or weight <= 1.0 or late >= 1.0:
         return 1.0
     return 1.0 + (1.0 - late) * (1.0 - late) * (min(weight, MOST_PAUSE_WEIGHT) - 1.0)
 
 
-def alone_row_s(node: Numbers, asked: Numbers) -> float:
+def alone_row_s(node: NodeRow, asked: RequestRow) -> float:
     """Seconds between tokens of a row alone."""
-    return node[DECODE_FIXED_S] + node[EACH_ROW_S] + node[CONTEXT_S] * (asked[NUM_TOKENS] + asked[OUTPUT] / 2)
+    return node.decode_fixed_s + node.each_row_s + node.context_s * (asked.num_tokens + asked.output / 2)
 
 
-def bearable_s(lone_s: float, asked: Numbers) -> float:
+def bearable_s(lone_s: float, asked: RequestRow) -> float:
     """How much slower than alone a row may be."""
-    limit_s = asked[ITL_ASKED_S] if asked[ITL_ASKED_S] > 0.0 else COMFORT * lone_s
+    limit_s = asked.itl_s if asked.itl_s > 0.0 else COMFORT * lone_s
     return max(limit_s - lone_s, TINY)

@@ -1,8 +1,8 @@
 """Scores the nodes for one request by `cost_model`: what holds for all, the best of each leg, and the better mode.
 
-It is compiled where possible (`compiled`). The caller gives the pools as ascending rows. A choice is two calls:
-`first_leg`, and `pair` where that found a prefill node, because paths from the computing node matter only to its
-partner. Results stand in one row of numbers, so a record costs nothing until it is read.
+A choice is two calls: `first_leg`, and `pair` where that found a prefill node, because paths from the computing node
+matter only to its partner. `legs` has the bits of each node (`records`), as `eligibility` found them. Results go into
+`choice` and `seen`: MOST_CANDIDATES records for each leg, the best first.
 """
 
 from __future__ import annotations
@@ -10,34 +10,11 @@ from __future__ import annotations
 from collections.abc import MutableSequence, Sequence
 
 from pdcluster_router.policy.predicted.cost_model import (
-    ALPHA,
-    BACKLOG_S,
-    BUSY_DECODING,
-    BUSY_SERVING,
-    CHUNK_TOKENS,
-    CONTEXT_TOKENS,
-    DOUBT,
     HANDOVER_S,
-    HARM,
-    IS_SERVER,
-    KV_BYTES,
     LAST_GROUP,
-    MARGIN,
-    NUM_HELD,
-    NUM_PROMPTS,
-    NUM_REQUESTS,
-    NUM_TOKENS,
-    OUTPUT,
     PATIENCE,
-    PREVIOUS,
-    ROWS,
     TINY,
-    TPOT_S,
     UNMEASURED_BYTES_S,
-    USUAL_TOKENS,
-    WAIT_S,
-    Market,
-    Numbers,
     alone_s,
     bears,
     copy_s,
@@ -48,10 +25,28 @@ from pdcluster_router.policy.predicted.cost_model import (
     row_on,
     slowness,
 )
+from pdcluster_router.policy.predicted.records import (
+    BUSY,
+    COMPUTES,
+    DECODE_LEG,
+    DECODES,
+    LOCAL,
+    LOCAL_LEG,
+    MOST_CANDIDATES,
+    NOWHERE,
+    PREFILL_LEG,
+    REMOTE,
+    SERVES,
+    CandidateRow,
+    ChoiceRow,
+    NodeRow,
+    RequestRow,
+)
 
-Table = Sequence[Numbers]
-Rows = Sequence[int]
-Found = MutableSequence[float]
+Numbers = Sequence[float]
+Legs = Sequence[int]
+Nodes = Sequence[NodeRow]
+Seen = MutableSequence[CandidateRow]
 
 # Least strain of rows that a prompt slows at all.
 LEAST_STRAIN = 0.05
@@ -62,479 +57,445 @@ MOST_SHARE = 0.9
 # Upper bound of the doubt, so that a mode does not stay for ever.
 MOST_DOUBT = 0.5
 
-# Result numbers. Modes are numbered as PREVIOUS. SKIPPED: better prefill nodes without a partner. BEARABLE: rows that a
-# local node may hold up for long, -1 for none. IS_CALM: 0 where every local node holds up too many. The market: price,
-# share and local_share as in Market; late: 0 while a node is idle, 1 when waiting first tokens will just be in time.
-(
-    MODE,
-    PREFILL,
-    DECODE,
-    TTFT_S,
-    FOUND_TPOT_S,
-    IS_FETCHED,
-    SKIPPED,
-    BEARABLE,
-    IS_CALM,
-    PRICE,
-    SHARE,
-    LOCAL_SHARE,
-    LATE,
-    NUM_LEG,
-) = range(14)
-NO_MODE, LOCAL, REMOTE = 0.0, 1.0, 2.0
-PREFILL_LEG, DECODE_LEG, LOCAL_LEG = 0, 1, 2
-# Candidates kept per leg, the best first.
-MOST_CANDIDATES = 16
-ENTRY_ROW, ENTRY_COST, ENTRY_FETCHED, ENTRY_CACHED, ENTRY_VALUES = 0, 1, 2, 3, 4
-# Numbers per node of a leg. A leg with fewer terms leaves the last ones unused.
-ENTRY = ENTRY_VALUES + 10
-HEADER = NUM_LEG + 3
-NUM_FOUND = HEADER + 3 * MOST_CANDIDATES * ENTRY
+# ---------------------------------------------------------------- what holds for all nodes
 
 
-def weigh_market(
-    node_rows: Table, cached: Numbers, serving: Rows, decoding: Rows, asked: Numbers, found: Found
-) -> None:
-    """What holds for all nodes now.
-
-    serving: nodes that compute prompts for others.
-    decoding: decode-only nodes.
-    """
-    of_serving, of_decoding = totals(node_rows, serving), totals(node_rows, decoding)
-    num_held = asked[NUM_HELD]
-    least_s, prompts, backlog_s, _, _, _ = of_serving if len(serving) else of_decoding
-    num_nodes = len(serving) if len(serving) else len(decoding)
-    price = late = 0.0
+def weigh_market(nodes: Nodes, cached: Numbers, asked: RequestRow, choice: ChoiceRow) -> None:
+    """Write what holds for all nodes now: the price, the shares of time with prompts, and how late first tokens are."""
+    serving, decoding = totals(nodes, 1.0), totals(nodes, 0.0)
+    num_serving, least_s, prompts, backlog_s, _, _, _ = serving if serving[0] > 0.0 else decoding
+    num_nodes = num_serving if num_serving > 0.0 else 1.0
+    choice.price = choice.late = choice.share = choice.local_share = 0.0
     if least_s > 0.0:
         prompts = max(prompts, 1.0)
-        price = asked[ALPHA] * (least_s * prompts / backlog_s + num_held / num_nodes)
-        first = node_rows[
-            min(serving[0], decoding[0])
-            if len(serving) and len(decoding)
-            else serving[0]
-            if len(serving)
-            else decoding[0]
-        ]
-        wait_s = least_s + num_held / num_nodes * (backlog_s / prompts)
-        late = wait_s / max(PATIENCE * alone_s(first, max(asked[NUM_TOKENS], asked[USUAL_TOKENS]), 0.0), TINY)
-    share = 0.0
-    if len(serving):
+        choice.price = asked.alpha * (least_s * prompts / backlog_s + asked.num_held / num_nodes)
+        wait_s = least_s + asked.num_held / num_nodes * (backlog_s / prompts)
+        usual_s = alone_s(nodes[first_open(nodes)], max(asked.num_tokens, asked.usual_tokens), 0.0)
+        choice.late = wait_s / max(PATIENCE * usual_s, TINY)
+    if serving[0] > 0.0:
         # The share of now, from the number of prompts there or waiting: with Poisson arrivals ρ = N ÷ (1 + N).
-        share = (of_serving[1] + num_held) / (of_serving[1] + num_held + len(serving))
-        share = max(share, share_later(node_rows, cached, serving, of_serving, of_decoding, asked))
-        if len(decoding):
+        coming = serving[2] + asked.num_held
+        choice.share = max(coming / (coming + serving[0]), share_later(nodes, cached, serving, decoding, asked))
+        if decoding[0] > 0.0:
             # Prompts computed by decode nodes count: the next one may come here, and takes all the time of a row.
-            share = max(share, min((asked[BUSY_SERVING] + asked[BUSY_DECODING]) / len(serving), MOST_SHARE))
-    found[PRICE], found[SHARE], found[LATE] = price, share, late
-    # From work sent there lately. Present work on a decode node is soon over, which `beside_prompts_s` counts. Whether
-    # more follows is this policy's own choice.
-    found[LOCAL_SHARE] = min(asked[BUSY_DECODING] / len(decoding), MOST_SHARE) if len(decoding) else 0.0
+            choice.share = max(choice.share, min((asked.busy_serving + asked.busy_decoding) / serving[0], MOST_SHARE))
+    if decoding[0] > 0.0:
+        # From work sent there lately. Present work on a decode node is soon over, which `beside_prompts_s` counts.
+        # Whether more follows is this policy's own choice.
+        choice.local_share = min(asked.busy_decoding / decoding[0], MOST_SHARE)
 
 
-def market_of(found: Numbers) -> Market:
-    return found[PRICE], found[SHARE], found[LOCAL_SHARE]
+def totals(nodes: Nodes, is_server: float) -> tuple[float, float, float, float, float, float, float]:
+    """Of the serving nodes, or the others, that take work: how many there are, the least wait of any, and sums of
+    prompts, backlog, rows, context and TPOT × rows.
+    """
+    num, least_s, prompts, backlog_s, rows, context, tpot_rows = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    for row in range(len(nodes)):
+        node = nodes[row]
+        if node.most_tokens < 0.0 or node.is_server != is_server:
+            continue
+        if num == 0.0 or node.wait_s < least_s:
+            least_s = node.wait_s
+        num += 1.0
+        prompts += node.num_prompts
+        backlog_s += node.backlog_s
+        rows += node.rows
+        context += node.context_tokens
+        tpot_rows += node.tpot_s * node.rows
+    return num, least_s, prompts, backlog_s, rows, context, tpot_rows
 
 
-def totals(node_rows: Table, rows: Rows) -> tuple[float, float, float, float, float, float]:
-    """The least wait of any node, and sums of prompts, backlog, rows, context and TPOT × rows."""
-    least_s, prompts, backlog_s, num_rows, context, tpot_rows = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    for place in range(len(rows)):
-        node = node_rows[rows[place]]
-        if place == 0 or node[WAIT_S] < least_s:
-            least_s = node[WAIT_S]
-        prompts += node[NUM_PROMPTS]
-        backlog_s += node[BACKLOG_S]
-        num_rows += node[ROWS]
-        context += node[CONTEXT_TOKENS]
-        tpot_rows += node[TPOT_S] * node[ROWS]
-    return least_s, prompts, backlog_s, num_rows, context, tpot_rows
+def first_open(nodes: Nodes) -> int:
+    """The first node that takes work; the first of all where none does."""
+    for row in range(len(nodes)):
+        if nodes[row].most_tokens >= 0.0:
+            return row
+    return 0
 
 
-def share_later(
-    node_rows: Table, cached: Numbers, serving: Rows, of_serving: Numbers, of_decoding: Numbers, asked: Numbers
-) -> float:
+def share_later(nodes: Nodes, cached: Numbers, serving: Numbers, decoding: Numbers, asked: RequestRow) -> float:
     """Share of time with prompts on serving nodes over the life of an answer.
 
     By Little's law the running rows came at rows ÷ (output × TPOT) a second. Each had a prompt about as long as what it
     attends to, cached about as far as this one at best.
     """
-    num_rows = of_serving[3] + of_decoding[3]
-    life_s = asked[OUTPUT] * (of_serving[5] + of_decoding[5]) / max(num_rows, 1.0)
+    num_rows = serving[4] + decoding[4]
+    life_s = asked.output * (serving[6] + decoding[6]) / max(num_rows, 1.0)
     if life_s <= 0.0:
         return 0.0
-    mean = (of_serving[4] + of_decoding[4]) / num_rows
-    most = 0.0
-    for row in serving:
-        most = max(most, cached[row])
-    known = most / asked[NUM_TOKENS]
-    work_s = alone_s(node_rows[serving[0]], mean * (1 - known), mean * known)
-    return min(work_s * num_rows / life_s / len(serving), MOST_SHARE)
+    mean, most, first = (serving[5] + decoding[5]) / num_rows, 0.0, NOWHERE
+    for row in range(len(nodes)):
+        if nodes[row].most_tokens >= 0.0 and nodes[row].is_server > 0.0:
+            most = max(most, cached[row])
+            if first == NOWHERE:
+                first = row
+    known = most / asked.num_tokens
+    work_s = alone_s(nodes[first], mean * (1 - known), mean * known)
+    return min(work_s * num_rows / life_s / serving[0], MOST_SHARE)
 
 
-def start_of(leg: int, rank: int) -> int:
-    return HEADER + (leg * MOST_CANDIDATES + rank) * ENTRY
+# ---------------------------------------------------------------- candidates
 
 
-def enter(found: Found, leg: int, row: int, cost: float, node_rows: Table) -> int:
-    """Where the terms of that node go, in ascending rows; -1 when MOST_CANDIDATES are better. Ties go to the node with
-    fewer requests, then to the first.
+def start_of(leg: int) -> int:
+    return leg * MOST_CANDIDATES
+
+
+def enter(nodes: Nodes, seen: Seen, leg: int, num: int, row: int, cost: float) -> int:
+    """Make room for a candidate in its leg of `num`. Returns its place, -1 when MOST_CANDIDATES are better.
+
+    Nodes come in ascending rows. Ties go to the node with fewer requests, then to the first.
     """
-    num = int(found[NUM_LEG + leg])
+    start = start_of(leg)
+    rank = num
     if num == MOST_CANDIDATES:
-        worst = start_of(leg, num - 1)
-        last = found[worst + ENTRY_COST]
-        if cost > last or (cost == last and node_rows[row][NUM_REQUESTS] >= node_rows[int(found[worst])][NUM_REQUESTS]):
-            return -1
         rank = num - 1
-    else:
-        rank = num
-        found[NUM_LEG + leg] = num + 1.0
-    while rank > 0:
-        before, here = start_of(leg, rank - 1), start_of(leg, rank)
-        other = found[before + ENTRY_COST]
-        if other < cost or (
-            other == cost and node_rows[int(found[before])][NUM_REQUESTS] <= node_rows[row][NUM_REQUESTS]
-        ):
-            break
-        for place in range(ENTRY):
-            found[here + place] = found[before + place]
+        if not comes_before(nodes, row, cost, seen[start + rank]):
+            return -1
+    while rank > 0 and comes_before(nodes, row, cost, seen[start + rank - 1]):
+        seen[start + rank] = seen[start + rank - 1]
         rank -= 1
-    return start_of(leg, rank)
+    return start + rank
 
 
-def note(found: Found, at: int, row: int, cost: float, is_fetched: float, cached: float) -> None:
-    found[at + ENTRY_ROW], found[at + ENTRY_COST], found[at + ENTRY_FETCHED], found[at + ENTRY_CACHED] = (
-        row,
-        cost,
-        is_fetched,
-        cached,
-    )
+def comes_before(nodes: Nodes, row: int, cost: float, other: CandidateRow) -> bool:
+    if cost != other.cost:
+        return cost < other.cost
+    return nodes[row].num_requests < nodes[other.row].num_requests
 
 
-def most_kept(node_rows: Table, cached: Numbers, pool: Rows) -> float:
-    """Tokens of the prompt that some serving node of the pool has or soon will have."""
+def describe(seen: Seen, place: int, leg: int, row: int, cost: float, cached: float) -> None:
+    """Write the facts of a candidate. Its terms are still to be written."""
+    candidate = seen[place]
+    candidate.leg, candidate.row, candidate.cost, candidate.cached = leg, row, cost, cached
+    candidate.is_fetched = 0
+    candidate.estimate_s = -1.0
+    candidate.spread = candidate.doubt = 0.0
+
+
+def estimate(node: NodeRow, candidate: CandidateRow, asked: RequestRow) -> None:
+    candidate.estimate_s = estimate_s(node, candidate.cached, asked.num_tokens)
+    candidate.spread, candidate.doubt = node.spread, node.doubt
+
+
+def estimate_s(node: NodeRow, cached: float, num_tokens: float) -> float:
+    """Seconds to the first token by what waits on the node and the uncached prompt, at least one token."""
+    return node.backlog_s + alone_s(node, max(num_tokens - cached, 1.0), cached)
+
+
+def takes(legs: Legs, row: int, leg: int, passed_over: int) -> bool:
+    return legs[row] & leg != 0 and legs[row] & passed_over == 0
+
+
+def busy_bit(legs: Legs, leg: int) -> int:
+    """BUSY where some other node may take the leg: then busy ones are passed over."""
+    for row in range(len(legs)):
+        if legs[row] & leg != 0 and legs[row] & BUSY == 0:
+            return BUSY
+    return 0
+
+
+def most_kept(nodes: Nodes, legs: Legs, cached: Numbers, leg: int, passed_over: int) -> float:
+    """Tokens of the prompt that some serving node of the leg has or soon will have."""
     most = 0.0
-    for row in pool:
-        if cached[row] > most and node_rows[row][IS_SERVER] > 0.0:
+    for row in range(len(nodes)):
+        if cached[row] > most and nodes[row].is_server > 0.0 and takes(legs, row, leg, passed_over):
             most = cached[row]
     return most
 
 
 def weigh_prefill(
-    node_rows: Table,
-    cached: Numbers,
-    held: float,
-    source: int,
-    paths: Numbers,
-    pool: Rows,
-    asked: Numbers,
-    found: Found,
+    nodes: Nodes, legs: Legs, cached: Numbers, paths: Numbers, asked: RequestRow, choice: ChoiceRow, seen: Seen
 ) -> None:
-    """Score serving nodes for the prompt.
+    """Score nodes for the prompt of a pair.
 
     slowed: what running rows lose by it. Work on a decode node delays no other prompt, so it has no price.
     """
-    kept = most_kept(node_rows, cached, pool)
-    found[NUM_LEG + PREFILL_LEG] = 0.0
-    for row in pool:
-        node = node_rows[row]
-        fetch_s, compute_s, paused_s, is_fetched = prompt_on(
-            node, cached[row], held, 0.0 if row == source else paths[row], asked
-        )
-        price_s, slowed_s = node[IS_SERVER] * found[PRICE] * compute_s, asked[HARM] * paused_s * node[ROWS]
+    passed_over = busy_bit(legs, COMPUTES)
+    kept = most_kept(nodes, legs, cached, COMPUTES, passed_over)
+    for row in range(len(nodes)):
+        if not takes(legs, row, COMPUTES, passed_over):
+            continue
+        node, bytes_s = nodes[row], 0.0 if row == asked.source else paths[row]
+        fetch_s, compute_s, paused_s, is_fetched = prompt_on(node, cached[row], asked.held, bytes_s, asked)
+        price_s, slowed_s = node.is_server * choice.price * compute_s, asked.harm * paused_s * node.rows
         copied_s = copy_s(node, cached[row], kept, asked)
-        cost = node[WAIT_S] + compute_s + fetch_s + price_s + slowed_s + copied_s
-        at = enter(found, PREFILL_LEG, row, cost, node_rows)
-        if at >= 0:
-            note(found, at, row, cost, is_fetched, cached[row])
-            at += ENTRY_VALUES
-            found[at], found[at + 1], found[at + 2], found[at + 3], found[at + 4] = (
-                node[WAIT_S],
-                compute_s,
-                fetch_s,
-                price_s,
-                slowed_s,
-            )
-            found[at + 5] = copied_s
+        cost = node.wait_s + compute_s + fetch_s + price_s + slowed_s + copied_s
+        place = enter(nodes, seen, PREFILL_LEG, choice.num_prefill, row, cost)
+        if place < 0:
+            continue
+        choice.num_prefill = min(choice.num_prefill + 1, MOST_CANDIDATES)
+        describe(seen, place, PREFILL_LEG, row, cost, cached[row])
+        candidate = seen[place]
+        candidate.is_fetched = is_fetched
+        estimate(node, candidate, asked)
+        candidate.wait_s, candidate.compute_s, candidate.fetch_s = node.wait_s, compute_s, fetch_s
+        candidate.price_s, candidate.slowed_s, candidate.copy_s = price_s, slowed_s, copied_s
 
 
 def weigh_local(
-    node_rows: Table,
-    cached: Numbers,
-    held: float,
-    source: int,
-    paths: Numbers,
-    pool: Rows,
-    asked: Numbers,
-    found: Found,
+    nodes: Nodes, legs: Legs, cached: Numbers, paths: Numbers, asked: RequestRow, choice: ChoiceRow, seen: Seen
 ) -> None:
-    market, kept = market_of(found), most_kept(node_rows, cached, pool)
-    found[NUM_LEG + LOCAL_LEG] = 0.0
-    for row in pool:
-        node = node_rows[row]
-        fetch_s, compute_s, paused_s, is_fetched = prompt_on(
-            node, cached[row], held, 0.0 if row == source else paths[row], asked
-        )
-        _, strain, room_s, decode_s, others_s, row_price_s = row_on(node, cached[row], asked, market)
-        harm = asked[HARM] * pause_weight(node, found[LATE], asked)
-        price_s, slowed_s = node[IS_SERVER] * found[PRICE] * compute_s, harm * strain * paused_s * node[ROWS]
+    """Score nodes for both legs."""
+    passed_over = busy_bit(legs, SERVES)
+    kept = most_kept(nodes, legs, cached, SERVES, passed_over)
+    for row in range(len(nodes)):
+        if not takes(legs, row, SERVES, passed_over):
+            continue
+        node, bytes_s = nodes[row], 0.0 if row == asked.source else paths[row]
+        fetch_s, compute_s, paused_s, is_fetched = prompt_on(node, cached[row], asked.held, bytes_s, asked)
+        _, strain, room_s, decode_s, others_s, row_price_s = row_on(node, cached[row], asked, choice)
+        harm = asked.harm * pause_weight(node, choice.late, asked)
+        price_s, slowed_s = node.is_server * choice.price * compute_s, harm * strain * paused_s * node.rows
         copied_s = copy_s(node, cached[row], kept, asked)
-        cost = (
-            node[WAIT_S]
-            + compute_s
-            + fetch_s
-            + price_s
-            + slowed_s
-            + copied_s
-            + room_s
-            + decode_s
-            + others_s
-            + row_price_s
-        )
-        at = enter(found, LOCAL_LEG, row, cost, node_rows)
-        if at >= 0:
-            note(found, at, row, cost, is_fetched, cached[row])
-            at += ENTRY_VALUES
-            found[at], found[at + 1], found[at + 2], found[at + 3], found[at + 4] = (
-                node[WAIT_S],
-                compute_s,
-                fetch_s,
-                price_s,
-                slowed_s,
-            )
-            found[at + 5], found[at + 6], found[at + 7], found[at + 8], found[at + 9] = (
-                copied_s,
-                room_s,
-                decode_s,
-                others_s,
-                row_price_s,
-            )
+        prompt_cost = node.wait_s + compute_s + fetch_s + price_s + slowed_s + copied_s
+        cost = prompt_cost + room_s + decode_s + others_s + row_price_s
+        place = enter(nodes, seen, LOCAL_LEG, choice.num_local, row, cost)
+        if place < 0:
+            continue
+        choice.num_local = min(choice.num_local + 1, MOST_CANDIDATES)
+        describe(seen, place, LOCAL_LEG, row, cost, cached[row])
+        candidate = seen[place]
+        candidate.is_fetched = is_fetched
+        estimate(node, candidate, asked)
+        candidate.wait_s, candidate.compute_s, candidate.fetch_s = node.wait_s, compute_s, fetch_s
+        candidate.price_s, candidate.slowed_s, candidate.copy_s = price_s, slowed_s, copied_s
+        candidate.room_s, candidate.decode_s = room_s, decode_s
+        candidate.others_s, candidate.row_price_s = others_s, row_price_s
 
 
 def exposed_s(
-    node: Numbers, cached: float, bytes_s: float, chunk_tokens: float, compute_s: float, asked: Numbers
+    node: NodeRow, cached: float, bytes_s: float, chunk_tokens: float, compute_s: float, asked: RequestRow
 ) -> float:
     """Seconds of the transfer that remain after the first token, with the hand-over."""
-    token_s = node[KV_BYTES] / (bytes_s if bytes_s > 0.0 else UNMEASURED_BYTES_S)
-    missing = asked[NUM_TOKENS] - cached
+    token_s = node.kv_bytes / (bytes_s if bytes_s > 0.0 else UNMEASURED_BYTES_S)
+    missing = asked.num_tokens - cached
     left_s = missing * token_s - compute_s
     last_s = (missing if missing < chunk_tokens else chunk_tokens) * LAST_GROUP * token_s
     return HANDOVER_S + (left_s if left_s > last_s else last_s)
 
 
+def is_partner(nodes: Nodes, first: int, row: int) -> bool:
+    """Whether KV can move between two nodes."""
+    return first != row and nodes[first].media & nodes[row].media != 0
+
+
 def weigh_decode(
-    node_rows: Table,
+    nodes: Nodes,
+    legs: Legs,
     cached: Numbers,
     paths: Numbers,
-    pool: Rows,
-    groups: Rows,
-    exchange: Table,
-    first: int,
-    chunk_tokens: float,
-    compute_s: float,
-    asked: Numbers,
-    found: Found,
+    asked: RequestRow,
+    choice: ChoiceRow,
+    seen: Seen,
+    is_parked: bool,
 ) -> None:
-    """Score decode nodes that `first` can send KV to; -1: all.
+    """Score decode nodes for KV that `choice.prefill` computes, or holds already (is_parked).
 
-    paths: bytes/s from the computing node, in chunks of chunk_tokens; 0 for unmeasured. The computing node keeps the
-    whole prompt.
+    paths: bytes/s from that node; 0 for unmeasured. The computing node keeps the whole prompt.
     """
-    market = market_of(found)
-    found[NUM_LEG + DECODE_LEG] = 0.0
-    for row in pool:
-        if first >= 0 and not is_partner(first, row, groups, exchange):
+    chunk_tokens, compute_s = asked.parked_chunk, 0.0
+    if not is_parked:
+        chunk_tokens = nodes[choice.prefill].chunk_tokens
+        compute_s = seen[start_of(PREFILL_LEG) + choice.skipped].compute_s
+    passed_over = 0
+    for row in range(len(nodes)):
+        if takes(legs, row, DECODES, BUSY) and (is_parked or is_partner(nodes, choice.prefill, row)):
+            passed_over = BUSY
+            break
+    for row in range(len(nodes)):
+        if not takes(legs, row, DECODES, passed_over):
             continue
-        node = node_rows[row]
-        _, _, room_s, decode_s, others_s, price_s = row_on(node, cached[row], asked, market)
+        if not (is_parked or is_partner(nodes, choice.prefill, row)):
+            continue
+        node = nodes[row]
+        _, _, room_s, decode_s, others_s, price_s = row_on(node, cached[row], asked, choice)
         exposed = exposed_s(node, cached[row], paths[row], chunk_tokens, compute_s, asked)
-        copied_s = copy_s(node, cached[row], asked[NUM_TOKENS], asked)
+        copied_s = copy_s(node, cached[row], asked.num_tokens, asked)
         cost = room_s + exposed + decode_s + others_s + price_s + copied_s
-        at = enter(found, DECODE_LEG, row, cost, node_rows)
-        if at >= 0:
-            note(found, at, row, cost, 0.0, cached[row])
-            at += ENTRY_VALUES
-            found[at], found[at + 1], found[at + 2], found[at + 3], found[at + 4] = (
-                room_s,
-                exposed,
-                decode_s,
-                others_s,
-                price_s,
-            )
-            found[at + 5] = copied_s
+        place = enter(nodes, seen, DECODE_LEG, choice.num_decode, row, cost)
+        if place < 0:
+            continue
+        choice.num_decode = min(choice.num_decode + 1, MOST_CANDIDATES)
+        describe(seen, place, DECODE_LEG, row, cost, cached[row])
+        candidate = seen[place]
+        candidate.room_s, candidate.exposed_s, candidate.decode_s = room_s, exposed, decode_s
+        candidate.others_s, candidate.row_price_s, candidate.copy_s = others_s, price_s, copied_s
 
 
-# ---------------------------------------------------------------- what is asked
-
-
-def is_partner(prefill: int, decode: int, groups: Rows, exchange: Table) -> bool:
-    """Whether KV can move between two nodes.
-
-    exchange: 1 where two groups share a medium.
-    """
-    return prefill != decode and exchange[groups[prefill]][groups[decode]] > 0.0
+# ---------------------------------------------------------------- choices
 
 
 def first_leg(
-    node_rows: Table,
+    nodes: Nodes,
+    legs: Legs,
     cached: Numbers,
-    held: float,
-    source: int,
     paths: Numbers,
-    serving: Rows,
-    decoding: Rows,
-    prefill: Rows,
-    decode: Rows,
-    local: Rows,
-    groups: Rows,
-    exchange: Table,
-    wants_local: bool,
-    asked: Numbers,
-    found: Found,
+    asked_rows: Sequence[RequestRow],
+    choice_rows: Sequence[ChoiceRow],
+    seen: Seen,
 ) -> int:
-    """The best prefill node with a partner, or -1 with the best node for both legs.
+    """The best prefill node with a partner, for `pair`. NOWHERE: the choice is the best node for both legs.
 
-    held: tokens on the node from which KV may be fetched (source, -1 for none), over paths in bytes/s.
+    cached: tokens of the prompt on each node. paths: bytes/s from asked.source to each node. asked_rows and
+    choice_rows have one row.
     """
-    weigh_market(node_rows, cached, serving, decoding, asked, found)
-    found[NUM_LEG + PREFILL_LEG] = found[NUM_LEG + DECODE_LEG] = found[NUM_LEG + LOCAL_LEG] = 0.0
-    found[SKIPPED] = 0.0
-    first = -1
-    if len(prefill) and len(decode) and not (len(prefill) == 1 and len(decode) == 1 and prefill[0] == decode[0]):
-        weigh_prefill(node_rows, cached, held, source, paths, prefill, asked, found)
-        for rank in range(int(found[NUM_LEG + PREFILL_LEG])):
-            row = int(found[start_of(PREFILL_LEG, rank)])
-            for other in decode:
-                if is_partner(row, other, groups, exchange):
-                    first = row
-                    break
-            if first >= 0:
-                found[SKIPPED] = rank
-                break
-    if first < 0 or wants_local:
-        weigh_local(node_rows, cached, held, source, paths, local, asked, found)
-    if first < 0:
-        settle_local(node_rows, cached, 0, asked, found)
-    return first
+    asked, choice = asked_rows[0], choice_rows[0]
+    weigh_market(nodes, cached, asked, choice)
+    choice.num_prefill = choice.num_decode = choice.num_local = 0
+    choice.skipped, choice.prefill, choice.is_calm, choice.bearable = 0, NOWHERE, 1, 0.0
+    if has_pair(nodes, legs):
+        weigh_prefill(nodes, legs, cached, paths, asked, choice, seen)
+        find_partner(nodes, legs, choice, seen)
+        if choice.prefill == NOWHERE:
+            choice.num_prefill = 0
+    if choice.prefill == NOWHERE or asked.wants_local != 0:
+        weigh_local(nodes, legs, cached, paths, asked, choice, seen)
+    if choice.prefill == NOWHERE and choice.num_local > 0:
+        settle_local(nodes, 0, asked, choice, seen)
+    return choice.prefill
+
+
+def has_pair(nodes: Nodes, legs: Legs) -> bool:
+    """Whether two different nodes may take the two legs."""
+    first, last = NOWHERE, NOWHERE
+    num_first = num_last = 0
+    for row in range(len(nodes)):
+        if legs[row] & COMPUTES != 0:
+            first, num_first = row, num_first + 1
+        if legs[row] & DECODES != 0:
+            last, num_last = row, num_last + 1
+    return num_first > 0 and num_last > 0 and not (num_first == 1 and num_last == 1 and first == last)
+
+
+def find_partner(nodes: Nodes, legs: Legs, choice: ChoiceRow, seen: Seen) -> None:
+    """The best prefill node that can send KV to some decode node."""
+    for rank in range(choice.num_prefill):
+        first = seen[start_of(PREFILL_LEG) + rank].row
+        for row in range(len(nodes)):
+            if legs[row] & DECODES != 0 and is_partner(nodes, first, row):
+                choice.prefill, choice.skipped = first, rank
+                return
 
 
 def pair(
-    node_rows: Table,
+    nodes: Nodes,
+    legs: MutableSequence[int],
     cached: Numbers,
     paths: Numbers,
-    decode: Rows,
-    groups: Rows,
-    exchange: Table,
-    asked: Numbers,
-    found: Found,
+    asked_rows: Sequence[RequestRow],
+    choice_rows: Sequence[ChoiceRow],
+    seen: Seen,
 ) -> None:
     """The best partner of the prefill node of `first_leg`, and the better mode.
 
-    paths: from that node.
+    paths: from that node. In mode local, nodes where too many rows would be held up lose SERVES.
     """
-    leg = start_of(PREFILL_LEG, int(found[SKIPPED]))
-    first, compute_s = node_rows[int(found[leg])], found[leg + ENTRY_VALUES + 1]
-    weigh_decode(
-        node_rows,
-        cached,
-        paths,
-        decode,
-        groups,
-        exchange,
-        int(found[leg]),
-        first[CHUNK_TOKENS],
-        compute_s,
-        asked,
-        found,
-    )
+    asked, choice = asked_rows[0], choice_rows[0]
+    weigh_decode(nodes, legs, cached, paths, asked, choice, seen, False)
     rank = -1
-    if found[NUM_LEG + LOCAL_LEG] > 0.0:
-        row = int(found[leg])
-        found[BEARABLE] = -1.0 if keeps_pace(first, cached[row], asked) else num_slowed(first)
-        rank = calm_rank(node_rows, cached, asked, found)
-        found[IS_CALM] = 1.0 if rank >= 0 else 0.0
-    if rank >= 0 and is_local_better(node_rows, rank, cached, asked, found):
-        settle_local(node_rows, cached, rank, asked, found)
+    if choice.num_local > 0:
+        node = nodes[choice.prefill]
+        choice.bearable = -1.0 if keeps_pace(node, cached[choice.prefill], asked) else num_slowed(node)
+        rank = calm_rank(nodes, cached, asked, choice, seen)
+        choice.is_calm = 1 if rank >= 0 else 0
+    if rank >= 0 and is_local_better(nodes, rank, asked, choice, seen):
+        settle_local(nodes, rank, asked, choice, seen)
+        for row in range(len(nodes)):
+            if legs[row] & SERVES != 0 and not bears(nodes[row], cached[row], asked, choice.bearable):
+                legs[row] = legs[row] & ~SERVES
         return
-    row = int(found[start_of(DECODE_LEG, 0)])
-    found[MODE], found[PREFILL], found[DECODE] = REMOTE, found[leg], row
-    found[TTFT_S], found[IS_FETCHED] = ttft_s(found, leg), found[leg + ENTRY_FETCHED]
-    found[FOUND_TPOT_S] = row_on(node_rows[row], cached[row], asked, market_of(found))[0]
+    choice.mode, choice.decode = REMOTE, seen[start_of(DECODE_LEG)].row
+    settle(nodes, start_of(PREFILL_LEG) + choice.skipped, asked, choice, seen)
 
 
-def settle_local(node_rows: Table, cached: Numbers, rank: int, asked: Numbers, found: Found) -> None:
-    leg = start_of(LOCAL_LEG, rank)
-    row = int(found[leg])
-    found[MODE], found[PREFILL], found[DECODE] = LOCAL, -1.0, row
-    found[TTFT_S], found[IS_FETCHED] = ttft_s(found, leg), found[leg + ENTRY_FETCHED]
-    found[FOUND_TPOT_S] = row_on(node_rows[row], cached[row], asked, market_of(found))[0]
+def settle_local(nodes: Nodes, rank: int, asked: RequestRow, choice: ChoiceRow, seen: Seen) -> None:
+    place = start_of(LOCAL_LEG) + rank
+    choice.mode, choice.prefill, choice.decode = LOCAL, NOWHERE, seen[place].row
+    settle(nodes, place, asked, choice, seen)
 
 
-def ttft_s(found: Numbers, leg: int) -> float:
-    """wait, compute and fetch: the first terms of both legs that compute a prompt."""
-    return found[leg + ENTRY_VALUES] + found[leg + ENTRY_VALUES + 1] + found[leg + ENTRY_VALUES + 2]
+def settle(nodes: Nodes, place: int, asked: RequestRow, choice: ChoiceRow, seen: Seen) -> None:
+    """Write what is expected of a choice. place: of the candidate that computes the prompt."""
+    first = seen[place]
+    node, known = nodes[first.row], min(first.cached, asked.num_tokens - 1.0)
+    choice.ttft_s, choice.is_fetched = ttft_s(first), first.is_fetched
+    choice.tpot_s = row_on(nodes[choice.decode], cached_of(choice, seen, first), asked, choice)[0]
+    choice.work_s, choice.estimate_s = alone_s(node, asked.num_tokens - known, known), first.estimate_s
+    choice.best, choice.best_s = NOWHERE, 0.0
+    find_other(first.row, PREFILL_LEG, choice.skipped, choice.num_prefill, choice, seen)
+    if choice.is_calm != 0:
+        find_other(first.row, LOCAL_LEG, 0, choice.num_local, choice, seen)
 
 
-def calm_rank(node_rows: Table, cached: Numbers, asked: Numbers, found: Numbers) -> int:
+def cached_of(choice: ChoiceRow, seen: Seen, first: CandidateRow) -> float:
+    return first.cached if choice.mode == LOCAL else seen[start_of(DECODE_LEG)].cached
+
+
+def find_other(chosen: int, leg: int, skipped: int, num: int, choice: ChoiceRow, seen: Seen) -> None:
+    """Of the other candidates, the one with the least estimate; the first node of equal ones."""
+    for rank in range(skipped, num):
+        candidate = seen[start_of(leg) + rank]
+        if candidate.row == chosen:
+            continue
+        is_equal = candidate.estimate_s == choice.best_s and candidate.row < choice.best
+        if choice.best == NOWHERE or candidate.estimate_s < choice.best_s or is_equal:
+            choice.best, choice.best_s = candidate.row, candidate.estimate_s
+
+
+def ttft_s(candidate: CandidateRow) -> float:
+    return candidate.wait_s + candidate.compute_s + candidate.fetch_s
+
+
+def calm_rank(nodes: Nodes, cached: Numbers, asked: RequestRow, choice: ChoiceRow, seen: Seen) -> int:
     """Rank of the best local node that holds up no running rows for long; -1 for none.
 
     Where the prefill node would hold up rows, too, a local node may hold up as many.
     """
-    for rank in range(int(found[NUM_LEG + LOCAL_LEG])):
-        row = int(found[start_of(LOCAL_LEG, rank)])
-        if bears(node_rows[row], cached[row], asked, found[BEARABLE]):
+    for rank in range(choice.num_local):
+        row = seen[start_of(LOCAL_LEG) + rank].row
+        if bears(nodes[row], cached[row], asked, choice.bearable):
             return rank
     return -1
 
 
-def is_local_better(node_rows: Table, rank: int, cached: Numbers, asked: Numbers, found: Numbers) -> bool:
+def is_local_better(nodes: Nodes, rank: int, asked: RequestRow, choice: ChoiceRow, seen: Seen) -> bool:
     """Whether mode local is better.
 
     The price counts only as far as first tokens are nearer to being late than rows to being slow. Beyond that it fades
     with the third power: 1, 2 and 5 gave less goodput in replay.
     """
-    prefill, decode, local = (
-        start_of(PREFILL_LEG, int(found[SKIPPED])),
-        start_of(DECODE_LEG, 0),
-        start_of(LOCAL_LEG, rank),
-    )
-    row = int(found[local])
-    slow = slowness(node_rows[row], row_on(node_rows[row], cached[row], asked, market_of(found))[0], asked)
-    nearer = min(found[LATE] / max(slow, LEAST_STRAIN), 1.0)
+    prefill, decode = seen[start_of(PREFILL_LEG) + choice.skipped], seen[start_of(DECODE_LEG)]
+    local = seen[start_of(LOCAL_LEG) + rank]
+    node = nodes[local.row]
+    slow = slowness(node, row_on(node, local.cached, asked, choice)[0], asked)
+    nearer = min(choice.late / max(slow, LEAST_STRAIN), 1.0)
     uncounted = 1.0 - nearer * nearer * nearer
-    price = ENTRY_VALUES + 3
-    remote_cost = found[prefill + ENTRY_COST] + found[decode + ENTRY_COST] - uncounted * found[prefill + price]
-    local_cost = found[local + ENTRY_COST] - uncounted * found[local + price]
-    margin = (
-        asked[MARGIN] * min(ttft_s(found, prefill), ttft_s(found, local))
-        + doubt_s(node_rows, found, prefill)
-        + doubt_s(node_rows, found, local)
-    )
-    if asked[PREVIOUS] == REMOTE:
+    remote_cost = prefill.cost + decode.cost - uncounted * prefill.price_s
+    local_cost = local.cost - uncounted * local.price_s
+    margin = asked.margin * min(ttft_s(prefill), ttft_s(local)) + doubt_s(prefill) + doubt_s(local)
+    if asked.previous == REMOTE:
         return local_cost + margin < remote_cost
-    return local_cost < remote_cost + (margin if asked[PREVIOUS] == LOCAL else 0.0)
+    return local_cost < remote_cost + (margin if asked.previous == LOCAL else 0.0)
 
 
-def doubt_s(node_rows: Table, found: Numbers, leg: int) -> float:
+def doubt_s(candidate: CandidateRow) -> float:
     """Seconds by which the prompt's time may be wrong, from the model's error bars."""
-    doubt = node_rows[int(found[leg])][DOUBT]
-    return (doubt if doubt < MOST_DOUBT else MOST_DOUBT) * (found[leg + ENTRY_VALUES] + found[leg + ENTRY_VALUES + 1])
+    return min(candidate.doubt, MOST_DOUBT) * (candidate.wait_s + candidate.compute_s)
 
 
 def parked(
-    node_rows: Table,
+    nodes: Nodes,
+    legs: Legs,
     cached: Numbers,
     paths: Numbers,
-    serving: Rows,
-    decoding: Rows,
-    pool: Rows,
-    groups: Rows,
-    exchange: Table,
-    chunk_tokens: float,
-    asked: Numbers,
-    found: Found,
+    asked_rows: Sequence[RequestRow],
+    choice_rows: Sequence[ChoiceRow],
+    seen: Seen,
 ) -> int:
-    """The best node of a pool for KV that is computed already."""
-    weigh_market(node_rows, cached, serving, decoding, asked, found)
-    weigh_decode(node_rows, cached, paths, pool, groups, exchange, -1, chunk_tokens, 0.0, asked, found)
-    return int(found[start_of(DECODE_LEG, 0)])
+    """The best node with DECODES for KV that is computed already. paths: from the node that holds it."""
+    asked, choice = asked_rows[0], choice_rows[0]
+    weigh_market(nodes, cached, asked, choice)
+    choice.num_decode = 0
+    weigh_decode(nodes, legs, cached, paths, asked, choice, seen, True)
+    return seen[start_of(DECODE_LEG)].row

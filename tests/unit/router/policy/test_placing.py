@@ -72,7 +72,7 @@ def placed_of(query: Query, cluster: ClusterView) -> PackedDecision | None:
 def decided(query: Query, cluster: ClusterView) -> Decision | None:
     """By all who are asked; None: it does not go at once."""
     choice = POLICY.choose(query, cluster)
-    return Gate(HoldLimits(), HEADROOM, Slo()).at_once(Decision(query, cluster, choice), 0.0, is_paid=False)
+    return Gate(HoldLimits(), HEADROOM, Slo()).at_once(Decision(query, cluster, choice), 0.0, is_charged=False)
 
 
 def explainer() -> Explainer:

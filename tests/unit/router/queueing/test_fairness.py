@@ -121,7 +121,7 @@ def test_a_passed_request_is_left_out_of_the_round_and_keeps_its_turn() -> None:
 
 def test_what_was_paid_for_is_not_charged_again() -> None:
     queue = make_queue()
-    queue.add(replace(held("back", "a", work=1000.0), is_paid=True), 1.0)
+    queue.add(replace(held("back", "a", work=1000.0), is_charged=True), 1.0)
     for number in range(50):
         queue.add(held(f"r{number}", "b"), 1.0)
     assert drain(queue).index("back") <= QUANTUM

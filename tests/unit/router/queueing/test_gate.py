@@ -114,7 +114,7 @@ def test_a_node_that_does_it_all_needs_a_row_of_its_own() -> None:
 def test_a_node_that_asked_this_request_to_be_left_alone_is_no_place_for_it_but_for_others() -> None:
     world, gate = make_world("mixed"), make_gate(patience_s=5.0)
     world.prompts["r1"] = Query(100, busy=frozenset({"m0-boot"}))
-    assert gate.try_admit(held("r1", is_paid=True), world.decide, 0.0) is None
+    assert gate.try_admit(held("r1", is_charged=True), world.decide, 0.0) is None
     assert gate.try_admit(held("r2"), world.decide, 0.0) is not None
     assert gate.release(world.decide, 0.1) == []
     world.prompts["r1"] = Query(100)
@@ -125,7 +125,7 @@ def test_a_node_that_failed_a_request_is_no_place_for_it_while_there_is_another(
     world, gate = make_world("mixed", "mixed"), make_gate()
     world.set_load("m1", load(waiting_tokens=300))
     world.prompts["r1"] = Query(100, excluded=frozenset({"m0-boot"}))
-    assert gate.try_admit(held("r1", is_paid=True), world.decide, 0.0) is None
+    assert gate.try_admit(held("r1", is_charged=True), world.decide, 0.0) is None
     world.nodes.pop()
     assert [one.held.request for one in gate.release(world.decide, 0.1)] == ["r1"], "it is the only one"
 
@@ -199,8 +199,8 @@ def test_one_that_could_go_is_not_held_back_by_another_that_lacks_the_same() -> 
     world, gate = make_world("mixed", "mixed"), make_gate()
     world.nodes[1] = replace(world.nodes[1], max_len=50)
     world.prompts = {name: Query(100, busy=frozenset({"m0-boot"})) for name in ("first", "able")}
-    assert gate.try_admit(held("first", 0.1, is_paid=True), world.decide, 0.1) is None
-    assert gate.try_admit(held("able", 0.0, tenant="b", is_paid=True), world.decide, 0.1) is None
+    assert gate.try_admit(held("first", 0.1, is_charged=True), world.decide, 0.1) is None
+    assert gate.try_admit(held("able", 0.0, tenant="b", is_charged=True), world.decide, 0.1) is None
     world.prompts["able"] = Query(100)
     assert [one.held.request for one in gate.release(world.decide, 0.2)] == ["able"]
 
@@ -224,11 +224,11 @@ def test_an_old_request_keeps_the_nodes_of_its_mode_though_it_was_not_scored_jus
     assert [one.held.request for one in gate.release(world.decide, 6.02, most=3)] == ["r1", "r2", "r3"]
 
 
-@pytest.mark.parametrize("is_paid", [False, True])
-def test_a_request_waits_while_no_node_takes_work_and_goes_when_one_does(is_paid: bool) -> None:
+@pytest.mark.parametrize("is_charged", [False, True])
+def test_a_request_waits_while_no_node_takes_work_and_goes_when_one_does(is_charged: bool) -> None:
     world, gate = make_world("mixed"), make_gate()
     nodes, world.nodes = world.nodes, []
-    assert gate.try_admit(held("r1", is_paid=is_paid), world.decide, 0.0) is None
+    assert gate.try_admit(held("r1", is_charged=is_charged), world.decide, 0.0) is None
     assert gate.release(world.decide, 5.0) == [] and len(gate.queue) == 1
     world.nodes = nodes
     (released,) = gate.release(world.decide, 5.1)
@@ -263,7 +263,7 @@ def test_no_more_new_requests_are_parked_than_may_wait_but_all_that_were_accepte
     assert gate.try_admit(held("r1"), world.decide, 0.0) is None
     with pytest.raises(errors.Unavailable, match="no more may; none of 0 known nodes"):
         gate.try_admit(held("r2"), world.decide, 0.0)
-    assert gate.try_admit(held("r3", is_paid=True), world.decide, 0.0) is None
+    assert gate.try_admit(held("r3", is_charged=True), world.decide, 0.0) is None
 
 
 def test_a_mode_without_nodes_keeps_waiting_only_who_was_accepted() -> None:
@@ -272,7 +272,7 @@ def test_a_mode_without_nodes_keeps_waiting_only_who_was_accepted() -> None:
     world.prompts["r1"] = world.prompts["r2"] = Query(100, force="remote")
     with pytest.raises(errors.Unavailable, match="mode remote needs"):
         gate.try_admit(held("r1"), world.decide, 0.0)
-    assert gate.try_admit(held("r2", is_paid=True), world.decide, 0.0) is None
+    assert gate.try_admit(held("r2", is_charged=True), world.decide, 0.0) is None
 
 
 def test_a_time_without_nodes_makes_no_predicted_wait_longer() -> None:
@@ -445,7 +445,7 @@ def test_requests_that_no_node_takes_are_in_nobodys_way(number: int) -> None:
     for each in range(number):
         with pytest.raises(errors.Unavailable):
             world.decide(held(f"r{each}"))
-        assert gate.try_admit(held(f"r{each}", is_paid=True), world.decide, 0.0) is None
+        assert gate.try_admit(held(f"r{each}", is_charged=True), world.decide, 0.0) is None
     world.nodes = [replace(idle, load=load())]
     world.prompts["new"] = Query(100, force="local")
     assert gate.room_s > 0, "the quick way is open"
@@ -459,7 +459,7 @@ def test_a_held_request_goes_though_many_before_it_are_parked_meanwhile() -> Non
         world.set_load(name, load(waiting_tokens=300))
     for each in range(40):
         world.prompts[f"r{each}"] = Query(100, force="remote")
-        assert gate.try_admit(held(f"r{each}", is_paid=True), world.decide, 0.0) is None
+        assert gate.try_admit(held(f"r{each}", is_charged=True), world.decide, 0.0) is None
     world.prompts["last"] = Query(100, force="local")
     assert gate.try_admit(held("last"), world.decide, 0.0) is None
     world.nodes = [replace(world.nodes[0], load=load())]
@@ -522,7 +522,7 @@ def test_no_request_waits_for_rows_where(why: str) -> None:
     if why == "no other row":
         world.set_load("d1", batch(0))
     world.prompts["r1"] = Query(100, itl_s=0.005 if why == "no other row" else 0.1 if why.startswith("rows") else 0.0)
-    assert gate.try_admit(held("r1", is_paid=why.startswith("it was")), world.decide, 0.0) is not None
+    assert gate.try_admit(held("r1", is_charged=why.startswith("it was")), world.decide, 0.0) is not None
 
 
 # ------------------------------------------------------------ nodes that the policy would not take

@@ -170,7 +170,7 @@ def test_only_so_many_are_passed_over() -> None:
 def test_who_comes_back_is_let_in_even_when_the_queue_is_full() -> None:
     queue = make_queue(count=1)
     push_all(queue, held("r1"))
-    back = QueuedRequest("r0", "a", 50.0, 10, -1.0, math.inf, is_paid=True)
+    back = QueuedRequest("r0", "a", 50.0, 10, -1.0, math.inf, is_charged=True)
     assert queue.lacks_room(back) is None
     queue.push(back)
     queue.check_integrity()

@@ -1,0 +1,113 @@
+"""Whether nodes have room for a request: open for its prompt, and its rows fast enough. One source for compiled code
+and plain Python; `queueing.headroom` asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdcluster_router.policy.predicted.cost_model import COMFORT, PATIENCE, alone_s
+from pdcluster_router.policy.predicted.records import BUSY, COMPUTES, SERVES, NodeRow, RequestRow
+from pdcluster_router.policy.predicted.scoring import Legs, Nodes
+
+# Prompts are computed ahead of full decode nodes until finished KV fills one part in so many of a prefill node's pool.
+AHEAD = 4
+
+# Of the time that a first token has, for the prompts before it on the node, and for what was predicted wrongly.
+HALF = 0.5
+
+
+def admits(
+    nodes: Nodes,
+    legs: Legs,
+    first: int,
+    decode: int,
+    asked_rows: Sequence[RequestRow],
+    late_s: float,
+    backlog_s: float,
+    may_slow: bool,
+) -> bool:
+    """Whether a request goes at once to the nodes that were chosen: some node of its leg is open, and rows stay fast.
+
+    first computes the prompt, decode runs the rows. late_s: until the first token. may_slow: rows may get slow.
+    """
+    if not has_open(nodes, legs, first, decode, backlog_s):
+        return False
+    return may_slow or keeps_rows_fast(nodes[first], nodes[decode], asked_rows[0], late_s)
+
+
+def has_open(nodes: Nodes, legs: Legs, first: int, decode: int, backlog_s: float) -> bool:
+    """Whether some node is open that could compute the prompt in the chosen mode."""
+    is_local = first == decode
+    leg, has_row = SERVES if is_local else COMPUTES, not is_local and takes_row(nodes[decode])
+    if is_free(legs, first, leg) and is_open(nodes[first], is_local, has_row, backlog_s):
+        return True
+    return any_open(nodes, legs, leg, has_row or any_row(nodes), backlog_s)
+
+
+def is_free(legs: Legs, row: int, leg: int) -> bool:
+    return legs[row] & leg != 0 and legs[row] & BUSY == 0
+
+
+def any_open(nodes: Nodes, legs: Legs, leg: int, has_row: bool, backlog_s: float) -> bool:
+    """Whether some node that may take the leg is open. has_row: some decode node has a row."""
+    for row in range(len(nodes)):
+        if is_free(legs, row, leg) and is_open(nodes[row], leg == SERVES, has_row, backlog_s):
+            return True
+    return False
+
+
+def is_open(node: NodeRow, is_local: bool, has_row: bool, backlog_s: float) -> bool:
+    """Whether the node is open for the leg that computes the prompt: little work waits, and its KV will find a row.
+
+    has_row: on a decode node. If there is none, prompts are computed ahead while finished KV is few. Mode local needs a
+    row of the node's own. An idle node is open whatever else is believed, so a wrong belief holds no request for ever.
+    """
+    if is_idle(node):
+        return True
+    if not node.backlog_s < backlog_s:
+        return False
+    if is_local:
+        return takes_row(node)
+    return has_row or node.has_load == 0.0 or node.pages_parked * AHEAD < node.pages
+
+
+def is_idle(node: NodeRow) -> bool:
+    return node.has_load > 0.0 and node.reported_requests == node.pages_parked == node.in_flight == 0.0
+
+
+def takes_row(node: NodeRow) -> bool:
+    return node.has_load == 0.0 or node.sent_rows + node.slots_used < node.slots
+
+
+def any_row(nodes: Nodes) -> bool:
+    """Whether a decode node that takes work has a row."""
+    for row in range(len(nodes)):
+        node = nodes[row]
+        if node.most_tokens >= 0.0 and node.decodes > 0.0 and takes_row(node):
+            return True
+    return False
+
+
+def keeps_rows_fast(node: NodeRow, other: NodeRow, asked: RequestRow, late_s: float) -> bool:
+    """Whether one more row on `other` leaves its rows within their limit.
+
+    Also where the first token has no time to wait: it comes after late_s, from a prompt on `node`.
+    """
+    if other.rows == 0.0:
+        return True
+    row_s = other.each_row_s + other.context_s * (asked.num_tokens + asked.output / 2)
+    limit_s = asked.itl_s if asked.itl_s != 0.0 else COMFORT * (other.decode_fixed_s + row_s)
+    if other.tpot_s + row_s <= limit_s:
+        return True
+    return late_s >= HALF * PATIENCE * alone_s(node, max(asked.num_tokens, asked.usual_tokens), 0.0)
+
+
+def least_excess_s(nodes: Nodes, backlog_s: float) -> float:
+    """The least time in which a node beyond the backlog has worked off the rest; 0: there is none."""
+    least = 0.0
+    for row in range(len(nodes)):
+        excess = nodes[row].backlog_s - backlog_s
+        if excess > 0.0 and (least == 0.0 or excess < least):
+            least = excess
+    return least

@@ -1,0 +1,102 @@
+"""Finds nodes for a request's next attempt: asks the policy and the gate, and waits for its turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msgspec import structs
+
+from pdcluster.core import errors
+from pdcluster.telemetry.log import Log
+from pdcluster_router.core.generation import Generation
+from pdcluster_router.core.job import Job
+from pdcluster_router.explain.recorder import Record
+from pdcluster_router.policy.base import Decision
+from pdcluster_router.queueing.admission import check_fits
+from pdcluster_router.queueing.demand import unplaced
+from pdcluster_router.queueing.fairness import QueuedRequest
+from pdcluster_router.request.shared import Shared, check_model, longest_of
+
+log = Log("request")
+
+# What a prompt's token takes while it waits: in a list, packed, and its share of the hashes.
+BYTES_PER_TOKEN = 16
+
+# Receives the gate's answer to a request that waited, and when it began to wait.
+Answer = Callable[[Decision | errors.PdclusterError, float], None]
+
+
+class Placement:
+    """Owned by its request.
+
+    num_placed: attempts that began.
+    """
+
+    def __init__(self, shared: Shared, generation: Generation, job: Job, record: Record) -> None:
+        self._shared, self._generation, self._job, self._record = shared, generation, job, record
+        self.num_placed = 0
+
+    def place(self, now: float, answer: Answer) -> Decision | None:
+        """Where the next attempt goes at once; None: `answer` is called when it is its turn.
+
+        Raises DeadlineExceeded, Overloaded, or what says that no node takes it.
+        """
+        job, shared, is_charged = self._job, self._shared, self.num_placed > 0
+        if now >= job.deadline:
+            raise errors.DeadlineExceeded(f"request {job.request} found no room by its deadline", "request")
+        try:
+            decision = self.decide(now)
+        except errors.Unavailable as cause:
+            self._park(cause, now, answer)
+            return None
+        if not is_charged:
+            # A fork shares its parent's prompt.
+            work_s = decision.work_s if job.fork_on is None else 0.0
+            shared.demand.arrived(decision.first.role, work_s, decision.decode.role)
+        going = shared.waiting.at_once(decision, self._generation.standing.tenant, is_charged=is_charged)
+        if going is None:
+            shared.waiting.hold(self._queued(now), decision, self.decide, lambda found: answer(found, now))
+        return going
+
+    def decide(self, now: float, others: frozenset[str] = frozenset()) -> Decision:
+        """What the policy would do now. others: nodes that it takes only where there are no more."""
+        job, shared = self._job, self._shared
+        shared.refusing.apply(job, now)
+        try:
+            follows = job.fork_on is not None and job.fork_on not in others
+            decision = shared.selector.follow(job, now) if follows else None
+            decision = decision or shared.selector.choose(job, now, others)
+            self._record.consider(decision, now)
+            return decision
+        except errors.Unavailable:
+            check_model(shared.models, self._generation)
+            longest = longest_of(shared, self._generation, job)
+            if job.emitted and job.most_tokens > longest > 0:
+                job.most_tokens = 0  # the larger nodes left; the rest goes as far as nodes take it
+                return self.decide(now, others)
+            check_fits(shared.selector.query(job, now), shared.cluster.view(), longest)
+            raise
+        except errors.PdclusterError:
+            raise
+        except Exception as error:  # a policy's bug, which must not fail the requests that wait beside this one
+            log.exception("the routing policy failed", policy=shared.selector.holder.live.name, request=job.request)
+            raise errors.PdclusterError(
+                f"internal error: the routing policy failed ({type(error).__name__}); see the router's log"
+            ) from error
+
+    def _park(self, cause: errors.Unavailable, now: float, answer: Answer) -> None:
+        """No node takes it now. Its work counts as demand all the same."""
+        shared = self._shared
+        found = unplaced(shared.cluster.view(), len(self._job.prompt))
+        held = structs.replace(self._queued(now), work=found[1])
+        shared.waiting.park(held, cause, self.decide, lambda placed: answer(placed, now))
+        if self.num_placed == 0:
+            shared.demand.arrived(*found)
+
+    def _queued(self, now: float) -> QueuedRequest:
+        job, standing = self._job, self._generation.standing
+        num_bytes = BYTES_PER_TOKEN * len(job.prompt)
+        return QueuedRequest(
+            job.request, standing.tenant, 0.0, num_bytes, now, job.deadline, standing.weight, standing.priority,
+            self.num_placed > 0,
+        )  # fmt: skip
