@@ -10,9 +10,8 @@ tables say what is allowed, their users say when.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import Enum, auto
-from typing import TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 
 class Writing(Enum):
@@ -59,42 +58,53 @@ class IllegalTransition(Exception):
 
 
 State = TypeVar("State", bound=Enum)
-Table = Mapping[tuple[State, str], State]
 
-WRITING: Table[Writing] = {
-    (Writing.OPEN, "commit"): Writing.COMMITTED,
-    (Writing.OPEN, "abort"): Writing.DRAINING,
-    (Writing.COMMITTED, "resend"): Writing.OPEN,
-    (Writing.COMMITTED, "ack"): Writing.ACKED,
-    (Writing.COMMITTED, "abort"): Writing.DRAINING,
-    (Writing.DRAINING, "drained"): Writing.ABORTED,
-}
 
-READING: Table[Reading] = {
-    (Reading.OPEN, "verify"): Reading.VERIFIED,
-    (Reading.OPEN, "abort"): Reading.ABORTING,
-    (Reading.ABORTING, "reclaim"): Reading.RECLAIMED,
-}
+class Table(dict[tuple[State, str], State], Generic[State]):
+    """The state after an event: `table[state, event]`. Raises IllegalTransition for an event that it does not hold."""
 
-RESIDENCE: Table[Residence] = {
-    (Residence.WAITING, "admit"): Residence.RUNNING,
-    (Residence.WAITING, "reserve"): Residence.RESERVED,
-    (Residence.WAITING, "hold"): Residence.HELD,
-    (Residence.WAITING, "end"): Residence.FINISHED,
-    (Residence.HELD, "resume"): Residence.WAITING,
-    (Residence.HELD, "end"): Residence.FINISHED,
-    (Residence.RESERVED, "commit"): Residence.RUNNING,
-    (Residence.RESERVED, "end"): Residence.FINISHED,
-    (Residence.RUNNING, "preempt"): Residence.WAITING,
-    (Residence.RUNNING, "park"): Residence.PARKED,
-    (Residence.RUNNING, "end"): Residence.FINISHED,
-    (Residence.PARKED, "end"): Residence.FINISHED,
-}
+    def __missing__(self, key: tuple[State, str]) -> NoReturn:
+        state, event = key
+        raise IllegalTransition(f"{type(state).__name__} {state.name} does not allow {event!r}")
+
+
+WRITING = Table[Writing](
+    {
+        (Writing.OPEN, "commit"): Writing.COMMITTED,
+        (Writing.OPEN, "abort"): Writing.DRAINING,
+        (Writing.COMMITTED, "resend"): Writing.OPEN,
+        (Writing.COMMITTED, "ack"): Writing.ACKED,
+        (Writing.COMMITTED, "abort"): Writing.DRAINING,
+        (Writing.DRAINING, "drained"): Writing.ABORTED,
+    }
+)
+
+READING = Table[Reading](
+    {
+        (Reading.OPEN, "verify"): Reading.VERIFIED,
+        (Reading.OPEN, "abort"): Reading.ABORTING,
+        (Reading.ABORTING, "reclaim"): Reading.RECLAIMED,
+    }
+)
+
+RESIDENCE = Table[Residence](
+    {
+        (Residence.WAITING, "admit"): Residence.RUNNING,
+        (Residence.WAITING, "reserve"): Residence.RESERVED,
+        (Residence.WAITING, "hold"): Residence.HELD,
+        (Residence.WAITING, "end"): Residence.FINISHED,
+        (Residence.HELD, "resume"): Residence.WAITING,
+        (Residence.HELD, "end"): Residence.FINISHED,
+        (Residence.RESERVED, "commit"): Residence.RUNNING,
+        (Residence.RESERVED, "end"): Residence.FINISHED,
+        (Residence.RUNNING, "preempt"): Residence.WAITING,
+        (Residence.RUNNING, "park"): Residence.PARKED,
+        (Residence.RUNNING, "end"): Residence.FINISHED,
+        (Residence.PARKED, "end"): Residence.FINISHED,
+    }
+)
+
 
 
 def advance(table: Table[State], state: State, event: str) -> State:
-    """The state after `event`. Raises IllegalTransition when the table does not allow it."""
-    try:
-        return table[state, event]
-    except KeyError:
-        raise IllegalTransition(f"{type(state).__name__} {state.name} does not allow {event!r}") from None
+    return table[state, event]

@@ -16,6 +16,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TextIO
 
 from prometheus_client import CollectorRegistry
@@ -40,11 +41,8 @@ class Log:
         self.fields = fields
         self.logger_name = f"pdcluster.{name}"
         self._logger = logging.getLogger(self.logger_name)
-
-    @property
-    def is_on(self) -> bool:
-        """Whether lines of level info are written."""
-        return self._logger.isEnabledFor(logging.INFO)
+        # Whether lines of level info are written.
+        self.is_on = partial(self._logger.isEnabledFor, logging.INFO)
 
     def bind(self, **fields: object) -> Log:
         return Log(self.name, **{**self.fields, **fields})

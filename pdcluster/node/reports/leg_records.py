@@ -56,10 +56,10 @@ class LegRecorder:
 
     def wants(self, trace: bytes) -> bool:
         """Whether an ended leg is worth describing."""
-        return (self._spans is not None and bool(trace)) or requests.is_on
+        return (self._spans is not None and bool(trace)) or requests.is_on()
 
     def ended(self, leg: EndedStages) -> None:
-        if requests.is_on:
+        if requests.is_on():
             seconds = {f"{stage.name}_s": round(stage.end_s - stage.start_s, 6) for stage in leg.stages}
             trace = leg.trace and TraceContext.unpack(leg.trace).trace_id.hex()
             requests.info(

@@ -102,7 +102,7 @@ class ModelRegistry:
     def chain(self, model: str, salt: bytes) -> HashChain:
         """Without a node, the chain of the last one: its requests may wait for the node to return."""
         card = self._find(model).card
-        return _chain(card.hash_block_tokens, salt, card.weights)
+        return _chain(card.fingerprint.hash_block_tokens, salt, card.fingerprint.weights)
 
     def _find(self, model: str) -> LoadedModel:
         if model in self._loaded:

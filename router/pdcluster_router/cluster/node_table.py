@@ -499,7 +499,7 @@ class NodeTable:
         """Count the sent work, and expect its blocks, until the node reports them."""
         work, incarnation, now = message.work, state.card.incarnation, self._now()
         depth = self.caches.index.depth(incarnation, work.hashes)
-        pending = work_of(message, depth * state.card.hash_block_tokens)
+        pending = work_of(message, depth * state.card.fingerprint.hash_block_tokens)
         sent = SentWork(work.attempt, sequence, pending, work.hashes if depth * HASH_BYTES < len(work.hashes) else b"")
         self.ledger.pending.enter(incarnation, work.request, sent)
         if sent.hashes:

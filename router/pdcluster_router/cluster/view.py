@@ -20,7 +20,6 @@ from pdcluster.core.messages import Endpoint, Load, Role
 from pdcluster.cost.cost import NodeCost
 from pdcluster_router.cluster.pacing import COLD, completed, typical_cost
 from pdcluster_router.policy.predicted import compiled
-from pdcluster_router.policy.predicted.compiled import Scoring
 from pdcluster_router.policy.predicted.node_state import derive
 from pdcluster_router.policy.predicted.records import COMPUTES, DECODES, SERVES, NodeRow
 
@@ -320,11 +319,10 @@ class ClusterView:
         self._reported, self._sent, self.roster, self.typical = reported, sent, roster, typical
         if table is None:
             rows = [self._numbers(self.node(row), roster.media[row]) for row in range(len(reported))]
-            table = np.array(rows, NodeRow.dtype())
+            table = np.array(rows, NodeRow.dtype)
         self.table = table
         # Made when somebody asks.
         self._nodes: tuple[NodeView, ...] | None = None
-        self._scored: tuple[Scoring, Any] | None = None
         return self
 
     def replaced(self, changed: Mapping[str, NodeView]) -> ClusterView:
@@ -355,19 +353,13 @@ class ClusterView:
 
     def note_sent(self, changed: Iterable[str], counts: Counts) -> None:
         """As `sent`, but in place. Only for a view that no other caller has."""
-        write_sent, row_of, table = compiled.in_use().write_sent, self.roster.row_of, self.table
-        self._nodes = self._scored = None
+        note_sent, row_of, table = compiled.active.note_sent, self.roster.row_of, self.table
+        self._nodes = None
         for incarnation in changed:
             row = row_of.get(incarnation)
             if row is not None:  # else the leg is on a node that left, or whose link is down
                 in_flight, pending = self._sent[row] = counts(incarnation)
-                write_sent(table, row, in_flight, tuple(pending))
-
-    def scored_by(self, scorer: Scoring) -> Any:
-        """The table as an argument of the scorer's functions. Read-only."""
-        if self._scored is None or self._scored[0] is not scorer:
-            self._scored = scorer, scorer.nodes(self.table)
-        return self._scored[1]
+                note_sent(table[row : row + 1], in_flight, tuple(pending))
 
     @property
     def size(self) -> int:
@@ -387,6 +379,10 @@ class ClusterView:
         """The node with what was sent to it since."""
         sent = self._sent.get(row)
         return self._reported[row] if sent is None else self._reported[row].sent(*sent)
+
+    def paths(self, row: int) -> Column:
+        """Bytes/s from the node of that row to each node; zeros for row -1. Read-only."""
+        return self.roster.zeros if row < 0 else self.roster.paths(row, self._reported[row].bandwidth)
 
     def row(self, row: int) -> NodeRow:
         """A copy of a row of the table."""
@@ -418,7 +414,7 @@ def _typical_of(nodes: Iterable[NodeView]) -> NodeCost | None:
 
 def _copied(table: NDArray[Any]) -> NDArray[Any]:
     """A copy, by words: numpy copies records field by field."""
-    return table.view(np.uint64).copy().view(NodeRow.dtype())
+    return table.view(np.uint64).copy().view(NodeRow.dtype)
 
 
 def _by_name(node: NodeView) -> tuple[str, str]:

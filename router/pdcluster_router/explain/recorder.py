@@ -73,6 +73,8 @@ class Record:
     _last: DecisionRecord | None = None
     _last_at = 0.0
     _ideal: int | None = None
+    # Of its decisions.
+    _num_bytes = 0
 
     def __init__(
         self,
@@ -90,11 +92,9 @@ class Record:
 
     @property
     def size_bytes(self) -> int:
-        """About what it takes of memory."""
-        noted = self._decisions if self._considered is None else (*self._decisions, self._considered)
-        of_decisions = sum([DECISION_BYTES + one.record.compared.size_bytes for one in noted])
+        """About what it takes of memory, once it ended."""
         num_done = 0 if self.done is None else DONE_BYTES
-        return RECORD_BYTES + num_done + of_decisions + len(self.client_id) + len(self._why)
+        return RECORD_BYTES + num_done + self._num_bytes + len(self.client_id) + len(self._why)
 
     @property
     def tenant(self) -> str:
@@ -128,8 +128,11 @@ class Record:
         if record.shadow is not None:
             self._explainer.count(record.shadow)
         if len(decisions) >= MAX_DECISIONS:
-            decisions = decisions[: MAX_DECISIONS // 2] + decisions[MAX_DECISIONS // 2 + 1 :]
+            forgotten, half = decisions[MAX_DECISIONS // 2], MAX_DECISIONS // 2
+            self._num_bytes -= DECISION_BYTES + forgotten.record.compared.size_bytes
+            decisions = decisions[:half] + decisions[half + 1 :]
         self._decisions = *decisions, NotedDecision(record, now - self._started, now - asked)
+        self._num_bytes += DECISION_BYTES + record.compared.size_bytes
         if self._first_at is not None:
             return  # hindsight is about the decision that brought the first token
         if self._ideal is None:
@@ -140,9 +143,13 @@ class Record:
         if self._first_at is None:
             self._first_at = moment
 
-    def end(self, error: str | None, why: str) -> None:
+    def end(self, error: str | None, why: str) -> Hindsight | None:
+        """End the record. See Explainer.close."""
+        if self._considered is not None:
+            self._num_bytes += DECISION_BYTES + self._considered.record.compared.size_bytes
         if error is not None:
             self._error, self._why = error, why[:MAX_WHY]
+        return self.hindsight()
 
     def explained(self, *, has_ended: bool) -> Explanation:
         """The explanation so far, with what a waiting request waits for."""
@@ -174,7 +181,8 @@ class Record:
         ttft_s = first_at - self._last_at
         best_s = None if last.best is None else last.best_s
         regret_s = 0.0 if best_s is None else max(ttft_s - best_s, 0.0)
-        return Hindsight(ttft_s, ttft_s - last.expected_s, regret_s, last.best, best_s, hit)
+        expected_s = last.estimate_s if last.ttft_s is None else last.ttft_s
+        return Hindsight(ttft_s, ttft_s - expected_s, regret_s, last.best, best_s, hit)
 
 
 class Explainer:
@@ -218,8 +226,7 @@ class Explainer:
         why: its message.
         """
         del self._open[record.request]
-        record.end(error, why)
-        judged = record.hindsight()
+        judged = record.end(error, why)
         if judged is not None:
             hit = judged.hit
             tokens = (0, 0, 0) if hit is None else (hit.achieved, hit.reachable, hit.ideal)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.generation import Force as Force
 from pdcluster_router.core.generation import Mode
+from pdcluster_router.policy.predicted.cost_model import alone_s
 
 Fallback = Literal["deny", "on-failure", "conditional"]
 LegName = Literal["prefill", "decode", "local"]
@@ -161,42 +162,39 @@ class DecisionRecord(msgspec.Struct, frozen=True):
     pull_tokens: int = 0
     shadow: ShadowRecord | None = None
 
-    @property
-    def expected_s(self) -> float:
-        """The expected time to first token."""
-        return self.estimate_s if self.ttft_s is None else self.ttft_s
-
 
 class Decision(msgspec.Struct, frozen=True, eq=False):
     """A policy's answer, with what it was made from. It ends with the turn that it was made in; its record stays.
 
-    prefill: None in mode local.
+    first: the node that computes the prompt. prefill: the same, None in mode local.
     decode: the node that runs the request to its end.
+    rows: of first and decode.
     legs: bits of the nodes; those with the leg of the chosen mode could compute the prompt. The gate asks.
     asked: `records.RequestRow` of the query, as the compiled functions take it.
-    pull: the node from which the computing node first copies its missing prefix, pull_tokens of it; None for none.
+    work_s: of the node that computes the prompt.
+    pull: the node from which that node first copies its missing prefix, pull_tokens of it; None for none.
     """
 
     record: DecisionRecord
+    first: NodeView
     prefill: NodeView | None
     decode: NodeView
+    rows: tuple[int, int]
     query: Query
     view: ClusterView
     legs: NDArray[Any]
-    asked: Any
+    asked: NDArray[Any]
     work_s: float
     pull: NodeView | None = None
     pull_tokens: int = 0
 
-    @property
-    def first(self) -> NodeView:
-        """The node that computes the prompt."""
-        return self.prefill or self.decode
-
     def pulling(self, holder: NodeView | None, num_tokens: int = 0) -> Decision:
-        """The decision with another pull."""
-        record = replace(self.record, pull=None if holder is None else holder.name, pull_tokens=num_tokens)
-        return replace(self, record=record, pull=holder, pull_tokens=num_tokens)
+        """The decision with another pull. Fetched tokens are not computed."""
+        name = None if holder is None else holder.name
+        record = replace(self.record, pull=name, pull_tokens=num_tokens)
+        known = min(max(self.query.cached_on(self.first), num_tokens), self.query.num_tokens - 1)
+        work_s = alone_s(self.view.row(self.rows[0]), self.query.num_tokens - known, known)
+        return replace(self, record=record, pull=holder, pull_tokens=num_tokens, work_s=work_s)
 
 
 class Policy(Protocol):

@@ -116,14 +116,14 @@ class PackedCandidates(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def num(self) -> int:
-        return len(self.rows) // CandidateRow.dtype().itemsize + len(self.ruled_out)
+        return len(self.rows) // CandidateRow.dtype.itemsize + len(self.ruled_out)
 
     @property
     def size_bytes(self) -> int:
         return len(self.rows) + CANDIDATE_BYTES * len(self.ruled_out[:MOST_LISTED])
 
     def candidates(self) -> list[Candidate]:
-        rows = np.frombuffer(self.rows, CandidateRow.dtype()).tolist()
+        rows = np.frombuffer(self.rows, CandidateRow.dtype).tolist()
         return [*(self._candidate(CandidateRow(*row)) for row in rows), *self.ruled_out[:MOST_LISTED]]
 
     def _candidate(self, row: CandidateRow) -> Candidate:

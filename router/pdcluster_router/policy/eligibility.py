@@ -7,7 +7,7 @@ cached with the roster.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from typing import Any
 
 import msgspec
@@ -30,12 +30,14 @@ class Legs(msgspec.Struct, frozen=True):
     may_be_local: one node may serve although a pair could: nobody asked for a pair, and the operator allows it.
     wants_local: the policy compares mode local although a pair is possible.
     is_split: both legs have nodes, and some node takes only one of them.
+    is_whole: every node of the view takes the request.
     """
 
     bits: NDArray[Any]
     may_be_local: bool
     wants_local: bool
     is_split: bool = False
+    is_whole: bool = False
 
     def rows(self, leg: int) -> Rows:
         """Nodes that may take a leg; busy ones only where all are."""
@@ -75,7 +77,8 @@ def _legs_of(query: Query, view: ClusterView) -> Legs:
         prefill, decode = _in_pairs(computing, decoding, query, view)
     bits = _bits(view.size, {COMPUTES: prefill, DECODES: decode, SERVES: fresh(decoding, query, view)})
     wants_local = query.force == "auto" and (query.fallback == "conditional" or not is_split)
-    return Legs(bits, query.force == "local" or may_be_local, wants_local, is_split)
+    is_whole = not rejected(query, view)
+    return Legs(bits, query.force == "local" or may_be_local, wants_local, is_split, is_whole)
 
 
 def _check_pair(prefill: Rows, decode: Rows, query: Query, view: ClusterView) -> None:
@@ -179,15 +182,15 @@ def no_partner(prefill: NodeView) -> Unavailable:
     )
 
 
-def rejected(query: Query, view: ClusterView) -> Sequence[Candidate]:
+def rejected(query: Query, view: ClusterView) -> tuple[Candidate, ...]:
     """Nodes that could not be chosen for any leg of theirs, and why."""
     roster = view.roster
     if len(roster.accepting) == view.size and roster.takes_all(query.row_tokens, query.model):
         return ()
     reasons = ((node, why_not(node, query, decodes=node.role == "decode")) for node in view.nodes)
-    return [
+    return tuple(
         Candidate(node.name, "local", query.cached_on(node), rejected_by=reason) for node, reason in reasons if reason
-    ]
+    )
 
 
 def why_not(node: NodeView, query: Query, *, decodes: bool = True) -> str:

@@ -30,7 +30,6 @@ Sources: predicted TTFT is from Mooncake's Conductor (FAST'25, algorithm 1). The
 from __future__ import annotations
 
 from math import inf
-from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -38,18 +37,9 @@ from msgspec.structs import replace
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.policy import eligibility
 from pdcluster_router.policy.base import Decision, DecisionRecord, Query
-from pdcluster_router.policy.comparison import KnownPrefix, PackedCandidates, known_prefix, request_values
+from pdcluster_router.policy.comparison import PackedCandidates, known_prefix, request_values
 from pdcluster_router.policy.predicted import compiled
-from pdcluster_router.policy.predicted.compiled import Scoring
-from pdcluster_router.policy.predicted.records import (
-    COMPUTES,
-    DECODE_LEG,
-    LOCAL_LEG,
-    NOWHERE,
-    PREFILL_LEG,
-    ChoiceRow,
-)
-from pdcluster_router.policy.predicted.scoring import start_of
+from pdcluster_router.policy.predicted.records import COMPUTES, NOWHERE, RequestRow
 from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scored import Scored
 
@@ -74,52 +64,29 @@ class Seconds:
         if view.typical is None:
             decision = self._cold.choose(query, view)
             return replace(decision, record=replace(decision.record, policy=self.name))
-        scorer, roster, legs = compiled.in_use(), view.roster, eligibility.legs_of(query, view)
-        known = known_prefix(query, roster)
-        asked = scorer.request(request_values(query, known, self._weights, wants_local=legs.wants_local))
-        nodes, bits, cached = view.scored_by(scorer), scorer.numbers(legs.bits.copy()), scorer.numbers(known.cached)
+        scorer, roster, legs = compiled.active, view.roster, eligibility.legs_of(query, view)
+        known, bits = known_prefix(query, roster), legs.bits.copy()
+        asked = np.array([request_values(query, known, self._weights, wants_local=legs.wants_local)], RequestRow.dtype)
         scored = asked, scorer.choice, scorer.seen
-        paths = _paths(view, known.source)
-        first = scorer.first_leg(nodes, bits, cached, scorer.numbers(paths), *scored)
+        first = scorer.first_leg(view.table, bits, known.cached, view.paths(known.source), *scored)
         if first != NOWHERE:
-            scorer.pair(nodes, bits, cached, scorer.numbers(_paths(view, first)), *scored)
+            scorer.pair(view.table, bits, known.cached, view.paths(first), *scored)
         elif not legs.may_be_local:
             raise eligibility.no_partner(view.node(legs.rows(COMPUTES)[0]))
-        return self._decision(scorer, known, asked, bits, query, view)
-
-    def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:
-        if view.typical is None:
-            return self._cold.choose_decode(query, view, prefill)
-        bits = eligibility.decoders_for(query, view, prefill)
-        if not bits.any():
-            return None
-        scorer, roster, known = compiled.in_use(), view.roster, known_prefix(query, view.roster)
-        chunk = view.row_of(prefill).chunk_tokens
-        row = scorer.parked(
-            view.scored_by(scorer),
-            scorer.numbers(bits),
-            scorer.numbers(known.cached),
-            scorer.numbers(roster.paths(roster.row_of.get(prefill.incarnation, NOWHERE), prefill.bandwidth)),
-            scorer.request(request_values(query, known, self._weights, parked_chunk=chunk)),
-            scorer.choice,
-            scorer.seen,
-        )
-        return view.node(row)
-
-    def _decision(
-        self, scorer: Scoring, known: KnownPrefix, asked: Any, bits: Any, query: Query, view: ClusterView
-    ) -> Decision:
-        found, names = scorer.found(), view.roster.names
+        found, names = scorer.found(), roster.names
         is_local = found.prefill == NOWHERE
-        prefill, decode = None if is_local else view.reported(found.prefill), view.reported(found.decode)
-        ruled_out = tuple(eligibility.rejected(query, view))
+        row = found.decode if is_local else found.prefill
+        node, decode = view.reported(row), view.reported(found.decode)
+        packed = scorer.packed(found.num_prefill, found.num_decode, found.num_local, found.skipped)
         record = DecisionRecord(  # by position, which costs half
             self.name,
             "local" if is_local else "remote",
-            None if is_local else names[found.prefill],
+            None if is_local else names[row],
             names[found.decode],
             query.num_tokens,
-            PackedCandidates(_packed(scorer, found), names, found.is_calm > 0, ruled_out),
+            PackedCandidates(
+                packed, names, found.is_calm > 0, () if legs.is_whole else eligibility.rejected(query, view)
+            ),
             found.estimate_s,
             found.ttft_s,
             found.tpot_s,
@@ -127,20 +94,25 @@ class Seconds:
             found.best_s,
             known.most,
         )
-        decision = Decision(record, prefill, decode, query, view, np.asarray(bits), asked, found.work_s)
+        prefill, rows = None if is_local else node, (row, found.decode)
+        decision = Decision(record, node, prefill, decode, rows, query, view, bits, asked, found.work_s)
         return decision.pulling(view.node(known.source)) if found.is_fetched else decision
 
-
-def _paths(view: ClusterView, row: int) -> Any:
-    """Bytes/s from the node of that row."""
-    return view.roster.zeros if row == NOWHERE else view.roster.paths(row, view.reported(row).bandwidth)
-
-
-def _packed(scorer: Scoring, found: ChoiceRow) -> bytes:
-    """The candidates of all legs, the best first. Prefill nodes without a partner were not compared."""
-    legs = (
-        (start_of(PREFILL_LEG) + found.skipped, start_of(PREFILL_LEG) + found.num_prefill),
-        (start_of(DECODE_LEG), start_of(DECODE_LEG) + found.num_decode),
-        (start_of(LOCAL_LEG), start_of(LOCAL_LEG) + found.num_local),
-    )
-    return b"".join([scorer.packed(start, end) for start, end in legs if start < end])
+    def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:
+        if view.typical is None:
+            return self._cold.choose_decode(query, view, prefill)
+        bits = eligibility.decoders_for(query, view, prefill)
+        if not bits.any():
+            return None
+        scorer, known = compiled.active, known_prefix(query, view.roster)
+        asked = request_values(query, known, self._weights, parked_chunk=view.row_of(prefill).chunk_tokens)
+        row = scorer.parked(
+            view.table,
+            bits,
+            known.cached,
+            view.roster.paths(view.roster.row_of.get(prefill.incarnation, NOWHERE), prefill.bandwidth),
+            np.array([asked], RequestRow.dtype),
+            scorer.choice,
+            scorer.seen,
+        )
+        return view.node(row)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 from msgspec.structs import replace
 
 from pdcluster_router.cluster.view import ClusterView, NodeView
@@ -21,9 +22,8 @@ from pdcluster_router.policy.comparison import (
     known_prefix,
     request_values,
 )
-from pdcluster_router.policy.predicted import compiled
 from pdcluster_router.policy.predicted.cost_model import alone_s
-from pdcluster_router.policy.predicted.records import COMPUTES, DECODES, SERVES
+from pdcluster_router.policy.predicted.records import COMPUTES, DECODES, SERVES, RequestRow
 from pdcluster_router.policy.predicted.scoring import estimate_s
 
 
@@ -104,8 +104,7 @@ def _decision(
 ) -> Decision:
     """The choice of the best of each leg, with what was compared. No decodes: mode local."""
     first, last = firsts[0], decodes[0] if decodes else firsts[0]
-    known, scorer = known_prefix(query, view.roster), compiled.in_use()
-    ranked = (*firsts, *decodes)
+    known, ranked = known_prefix(query, view.roster), (*firsts, *decodes)
     listed = [_candidate(one, query, view) for one in _kept(ranked)]
     ruled_out = eligibility.rejected(query, view)
     others = [(one.ttft_s, one.node) for one in listed if one.ttft_s is not None and one.node != first.name]
@@ -123,10 +122,11 @@ def _decision(
         best_s=best_s,
         most_cached=known.most,
     )
-    work_s = alone_s(node, query.uncached_on(view.reported(first.row)), min(cached, query.num_tokens - 1))
-    asked = scorer.request(request_values(query, known))
-    prefill = view.node(first.row) if decodes else None
-    return Decision(record, prefill, view.node(last.row), query, view, legs.bits, asked, work_s)
+    computing, decode = view.node(first.row), view.node(last.row)
+    asked = np.array([request_values(query, known)], RequestRow.dtype)
+    work_s = alone_s(node, query.uncached_on(computing), min(cached, query.num_tokens - 1))
+    prefill, rows = computing if decodes else None, (first.row, last.row)
+    return Decision(record, computing, prefill, decode, rows, query, view, legs.bits, asked, work_s)
 
 
 def _kept(ranked: Iterable[Ranked]) -> list[Ranked]:

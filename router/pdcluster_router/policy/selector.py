@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from math import exp
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -17,7 +18,6 @@ from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.generation import Mode
 from pdcluster_router.core.job import Job
 from pdcluster_router.policy.base import Decision, Fallback, Force, Policy, Query, ShadowRecord
-from pdcluster_router.policy.cache_pressure import CachePressure
 from pdcluster_router.policy.eligibility import why_not
 from pdcluster_router.policy.pull import BY_TOKENS, PullRule
 from pdcluster_router.policy.scored import alone
@@ -39,12 +39,9 @@ class RecentWork:
         self._work_s = 0.0
         self._moment = 0.0
 
-    def add(self, node: NodeView, new_tokens: int, cached_tokens: int, now: float) -> None:
-        """A prompt was sent to the node. Unknown costs count as nothing."""
-        cost = node.cost
-        if cost is not None:
-            self._work_s = self._left_s(now) + cost.prefill.seconds(new_tokens, cached_tokens)
-            self._moment = now
+    def add(self, work_s: float, now: float) -> None:
+        """A prompt of so many seconds was sent."""
+        self._work_s, self._moment = self._left_s(now) + work_s, now
 
     def per_second(self, now: float) -> float:
         """Nodes that this work keeps busy."""
@@ -53,6 +50,41 @@ class RecentWork:
     def _left_s(self, now: float) -> float:
         since_s = now - self._moment
         return self._work_s * exp(-since_s / self._lately_s) if since_s > 0.0 else self._work_s
+
+
+# Weight of the newest prompt.
+NEWEST_PREFIX = 1 / 128
+
+# Usual prompts that count as kept at the start, so that one lost prefix says little.
+USUAL_PROMPTS = 16 * NEWEST_PREFIX
+
+
+class CachePressure:
+    """How much of what prompts could have had cached no node had kept: means over prompts, in tokens.
+
+    A full cache is not a scarce one. Most of what an old cache holds is never asked for again, and a copy in its place
+    costs nothing. Earlier prompts are those that came through this router (`prefix_index.ideal_cache`). Owned by one
+    thread.
+    """
+
+    __slots__ = ("_kept", "_lost")
+
+    def __init__(self) -> None:
+        self._kept = self._lost = 0.0
+
+    def note(self, seen_tokens: int, kept_tokens: int) -> None:
+        """Note a prompt: leading tokens that an earlier one had, and that some node holds or soon will."""
+        lost = seen_tokens - kept_tokens
+        self._lost += NEWEST_PREFIX * ((lost if lost > 0 else 0) - self._lost)
+        self._kept += NEWEST_PREFIX * (kept_tokens - self._kept)
+
+    def share(self, usual_tokens: float) -> float:
+        """Share of what could have been cached that was not, from 0 to 1.
+
+        usual_tokens: of a prompt; 0: unknown, and so is the share.
+        """
+        lost = self._lost
+        return lost / (lost + self._kept + USUAL_PROMPTS * usual_tokens) if lost > 0.0 and usual_tokens > 0.0 else 0.0
 
 
 Cached = Callable[[bytes], Mapping[str, int]]
@@ -87,13 +119,26 @@ NEWEST = 0.02
 FEW = 1 / NEWEST
 
 
+class WaitingCounts(Protocol):
+    """Counts of requests that wait.
+
+    num_all: all of them.
+    num_taken: those that some node takes.
+    """
+
+    num_all: int
+
+    @property
+    def num_taken(self) -> int: ...
+
+
 class PolicySelector:
     """Makes decisions. Owned by the router's event loop.
 
     held: leading blocks of a chain that each node holds.
     expected: blocks that it will soon hold; None: none.
     view: as of now; a decision reads it before the next one.
-    num_held: requests that wait; set by the owner of the hold queue.
+    queue: requests that wait; set by their owner.
     force, fallback: the router's own settings.
     """
 
@@ -112,7 +157,7 @@ class PolicySelector:
         self._view = view
         self._held = held
         self._expected = expected
-        self.num_held: Callable[[], int] = _nobody
+        self.queue: WaitingCounts | None = None
         self._force = force
         self._fallback = fallback
         self._itl_s = itl_s
@@ -180,20 +225,8 @@ class PolicySelector:
 
     def note_sent(self, decision: Decision, now: float) -> None:
         """The prompt goes as decided."""
-        query = decision.query
-        self.note_prompt(decision, query.num_tokens, query.cached_on(decision.first), now)
-
-    def note_prompt(self, decision: Decision, num_tokens: int, cached_tokens: int, now: float) -> None:
-        """The prompt goes as decided.
-
-        Fetched and shared tokens are not computed there. At least one token is.
-        """
-        node = decision.first
-        known = num_tokens if decision.record.policy == FORK else max(cached_tokens, decision.pull_tokens)
-        if known >= num_tokens:
-            known = num_tokens - 1
-        sent = self._sent_decoding if node.role == "decode" else self._sent_serving
-        sent.add(node, num_tokens - known, known, now)
+        sent = self._sent_decoding if decision.first.role == "decode" else self._sent_serving
+        sent.add(decision.work_s, now)
 
     def note_prefix(self, seen_tokens: int, kept_tokens: int) -> None:
         """Note the prefix of a prompt that first goes to a node. See CachePressure."""
@@ -210,22 +243,28 @@ class PolicySelector:
 
     def query(self, job: Job, now: float, others: frozenset[str] = NO_NODES) -> Query:
         """The Query of a request. Asking has no effect, so dry runs may."""
-        cached, held = self._cached(job)
+        hashes, block_tokens, num_emitted = job.hashes_so_far(), job.chain.block_tokens, len(job.emitted)
+        depths = self._held(hashes)
+        held = {node: depth * block_tokens for node, depth in depths.items()} if depths else NOTHING_HELD
+        expected = self._expected(hashes) if self._expected is not None else None
+        cached = _with(held, expected, block_tokens) if expected else held
+        # Tokens still to come, as a guess; at least one.
+        output = max(min(job.sampling.max_tokens - num_emitted, round(self._usual_output)), 1)
         return Query(  # by position, which costs half
-            len(job.prompt) + len(job.emitted),
-            job.hashes_so_far(),
+            len(job.prompt) + num_emitted,
+            hashes,
             cached,
             frozenset(job.excluded) if job.excluded else NO_NODES,
             others.union(node for node, until in job.busy.items() if until > now) if job.busy else others,
-            self._output_left(job),
+            output,
             job.session,
             job.force or self._force,
             self._fallback,
-            held,
+            None if cached is held else held,
             self._counter,
             self._previous,
             self._itl_s,
-            self.num_held(),
+            self.queue.num_taken if self.queue is not None and self.queue.num_all else 0,
             self._usual_prompt,
             self._sent_serving.per_second(now),
             self._sent_decoding.per_second(now),
@@ -234,31 +273,11 @@ class PolicySelector:
             job.most_tokens,
         )
 
-    def _cached(self, job: Job) -> tuple[Mapping[str, int], Mapping[str, int] | None]:
-        """Query.cached and Query.held."""
-        hashes, block_tokens = job.hashes_so_far(), job.chain.block_tokens
-        depths = self._held(hashes)
-        held = {incarnation: depth * block_tokens for incarnation, depth in depths.items()} if depths else NOTHING_HELD
-        expected = self._expected(hashes) if self._expected is not None else None
-        cached = _with(held, expected, block_tokens) if expected else held
-        return cached, None if cached is held else held
-
-    def _output_left(self, job: Job) -> int:
-        """Tokens still to come, as a guess; at least one."""
-        output, usual = job.sampling.max_tokens - len(job.emitted), round(self._usual_output)
-        if output > usual:
-            output = usual
-        return output if output > 1 else 1
-
 
 def _with(held: Mapping[str, int], expected: Mapping[str, int], block_tokens: int) -> Mapping[str, int]:
     """Tokens by node, with expected ones where that is more. `held` itself where nothing is expected."""
     more = {node: depth * block_tokens for node, depth in expected.items() if depth * block_tokens > held.get(node, 0)}
     return {**held, **more} if more else held
-
-
-def _nobody() -> int:
-    return 0
 
 
 def _compared_with(shadow: Policy, decision: Decision) -> Decision:

@@ -92,9 +92,10 @@ class Gate:
 
     def at_once(self, decision: Decision, waited_s: float, *, is_charged: bool) -> Decision | None:
         """Where a request goes that need not wait, as nearly all; None: it must be held. Raises Overloaded."""
-        if self.queue.num_able or self.queue.is_lacked(_taken(decision)):
+        queue = self.queue
+        if queue.num_all and (queue.num_able or queue.is_lacked(_taken(decision))):
             return None  # others are before it
-        if not self._may_go(decision, waited_s, is_charged=is_charged):
+        if not self._headroom.admits(decision, waited_s, may_slow=is_charged or self._slo.ttft_s is not None):
             return None
         if self._slo.ttft_s is not None and not is_charged:
             wait_s, own_s = decision.record.estimate_s - decision.work_s, decision.work_s

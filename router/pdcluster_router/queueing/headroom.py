@@ -35,23 +35,14 @@ class Headroom:
 
     def admits(self, decision: Decision, waited_s: float, *, may_slow: bool) -> bool:
         """Whether the request goes now: a node is open and, unless may_slow, rows stay fast."""
-        scorer, view = compiled.in_use(), decision.view
         late_s = waited_s + (decision.record.ttft_s or 0.0)
-        return scorer.admits(
-            view.scored_by(scorer),
-            scorer.numbers(decision.legs),
-            *_rows_of(decision),
-            decision.asked,
-            late_s,
-            self.backlog_s,
-            may_slow,
+        return compiled.active.admits(
+            decision.view.table, decision.legs, *decision.rows, decision.asked, late_s, self.backlog_s, may_slow
         )
 
     def has_open(self, decision: Decision) -> bool:
         """Whether some node is open that could compute the prompt in the chosen mode."""
-        scorer = compiled.in_use()
-        nodes, legs = decision.view.scored_by(scorer), scorer.numbers(decision.legs)
-        return scorer.has_open(nodes, legs, *_rows_of(decision), self.backlog_s)
+        return compiled.active.has_open(decision.view.table, decision.legs, *decision.rows, self.backlog_s)
 
     def usable(self, decision: Decision) -> frozenset[str]:
         """Incarnations that could compute the prompt in the chosen mode, open or not."""
@@ -69,31 +60,21 @@ class Headroom:
         decoding = _named([row for row, bits in enumerate(view.roster.legs) if bits & DECODES], view)
         if is_paced:
             return decoding
-        scorer = compiled.in_use()
-        nodes = view.scored_by(scorer)
-        found = frozenset() if scorer.any_row(nodes) else decoding
-        is_open = scorer.any_open(nodes, scorer.numbers(decision.legs), COMPUTES, True, self.backlog_s)
+        found = frozenset() if compiled.active.any_row(view.table) else decoding
+        is_open = compiled.active.any_open(view.table, decision.legs, COMPUTES, True, self.backlog_s)
         return found if is_open else found | self.usable(decision)
 
     def full_modes(self, view: ClusterView) -> frozenset[Mode]:
         """Modes in which no request has room."""
-        scorer = compiled.in_use()
-        nodes, legs = view.scored_by(scorer), scorer.numbers(view.roster.legs)
-        has_row = scorer.any_row(nodes)
+        table, legs, any_open = view.table, view.roster.legs, compiled.active.any_open
+        has_row = compiled.active.any_row(table)
         return frozenset(
-            mode for mode, leg in LEG_OF_MODE.items() if not scorer.any_open(nodes, legs, leg, has_row, self.backlog_s)
+            mode for mode, leg in LEG_OF_MODE.items() if not any_open(table, legs, leg, has_row, self.backlog_s)
         )
 
     def soonest_s(self, view: ClusterView) -> float | None:
         """Seconds until the first of the nodes beyond their backlog has worked off the rest; None without any."""
-        scorer = compiled.in_use()
-        return scorer.least_excess_s(view.scored_by(scorer), self.backlog_s) or None
-
-
-def _rows_of(decision: Decision) -> tuple[int, int]:
-    """The rows of the nodes that compute the prompt and decode."""
-    row_of = decision.view.roster.row_of
-    return row_of[decision.first.endpoint.incarnation], row_of[decision.decode.endpoint.incarnation]
+        return compiled.active.least_excess_s(view.table, self.backlog_s) or None
 
 
 def _named(rows: list[int], view: ClusterView) -> frozenset[str]:

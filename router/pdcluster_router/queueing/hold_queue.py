@@ -112,6 +112,8 @@ class HoldQueue:
         # When those that lack the same are due.
         self._lacking: dict[Lack, dict[str, float]] = {}
         self._expiries: list[tuple[float, str]] = []
+        # All requests that wait.
+        self.num_all = 0
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._aside)
@@ -159,6 +161,7 @@ class HoldQueue:
         for _, shares, amount in self._amounts(held):
             shares.take(held.tenant, amount)
         heapq.heappush(self._expiries, (self._expiry(held), held.request))
+        self.num_all += 1
 
     def remove(self, request: str) -> QueuedRequest | None:
         """Remove a request whose client left. None when it does not wait here."""
@@ -295,6 +298,7 @@ class HoldQueue:
         return held is not None and self._expiry(held) == moment
 
     def _gone(self, held: QueuedRequest) -> None:
+        self.num_all -= 1
         for _, shares, amount in self._amounts(held):
             shares.give_back(held.tenant, amount)
         if len(self._expiries) > 2 * len(self) + 16:
@@ -302,6 +306,8 @@ class HoldQueue:
             heapq.heapify(self._expiries)
 
     def check_integrity(self) -> None:
+        if self.num_all != len(self):
+            raise IntegrityError(f"{len(self)} requests wait, {self.num_all} are counted")
         self._queue.check_integrity()
         self._places.check_integrity()
         self._bytes.check_integrity()

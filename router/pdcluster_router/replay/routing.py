@@ -187,7 +187,7 @@ class ReplayRouter:
         self._known = IdealCache()
         self._demand = DemandMeter()
         self._asked = RouterDemand("replay", 0)
-        self._selector.num_held = lambda: self.gate.queue.num_taken
+        self._selector.queue = self.gate.queue
         self._endpoints = {node.name: Endpoint(node.name, node.name, f"sim://{node.name}") for node in nodes}
         self._costs: Mapping[str, NodeCost] = {node.name: node.cost for node in nodes}
         self._paths = PathSpeeds([node.name for node in nodes], spec.bandwidth)
@@ -343,7 +343,7 @@ class ReplayRouter:
         self._accounts[first.name].send_prompt(
             now, request.num_tokens - cached, num_pairs(request.num_tokens - cached, cached)
         )
-        self._selector.note_prompt(choice, request.num_tokens, cached, now)
+        self._selector.note_sent(choice, now)
         self._selector.note_prefix(
             self._known.note(hashes) * first.block_tokens, self._kept_blocks(hashes) * first.block_tokens
         )

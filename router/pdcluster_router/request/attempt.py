@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from pdcluster.core.lifecycle import advance
 from pdcluster.core.messages import Finished, LegTimings, Pull, Ticket, TokenRow
 from pdcluster_router.cluster.legs import RequestLeg
 from pdcluster_router.cluster.view import NodeView
@@ -82,10 +81,6 @@ class Attempt:
     # Where it is to decode; None while no node has room.
     decode_node: NodeView | None
 
-    def go(self, event: str) -> None:
-        """Raises IllegalTransition for an event that the table does not allow now."""
-        self.state = advance(ATTEMPT, self.state, event)
-
     def set_clock(self, seconds: float) -> None:
         """This state must be over by then."""
         self.state_by = moment = self.shared.clock() + seconds
@@ -101,7 +96,7 @@ class Attempt:
 
     def await_report(self) -> None:
         """Every token is here; give the prefill node a moment to report."""
-        self.go("report")
+        self.state = ATTEMPT[self.state, "report"]
         self.queue_by = math.inf
         self.set_clock(self.shared.settings.late_report_s)
 

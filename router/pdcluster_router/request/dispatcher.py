@@ -61,7 +61,7 @@ class Dispatch:
         self.explainer = explainer or Explainer(ExplainMetrics(CollectorRegistry()), time.time)
         gate = Gate(settings.hold, settings.headroom, settings.slo)
         self.waiting = WaitingRequests(gate, metrics or HoldMetrics(CollectorRegistry()), clock, settings.stages.hold_s)
-        selector.num_held = lambda: gate.queue.num_taken
+        selector.queue = gate.queue
         # Requests that wait for the first node.
         self._num_early = 0
         self.shared = Shared(cluster, models, selector, settings, self.waiting, self.explainer, clock)

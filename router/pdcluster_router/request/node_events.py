@@ -42,7 +42,7 @@ from pdcluster_router.cluster.view import NodeView
 from pdcluster_router.core.generation import TokenChunk
 from pdcluster_router.core.job import RetryAttempt
 from pdcluster_router.request.attempt import Attempt
-from pdcluster_router.request.states import AttemptState
+from pdcluster_router.request.states import ATTEMPT, AttemptState
 
 S = AttemptState
 
@@ -64,12 +64,12 @@ def begin(attempt: Attempt) -> None:
     attempt.queue_by = shared.clock() + shared.settings.stages.queue_s
     attempt.due = min(job.deadline, attempt.queue_by)
     if attempt.prefill_node is None:
-        attempt.go("compute")
+        attempt.state = ATTEMPT[attempt.state, "compute"]
         attempt.decode = leg = _enter(attempt, node.endpoint)
         fork_of = job.fork_of if job.fork_on is not None and node.endpoint.incarnation == job.fork_on else None
         _send(attempt, leg, Prefill(_work(attempt, leg), False, attempt.pull, fork_of))
         return
-    attempt.go("prefill")
+    attempt.state = ATTEMPT[attempt.state, "prefill"]
     attempt.prefill = leg = _enter(attempt, attempt.prefill_node.endpoint)
     _send(attempt, leg, Prefill(_work(attempt, leg), True, attempt.pull))
     if node.has_slack and not (job.busy and job.busy_s(node.endpoint.incarnation, shared.clock())):
@@ -78,7 +78,7 @@ def begin(attempt: Attempt) -> None:
 
 def stop(attempt: Attempt, reason: str) -> None:
     """Cancel what still runs. Called once, however the attempt ended."""
-    attempt.go("stop")
+    attempt.state = ATTEMPT[attempt.state, "stop"]
     _leave_places(attempt, attempt.decode)
     leave_decode(attempt, reason)
     prefill, attempt.prefill = attempt.prefill, None
@@ -202,7 +202,7 @@ def _on_row(attempt: Attempt, leg: RequestLeg, row: TokenRow) -> None:
         return
     attempt.queue_by = math.inf
     if attempt.state is not S.DECODING:
-        attempt.go("row")
+        attempt.state = ATTEMPT[attempt.state, "row"]
         _note_computed(attempt)
     attempt.set_clock(attempt.shared.settings.stages.liveness_s)
     _emit(attempt, row)
@@ -228,7 +228,7 @@ def _on_reserved(attempt: Attempt, leg: RequestLeg, message: Reserved) -> None:
     if leg is not attempt.decode or attempt.prefill is None:
         return
     if attempt.state is S.RESERVING:
-        attempt.go("ticket")
+        attempt.state = ATTEMPT[attempt.state, "ticket"]
         attempt.state_by = math.inf
     _leave_places(attempt, leg)
     attempt.ticket, attempt.known_route = message.ticket, None
@@ -248,7 +248,7 @@ def _on_delivered(attempt: Attempt, leg: RequestLeg, message: Delivered) -> None
     if attempt.job.awaits_prompt_logprobs:  # its row went before this
         raise RetryAttempt(errors.TransferError("the prompt's logprobs were lost on their way"), None)
     if attempt.state is S.CARRYING and not attempt.is_complete:
-        attempt.go("delivered")
+        attempt.state = ATTEMPT[attempt.state, "delivered"]
         attempt.set_clock(attempt.shared.settings.stages.liveness_s)
     attempt.shared.cluster.ledger.leave(leg)  # the node is done with it: what decodes elsewhere is not its load
 
@@ -393,7 +393,7 @@ def _wait_for_room(attempt: Attempt, seconds: float) -> None:
 
 def _reserve(attempt: Attempt, node: NodeView) -> None:
     assert attempt.prefill is not None
-    attempt.go("reserve")
+    attempt.state = ATTEMPT[attempt.state, "reserve"]
     attempt.decode_node, attempt.known_route = node, None
     attempt.decode = leg = _enter(attempt, node.endpoint)
     attempt.set_clock(attempt.shared.settings.stages.handshake_s)
@@ -406,7 +406,7 @@ def _reserve(attempt: Attempt, node: NodeView) -> None:
 def _leave_slot(attempt: Attempt) -> None:
     if attempt.decode is not None:
         attempt.shared.cluster.ledger.leave(attempt.decode)
-        attempt.go("slot lost")
+        attempt.state = ATTEMPT[attempt.state, "slot lost"]
     attempt.decode = None
     attempt.state_by = math.inf
 

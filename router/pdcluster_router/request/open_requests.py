@@ -42,33 +42,19 @@ class OpenRequest:
         return "prefill" if not self.num_output else "decode"
 
 
-class OpenRequests:
-    """Owned by the router's event loop. Bounded by the places of the front doors."""
+class OpenRequests(dict[str, Callable[[], OpenRequest]]):
+    """What returns the state of each open request, for the few who ask.
 
-    def __init__(self) -> None:
-        self._open: dict[str, Callable[[], OpenRequest]] = {}
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def enter(self, request: str, told: Callable[[], OpenRequest]) -> None:
-        """Add a request.
-
-        told: returns its state, for the few who ask.
-        """
-        self._open[request] = told
-
-    def leave(self, request: str) -> None:
-        """It has its answer. Idempotent."""
-        self._open.pop(request, None)
+    Owned by the router's event loop. Bounded by the places of the front doors.
+    """
 
     def all(self) -> list[OpenRequest]:
         """All requests, oldest first."""
-        return [told() for told in self._open.values()]
+        return [listed() for listed in self.values()]
 
     def matching(self, request: str) -> list[OpenRequest]:
         """The request of this id, or all choices of the client's request."""
-        return [told() for name, told in self._open.items() if name == request or name.rpartition("-")[0] == request]
+        return [listed() for name, listed in self.items() if name == request or name.rpartition("-")[0] == request]
 
     def cancel(self, request: str, reason: str) -> int:
         """End choices with an error. Returns how many."""

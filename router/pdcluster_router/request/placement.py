@@ -61,7 +61,8 @@ class Placement:
     def decide(self, now: float, others: frozenset[str] = frozenset()) -> Decision:
         """What the policy would do now. others: nodes that it takes only where there are no more."""
         job, shared = self._job, self._shared
-        shared.refusing.apply(job, now)
+        if shared.refusing.until:
+            shared.refusing.apply(job, now)
         try:
             follows = job.fork_on is not None and job.fork_on not in others
             decision = shared.selector.follow(job, now) if follows else None

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pdcluster.core import errors
-from pdcluster.core.lifecycle import advance
 from pdcluster.core.messages import Finished, TokenRow
 from pdcluster.telemetry.log import Log, requests
 from pdcluster_router.cluster.legs import Body, FastTokenPath
@@ -77,7 +76,7 @@ class Request(Timed):
 
     def start(self) -> None:
         shared, generation = self.shared, self.generation
-        shared.open.enter(generation.request, self._listed)
+        shared.open[generation.request] = self._listed
         shared.cluster.ledger.open(generation.request, self.read)
         if generation.leads:
             shared.fork_groups.enter(generation.request)
@@ -91,7 +90,7 @@ class Request(Timed):
     def _parent_placed(self, incarnation: str | None) -> None:
         """It is known where its parent decodes. Until then its parent's deadline is its own."""
         if self.state is R.FORKING:
-            self.go("parent placed")
+            self.state = REQUEST[self.state, "parent placed"]
             self.job.fork_of, self.job.fork_on = self.generation.parent, incarnation
             self._step(self._place)
 
@@ -131,10 +130,6 @@ class Request(Timed):
             return
         code = error.code if isinstance(error, errors.PdclusterError) else "internal"
         self._close(code, str(error), lambda: self.sink.on_error(error))
-
-    def go(self, event: str) -> None:
-        """Raises IllegalTransition for an event that the table does not allow now."""
-        self.state = advance(REQUEST, self.state, event)
 
     def ring(self) -> None:
         """The timer rings: look at the clocks."""
@@ -229,11 +224,11 @@ class Request(Timed):
         job.tries, now = self.attempts, shared.clock()
         if self.trace is not None:
             job.trace = self.trace.placed(decision.record, asked, now)
-        if requests.is_on:
+        if requests.is_on():
             log_placed(self.record, placement.num_placed, decision.record)
         emit = self._emit if self.generation.leads else self.sink.on_chunk
         self.attempt = attempt = Attempt(shared, job, self.record, decision, now, emit)
-        self.go("begin")
+        self.state = REQUEST[self.state, "begin"]
         try:
             node_events.begin(attempt)
         finally:
@@ -256,7 +251,7 @@ class Request(Timed):
             if finished is not None and attempt.is_complete:
                 return lambda: self._finish(attempt, finished)
         attempt.finished = None
-        self.go("retry")
+        self.state = REQUEST[self.state, "retry"]
         self.drop_timer(self.shared.timers)
         job.fork_on = None
         self.record.failed(str(failure))
@@ -364,7 +359,7 @@ class Request(Timed):
         may end, too, and then its client leaves.
         """
         shared, request, attempt = self.shared, self.job.request, self.attempt
-        self.go("end")
+        self.state = REQUEST[self.state, "end"]
         self.drop_timer(self.shared.timers)
         if self.pause is not None:
             self.pause.cancel()
@@ -373,11 +368,11 @@ class Request(Timed):
         else:
             shared.waiting.leave(request)
         shared.cluster.ledger.close(request)
-        shared.open.leave(request)
+        shared.open.pop(request, None)
         self.record.attempts, self.record.cached_tokens = self.attempts, self.job.cached_tokens
         if self.trace is not None:
             self.trace.ended(shared.clock(), error, reason)
-        if requests.is_on:
+        if requests.is_on():
             num_output = len(self.job.emitted)
             if attempt is not None and attempt.finished is not None:
                 num_output = attempt.finished.num_output

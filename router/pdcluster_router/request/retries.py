@@ -113,16 +113,17 @@ class RefusingNodes:
     """
 
     def __init__(self) -> None:
-        self._until: dict[str, float] = {}
+        # Until when, by incarnation.
+        self.until: dict[str, float] = {}
 
     def note(self, failure: RetryAttempt, now: float) -> None:
         if failure.incarnation is None or not isinstance(failure.cause, errors.Overloaded):
             return
-        self._until = {incarnation: until for incarnation, until in self._until.items() if until > now}
-        self._until[failure.incarnation] = now + min(failure.cause.retry_after_s, REFUSING_S)
+        self.until = {incarnation: until for incarnation, until in self.until.items() if until > now}
+        self.until[failure.incarnation] = now + min(failure.cause.retry_after_s, REFUSING_S)
 
     def apply(self, job: Job, now: float) -> None:
         """The request avoids these nodes, too."""
-        for incarnation, until in self._until.items():
+        for incarnation, until in self.until.items():
             if until > now:
                 job.busy[incarnation] = max(job.busy.get(incarnation, now), until)

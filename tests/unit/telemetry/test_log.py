@@ -153,7 +153,7 @@ def test_lines_of_requests_are_written_when_asked_for_and_then_all_of_them() -> 
         requests.info("a request ended", request=f"r{number}")
     assert [line["request"] for line in lines(stream)] == [f"r{number}" for number in range(3 * REPEATS)]
     configure(LogConfig(level="debug"), stream := io.StringIO())
-    assert not requests.is_on
+    assert not requests.is_on()
     requests.info("a request ended", request="r")
     assert stream.getvalue() == ""
 

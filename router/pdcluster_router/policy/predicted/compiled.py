@@ -3,8 +3,7 @@
 Both have one source and the same floats. The scan of long lists of token ids (`token_list`) is compiled with them.
 `python -m pdcluster_router.policy.predicted.compiled` only compiles, into the cache that routers read.
 
-A router loads compiled functions beside its start. Tests and tools need not. Compiled functions take arrays, plain ones
-lists, which Python reads faster.
+A router loads compiled functions beside its start. Tests and tools need not.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,9 +45,9 @@ R = TypeVar("R", bound=Record)
 
 
 class Scoring:
-    """The functions in one of both forms, and makers of their arguments.
+    """The functions in one of both forms. They take arrays.
 
-    choice, seen: scratch for one choice, read before the next one.
+    choice, seen: scratch for one choice, which the next one overwrites.
     """
 
     first_leg: Callable[..., int]
@@ -61,43 +60,55 @@ class Scoring:
     any_row: Callable[..., bool]
     least_excess_s: Callable[..., float]
 
-    def __init__(self, functions: Sequence[Callable[..., Any]], scan_ids: Scan | None, *, is_compiled: bool) -> None:
-        for name, function in zip(NAMES, functions, strict=True):
-            setattr(self, name, function)
+    def __init__(
+        self, functions: Mapping[str, Callable[..., Any]], scan_ids: Scan | None, *, is_compiled: bool
+    ) -> None:
+        for name in NAMES:
+            setattr(self, name, functions[name])
         self.scan_ids, self._is_compiled = scan_ids, is_compiled
         self.choice, self.seen = self._blank(ChoiceRow, 1), self._blank(CandidateRow, 3 * MOST_CANDIDATES)
 
     def _blank(self, kind: type[Record], num: int) -> Any:
-        return np.zeros(num, kind.dtype()) if self._is_compiled else Rows(kind.blank() for _ in range(num))
-
-    def nodes(self, table: Any) -> Any:
-        """A table of nodes as an argument."""
-        return table if self._is_compiled else [NodeRow(*row) for row in table.tolist()]
-
-    def numbers(self, array: Any) -> Any:
-        return array if self._is_compiled else array.tolist()
-
-    def request(self, values: tuple[Any, ...]) -> Any:
-        return np.array([values], RequestRow.dtype()) if self._is_compiled else [RequestRow(*values)]
+        return np.zeros(num, kind.dtype) if self._is_compiled else Rows(kind.blank() for _ in range(num))
 
     def found(self) -> ChoiceRow:
         """The last choice."""
         row: ChoiceRow = ChoiceRow(*self.choice[0].tolist()) if self._is_compiled else self.choice[0]
         return row
 
-    def packed(self, start: int, end: int) -> bytes:
-        """Candidates of the last choice."""
-        rows = self.seen[start:end]
-        return bytes((rows if self._is_compiled else array_of(CandidateRow, rows)).tobytes())
-
-    def write_sent(self, table: Any, row: int, in_flight: int, sent: tuple[int, ...]) -> None:
-        """`note_sent` into a row of a table."""
+    def packed(self, num_prefill: int, num_decode: int, num_local: int, skipped: int) -> bytes:
+        """Candidates of the last choice: of the prefill leg without the first ones, of the decode leg, of both."""
+        seen, most = self.seen, MOST_CANDIDATES
+        legs = seen[skipped:num_prefill], seen[most : most + num_decode], seen[2 * most : 2 * most + num_local]
         if self._is_compiled:
-            self.note_sent(table, row, in_flight, sent)
-            return
-        node = NodeRow(*table[row].tolist())
-        self.note_sent([node], 0, in_flight, sent)
-        table[row] = node.numbers()
+            return b"".join([leg.tobytes() for leg in legs])
+        return b"".join([array_of(CandidateRow, leg).tobytes() for leg in legs])
+
+
+def _on_lists(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function in plain Python. Arrays become lists, records objects: Python reads them faster.
+
+    What it changes is written back: legs, and a node by `note_sent`.
+    """
+
+    def plain(*arguments: Any) -> Any:
+        lists = [_listed(each) for each in arguments]
+        result = function(*lists)
+        for array, changed in zip(arguments, lists, strict=True):
+            if isinstance(array, np.ndarray) and array.dtype == np.int64:
+                array[:] = changed
+            elif function is node_state.note_sent and isinstance(array, np.ndarray):
+                array[0] = changed[0].numbers()
+        return result
+
+    return plain
+
+
+def _listed(value: Any) -> Any:
+    if not isinstance(value, np.ndarray):
+        return value
+    kind = next((kind for kind in (NodeRow, RequestRow) if kind.dtype is value.dtype), None)
+    return value.tolist() if kind is None else [kind(*row) for row in value.tolist()]
 
 
 def _compiled() -> Scoring:
@@ -113,7 +124,7 @@ def _compiled() -> Scoring:
         }
     except errors.NumbaError as error:
         raise RuntimeError(str(error)) from error
-    return Scoring([made[name] for name in NAMES], made["scan_ids"], is_compiled=True)
+    return Scoring(made, made["scan_ids"], is_compiled=True)
 
 
 def _source(name: str) -> Any:
@@ -136,7 +147,7 @@ def _signatures(numba: Any) -> dict[str, Any]:
     """Types to compile for, at once. A call with other types is an error, not a pause of seconds."""
     types = numba.types
     nodes, asked, choice, seen = (
-        types.Array(numba.from_dtype(kind.dtype()), 1, "C") for kind in (NodeRow, RequestRow, ChoiceRow, CandidateRow)
+        types.Array(numba.from_dtype(kind.dtype), 1, "C") for kind in (NodeRow, RequestRow, ChoiceRow, CandidateRow)
     )
     numbers, whole, number, flag = types.float64[::1], types.int64, types.float64, types.boolean
     legs, text = types.int64[::1], types.Array(types.uint8, 1, "C", readonly=True)
@@ -145,7 +156,7 @@ def _signatures(numba: Any) -> dict[str, Any]:
         "first_leg": whole(*scored),
         "pair": types.void(*scored),
         "parked": whole(*scored),
-        "note_sent": types.void(nodes, whole, whole, types.UniTuple(whole, 6)),
+        "note_sent": types.void(nodes, whole, types.UniTuple(whole, 6)),
         "admits": flag(nodes, legs, whole, whole, asked, number, number, flag),
         "has_open": flag(nodes, legs, whole, whole, number),
         "any_open": flag(nodes, legs, whole, flag, number),
@@ -155,18 +166,14 @@ def _signatures(numba: Any) -> dict[str, Any]:
     }
 
 
-PLAIN = Scoring([_source(name) for name in NAMES], None, is_compiled=False)
-_in_use: Scoring = PLAIN
-
-
-def in_use() -> Scoring:
-    """What this process uses."""
-    return _in_use
+PLAIN = Scoring({name: _on_lists(_source(name)) for name in NAMES}, None, is_compiled=False)
+# What this process uses.
+active: Scoring = PLAIN
 
 
 def use(functions: Scoring) -> None:
-    global _in_use
-    _in_use = functions
+    global active
+    active = functions
     use_scan(functions.scan_ids)
 
 

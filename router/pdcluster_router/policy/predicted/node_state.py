@@ -61,9 +61,9 @@ def derive_room(node: NodeRow) -> None:
         node.tight = 1.0 / (held if held > 1.0 else 1.0)
 
 
-def note_sent(nodes: Sequence[NodeRow], row: int, in_flight: int, sent: tuple[int, int, int, int, int, int]) -> None:
-    """Write what this router now has in flight on a node: requests, and the fields of `InFlightWork`."""
-    node = nodes[row]
+def note_sent(nodes: Sequence[NodeRow], in_flight: int, sent: tuple[int, int, int, int, int, int]) -> None:
+    """Write what this router now has in flight on the one node: requests, and the fields of `InFlightWork`."""
+    node = nodes[0]
     node.in_flight = in_flight
     node.sent_requests, node.sent_tokens, node.sent_pairs = sent[0], sent[1], sent[2]
     node.sent_rows, node.sent_context, node.sent_prompts = sent[3], sent[4], sent[5]

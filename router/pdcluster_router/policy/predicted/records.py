@@ -7,7 +7,7 @@ Python gets lists of these objects. Both read `row.wait_s`, so a formula has one
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -32,11 +32,10 @@ KINDS = {"float": np.float64, "int": np.int64}
 
 
 class Record(msgspec.Struct, gc=False):
-    """A row. Its numpy type follows from its fields."""
+    """A row."""
 
-    @classmethod
-    def dtype(cls) -> np.dtype[Any]:
-        return DTYPES[cls]
+    # Its numpy type, which follows from its fields. Numba knows an array by this very object.
+    dtype: ClassVar[np.dtype[Any]]
 
     @classmethod
     def blank(cls) -> Self:
@@ -222,18 +221,16 @@ TERMS = (
 )
 
 
-def _dtype(kind: type[Record]) -> np.dtype[Any]:
-    """The numpy type of a record. Numba knows an array by this very object."""
+def dtype_of(kind: type[Record]) -> np.dtype[Any]:
     types = {
         name: text for each in reversed(kind.__mro__) for name, text in vars(each).get("__annotations__", {}).items()
     }
     return np.dtype([(name, KINDS[types[name]]) for name in kind.__struct_fields__])
 
 
-DTYPES: dict[type[Record], np.dtype[Any]] = {
-    kind: _dtype(kind) for kind in (NodeRow, RequestRow, ChoiceRow, CandidateRow)
-}
+for _kind in (NodeRow, RequestRow, ChoiceRow, CandidateRow):
+    _kind.dtype = dtype_of(_kind)
 
 
 def array_of(kind: type[Record], rows: Iterable[Record]) -> np.ndarray[Any, Any]:
-    return np.array([row.numbers() for row in rows], DTYPES[kind])
+    return np.array([row.numbers() for row in rows], kind.dtype)
