@@ -99,7 +99,7 @@ def make_node(index: int, number: int, chance: random.Random) -> NodeView:
 def next_view(case: Case, view: ClusterView, turn: int) -> ClusterView:
     """One node reported, another got a leg, a third ended one."""
     reported = case.reports[turn % len(case.reports)]
-    begun, ended = view.reported(turn % view.size), view.reported((7 * turn + 3) % view.size)
+    begun, ended = view.reported[turn % view.size], view.reported[(7 * turn + 3) % view.size]
     counts = {begun.incarnation: (1, InFlightWork(1, 1000, 500_000)), ended.incarnation: (0, InFlightWork())}
     told = view.replaced({reported.incarnation: reported.sent(turn % 3, InFlightWork())})
     return told.sent(counts, counts.__getitem__)

@@ -56,7 +56,7 @@ class WorkInFlight:
         elif request in account.sent:
             self.leave(incarnation, request)
         account.sent[request] = account.uncounted[request] = sent
-        account.total = _plus(account.total, sent.work)
+        account.total = _new(InFlightWork, map(add, account.total, sent.work))
         self.changed.add(incarnation)
 
     def reported(self, incarnation: str, seen: int) -> None:
@@ -67,7 +67,7 @@ class WorkInFlight:
             if sent.sequence > seen:
                 return
             del account.uncounted[request]
-            account.total = _minus(account.total, sent.work)
+            account.total = _new(InFlightWork, map(sub, account.total, sent.work))
             self.changed.add(incarnation)
 
     def find(self, incarnation: str, request: str, attempt: int) -> SentWork | None:
@@ -90,7 +90,7 @@ class WorkInFlight:
         account.sent.pop(request, None)
         sent = account.uncounted.pop(request, None)
         if sent is not None:
-            account.total = _minus(account.total, sent.work)
+            account.total = _new(InFlightWork, map(sub, account.total, sent.work))
             self.changed.add(incarnation)
 
     def lose(self, incarnation: str) -> None:
@@ -107,7 +107,7 @@ class WorkInFlight:
         for incarnation, account in self._accounts.items():
             total = NOTHING_PENDING
             for request, sent in account.uncounted.items():
-                total = _plus(total, sent.work)
+                total = _new(InFlightWork, map(add, total, sent.work))
                 if account.sent.get(request) is not sent:
                     raise IntegrityError(f"request {request} is pending on {incarnation}, but has no leg there")
             if min(total) < 0 or total != account.total:
@@ -130,14 +130,6 @@ def work_of(message: Prefill | Reserve, cached_tokens: int) -> InFlightWork:
         if message.remote
         else InFlightWork(1, uncached, pairs, 1, num_tokens, 1)
     )
-
-
-def _plus(total: InFlightWork, work: InFlightWork) -> InFlightWork:
-    return _new(InFlightWork, map(add, total, work))
-
-
-def _minus(total: InFlightWork, work: InFlightWork) -> InFlightWork:
-    return _new(InFlightWork, map(sub, total, work))
 
 
 # Makes a tuple subclass without a Python frame.

@@ -301,6 +301,8 @@ class ClusterView:
 
     A view does not change for its readers: only `note_sent` writes it, for an owner whom nobody else reads.
 
+    reported: the nodes as of their last reports. Their in_flight and pending may be old.
+    table: a NodeRow per node.
     typical: step costs for nodes that ran too few steps. None: derived from the nodes, while any ran enough.
     """
 
@@ -316,7 +318,7 @@ class ClusterView:
         typical: NodeCost | None,
         table: NDArray[Any] | None,
     ) -> ClusterView:
-        self._reported, self._sent, self.roster, self.typical = reported, sent, roster, typical
+        self.reported, self._sent, self.roster, self.typical = reported, sent, roster, typical
         if table is None:
             rows = [self._numbers(self.node(row), roster.media[row]) for row in range(len(reported))]
             table = np.array(rows, NodeRow.dtype)
@@ -327,7 +329,7 @@ class ClusterView:
 
     def replaced(self, changed: Mapping[str, NodeView]) -> ClusterView:
         """The view with some nodes replaced, by incarnation. Everything else is kept."""
-        reported, sent, table, is_same = self._reported.copy(), self._sent.copy(), _copied(self.table), True
+        reported, sent, table, is_same = self.reported.copy(), self._sent.copy(), _copied(self.table), True
         for incarnation, node in changed.items():
             row = self.roster.row_of[incarnation]
             is_same = is_same and self.roster.holds_for(reported[row], node)
@@ -341,12 +343,12 @@ class ClusterView:
 
     def priced(self, typical: NodeCost | None) -> ClusterView:
         """The view with other typical costs."""
-        return ClusterView.__new__(ClusterView)._start(self._reported, self._sent.copy(), self.roster, typical, None)
+        return ClusterView.__new__(ClusterView)._start(self.reported, self._sent.copy(), self.roster, typical, None)
 
     def sent(self, changed: Iterable[str], counts: Counts) -> ClusterView:
         """The view after work on its way to some nodes changed: this router sent some, or some ended."""
         view = ClusterView.__new__(ClusterView)._start(
-            self._reported, self._sent.copy(), self.roster, self.typical, _copied(self.table)
+            self.reported, self._sent.copy(), self.roster, self.typical, _copied(self.table)
         )
         view.note_sent(changed, counts)
         return view
@@ -363,26 +365,22 @@ class ClusterView:
 
     @property
     def size(self) -> int:
-        return len(self._reported)
+        return len(self.reported)
 
     @property
     def nodes(self) -> tuple[NodeView, ...]:
         if self._nodes is None:
-            self._nodes = tuple([self.node(row) for row in range(len(self._reported))])
+            self._nodes = tuple([self.node(row) for row in range(len(self.reported))])
         return self._nodes
-
-    def reported(self, row: int) -> NodeView:
-        """The node as of its last report. Its in_flight and pending may be old: read only what reports change."""
-        return self._reported[row]
 
     def node(self, row: int) -> NodeView:
         """The node with what was sent to it since."""
         sent = self._sent.get(row)
-        return self._reported[row] if sent is None else self._reported[row].sent(*sent)
+        return self.reported[row] if sent is None else self.reported[row].sent(*sent)
 
     def paths(self, row: int) -> Column:
         """Bytes/s from the node of that row to each node; zeros for row -1. Read-only."""
-        return self.roster.zeros if row < 0 else self.roster.paths(row, self._reported[row].bandwidth)
+        return self.roster.zeros if row < 0 else self.roster.paths(row, self.reported[row].bandwidth)
 
     def row(self, row: int) -> NodeRow:
         """A copy of a row of the table."""
@@ -401,7 +399,7 @@ class ClusterView:
 
     def typical_now(self) -> NodeCost | None:
         """Typical costs by the last reports."""
-        return _typical_of(self._reported)
+        return _typical_of(self.reported)
 
     def find(self, incarnation: str) -> NodeView | None:
         row = self.roster.row_of.get(incarnation)

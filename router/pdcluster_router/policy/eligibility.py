@@ -68,7 +68,7 @@ def _legs_of(query: Query, view: ClusterView) -> Legs:
         # when a leg has no node, one working node beats a pair with a failed one
         computing, decoding = fresh(computing, query, view), fresh(decoding, query, view)
     prefill, decode = _by_role(computing, decoding, query, view)
-    is_split = bool(prefill and decode) and any(view.reported(row).role != "mixed" for row in (*prefill, *decode))
+    is_split = bool(prefill and decode) and any(view.reported[row].role != "mixed" for row in (*prefill, *decode))
     _check_pair(prefill, decode, query, view)
     may_be_local = query.force == "auto" and (query.fallback != "deny" or not is_split)
     if query.force == "local":
@@ -138,8 +138,8 @@ def able(query: Query, view: ClusterView) -> tuple[Rows, Rows]:
     accepting = tuple(sorted(view.roster.accepting))
     if view.roster.takes_all(query.row_tokens, query.model):
         return accepting, accepting
-    computing = tuple([row for row in accepting if not unfit(view.reported(row), query, decodes=False)])
-    return computing, tuple([row for row in computing if not unfit(view.reported(row), query)])
+    computing = tuple([row for row in accepting if not unfit(view.reported[row], query, decodes=False)])
+    return computing, tuple([row for row in computing if not unfit(view.reported[row], query)])
 
 
 def fresh(rows: Rows, query: Query, view: ClusterView) -> Rows:
@@ -164,8 +164,8 @@ def decoders_for(query: Query, view: ClusterView, prefill: NodeView) -> NDArray[
         row
         for row in without(able(query, view)[1], query.excluded, view)
         if view.roster.legs[row] & DECODES
-        and view.reported(row).incarnation != prefill.incarnation
-        and not media.isdisjoint(view.reported(row).backends)
+        and view.reported[row].incarnation != prefill.incarnation
+        and not media.isdisjoint(view.reported[row].backends)
     ]
     return with_busy(_bits(view.size, {DECODES: tuple(decode)}), query.busy, view)
 

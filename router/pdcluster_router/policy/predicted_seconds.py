@@ -76,7 +76,7 @@ class Seconds:
         found, names = scorer.found(), roster.names
         is_local = found.prefill == NOWHERE
         row = found.decode if is_local else found.prefill
-        node, decode = view.reported(row), view.reported(found.decode)
+        node, decode = view.reported[row], view.reported[found.decode]
         packed = scorer.packed(found.num_prefill, found.num_decode, found.num_local, found.skipped)
         record = DecisionRecord(  # by position, which costs half
             self.name,

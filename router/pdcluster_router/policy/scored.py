@@ -109,7 +109,7 @@ def _decision(
     ruled_out = eligibility.rejected(query, view)
     others = [(one.ttft_s, one.node) for one in listed if one.ttft_s is not None and one.node != first.name]
     best_s, best = min(others, default=(0.0, None))
-    node, cached = view.row(first.row), query.cached_on(view.reported(first.row))
+    node, cached = view.row(first.row), query.cached_on(view.reported[first.row])
     record = DecisionRecord(
         policy,
         "remote" if decodes else "local",
@@ -141,7 +141,7 @@ def _kept(ranked: Iterable[Ranked]) -> list[Ranked]:
 
 
 def _candidate(one: Ranked, query: Query, view: ClusterView) -> Candidate:
-    cached = query.cached_on(view.reported(one.row))
+    cached = query.cached_on(view.reported[one.row])
     found = Candidate(one.name, one.leg, cached, one.cost, dict(one.terms))
     if one.leg == "decode":
         return found

@@ -78,4 +78,4 @@ class Headroom:
 
 
 def _named(rows: list[int], view: ClusterView) -> frozenset[str]:
-    return frozenset(view.reported(row).incarnation for row in rows)
+    return frozenset(view.reported[row].incarnation for row in rows)

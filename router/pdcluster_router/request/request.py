@@ -9,8 +9,10 @@ their turn. A cancel is seen before the next of them.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from pdcluster.core import errors
 from pdcluster.core.messages import Finished, TokenRow
@@ -50,6 +52,8 @@ class Request(Timed):
     pause: asyncio.TimerHandle | None = None
     trace: ChoiceTrace | None = None
     is_at_work = False
+    # Attempts as clients count them.
+    attempts = 1
     # Tokens sent when a node's limit last ended an attempt.
     cut_at = 0
 
@@ -129,7 +133,7 @@ class Request(Timed):
             self._finish(attempt, attempt.finished)
             return
         code = error.code if isinstance(error, errors.PdclusterError) else "internal"
-        self._close(code, str(error), lambda: self.sink.on_error(error))
+        self._close(code, str(error), partial(self.sink.on_error, error))
 
     def ring(self) -> None:
         """The timer rings: look at the clocks."""
@@ -262,15 +266,11 @@ class Request(Timed):
         if self.budget is None:
             self.budget = RetryBudget(self.shared.settings)
         pause_s = min(self.budget.spend(failure, job, now), max(job.deadline - now, 0.0))
+        self.attempts = self.budget.attempts
         return self._place if pause_s <= 0.0 else lambda: self._place_in(pause_s)
 
     def _place_in(self, seconds: float) -> None:
         self.pause = asyncio.get_running_loop().call_later(seconds, self._step, self._place)
-
-    @property
-    def attempts(self) -> int:
-        """As clients count them."""
-        return 1 if self.budget is None else self.budget.attempts
 
     def _listed(self) -> OpenRequest:
         """For operators."""
@@ -330,7 +330,7 @@ class Request(Timed):
         self.record.num_output = num_output
         if self.trace is not None:
             self.trace.done(done, num_output, self.shared.clock())
-        self._close(None, "done", lambda: self.sink.on_done(done))
+        self._close(None, "done", partial(self.sink.on_done, done))
 
     def _done(self, attempt: Attempt, finished: Finished) -> Done:
         started, job, route = self.started, self.job, attempt.route()
@@ -360,7 +360,8 @@ class Request(Timed):
         """
         shared, request, attempt = self.shared, self.job.request, self.attempt
         self.state = REQUEST[self.state, "end"]
-        self.drop_timer(self.shared.timers)
+        if self.timer_due != math.inf:
+            self.drop_timer(shared.timers)
         if self.pause is not None:
             self.pause.cancel()
         if attempt is not None and attempt.state is not AttemptState.OVER:

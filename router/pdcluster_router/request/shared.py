@@ -73,8 +73,10 @@ def job_of(shared: Shared, generation: Generation, started: float) -> Job:
 def served_now(models: ServedModels, generation: Generation) -> ModelInfo | None:
     """The request's model as nodes serve it now. None: nobody does, or what has its name is another one."""
     served = generation.served
-    now = next((info for info in models.models() if info.id == generation.model), None)
-    return now if now is None or served is None or now.digest == served.digest else None
+    for info in models.models():
+        if info.id == generation.model:
+            return info if served is None or info.digest == served.digest else None
+    return None
 
 
 def longest_of(shared: Shared, generation: Generation, job: Job) -> int:

@@ -161,7 +161,8 @@ class Timed:
 
     def set_timer(self, due: float, now: float, timers: Timers, buckets: TimerBuckets) -> None:
         """Ring at `due`, or a little earlier where the buckets do."""
-        self.drop_timer(timers)
+        if self.timer_due != math.inf:
+            self.drop_timer(timers)
         seconds = due - now
         if seconds >= buckets.seconds:
             self.timer_due, self._bucket = now + buckets.seconds, buckets.join(self, now)

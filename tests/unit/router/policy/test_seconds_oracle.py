@@ -189,7 +189,7 @@ def test_what_was_sent_makes_the_view_that_a_new_one_would_be(cluster: ClusterVi
             counted |= {name: (node.in_flight, node.pending) for name, node in reports.items()}
             view = view.replaced(reports, view.typical)
         afresh = ClusterView(
-            [view.reported(row).sent(*counted[name]) for name, row in view.roster.row_of.items()], view.typical
+            [view.reported[row].sent(*counted[name]) for name, row in view.roster.row_of.items()], view.typical
         )
         rows = data.draw(st.permutations(range(view.size)))
         assert [view.node(row) for row in rows[:2]] == [afresh.nodes[row] for row in rows[:2]]

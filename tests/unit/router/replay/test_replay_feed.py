@@ -91,7 +91,7 @@ def test_how_fast_paths_were_is_known_by_the_next_report_and_choices_see_it(has_
 
     def rates() -> list[float]:
         view = router._view()
-        found: list[float] = view.roster.paths(0, view.reported(0).bandwidth).tolist()
+        found: list[float] = view.roster.paths(0, view.reported[0].bandwidth).tolist()
         return found
 
     router._hear(0.0)
