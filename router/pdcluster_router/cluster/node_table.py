@@ -11,7 +11,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,17 +29,14 @@ from pdcluster.core.messages import (
     Delivered,
     Endpoint,
     Failed,
-    FetchFile,
     FileChunk,
     Finished,
     Load,
-    Manage,
     Managed,
     Prefill,
     Refused,
     Reserve,
     Reserved,
-    Role,
     Scheduled,
     Tokens,
     Welcome,
@@ -53,7 +49,8 @@ from pdcluster.wire.sockets import WireSettings
 from pdcluster_router.cluster.events import EventLog
 from pdcluster_router.cluster.in_flight import SentWork, work_of
 from pdcluster_router.cluster.legs import Body, Ledger, LegLost
-from pdcluster_router.cluster.view import ClusterView, NodeView
+from pdcluster_router.cluster.node_calls import NodeCalls
+from pdcluster_router.cluster.view_upkeep import NodeState, ViewUpkeep
 from pdcluster_router.prefix_index.index import MAX_BLOCKS, PrefixIndex
 from pdcluster_router.prefix_index.updates import CacheUpdates
 
@@ -62,41 +59,12 @@ logger = logging.getLogger(__name__)
 # Pause before the router reopens a link to a boot that the bootstrap still lists.
 REDIAL_S = 0.5
 
-# How long typical step costs stay valid.
-TYPICAL_S = 1.0
-
 # How long the router expects the blocks of a new request, beyond the time that the node needs for it.
 EXPECTED_S = 5.0
-
-# A slower path counts as unmeasured.
-LEAST_BYTES_S = 1.0
 
 WORK = (Prefill, Reserve)
 # Messages that only the request itself reads.
 ANSWERS = frozenset((Scheduled, Reserved, Delivered, Finished))
-
-
-@dataclass(slots=True)
-class NodeState:
-    """What the router knows of one boot of one node."""
-
-    card: NodeCard
-    endpoint: Endpoint
-    link: NodeLink | None = None
-    load: Load | None = None
-    # Of `card`. Reading it there hashes.
-    models: frozenset[str] = frozenset()
-    # From the last report or answer. `load` stays as reported: a drain must see a report made after the cordon.
-    is_cordoned: bool = False
-    # From the last report.
-    cost: NodeCost | None = None
-    redial_at: float = 0.0
-    # False: the bootstrap no longer lists it, but its link still stands.
-    is_listed: bool = True
-
-    @property
-    def is_up(self) -> bool:
-        return self.link is not None and self.link.state is LinkState.UP
 
 
 class NodeTable:
@@ -123,19 +91,11 @@ class NodeTable:
         self._nodes: dict[str, NodeState] = {}
         # Boots of another protocol version, and what was said of them.
         self._refused: dict[str, str] = {}
-        self._files: dict[tuple[str, str], asyncio.Future[FileChunk]] = {}
-        self._managing: dict[int, asyncio.Future[Managed]] = {}
-        self._num_managed = 0
+        self._calls = NodeCalls(self._send_to)
+        self.manage, self.fetch_file = self._calls.manage, self._calls.fetch_file
         self._changed = asyncio.Event()
-        self._view = ClusterView(())
-        # Whether a caller may still have the current view.
-        self._is_lent = False
-        # Nodes that reported since the view was made.
-        self._reported: set[str] = set()
-        # False: nodes came or left since the view was made.
-        self._is_view_whole = True
-        # When typical costs expire; 0: compute them with the next view.
-        self._typical_until = 0.0
+        self._upkeep = ViewUpkeep(self._nodes, self.ledger)
+        self.view, self.glance = self._upkeep.view, self._upkeep.glance
         # Whether a call of `_take_piece` is scheduled.
         self._is_taking = False
         # Handlers by type. A chain of type tests costs more than most messages.
@@ -164,7 +124,7 @@ class NodeTable:
         A boot that lost only its lease at the bootstrap, but still answers, stays until its link breaks. Absence from
         the list does not prove that it left.
         """
-        self._is_view_whole = False
+        self._upkeep.note_change()
         nodes = self._compatible(snapshot.nodes)
         listed = {card.incarnation: card for card in nodes}
         replaced = {card.node: card.incarnation for card in nodes}
@@ -237,7 +197,7 @@ class NodeTable:
         )
 
     def _on_state(self, incarnation: str, link_state: LinkState) -> None:
-        self._is_view_whole = False
+        self._upkeep.note_change()
         self.cards_version += 1
         state = self._nodes.get(incarnation)
         if state is None or state.link is None:
@@ -260,7 +220,7 @@ class NodeTable:
         self._notify()
 
     def _drop(self, incarnation: str, reason: str) -> None:
-        self._is_view_whole = False
+        self._upkeep.note_change()
         state = self._nodes.pop(incarnation)
         self.events.add("node-left", state.card.node, reason)
         if state.link is not None:
@@ -313,12 +273,10 @@ class NodeTable:
 
     def _take_load(self, state: NodeState, message: Load) -> None:
         former, incarnation = state.load, state.card.incarnation
-        self._is_view_whole = self._is_view_whole and former is not None
-        if former is None or former.cost != message.cost:
+        has_cost = former is None or former.cost != message.cost
+        if has_cost:
             state.cost = NodeCost.of(message.cost) if message.cost is not None else None
-            if self._view.typical is None:
-                self._typical_until = 0.0  # compute typical costs at once when the first node reports some
-        self._reported.add(incarnation)
+        self._upkeep.note_report(incarnation, is_first=former is None, has_cost=has_cost)
         state.load = message
         self.ledger.pending.reported(incarnation, message.seen)
         if self.caches.is_overdue(incarnation, self._now()):
@@ -341,14 +299,10 @@ class NodeTable:
         if load is not None:
             state.is_cordoned = message.cordoned
             self._take_load(state, replace(load, role=message.role))
-        asked = self._managing.get(message.number)
-        if asked is not None and not asked.done():
-            asked.set_result(message)
+        self._calls.on_managed(message)
 
     def _on_chunk(self, state: NodeState, message: FileChunk) -> None:
-        waiting = self._files.get((state.card.incarnation, message.name))
-        if waiting is not None and not waiting.done():
-            waiting.set_result(message)
+        self._calls.on_chunk(state.card.incarnation, message)
 
     def _take_piece(self) -> None:
         """Take in one slice of a cache report per turn of the loop, so that requests go on between them."""
@@ -377,84 +331,6 @@ class NodeTable:
             self.unmatched[type(body).__name__] += 1
 
     # ------------------------------------------------------------ what the rest of the router asks
-
-    def view(self) -> ClusterView:
-        """The view as of now.
-
-        A call updates only what changed since the last one. It rebuilds the view only after nodes came or left.
-        """
-        self._bring_up()
-        self._is_lent = True
-        return self._view
-
-    def glance(self) -> ClusterView:
-        """As `view`, for a caller that keeps nothing.
-
-        Work sent since is written into the last view in place, unless a caller of `view` may still have it.
-        """
-        self._bring_up()
-        return self._view
-
-    def _bring_up(self) -> None:
-        changed, before = self.ledger.take_changed(), self._view
-        if not self._is_view_whole:
-            self._view = ClusterView(
-                [self._view_of(state) for state in self._nodes.values() if state.is_up and state.load is not None]
-            )
-            self._is_view_whole, self._typical_until = True, 0.0
-        else:
-            if self._reported:
-                self._view = before.replaced(self._replacements())
-                changed -= self._reported
-            if changed and self._is_lent and self._view is before:
-                self._view = self._view.sent(changed, self.ledger.counts)
-            elif changed:
-                self._view.note_sent(changed, self.ledger.counts)
-        self._reported.clear()
-        if time.monotonic() >= self._typical_until:
-            self._look_at_costs()
-        if self._view is not before:
-            self._is_lent = False
-
-    def _look_at_costs(self) -> None:
-        """Compute typical step costs, and a new view where they changed.
-
-        They stand in where a node has too few steps of its own. TYPICAL_S bounds how often nodes are recomputed.
-        """
-        self._typical_until = time.monotonic() + TYPICAL_S
-        found = self._view.typical_now()
-        if found != self._view.typical:
-            self._view = self._view.priced(found)
-
-    def _replacements(self) -> dict[str, NodeView]:
-        """New values of the nodes that reported and are in the view."""
-        row_of = self._view.roster.row_of
-        return {
-            incarnation: self._view_of(self._nodes[incarnation])
-            for incarnation in self._reported
-            if incarnation in row_of
-        }
-
-    def _view_of(self, state: NodeState) -> NodeView:
-        card, load = state.card, state.load
-        assert load is not None  # without a load it is not in the view
-        return NodeView(
-            endpoint=state.endpoint,
-            role=load.role or card.role,
-            in_flight=self.ledger.in_flight(card.incarnation),
-            pending=self.ledger.pending.of(card.incarnation),
-            load=load,
-            block_tokens=card.hash_block_tokens,
-            max_len=card.max_len,
-            backends=card.backends,
-            is_cordoned=state.is_cordoned,
-            cost=state.cost,
-            bandwidth={
-                path.peer: path.bytes_s for path in load.paths if path.is_chosen and path.bytes_s >= LEAST_BYTES_S
-            },
-            kv_bytes_per_token=card.fingerprint.layout.token_bytes,
-            models=state.models,
-        )
 
     def cached(self, hashes: bytes) -> dict[str, int]:
         """Leading blocks of a prompt that each node holds or will soon hold, by incarnation. Others are left out."""
@@ -495,6 +371,12 @@ class NodeTable:
         elif type(message) is Cancel:
             self._expect_no_more(to.incarnation, message)
 
+    def _send_to(self, incarnation: str, message: AnyMessage) -> None:
+        state = self._nodes.get(incarnation)
+        if state is None:
+            raise NodeLost("the node left the cluster; list the nodes again")
+        self.send(state.endpoint, message)
+
     def _note_work(self, state: NodeState, message: Prefill | Reserve, sequence: int) -> None:
         """Count the sent work, and expect its blocks, until the node reports them."""
         work, incarnation, now = message.work, state.card.incarnation, self._now()
@@ -519,43 +401,3 @@ class NodeTable:
             return
         if not self.ledger.pending.has_alike(incarnation, sent):
             self.caches.index.expected.withdraw(incarnation, sent.hashes)
-
-    async def manage(
-        self,
-        incarnation: str,
-        *,
-        role: Role | None = None,
-        cordoned: bool | None = None,
-        moves: bool = False,
-        timeout_s: float,
-    ) -> Managed:
-        """Change a node's role, or whether it takes new work, or have it give its work to others (moves). Raises
-        NodeLost or TimeoutError.
-        """
-        state = self._nodes.get(incarnation)
-        if state is None:
-            raise NodeLost("the node left the cluster; list the nodes again")
-        self._num_managed += 1
-        number = self._num_managed
-        answer: asyncio.Future[Managed] = asyncio.get_running_loop().create_future()
-        self._managing[number] = answer
-        try:
-            self.send(state.endpoint, Manage(number, role, cordoned, moves))
-            async with asyncio.timeout(timeout_s):
-                return await answer
-        finally:
-            del self._managing[number]
-
-    async def fetch_file(self, incarnation: str, name: str, offset: int, timeout_s: float) -> FileChunk:
-        """Fetch one piece of a model card's file. Raises NodeLost or TimeoutError."""
-        waiting: asyncio.Future[FileChunk] = asyncio.get_running_loop().create_future()
-        self._files[incarnation, name] = waiting
-        try:
-            state = self._nodes.get(incarnation)
-            if state is None:
-                raise NodeLost(f"the node that was asked for {name} left the cluster")
-            self.send(state.endpoint, FetchFile(name, offset))
-            async with asyncio.timeout(timeout_s):
-                return await waiting
-        finally:
-            del self._files[incarnation, name]
