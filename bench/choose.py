@@ -151,7 +151,7 @@ def measure(case: Case, num_calls: int) -> list[Row]:
     measured: list[tuple[str, Callable[[int], object]]] = [
         ("view: a report and two legs", upkeep),
         ("view and choose", both),
-        ("gate: does it go", lambda _: headroom.admits(choices[0], 0.0, may_slow=False)),
+        ("gate: does it go", lambda _: headroom.has_open(choices[0])),
         ("pull rule", lambda _: BY_TOKENS.apply(choices[0])),
         ("seen blocks", lambda _: seen.note(case.query.hashes)),
         ("explain, from decision to end", explain),

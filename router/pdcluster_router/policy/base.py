@@ -40,7 +40,6 @@ class Query(msgspec.Struct, frozen=True):
     previous: the mode of the last choice that no request asked for, for hysteresis.
     itl_s: the longest gap between tokens of running requests; 0: judged by the batch's own pace.
     num_held: requests that wait in the router.
-    usual_tokens: of most prompts lately; 0: none has ended.
     busy_serving, busy_decoding: nodes kept busy by the prompts that this router sent lately, to nodes that compute for
     others and to decode nodes.
     lost: share of the cacheable tokens of recent prompts that no node had kept.
@@ -62,7 +61,6 @@ class Query(msgspec.Struct, frozen=True):
     previous: Mode | None = None
     itl_s: float = 0.0
     num_held: int = 0
-    usual_tokens: float = 0.0
     busy_serving: float = 0.0
     busy_decoding: float = 0.0
     lost: float = 0.0
@@ -170,7 +168,6 @@ class Decision(msgspec.Struct, frozen=True, eq=False):
     decode: the node that runs the request to its end.
     rows: of first and decode.
     legs: bits of the nodes; those with the leg of the chosen mode could compute the prompt. The gate asks.
-    asked: `records.RequestRow` of the query, as the compiled functions take it.
     work_s: of the node that computes the prompt.
     pull: the node from which that node first copies its missing prefix, pull_tokens of it; None for none.
     """
@@ -183,7 +180,6 @@ class Decision(msgspec.Struct, frozen=True, eq=False):
     query: Query
     view: ClusterView
     legs: NDArray[Any]
-    asked: NDArray[Any]
     work_s: float
     pull: NodeView | None = None
     pull_tokens: int = 0

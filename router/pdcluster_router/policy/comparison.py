@@ -23,9 +23,6 @@ CANDIDATE_BYTES = 500
 # Candidates that are kept of those that were ruled out, and of each leg.
 MOST_LISTED = 16
 
-# alpha, harm, margin and gap of `Seconds`, for policies that have none.
-NO_WEIGHTS = 0.0, 0.0, 0.0, 0.0
-
 
 class KnownPrefix(msgspec.Struct, frozen=True):
     """What nodes have of a prompt.
@@ -71,7 +68,7 @@ def known_prefix(query: Query, roster: Roster) -> KnownPrefix:
 def request_values(
     query: Query,
     known: KnownPrefix,
-    weights: tuple[float, float, float, float] = NO_WEIGHTS,
+    weights: tuple[float, float, float, float],
     *,
     wants_local: bool = False,
     parked_chunk: float = 0.0,
@@ -82,7 +79,6 @@ def request_values(
         float(query.expected_output),
         query.itl_s,
         float(query.num_held),
-        query.usual_tokens,
         query.busy_serving,
         query.busy_decoding,
         MODES[query.previous],

@@ -95,7 +95,7 @@ class Seconds:
             known.most,
         )
         prefill, rows = None if is_local else node, (row, found.decode)
-        decision = Decision(record, node, prefill, decode, rows, query, view, bits, asked, found.work_s)
+        decision = Decision(record, node, prefill, decode, rows, query, view, bits, found.work_s)
         return decision.pulling(view.node(known.source)) if found.is_fetched else decision
 
     def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-import numpy as np
 from msgspec.structs import replace
 
 from pdcluster_router.cluster.view import ClusterView, NodeView
@@ -20,10 +19,9 @@ from pdcluster_router.policy.comparison import (
     ListedCandidates,
     error_bar_s,
     known_prefix,
-    request_values,
 )
 from pdcluster_router.policy.predicted.cost_model import alone_s
-from pdcluster_router.policy.predicted.records import COMPUTES, DECODES, SERVES, RequestRow
+from pdcluster_router.policy.predicted.records import COMPUTES, DECODES, SERVES
 from pdcluster_router.policy.predicted.scoring import estimate_s
 
 
@@ -123,10 +121,9 @@ def _decision(
         most_cached=known.most,
     )
     computing, decode = view.node(first.row), view.node(last.row)
-    asked = np.array([request_values(query, known)], RequestRow.dtype)
     work_s = alone_s(node, query.uncached_on(computing), min(cached, query.num_tokens - 1))
     prefill, rows = computing if decodes else None, (first.row, last.row)
-    return Decision(record, computing, prefill, decode, rows, query, view, legs.bits, asked, work_s)
+    return Decision(record, computing, prefill, decode, rows, query, view, legs.bits, work_s)
 
 
 def _kept(ranked: Iterable[Ranked]) -> list[Ranked]:

@@ -265,7 +265,6 @@ class PolicySelector:
             self._previous,
             self._itl_s,
             self.queue.num_taken if self.queue is not None and self.queue.num_all else 0,
-            self._usual_prompt,
             self._sent_serving.per_second(now),
             self._sent_decoding.per_second(now),
             self._lost.share(self._usual_prompt),

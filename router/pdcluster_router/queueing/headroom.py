@@ -4,9 +4,6 @@ A node is *open* for prompts while less than `backlog_s` of work waits there. Th
 little that the router still decides what comes next. The policy chooses among nodes. It may choose one that is not
 open, for its cache, while some suitable node of that leg is open.
 
-Rows share their node's steps, so one row too many slows all of them. A first token mostly has time. So a request waits
-while the rows of its decode node are at their limit, but for no more than HALF of its first token's time.
-
 The rules stand in `policy.predicted.room`.
 """
 
@@ -33,13 +30,6 @@ class Headroom:
 
     backlog_s: float = 0.25
 
-    def admits(self, decision: Decision, waited_s: float, *, may_slow: bool) -> bool:
-        """Whether the request goes now: a node is open and, unless may_slow, rows stay fast."""
-        late_s = waited_s + (decision.record.ttft_s or 0.0)
-        return compiled.active.admits(
-            decision.view.table, decision.legs, *decision.rows, decision.asked, late_s, self.backlog_s, may_slow
-        )
-
     def has_open(self, decision: Decision) -> bool:
         """Whether some node is open that could compute the prompt in the chosen mode."""
         return compiled.active.has_open(decision.view.table, decision.legs, *decision.rows, self.backlog_s)
@@ -49,17 +39,12 @@ class Headroom:
         leg = LEG_OF_MODE[decision.record.mode]
         return _named([row for row, bits in enumerate(decision.legs) if bits & leg and not bits & BUSY], decision.view)
 
-    def lacking(self, decision: Decision, *, is_paced: bool) -> frozenset[str]:
-        """Incarnations whose room a request lacks that cannot go in the chosen mode. A free one of these is its own.
-
-        is_paced: it would slow down rows; nothing else is lacking.
-        """
+    def lacking(self, decision: Decision) -> frozenset[str]:
+        """Incarnations whose room a request lacks that cannot go in the chosen mode. A free one of these is its own."""
         view = decision.view
         if decision.prefill is None:
             return self.usable(decision)
         decoding = _named([row for row, bits in enumerate(view.roster.legs) if bits & DECODES], view)
-        if is_paced:
-            return decoding
         found = frozenset() if compiled.active.any_row(view.table) else decoding
         is_open = compiled.active.any_open(view.table, decision.legs, COMPUTES, True, self.backlog_s)
         return found if is_open else found | self.usable(decision)

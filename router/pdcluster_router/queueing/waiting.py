@@ -82,7 +82,7 @@ class WaitingRequests:
     def at_once(self, decision: Decision, tenant: str, *, is_charged: bool) -> Decision | None:
         """Where a new request goes; None: it must be held. Raises Overloaded."""
         try:
-            return self._gate.at_once(decision, 0.0, is_charged=is_charged)
+            return self._gate.at_once(decision, is_charged=is_charged)
         except errors.Overloaded as error:
             self._metrics.refused(error.reason, tenant)
             raise

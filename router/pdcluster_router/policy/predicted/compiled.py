@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 SOURCES = (cost_model, node_state, scoring, room, token_id_scan)
 NAMES = (
-    "first_leg", "pair", "parked", "note_sent", "admits", "has_open", "any_open", "any_row", "least_excess_s",
+    "first_leg", "pair", "parked", "note_sent", "has_open", "any_open", "any_row", "least_excess_s",
 )  # fmt: skip
 
 KEPT = "choice"
@@ -54,7 +54,6 @@ class Scoring:
     pair: Callable[..., None]
     parked: Callable[..., int]
     note_sent: Callable[..., None]
-    admits: Callable[..., bool]
     has_open: Callable[..., bool]
     any_open: Callable[..., bool]
     any_row: Callable[..., bool]
@@ -157,7 +156,6 @@ def _signatures(numba: Any) -> dict[str, Any]:
         "pair": types.void(*scored),
         "parked": whole(*scored),
         "note_sent": types.void(nodes, whole, types.UniTuple(whole, 6)),
-        "admits": flag(nodes, legs, whole, whole, asked, number, number, flag),
         "has_open": flag(nodes, legs, whole, whole, number),
         "any_open": flag(nodes, legs, whole, flag, number),
         "any_row": flag(nodes),

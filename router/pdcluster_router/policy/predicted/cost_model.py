@@ -20,14 +20,8 @@ UNMEASURED_BYTES_S = 1e9
 # Commit, its check and the acknowledgement.
 HANDOVER_S = 1e-3
 
-# Rows are well served up to this multiple of a lone row's time per token (DESIGN §11).
+# Rows are well served up to this multiple of a lone row's time per token.
 COMFORT = 2.0
-
-# Extra weight of a second for each multiple beyond COMFORT.
-STRAIN = 5.0
-
-# A first token is in time within this multiple of its prompt's lone time; short prompts get a usual one's (DESIGN §11).
-PATIENCE = 5.0
 
 # Standard deviations by which a row may be slower than the mean. Prompts come beside it by chance, as a Poisson process
 # while they are few. The less time without prompts, the less is left to chance.
@@ -35,10 +29,6 @@ CHANCE = 1.0
 
 # Share of the limit that rows may take on average while some take more.
 WELL = 0.9
-
-# Upper bound of the weight of a pause. Without a bound, prompts would wait long for rows with short answers: first
-# tokens came 9 % later at 100, 5 % at 4 (replay).
-MOST_PAUSE_WEIGHT = 4.0
 
 # Price of a copy of cached tokens, as a share of computing them: it takes the room of prefixes that no other node
 # holds. Long documents in small caches had first tokens 23 and 28 % sooner with 0.5 and 1.0 than with 0.
@@ -48,7 +38,6 @@ COPY_WEIGHT = 1.0
 # prefixes all fit would wait 10 % longer.
 MUCH_LOST = 0.1
 
-ROUNDING = 1e-9
 # Stands in for a zero divisor.
 TINY = 1e-300
 
@@ -188,65 +177,15 @@ def beside_prompts_s(node: NodeRow, quiet_s: float, busy_s: float, share: float,
     return once_s if once_s > lasting_s else lasting_s
 
 
-def row_on(
-    node: NodeRow, cached: float, asked: RequestRow, choice: ChoiceRow
-) -> tuple[float, float, float, float, float, float]:
+def row_on(node: NodeRow, cached: float, asked: RequestRow, choice: ChoiceRow) -> tuple[float, float, float, float]:
     """A new row beside the running ones, with prompts beside it.
 
-    Returns its pace; strain (extra weight of a second, because rows are slower than comfortable); then room, decode,
-    others (what running rows lose by one more) and row_price (the row's share of prompt steps, priced).
+    Returns its pace; then room, decode and others (what running rows lose by one more).
     """
-    output, is_server = asked.output, node.is_server
+    output = asked.output
     row_s = node.each_row_s + node.context_s * (asked.num_tokens + output / 2)
-    quiet_s, busy_s = node.tpot_s + row_s, node.prompt_step_s + row_s
-    share = choice.share if is_server > 0.0 else choice.local_share
-    tpot_s = beside_prompts_s(node, quiet_s, busy_s, share, output)
-    limit_s = asked.itl_s
-    if limit_s <= 0.0:
-        limit_s = COMFORT * (node.decode_fixed_s + row_s)
-    beyond = tpot_s / (limit_s if limit_s > 0.0 else TINY) - 1.0
-    strain = 1.0 + STRAIN * beyond if beyond > 0.0 else 1.0
-    missing_pages = (asked.num_tokens - cached + output) / node.block_tokens - node.spare_pages
-    if missing_pages < 0.0:
-        missing_pages = 0.0
-    strained = strain * output
-    return (
-        tpot_s,
-        strain,
-        output * tpot_s * (node.missing_rows + missing_pages * node.tight),
-        strained * tpot_s,
-        strained * row_s * node.rows,
-        is_server * choice.price * share * output * row_s,
-    )
-
-
-def slowness(node: NodeRow, tpot_s: float, asked: RequestRow) -> float:
-    """How slow rows are: 0 as fast as alone, 1 at their limit."""
-    lone_s = alone_row_s(node, asked)
-    slower_s = tpot_s - lone_s
-    return slower_s / bearable_s(lone_s, asked) if slower_s > ROUNDING * tpot_s else 0.0
-
-
-def pause_weight(node: NodeRow, late: float, asked: RequestRow) -> float:
-    """Weight of a second that rows of a decode node are held up, against a second of waiting for a first token.
-
-    It grows as rows have less to lose until slow than the prompt until late, up to MOST_PAUSE_WEIGHT. late: how near
-    prompts are to being late; it counts with the second power (replay). On a serving node it is 1: prompts must be
-    computed beside someone's rows.
-    """
-    patience_s = PATIENCE * alone_s(node, max(asked.num_tokens, asked.usual_tokens), 0.0)
-    weight = patience_s / (asked.output * bearable_s(alone_row_s(node, asked), asked))
-    if node.is_server > 0.0 or weight <= 1.0 or late >= 1.0:
-        return 1.0
-    return 1.0 + (1.0 - late) * (1.0 - late) * (min(weight, MOST_PAUSE_WEIGHT) - 1.0)
-
-
-def alone_row_s(node: NodeRow, asked: RequestRow) -> float:
-    """Seconds between tokens of a row alone."""
-    return node.decode_fixed_s + node.each_row_s + node.context_s * (asked.num_tokens + asked.output / 2)
-
-
-def bearable_s(lone_s: float, asked: RequestRow) -> float:
-    """How much slower than alone a row may be."""
-    limit_s = asked.itl_s if asked.itl_s > 0.0 else COMFORT * lone_s
-    return max(limit_s - lone_s, TINY)
+    share = choice.share if node.is_server > 0.0 else choice.local_share
+    tpot_s = beside_prompts_s(node, node.tpot_s + row_s, node.prompt_step_s + row_s, share, output)
+    missing_pages = max((asked.num_tokens - cached + output) / node.block_tokens - node.spare_pages, 0.0)
+    room_s = output * tpot_s * (node.missing_rows + missing_pages * node.tight)
+    return tpot_s, room_s, output * tpot_s, output * row_s * node.rows

@@ -135,7 +135,6 @@ class RequestRow(Record):
     output: float
     itl_s: float
     num_held: float
-    usual_tokens: float
     busy_serving: float
     busy_decoding: float
     previous: int
@@ -160,7 +159,7 @@ class ChoiceRow(Record):
     may hold up for long, -1 for none. is_calm: 0 where every local node holds up too many.
 
     price: seconds that later prompts lose per second of work. share, local_share: of the time, with prompts on a
-    serving node and on a decode node. late: 0 while a node is idle, 1 when waiting first tokens will just be in time.
+    serving node and on a decode node.
 
     work_s: of the computing node. estimate_s: until the first token there, by what waits and its own prompt. best,
     best_s: who else is estimated to be soonest, NOWHERE for nobody.
@@ -178,7 +177,6 @@ class ChoiceRow(Record):
     price: float
     share: float
     local_share: float
-    late: float
     num_prefill: int
     num_decode: int
     num_local: int
@@ -209,15 +207,14 @@ class CandidateRow(Record):
     exposed_s: float = 0.0
     decode_s: float = 0.0
     others_s: float = 0.0
-    row_price_s: float = 0.0
 
 
 # The terms of a cost, by leg. Explanations name them so, without the unit.
 PREFILL_TERMS = "wait_s", "compute_s", "fetch_s", "price_s", "slowed_s", "copy_s"
 TERMS = (
     PREFILL_TERMS,
-    ("room_s", "exposed_s", "decode_s", "others_s", "row_price_s", "copy_s"),
-    (*PREFILL_TERMS, "room_s", "decode_s", "others_s", "row_price_s"),
+    ("room_s", "exposed_s", "decode_s", "others_s", "copy_s"),
+    (*PREFILL_TERMS, "room_s", "decode_s", "others_s"),
 )
 
 

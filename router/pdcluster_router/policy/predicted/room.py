@@ -1,39 +1,12 @@
-"""Whether nodes have room for a request: open for its prompt, and its rows fast enough. One source for compiled code
-and plain Python; `queueing.headroom` asks.
-"""
+"""Whether nodes have room for a request. One source for compiled code and plain Python; `queueing.headroom` asks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from pdcluster_router.policy.predicted.cost_model import COMFORT, PATIENCE, alone_s
-from pdcluster_router.policy.predicted.records import BUSY, COMPUTES, SERVES, NodeRow, RequestRow
+from pdcluster_router.policy.predicted.records import BUSY, COMPUTES, SERVES, NodeRow
 from pdcluster_router.policy.predicted.scoring import Legs, Nodes
 
 # Prompts are computed ahead of full decode nodes until finished KV fills one part in so many of a prefill node's pool.
 AHEAD = 4
-
-# Of the time that a first token has, for the prompts before it on the node, and for what was predicted wrongly.
-HALF = 0.5
-
-
-def admits(
-    nodes: Nodes,
-    legs: Legs,
-    first: int,
-    decode: int,
-    asked_rows: Sequence[RequestRow],
-    late_s: float,
-    backlog_s: float,
-    may_slow: bool,
-) -> bool:
-    """Whether a request goes at once to the nodes that were chosen: some node of its leg is open, and rows stay fast.
-
-    first computes the prompt, decode runs the rows. late_s: until the first token. may_slow: rows may get slow.
-    """
-    if not has_open(nodes, legs, first, decode, backlog_s):
-        return False
-    return may_slow or keeps_rows_fast(nodes[first], nodes[decode], asked_rows[0], late_s)
 
 
 def has_open(nodes: Nodes, legs: Legs, first: int, decode: int, backlog_s: float) -> bool:
@@ -87,20 +60,6 @@ def any_row(nodes: Nodes) -> bool:
         if node.most_tokens >= 0.0 and node.decodes > 0.0 and takes_row(node):
             return True
     return False
-
-
-def keeps_rows_fast(node: NodeRow, other: NodeRow, asked: RequestRow, late_s: float) -> bool:
-    """Whether one more row on `other` leaves its rows within their limit.
-
-    Also where the first token has no time to wait: it comes after late_s, from a prompt on `node`.
-    """
-    if other.rows == 0.0:
-        return True
-    row_s = other.each_row_s + other.context_s * (asked.num_tokens + asked.output / 2)
-    limit_s = asked.itl_s if asked.itl_s != 0.0 else COMFORT * (other.decode_fixed_s + row_s)
-    if other.tpot_s + row_s <= limit_s:
-        return True
-    return late_s >= HALF * PATIENCE * alone_s(node, max(asked.num_tokens, asked.usual_tokens), 0.0)
 
 
 def least_excess_s(nodes: Nodes, backlog_s: float) -> float:

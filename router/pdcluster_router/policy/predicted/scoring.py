@@ -12,18 +12,14 @@ from collections.abc import MutableSequence, Sequence
 from pdcluster_router.policy.predicted.cost_model import (
     HANDOVER_S,
     LAST_GROUP,
-    PATIENCE,
-    TINY,
     UNMEASURED_BYTES_S,
     alone_s,
     bears,
     copy_s,
     keeps_pace,
     num_slowed,
-    pause_weight,
     prompt_on,
     row_on,
-    slowness,
 )
 from pdcluster_router.policy.predicted.records import (
     BUSY,
@@ -48,9 +44,6 @@ Legs = Sequence[int]
 Nodes = Sequence[NodeRow]
 Seen = MutableSequence[CandidateRow]
 
-# Least strain of rows that a prompt slows at all.
-LEAST_STRAIN = 0.05
-
 # Upper bound of the share of time with prompts on a node that still takes rows.
 MOST_SHARE = 0.9
 
@@ -61,17 +54,12 @@ MOST_DOUBT = 0.5
 
 
 def weigh_market(nodes: Nodes, cached: Numbers, asked: RequestRow, choice: ChoiceRow) -> None:
-    """Write what holds for all nodes now: the price, the shares of time with prompts, and how late first tokens are."""
+    """Write what holds for all nodes now: the price, and the shares of time with prompts."""
     serving, decoding = totals(nodes, 1.0), totals(nodes, 0.0)
-    num_serving, least_s, prompts, backlog_s, _, _, _ = serving if serving[0] > 0.0 else decoding
-    num_nodes = num_serving if num_serving > 0.0 else 1.0
-    choice.price = choice.late = choice.share = choice.local_share = 0.0
+    num_nodes, least_s, prompts, backlog_s, _, _, _ = serving if serving[0] > 0.0 else decoding
+    choice.price = choice.share = choice.local_share = 0.0
     if least_s > 0.0:
-        prompts = max(prompts, 1.0)
-        choice.price = asked.alpha * (least_s * prompts / backlog_s + asked.num_held / num_nodes)
-        wait_s = least_s + asked.num_held / num_nodes * (backlog_s / prompts)
-        usual_s = alone_s(nodes[first_open(nodes)], max(asked.num_tokens, asked.usual_tokens), 0.0)
-        choice.late = wait_s / max(PATIENCE * usual_s, TINY)
+        choice.price = asked.alpha * (least_s * max(prompts, 1.0) / backlog_s + asked.num_held / num_nodes)
     if serving[0] > 0.0:
         # The share of now, from the number of prompts there or waiting: with Poisson arrivals ρ = N ÷ (1 + N).
         coming = serving[2] + asked.num_held
@@ -103,14 +91,6 @@ def totals(nodes: Nodes, is_server: float) -> tuple[float, float, float, float, 
         context += node.context_tokens
         tpot_rows += node.tpot_s * node.rows
     return num, least_s, prompts, backlog_s, rows, context, tpot_rows
-
-
-def first_open(nodes: Nodes) -> int:
-    """The first node that takes work; the first of all where none does."""
-    for row in range(len(nodes)):
-        if nodes[row].most_tokens >= 0.0:
-            return row
-    return 0
 
 
 def share_later(nodes: Nodes, cached: Numbers, serving: Numbers, decoding: Numbers, asked: RequestRow) -> float:
@@ -244,12 +224,11 @@ def weigh_local(
             continue
         node, bytes_s = nodes[row], 0.0 if row == asked.source else paths[row]
         fetch_s, compute_s, paused_s, is_fetched = prompt_on(node, cached[row], asked.held, bytes_s, asked)
-        _, strain, room_s, decode_s, others_s, row_price_s = row_on(node, cached[row], asked, choice)
-        harm = asked.harm * pause_weight(node, choice.late, asked)
-        price_s, slowed_s = node.is_server * choice.price * compute_s, harm * strain * paused_s * node.rows
+        _, room_s, decode_s, others_s = row_on(node, cached[row], asked, choice)
+        price_s, slowed_s = node.is_server * choice.price * compute_s, asked.harm * paused_s * node.rows
         copied_s = copy_s(node, cached[row], kept, asked)
         prompt_cost = node.wait_s + compute_s + fetch_s + price_s + slowed_s + copied_s
-        cost = prompt_cost + room_s + decode_s + others_s + row_price_s
+        cost = prompt_cost + room_s + decode_s + others_s
         place = enter(nodes, seen, LOCAL_LEG, choice.num_local, row, cost)
         if place < 0:
             continue
@@ -260,8 +239,7 @@ def weigh_local(
         estimate(node, candidate, asked)
         candidate.wait_s, candidate.compute_s, candidate.fetch_s = node.wait_s, compute_s, fetch_s
         candidate.price_s, candidate.slowed_s, candidate.copy_s = price_s, slowed_s, copied_s
-        candidate.room_s, candidate.decode_s = room_s, decode_s
-        candidate.others_s, candidate.row_price_s = others_s, row_price_s
+        candidate.room_s, candidate.decode_s, candidate.others_s = room_s, decode_s, others_s
 
 
 def exposed_s(
@@ -309,10 +287,10 @@ def weigh_decode(
         if not (is_parked or is_partner(nodes, choice.prefill, row)):
             continue
         node = nodes[row]
-        _, _, room_s, decode_s, others_s, price_s = row_on(node, cached[row], asked, choice)
+        _, room_s, decode_s, others_s = row_on(node, cached[row], asked, choice)
         exposed = exposed_s(node, cached[row], paths[row], chunk_tokens, compute_s, asked)
         copied_s = copy_s(node, cached[row], asked.num_tokens, asked)
-        cost = room_s + exposed + decode_s + others_s + price_s + copied_s
+        cost = room_s + exposed + decode_s + others_s + copied_s
         place = enter(nodes, seen, DECODE_LEG, choice.num_decode, row, cost)
         if place < 0:
             continue
@@ -320,7 +298,7 @@ def weigh_decode(
         describe(seen, place, DECODE_LEG, row, cost, cached[row])
         candidate = seen[place]
         candidate.room_s, candidate.exposed_s, candidate.decode_s = room_s, exposed, decode_s
-        candidate.others_s, candidate.row_price_s, candidate.copy_s = others_s, price_s, copied_s
+        candidate.others_s, candidate.copy_s = others_s, copied_s
 
 
 # ---------------------------------------------------------------- choices
@@ -399,7 +377,7 @@ def pair(
         choice.bearable = -1.0 if keeps_pace(node, cached[choice.prefill], asked) else num_slowed(node)
         rank = calm_rank(nodes, cached, asked, choice, seen)
         choice.is_calm = 1 if rank >= 0 else 0
-    if rank >= 0 and is_local_better(nodes, rank, asked, choice, seen):
+    if rank >= 0 and is_local_better(rank, asked, choice, seen):
         settle_local(nodes, rank, asked, choice, seen)
         for row in range(len(nodes)):
             if legs[row] & SERVES != 0 and not bears(nodes[row], cached[row], asked, choice.bearable):
@@ -459,24 +437,14 @@ def calm_rank(nodes: Nodes, cached: Numbers, asked: RequestRow, choice: ChoiceRo
     return -1
 
 
-def is_local_better(nodes: Nodes, rank: int, asked: RequestRow, choice: ChoiceRow, seen: Seen) -> bool:
-    """Whether mode local is better.
-
-    The price counts only as far as first tokens are nearer to being late than rows to being slow. Beyond that it fades
-    with the third power: 1, 2 and 5 gave less goodput in replay.
-    """
+def is_local_better(rank: int, asked: RequestRow, choice: ChoiceRow, seen: Seen) -> bool:
+    """Whether mode local is better. The last mode keeps a margin."""
     prefill, decode = seen[start_of(PREFILL_LEG) + choice.skipped], seen[start_of(DECODE_LEG)]
-    local = seen[start_of(LOCAL_LEG) + rank]
-    node = nodes[local.row]
-    slow = slowness(node, row_on(node, local.cached, asked, choice)[0], asked)
-    nearer = min(choice.late / max(slow, LEAST_STRAIN), 1.0)
-    uncounted = 1.0 - nearer * nearer * nearer
-    remote_cost = prefill.cost + decode.cost - uncounted * prefill.price_s
-    local_cost = local.cost - uncounted * local.price_s
+    local, remote_cost = seen[start_of(LOCAL_LEG) + rank], prefill.cost + decode.cost
     margin = asked.margin * min(ttft_s(prefill), ttft_s(local)) + doubt_s(prefill) + doubt_s(local)
     if asked.previous == REMOTE:
-        return local_cost + margin < remote_cost
-    return local_cost < remote_cost + (margin if asked.previous == LOCAL else 0.0)
+        return local.cost + margin < remote_cost
+    return local.cost < remote_cost + (margin if asked.previous == LOCAL else 0.0)
 
 
 def doubt_s(candidate: CandidateRow) -> float:
