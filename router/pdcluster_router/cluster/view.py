@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from pdcluster.core.messages import Endpoint, Load, Role
 from pdcluster.cost.cost import NodeCost
 from pdcluster_router.cluster.pacing import COLD, completed, typical_cost
+from pdcluster_router.core.node_row import COMPUTES, DECODES, SERVES, NodeRow, derive
 from pdcluster_router.policy.predicted import compiled
-from pdcluster_router.policy.predicted.node_state import derive
-from pdcluster_router.policy.predicted.records import COMPUTES, DECODES, SERVES, NodeRow
 
 Column = NDArray[np.float64]
 Bits = NDArray[np.int64]

@@ -14,7 +14,6 @@ from pdcluster.core.messages import HASH_BYTES
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.policy.base import Decision, LegName, Query, Terms
 from pdcluster_router.policy.predicted.cost_model import alone_s
-from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scored import Scored
 
 # Hashes of integers and names that look random and are equal on every router. No state.
@@ -218,6 +217,25 @@ class KvCost:
             self._weight * max(node.prefill_tokens + query.num_tokens - credit * query.cached_on(node), 0.0) / block
         )
         return prefill + decoding, (("prefill_blocks", prefill), ("decode_blocks", decoding))
+
+
+# The product of uncached work and load: LMetric's score (arXiv 2026).
+#
+# (uncached tokens + 1) × (requests in flight + 1). It needs no calibration. It follows the prefix cache while nodes are
+# idle, and the load otherwise.
+
+
+class Product:
+    """Implements scored.Rule."""
+
+    name = "product"
+
+    def score(self, nodes: Sequence[NodeView], leg: LegName, query: Query) -> Sequence[tuple[float, Terms]]:
+        return [self._score(node, query) for node in nodes]
+
+    def _score(self, node: NodeView, query: Query) -> tuple[float, Terms]:
+        uncached, requests = query.num_tokens - query.cached_on(node) + 1.0, node.num_requests + 1.0
+        return uncached * requests, (("uncached_tokens", uncached), ("requests", requests))
 
 
 # Mooncake's Conductor (FAST'25, algorithm 1): the prefill node with the least predicted TTFT, the decode node with the

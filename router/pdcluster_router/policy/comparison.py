@@ -68,7 +68,7 @@ def known_prefix(query: Query, roster: Roster) -> KnownPrefix:
 def request_values(
     query: Query,
     known: KnownPrefix,
-    weights: tuple[float, float, float, float],
+    weights: tuple[float, float, float],
     *,
     wants_local: bool = False,
     parked_chunk: float = 0.0,

@@ -3,44 +3,35 @@
 Sources: predicted TTFT is from Mooncake's Conductor (FAST'25, algorithm 1). The price of uncached work is our own.
 
 1. Prefill leg: wait + compute + price × compute + what running rows lose + copy. The price is what a second of work
-   costs later requests: alpha × the queue of the least loaded node, in average prompts. While any node is idle the
-   price is 0, and the least wait + compute wins. When all have a queue, saving work is worth more than a shorter queue.
-   A prefix on another node is fetched where that is sooner than computing it. Either way the KV then exists twice, in
-   room that may have held other prefixes. So a copy costs COPY_WEIGHT of computing it, as far as caches lose prefixes
-   that are asked for (Query.lost). It costs that also while nodes are idle.
-2. Decode leg: exposed transfer + output × TPOT + what the rows beside it lose + the wait for room + copy. On a serving
-   node, the copy is of all that the computing node keeps.
-3. Local: both legs on one node, without a transfer. Work on a decode node delays no other prompt, so it has no price;
-   its rows pay. A second that they lose weighs more, the less they have left until they are slow (COMFORT), compared
-   with what the prompt has left until it is late (PATIENCE). Between modes, the price counts only as far as first
-   tokens are nearer to being late than these rows are to being slow. So rows are not slowed for harmless waits, and
-   both limits are reached together.
-4. TPOT counts prompts that will be computed beside the row while it lives. It takes the waiting prompts, the prompts
-   that running rows came with, and, where nodes have roles, the prompts sent lately to any prefill node. A prompt on a
-   decode node slows a row once. Beyond COMFORT times a lone row's time, a second weighs more. So decode nodes take
-   prompts while their rows are well served, and prefill nodes take rows while they are idle enough.
-5. Mode: remote or local, whichever is less. The mode of the last free choice keeps a margin: a share of the time to
-   first token, plus the error bars of the nodes' models. So ties do not flip with every report. A prompt that would
-   hold up running rows beyond the inter-token limit goes elsewhere while a pair can take it. Where the prefill node has
-   rows, too, the prompt goes where these are fewer. Nodes that are passed over for their rows do not count as room.
-   While the other nodes are busy, the request waits in the router (`queueing.gate`).
+   costs later requests: alpha × the queue of the least loaded node, in average prompts. While a node is idle it is 0.
+   A prefix on another node is fetched where that is sooner than computing it. Then its KV exists twice, in room that
+   may have held other prefixes. So a copy costs as much as computing it, as far as caches lose prefixes that are asked
+   for (Query.lost). Work on a decode node delays no other prompt, so it has no price; its rows pay.
+2. Decode leg: exposed transfer + output × TPOT + what the rows beside it lose + the wait for room + copy.
+3. TPOT counts prompts that will be computed beside the row while it lives: those that wait, those that running rows
+   came with, and, where nodes have roles, those sent lately. A prompt on a decode node slows a row once.
+4. Local: both legs on one node, without a transfer. Not where the prompt would hold up running rows beyond their limit,
+   while a pair can take it. Where the prefill node has rows, too, the prompt goes where these are fewer.
+5. Mode: whichever costs less. The last free choice keeps a margin: a share of the time to first token, plus the error
+   bars of the nodes' models. So ties do not flip with every report.
 6. While no node knows its step costs, the product score decides.
+
+Each rule earns its place by the table in docs/decisions/017.
 """
 
 from __future__ import annotations
-
-from math import inf
 
 import numpy as np
 from msgspec.structs import replace
 
 from pdcluster_router.cluster.view import ClusterView, NodeView
+from pdcluster_router.core.node_row import COMPUTES
 from pdcluster_router.policy import eligibility
 from pdcluster_router.policy.base import Decision, DecisionRecord, Query
+from pdcluster_router.policy.baselines import Product
 from pdcluster_router.policy.comparison import PackedCandidates, known_prefix, request_values
 from pdcluster_router.policy.predicted import compiled
-from pdcluster_router.policy.predicted.records import COMPUTES, NOWHERE, RequestRow
-from pdcluster_router.policy.product import Product
+from pdcluster_router.policy.predicted.records import NOWHERE, RequestRow
 from pdcluster_router.policy.scored import Scored
 
 
@@ -50,14 +41,12 @@ class Seconds:
     alpha: see rule 1.
     harm: weight of a running row's pause against the new request's seconds, on a decode node times that of rule 3.
     margin: of the last mode, as a share of the time to first token.
-    gap: multiple of a batch's pace that its rows may be held up at once, without a limit in seconds. By default as long
-    as a chunk takes.
     """
 
     name = "seconds"
 
-    def __init__(self, alpha: float = 3.0, harm: float = 1.0, margin: float = 0.1, gap: float = inf) -> None:
-        self._weights = float(alpha), float(harm), float(margin), float(gap)
+    def __init__(self, alpha: float = 3.0, harm: float = 1.0, margin: float = 0.1) -> None:
+        self._weights = float(alpha), float(harm), float(margin)
         self._cold = Scored(Product())
 
     def choose(self, query: Query, view: ClusterView) -> Decision:

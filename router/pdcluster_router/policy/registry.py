@@ -13,12 +13,12 @@ from pdcluster_router.policy.baselines import (
     LeastLoad,
     PowerOfTwo,
     Prefix,
+    Product,
     Random,
     RoundRobin,
     Session,
 )
 from pdcluster_router.policy.predicted_seconds import Seconds
-from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scored import Rule, Scored
 
 DEFAULT = "seconds"

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from msgspec.structs import replace
 
 from pdcluster_router.cluster.view import ClusterView, NodeView
+from pdcluster_router.core.node_row import COMPUTES, DECODES, SERVES
 from pdcluster_router.policy import eligibility
 from pdcluster_router.policy.base import Candidate, Decision, DecisionRecord, LegName, Query, Terms
 from pdcluster_router.policy.comparison import (
@@ -21,7 +22,6 @@ from pdcluster_router.policy.comparison import (
     known_prefix,
 )
 from pdcluster_router.policy.predicted.cost_model import alone_s
-from pdcluster_router.policy.predicted.records import COMPUTES, DECODES, SERVES
 from pdcluster_router.policy.predicted.scoring import estimate_s
 
 

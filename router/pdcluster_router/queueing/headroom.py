@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from pdcluster_router.cluster.view import ClusterView
 from pdcluster_router.core.generation import Mode
+from pdcluster_router.core.node_row import BUSY, COMPUTES, DECODES, SERVES
 from pdcluster_router.policy.base import Decision
 from pdcluster_router.policy.predicted import compiled
-from pdcluster_router.policy.predicted.records import BUSY, COMPUTES, DECODES, SERVES
 
 LEG_OF_MODE: dict[Mode, int] = {"remote": COMPUTES, "local": SERVES}
 MODES = tuple(LEG_OF_MODE)

@@ -1,4 +1,4 @@
-"""The functions of `scoring`, `room` and `node_state`, compiled by numba after `load`, otherwise as plain Python.
+"""The functions of `scoring`, `room` and `node_row`, compiled by numba after `load`, otherwise as plain Python.
 
 Both have one source and the same floats. The scan of long lists of token ids (`token_list`) is compiled with them.
 `python -m pdcluster_router.policy.predicted.compiled` only compiles, into the cache that routers read.
@@ -20,21 +20,14 @@ import numpy as np
 from pdcluster.api.openai import token_id_scan
 from pdcluster.api.openai.token_list import Scan, use_scan
 from pdcluster.settings.config import cache_directory
-from pdcluster_router.policy.predicted import cost_model, node_state, records, room, scoring
-from pdcluster_router.policy.predicted.records import (
-    MOST_CANDIDATES,
-    CandidateRow,
-    ChoiceRow,
-    NodeRow,
-    Record,
-    RequestRow,
-    Rows,
-    array_of,
-)
+from pdcluster_router.core import node_row
+from pdcluster_router.core.node_row import NodeRow, Record, Rows, array_of
+from pdcluster_router.policy.predicted import cost_model, records, room, scoring
+from pdcluster_router.policy.predicted.records import MOST_CANDIDATES, CandidateRow, ChoiceRow, RequestRow
 
 log = logging.getLogger(__name__)
 
-SOURCES = (cost_model, node_state, scoring, room, token_id_scan)
+SOURCES = (cost_model, node_row, scoring, room, token_id_scan)
 NAMES = (
     "first_leg", "pair", "parked", "note_sent", "has_open", "any_open", "any_row", "least_excess_s",
 )  # fmt: skip
@@ -96,7 +89,7 @@ def _on_lists(function: Callable[..., Any]) -> Callable[..., Any]:
         for array, changed in zip(arguments, lists, strict=True):
             if isinstance(array, np.ndarray) and array.dtype == np.int64:
                 array[:] = changed
-            elif function is node_state.note_sent and isinstance(array, np.ndarray):
+            elif function is node_row.note_sent and isinstance(array, np.ndarray):
                 array[0] = changed[0].numbers()
         return result
 

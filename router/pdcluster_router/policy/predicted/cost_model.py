@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from math import sqrt
 
-from pdcluster_router.policy.predicted.records import ChoiceRow, NodeRow, RequestRow
+from pdcluster_router.core.node_row import NodeRow
+from pdcluster_router.policy.predicted.records import ChoiceRow, RequestRow
 
 # Share of a prompt's last chunk whose KV leaves after the first token. Layers leave in groups while later ones are
 # computed.
@@ -95,11 +96,10 @@ def keeps_pace(node: NodeRow, cached: float, asked: RequestRow) -> bool:
     """Whether running rows stay within their limit, once and on average, while the prompt is computed."""
     if num_slowed(node) == 0.0:
         return True
-    new, itl_s = asked.num_tokens - cached, asked.itl_s
-    limit_s = itl_s if itl_s > 0.0 else asked.gap * node.tpot_s
-    if gap_s(node, new, cached) > limit_s:
+    new = asked.num_tokens - cached
+    if 0.0 < asked.itl_s < gap_s(node, new, cached):
         return False
-    return paced_s(node, max(new, 1.0), cached, asked.output) <= WELL * comfort_s(node, itl_s)
+    return paced_s(node, max(new, 1.0), cached, asked.output) <= WELL * comfort_s(node, asked.itl_s)
 
 
 def bears(node: NodeRow, cached: float, asked: RequestRow, most: float) -> bool:
@@ -112,15 +112,9 @@ def computed(node: NodeRow, known: float, asked: RequestRow) -> tuple[float, flo
 
     At least one token is computed, for the logits of the first output token.
     """
-    new = asked.num_tokens - known
-    if new < 1.0:
-        new = 1.0
-    steps = new / node.chunk_tokens
-    if steps < 1.0:
-        steps = 1.0
-    work_s = node.prompt_fixed_s * steps + node.token_s * new + node.pair_s * (new * (known + new / 2))
-    paused_s = work_s - steps * node.decode_fixed_s
-    return work_s * node.stretch, paused_s if paused_s > 0.0 else 0.0
+    new = max(asked.num_tokens - known, 1.0)
+    work_s = alone_s(node, new, known)
+    return work_s * node.stretch, max(work_s - max(new / node.chunk_tokens, 1.0) * node.decode_fixed_s, 0.0)
 
 
 def copy_s(node: NodeRow, cached: float, kept: float, asked: RequestRow) -> float:

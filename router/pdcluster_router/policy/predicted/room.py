@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdcluster_router.policy.predicted.records import BUSY, COMPUTES, SERVES, NodeRow
+from pdcluster_router.core.node_row import BUSY, COMPUTES, SERVES, NodeRow
 from pdcluster_router.policy.predicted.scoring import Legs, Nodes
 
 # Prompts are computed ahead of full decode nodes until finished KV fills one part in so many of a prefill node's pool.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import MutableSequence, Sequence
 
+from pdcluster_router.core.node_row import BUSY, COMPUTES, DECODES, SERVES, NodeRow
 from pdcluster_router.policy.predicted.cost_model import (
     HANDOVER_S,
     LAST_GROUP,
@@ -22,20 +23,15 @@ from pdcluster_router.policy.predicted.cost_model import (
     row_on,
 )
 from pdcluster_router.policy.predicted.records import (
-    BUSY,
-    COMPUTES,
     DECODE_LEG,
-    DECODES,
     LOCAL,
     LOCAL_LEG,
     MOST_CANDIDATES,
     NOWHERE,
     PREFILL_LEG,
     REMOTE,
-    SERVES,
     CandidateRow,
     ChoiceRow,
-    NodeRow,
     RequestRow,
 )
 
@@ -126,36 +122,24 @@ def enter(nodes: Nodes, seen: Seen, leg: int, num: int, row: int, cost: float) -
 
     Nodes come in ascending rows. Ties go to the node with fewer requests, then to the first.
     """
-    start = start_of(leg)
-    rank = num
+    place = start_of(leg) + num
     if num == MOST_CANDIDATES:
-        rank = num - 1
-        if not comes_before(nodes, row, cost, seen[start + rank]):
+        place -= 1
+        if not comes_before(nodes, row, cost, seen[place]):
             return -1
-    while rank > 0 and comes_before(nodes, row, cost, seen[start + rank - 1]):
-        seen[start + rank] = seen[start + rank - 1]
-        rank -= 1
-    return start + rank
+    while place > start_of(leg) and comes_before(nodes, row, cost, seen[place - 1]):
+        seen[place] = seen[place - 1]
+        place -= 1
+    candidate, node = seen[place], nodes[row]
+    candidate.leg, candidate.row, candidate.cost, candidate.is_fetched = leg, row, cost, 0
+    candidate.estimate_s, candidate.spread, candidate.doubt = -1.0, node.spread, node.doubt
+    return place
 
 
 def comes_before(nodes: Nodes, row: int, cost: float, other: CandidateRow) -> bool:
     if cost != other.cost:
         return cost < other.cost
     return nodes[row].num_requests < nodes[other.row].num_requests
-
-
-def describe(seen: Seen, place: int, leg: int, row: int, cost: float, cached: float) -> None:
-    """Write the facts of a candidate. Its terms are still to be written."""
-    candidate = seen[place]
-    candidate.leg, candidate.row, candidate.cost, candidate.cached = leg, row, cost, cached
-    candidate.is_fetched = 0
-    candidate.estimate_s = -1.0
-    candidate.spread = candidate.doubt = 0.0
-
-
-def estimate(node: NodeRow, candidate: CandidateRow, asked: RequestRow) -> None:
-    candidate.estimate_s = estimate_s(node, candidate.cached, asked.num_tokens)
-    candidate.spread, candidate.doubt = node.spread, node.doubt
 
 
 def estimate_s(node: NodeRow, cached: float, num_tokens: float) -> float:
@@ -184,62 +168,44 @@ def most_kept(nodes: Nodes, legs: Legs, cached: Numbers, leg: int, passed_over: 
     return most
 
 
-def weigh_prefill(
-    nodes: Nodes, legs: Legs, cached: Numbers, paths: Numbers, asked: RequestRow, choice: ChoiceRow, seen: Seen
-) -> None:
-    """Score nodes for the prompt of a pair.
+def weigh_first(
+    nodes: Nodes,
+    legs: Legs,
+    cached: Numbers,
+    paths: Numbers,
+    asked: RequestRow,
+    choice: ChoiceRow,
+    seen: Seen,
+    leg: int,
+) -> int:
+    """Score nodes for the prompt of a pair (PREFILL_LEG), or for both legs (LOCAL_LEG). Returns how many are kept.
 
     slowed: what running rows lose by it. Work on a decode node delays no other prompt, so it has no price.
     """
-    passed_over = busy_bit(legs, COMPUTES)
-    kept = most_kept(nodes, legs, cached, COMPUTES, passed_over)
+    bit, num = COMPUTES if leg == PREFILL_LEG else SERVES, 0
+    passed_over = busy_bit(legs, bit)
+    kept = most_kept(nodes, legs, cached, bit, passed_over)
     for row in range(len(nodes)):
-        if not takes(legs, row, COMPUTES, passed_over):
+        if not takes(legs, row, bit, passed_over):
             continue
         node, bytes_s = nodes[row], 0.0 if row == asked.source else paths[row]
         fetch_s, compute_s, paused_s, is_fetched = prompt_on(node, cached[row], asked.held, bytes_s, asked)
         price_s, slowed_s = node.is_server * choice.price * compute_s, asked.harm * paused_s * node.rows
-        copied_s = copy_s(node, cached[row], kept, asked)
-        cost = node.wait_s + compute_s + fetch_s + price_s + slowed_s + copied_s
-        place = enter(nodes, seen, PREFILL_LEG, choice.num_prefill, row, cost)
+        copied_s, room_s, decode_s, others_s = copy_s(node, cached[row], kept, asked), 0.0, 0.0, 0.0
+        if leg == LOCAL_LEG:
+            _, room_s, decode_s, others_s = row_on(node, cached[row], asked, choice)
+        cost = node.wait_s + compute_s + fetch_s + price_s + slowed_s + copied_s + (room_s + decode_s + others_s)
+        place = enter(nodes, seen, leg, num, row, cost)
         if place < 0:
             continue
-        choice.num_prefill = min(choice.num_prefill + 1, MOST_CANDIDATES)
-        describe(seen, place, PREFILL_LEG, row, cost, cached[row])
+        num = min(num + 1, MOST_CANDIDATES)
         candidate = seen[place]
-        candidate.is_fetched = is_fetched
-        estimate(node, candidate, asked)
-        candidate.wait_s, candidate.compute_s, candidate.fetch_s = node.wait_s, compute_s, fetch_s
-        candidate.price_s, candidate.slowed_s, candidate.copy_s = price_s, slowed_s, copied_s
-
-
-def weigh_local(
-    nodes: Nodes, legs: Legs, cached: Numbers, paths: Numbers, asked: RequestRow, choice: ChoiceRow, seen: Seen
-) -> None:
-    """Score nodes for both legs."""
-    passed_over = busy_bit(legs, SERVES)
-    kept = most_kept(nodes, legs, cached, SERVES, passed_over)
-    for row in range(len(nodes)):
-        if not takes(legs, row, SERVES, passed_over):
-            continue
-        node, bytes_s = nodes[row], 0.0 if row == asked.source else paths[row]
-        fetch_s, compute_s, paused_s, is_fetched = prompt_on(node, cached[row], asked.held, bytes_s, asked)
-        _, room_s, decode_s, others_s = row_on(node, cached[row], asked, choice)
-        price_s, slowed_s = node.is_server * choice.price * compute_s, asked.harm * paused_s * node.rows
-        copied_s = copy_s(node, cached[row], kept, asked)
-        prompt_cost = node.wait_s + compute_s + fetch_s + price_s + slowed_s + copied_s
-        cost = prompt_cost + room_s + decode_s + others_s
-        place = enter(nodes, seen, LOCAL_LEG, choice.num_local, row, cost)
-        if place < 0:
-            continue
-        choice.num_local = min(choice.num_local + 1, MOST_CANDIDATES)
-        describe(seen, place, LOCAL_LEG, row, cost, cached[row])
-        candidate = seen[place]
-        candidate.is_fetched = is_fetched
-        estimate(node, candidate, asked)
+        candidate.cached, candidate.is_fetched = cached[row], is_fetched
+        candidate.estimate_s = estimate_s(node, cached[row], asked.num_tokens)
         candidate.wait_s, candidate.compute_s, candidate.fetch_s = node.wait_s, compute_s, fetch_s
         candidate.price_s, candidate.slowed_s, candidate.copy_s = price_s, slowed_s, copied_s
         candidate.room_s, candidate.decode_s, candidate.others_s = room_s, decode_s, others_s
+    return num
 
 
 def exposed_s(
@@ -295,9 +261,9 @@ def weigh_decode(
         if place < 0:
             continue
         choice.num_decode = min(choice.num_decode + 1, MOST_CANDIDATES)
-        describe(seen, place, DECODE_LEG, row, cost, cached[row])
         candidate = seen[place]
-        candidate.room_s, candidate.exposed_s, candidate.decode_s = room_s, exposed, decode_s
+        candidate.cached, candidate.exposed_s = cached[row], exposed
+        candidate.room_s, candidate.decode_s = room_s, decode_s
         candidate.others_s, candidate.copy_s = others_s, copied_s
 
 
@@ -322,28 +288,15 @@ def first_leg(
     weigh_market(nodes, cached, asked, choice)
     choice.num_prefill = choice.num_decode = choice.num_local = 0
     choice.skipped, choice.prefill, choice.is_calm, choice.bearable = 0, NOWHERE, 1, 0.0
-    if has_pair(nodes, legs):
-        weigh_prefill(nodes, legs, cached, paths, asked, choice, seen)
-        find_partner(nodes, legs, choice, seen)
-        if choice.prefill == NOWHERE:
-            choice.num_prefill = 0
+    choice.num_prefill = weigh_first(nodes, legs, cached, paths, asked, choice, seen, PREFILL_LEG)
+    find_partner(nodes, legs, choice, seen)
+    if choice.prefill == NOWHERE:
+        choice.num_prefill = 0
     if choice.prefill == NOWHERE or asked.wants_local != 0:
-        weigh_local(nodes, legs, cached, paths, asked, choice, seen)
+        choice.num_local = weigh_first(nodes, legs, cached, paths, asked, choice, seen, LOCAL_LEG)
     if choice.prefill == NOWHERE and choice.num_local > 0:
         settle_local(nodes, 0, asked, choice, seen)
     return choice.prefill
-
-
-def has_pair(nodes: Nodes, legs: Legs) -> bool:
-    """Whether two different nodes may take the two legs."""
-    first, last = NOWHERE, NOWHERE
-    num_first = num_last = 0
-    for row in range(len(nodes)):
-        if legs[row] & COMPUTES != 0:
-            first, num_first = row, num_first + 1
-        if legs[row] & DECODES != 0:
-            last, num_last = row, num_last + 1
-    return num_first > 0 and num_last > 0 and not (num_first == 1 and num_last == 1 and first == last)
 
 
 def find_partner(nodes: Nodes, legs: Legs, choice: ChoiceRow, seen: Seen) -> None:
