@@ -129,10 +129,10 @@ class Record:
             self._explainer.count(record.shadow)
         if len(decisions) >= MAX_DECISIONS:
             forgotten, half = decisions[MAX_DECISIONS // 2], MAX_DECISIONS // 2
-            self._num_bytes -= DECISION_BYTES + forgotten.record.compared.size_bytes
+            self._num_bytes -= DECISION_BYTES + forgotten.record.candidates.size_bytes
             decisions = decisions[:half] + decisions[half + 1 :]
         self._decisions = *decisions, NotedDecision(record, now - self._started, now - asked)
-        self._num_bytes += DECISION_BYTES + record.compared.size_bytes
+        self._num_bytes += DECISION_BYTES + record.candidates.size_bytes
         if self._first_at is not None:
             return  # hindsight is about the decision that brought the first token
         if self._ideal is None:
@@ -146,7 +146,7 @@ class Record:
     def end(self, error: str | None, why: str) -> Hindsight | None:
         """End the record. See Explainer.close."""
         if self._considered is not None:
-            self._num_bytes += DECISION_BYTES + self._considered.record.compared.size_bytes
+            self._num_bytes += DECISION_BYTES + self._considered.record.candidates.size_bytes
         if error is not None:
             self._error, self._why = error, why[:MAX_WHY]
         return self.hindsight()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from pdcluster_router.core.generation import Done, Timeline
-from pdcluster_router.policy.base import Candidate, DecisionRecord, ShadowRecord
+from pdcluster_router.policy.base import DecisionRecord, ShadowRecord
+from pdcluster_router.policy.candidates import Candidate
 
 
 class ExplainedDecision(msgspec.Struct, frozen=True):
@@ -48,7 +49,7 @@ class NotedDecision(msgspec.Struct, frozen=True):
         record = self.record
         return ExplainedDecision(
             self.at_s, self.held_s, record.policy, record.mode, record.prefill, record.decode, record.num_tokens,
-            record.ttft_s, record.tpot_s, record.estimate_s, record.compared.num, record.compared.candidates(),
+            record.ttft_s, record.tpot_s, record.estimate_s, record.candidates.num, record.candidates.read(),
             record.shadow, record.pull, record.pull_tokens, self.failed,
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdcluster_router.explain.records import ExplainedDecision, Explanation, Hindsight
-from pdcluster_router.policy.base import Candidate
+from pdcluster_router.policy.candidates import Candidate
 
 
 def text_of(explanation: Explanation, *, width: int = 140, colour: bool = False) -> str:

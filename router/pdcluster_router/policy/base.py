@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.generation import Force as Force
 from pdcluster_router.core.generation import Mode
+from pdcluster_router.policy.candidates import Candidates
 from pdcluster_router.policy.predicted.cost_model import alone_s
 
 Fallback = Literal["deny", "on-failure", "conditional"]
-LegName = Literal["prefill", "decode", "local"]
 
 
 class Query(msgspec.Struct, frozen=True):
@@ -92,39 +92,6 @@ class Query(msgspec.Struct, frozen=True):
 Terms = tuple[tuple[str, float], ...]
 
 
-class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One node for one leg, as people read it.
-
-    terms: add up to cost, in seconds or the policy's own points, unless the policy says otherwise.
-    ttft_s: the estimate in seconds; None for a decode leg.
-    rejected_by: the rule that removed it, "" when it was compared.
-    ttft_error_s: error bar of ttft_s on usual work (9 of 10 are within); None: unknown.
-    """
-
-    node: str
-    leg: str
-    cached_tokens: int = 0
-    cost: float = 0.0
-    terms: dict[str, float] = {}
-    ttft_s: float | None = None
-    rejected_by: str = ""
-    ttft_error_s: float | None = None
-
-
-class Compared(Protocol):
-    """What a decision compared, without the view. Few decisions are read, so it is unpacked when someone asks."""
-
-    @property
-    def num(self) -> int:
-        """Nodes that were compared or ruled out, kept or not."""
-        ...
-
-    @property
-    def size_bytes(self) -> int: ...
-
-    def candidates(self) -> list[Candidate]: ...
-
-
 class ShadowRecord(msgspec.Struct, frozen=True):
     policy: str
     mode: Mode
@@ -149,7 +116,7 @@ class DecisionRecord(msgspec.Struct, frozen=True):
     prefill: str | None
     decode: str
     num_tokens: int
-    compared: Compared
+    candidates: Candidates
     estimate_s: float
     ttft_s: float | None = None
     tpot_s: float | None = None

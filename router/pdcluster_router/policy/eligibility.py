@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from pdcluster.core.errors import NoNodeTakesWork, Unavailable
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.node_row import BUSY, COMPUTES, DECODES, SERVES
-from pdcluster_router.policy.base import Candidate, Query
+from pdcluster_router.policy.base import Query
+from pdcluster_router.policy.candidates import Candidate
 
 Rows = tuple[int, ...]
 

@@ -29,9 +29,10 @@ from pdcluster_router.core.node_row import COMPUTES
 from pdcluster_router.policy import eligibility
 from pdcluster_router.policy.base import Decision, DecisionRecord, Query
 from pdcluster_router.policy.baselines import Product
-from pdcluster_router.policy.comparison import PackedCandidates, known_prefix, request_values
+from pdcluster_router.policy.candidates import MOST_LISTED, Candidates
 from pdcluster_router.policy.predicted import compiled
 from pdcluster_router.policy.predicted.records import NOWHERE, RequestRow
+from pdcluster_router.policy.query_numbers import known_prefix, request_values
 from pdcluster_router.policy.scored import Scored
 
 
@@ -67,15 +68,15 @@ class Seconds:
         row = found.decode if is_local else found.prefill
         node, decode = view.reported[row], view.reported[found.decode]
         packed = scorer.packed(found.num_prefill, found.num_decode, found.num_local, found.skipped)
+        num = found.num_prefill - found.skipped + found.num_decode + found.num_local
+        ruled_out = () if legs.is_whole else eligibility.rejected(query, view)
         record = DecisionRecord(  # by position, which costs half
             self.name,
             "local" if is_local else "remote",
             None if is_local else names[row],
             names[found.decode],
             query.num_tokens,
-            PackedCandidates(
-                packed, names, found.is_calm > 0, () if legs.is_whole else eligibility.rejected(query, view)
-            ),
+            Candidates(packed, names, found.is_calm > 0, ruled_out[:MOST_LISTED], num + len(ruled_out)),
             found.estimate_s,
             found.ttft_s,
             found.tpot_s,

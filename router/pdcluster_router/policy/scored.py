@@ -14,15 +14,11 @@ from msgspec.structs import replace
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.node_row import COMPUTES, DECODES, SERVES
 from pdcluster_router.policy import eligibility
-from pdcluster_router.policy.base import Candidate, Decision, DecisionRecord, LegName, Query, Terms
-from pdcluster_router.policy.comparison import (
-    MOST_LISTED,
-    ListedCandidates,
-    error_bar_s,
-    known_prefix,
-)
+from pdcluster_router.policy.base import Decision, DecisionRecord, Query, Terms
+from pdcluster_router.policy.candidates import MOST_LISTED, Candidate, Candidates, LegName, error_bar_s
 from pdcluster_router.policy.predicted.cost_model import alone_s
 from pdcluster_router.policy.predicted.scoring import estimate_s
+from pdcluster_router.policy.query_numbers import known_prefix
 
 
 class Rule(Protocol):
@@ -114,7 +110,7 @@ def _decision(
         first.name if decodes else None,
         last.name,
         query.num_tokens,
-        ListedCandidates((*listed, *ruled_out[:MOST_LISTED]), len(ranked) + len(ruled_out)),
+        Candidates(b"", (), True, (*listed, *ruled_out[:MOST_LISTED]), len(ranked) + len(ruled_out)),
         estimate_s(node, cached, query.num_tokens),
         best=best,
         best_s=best_s,

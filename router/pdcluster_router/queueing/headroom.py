@@ -4,7 +4,7 @@ A node is *open* for prompts while less than `backlog_s` of work waits there. Th
 little that the router still decides what comes next. The policy chooses among nodes. It may choose one that is not
 open, for its cache, while some suitable node of that leg is open.
 
-The rules stand in `policy.predicted.room`.
+The rules stand in `core.room`.
 """
 
 from __future__ import annotations

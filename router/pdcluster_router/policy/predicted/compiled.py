@@ -20,9 +20,9 @@ import numpy as np
 from pdcluster.api.openai import token_id_scan
 from pdcluster.api.openai.token_list import Scan, use_scan
 from pdcluster.settings.config import cache_directory
-from pdcluster_router.core import node_row
+from pdcluster_router.core import node_row, room
 from pdcluster_router.core.node_row import NodeRow, Record, Rows, array_of
-from pdcluster_router.policy.predicted import cost_model, records, room, scoring
+from pdcluster_router.policy.predicted import cost_model, records, scoring
 from pdcluster_router.policy.predicted.records import MOST_CANDIDATES, CandidateRow, ChoiceRow, RequestRow
 
 log = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import MutableSequence, Sequence
 
 from pdcluster_router.core.node_row import BUSY, COMPUTES, DECODES, SERVES, NodeRow
+from pdcluster_router.core.room import Legs, Nodes
 from pdcluster_router.policy.predicted.cost_model import (
     HANDOVER_S,
     LAST_GROUP,
@@ -36,8 +37,6 @@ from pdcluster_router.policy.predicted.records import (
 )
 
 Numbers = Sequence[float]
-Legs = Sequence[int]
-Nodes = Sequence[NodeRow]
 Seen = MutableSequence[CandidateRow]
 
 # Upper bound of the share of time with prompts on a node that still takes rows.

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pdcluster_router.core.node_row import BUSY, COMPUTES, SERVES, NodeRow
-from pdcluster_router.policy.predicted.scoring import Legs, Nodes
+
+Nodes = Sequence[NodeRow]
+# The bits of each node for a request.
+Legs = Sequence[int]
 
 # Prompts are computed ahead of full decode nodes until finished KV fills one part in so many of a prefill node's pool.
 AHEAD = 4
