@@ -20,17 +20,15 @@ class MessageBatch:
     def __init__(self, me: Peer, to_incarnation: str, *, max_frame_bytes: int) -> None:
         self._head = codec.encode_head(me.node, me.incarnation, to_incarnation)
         self._most_bytes = max_frame_bytes - len(self._head) - codec.MAX_TAIL_BYTES
-        self._parts: list[bytes] = []
+        # The messages that wait. Owners read it; it stays the same list.
+        self.parts: list[bytes] = []
         # Bytes that may go with what waits already; none behind a message that goes alone.
         self._room = self._most_room = min(MAX_BATCH_BYTES, self._most_bytes)
-
-    def __len__(self) -> int:
-        return len(self._parts)
 
     def put(self, message: m.AnyMessage) -> bool:
         """Whether it waits with the others now; False: what waits has to leave first. Raises ProtocolError when no
         frame could hold it."""
-        part, parts, kind = encoded(message), self._parts, type(message)
+        part, parts, kind = encoded(message), self.parts, type(message)
         size = len(part)
         if size <= self._room and len(parts) < MAX_MESSAGES and kind not in ALONE:  # as nearly always
             self._room -= size
@@ -45,8 +43,8 @@ class MessageBatch:
 
     def frame(self, sequence: int) -> bytes:
         """All that waits, as frame number `sequence`. It still waits until `clear`."""
-        return codec.assemble(self._head, sequence, self._parts)
+        return codec.assemble(self._head, sequence, self.parts)
 
     def clear(self) -> None:
-        self._parts.clear()
+        self.parts.clear()
         self._room = self._most_room

@@ -74,6 +74,8 @@ class ClientLink:
         self._open_attempts = open_attempts
         peer_address(endpoint.address)  # raises ProtocolError
         self._batch = MessageBatch(me, endpoint.incarnation, max_frame_bytes=settings.max_frame_bytes)
+        # Messages that wait for a flush.
+        self.unsent = self._batch.parts
         self._sent = 0
         # Number of the frame that comes next; 0 before the first one of a connection, which have numbers from 1 on.
         self._next = 0
@@ -83,8 +85,10 @@ class ClientLink:
         self._hello_due = False
         self._reopen_at: float | None = None
         self._socket: LinkSocket | None = None
-        self._sockets: Sequence[zmq.Socket[bytes]] = ()
-        self._retired: list[LinkSocket] = []
+        # What to poll for reading: messages, and what becomes of the connection. Another tuple when that is replaced.
+        self.sockets: Sequence[zmq.Socket[bytes]] = ()
+        # Sockets of connections that are over. They wait for `release`.
+        self.retired: list[LinkSocket] = []
         self._events: list[ConnectionEvent] = []
         # What went wrong with the last connection.
         self._why = ""
@@ -92,20 +96,11 @@ class ClientLink:
 
     # ------------------------------------------------------------ what the owner calls
 
-    def sockets(self) -> Sequence[zmq.Socket[bytes]]:
-        """What to poll for reading: messages, and what becomes of the connection. Another list when that is
-        replaced."""
-        return self._sockets
-
-    @property
-    def has_unsent(self) -> bool:
-        return len(self._batch) > 0
-
     def release(self) -> None:
         """Close the sockets of connections that are over. The owner calls it once it no longer polls their sockets."""
-        for socket in self._retired:
+        for socket in self.retired:
             socket.close()
-        self._retired.clear()
+        self.retired.clear()
 
     def put(self, message: m.AnyMessage) -> int:
         """Put one message into the next frame and return that frame's number. 0 when it has no room, or the link is
@@ -124,7 +119,7 @@ class ClientLink:
     def flush(self, now: float) -> bool:
         """Hand what was put to the socket, as one frame. False when too much waits there: it is kept for the next
         flush."""
-        if self._socket is None or not self._batch:
+        if self._socket is None or not self.unsent:
             return True
         if not self._socket.send(self._batch.frame(self._sent + 1)):
             return False
@@ -140,8 +135,8 @@ class ClientLink:
         if looks_at_connection and self._socket is not None:
             self._events += self._socket.events()
         messages, more = self._drain(now)
-        if not more:
-            # Only now: what a node said before it hung up still counts.
+        if self._events and not more:
+            # Only now: what a node sent before it hung up still counts.
             events, self._events = self._events, []
             self._note_connection(events, now)
         return messages, more
@@ -155,7 +150,7 @@ class ClientLink:
             self._open_socket(now)
         if self._hello_due:
             self._ask_again(now)
-        if self._socket is not None and not self._batch and now - self._sent_at >= self._settings.heartbeat_s:
+        if self._socket is not None and not self.unsent and now - self._sent_at >= self._settings.heartbeat_s:
             self.send(m.Ping(), now)
         self.flush(now)
         self._end_if_over(now)
@@ -177,16 +172,16 @@ class ClientLink:
         except ProtocolError as error:
             self.close(str(error))
             return
-        self._sockets = self._socket.sockets()
+        self.sockets = self._socket.sockets()
         self._say_hello(now)
 
     def _retire_socket(self) -> None:
         if self._socket is not None:
             self._why = self._socket.why
-            self._retired.append(self._socket)
+            self.retired.append(self._socket)
         self._socket = None
-        self._sockets, self._events = (), []
-        if self._batch:
+        self.sockets, self._events = (), []
+        if self.unsent:
             # Lost with the connection, under its number: what was counted by it is not counted twice.
             self._batch.clear()
             self._sent += 1

@@ -118,7 +118,7 @@ class Hub:
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """What to poll for reading, with zmq.Poller (their descriptors are edge-triggered). Ask again after every
         receive, send and tick."""
-        return [self._router, *(socket for client_link in self._dialers.values() for socket in client_link.sockets())]
+        return [self._router, *(socket for client_link in self._dialers.values() for socket in client_link.sockets)]
 
     def receive(self) -> list[Received]:
         """Whatever came, about max_drain messages per socket at most (frames are taken whole); never blocks."""
@@ -230,7 +230,7 @@ class Hub:
 
     def _flush_route(self, peer: Peer, route: _Route) -> None:
         # The number is used up even when the frame is dropped: the peer then sees the gap and asks.
-        if route.batch:
+        if route.batch.parts:
             route.sent += 1
             if self._send_frame(route.identity, route.batch.frame(route.sent)):
                 route.sent_at = self._now

@@ -13,10 +13,11 @@ import zmq
 from pdcluster.core.address import format_address
 from pdcluster.core.errors import ProtocolError
 from pdcluster.wire.address import peer_address
-from pdcluster.wire.sockets import ConnectionEvent, Monitor, WireSettings, has_message, open_dealer
+from pdcluster.wire.sockets import ConnectionEvent, READABLE, Monitor, WireSettings, open_dealer
 
 # As a bare number. libzmq's binding takes it as well as the flag, and in less time.
 NOBLOCK = int(zmq.NOBLOCK)
+EVENTS = zmq.EVENTS
 # Bytes of large frames that may wait for a peer that does not read. Small frames wait by number (`high_water`).
 MAX_WAITING_BYTES = 64 << 20
 # Frames from this size on are counted by their bytes. ZMQ sends them without a copy and reports when they have left.
@@ -85,7 +86,7 @@ class LinkSocket:
 
     def take(self) -> bytes | None:
         """The next frame that arrived, None when there is none."""
-        return self._socket.recv(NOBLOCK) if has_message(self._socket) else None
+        return self._socket.recv(NOBLOCK) if self._socket.get(EVENTS) & READABLE else None  # type: ignore[operator]
 
     def events(self) -> list[ConnectionEvent]:
         """DOWN and REFUSED since the last call, in their order. `why` says the reason."""

@@ -60,6 +60,8 @@ class NodeLink:
             now=self._clock()
         )  # fmt: skip
         self._told = LinkState.CONNECTING
+        # What waits for a flush.
+        self._unsent = self._client_link.unsent
         self._watched: Sequence[zmq.Socket[bytes]] = ()
         self._closed = False
         self._is_end_due = False
@@ -128,7 +130,7 @@ class NodeLink:
 
     def _flush(self) -> None:
         self._held_since = 0.0
-        if self._client_link.has_unsent:
+        if self._unsent:
             self._has_flushed = True
             self._client_link.flush(self._clock())
 
@@ -156,11 +158,14 @@ class NodeLink:
         if self._num_sent:
             self._is_calm = self._num_sent == 1
             self._num_sent = 0
-        self._flush()
+        self._held_since = 0.0
+        if self._unsent:
+            self._flush()
         self._has_flushed = self._is_behind = False
         self._drain()
-        self._flush()
-        if self._client_link.has_unsent:
+        if self._unsent:
+            self._flush()
+        if self._unsent:
             self._retry_later()
         elif self._has_flushed:
             self._end_turn_soon()
@@ -173,7 +178,7 @@ class NodeLink:
 
     def _on_readable(self) -> None:
         self._drain()
-        if self._client_link.has_unsent:
+        if self._unsent:
             self._end_turn_soon()
 
     def _on_connection(self) -> None:
@@ -186,11 +191,15 @@ class NodeLink:
         if more:
             self._is_behind = True
             self._end_turn_soon()
-        self._watch()
-        if self.state is LinkState.UP:
+        link = self._client_link
+        if link.sockets is not self._watched or link.retired:
+            self._watch()
+        if link.state is LinkState.UP and self._told is not LinkState.UP:
             self._tell()
-        self._deliver(messages)
-        self._tell()
+        if messages:
+            self._deliver(messages)
+        if link.state is not self._told:
+            self._tell()
 
     def _deliver(self, messages: list[AnyMessage]) -> None:
         # One message that its receiver cannot stand must not cost the others of the same batch.
@@ -228,7 +237,7 @@ class NodeLink:
 
     def _watch(self) -> None:
         """Follow the link's sockets, which change with every connection."""
-        sockets = self._client_link.sockets()
+        sockets = self._client_link.sockets
         if sockets is not self._watched:
             for socket in self._watched:
                 self._loop.remove_reader(socket.fileno())

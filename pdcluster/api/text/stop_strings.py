@@ -11,20 +11,17 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    __slots__ = ("_held", "_stops", "matched", "num_uncertain")
+    __slots__ = ("_held", "_stops", "is_idle", "matched", "num_uncertain")
 
     def __init__(self, stops: Sequence[str]) -> None:
         """stops: none of them empty."""
         self._stops = tuple(stops)
+        # There is nothing to match, so `feed` is not needed and changes nothing.
+        self.is_idle = not self._stops
         self._held = ""
         self.matched: str | None = None
         # Characters at the end of the text that are not released: held back, or from the match on.
         self.num_uncertain = 0
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether there is nothing to match, so that `feed` is not needed."""
-        return not self._stops
 
     def feed(self, text: str, *, is_waiting: bool = False) -> str:
         """The text that is now certain. Once `matched` is set, it is the text before the match, and nothing more is
@@ -65,3 +62,7 @@ class StopMatcher:
             if any(stop.startswith(tail) for stop in self._stops):
                 return size
         return 0
+
+
+# For all texts without stop strings.
+NO_STOPS = StopMatcher(())

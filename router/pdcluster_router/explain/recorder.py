@@ -29,8 +29,8 @@ from pdcluster_router.explain.records import Explanation, Hindsight, HitTokens, 
 from pdcluster_router.policy.base import Decision, DecisionRecord, ShadowRecord
 from pdcluster_router.prefix_index.ideal_cache import IdealCache
 
-# Bytes of a request that is kept, of its end, and of one decision beside its candidates.
-RECORD_BYTES, DONE_BYTES, DECISION_BYTES = 1000, 700, 500
+# Bytes of a request that is kept, of its end, of a decision beside its candidates, and of a listed candidate.
+RECORD_BYTES, DONE_BYTES, DECISION_BYTES, CANDIDATE_BYTES = 1000, 700, 500, 500
 
 # Decisions kept of one request: the first ones and the last. A request that is refused for a minute has a thousand.
 MAX_DECISIONS = 16
@@ -129,10 +129,10 @@ class Record:
             self._explainer.count(record.shadow)
         if len(decisions) >= MAX_DECISIONS:
             forgotten, half = decisions[MAX_DECISIONS // 2], MAX_DECISIONS // 2
-            self._num_bytes -= DECISION_BYTES + forgotten.record.candidates.size_bytes
+            self._num_bytes -= size_of(forgotten.record)
             decisions = decisions[:half] + decisions[half + 1 :]
         self._decisions = *decisions, NotedDecision(record, now - self._started, now - asked)
-        self._num_bytes += DECISION_BYTES + record.candidates.size_bytes
+        self._num_bytes += size_of(record)
         if self._first_at is not None:
             return  # hindsight is about the decision that brought the first token
         if self._ideal is None:
@@ -146,7 +146,7 @@ class Record:
     def end(self, error: str | None, why: str) -> Hindsight | None:
         """End the record. See Explainer.close."""
         if self._considered is not None:
-            self._num_bytes += DECISION_BYTES + self._considered.record.candidates.size_bytes
+            self._num_bytes += size_of(self._considered.record)
         if error is not None:
             self._error, self._why = error, why[:MAX_WHY]
         return self.hindsight()
@@ -310,3 +310,7 @@ class Explainer:
         del self._by_client[client_id][request]
         if not self._by_client[client_id]:
             del self._by_client[client_id]
+
+
+def size_of(record: DecisionRecord) -> int:
+    return DECISION_BYTES + len(record.candidates.rows) + CANDIDATE_BYTES * len(record.candidates.listed)

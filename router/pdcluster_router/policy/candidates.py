@@ -16,8 +16,6 @@ LEG_NAMES: tuple[LegName, ...] = ("prefill", "decode", "local")
 TERM_NAMES = tuple(tuple(name.removesuffix("_s") for name in names) for names in TERMS)
 HELD_UP = "holds up running rows"
 
-# About what a listed candidate takes.
-CANDIDATE_BYTES = 500
 # Candidates that are kept of those that were ruled out, and of each leg.
 MOST_LISTED = 16
 
@@ -61,10 +59,6 @@ class Candidates(msgspec.Struct, frozen=True, gc=False):
     is_calm: bool
     listed: tuple[Candidate, ...]
     num: int
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.rows) + CANDIDATE_BYTES * len(self.listed)
 
     def read(self) -> list[Candidate]:
         rows = np.frombuffer(self.rows, CandidateRow.dtype).tolist()

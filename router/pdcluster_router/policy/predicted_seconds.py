@@ -27,12 +27,11 @@ from msgspec.structs import replace
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.node_row import COMPUTES
 from pdcluster_router.policy import eligibility
-from pdcluster_router.policy.base import Decision, DecisionRecord, Query
+from pdcluster_router.policy.base import Decision, DecisionRecord, Query, known_prefix, request_values
 from pdcluster_router.policy.baselines import Product
 from pdcluster_router.policy.candidates import MOST_LISTED, Candidates
 from pdcluster_router.policy.predicted import compiled
 from pdcluster_router.policy.predicted.records import NOWHERE, RequestRow
-from pdcluster_router.policy.query_numbers import known_prefix, request_values
 from pdcluster_router.policy.scored import Scored
 
 

@@ -52,25 +52,25 @@ class WaitingRequests:
     """
 
     def __init__(self, gate: Gate, metrics: HoldMetrics, clock: Callable[[], float], tick_s: float = 0.05) -> None:
-        self._gate = gate
+        self.gate = gate
         self._metrics = metrics
         self._clock = clock
         self._tick_s = tick_s
-        self._waiters: dict[str, GateWaiter] = {}
+        self.waiters: dict[str, GateWaiter] = {}
         self._poked = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
 
     @property
     def num_held(self) -> int:
-        return len(self._gate.queue)
+        return len(self.gate.queue)
 
     def held(self) -> list[QueuedRequest]:
         """The requests, in the order they came."""
-        return self._gate.queue.waiting()
+        return self.gate.queue.waiting()
 
     def poke(self) -> None:
-        """Room may have appeared."""
-        if self._waiters:
+        """Room may have appeared for one of the `waiters`."""
+        if self.waiters:
             self._poked.set()
 
     async def follow(self, nodes: ClusterChanges) -> None:
@@ -79,13 +79,8 @@ class WaitingRequests:
             await nodes.wait_for_change(nodes.version)
             self.poke()
 
-    def at_once(self, decision: Decision, tenant: str, *, is_charged: bool) -> Decision | None:
-        """Where a new request goes; None: it must be held. Raises Overloaded."""
-        try:
-            return self._gate.at_once(decision, is_charged=is_charged)
-        except errors.Overloaded as error:
-            self._metrics.refused(error.reason, tenant)
-            raise
+    def note_refusal(self, error: errors.Overloaded, tenant: str) -> None:
+        self._metrics.refused(error.reason, tenant)
 
     def hold(self, held: QueuedRequest, decision: Decision, decide: Decide, answer: Answer) -> None:
         """Hold a request. `answer` is called when it is its turn, unless it leaves before.
@@ -93,7 +88,7 @@ class WaitingRequests:
         decision: what `decide` just returned.
         """
         try:
-            self._gate.hold(held, decision, held.arrived)
+            self.gate.hold(held, decision, held.arrived)
         except errors.Overloaded as error:
             self._metrics.refused(error.reason, held.tenant)
             raise
@@ -101,17 +96,17 @@ class WaitingRequests:
 
     def park(self, held: QueuedRequest, cause: errors.Unavailable, decide: Decide, answer: Answer) -> None:
         """Hold a request that no node takes. Raises Unavailable when it may not be parked."""
-        self._gate.park(held, cause, held.arrived)
+        self.gate.park(held, cause, held.arrived)
         self._wait(held, decide, answer)
 
     def _wait(self, held: QueuedRequest, decide: Decide, answer: Answer) -> None:
-        self._waiters[held.request] = GateWaiter(decide, answer, held.arrived)
+        self.waiters[held.request] = GateWaiter(decide, answer, held.arrived)
         self._metrics.held.set(self.num_held)
         self._keep_pumping()
 
     def leave(self, request: str) -> None:
         """Its client left: free its place in the queue at once. Idempotent."""
-        if request in self._waiters:
+        if request in self.waiters:
             self._gone(request, "left")
             self.poke()
 
@@ -119,13 +114,13 @@ class WaitingRequests:
         """Call `answer`, unless the request left. Bad news may make its siblings (other choices) leave, which may be
         next.
         """
-        if request in self._waiters:
+        if request in self.waiters:
             self._gone(request, outcome).answer(answer)
 
     def _gone(self, request: str, outcome: str) -> GateWaiter:
-        waiter = self._waiters.pop(request)
+        waiter = self.waiters.pop(request)
         now = self._clock()
-        self._gate.leave(request, now)
+        self.gate.leave(request, now)
         self._metrics.held.set(self.num_held)
         self._metrics.wait_seconds.labels(outcome).observe(now - waiter.since)
         return waiter
@@ -139,30 +134,30 @@ class WaitingRequests:
 
     async def _run(self) -> None:
         try:
-            while self._waiters:
+            while self.waiters:
                 self._poked.clear()
                 await self._release_all()
-                if self._waiters:
+                if self.waiters:
                     await self._pause()
         except Exception as error:  # the top of this task: every waiting request must get a bug of ours as its answer
             logger.exception("the hold queue failed")
             self._pump = None  # a request that comes during these answers needs a new task
-            for request in list(self._waiters):
+            for request in list(self.waiters):
                 self._tell(request, "refused", errors.PdclusterError(f"internal error in the hold queue: {error}"))
 
     async def _release_all(self) -> None:
-        for late in self._gate.expire(self._clock()):
+        for late in self.gate.expire(self._clock()):
             self._tell_released(late)
         while self.num_held:
             now = self._clock()
-            released = self._gate.release(partial(self._decide, now), now)
+            released = self.gate.release(partial(self._decide, now), now)
             if not released:
                 return
             self._tell_released(released[0])
             await asyncio.sleep(0)  # it has started; let others run
 
     def _decide(self, now: float, held: QueuedRequest, others: frozenset[str]) -> Decision:
-        return self._waiters[held.request].decide(now, others)
+        return self.waiters[held.request].decide(now, others)
 
     def _tell_released(self, released: Released) -> None:
         request = released.held.request
@@ -170,12 +165,12 @@ class WaitingRequests:
             assert released.decision is not None
             self._tell(request, "placed", released.decision)
             return
-        if isinstance(released.error, errors.Overloaded) and request in self._waiters:
+        if isinstance(released.error, errors.Overloaded) and request in self.waiters:
             self._metrics.refused(released.error.reason, released.held.tenant)
         self._tell(request, "refused", released.error)
 
     async def _pause(self) -> None:
-        moment = self._gate.queue.next_expiry()
+        moment = self.gate.queue.next_expiry()
         until_s = self._tick_s if moment is None else min(self._tick_s, max(moment - self._clock(), 0.0))
         try:
             async with asyncio.timeout(until_s):

@@ -53,7 +53,11 @@ class Placement:
             # A fork shares its parent's prompt.
             work_s = decision.work_s if job.fork_on is None else 0.0
             shared.demand.arrived(decision.first.role, work_s, decision.decode.role)
-        going = shared.waiting.at_once(decision, self._generation.standing.tenant, is_charged=is_charged)
+        try:
+            going = shared.waiting.gate.at_once(decision, is_charged=is_charged)
+        except errors.Overloaded as error:
+            shared.waiting.note_refusal(error, self._generation.standing.tenant)
+            raise
         if going is None:
             shared.waiting.hold(self._queued(now), decision, self.decide, lambda found: answer(found, now))
         return going

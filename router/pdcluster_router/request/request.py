@@ -379,7 +379,8 @@ class Request(Timed):
                 num_output = attempt.finished.num_output
             log_ended(self.record, num_output, error, reason)
         shared.explainer.close(self.record, error, reason)
-        shared.waiting.poke()
+        if shared.waiting.waiters:
+            shared.waiting.poke()
         try:
             if answer is not None:
                 answer()

@@ -45,9 +45,9 @@ def test_a_frame_of_a_batch_is_the_envelope_of_its_messages(messages: list[m.Any
 
 def test_a_batch_is_empty_again_when_it_is_cleared_and_keeps_its_frame_until_then() -> None:
     batch = filled(m.Release("r1"), m.Release("r2"))
-    assert len(batch) == 2 and batch.frame(7) == batch.frame(7)
+    assert len(batch.parts) == 2 and batch.frame(7) == batch.frame(7)
     batch.clear()
-    assert not batch
+    assert not batch.parts
     assert batch.put(m.Ping())
     assert decode(batch.frame(8)) == envelope(8, m.Ping())
 
@@ -56,7 +56,7 @@ def test_a_batch_is_empty_again_when_it_is_cleared_and_keeps_its_frame_until_the
 def test_what_sets_the_count_of_frames_goes_with_nothing_else(alone: m.AnyMessage) -> None:
     assert not filled(m.Release("r")).put(alone)
     batch = filled(alone)
-    assert not batch.put(m.Release("r")) and not batch.put(alone) and len(batch) == 1
+    assert not batch.put(m.Release("r")) and not batch.put(alone) and len(batch.parts) == 1
     batch.clear()
     assert batch.put(m.Release("r")) and batch.put(m.Release("r"))
     with pytest.raises(ProtocolError, match="which come alone"):
@@ -85,7 +85,7 @@ def test_no_frame_of_a_batch_exceeds_the_limit_and_what_cannot_fit_is_refused(li
         try:
             assert batch.put(message)
         except ProtocolError as error:
-            assert "FileChunk of" in str(error) and not batch
+            assert "FileChunk of" in str(error) and not batch.parts
             continue
         largest = max(largest, len(batch.frame(2**63 - 1)))
         decode(batch.frame(2**63 - 1), max_bytes=limit)

@@ -479,7 +479,7 @@ async def test_what_is_sent_alone_leaves_at_once(
     for number in range(5):
         listener.frames()
         caller.link.send(m.Release(f"alone {number}"))
-        assert not caller.link._client_link.has_unsent
+        assert not caller.link._client_link.unsent
         await asyncio.sleep(0)
         frames: list[m.Envelope] = []
         await until(lambda frames=frames: frames.extend(listener.frames()) or frames)  # type: ignore[misc]
@@ -535,7 +535,7 @@ async def test_a_frame_leaves_as_soon_as_a_turn_sends_nothing(
     monkeypatch.setattr(router_link, "HELD_S", 1e9)
     await make_busy(caller, listener)
     caller.link.send(m.Release("alone"))
-    assert caller.link._client_link.has_unsent
+    assert caller.link._client_link.unsent
     for _ in range(3):
         await asyncio.sleep(0)
     assert listener.socket.poll(10_000)  # without a further turn
