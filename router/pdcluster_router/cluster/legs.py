@@ -88,9 +88,10 @@ NO_LEGS: Mapping[str, RequestLeg] = {}
 class Ledger:
     def __init__(self) -> None:
         self._legs: defaultdict[str, dict[str, RequestLeg]] = defaultdict(dict)
-        self._readers: dict[str, Read] = {}
+        # Readers of the answers to open requests, who enter and remove themselves.
+        self.readers: dict[str, Read] = {}
         # The reader of a request's answers; None once the request ended.
-        self.reader_of = self._readers.get
+        self.reader_of = self.readers.get
         self.pending = WorkInFlight()
         self._changed = self.pending.changed
 
@@ -99,14 +100,6 @@ class Ledger:
         changed = self._changed.copy()
         self._changed.clear()
         return changed
-
-    def open(self, request: str, read: Read) -> None:
-        """Pass the answers to this request to `read`, until `close`."""
-        self._readers[request] = read
-
-    def close(self, request: str) -> None:
-        """Idempotent."""
-        self._readers.pop(request, None)
 
     def enter(self, leg: RequestLeg) -> None:
         self._legs[leg.endpoint.incarnation][leg.request] = leg
@@ -131,7 +124,7 @@ class Ledger:
         return len(self._legs.get(incarnation, ())), self.pending.of(incarnation)
 
     def num_requests(self) -> int:
-        return len(self._readers)
+        return len(self.readers)
 
     def open_attempts(self, incarnation: str) -> tuple[tuple[str, int, int], ...]:
         """The open attempts that a Hello to this node names: (request, attempt, next position)."""

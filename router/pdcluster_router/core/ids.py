@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+# Random bytes of an id.
+ID_BYTES = 12
 _ID_OF_ANSWER = re.compile(r"(?:chat)?cmpl-(.*[0-9a-f]{24}(?:-[0-9]+)?)")
 _ID_OF_WORKER = re.compile(r"w(\d{1,3})-[0-9a-f]{24}(?:-[0-9]+)?")
 

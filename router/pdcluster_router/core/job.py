@@ -105,7 +105,7 @@ class Job(msgspec.Struct, eq=False):
 
     def work(self, attempt: int, now: float, num_emitted: int) -> Work:
         """The request as nodes receive it: the prompt and the first num_emitted tokens behind it."""
-        packed = self._hashed_tokens()
+        packed = self.packed if self.num_hashed == len(self.emitted) else self._hashed_tokens()
         num_tokens = len(self.prompt) + num_emitted
         return Work(  # by position, which costs half
             self.request,
@@ -122,7 +122,8 @@ class Job(msgspec.Struct, eq=False):
 
     def hashes_so_far(self) -> bytes:
         """Hashes of the prompt and all emitted tokens."""
-        self._hashed_tokens()
+        if self.num_hashed != len(self.emitted):
+            self._hashed_tokens()
         return self.hashes
 
     @property
@@ -166,8 +167,6 @@ class Job(msgspec.Struct, eq=False):
 
     def _hashed_tokens(self) -> bytes:
         """All tokens so far, packed. `hashes` covers them afterwards; old blocks are not hashed again."""
-        if self.num_hashed == len(self.emitted):
-            return self.packed
         self.num_hashed = len(self.emitted)
         if not self.packed:
             self.packed = pack_tokens(self.prompt)

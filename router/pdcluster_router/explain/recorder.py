@@ -72,7 +72,8 @@ class Record:
     # The decision that brought the first token, or the last one.
     _last: DecisionRecord | None = None
     _last_at = 0.0
-    _ideal: int | None = None
+    # Leading tokens of its prompt that an earlier prompt had; None before a decision.
+    ideal: int | None = None
     # Of its decisions.
     _num_bytes = 0
 
@@ -99,13 +100,6 @@ class Record:
     @property
     def tenant(self) -> str:
         return self._standing.tenant
-
-    @property
-    def prefix(self) -> tuple[int, int]:
-        """Leading tokens of its prompt that an earlier prompt had, and that some node held or was about to hold, when
-        it went.
-        """
-        return self._ideal or 0, 0 if self._last is None else self._last.most_cached
 
     def consider(self, decision: Decision, now: float) -> None:
         """It was scored. Others say whether it may go."""
@@ -135,8 +129,8 @@ class Record:
         self._num_bytes += size_of(record)
         if self._first_at is not None:
             return  # hindsight is about the decision that brought the first token
-        if self._ideal is None:
-            self._ideal = self._explainer.seen(decision.query.hashes, decision.decode.block_tokens)
+        if self.ideal is None:
+            self.ideal = self._explainer.seen(decision.query.hashes, decision.decode.block_tokens)
         self._last, self._last_at = record, now
 
     def first_token(self, moment: float) -> None:
@@ -177,7 +171,7 @@ class Record:
         if first_at is None or last is None:
             return None
         if achieved is not None:
-            hit = HitTokens(achieved, max(last.most_cached, achieved), max(self._ideal or 0, achieved))
+            hit = HitTokens(achieved, max(last.most_cached, achieved), max(self.ideal or 0, achieved))
         ttft_s = first_at - self._last_at
         best_s = None if last.best is None else last.best_s
         regret_s = 0.0 if best_s is None else max(ttft_s - best_s, 0.0)

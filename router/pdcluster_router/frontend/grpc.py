@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from secrets import token_hex
 from time import monotonic
 
 import grpc
@@ -31,7 +32,7 @@ from pdcluster.rpc import inference_pb2_grpc as stubs
 from pdcluster.rpc.status import retry_metadata, status_of
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.core.generation import Dispatcher
-from pdcluster_router.core.random_pool import draw
+from pdcluster_router.core.ids import ID_BYTES
 from pdcluster_router.explain.request_trace import RequestTrace, Tracing
 from pdcluster_router.frontend.choices import OutputChoice, merge, pieces_of
 from pdcluster_router.frontend.places import Places
@@ -118,7 +119,7 @@ class Inference(stubs.InferenceServicer):
     async def Generate(self, request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext) -> None:
         arrived, given_s = monotonic(), context.time_remaining()
         code = grpc.StatusCode.CANCELLED
-        request_id, own_id = self._settings.id_prefix + draw().hex(), _client_id(context) or ""
+        request_id, own_id = self._settings.id_prefix + token_hex(ID_BYTES), _client_id(context) or ""
         trace = None if self._tracing is None else self._trace(self._tracing, context, request_id, arrived)
         try:
             if request is None:

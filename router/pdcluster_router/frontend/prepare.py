@@ -11,6 +11,7 @@ import time
 from array import array
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
+from secrets import randbits
 from typing import Any, cast
 
 import msgspec
@@ -25,14 +26,13 @@ from pdcluster.api.text.chat_template import Message
 from pdcluster.api.text.choice_text import ChoiceText
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.api.text.segments import SHORT_CHARACTERS
-from pdcluster.api.text.stop_strings import StopMatcher
+from pdcluster.api.text.stop_strings import NO_STOPS, StopMatcher
 from pdcluster.api.tools.offered import Offer, offer_of
 from pdcluster.api.validate import closest
 from pdcluster.core.errors import BadRequest, DeadlineExceeded, Unavailable, UnknownModel
 from pdcluster.core.grammar import Grammar
 from pdcluster.core.sampling import Sampling
 from pdcluster_router.core.generation import Dispatcher, Force, Generation, HangUp, ModelInfo
-from pdcluster_router.core.random_pool import draw_bits
 from pdcluster_router.core.tenants import ANYBODY, Tenant
 from pdcluster_router.explain.request_trace import RequestTrace
 from pdcluster_router.frontend.choices import Clock, Echo, OutputChoice
@@ -382,12 +382,8 @@ def _plan(request: requests.Common, model: ServedModel) -> RequestPlan:
     return RequestPlan(sampling, frozenset((*eos, *sampling.stop_token_ids)), requests.stops_of(request))
 
 
-_plans = Plans()
-
-
-def find_plan(request: requests.Common, model: ServedModel) -> RequestPlan:
-    """The plan of a request. Raises BadRequest for options that the model cannot honour."""
-    return _plans.of(request, model)
+# The plan of a request. Raises BadRequest for options that the model cannot honour.
+find_plan = Plans().of
 
 
 def _head(request: requests.Common, reply_id: str, model: ServedModel, num_prompt: int, *, logprobs: bool) -> Head:
@@ -442,7 +438,7 @@ class _Builder:
         """
         planned, asked = self._plan.sampling, self._request.seed
         limits.check_least(planned.min_tokens, max_tokens)
-        seed = draw_bits(SEED_BITS) if asked is None else limits.wire_seed(asked)
+        seed = randbits(SEED_BITS) if asked is None else limits.wire_seed(asked)
         self._generates = max_tokens > 0
         length = max_tokens or 1
         return msgspec.structs.replace(planned, max_tokens=length, seed=seed, logprobs=logprobs)
@@ -499,7 +495,7 @@ class _Builder:
         )
         text = ChoiceText(
             detokenizer,
-            StopMatcher(self._plan.stops),
+            StopMatcher(self._plan.stops) if self._plan.stops else NO_STOPS,
             self._plan.silent,
             len(prompt.echo or ""),
             speech,

@@ -10,13 +10,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
+from secrets import token_hex
 from time import monotonic, time
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from pdcluster.core.errors import PdclusterError
-from pdcluster_router.core.random_pool import draw
+from pdcluster_router.core.ids import ID_BYTES
 from pdcluster_router.core.tenants import Tenant
 from pdcluster_router.http.write_coalescing import WriteCoalescer
 
@@ -112,16 +113,13 @@ class Exchange:
 
     def __init__(self, line: ClientConnection, head: ParsedHead, id_prefix: str) -> None:
         self.line, self.head = line, head
+        self.method = head.method
         self.path, self.headers, self.keeps_alive = head.path, head.headers, head.keeps_alive
         self.arrived = monotonic()
-        self.id = id_prefix + draw().hex()
+        self.id = id_prefix + token_hex(ID_BYTES)
         given = self.headers.get(b"x-request-id")
         self.trace = self.id.encode() if given is None else self._trace_of(given)
         self.parts: list[bytes | bytearray] = []
-
-    @property
-    def method(self) -> str:
-        return self.head.method
 
     def header(self, name: bytes) -> str | None:
         """A header by its lower-case name."""

@@ -105,11 +105,6 @@ class Attempt:
         """Every token was emitted and the last message is here."""
         return self.finished is not None and len(self.job.emitted) >= self.finished.num_output
 
-    @property
-    def is_reported(self) -> bool:
-        """Nothing is to come from the prefill node."""
-        return self.prefill is None or self.report is not None or self.finished_by is self.prefill
-
     def leave_fast_path(self) -> None:
         """What comes next may be more than a row that continues."""
         self.has_fast_path = False

@@ -79,7 +79,8 @@ def begin(attempt: Attempt) -> None:
 def stop(attempt: Attempt, reason: str) -> None:
     """Cancel what still runs. Called once, however the attempt ended."""
     attempt.state = ATTEMPT[attempt.state, "stop"]
-    _leave_places(attempt, attempt.decode)
+    if attempt.places:
+        _leave_places(attempt, attempt.decode)
     leave_decode(attempt, reason)
     prefill, attempt.prefill = attempt.prefill, None
     if prefill is not None:
@@ -230,7 +231,8 @@ def _on_reserved(attempt: Attempt, leg: RequestLeg, message: Reserved) -> None:
     if attempt.state is S.RESERVING:
         attempt.state = ATTEMPT[attempt.state, "ticket"]
         attempt.state_by = math.inf
-    _leave_places(attempt, leg)
+    if attempt.places:
+        _leave_places(attempt, leg)
     attempt.ticket, attempt.known_route = message.ticket, None
     attempt.backend = _backend_of(message.ticket)
     _deliver(attempt, message.ticket)
@@ -413,8 +415,6 @@ def _leave_slot(attempt: Attempt) -> None:
 
 def _leave_places(attempt: Attempt, served: RequestLeg | None) -> None:
     """Nodes that had no room keep a place in line for the request. It needs none any more."""
-    if not attempt.places:
-        return
     for incarnation, leg in attempt.places.items():
         if served is None or served.endpoint.incarnation != incarnation:
             _cancel(attempt, leg, "it has a slot elsewhere, or ended")

@@ -81,7 +81,7 @@ class Request(Timed):
     def start(self) -> None:
         shared, generation = self.shared, self.generation
         shared.open[generation.request] = self._listed
-        shared.cluster.ledger.open(generation.request, self.read)
+        shared.cluster.ledger.readers[generation.request] = self.read
         if generation.leads:
             shared.fork_groups.enter(generation.request)
         if generation.parent is not None and shared.fork_groups.follow(generation.parent, self._parent_placed):
@@ -152,7 +152,9 @@ class Request(Timed):
                     action(*arguments)
                     while self.pending_messages and self.state is R.RUNNING:
                         node_events.handle(self.attempt, *self.pending_messages.pop(0))  # type: ignore[arg-type]
-                    self._finish_if_complete()
+                    attempt = self.attempt
+                    if attempt is not None and attempt.finished is not None:
+                        self._finish_if_complete(attempt, attempt.finished)
                     break
                 except RetryAttempt as failure:
                     action, arguments = self._after(failure), ()
@@ -239,7 +241,7 @@ class Request(Timed):
             self.record.decided(decision, asked, now)
             shared.selector.note_sent(decision, now)
             if placement.num_placed == 1 and self.generation.parent is None:
-                shared.selector.note_prefix(*self.record.prefix)
+                shared.selector.note_prefix(self.record.ideal or 0, decision.record.most_cached)
 
     def _after(self, failure: RetryAttempt) -> Callable[[], None]:
         """The attempt is over without an answer: what to do next. Raises the cause when there is nothing."""
@@ -296,17 +298,17 @@ class Request(Timed):
         num_output = len(job.emitted)
         return Finished(job.request, 0, ending[0], num_output, attempt.seen_timings(num_output), ending[1])
 
-    def _finish_if_complete(self) -> None:
+    def _finish_if_complete(self, attempt: Attempt, finished: Finished) -> None:
         """The prefill node's timings may come a moment after the decode node's first message."""
-        attempt = self.attempt
-        if attempt is None or attempt.finished is None or self.state is R.ENDED or not attempt.is_complete:
+        if len(self.job.emitted) < finished.num_output or self.state is R.ENDED:
             return
-        if self._is_cut(attempt, attempt.finished):
+        if finished.reason == "length" and self._is_cut(attempt, finished):
             name = attempt.route().decode
             raise RetryAttempt(errors.OutgrewNode(f"the answer is as long as node {name} takes requests"), None)
+        is_reported = attempt.prefill is None or attempt.report is not None or attempt.finished_by is attempt.prefill
         has_begun = attempt.state is AttemptState.DECODING or attempt.state is AttemptState.REPORTING
-        if attempt.is_reported or (attempt.finished_by is None and not has_begun):
-            self._finish(attempt, attempt.finished)
+        if is_reported or (attempt.finished_by is None and not has_begun):
+            self._finish(attempt, finished)
         elif attempt.state is not AttemptState.REPORTING:
             attempt.await_report()
 
@@ -314,7 +316,7 @@ class Request(Timed):
         """Whether its node's own limit ended it, and a larger node can go on. An attempt must have added tokens."""
         job = self.job
         num_output, num_tokens = finished.num_output, len(job.prompt) + finished.num_output
-        if finished.reason != "length" or num_output >= job.sampling.max_tokens or num_output <= self.cut_at:
+        if num_output >= job.sampling.max_tokens or num_output <= self.cut_at:
             return False
         node = attempt.prefill_node if attempt.finished_by is attempt.prefill else attempt.decode_node
         return node is not None and node.max_len <= num_tokens < longest_of(self.shared, self.generation, job)
@@ -368,7 +370,7 @@ class Request(Timed):
             node_events.stop(attempt, reason)
         else:
             shared.waiting.leave(request)
-        shared.cluster.ledger.close(request)
+        shared.cluster.ledger.readers.pop(request, None)
         shared.open.pop(request, None)
         self.record.attempts, self.record.cached_tokens = self.attempts, self.job.cached_tokens
         if self.trace is not None:

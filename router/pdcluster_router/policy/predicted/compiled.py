@@ -73,7 +73,7 @@ class Scoring:
         seen, most = self.seen, MOST_CANDIDATES
         legs = seen[skipped:num_prefill], seen[most : most + num_decode], seen[2 * most : 2 * most + num_local]
         if self._is_compiled:
-            return b"".join([leg.tobytes() for leg in legs])
+            return bytes(legs[0].tobytes() + legs[1].tobytes() + legs[2].tobytes())
         return b"".join([array_of(CandidateRow, leg).tobytes() for leg in legs])
 
 
