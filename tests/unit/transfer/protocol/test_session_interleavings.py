@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+from fake_backend import FakeBackend, Fault
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -26,7 +27,6 @@ from transfer_harness import NUM_PAGES, PAGE_BYTES, PAGE_TOKENS, READER, WRITER,
 from pdcluster.core.errors import TransferError
 from pdcluster.core.messages import Abort, AbortAck, Commit, CommitAck, Ticket
 from pdcluster.transfer.backends.base import Fence, Peer, Stamp, WriteStatus
-from pdcluster.transfer.backends.fake import FakeBackend, Fault
 from pdcluster.transfer.protocol.reader import Reader
 from pdcluster.transfer.protocol.reader_state import Incoming
 from pdcluster.transfer.protocol.session import Acked, Drained, Landed, Reclaimed, TicketFailed, TicketGaveUp
