@@ -11,12 +11,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "router")]
 
-from pdcluster.core.lifecycle import READING, RESIDENCE, WRITING  # noqa: E402
+from pdcluster.core.lifecycle import CHECKING, READING, RESIDENCE, WRITING  # noqa: E402
 from pdcluster_router.request.states import REQUEST  # noqa: E402
 
 TABLES: dict[str, Mapping[tuple[Enum, str], Enum]] = {
     "a ticket at its writer": WRITING,
     "a ticket at its reader": READING,
+    "a Commit at its reader": CHECKING,
     "a sequence in the scheduler": RESIDENCE,
     "a request at the router (`router:request/states.py`)": REQUEST,
 }

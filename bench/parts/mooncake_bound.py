@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING
 from bench.harness.report import Row, row
 from bench.parts.transfer_ends import HOST, Address, Near, Pipe, Pool, Sink
 from pdcluster.transfer.backends.base import WriteStatus
-from pdcluster.transfer.backends.staging import ENTRY_BYTES, StagedSettings
+from pdcluster.transfer.backends.staged.staging import ENTRY_BYTES, StagedSettings
 from pdcluster.transfer.backends.tcp_links import send_unpaced
 from pdcluster.transfer.copying.copy import Payload, table_of
 
 if TYPE_CHECKING:
-    from pdcluster.transfer.backends.mooncake import MooncakeEngine
+    from pdcluster.transfer.backends.staged.mooncake import MooncakeEngine
 
 KIND = "mooncake"
 SETTINGS = StagedSettings(host=HOST)
@@ -77,7 +77,7 @@ def bound_of(page_bytes: int) -> Way:
 
 def serve(pipe: Pipe, memory: Pool) -> None:
     """A thread that waits in the kernel while transfers are measured."""
-    from pdcluster.transfer.backends.mooncake import MooncakeEngine
+    from pdcluster.transfer.backends.staged.mooncake import MooncakeEngine
 
     engine, ring = MooncakeEngine(SETTINGS), Pool(BLOCKS * BLOCK_BYTES)
     for each in (ring, memory):
@@ -205,7 +205,7 @@ class Bench:
     core that the writer's and the reader's process had."""
 
     def __init__(self, near: Near) -> None:
-        from pdcluster.transfer.backends.mooncake import MooncakeEngine
+        from pdcluster.transfer.backends.staged.mooncake import MooncakeEngine
 
         near.pipe.send(Sink(KIND, 0, 0))
         link, ring, memory = (_address(near) for _ in range(3))

@@ -32,7 +32,7 @@ from pdcluster.node.tensor_parallel.endpoint_client import LinkedMemories
 from pdcluster.transfer.backends.base import Backend, Peer, Region
 from pdcluster.transfer.backends.ranked import RankedBackend
 from pdcluster.transfer.backends.shm import ShmBackend
-from pdcluster.transfer.backends.staged import StagedBackend
+from pdcluster.transfer.backends.staged.backend import StagedBackend
 from pdcluster.transfer.backends.tcp import DIGEST_BYTES, TcpBackend
 from pdcluster.transfer.copying.copy import GilWaits, Payload, table_of
 from pdcluster.transfer.layout.geometry import PageShape

@@ -5,6 +5,7 @@ tables say what is allowed, their users say when.
 
 - Writing: one ticket, seen by the prefill node that writes under it.
 - Reading: one ticket, seen by the decode node that issued it.
+- Checking: one Commit of an open ticket, at the same node.
 - Residence: one attempt's sequence, seen by the scheduler of its node.
 """
 
@@ -36,6 +37,17 @@ class Reading(Enum):
     ABORTING = auto()
     # Terminal: AbortAck or a fence proved that the writer can write no more.
     RECLAIMED = auto()
+
+
+class Checking(Enum):
+    # Not compared with its ticket yet.
+    RECEIVED = auto()
+    # It covers the ticket; some of its chunks' stamps may be on their way.
+    ARRIVING = auto()
+    # Every backend was ordered to end the permit; ranks may still hand over what arrived before.
+    REVOKED = auto()
+    # Nothing changes the bytes any more; digests are compared.
+    DIGESTING = auto()
 
 
 class Residence(Enum):
@@ -87,6 +99,14 @@ READING = Table[Reading](
     }
 )
 
+CHECKING = Table[Checking](
+    {
+        (Checking.RECEIVED, "accept"): Checking.ARRIVING,
+        (Checking.ARRIVING, "revoke"): Checking.REVOKED,
+        (Checking.REVOKED, "digest"): Checking.DIGESTING,
+    }
+)
+
 RESIDENCE = Table[Residence](
     {
         (Residence.WAITING, "admit"): Residence.RUNNING,
@@ -103,8 +123,3 @@ RESIDENCE = Table[Residence](
         (Residence.PARKED, "end"): Residence.FINISHED,
     }
 )
-
-
-
-def advance(table: Table[State], state: State, event: str) -> State:
-    return table[state, event]

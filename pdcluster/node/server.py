@@ -46,7 +46,7 @@ from pdcluster.settings.config import NodeConfig
 from pdcluster.telemetry.health import health_port
 from pdcluster.telemetry.tracing import Tracer, open_tracer
 from pdcluster.transfer.backends.base import Backend, Peer
-from pdcluster.transfer.backends.staging import Fabric
+from pdcluster.transfer.backends.staged.staging import Fabric
 from pdcluster.transfer.paths.choose import create_backends
 from pdcluster.transfer.protocol.session import Settings as TransferSettings
 from pdcluster.wire.sockets import WireSettings

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pdcluster.core.errors import BadRequest, IntegrityError
 from pdcluster.core.history import history_of
-from pdcluster.core.lifecycle import RESIDENCE, Residence, advance
+from pdcluster.core.lifecycle import RESIDENCE, Residence
 from pdcluster.core.messages import HASH_BYTES, Sampling, TokenLogprobs, Work
 from pdcluster.kv.hashing import extend, is_extendable
 
@@ -120,7 +120,7 @@ class Sequence:
         )
 
     def advance(self, event: str) -> None:
-        self.state = advance(RESIDENCE, self.state, event)
+        self.state = RESIDENCE[self.state, event]
 
     # ------------------------------------------------------------ tokens
 

@@ -13,7 +13,7 @@ import zmq
 from pdcluster.core.address import format_address
 from pdcluster.core.errors import ProtocolError
 from pdcluster.wire.address import peer_address
-from pdcluster.wire.sockets import ConnectionEvent, READABLE, Monitor, WireSettings, open_dealer
+from pdcluster.wire.sockets import READABLE, ConnectionEvent, Monitor, WireSettings, open_dealer
 
 # As a bare number. libzmq's binding takes it as well as the flag, and in less time.
 NOBLOCK = int(zmq.NOBLOCK)

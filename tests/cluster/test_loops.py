@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 
 import pytest
+from fake_backend import Fault
 from local_cluster import LocalCluster
 from oracle import VOCAB, reference
 from write_faults import each_write_fault
@@ -17,7 +18,6 @@ from write_faults import each_write_fault
 from pdcluster.core import errors
 from pdcluster.core.messages import Role, Sampling
 from pdcluster.transfer.backends.base import Stamp, WriteStatus
-from pdcluster.transfer.backends.fake import Fault
 from pdcluster_router.core.generation import Generation, TokenChunk
 
 PAIR = {"p0": "prefill", "d0": "decode"}

@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from fake_backend import Fault
 from local_cluster import LocalCluster, oracle_kit
 from oracle import VOCAB, reference
 from write_faults import each_write_fault
@@ -17,7 +18,6 @@ from pdcluster.core import errors
 from pdcluster.core.messages import Commit, Fetch, NodeMessage
 from pdcluster.kv.hashing import extend
 from pdcluster.transfer.backends.base import Stamp
-from pdcluster.transfer.backends.fake import Fault
 from pdcluster_router.policy.pull import PullRule
 
 PAIR = {"p0": "prefill", "d0": "decode"}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from fake_backend import Fault
 
 from pdcluster.transfer.backends.base import WriteStatus
-from pdcluster.transfer.backends.fake import Fault
 
 WRITE_FAULTS = {
     "slow": Fault(delay_s=0.05),

@@ -9,17 +9,17 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from fake_backend import FakeBackend, FakeNetwork
 from transfer_memory import Memory
 from transfer_peer import READER, WRITER
 
 from pdcluster.settings.config import set_library_environment
 from pdcluster.transfer.backends.base import Backend, Handle, Peer, Permit, Stamp, WriteStatus
-from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork
-from pdcluster.transfer.backends.mooncake import MooncakeEngine, environment
-from pdcluster.transfer.backends.nixl import PACKAGES, NixlEngine
-from pdcluster.transfer.backends.nixl import environment as nixl_environment
-from pdcluster.transfer.backends.staged import StagedBackend
-from pdcluster.transfer.backends.staging import StagedSettings, TransferLibrary
+from pdcluster.transfer.backends.staged.backend import StagedBackend
+from pdcluster.transfer.backends.staged.mooncake import MooncakeEngine, environment
+from pdcluster.transfer.backends.staged.nixl import PACKAGES, NixlEngine
+from pdcluster.transfer.backends.staged.nixl import environment as nixl_environment
+from pdcluster.transfer.backends.staged.staging import StagedSettings, TransferLibrary
 from pdcluster.transfer.layout.spans import CopyRun
 from pdcluster.transfer.paths.choose import create_backends
 

@@ -78,7 +78,8 @@ def test_a_connection_for_which_there_is_no_thread_is_dropped_and_counted_and_ot
 @pytest.mark.parametrize("name", REAL[1:])
 @pytest.mark.parametrize("frame", ["random", "huge", "many runs", "not adding up"])
 def test_a_bad_frame_after_a_good_hello_ends_that_connection_only(name: str, frame: str) -> None:
-    from pdcluster.transfer.backends import staging, tcp, tcp_links
+    from pdcluster.transfer.backends import tcp, tcp_links
+    from pdcluster.transfer.backends.staged import staging
 
     ends = Ends(name)
     ends.connect()
@@ -116,7 +117,8 @@ def test_a_bad_frame_after_a_good_hello_ends_that_connection_only(name: str, fra
 @pytest.mark.parametrize("name", REAL[1:])
 def test_whichever_byte_of_a_frame_is_damaged_nothing_comes_of_it(name: str) -> None:
     """One that names another place under the same permit would spoil what landed there before."""
-    from pdcluster.transfer.backends import staging, tcp, tcp_links
+    from pdcluster.transfer.backends import tcp, tcp_links
+    from pdcluster.transfer.backends.staged import staging
 
     ends = Ends(name)
     ends.connect()

@@ -7,12 +7,12 @@ import asyncio
 import random
 from dataclasses import dataclass
 
+from fake_backend import Fault
 from simulated_cluster import SimulatedBackend, SimulatedCluster
 from virtual_wire import Connection, Delivery
 
 from pdcluster.core.messages import AnyMessage, Commit, CommitAck, Deliver, Fetch, Reserve, Reserved, Ticket
 from pdcluster.transfer.backends.base import Peer, Stamp, WriteStatus
-from pdcluster.transfer.backends.fake import Fault
 from pdcluster.transfer.layout.spans import CopyRuns
 from pdcluster.wire import codec
 

@@ -34,7 +34,7 @@ from pdcluster.core.messages import Commit, CommitAck, Deliver, Reserve, Ticket
 from pdcluster.core.step import StepPlan
 from pdcluster.settings.config import set_library_environment
 from pdcluster.transfer.backends.base import Backend, Handle, Peer, Stamp
-from pdcluster.transfer.backends.staging import StagedSettings
+from pdcluster.transfer.backends.staged.staging import StagedSettings
 from pdcluster.transfer.backends.tcp_links import TcpAdvert
 from pdcluster.transfer.layout.spans import CopyRuns
 from pdcluster.transfer.protocol.session import Settings
@@ -88,8 +88,8 @@ def make_backend(name: str, me: Peer) -> Backend:
         from pdcluster.transfer.backends.tcp import TcpBackend, TcpSettings
 
         return TcpBackend(me, TcpSettings(connect_s=1.0, progress_s=PROGRESS_S, retry_s=0.3))
-    from pdcluster.transfer.backends import mooncake, nixl
-    from pdcluster.transfer.backends.staged import StagedBackend
+    from pdcluster.transfer.backends.staged import mooncake, nixl
+    from pdcluster.transfer.backends.staged.backend import StagedBackend
 
     set_library_environment((mooncake if name == "mooncake" else nixl).environment(STAGED))
     return StagedBackend(

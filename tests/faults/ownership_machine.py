@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 
+from fake_backend import FakeBackend, FakeNetwork, Fault
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from local_cluster import BLOCK
@@ -33,7 +34,6 @@ from pdcluster.core.messages import (
 )
 from pdcluster.kv.hashing import chain_root, extend
 from pdcluster.transfer.backends.base import Peer, Stamp, WriteStatus
-from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork, Fault
 
 ROUTER = Peer("router", "router-1")
 PREFILLS, DECODES = ("p0", "p1"), ("d0", "d1")

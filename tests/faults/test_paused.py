@@ -20,8 +20,8 @@ from standstill import stop_child
 
 from pdcluster.settings.config import set_library_environment
 from pdcluster.transfer.backends.base import WriteStatus
-from pdcluster.transfer.backends.mooncake import MooncakeEngine, environment
-from pdcluster.transfer.backends.staging import StagedSettings
+from pdcluster.transfer.backends.staged.mooncake import MooncakeEngine, environment
+from pdcluster.transfer.backends.staged.staging import StagedSettings
 from pdcluster.transfer.backends.tcp import TcpSettings
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.full]
@@ -149,8 +149,8 @@ RECEIVER = """
 import mmap, sys
 import numpy as np
 from pdcluster.settings.config import set_library_environment
-from pdcluster.transfer.backends.mooncake import MooncakeEngine, environment
-from pdcluster.transfer.backends.staging import StagedSettings
+from pdcluster.transfer.backends.staged.mooncake import MooncakeEngine, environment
+from pdcluster.transfer.backends.staged.staging import StagedSettings
 set_library_environment(environment(StagedSettings()))
 engine, memory = MooncakeEngine(StagedSettings()), np.frombuffer(mmap.mmap(-1, 64 << 20), dtype=np.uint8)
 engine.register(memory.ctypes.data, memory.size)

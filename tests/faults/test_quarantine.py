@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from fake_backend import Fault
 from oracle import reference
 from simulated_cluster import SimulatedCluster
 from virtual_time import VirtualLoop, run_virtually
 
 from pdcluster.core.errors import PdclusterError
 from pdcluster.core.messages import Load
-from pdcluster.transfer.backends.fake import Fault
 from pdcluster_router.cluster.metrics import NodeCollector
 
 NUM_PAGES, PAGE_TOKENS = 40, 4

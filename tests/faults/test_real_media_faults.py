@@ -21,7 +21,7 @@ from process_cluster import ProcessCluster
 from real_media_matrix import FAULTS, Cell, Outcome, cells, run_cells, table
 
 from pdcluster.transfer.backends.base import Peer
-from pdcluster.transfer.backends.nixl import PACKAGES
+from pdcluster.transfer.backends.staged.nixl import PACKAGES
 
 Show = Callable[[str, str], None]
 

@@ -11,7 +11,7 @@ import json
 import secrets
 import socket
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,13 +35,16 @@ from pdcluster.processes.ready import parse
 from pdcluster.rpc import bootstrap_pb2 as pb
 from pdcluster.rpc import inference_pb2
 from pdcluster.rpc.inference import request_from_proto
-from pdcluster.transfer.backends import ranked, shm_frames, staged, staged_pump, staging, tcp, tcp_links
+from pdcluster.transfer.backends import ranked, shm_frames, tcp, tcp_links
 from pdcluster.transfer.backends.base import Handle, Peer, Permit, Region, Stamp, WriteStatus
 from pdcluster.transfer.backends.ledger import Counts, Doorbell, Writes
 from pdcluster.transfer.backends.shm import ShmBackend
 from pdcluster.transfer.backends.shm_frames import Notices
-from pdcluster.transfer.backends.staged_pump import SourceReads
-from pdcluster.transfer.backends.staging import Blocks, StagedSettings, cut
+from pdcluster.transfer.backends.staged import staging
+from pdcluster.transfer.backends.staged.backend import StagedBackend
+from pdcluster.transfer.backends.staged.pump import PieceInFlight, Pump, StagedWrite
+from pdcluster.transfer.backends.staged.source_reads import SourceReads
+from pdcluster.transfer.backends.staged.staging import Blocks, StagedSettings, cut
 from pdcluster.transfer.backends.tcp_links import AnswerReader, Cursor, Listener, TcpAdvert
 from pdcluster.transfer.copying.copy import Payload, table_of
 from pdcluster.transfer.layout.runs import run_table, span_table
@@ -399,13 +402,13 @@ def unused_port() -> int:
 def staged_decoders() -> list[Decoder]:
     memory, engine = Guarded(), NoEngine()
     settings = StagedSettings(block_bytes=4096, blocks=4)
-    backend = staged.StagedBackend(READER, "staged", engine, settings)
+    backend = StagedBackend(READER, "staged", engine, settings)
     backend.register(memory.region)
     backend.permit(memory.permit)
     ring = Blocks(engine, 4, 4096)
 
     def decode(data: bytes) -> None:
-        link, landed = FedLink(data), staged.OrderedDict()  # type: ignore[var-annotated]
+        link, landed = FedLink(data), OrderedDict()  # type: ignore[var-annotated]
         while True:
             backend._receive(link, ring, landed)  # type: ignore[arg-type]
 
@@ -428,7 +431,7 @@ def staged_decoders() -> list[Decoder]:
 def pump_decoder() -> Decoder:
     """What a reader answers a writer of a staged medium."""
     doorbell, engine, advert = Doorbell(), NoEngine(), TcpAdvert("127.0.0.1", unused_port(), bytes(16))
-    pump = staged_pump.Pump(
+    pump = Pump(
         "staged",
         WRITER,
         READER,
@@ -445,11 +448,10 @@ def pump_decoder() -> Decoder:
         payload = Payload(table_of(()), digests=False)
         run = run_table((CopyRun(0, 0, 64),))
         writes = [
-            staged_pump.StagedWrite(Handle(n), source, 0, Stamp(7, n, 1, 64), run, payload, False, deque(), 1, 1)
-            for n in range(3)
+            StagedWrite(Handle(n), source, 0, Stamp(7, n, 1, 64), run, payload, False, deque(), 1, 1) for n in range(3)
         ]
         piece = cut(run, 0, 4096, may_be_straight=True)[0]
-        pump._reader_has = {n: staged_pump.PieceInFlight(write, piece, None, []) for n, write in enumerate(writes)}
+        pump._reader_has = {n: PieceInFlight(write, piece, None, []) for n, write in enumerate(writes)}
         answers = AnswerReader(FedLink(data), staging.ANSWER)  # type: ignore[arg-type]
         while True:
             pump._take_answers(answers)

@@ -147,8 +147,8 @@ def test_no_decoder_is_left_out(every: dict[str, Decoder]) -> None:
         "wire/codec.py", "processes/ready.py", "bootstrap/card_messages.py", "rpc/inference.py",
         "node/tensor_parallel/channel.py",
         "engine/sampling/grammar.py", "transfer/backends/tcp_links.py", "transfer/backends/ranked.py",
-        "transfer/backends/tcp.py", "transfer/backends/staged.py", "transfer/backends/shm_frames.py",
-        "transfer/backends/staging.py", "transfer/backends/staged_pump.py",
+        "transfer/backends/tcp.py", "transfer/backends/staged/backend.py", "transfer/backends/shm_frames.py",
+        "transfer/backends/staged/staging.py", "transfer/backends/staged/pump.py",
         "bootstrap/demand.py",
         "bootstrap/server.py", "bootstrap/agent.py", "bootstrap/demand_client.py",  # use the converters above
         # tables of the same node's ranks: a bad one ends the node

@@ -27,8 +27,9 @@ LEVELS: dict[str, int] = {
     "pdcluster.transfer.layout": 2,
     "pdcluster.transfer.copying": 3,
     "pdcluster.transfer.backends": 4,
-    "pdcluster.transfer.paths": 5,
-    "pdcluster.transfer.protocol": 6,
+    "pdcluster.transfer.backends.staged": 5,
+    "pdcluster.transfer.paths": 6,
+    "pdcluster.transfer.protocol": 7,
     # messages between processes
     "pdcluster.wire": 6,
     "pdcluster.rpc": 9,

@@ -88,11 +88,7 @@ class TextModel:
         content = json_object(files, "tokenizer.json")
         self.segments = SegmentedEncoder(self._tokenizer, content)
         self.bound = TextBound(self._tokenizer, content)
-        self.pieces = build_pieces(
-            self._tokenizer.get_vocab(with_added_tokens=True),
-            [token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special],
-            content.get("decoder"),
-        )
+        self.pieces = build_pieces(self._tokenizer, content.get("decoder"))
         templates = templates_of(files)
         self.template = templates.get(DEFAULT_TEMPLATE)
         self.tool_template = templates.get(TOOL_TEMPLATE, self.template)

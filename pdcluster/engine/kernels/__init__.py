@@ -6,9 +6,8 @@ CPUs apart: *pairs* multiply two bfloat16 at once (AVX512-BF16, `has_pair_produc
 (`has_wide_product`).
 
 Attention of rows that decode
-    bfloat16, heads of a multiple of 32, pages of 8 tokens:
-        pairs, AMX, AVX-512, others   `attention_rows.attend_rows`
-        AVX2                          `attention_rows_avx2.attend_rows`
+    bfloat16, heads of a multiple of
+    32, pages of 8 tokens             `attention_rows.attend_rows`
     float32, or other sizes           `elementwise.attend_decode`
 
 Attention of a prompt's chunk

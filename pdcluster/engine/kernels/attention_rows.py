@@ -2,8 +2,8 @@
 # numba compiles these from the types of their arguments; the typed face is `loader.PairKernels`.
 """Attention of rows that decode, over their pages, in bfloat16.
 
-For every CPU but those with AVX2 alone, which have `attention_rows_avx2`. A head has a multiple of 32 dimensions, a
-page a multiple of eight tokens. What is added up for one row never depends on which rows stand beside it.
+A head has a multiple of 32 dimensions, a page a multiple of eight tokens. What is added up for one row never depends on
+which rows stand beside it.
 """
 
 from __future__ import annotations

@@ -16,16 +16,15 @@ import numba
 import numpy as np
 
 from pdcluster.engine.kernels.attention_chunks import attend_chunk, chunk_tasks, has_chunks, pack_context
+from pdcluster.engine.kernels.attention_rows import attend_rows
 from pdcluster.engine.kernels.elementwise import rms_norm, silu_mul, store_kv, widen
 from pdcluster.engine.kernels.gemm_pairs import linear_rows
 from pdcluster.engine.kernels.intrinsics import address, has_wide_product, publish
 from pdcluster.engine.kernels.layer_arrays import BLOCK, EndArrays, LayerArrays, RowArrays, StepScratch
 
 if has_wide_product():
-    from pdcluster.engine.kernels.attention_rows_avx2 import attend_rows
     from pdcluster.engine.kernels.gemm_f32_avx2 import PANEL, has_panels, multiply_panels, pack_panels
 else:
-    from pdcluster.engine.kernels.attention_rows import attend_rows
     from pdcluster.engine.kernels.gemm_pairs import PANEL, has_panels, multiply_panels, pack_panels
 
 __all__ = [

@@ -28,7 +28,7 @@ from pdcluster.processes.garbage import collect_seldom
 from pdcluster.settings.config import LogConfig, LogFormat, LogLevel
 from pdcluster.telemetry import log
 from pdcluster.transfer.backends.base import Backend, Peer, Region
-from pdcluster.transfer.backends.staging import Fabric
+from pdcluster.transfer.backends.staged.staging import Fabric
 from pdcluster.transfer.paths.choose import create_backends
 
 logger = logging.getLogger(__name__)

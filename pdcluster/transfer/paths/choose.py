@@ -10,7 +10,7 @@ from pdcluster.core.address import is_loopback
 from pdcluster.core.errors import ConfigError
 from pdcluster.settings.config import set_library_environment
 from pdcluster.transfer.backends.base import Backend, Peer
-from pdcluster.transfer.backends.staging import Fabric, StagedSettings
+from pdcluster.transfer.backends.staged.staging import Fabric, StagedSettings
 
 LOG = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def check_fabric(fabric: Fabric, name: str, names: tuple[str, ...], found_in: Pa
 
 
 def _has_nixl() -> bool:
-    from pdcluster.transfer.backends.nixl import PACKAGES
+    from pdcluster.transfer.backends.staged.nixl import PACKAGES
 
     return any(importlib.util.find_spec(package) for package in PACKAGES)
 
@@ -137,16 +137,16 @@ def _staged_settings(host: str, staging_bytes: int, fabric: Fabric, port: int | 
 
 
 def _create_mooncake(me: Peer, settings: StagedSettings) -> Backend:
-    from pdcluster.transfer.backends.mooncake import MooncakeEngine, environment
-    from pdcluster.transfer.backends.staged import StagedBackend
+    from pdcluster.transfer.backends.staged.backend import StagedBackend
+    from pdcluster.transfer.backends.staged.mooncake import MooncakeEngine, environment
 
     set_library_environment(environment(settings))
     return StagedBackend(me, "mooncake", MooncakeEngine(settings), settings)
 
 
 def _create_nixl(me: Peer, settings: StagedSettings) -> Backend:
-    from pdcluster.transfer.backends.nixl import NixlEngine, environment
-    from pdcluster.transfer.backends.staged import StagedBackend
+    from pdcluster.transfer.backends.staged.backend import StagedBackend
+    from pdcluster.transfer.backends.staged.nixl import NixlEngine, environment
 
     set_library_environment(environment(settings))
     return StagedBackend(me, "nixl", NixlEngine(me), settings)

@@ -11,24 +11,23 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from pdcluster.core.errors import IntegrityError
-from pdcluster.core.lifecycle import READING, Reading, advance
-from pdcluster.core.messages import Abort, AbortAck, ChunkEntry, Commit, CommitAck, Endpoint, Ticket, pack_tokens
+from pdcluster.core.lifecycle import READING, Checking, Reading
+from pdcluster.core.messages import AbortAck, ChunkEntry, Commit, CommitAck, Endpoint, Ticket, pack_tokens
 from pdcluster.transfer.backends.base import Arrival, Backend, Fence, Peer, Permit
 from pdcluster.transfer.layout.geometry import join_spans
 from pdcluster.transfer.layout.runs import SpanTable, merged
 from pdcluster.transfer.layout.spans import Spans
+from pdcluster.transfer.protocol.abort_notices import AbortNotices
+from pdcluster.transfer.protocol.commit_coverage import covers_all
 from pdcluster.transfer.protocol.rank_memory import OwnMemories, PendingAnswer, RankMemories, are_here
 from pdcluster.transfer.protocol.reader_state import (
-    AbortNotice,
-    GoneBoot,
+    CommitCheck,
     Incoming,
     Landing,
     are_in_place,
-    covers_all,
     in_token_order,
     is_as_seen,
     legs_seen,
-    part_of,
     spans_of,
     stats_of,
     writable_pages,
@@ -49,9 +48,6 @@ from pdcluster.transfer.protocol.session import (
 )
 
 __all__ = ["Landed", "Reader", "ReaderEvent", "Reclaimed", "Send", "TicketFailed", "TransferStats"]
-
-# Longest pause between Aborts to a boot that was declared dead, as a multiple of `Settings.repeat_s`.
-GONE_REPEATS = 16
 
 
 class Reader:
@@ -85,13 +81,11 @@ class Reader:
         self._tickets: dict[int, Incoming] = {}
         # Pages that are writable under an open or a quarantined ticket.
         self._is_owned = np.zeros(min(memory.nbytes for memory in local.memories) // shape.page_bytes, dtype=np.bool_)
-        self._notices: dict[int, AbortNotice] = {}
+        self._aborts = AbortNotices(settings)
         # Verified tickets: writer, the answer to a repeated Commit, and how long we remember it.
         self._answers: dict[int, tuple[Peer, CommitAck, float]] = {}
         # Answers that allow writes. They wait until every rank allows them.
         self._held: dict[int, CommitAck] = {}
-        # Dead boots that a ticket or an Abort still names.
-        self._gone: dict[Peer, GoneBoot] = {}
         self._proof_at: float | None = None
         self._forget_at = 0.0
         self._events: list[ReaderEvent] = []
@@ -135,7 +129,7 @@ class Reader:
         incoming = Incoming(
             ticket, peer_of(writer), writable, in_token_order(self._shape, writable), now, now + deadline_s
         )
-        self._gone.pop(incoming.writer, None)  # declared dead too early; it is reachable again
+        self._aborts.readmit(incoming.writer)
         self._tickets[nonce] = incoming
         self._is_owned[writable] = True
         whole = join_spans(np.sort(writable) * self._shape.page_bytes, self._shape.page_bytes)
@@ -174,7 +168,7 @@ class Reader:
         """Handle a writer's boot that was declared dead (lease ended, link lost for good). Its tickets fail. Later
         polls ask the media for their fences until there is proof.
         """
-        self._gone.setdefault(peer, GoneBoot(self._clock(), self._settings.repeat_s))
+        self._aborts.declare_gone(peer, self._clock())
         for incoming in [each for each in self._tickets.values() if each.writer == peer]:
             self._fail(incoming, f"node {peer.node} is gone")
         self._proof_at = self._clock()
@@ -188,8 +182,9 @@ class Reader:
         self._verify()
         self._tell_permitted()
         self._seek_proof()
-        self._repeat()
-        self._forget_gone()
+        self._events += self._aborts.take_due(self._tickets, self._clock())
+        if self._aborts.gone:  # `peer_gone` failed all their tickets; a later ticket makes a boot reachable again
+            self._aborts.forget_gone({each.writer for each in self._tickets.values()})
         events, self._events = self._events, []
         return events
 
@@ -197,15 +192,7 @@ class Reader:
         """Whether pages wait for that writer's end: it was declared dead, or left an Abort unanswered for suspect_s.
         New pages might share their fate.
         """
-        if not self._notices:
-            return False
-        now, suspect_s = self._clock(), self._settings.suspect_s
-        return any(
-            peer_of(notice.writer) == writer
-            and nonce in self._tickets
-            and (writer in self._gone or now - notice.since >= suspect_s)
-            for nonce, notice in self._notices.items()
-        )
+        return self._aborts.is_suspected(writer, self._tickets, self._clock())
 
     def next_deadline(self) -> float | None:
         """Clock time by which `poll` must run even without a doorbell; None when nothing waits."""
@@ -213,7 +200,7 @@ class Reader:
             return self._clock()
         return earliest(
             self._proof_at,
-            *(self._repeat_at(notice) for notice in self._notices.values()),
+            self._aborts.next_deadline(),
             *(self._due(incoming) for incoming in self._tickets.values()),
         )
 
@@ -262,9 +249,8 @@ class Reader:
                 self._send(incoming, incoming.answers[message.round])  # R7
         elif message.round != incoming.round:
             self.counters["wrong_round"] += 1
-        elif incoming.commit is None:
-            incoming.commit, incoming.missing = message, None
-            incoming.commit_time = self._clock()
+        elif incoming.check is None:
+            incoming.check = CommitCheck(message, self._clock())
 
     def _answer_late(self, sender: Peer, message: Commit) -> None:
         remembered = self._answers.get(message.nonce)
@@ -282,9 +268,7 @@ class Reader:
                 1  # by a medium that none of our adverts offers: this writer's word is no proof
             )
             return
-        notice = self._notices.get(message.nonce)
-        if notice is not None and peer_of(notice.writer) == sender:
-            del self._notices[message.nonce]
+        self._aborts.answered(message.nonce, sender)
         if incoming is None:
             return  # reclaimed by a fence, or verified before the writer gave up
         if incoming.writer != sender:
@@ -309,16 +293,14 @@ class Reader:
         if incoming.state is not Reading.OPEN:
             return
         ticket, now = incoming.ticket, self._clock()
-        incoming.state = advance(READING, incoming.state, "abort")
-        incoming.commit = incoming.missing = incoming.unchecked = incoming.revoked = None
-        incoming.asked.clear()
+        incoming.state = READING[incoming.state, "abort"]
+        incoming.check = None
         self._held.pop(ticket.nonce, None)
         self._events.append(TicketFailed(ticket.nonce, reason))
         self.counters["failed"] += 1
         self._poll_now = True
         if tell:
-            until = max(incoming.deadline, now + self._settings.commit_s)
-            self._notices[ticket.nonce] = AbortNotice(ticket.writer, reason, until, now, now)
+            self._aborts.add(ticket.nonce, ticket.writer, reason, incoming.deadline, now)
         incoming.unfenced = {
             name for name in self._order if self._backends[name].revoke(ticket.nonce) is not Fence.FENCED
         }
@@ -328,7 +310,7 @@ class Reader:
             self._proof_at = now + self._settings.proof_s
 
     def _reclaim(self, incoming: Incoming) -> None:
-        incoming.state = advance(READING, incoming.state, "reclaim")
+        incoming.state = READING[incoming.state, "reclaim"]
         self._drop(incoming)
         self._events.append(Reclaimed(incoming.ticket.nonce))
 
@@ -338,7 +320,7 @@ class Reader:
 
     def _land(self, incoming: Incoming, commit: Commit) -> None:
         nonce, now = commit.nonce, self._clock()
-        incoming.state = advance(READING, incoming.state, "verify")
+        incoming.state = READING[incoming.state, "verify"]
         self._drop(incoming)
         ack = CommitAck(nonce, round=commit.round)
         self._answers[nonce] = (incoming.writer, ack, max(incoming.deadline, now) + self._settings.commit_s)
@@ -387,113 +369,90 @@ class Reader:
     def _due(self, incoming: Incoming) -> float | None:
         if incoming.state is not Reading.OPEN:
             return None
-        if incoming.unchecked and self._num_digesting_bytes < self._settings.verify_bytes:
+        check = incoming.check
+        if check is None:
+            return incoming.deadline
+        if check.unchecked and self._num_digesting_bytes < self._settings.verify_bytes:
             return self._clock()
-        if incoming.unchecked is not None or incoming.revoked is not None:
+        if check.state in (Checking.REVOKED, Checking.DIGESTING):
             return incoming.deadline  # our ranks ring the doorbell
-        promised = None if incoming.commit is None else incoming.commit_time + self._settings.arrival_s
-        return earliest(incoming.deadline, promised)
+        return earliest(incoming.deadline, check.since + self._settings.arrival_s)
 
     def _verify(self) -> None:
         """Check Commits whose stamps all arrived or are overdue. One poll checks a bounded number of bytes, and no more
         are pending at ranks that answer later. Ranks work in order, so other tickets would wait behind them.
         """
         budget = self._settings.verify_bytes - self._num_digesting_bytes
-        for incoming in list(self._tickets.values()):
-            if (
-                incoming.commit is not None
-                and incoming.unchecked is None
-                and not self._land_as_seen(incoming, incoming.commit)
-            ):
-                self._begin_check(incoming, incoming.commit)
-            while incoming.unchecked and budget > 0:
-                budget -= self._check_digest(incoming, incoming.unchecked.popleft())
-            if (
-                incoming.unchecked is not None
-                and not incoming.unchecked
-                and all(answer.value is not None for _, answer in incoming.asked)
-            ):
-                self._end_check(incoming)
+        for incoming, check in [(each, each.check) for each in self._tickets.values() if each.check is not None]:
+            if check.state is not Checking.DIGESTING:
+                self._prepare(incoming, check)
+            while check.unchecked and budget > 0:
+                budget -= self._check_digest(incoming, check, check.unchecked.popleft())
+            if check.is_answered:
+                self._end_check(incoming, check)
 
     @property
     def _num_digesting_bytes(self) -> int:
-        return sum(
-            entry.nbytes
-            for incoming in self._tickets.values()
-            for entry, answer in incoming.asked
-            if answer.value is None
-        )
+        return sum(each.check.num_digesting_bytes for each in self._tickets.values() if each.check is not None)
 
-    def _land_as_seen(self, incoming: Incoming, commit: Commit) -> bool:
-        """Accept a Commit that equals what was seen. It needs no further check, unless something arrived before the
-        permit was revoked.
-        """
-        if not is_as_seen(self._shape, incoming, commit) or not self._is_revoked(incoming):
-            return False
-        self._collect()
-        if not is_as_seen(self._shape, incoming, commit):
-            return False
-        self._land(incoming, commit)
-        return True
+    def _prepare(self, incoming: Incoming, check: CommitCheck) -> None:
+        """Take a Commit as far as it comes: to its digests, or to the end of the ticket."""
+        if check.state is Checking.RECEIVED:
+            self._accept(incoming, check)
+        if check.state is Checking.ARRIVING:
+            self._revoke(incoming, check)
+        if check.state is Checking.REVOKED and are_here(check.revoked):
+            self._collect()  # what arrived before the permit was revoked
+            if self._is_as_seen(incoming, check.commit):
+                self._land(incoming, check.commit)
+            else:
+                self._begin_digests(incoming, check)
 
-    def _is_revoked(self, incoming: Incoming) -> bool:
-        """R2; the Commit promised that no write is in flight. True once every rank has revoked the permit."""
-        if incoming.revoked is None:
-            for name in self._order:
-                self._backends[name].revoke(incoming.ticket.nonce)
-            incoming.revoked = self._ranks.mark()
-        return are_here(incoming.revoked)
+    def _is_as_seen(self, incoming: Incoming, commit: Commit) -> bool:
+        """Whether the Commit equals what was seen. With a revoked permit it needs no further check."""
+        return is_as_seen(self._shape, incoming, commit)
 
-    def _begin_check(self, incoming: Incoming, commit: Commit) -> None:
-        """Begin once all stamps arrived or are overdue, or none can arrive because the permit was revoked."""
-        if incoming.missing is None and not self._accept(incoming, commit):
-            return
-        incoming.missing = [entry for entry in incoming.missing or () if not self._has_arrived(incoming, entry)]
-        if (
-            incoming.missing
-            and incoming.revoked is None
-            and self._clock() < incoming.commit_time + self._settings.arrival_s
-        ):
-            return
-        if not self._is_revoked(incoming):
-            return
-        self._collect()
-        incoming.promised = len(incoming.landings)
-        incoming.unchecked = deque(each for each in incoming.landings if self._has_arrived(incoming, each.entry))
-        incoming.is_in_place = self._settings.digests and are_in_place(
-            self._shape, incoming, incoming.unchecked, self._region
-        )
-        incoming.bad = [each.entry.index for each in incoming.landings if not self._has_arrived(incoming, each.entry)]
-
-    def _accept(self, incoming: Incoming, commit: Commit) -> bool:
-        """Check a Commit once, while its last chunks may still land: does it cover the ticket?"""
-        if not covers_all(self._shape, incoming.ticket, commit):
+    def _accept(self, incoming: Incoming, check: CommitCheck) -> None:
+        """Compare a Commit with its ticket once, while its last chunks may still land."""
+        commit = check.commit
+        if self._is_as_seen(incoming, commit) or covers_all(self._shape, incoming.ticket, commit):
+            check.accept()
+        else:
             self.counters["bad_commit"] += 1
             self._refuse(incoming, commit, "the Commit's chunks do not cover the ticket's tokens")
-            return False
-        incoming.landings = [
-            Landing(entry, leg.reader_rank, part_of(commit, leg, entry)) for leg in commit.legs for entry in leg.chunks
-        ]
-        incoming.missing = [landing.entry for landing in incoming.landings]
-        return True
 
-    def _has_arrived(self, incoming: Incoming, entry: ChunkEntry) -> bool:
-        arrival = incoming.arrived.get(entry.index)
-        return arrival is not None and arrival.stamp.nbytes == entry.nbytes
+    def _revoke(self, incoming: Incoming, check: CommitCheck) -> None:
+        """R2: revoke the permit once all stamps arrived or are overdue. The Commit promised that no write is in
+        flight.
+        """
+        check.missing = [each for each in check.missing if not incoming.has_arrived(each)]
+        if check.missing and self._clock() < check.since + self._settings.arrival_s:
+            return
+        for name in self._order:
+            self._backends[name].revoke(incoming.ticket.nonce)
+        check.revoked = self._ranks.mark()
+        check.advance("revoke")
 
-    def _check_digest(self, incoming: Incoming, landing: Landing) -> int:
+    def _begin_digests(self, incoming: Incoming, check: CommitCheck) -> None:
+        check.missing = [each for each in check.landings if not incoming.has_arrived(each)]
+        check.unchecked = deque(each for each in check.landings if incoming.has_arrived(each))
+        check.is_in_place = self._settings.digests and are_in_place(
+            self._shape, incoming, check.unchecked, self._region
+        )
+        check.advance("digest")
+
+    def _check_digest(self, incoming: Incoming, check: CommitCheck, landing: Landing) -> int:
         """Request the digest of a chunk, unless it is known or digests are off. Returns the bytes that are digested for
         it.
         """
-        on_arrival = self._digest_on_arrival(incoming, landing)
         if not self._settings.digests:
             return 0
+        on_arrival = incoming.digest_on_arrival(check, landing)
         if on_arrival is not None:
-            incoming.asked.append((landing.entry, PendingAnswer(on_arrival)))
+            check.asked.append((landing.entry, PendingAnswer(on_arrival)))
             return 0
-        incoming.asked.append(
-            (landing.entry, self._ranks.begin_digest(landing.rank, spans_of(self._shape, incoming, landing)))
-        )
+        spans = spans_of(self._shape, incoming, landing)
+        check.asked.append((landing.entry, self._ranks.begin_digest(landing.rank, spans)))
         return landing.entry.nbytes
 
     def _is_intact(self, entry: ChunkEntry, answer: PendingAnswer) -> bool:
@@ -502,45 +461,29 @@ class Reader:
         self.counters["digest_mismatch"] += 1
         return False
 
-    def _digest_on_arrival(self, incoming: Incoming, landing: Landing) -> int | None:
-        """The digest that the medium took when the chunk landed, if it still holds (R2): no later write may have
-        changed the bytes.
-
-        The Commit names the chunk's last try. Every earlier try had failed before it began, so it can no longer land
-        (base, 3). The digest therefore holds for the one arrival of that try, provided every chunk landed exactly where
-        the Commit says: then no other chunk has overwritten it.
-        """
-        arrival = incoming.arrived[landing.entry.index]
-        is_last = arrival.stamp.trial == landing.entry.trial and len(incoming.arrived) == incoming.promised
-        return arrival.digest if is_last and incoming.is_in_place and not incoming.repeated else None
-
-    def _end_check(self, incoming: Incoming) -> None:
-        mismatched = (entry.index for entry, answer in incoming.asked if not self._is_intact(entry, answer))
-        commit, bad = incoming.commit, (*incoming.bad, *mismatched)
-        assert commit is not None
-        incoming.unchecked = None
-        incoming.asked.clear()
+    def _end_check(self, incoming: Incoming, check: CommitCheck) -> None:
+        mismatched = (entry.index for entry, answer in check.asked if not self._is_intact(entry, answer))
+        bad = (*(each.entry.index for each in check.missing), *mismatched)
         if not bad:
-            self._land(incoming, commit)
+            self._land(incoming, check.commit)
         elif incoming.round >= self._settings.rounds:
-            self._refuse(incoming, commit, f"{len(bad)} chunks did not verify in round {incoming.round}")
+            self._refuse(incoming, check.commit, f"{len(bad)} chunks did not verify in round {incoming.round}")
         else:
-            self._ask_again(incoming, commit, bad)
+            self._ask_again(incoming, check, bad)
 
-    def _ask_again(self, incoming: Incoming, commit: Commit, bad: tuple[int, ...]) -> None:
+    def _ask_again(self, incoming: Incoming, check: CommitCheck, bad: tuple[int, ...]) -> None:
+        commit = check.commit
         ack = CommitAck(commit.nonce, resend=bad, round=commit.round)
-        incoming.answers[commit.round] = ack
+        incoming.answers[commit.round] = self._held[commit.nonce] = ack
         incoming.round += 1
-        incoming.commit = incoming.missing = incoming.revoked = None
-        incoming.seen = ()
+        incoming.check, incoming.seen = None, ()
         incoming.resent += len(bad)
         self.counters["chunks_asked_again"] += len(bad)
         asked: dict[int, list[SpanTable]] = {}
-        for landing in (each for each in incoming.landings if each.entry.index in bad):
+        for landing in (each for each in check.landings if each.entry.index in bad):
             incoming.arrived.pop(landing.entry.index, None)
             asked.setdefault(landing.rank, []).append(spans_of(self._shape, incoming, landing))
         self._permit(incoming, {rank: merged(tables) for rank, tables in asked.items()})
-        self._held[commit.nonce] = ack
 
     def _tell_permitted(self) -> None:
         for nonce in [nonce for nonce in self._held if self.is_permitted(nonce)]:
@@ -567,34 +510,8 @@ class Reader:
         backend, writer = self._backends[name], incoming.writer
         if backend.revoke(incoming.ticket.nonce) is Fence.FENCED:
             return True
-        if writer not in self._gone:
+        if writer not in self._aborts.gone:
             return False
         if (writer, name) not in closed:
             closed[writer, name] = backend.close(writer) is Fence.FENCED
         return closed[writer, name]
-
-    def _repeat(self) -> None:
-        now = self._clock()
-        for nonce, notice in list(self._notices.items()):
-            if nonce not in self._tickets and (now >= notice.until or peer_of(notice.writer) in self._gone):
-                del self._notices[nonce]
-            elif now >= self._repeat_at(notice):
-                notice.send_at = now + self._settings.repeat_s
-                self._events.append(Send(notice.writer, Abort(nonce, notice.reason, max(0.0, notice.until - now))))
-        for boot in self._gone.values():
-            if now >= boot.call_at:
-                boot.called(now, GONE_REPEATS * self._settings.repeat_s)
-
-    def _repeat_at(self, notice: AbortNotice) -> float:
-        gone = self._gone.get(peer_of(notice.writer))
-        return notice.send_at if gone is None else gone.call_at
-
-    def _forget_gone(self) -> None:
-        """Forget dead boots that no ticket and no Abort names. `peer_gone` failed all their tickets, and a later ticket
-        makes a boot reachable again.
-        """
-        if self._gone:
-            named = {each.writer for each in self._tickets.values()} | {
-                peer_of(notice.writer) for notice in self._notices.values()
-            }
-            self._gone = {peer: boot for peer, boot in self._gone.items() if peer in named}

@@ -1,6 +1,4 @@
-"""What a Reader keeps of a ticket and of a repeated Abort, and whether a Commit covers all of a ticket's KV. Pure;
-rules in `session`.
-"""
+"""What a Reader keeps of a ticket and of the Commit that it checks. Pure; rules in `session`."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdcluster.core.errors import IntegrityError
-from pdcluster.core.lifecycle import Reading
-from pdcluster.core.messages import ChunkEntry, Commit, CommitAck, Endpoint, Leg, Ticket
+from pdcluster.core.lifecycle import CHECKING, Checking, Reading
+from pdcluster.core.messages import ChunkEntry, Commit, CommitAck, Leg, Ticket
 from pdcluster.transfer.backends.base import Arrival, Peer
 from pdcluster.transfer.layout.geometry import (
     Offsets,
@@ -22,12 +20,12 @@ from pdcluster.transfer.layout.geometry import (
     are_pieces,
     join_spans,
     offsets,
-    part_bytes,
     piece_of,
 )
 from pdcluster.transfer.layout.runs import SpanTable, chained, span_table
 from pdcluster.transfer.layout.spans import page_slice
-from pdcluster.transfer.protocol.rank_memory import Answers, PendingAnswer
+from pdcluster.transfer.protocol.commit_coverage import part_of
+from pdcluster.transfer.protocol.rank_memory import Answers, PendingAnswer, are_here
 from pdcluster.transfer.protocol.session import TransferStats
 
 
@@ -41,13 +39,55 @@ class Landing:
 
 
 @dataclass(slots=True)
+class CommitCheck:
+    """One Commit of a ticket, from its arrival to its answer.
+    landings: of all its chunks, once it was accepted.
+    missing: those whose stamp has not arrived.
+    unchecked: those without a digest yet; asked: the requested digests of others.
+    """
+
+    commit: Commit
+    since: float
+    state: Checking = Checking.RECEIVED
+    landings: list[Landing] = field(default_factory=list)
+    missing: list[Landing] = field(default_factory=list)
+    # Complete once every rank has done its backends' last orders.
+    revoked: Answers = ()
+    unchecked: deque[Landing] = field(default_factory=deque)
+    asked: list[tuple[ChunkEntry, PendingAnswer]] = field(default_factory=list)
+    # Whether every chunk landed where the Commit says. Only checked when there are digests.
+    is_in_place: bool = False
+
+    def accept(self) -> None:
+        """It covers its ticket, so what its chunks hold can be told."""
+        legs, commit = self.commit.legs, self.commit
+        self.landings = [
+            Landing(entry, leg.reader_rank, part_of(commit, leg, entry)) for leg in legs for entry in leg.chunks
+        ]
+        self.missing = self.landings
+        self.advance("accept")
+
+    def advance(self, event: str) -> None:
+        self.state = CHECKING[self.state, event]
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether every digest is there."""
+        is_asked = self.state is Checking.DIGESTING and not self.unchecked
+        return is_asked and are_here([answer for _, answer in self.asked])
+
+    @property
+    def num_digesting_bytes(self) -> int:
+        return sum(entry.nbytes for entry, answer in self.asked if answer.value is None)
+
+
+@dataclass(slots=True)
 class Incoming:
     """One ticket.
     writable: the pages the writer may write, in token order.
     whole: see `in_token_order`.
-    missing: chunks of an accepted Commit whose stamp has not arrived.
-    unchecked: chunks without a digest yet.
     repeated: chunks of which more than one write arrived.
+    check: of the Commit that waits for its answer.
     """
 
     ticket: Ticket
@@ -60,23 +100,9 @@ class Incoming:
     arrived: dict[int, Arrival] = field(default_factory=dict)
     repeated: set[int] = field(default_factory=set)
     round: int = 0
-    commit: Commit | None = None
-    commit_time: float = 0.0
+    check: CommitCheck | None = None
     answers: dict[int, CommitAck] = field(default_factory=dict)
-    missing: list[ChunkEntry] | None = None
-    # Of all chunks of the Commit, once it was found to cover the ticket.
-    landings: list[Landing] = field(default_factory=list)
-    unchecked: deque[Landing] | None = None
-    # Requested digests of chunks that were taken out of `unchecked`.
-    asked: list[tuple[ChunkEntry, PendingAnswer]] = field(default_factory=list)
     permitted: Answers = ()
-    # Complete once every rank has done its backends' last orders; None while the permit stands.
-    revoked: Answers | None = None
-    # Chunks in the Commit.
-    promised: int = 0
-    # Whether every chunk landed where the Commit says. Only checked when there are digests.
-    is_in_place: bool = False
-    bad: list[int] = field(default_factory=list)
     resent: int = 0
     unfenced: set[str] = field(default_factory=set)
     first_arrival: float | None = None
@@ -86,29 +112,21 @@ class Incoming:
     # The legs of the expected Commit, when exactly the whole ticket arrived; see `legs_seen`.
     seen: tuple[Leg, ...] = ()
 
+    def has_arrived(self, landing: Landing) -> bool:
+        arrival = self.arrived.get(landing.entry.index)
+        return arrival is not None and arrival.stamp.nbytes == landing.entry.nbytes
 
-@dataclass(slots=True)
-class AbortNotice:
-    """An Abort that is repeated until it is answered (R8). since: when it was due first."""
+    def digest_on_arrival(self, check: CommitCheck, landing: Landing) -> int | None:
+        """The digest that the medium took when the chunk landed, if it still holds (R2): no later write may have
+        changed the bytes.
 
-    writer: Endpoint
-    reason: str
-    until: float
-    send_at: float
-    since: float
-
-
-@dataclass(slots=True)
-class GoneBoot:
-    """A writer's boot that was declared dead, and its Aborts that wait for an answer. Each call dials it, so the pauses
-    between calls double.
-    """
-
-    call_at: float
-    pause_s: float
-
-    def called(self, now: float, longest_s: float) -> None:
-        self.call_at, self.pause_s = now + self.pause_s, min(2 * self.pause_s, longest_s)
+        The Commit names the chunk's last try. Every earlier try had failed before it began, so it can no longer land
+        (base, 3). The digest therefore holds for the one arrival of that try, provided every chunk landed exactly where
+        the Commit says: then no other chunk has overwritten it.
+        """
+        arrival = self.arrived[landing.entry.index]
+        is_last = arrival.stamp.trial == landing.entry.trial and len(self.arrived) == len(check.landings)
+        return arrival.digest if is_last and check.is_in_place and not self.repeated else None
 
 
 def writable_pages(
@@ -258,100 +276,3 @@ def _follows(one: Landing, other: Landing) -> bool:
 
 def _joined(row: list[Landing]) -> tuple[int, Part, list[Landing]]:
     return row[0].rank, row[0].part._replace(end_block=row[-1].part.end_block), row
-
-
-def part_of(commit: Commit, leg: Leg, entry: ChunkEntry) -> Part:
-    """What a chunk holds. Valid only for a Commit that `covers_all` accepted or is checking."""
-    block = commit.block_tokens
-    return Part(
-        block,
-        entry.first_token // block,
-        -(-(entry.first_token + entry.num_tokens) // block),
-        entry.first_layer,
-        entry.first_layer + entry.num_layers,
-        leg.first_head,
-        leg.first_head + leg.num_heads,
-    )
-
-
-def is_in_order(shape: PageShape, ticket: Ticket, commit: Commit) -> bool:
-    """Whether the Commit holds the ticket in whole pages of one rank, chunk after chunk. Most do, and this check needs
-    no arrays.
-    """
-    if shape.ranks > 1 or len(commit.legs) != 1 or commit.block_tokens != shape.page_tokens:
-        return False
-    leg, at = commit.legs[0], ticket.cached_tokens
-    if (leg.reader_rank, leg.first_head, leg.num_heads) != (0, 0, shape.heads):
-        return False
-    for entry in leg.chunks:
-        end = entry.first_token + entry.num_tokens
-        num_pages = -(-entry.num_tokens // shape.page_tokens)
-        is_whole = (entry.first_layer, entry.num_layers, entry.nbytes) == (
-            0,
-            shape.num_layers,
-            num_pages * shape.page_bytes,
-        )
-        if (
-            entry.first_token != at
-            or entry.num_tokens < 1
-            or not is_whole
-            or (end % shape.page_tokens and end != ticket.num_tokens)
-        ):
-            return False
-        at = end
-    return at == ticket.num_tokens and len({entry.index for entry in leg.chunks}) == len(leg.chunks)
-
-
-def covers_all(shape: PageShape, ticket: Ticket, commit: Commit) -> bool:
-    """R2: each head of each layer of each block arrives once on every rank, in whole blocks, and the byte counts
-    fit.
-    """
-    return is_in_order(shape, ticket, commit) or covers_each_cell(shape, ticket, commit)
-
-
-def covers_each_cell(shape: PageShape, ticket: Ticket, commit: Commit) -> bool:
-    """As `covers_all`, for chunks in any order, of any blocks, layers, heads and ranks."""
-    block = commit.block_tokens
-    if block < 1 or shape.page_tokens % block:
-        return False
-    first = ticket.cached_tokens // block
-    cells = (-(-ticket.num_tokens // block) - first, shape.num_layers, shape.rank_heads)
-    seen = [np.zeros(cells, dtype=np.bool_) for _ in range(shape.ranks)]
-    for leg in commit.legs:
-        if not 0 <= leg.reader_rank < shape.ranks or not all(
-            _take(shape, ticket, commit, leg, entry, seen[leg.reader_rank]) for entry in leg.chunks
-        ):
-            return False
-    indexes = [entry.index for leg in commit.legs for entry in leg.chunks]
-    return all(bool(each.all()) for each in seen) and len(set(indexes)) == len(indexes)
-
-
-def _take(
-    shape: PageShape, ticket: Ticket, commit: Commit, leg: Leg, entry: ChunkEntry, seen: NDArray[np.bool_]
-) -> bool:
-    """Mark what a chunk holds. False when it lies outside the ticket, was marked before, or has another size."""
-    part, block, end = part_of(commit, leg, entry), commit.block_tokens, entry.first_token + entry.num_tokens
-    first_head, end_head = shape.heads_of(leg.reader_rank)
-    in_blocks = entry.first_token % block == 0 and (
-        end == ticket.num_tokens or (end % block == 0 and end < ticket.num_tokens)
-    )
-    in_layers = 0 <= part.first_layer < part.end_layer <= shape.num_layers
-    in_heads = first_head <= part.first_head < part.end_head <= end_head
-    if (
-        not in_blocks
-        or not in_layers
-        or not in_heads
-        or entry.num_tokens < 1
-        or entry.first_token < ticket.cached_tokens
-    ):
-        return False
-    first = ticket.cached_tokens // block
-    cells = seen[
-        part.first_block - first : part.end_block - first,
-        part.first_layer : part.end_layer,
-        part.first_head - first_head : part.end_head - first_head,
-    ]
-    if cells.any() or entry.nbytes != part_bytes(shape, part):
-        return False
-    cells[:] = True
-    return True

@@ -11,7 +11,7 @@ ticket.
 R2 The reader takes pages only under three conditions. The chunks cover exactly the requested tokens. Every chunk's
 stamp arrived with the right length. The digests are those of the bytes in its pages once no write can change them:
 taken after the permit was revoked, or on arrival of the chunk's last try when nothing else arrived
-(`Reader._digest_on_arrival` gives the reason).
+(`Incoming.digest_on_arrival` gives the reason).
 R3 The reader reuses a dead ticket's pages only when nothing can land by any backend: by AbortAck, or by the backend's
 own fence. Time is never proof. Until then the pages are in quarantine.
 R4 The writer reuses source pages only when no write of the ticket can read them.

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdcluster.core.errors import IntegrityError, PeerUnreachable, TransferError
-from pdcluster.core.lifecycle import WRITING, Writing, advance
+from pdcluster.core.lifecycle import WRITING, Writing
 from pdcluster.core.messages import Abort, AbortAck, Commit, CommitAck, Ticket, TokenLogprobs
 from pdcluster.transfer.backends.base import Backend, Handle, Peer, Stamp, WriteStatus
 from pdcluster.transfer.copying.copy import native
@@ -366,7 +366,7 @@ class Writer:
             self._resend(outgoing, message.resend)
 
     def _resend(self, outgoing: Outgoing, indexes: tuple[int, ...]) -> None:
-        outgoing.state = advance(WRITING, outgoing.state, "resend")
+        outgoing.state = WRITING[outgoing.state, "resend"]
         outgoing.round += 1
         outgoing.commit_at = outgoing.give_up_at = None
         for index in sorted(set(indexes)):
@@ -377,7 +377,7 @@ class Writer:
 
     def _acked(self, outgoing: Outgoing) -> None:
         nonce, now = outgoing.ticket.nonce, self._clock()
-        outgoing.state = advance(WRITING, outgoing.state, "ack")
+        outgoing.state = WRITING[outgoing.state, "ack"]
         started = outgoing.last_write if outgoing.first_write is None else outgoing.first_write
         stats = TransferStats(
             backend=outgoing.main_path(),
@@ -395,7 +395,7 @@ class Writer:
     def _give_up(self, outgoing: Outgoing, reason: str) -> None:
         if outgoing.state is Writing.DRAINING:
             return
-        outgoing.state = advance(WRITING, outgoing.state, "abort")
+        outgoing.state = WRITING[outgoing.state, "abort"]
         outgoing.reason = reason
         outgoing.waiting.clear()
         self._poll_now = True
@@ -555,7 +555,7 @@ class Writer:
                 and not outgoing.in_flight
                 and all(chunk.done for chunk in outgoing.chunks)
             ):
-                outgoing.state = advance(WRITING, outgoing.state, "commit")  # R1
+                outgoing.state = WRITING[outgoing.state, "commit"]  # R1
                 outgoing.commit_at, outgoing.give_up_at = now, now + self._settings.commit_s
             if outgoing.state is Writing.COMMITTED and outgoing.commit_at is not None and now >= outgoing.commit_at:
                 outgoing.commit_at = now + self._settings.repeat_s  # R8
@@ -572,7 +572,7 @@ class Writer:
         for nonce, outgoing in list(self._open.items()):
             if outgoing.state is not Writing.DRAINING or outgoing.in_flight:
                 continue
-            outgoing.state = advance(WRITING, outgoing.state, "drained")
+            outgoing.state = WRITING[outgoing.state, "drained"]
             self._events.append(Drained(nonce))
             self._events.append(
                 Send(outgoing.ticket.reader, AbortAck(nonce, outgoing.reason, tuple(sorted(outgoing.lost))))

@@ -13,6 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 import zmq
+from fake_backend import FakeBackend, FakeNetwork
 from oracle import NUM_LAYERS, VOCAB, OracleEngine
 
 from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard
@@ -26,7 +27,6 @@ from pdcluster.node.grammar_queue import GrammarSource
 from pdcluster.node.loop import NodeLoop
 from pdcluster.scheduler.scheduler import SchedulerLimits
 from pdcluster.transfer.backends.base import Backend, Peer
-from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork
 from pdcluster.transfer.layout.geometry import PageShape
 from pdcluster.transfer.protocol.session import Settings
 from pdcluster.wire.sockets import WireSettings

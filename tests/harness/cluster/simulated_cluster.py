@@ -11,6 +11,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 
+from fake_backend import FakeBackend, FakeNetwork, Fault
 from local_cluster import EngineKit, LocalCluster, LocalNode, oracle_kit
 from oracle import OracleEngine
 from virtual_time import VirtualLoop
@@ -20,7 +21,6 @@ from pdcluster.bootstrap.card import ClusterSnapshot
 from pdcluster.core.messages import Role
 from pdcluster.core.step import StepPlan
 from pdcluster.transfer.backends.base import Handle, Peer, Stamp
-from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork, Fault
 from pdcluster.transfer.layout.spans import CopyRuns
 from pdcluster.transfer.protocol.session import Settings
 from pdcluster.wire.sockets import WireSettings

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import zmq
+from fake_backend import FakeBackend, FakeNetwork
 from local_cluster import LocalNode, oracle_kit
 from simulated_cluster import TimedOracle, Watch
 from virtual_wire import Context, Wire
@@ -16,7 +17,6 @@ from virtual_wire import Context, Wire
 from pdcluster.core.messages import AnyMessage, Endpoint, Role
 from pdcluster.node.loop import NodeLoop
 from pdcluster.transfer.backends.base import Peer
-from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork
 from pdcluster.transfer.layout.spans import CopyRuns
 from pdcluster.transfer.paths.measure import MeasureSettings, Paths
 from pdcluster.transfer.protocol.ladder import Ladder

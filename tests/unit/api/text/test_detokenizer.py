@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -158,15 +159,22 @@ def test_a_continuation_keeps_the_leading_space_that_a_start_drops() -> None:
     assert detokenize(SENTENCEPIECE.pieces, ids, skip_special_tokens=True, at_start=False) == " dog"
 
 
+def tokenizer_of(vocabulary: dict[str, int], decoder: dict[str, Any]) -> Tokenizer:
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}
+    return Tokenizer.from_str(json.dumps({"version": "1.0", "model": model, "decoder": decoder}))
+
+
 def test_a_decoder_that_gives_one_token_anyway_is_that_of_byte_level() -> None:
-    fused = {"type": "Sequence", "decoders": [{"type": "ByteLevel"}, {"type": "Fuse"}]}
-    assert build_pieces({"a": 0, "Ġb": 1}, [], fused).table == [b"a", b" b"]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    fused = {"type": "Sequence", "decoders": [byte_level, {"type": "Fuse"}]}
+    assert build_pieces(tokenizer_of({"a": 0, "Ġb": 1}, fused), fused).table == [b"a", b" b"]
 
 
 @pytest.mark.parametrize("place", range(4))
 def test_a_sentencepiece_decoder_with_other_rules_is_no_table(place: int) -> None:
     steps = json.loads(sentencepiece_files()["tokenizer.json"])["decoder"]["decoders"]
-    assert build_pieces({"a": 0}, [], {"type": "Sequence", "decoders": steps}).chain is None
     others = {0: {"content": "_"}, 1: {"type": "Fuse"}, 2: {"type": "ByteFallback"}, 3: {"start": 2}}
     changed = [step | others[place] if index == place else step for index, step in enumerate(steps)]
-    assert build_pieces({"a": 0}, [], {"type": "Sequence", "decoders": changed}).chain is not None
+    for known, is_table in ((steps, True), (changed, False)):
+        decoder = {"type": "Sequence", "decoders": known}
+        assert (build_pieces(tokenizer_of({"a": 0}, decoder), decoder).chain is None) == is_table

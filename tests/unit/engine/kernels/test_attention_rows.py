@@ -1,5 +1,4 @@
-"""Attention of rows that decode, in each way that there is for bfloat16, on whatever CPU the test has, against
-float64."""
+"""Attention of rows that decode, in bfloat16, on whatever CPU the test has, against float64."""
 
 from __future__ import annotations
 
@@ -22,14 +21,12 @@ NO_NUMBER = 0x7FC0
 LAYER, NUM_LAYERS = 1, 3
 
 
-@pytest.fixture(scope="module", params=["pair_kernels", "wide_rows"])
-def attend(request: pytest.FixtureRequest) -> Any:
+@pytest.fixture(scope="module")
+def attend() -> Any:
     assert loader.load_kernels(KERNEL_CACHE, "bfloat16") is not None
     with filling(Path(numba.config.CACHE_DIR), "row attention"):  # type: ignore[attr-defined]
-        if request.param == "wide_rows":
-            from pdcluster.engine.kernels import attention_rows_avx2 as module
-        else:
-            from pdcluster.engine.kernels import attention_rows as module  # type: ignore[no-redef]
+        from pdcluster.engine.kernels import attention_rows as module
+
         attend_all(module.attend_rows, scene([1], 1, 1, 32, 8))
         return module.attend_rows
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from fake_backend import FakeBackend, FakeNetwork, Fault
 from oracle import VOCAB, reference
 from stepped_nodes import Letter, SteppedNode, SteppedNodes
 
@@ -25,7 +26,6 @@ from pdcluster.core.messages import (
 )
 from pdcluster.kv.hashing import chain_root, extend
 from pdcluster.transfer.backends.base import Peer, Stamp
-from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork, Fault
 
 ROUTER = Peer("router", "router-1")
 BLOCK = 4

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import msgspec
+from fake_backend import Fault
 from pulling_nodes import BLOCK, PullingNodes, prompt_of
 from stepped_nodes import Letter
 
 from pdcluster.core.messages import Declined, Fetch
 from pdcluster.node.kv_fetch import ExportSide
-from pdcluster.transfer.backends.fake import Fault
 
 PROMPT = prompt_of(42)
 HELD = 40

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from fake_backend import Fault
 from pulling_nodes import BLOCK, ROOT, PullingNodes, prompt_of, work_of
 
 from pdcluster.core.lifecycle import Residence
@@ -13,7 +14,6 @@ from pdcluster.kv.hashing import extend
 from pdcluster.node import kv_fetch as fetch
 from pdcluster.node.kv_fetch import BREAKER
 from pdcluster.transfer.backends.base import WriteStatus
-from pdcluster.transfer.backends.fake import Fault
 
 PROMPT = prompt_of(42)
 # Tokens of its full pages.

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import numpy as np
 
 from pdcluster.transfer.backends.base import Handle, Peer, Permit, Region, Stamp, WriteStatus
-from pdcluster.transfer.backends.staged import StagedBackend
-from pdcluster.transfer.backends.staging import StagedSettings
+from pdcluster.transfer.backends.staged.backend import StagedBackend
+from pdcluster.transfer.backends.staged.staging import StagedSettings
 from pdcluster.transfer.layout.spans import CopyRun
 
 WRITER, READER = Peer("w", "w1"), Peer("r", "r1")

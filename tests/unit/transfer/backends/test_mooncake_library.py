@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 
 from pdcluster.core.errors import ConfigError
 from pdcluster.transfer.backends.base import WriteStatus
-from pdcluster.transfer.backends.mooncake import ALTERING, QUEUE_LIMIT, MooncakeEngine, check_release, environment
-from pdcluster.transfer.backends.staging import MAX_BLOCKS, Fabric, StagedSettings
+from pdcluster.transfer.backends.staged.mooncake import (
+    ALTERING,
+    QUEUE_LIMIT,
+    MooncakeEngine,
+    check_release,
+    environment,
+)
+from pdcluster.transfer.backends.staged.staging import MAX_BLOCKS, Fabric, StagedSettings
 
 # Entries that a lane of the library takes before it fails all of them, by default.
 LANE_QUEUE = 1024

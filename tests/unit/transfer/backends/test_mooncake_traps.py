@@ -31,8 +31,9 @@ from staged_ends import (
 )
 
 from pdcluster.core.errors import PeerUnreachable
-from pdcluster.transfer.backends import staged, staging
 from pdcluster.transfer.backends.base import Stamp, WriteStatus
+from pdcluster.transfer.backends.staged import backend as staged_backend
+from pdcluster.transfer.backends.staged import staging
 from pdcluster.transfer.layout.spans import CopyRun
 
 
@@ -249,7 +250,7 @@ def test_an_error_of_the_library_in_the_middle_of_a_piece_frees_no_page_that_it_
 def test_a_reader_that_answers_nonsense_ends_the_write_all_the_same(
     make_ends: Callable[[Unreliable], Ends], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staged, "ANSWER_MAGIC", b"KVx1")
+    monkeypatch.setattr(staged_backend, "ANSWER_MAGIC", b"KVx1")
     assert make_ends(Straight()).write(0, 0, 1) is WriteStatus.LOST
 
 

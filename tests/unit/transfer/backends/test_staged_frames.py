@@ -11,8 +11,8 @@ import pytest
 from staged_ends import READER
 
 from pdcluster.core.errors import ProtocolError
-from pdcluster.transfer.backends import staging
-from pdcluster.transfer.backends.staging import MAX_BLOCKS
+from pdcluster.transfer.backends.staged import staging
+from pdcluster.transfer.backends.staged.staging import MAX_BLOCKS
 from pdcluster.transfer.backends.tcp_links import Link, sealed
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.transfer.backends import staging
-from pdcluster.transfer.backends.staged_pump import LEAST_S, MOST_S, WorkPace
-from pdcluster.transfer.backends.staging import ENTRY_BYTES, StagedPiece, cut
+from pdcluster.transfer.backends.staged import staging
+from pdcluster.transfer.backends.staged.polling import LEAST_S, MOST_S, WorkPace
+from pdcluster.transfer.backends.staged.staging import ENTRY_BYTES, StagedPiece, cut
 from pdcluster.transfer.layout.runs import SpanTable, run_table
 from pdcluster.transfer.layout.spans import CopyRun
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdcluster.transfer.backends.base import Handle, WriteStatus
 from pdcluster.transfer.backends.ledger import FINAL, Doorbell, Writes
-from pdcluster.transfer.backends.staged_pump import ENDED, SourceReads
+from pdcluster.transfer.backends.staged.source_reads import ENDED, SourceReads
 
 UNKNOWN_S = 10.0
 # None: it raises.

@@ -9,9 +9,9 @@ import pytest
 
 from pdcluster.core.errors import ConfigError
 from pdcluster.transfer.backends.base import Peer
-from pdcluster.transfer.backends.mooncake import environment
-from pdcluster.transfer.backends.nixl import environment as nixl_environment
-from pdcluster.transfer.backends.staging import Fabric, StagedSettings
+from pdcluster.transfer.backends.staged.mooncake import environment
+from pdcluster.transfer.backends.staged.nixl import environment as nixl_environment
+from pdcluster.transfer.backends.staged.staging import Fabric, StagedSettings
 from pdcluster.transfer.paths.choose import auto_names, check_fabric, create_backends
 
 ME = Peer("n0", "boot")

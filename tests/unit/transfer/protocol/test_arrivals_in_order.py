@@ -12,16 +12,14 @@ from msgspec.structs import replace
 from pdcluster.core.messages import ChunkEntry, Commit, Endpoint, Leg, Ticket, pack_tokens
 from pdcluster.transfer.backends.base import Arrival, Peer, Stamp
 from pdcluster.transfer.layout.geometry import PageShape
+from pdcluster.transfer.protocol.commit_coverage import covers_each_cell, is_in_order, part_of
 from pdcluster.transfer.protocol.reader_state import (
     Incoming,
     Landing,
     are_in_place,
-    covers_each_cell,
     in_token_order,
     is_as_seen,
-    is_in_order,
     legs_seen,
-    part_of,
 )
 
 TOKENS, LAYERS, HEADS = 4, 3, 2
@@ -124,7 +122,6 @@ class Arrived:
                 for page in pages[first : first + -(-entry.num_tokens // TOKENS)]
             )
             self.arrive(Arrival(Stamp(5, entry.index, 1, entry.nbytes), 1, spans))
-        self.incoming.commit = self.commit
         leg = self.commit.legs[0]
         self.landings = [Landing(entry, 0, part_of(self.commit, leg, entry)) for entry in leg.chunks]
 

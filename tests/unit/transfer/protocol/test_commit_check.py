@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from fake_backend import Fault
 from transfer_harness import PAGE_BYTES, PAGE_TOKENS, QUICK, READER, WRITER, Pair, take_digests
 
 from pdcluster.core.messages import ChunkEntry, Commit, Leg
 from pdcluster.transfer.backends.base import Fence, Stamp
-from pdcluster.transfer.backends.fake import Fault
 from pdcluster.transfer.layout.spans import CopyRun
 from pdcluster.transfer.protocol import reader
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from fake_backend import Fault
 from msgspec.structs import replace
 from transfer_harness import Pair, take_digests
 
 from pdcluster.transfer.backends.base import Arrival
-from pdcluster.transfer.backends.fake import Fault
 
 PAGES, SOURCE, TOKENS = [10, 11, 30, 31], [3, 4, 5, 20], 16
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import random
 
+from fake_backend import FakeNetwork, Fault
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_harness import NUM_PAGES, PAGE_BYTES, PAGE_TOKENS, QUICK, WRITER, Clock, Node
 
 from pdcluster.core.messages import Abort, CommitAck, Endpoint
 from pdcluster.transfer.backends.base import Peer, Stamp
-from pdcluster.transfer.backends.fake import FakeNetwork, Fault
 from pdcluster.transfer.layout.geometry import PageShape
 from pdcluster.transfer.protocol.reader import Reader
 from pdcluster.transfer.protocol.session import Acked, LocalPages, Send

@@ -39,7 +39,7 @@ def test_a_dead_boot_is_forgotten_when_its_last_ticket_is_reclaimed() -> None:
         pair.reader.peer_gone(boot)
         pair.reader.peer_gone(Peer("p1", f"never-met-{number}"))
         pair.poll()
-    assert len(pair.reclaimed) == 50 and not pair.reader._gone
+    assert len(pair.reclaimed) == 50 and not pair.reader._aborts.gone
 
 
 def test_a_dead_boot_is_remembered_as_long_as_its_pages_wait_for_proof() -> None:
@@ -50,10 +50,10 @@ def test_a_dead_boot_is_remembered_as_long_as_its_pages_wait_for_proof() -> None
     pair.poll()
     pair.reader.peer_gone(WRITER)
     silently(pair)
-    assert set(pair.reader._gone) == {WRITER} and pair.reader.quarantined_pages == 2, "it may still write"
+    assert set(pair.reader._aborts.gone) == {WRITER} and pair.reader.quarantined_pages == 2, "it may still write"
     pair.network.kill(WRITER)
     silently(pair)
-    assert pair.reader.is_idle() and not pair.reader._gone
+    assert pair.reader.is_idle() and not pair.reader._aborts.gone
 
 
 def test_a_dead_boot_whose_pages_wait_is_called_ever_more_seldom() -> None:

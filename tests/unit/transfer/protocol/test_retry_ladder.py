@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 
 import pytest
+from fake_backend import Fault
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_harness import PAGE_BYTES, QUICK, READER, Pair
@@ -14,7 +15,6 @@ from transfer_harness import PAGE_BYTES, QUICK, READER, Pair
 from pdcluster.core.errors import PeerUnreachable
 from pdcluster.core.messages import Ticket
 from pdcluster.transfer.backends.base import Stamp, WriteStatus
-from pdcluster.transfer.backends.fake import Fault
 from pdcluster.transfer.paths.breaker import BreakerState
 from pdcluster.transfer.paths.measure import MeasureSettings, Paths
 from pdcluster.transfer.protocol.ladder import Ladder

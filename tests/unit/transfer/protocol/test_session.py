@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from fake_backend import Fault
 from transfer_harness import LOGPROBS, PAGE_BYTES, PAGE_TOKENS, QUICK, READER, WRITER, Pair
 
 from pdcluster.core.errors import IntegrityError, PeerUnreachable, TransferError
 from pdcluster.core.messages import Abort, AbortAck, ChunkEntry, Commit, CommitAck, Leg, pack_tokens
 from pdcluster.transfer.backends.base import Peer, Stamp, WriteStatus
-from pdcluster.transfer.backends.fake import Fault
 from pdcluster.transfer.protocol import writer
 from pdcluster.transfer.protocol.session import Acked, Drained, Landed, Reclaimed, TicketFailed, TicketGaveUp
 from pdcluster.transfer.protocol.writer import Writer

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import xxhash
+from fake_backend import FakeBackend, FakeNetwork, Fault
 
 from pdcluster.core.messages import Endpoint, NodeMessage, Ticket, TokenLogprobs
 from pdcluster.transfer.backends.base import Arrival, Handle, Peer, Region, Stamp
-from pdcluster.transfer.backends.fake import FakeBackend, FakeNetwork, Fault
 from pdcluster.transfer.layout.geometry import PageShape
 from pdcluster.transfer.layout.spans import CopyRuns, Spans
 from pdcluster.transfer.protocol.reader import Reader

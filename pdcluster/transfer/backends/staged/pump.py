@@ -4,22 +4,19 @@ and our own link.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import logging
-import os
-import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from pdcluster.core.errors import ProtocolError
 from pdcluster.transfer.backends.base import Handle, Peer, Region, Stamp, WriteStatus
-from pdcluster.transfer.backends.ledger import Inbox, Writes, level_of_end, start_or_release
-from pdcluster.transfer.backends.staging import (
+from pdcluster.transfer.backends.ledger import Inbox, level_of_end, start_or_release
+from pdcluster.transfer.backends.staged.polling import DescriptorWaiter, WorkPace
+from pdcluster.transfer.backends.staged.source_reads import SourceReads
+from pdcluster.transfer.backends.staged.staging import (
     ANSWER,
     ANSWER_MAGIC,
     AWAKE_MAGIC,
@@ -36,175 +33,6 @@ from pdcluster.transfer.backends.staging import (
 from pdcluster.transfer.backends.tcp_links import AnswerReader, Link, TcpAdvert, connect, sealed
 from pdcluster.transfer.copying.copy import Payload
 from pdcluster.transfer.layout.runs import RunTable
-
-# What a library may still read of our source pages after its pump released it. For a staged backend that sends straight
-# from the pool.
-#
-# A write whose outcome is late is over for its pump, but its pages are not free: read later, they would hold another
-# request's KV. So every answer about a write goes through here. A final one waits until the library says that each of
-# its batches ended. Until then the write is PENDING, and after a while UNKNOWN, which keeps the pages with their
-# ticket. Neither a timer nor an error of the library frees them.
-
-# The library's final answers on a batch: it no longer reads its source.
-ENDED = frozenset({WriteStatus.DONE, WriteStatus.LOST})
-
-
-@dataclass(slots=True)
-class _Held:
-    """A write that the library may still read.
-    answer: its result once nothing reads its source; None while its pump still has some of it.
-    has_failed: the library raised an error when asked.
-    """
-
-    since: float
-    batches: list[int] = field(default_factory=list)
-    answer: WriteStatus | None = None
-    is_told: bool = False
-    has_failed: bool = False
-
-
-class SourceReads:
-    """For any thread. Only this class polls a batch given to `keep`, because the library forgets it with its final
-    answer.
-    """
-
-    def __init__(
-        self, engine: TransferLibrary, writes: Writes, unknown_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._engine, self._writes, self._unknown_s, self._clock = engine, writes, unknown_s, clock
-        self._lock = threading.Lock()
-        self._held: dict[Handle, _Held] = {}
-
-    def __len__(self) -> int:
-        """Writes whose source may still be read."""
-        return len(self._held)
-
-    def keep(self, handle: Handle, batches: Iterable[int], since: float) -> None:
-        """Keep these unfinished batches of a write, submitted at `since`."""
-        with self._lock:
-            held = self._held.setdefault(handle, _Held(since))
-            held.since = min(held.since, since)
-            held.batches += batches
-
-    def settle(self, handle: Handle, status: WriteStatus, digest: int | None = None) -> None:
-        """Record that a write is over for its pump. The first such answer counts."""
-        with self._lock:
-            held = self._held.get(handle)
-            if held is not None:
-                held.answer = held.answer or status
-        if held is None:
-            self._writes.settle(handle, status, digest)
-        else:
-            self.look(handle)
-
-    def look(self, handle: Handle) -> None:
-        """Poll the kept batches of a write and act on what changed."""
-        if handle not in self._held:
-            return
-        with self._lock:
-            held = self._held.get(handle)
-            if held is None:
-                return
-            held.batches = [batch for batch in held.batches if not self._has_ended(held, batch)]
-            self._tell(handle, held)
-
-    def _has_ended(self, held: _Held, batch: int) -> bool:
-        """Whether a batch has ended. An error of the library, of any kind, is not a final answer."""
-        try:
-            return self._engine.check(batch) in ENDED
-        except Exception as error:
-            if not held.has_failed:
-                LOG.warning(
-                    "the transfer library does not say what became of a write, whose source pages stay as they are "
-                    "until it does: %s",
-                    error,
-                )
-            held.has_failed = True
-            return False
-
-    def _tell(self, handle: Handle, held: _Held) -> None:
-        if held.answer is None:
-            return
-        if not held.batches:
-            del self._held[handle]
-            self._writes.settle(handle, held.answer)
-        elif not held.is_told and self._clock() - held.since >= self._unknown_s:
-            held.is_told = True
-            self._writes.settle(handle, WriteStatus.UNKNOWN)
-
-    def end(self) -> None:
-        """The library is closed: its threads have ended and nothing reads any source. Nobody gives it work now."""
-        with self._lock:
-            for handle, held in list(self._held.items()):
-                held.batches.clear()
-                held.answer = held.answer or WriteStatus.FAILED
-                self._tell(handle, held)
-
-
-# Waits of fractions of a millisecond, for backends' threads.
-#
-# `select` knows such times but no descriptor above 1023. `poll` takes any descriptor but whole milliseconds. ppoll of
-# the C library takes both. `WorkPace` says when to poll a library next: polling takes time of the core that does the
-# work.
-
-# Between two polls.
-LEAST_S, MOST_S = 0.0002, 0.001
-# Seconds per byte (3 GB/s) before anything is measured.
-FIRST_BYTE_S = 0.3e-9
-NEW_SHARE = 0.2
-# The part of the predicted remaining time to wait, so that late polls cannot inflate the prediction.
-EARLY_SHARE = 0.8
-# Of the time by which it is late.
-LATE_SHARE = 0.25
-
-
-class _Entry(ctypes.Structure):
-    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
-
-
-class _Time(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-class DescriptorWaiter:
-    """Waits until one of its descriptors is readable or at its end. For one thread."""
-
-    def __init__(self, *fds: int) -> None:
-        self._ppoll = ctypes.CDLL(None, use_errno=True).ppoll
-        self._fds = fds
-        self._entries = (_Entry * len(fds))(*(_Entry(fd, select.POLLIN, 0) for fd in fds))
-        self._time = _Time()
-
-    def wait(self, timeout_s: float | None, wanted: tuple[bool, ...] | None = None) -> tuple[bool, ...]:
-        """The ready descriptors; None: no deadline. wanted: descriptors marked False do not end the wait."""
-        until = None
-        if timeout_s is not None:
-            self._time.seconds, self._time.nanoseconds = divmod(int(timeout_s * 1e9), 1_000_000_000)
-            until = ctypes.byref(self._time)
-        if wanted is not None:
-            for entry, fd, is_wanted in zip(self._entries, self._fds, wanted, strict=True):
-                entry.fd = fd if is_wanted else -1
-        count = self._ppoll(self._entries, len(self._entries), until, None)
-        if count < 0 and (reason := ctypes.get_errno()) != errno.EINTR:
-            raise OSError(reason, os.strerror(reason))
-        return tuple(count > 0 and bool(entry.revents) for entry in self._entries)
-
-
-class WorkPace:
-    """How fast the polled work is done, as measured."""
-
-    def __init__(self) -> None:
-        self._byte_s = FIRST_BYTE_S
-
-    def done(self, age_s: float, nbytes: int) -> None:
-        """Record that `nbytes`, all that was there when the last came, took `age_s`."""
-        self._byte_s += NEW_SHARE * (age_s / nbytes - self._byte_s)
-
-    def next_look_s(self, age_s: float, nbytes: int) -> float:
-        """When to poll work of so many bytes and such an age again. The later it is, the longer the pause."""
-        left = nbytes * self._byte_s - age_s
-        return min(MOST_S, max(LEAST_S, left * EARLY_SHARE, -left * LATE_SHARE))
-
 
 LOG = logging.getLogger(__name__)
 

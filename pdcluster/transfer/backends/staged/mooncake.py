@@ -33,7 +33,7 @@ from pdcluster.core.address import format_address, is_ipv6
 from pdcluster.core.errors import ConfigError
 from pdcluster.settings.config import set_for_library
 from pdcluster.transfer.backends.base import WriteStatus
-from pdcluster.transfer.backends.staging import StagedSettings
+from pdcluster.transfer.backends.staged.staging import StagedSettings
 
 LOG = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ large blocks per connection. A piece of a write takes these steps:
 
 A piece whose library write failed or has no known outcome gets no notice. So it cannot reach the pages, and block i is
 not used again on this connection. For the session that is FAILED, as soon as the library reads none of the write's
-pages (`staged_pump`). The session digests the reader's copy in the pages.
+pages (`source_reads`). The session digests the reader's copy in the pages.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ import msgspec
 from pdcluster.core.errors import IntegrityError, PeerUnreachable, ProtocolError
 from pdcluster.transfer.backends.base import Arrival, Fence, Handle, Peer, Permit, Region, Stamp, WriteStatus
 from pdcluster.transfer.backends.ledger import Arrivals, Counts, Doorbell, Permits, Writes
-from pdcluster.transfer.backends.staged_pump import Pump, SourceReads, StagedWrite
-from pdcluster.transfer.backends.staging import (
+from pdcluster.transfer.backends.staged.pump import Pump, StagedWrite
+from pdcluster.transfer.backends.staged.source_reads import SourceReads
+from pdcluster.transfer.backends.staged.staging import (
     ANSWER,
     ANSWER_MAGIC,
     AWAKE_MAGIC,

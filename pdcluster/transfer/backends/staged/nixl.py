@@ -19,7 +19,7 @@ from typing import Any
 from pdcluster.core.address import is_loopback
 from pdcluster.core.errors import ConfigError
 from pdcluster.transfer.backends.base import Peer, WriteStatus
-from pdcluster.transfer.backends.staging import StagedSettings
+from pdcluster.transfer.backends.staged.staging import StagedSettings
 
 LOG = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 flips, unknown results.
 
 `FakeNetwork` holds the schedule and an injected clock; a `FakeBackend` is one boot's end. Nothing happens by itself:
-every call first carries out the events that are due, in time order. For tests; a node never uses it.
+every call first carries out the events that are due, in time order.
 """
 
 from __future__ import annotations
