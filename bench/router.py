@@ -154,7 +154,7 @@ class _Exchange:
                 self._cluster.send(self._first, Deliver(body.ticket))
 
         ledger = self._cluster.ledger
-        ledger.open(request, hear)
+        ledger.readers[request] = hear
         began = time.perf_counter()
         ledger.enter(RequestLeg(request, 0, self._first, []))
         self._cluster.send(self._first, Prefill(self._work(request, 0), remote=self._second is not None))
@@ -165,7 +165,7 @@ class _Exchange:
         taken = time.perf_counter() - began
         if self._second is not None:
             self._cluster.send(self._second, Cancel(request, 1, "done"))  # the prefill node's token was the last
-        ledger.close(request)
+        del ledger.readers[request]
         return taken
 
     def _work(self, request: str, attempt: int) -> Work:

@@ -5,6 +5,7 @@ It holds what was requested, what was emitted and which nodes to avoid.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -38,10 +39,10 @@ class HashedPrompt:
         self._chain: HashChain | None = None
         self._found = b"", b""
 
-    def of(self, prompt: Sequence[int], chain: HashChain) -> tuple[bytes, bytes]:
-        """Packed tokens and hashes. The cache compares the prompt object, not its tokens."""
+    def of(self, prompt: array[int], chain: HashChain) -> tuple[bytes, bytes]:
+        """Packed tokens and hashes of an array('i'). The cache compares the prompt object, not its tokens."""
         if prompt is not self._prompt or chain != self._chain:
-            packed = pack_tokens(prompt)
+            packed = prompt.tobytes()
             self._found = packed, extend(b"", packed, root=chain.root, block_tokens=chain.block_tokens)
             self._prompt, self._chain = prompt, chain
         return self._found

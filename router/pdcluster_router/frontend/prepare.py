@@ -267,7 +267,7 @@ def prepare_completion(request: requests.CompletionRequest, dispatcher: Dispatch
             request.max_tokens, limits.DEFAULT_COMPLETION_TOKENS, num_prompt, model.info, "max_tokens"
         )
         samplings.append(build.sampling(max_tokens, request.logprobs))
-    num_prompt = sum(len(prompt.token_ids) for prompt in prompts)
+    num_prompt = sum(map(len, map(TOKEN_IDS, prompts)))
     head = _head(request, "cmpl-" + terms.request_id, model, num_prompt, logprobs=request.logprobs is not None)
     return build.prepared(prompts, samplings, CompletionFormat(head))
 
@@ -348,6 +348,7 @@ OPTIONS = (
 )  # fmt: skip
 
 _options = attrgetter(*OPTIONS)
+TOKEN_IDS = attrgetter("token_ids")
 
 
 class Plans:

@@ -11,6 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Protocol
 
 import msgspec
@@ -240,7 +241,7 @@ class _Whole:
     def __init__(self, exchange: Exchange, prepared: Prepared) -> None:
         self._exchange, self._prepared = exchange, prepared
         self._collected: dict[int, _Collected] = {}
-        self.is_text_only = all(choice.is_text_only for choice in prepared.choices)
+        self.is_text_only = all(map(attrgetter("is_text_only"), prepared.choices))
 
     def add(self, index: int, piece: TextPiece) -> None:
         collected = self._collected.get(index)

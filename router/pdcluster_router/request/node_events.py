@@ -26,7 +26,6 @@ from pdcluster.core.messages import (
     Endpoint,
     Failed,
     Finished,
-    LegTimings,
     Prefill,
     Refused,
     Release,
@@ -204,7 +203,8 @@ def _on_row(attempt: Attempt, leg: RequestLeg, row: TokenRow) -> None:
     attempt.queue_by = math.inf
     if attempt.state is not S.DECODING:
         attempt.state = ATTEMPT[attempt.state, "row"]
-        _note_computed(attempt)
+        if attempt.computed_at is None:
+            attempt.computed_at = attempt.shared.clock()
     attempt.set_clock(attempt.shared.settings.stages.liveness_s)
     _emit(attempt, row)
 
@@ -212,7 +212,8 @@ def _on_row(attempt: Attempt, leg: RequestLeg, row: TokenRow) -> None:
 def _on_first_row(attempt: Attempt, row: TokenRow) -> None:
     """Of the prefill leg."""
     attempt.queue_by = math.inf
-    _note_computed(attempt)
+    if attempt.computed_at is None:
+        attempt.computed_at = attempt.shared.clock()
     if attempt.state is S.DECODING and not attempt.job.awaits_prompt_logprobs:
         return
     if attempt.state is S.PREFILLING or attempt.state is S.RESERVING:
@@ -246,7 +247,7 @@ def _on_reserved(attempt: Attempt, leg: RequestLeg, message: Reserved) -> None:
 
 
 def _on_delivered(attempt: Attempt, leg: RequestLeg, message: Delivered) -> None:
-    _note_report(attempt, message.timings)
+    attempt.report, attempt.known_route = message.timings, None
     if attempt.job.awaits_prompt_logprobs:  # its row went before this
         raise RetryAttempt(errors.TransferError("the prompt's logprobs were lost on their way"), None)
     if attempt.state is S.CARRYING and not attempt.is_complete:
@@ -259,7 +260,7 @@ def _on_finished(attempt: Attempt, leg: RequestLeg, message: Finished) -> None:
     attempt.finished, attempt.finished_by = message, leg
     is_of_prompt = leg is attempt.prefill
     if is_of_prompt:
-        _note_report(attempt, message.timings)
+        attempt.report, attempt.known_route = message.timings, None
     if (is_of_prompt or attempt.prefill is None) and attempt.job.note_cached(message.timings.cached_tokens):
         attempt.known_route = None
     if attempt.held is not None:
@@ -308,15 +309,6 @@ _ON: Mapping[type[Body], Callable[[Attempt, RequestLeg, Any], None]] = {
     LegLost: _on_lost,
     NodeReconnected: _on_reconnected,
 }
-
-
-def _note_computed(attempt: Attempt) -> None:
-    if attempt.computed_at is None:
-        attempt.computed_at = attempt.shared.clock()
-
-
-def _note_report(attempt: Attempt, timings: LegTimings) -> None:
-    attempt.report, attempt.known_route = timings, None
 
 
 def _leave_alone(attempt: Attempt, leg: RequestLeg, seconds: float) -> None:
