@@ -4,8 +4,7 @@ the table."""
 import subprocess
 import sys
 
-import pytest
-from tree import Module, imports, modules, written
+from tree import Module, modules, require_none, written
 
 LEVELS: dict[str, int] = {
     # words and plain services that every process uses
@@ -116,22 +115,26 @@ def is_pure(module: Module) -> bool:
     return module.name in PURE_MODULES or any(module.name.startswith(f"{package}.") for package in PURE)
 
 
-@pytest.mark.parametrize("module", written(), ids=lambda module: module.name)
-def test_a_module_imports_its_own_package_or_a_lower_one(module: Module) -> None:
-    own = room(module.name)
-    assert own in LEVELS, f"{own} has no level; add it to the table"
-    wrong = [
-        f"{module.file}:{line}: {own} (level {LEVELS[own]}) imports {name} (level {LEVELS.get(room(name))})"
-        for name, line in imports(module)
-        if is_ours(name) and room(name) != own
-        if LEVELS.get(room(name), LEVELS[own]) >= LEVELS[own]
-    ]
-    assert not wrong, "\n".join(wrong)
+def test_a_module_imports_its_own_package_or_a_lower_one() -> None:
+    rooms = {module: room(module.name) for module in written()}
+    require_none({own for own in rooms.values() if own not in LEVELS}, "give the package a level in the table")
+    require_none(
+        [
+            f"{module.at(found.line)}: {own} (level {LEVELS[own]}) imports {found.name} "
+            f"(level {LEVELS.get(room(found.name))})"
+            for module, own in rooms.items()
+            for found in module.imports
+            if is_ours(found.name) and room(found.name) != own
+            if LEVELS.get(room(found.name), LEVELS[own]) >= LEVELS[own]
+        ],
+        "import lower packages only",
+    )
 
 
 def test_modules_of_a_package_do_not_import_each_other_in_a_circle() -> None:
     graph = {
-        module.name: {name for name, _ in imports(module) if room(name) == room(module.name)} for module in written()
+        module.name: {found.name for found in module.imports if room(found.name) == room(module.name)}
+        for module in written()
     }
     left = {name: others - {name} for name, others in graph.items()}
     while leaves := {name for name, others in left.items() if not others & left.keys()}:
@@ -139,31 +142,39 @@ def test_modules_of_a_package_do_not_import_each_other_in_a_circle() -> None:
     assert not left, f"circles among {sorted(left)}"
 
 
-@pytest.mark.parametrize("module", [m for m in written() if is_pure(m)], ids=lambda module: module.name)
-def test_pure_modules_do_no_io_and_know_no_model_library(module: Module) -> None:
-    found = [
-        f"{module.file}:{line}: {name}"
-        for name, line in imports(module)
-        if name.split(".")[0] in NO_IO | MODEL_LIBRARIES
-    ]
-    assert not found, "pass what it needs in:\n" + "\n".join(found)
+def test_pure_modules_do_no_io_and_know_no_model_library() -> None:
+    require_none(
+        named_imports([module for module in written() if is_pure(module)], NO_IO | MODEL_LIBRARIES),
+        "pass what it needs in",
+    )
 
 
-@pytest.mark.parametrize(
-    "module", [m for m in written() if room(m.name) == "pdcluster.core"], ids=lambda module: module.name
-)
-def test_core_needs_the_standard_library_msgspec_and_numpy_only(module: Module) -> None:
+def test_core_needs_the_standard_library_msgspec_and_numpy_only() -> None:
     allowed = set(sys.stdlib_module_names) | {"msgspec", "numpy", "pdcluster"}
-    assert {name.split(".")[0] for name, _ in imports(module)} <= allowed
+    require_none(
+        [
+            f"{module.at(found.line)}: {found.name}"
+            for module in written()
+            if room(module.name) == "pdcluster.core"
+            for found in module.imports
+            if found.name.split(".")[0] not in allowed
+        ],
+        "core imports the standard library, msgspec and numpy only",
+    )
 
 
-@pytest.mark.parametrize(
-    "module",
-    [m for m in written() if m.name.startswith(("pdcluster.api.", "pdcluster_router."))],
-    ids=lambda module: module.name,
-)
-def test_router_and_api_name_no_model_library(module: Module) -> None:
-    assert not {name.split(".")[0] for name, _ in imports(module)} & MODEL_LIBRARIES
+def test_router_and_api_name_no_model_library() -> None:
+    users = [module for module in written() if module.name.startswith(("pdcluster.api.", "pdcluster_router."))]
+    require_none(named_imports(users, MODEL_LIBRARIES), "leave models to nodes")
+
+
+def named_imports(importers: list[Module], libraries: set[str]) -> list[str]:
+    return [
+        f"{module.at(found.line)}: {found.name}"
+        for module in importers
+        for found in module.imports
+        if found.name.split(".")[0] in libraries
+    ]
 
 
 def test_every_package_of_the_tables_exists() -> None:
