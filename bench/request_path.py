@@ -43,7 +43,7 @@ from pdcluster.telemetry.tracing import open_tracer
 from pdcluster.transfer.backends.base import Peer
 from pdcluster_router import process
 from pdcluster_router.core.kept_heap import keep_heap
-from pdcluster_router.explain.request_trace import Tracing
+from pdcluster_router.core.tracing import Tracing
 from pdcluster_router.frontend.app import create_app
 from pdcluster_router.frontend.server import http_settings
 from pdcluster_router.http.connection import Connection, Connections, LineLimits
