@@ -29,7 +29,7 @@ from pdcluster.core.messages import FinishReason, Sampling, TokenLogprobs
 
 if TYPE_CHECKING:
     from pdcluster.api.text.model_text import TextModel
-    from pdcluster_router.explain.request_trace import RequestTrace
+    from pdcluster_router.core.tracing import RequestTrace
 
 Mode = Literal["remote", "local"]
 Force = Literal["auto", "remote", "local"]

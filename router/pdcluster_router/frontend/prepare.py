@@ -34,7 +34,7 @@ from pdcluster.core.sampling import Sampling
 from pdcluster_router.core.generation import Dispatcher, Force, Generation, HangUp, ModelInfo
 from pdcluster_router.core.random_pool import draw_bits
 from pdcluster_router.core.tenants import ANYBODY, Tenant
-from pdcluster_router.explain.request_trace import RequestTrace
+from pdcluster_router.core.tracing import RequestTrace
 from pdcluster_router.frontend.choices import Clock, Echo, OutputChoice
 from pdcluster_router.frontend.grammar_pool import shared_pool
 

@@ -21,7 +21,7 @@ from pdcluster_router.core.tenants import Tenant
 from pdcluster_router.http.write_coalescing import WriteCoalescer
 
 if TYPE_CHECKING:
-    from pdcluster_router.explain.request_trace import RequestTrace
+    from pdcluster_router.core.tracing import RequestTrace
 
 JSON = b"content-type: application/json\r\n"
 # Header lines of event streams: nothing on the way may buffer them.
