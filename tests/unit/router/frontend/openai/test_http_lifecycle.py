@@ -19,6 +19,7 @@ from pdcluster.core.errors import Cancelled, ConfigError, DeadlineExceeded, Node
 from pdcluster_router.core.generation import Done, Generation, Running, Sink, TokenChunk
 from pdcluster_router.frontend.app import HttpSettings, create_app
 from pdcluster_router.frontend.server import listening, router_metrics
+from pdcluster_router.queueing.admission import refusal
 from pdcluster_router.request.open_requests import OpenRequest, OpenRequests
 
 CHAT = "/v1/chat/completions"
@@ -203,6 +204,19 @@ async def test_requests_over_the_limit_are_429_and_places_come_back(dispatcher: 
         gate.set()
         assert [(await reply).status_code for reply in open_ones] == [200, 200]
         assert (await client.post(PLAIN, json=body())).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "seconds", "predicted"),
+    [(0.0, "1", "0.100"), (0.25, "1", "0.250"), (1.0, "1", "1.000"), (1.001, "2", "1.001"), (29.2, "30", "29.200")],
+)
+async def test_a_refusal_says_when_to_retry_in_whole_seconds_rounded_up(
+    client: httpx.AsyncClient, dispatcher: ScriptedDispatcher, wait_s: float, seconds: str, predicted: str
+) -> None:
+    dispatcher.script = lambda _: [refusal("hold_count", "the queue is full", wait_s)]
+    reply = await client.post(PLAIN, json=body())
+    assert (reply.status_code, reply.headers["retry-after"]) == (429, seconds)
+    assert reply.headers["x-pdcluster-predicted-wait-s"] == predicted
 
 
 @pytest.mark.parametrize(
