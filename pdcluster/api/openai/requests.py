@@ -48,8 +48,8 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 class Common(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields that chat and plain completions share. `check_unsupported` handles fields typed `object`, or nobody
-    does.
+    """Fields that chat and plain completions share. `_check_unsupported` handles fields typed `object`, or
+    nobody does.
     """
 
     model: str

@@ -106,7 +106,7 @@ class Setting:
 
 
 class BrokenPolicy:
-    """Implements policy.Policy."""
+    """Implements policy.base.Policy."""
 
     name = "broken"
 
@@ -154,7 +154,7 @@ INFOS = (ModelInfo(MODEL, 1, 256, VOCAB, (EOS,)),)
 
 
 class AlarmsByHand:
-    """Implements alarms.Alarms by the test's clock: they ring when the test looks at them."""
+    """Implements timers.Timers by the test's clock: they ring when the test looks at them."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._set: dict[int, tuple[float, Callable[[], None]]] = {}
