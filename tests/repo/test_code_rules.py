@@ -3,7 +3,7 @@
 import ast
 from collections import Counter
 
-from tree import PACKAGES, ROOT, bench_modules, modules, require_none, written
+from tree import PACKAGES, ROOT, bench_modules, modules, modules_below, require_none, written
 
 UNSAFE = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle"}
 MAX_LINES, MAX_COLUMNS = 800, 120
@@ -213,6 +213,22 @@ def test_test_files_have_unique_names() -> None:
         file.name for file in (ROOT / "tests").rglob("*.py") if file.name not in ("conftest.py", "__init__.py")
     )
     require_none([name for name, count in counts.items() if count > 1], "name one after its own subject")
+
+
+def test_test_files_do_not_import_each_other() -> None:
+    """Nor does anybody else. Tests of the router's requests are being rewritten."""
+    importers = [*bench_modules(), *modules_below(ROOT / "tests")]
+    require_none(
+        [
+            f"{module.at(found.line)}: {found.name}"
+            for module in importers
+            if not module.name.startswith("tests.unit.router.request.")
+            for found in module.all_imports
+            if found.name.rpartition(".")[2].startswith("test_")
+            or (module.name.startswith("bench.") and found.name.split(".")[0] == "tests")
+        ],
+        "move what both need to tests/harness, a conftest or a file beside them",
+    )
 
 
 def test_there_are_no_files_without_a_subject() -> None:
