@@ -23,7 +23,7 @@ from pdcluster.api.openai.token_list import LONG_BYTES, MARK, cut_list, token_li
 from pdcluster.api.structured.constraints import JsonSchema, ResponseFormat, StructuredOutputs
 from pdcluster.api.text.chat_template import RESERVED
 from pdcluster.api.tools.arguments import arguments_of
-from pdcluster.api.tools.offered import Function, NamedChoice, NamedFunction, ToolDefinition
+from pdcluster.api.tools.tool_choice import Function, NamedChoice, NamedFunction, ToolDefinition
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.sampling import LEAST_REPETITION, MAX_BAD_WORDS, MAX_LOGPROBS, MOST_REPETITION
 

@@ -26,7 +26,7 @@ from pdcluster.api.text.choice_text import ChoiceText
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.api.text.segments import SHORT_CHARACTERS
 from pdcluster.api.text.stop_strings import StopMatcher
-from pdcluster.api.tools.offered import Offer, offer_of
+from pdcluster.api.tools.tool_choice import Offer, offer_of
 from pdcluster.api.validate import closest
 from pdcluster.core.errors import BadRequest, DeadlineExceeded, Unavailable, UnknownModel
 from pdcluster.core.grammar import Grammar

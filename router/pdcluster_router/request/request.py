@@ -232,7 +232,7 @@ class Request:
         """Nothing of the request is another but that there is more. Where its sink takes that without a Chunk, most
         rows do not come here."""
         try:
-            take = self.sink.way()
+            take = self.sink.fast_token_path()
             is_taken = take is not None and take(row.position, row.tokens)
         except Exception as error:  # the top of what happens to a request, as in `_step`
             self.fail(error)
