@@ -23,7 +23,7 @@ from pathlib import Path
 from bench.fakes.paced_nodes import Pace as NodePace
 from bench.fakes.paced_nodes import PacedCluster
 from bench.harness import overload_cluster
-from bench.harness.offered import (
+from bench.harness.offered_load import (
     GOAL,
     OVERLOAD,
     SLO_S,

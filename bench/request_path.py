@@ -43,10 +43,10 @@ from pdcluster.telemetry.tracing import open_tracer
 from pdcluster.transfer.backends.base import Peer
 from pdcluster_router import process
 from pdcluster_router.core.kept_heap import keep_heap
-from pdcluster_router.explain.request_trace import Tracing
+from pdcluster_router.core.tracing import Tracing
 from pdcluster_router.frontend.app import create_app
 from pdcluster_router.frontend.server import http_settings
-from pdcluster_router.http.connection import Connection, Connections, LineLimits
+from pdcluster_router.http.connection import Connection, ConnectionLimits, Connections
 from pdcluster_router.policy.predicted import compiled
 
 NUM_CLIENTS = 32
@@ -66,7 +66,7 @@ TOKEN_GOAL_US = 1e6 / 60_000
 # asyncio's loop, libraries, this bench.
 NOT_OURS = "around it"
 ROOTS = (os.path.dirname(process.__file__), os.path.dirname(os.path.dirname(bundled.__file__)))
-LIMITS = LineLimits(1 << 24, READY_S, READY_S)
+LIMITS = ConnectionLimits(1 << 24, READY_S, READY_S)
 OK = b"HTTP/1.1 200 "
 STREAM_END = b"\r\n0\r\n\r\n"
 PARTS = (

@@ -12,7 +12,7 @@ import typer
 
 from pdcluster.settings import flags
 from pdcluster.settings.config import BootstrapConfig, LoadedSection, NodeConfig, UpConfig
-from pdcluster.settings.shown import SectionName, SettingPairs, SettingsFile, show_settings
+from pdcluster.settings.settings_table import SectionName, SettingPairs, SettingsFile, show_settings
 from pdcluster.telemetry import log
 
 app = typer.Typer(

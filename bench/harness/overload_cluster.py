@@ -26,7 +26,7 @@ from pathlib import Path
 
 from bench.fakes.paced_nodes import Pace
 from bench.harness.cluster import NodePlan, cluster
-from bench.harness.offered import (
+from bench.harness.offered_load import (
     GOAL,
     MOST_TOKENS,
     OVERLOAD,

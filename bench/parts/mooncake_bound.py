@@ -16,8 +16,6 @@ from __future__ import annotations
 import os
 import select
 import socket
-import struct
-import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterable
@@ -25,22 +23,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bench.harness.report import Row, row
-from bench.parts.transfer_ends import HOST, Address, Near, Pipe, Pool, Sink
+from bench.parts.transfer_ends import LANDED, MOONCAKE, MOONCAKE_SETTINGS, Address, Near, Pool, Sink
 from pdcluster.transfer.backends.base import WriteStatus
-from pdcluster.transfer.backends.staged.staging import ENTRY_BYTES, StagedSettings
+from pdcluster.transfer.backends.staged.staging import ENTRY_BYTES
 from pdcluster.transfer.backends.tcp_links import send_unpaced
 from pdcluster.transfer.copying.copy import Payload, table_of
 
 if TYPE_CHECKING:
     from pdcluster.transfer.backends.staged.mooncake import MooncakeEngine
 
-KIND = "mooncake"
-SETTINGS = StagedSettings(host=HOST)
-BLOCK_BYTES, BLOCKS, FLYING = SETTINGS.block_bytes, SETTINGS.blocks, SETTINGS.flying
+BLOCK_BYTES, BLOCKS, FLYING = MOONCAKE_SETTINGS.block_bytes, MOONCAKE_SETTINGS.blocks, MOONCAKE_SETTINGS.flying
 FLYING_ALONE = 8
 RUN_BYTES = 128 << 10
-# block, bytes in it (0: the move is over), where in the reader's memory they go, whether they are digested.
-LANDED = struct.Struct("<IIQ?")
 LOOK_S = 0.0001
 
 
@@ -70,51 +64,6 @@ WAYS = (
 def bound_of(page_bytes: int) -> Way:
     """What the product does with pages of such a size."""
     return STRAIGHT if page_bytes >= ENTRY_BYTES else GATHERED
-
-
-# ---------------------------------------------------------------- far
-
-
-def serve(pipe: Pipe, memory: Pool) -> None:
-    """A thread that waits in the kernel while transfers are measured."""
-    from pdcluster.transfer.backends.staged.mooncake import MooncakeEngine
-
-    engine, ring = MooncakeEngine(SETTINGS), Pool(BLOCKS * BLOCK_BYTES)
-    for each in (ring, memory):
-        engine.register(each.bytes.ctypes.data, each.bytes.size)
-    server = socket.create_server((HOST, 0))
-    threading.Thread(
-        target=copy_what_lands, args=(server, engine, ring, memory), name="bench-bound", daemon=True
-    ).start()
-    pipe.send(Address(HOST, server.getsockname()[1]))
-    pipe.send(Address(engine.session, ring.bytes.ctypes.data))
-    pipe.send(Address(engine.session, memory.bytes.ctypes.data))
-
-
-def copy_what_lands(server: socket.socket, engine: MooncakeEngine, ring: Pool, memory: Pool) -> None:
-    """The reader's side, until the writer closes."""
-    digested, payload = True, Payload(table_of(()), digests=True, of_copy=True)
-    with server, server.accept()[0] as sock:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while len(said := sock.recv(LANDED.size, socket.MSG_WAITALL)) == LANDED.size:
-            block, nbytes, start, digests = LANDED.unpack(said)
-            if nbytes:
-                if digests != digested:
-                    digested, payload = digests, Payload(table_of(()), digests=digests, of_copy=True)
-                payload.extend(
-                    table_of([(memory.bytes.ctypes.data + start, ring.bytes.ctypes.data + block * BLOCK_BYTES, nbytes)])
-                )
-                payload.advance(nbytes)
-                sock.send(b"k")
-            else:
-                sock.send(payload.digest().to_bytes(8, "little"))
-                payload = Payload(table_of(()), digests=True, of_copy=True)
-    engine.unregister(memory.bytes.ctypes.data, memory.bytes.size)
-    engine.close()
-    os.close(ring.fd)
-
-
-# ---------------------------------------------------------------- near
 
 
 @dataclass(slots=True)
@@ -207,13 +156,13 @@ class Bench:
     def __init__(self, near: Near) -> None:
         from pdcluster.transfer.backends.staged.mooncake import MooncakeEngine
 
-        near.pipe.send(Sink(KIND, 0, 0))
+        near.pipe.send(Sink(MOONCAKE, 0, 0))
         link, ring, memory = (_address(near) for _ in range(3))
         self._near, self._ring, self._memory = near, ring, memory
         self._sock = socket.create_connection((link.text, link.number))
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         send_unpaced(self._sock)
-        self._engine = MooncakeEngine(SETTINGS)
+        self._engine = MooncakeEngine(MOONCAKE_SETTINGS)
         self._staging = Pool(BLOCKS * BLOCK_BYTES)
         self.shares: list[tuple[float, float]] = []
 

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -33,6 +34,7 @@ from pdcluster.transfer.backends.base import Backend, Peer, Region
 from pdcluster.transfer.backends.ranked import RankedBackend
 from pdcluster.transfer.backends.shm import ShmBackend
 from pdcluster.transfer.backends.staged.backend import StagedBackend
+from pdcluster.transfer.backends.staged.staging import StagedSettings
 from pdcluster.transfer.backends.tcp import DIGEST_BYTES, TcpBackend
 from pdcluster.transfer.copying.copy import GilWaits, Payload, table_of
 from pdcluster.transfer.layout.geometry import PageShape
@@ -41,11 +43,19 @@ from pdcluster.transfer.protocol.reader import Reader
 from pdcluster.transfer.protocol.session import Acked, Drained, LocalPages, Send, Settings, TicketGaveUp, peer_of
 from pdcluster.transfer.protocol.writer import Writer
 
+if TYPE_CHECKING:
+    from pdcluster.transfer.backends.staged.mooncake import MooncakeEngine
+
 NEAR, FAR = Peer("bench-p", "near"), Peer("bench-d", "far")
 PAGE_TOKENS = 32
 LENGTH = struct.Struct("<I")
 HOST = "127.0.0.1"
 STAGING_BYTES = 32 << 20
+MOONCAKE = "mooncake"
+MOONCAKE_SETTINGS = StagedSettings(host=HOST)
+# Of the bound of mooncake: block, bytes in it (0: the move is over), where in the reader's memory they go, whether they
+# are digested.
+LANDED = struct.Struct("<IIQ?")
 
 
 class Ask(NodeMessage, frozen=True, array_like=True):
@@ -61,8 +71,8 @@ class Check(NodeMessage, frozen=True, array_like=True):
 
 class Sink(NodeMessage, frozen=True, array_like=True):
     """Please listen on a socket and swallow so many bytes again and again until it closes, into the next place of a
-    memory as large as the pool each time, and answer each; kind digested: with their digest. Or, for mooncake, serve
-    `bench.parts.mooncake_bound` with that memory."""
+    memory as large as the pool each time, and answer each; kind digested: with their digest. Or, for mooncake, be the
+    reader of `bench.parts.mooncake_bound` with that memory."""
 
     kind: str
     nbytes: int
@@ -289,10 +299,8 @@ class Far:
 
 def swallow(pipe: Pipe, message: Sink, memory: Pool) -> None:
     """The receiving side of a ceiling."""
-    from bench.parts import mooncake_bound
-
-    if message.kind == mooncake_bound.KIND:
-        mooncake_bound.serve(pipe, memory)
+    if message.kind == MOONCAKE:
+        serve_mooncake(pipe, memory)
         return
     buffer = memory.bytes
     server = socket.create_server((HOST, 0))
@@ -313,6 +321,44 @@ def swallow_from(server: socket.socket, message: Sink, buffer: NDArray[np.uint8]
             if not answer:
                 return
             sock.send(answer)
+
+
+def serve_mooncake(pipe: Pipe, memory: Pool) -> None:
+    """A thread that waits in the kernel while transfers are measured."""
+    from pdcluster.transfer.backends.staged.mooncake import MooncakeEngine
+
+    engine, ring = MooncakeEngine(MOONCAKE_SETTINGS), Pool(MOONCAKE_SETTINGS.blocks * MOONCAKE_SETTINGS.block_bytes)
+    for each in (ring, memory):
+        engine.register(each.bytes.ctypes.data, each.bytes.size)
+    server = socket.create_server((HOST, 0))
+    threading.Thread(
+        target=copy_what_lands, args=(server, engine, ring, memory), name="bench-ceiling", daemon=True
+    ).start()
+    pipe.send(Address(HOST, server.getsockname()[1]))
+    pipe.send(Address(engine.session, ring.bytes.ctypes.data))
+    pipe.send(Address(engine.session, memory.bytes.ctypes.data))
+
+
+def copy_what_lands(server: socket.socket, engine: MooncakeEngine, ring: Pool, memory: Pool) -> None:
+    """The reader's side, until the writer closes."""
+    digested, payload = True, Payload(table_of(()), digests=True, of_copy=True)
+    with server, server.accept()[0] as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while len(said := sock.recv(LANDED.size, socket.MSG_WAITALL)) == LANDED.size:
+            block, nbytes, start, digests = LANDED.unpack(said)
+            if nbytes:
+                if digests != digested:
+                    digested, payload = digests, Payload(table_of(()), digests=digests, of_copy=True)
+                landed = ring.bytes.ctypes.data + block * MOONCAKE_SETTINGS.block_bytes
+                payload.extend(table_of([(memory.bytes.ctypes.data + start, landed, nbytes)]))
+                payload.advance(nbytes)
+                sock.send(b"k")
+            else:
+                sock.send(payload.digest().to_bytes(8, "little"))
+                payload = Payload(table_of(()), digests=True, of_copy=True)
+    engine.unregister(memory.bytes.ctypes.data, memory.bytes.size)
+    engine.close()
+    os.close(ring.fd)
 
 
 def received(sock: socket.socket, view: memoryview) -> bytes:

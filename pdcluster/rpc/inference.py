@@ -12,7 +12,7 @@ from pdcluster.api.openai.replies import RouteReport, TokenUsage
 from pdcluster.api.openai.sampling_fields import check_num_biases
 from pdcluster.api.structured.constraints import parsed
 from pdcluster.api.text.choice_text import TextPiece, Token
-from pdcluster.api.tools.offered import MAX_TOOLS
+from pdcluster.api.tools.tool_choice import MAX_TOOLS
 from pdcluster.core.errors import BadRequest
 from pdcluster.rpc import inference_pb2 as pb
 

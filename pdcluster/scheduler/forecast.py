@@ -1,4 +1,4 @@
-"""Forecast of room: when rows and pages come free, from running rows and past steps. Guesses for `retry_after`.
+"""Forecast of room: when rows and pages come free, from running rows and past steps. Guesses for `retry_after_s`.
 
 A row's latest end is known, and many end sooner. So a guess is capped: a request that returns too early costs one
 message, one that returns too late leaves a slot empty.

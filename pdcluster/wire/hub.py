@@ -1,5 +1,5 @@
-"""A node's links: one bound ROUTER socket for all callers, one Dialer for each node it calls. Synchronous, owned by the
-node's loop thread.
+"""A node's links: one bound ROUTER socket for all callers, one ClientLink for each node it calls. Synchronous, owned by
+the node's loop thread.
 
 The hub knows who is there (leases), what arrived in order, and which boot is gone. The node's loop answers every Hello
 with Welcome, and says again what a router misses.

@@ -16,7 +16,7 @@ from pdcluster.settings import flags
 from pdcluster.settings.config import set_environment
 from pdcluster.settings.kinds import address as parse_address
 from pdcluster.settings.kinds import duration
-from pdcluster.settings.shown import SectionName, SettingPairs, SettingsFile, show_settings
+from pdcluster.settings.settings_table import SectionName, SettingPairs, SettingsFile, show_settings
 from pdcluster_router.operate.printing import PrintFormat
 from pdcluster_router.replay.options import NodeOptions, Printing, Routing, Scaling, Traffic
 

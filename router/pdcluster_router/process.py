@@ -40,8 +40,8 @@ from pdcluster_router.console.child import console
 from pdcluster_router.core.kept_heap import keep_heap
 from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.core.tenants import read_tenants
+from pdcluster_router.core.tracing import Tracing
 from pdcluster_router.explain.recorder import Explainer
-from pdcluster_router.explain.request_trace import Tracing
 from pdcluster_router.frontend.app import Exposition, create_app
 from pdcluster_router.frontend.grammar_pool import shared_pool
 from pdcluster_router.frontend.health import RouterHealth, readiness_of

@@ -8,8 +8,8 @@ from typing import Any
 import litellm
 import pytest
 from conftest import Served
+from conversation import ASKED, WEATHER
 from pydantic import BaseModel
-from test_openai_client import ASKED, WEATHER
 
 
 class Event(BaseModel):

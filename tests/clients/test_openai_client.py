@@ -6,24 +6,9 @@ import json
 
 import pytest
 from conftest import Served
+from conversation import ASKED, WEATHER
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 from pydantic import BaseModel
-
-ASKED = [{"role": "user", "content": "What does `shutil.copyfile` do?"}]
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather of a city",
-        "strict": True,
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "enum": ["Rome", "Oslo"]}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
 
 
 class Event(BaseModel):

@@ -4,14 +4,13 @@ every byte of KV that was moved."""
 from __future__ import annotations
 
 import asyncio
-import random
 from array import array
 from collections.abc import Callable
 from contextlib import aclosing
 
 import pytest
 from fake_backend import Fault
-from local_cluster import LocalCluster
+from local_cluster import PAIR, LocalCluster, prompt_of
 from oracle import VOCAB, reference
 from write_faults import each_write_fault
 
@@ -20,12 +19,7 @@ from pdcluster.core.messages import Role, Sampling
 from pdcluster.transfer.backends.base import Stamp, WriteStatus
 from pdcluster_router.core.generation import Generation, TokenChunk
 
-PAIR = {"p0": "prefill", "d0": "decode"}
 TWO_PAIRS = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [random.Random(seed * 1000 + length).randrange(VOCAB) for _ in range(length)]
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 24, 25, 79])

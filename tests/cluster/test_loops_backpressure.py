@@ -6,9 +6,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from local_cluster import LocalCluster, LocalNode
+from local_cluster import PAIR, LocalCluster, LocalNode, prompt_of
 from oracle import OracleEngine, reference
-from test_loops import PAIR, prompt_of
 
 from pdcluster.core import errors
 from pdcluster.core.messages import Refused, Reserve, Reserved

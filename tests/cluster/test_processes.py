@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
 import time
 from collections.abc import Iterator
@@ -16,7 +15,17 @@ import numpy as np
 import openai
 import pytest
 from driver import Driver, greedy
-from processes import PATIENT, Up, abandoned_memory, listening_ports, running, wait_nothing_abandoned
+from processes import (
+    EXACT,
+    PATIENT,
+    Up,
+    abandoned_memory,
+    ask,
+    listening_ports,
+    make_prompts,
+    running,
+    wait_nothing_abandoned,
+)
 
 from pdcluster import client as api
 from pdcluster.checkpoint import bundled
@@ -26,7 +35,6 @@ from pdcluster.settings.config import cache_directory
 
 pytestmark = pytest.mark.timeout(300)
 
-EXACT = ("--set", "node.dtype=float32", "--set", "node.kv.memory_bytes=64MiB", "--set", "router.mode=remote")
 BACKENDS = ("shm", "tcp", "mooncake")
 MOST_LONG = 4
 
@@ -55,22 +63,6 @@ def reference(model):
 def two_pairs() -> Iterator[Up]:
     with running("--prefill", "2", "--decode", "2", *EXACT, *PATIENT) as up:
         yield up
-
-
-def make_prompts(count: int, seed: int, vocab: int = 500) -> list[list[int]]:
-    """Mixed lengths; some share a prefix of several pages with others."""
-    rng = random.Random(seed)
-    shared = [rng.randrange(10, vocab) for _ in range(200)]
-    prompts = []
-    for _ in range(count):
-        own = [rng.randrange(10, vocab) for _ in range(rng.choice([1, 5, 31, 32, 33, 90, 250, 400]))]
-        prompts.append((shared[: rng.choice([0, 0, 40, 128, 200])]) + own)
-    return prompts
-
-
-def ask(up: Up, prompt: list[int], count: int, **fields: object) -> tuple[list[int], dict]:
-    reply = up.complete(prompt, count, **fields)
-    return reply["choices"][0]["token_ids"], reply
 
 
 def test_grpc_gives_the_tokens_of_http_over_the_same_two_nodes(two_pairs: Up) -> None:

@@ -15,8 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from driver import Driver, greedy
-from processes import Up, abandoned_memory, running, wait_nothing_abandoned
-from test_processes import EXACT, ask, make_prompts
+from processes import EXACT, Up, abandoned_memory, ask, make_prompts, running, wait_nothing_abandoned
 
 from pdcluster.checkpoint import bundled
 from pdcluster.engine.engine import Engine, EngineConfig

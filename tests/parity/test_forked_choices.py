@@ -13,7 +13,7 @@ from driver import Driver
 from local_cluster import LocalCluster
 from oracle import reference
 from rank_engines import EngineGroup, engine_group
-from test_penalties import MODEL, PAGE, directory, make_kit, model  # noqa: F401 fixtures
+from small_model import MODEL, PAGE, make_kit
 
 from pdcluster.core.messages import Sampling, Shaping
 from pdcluster.core.step import Row, StepPlan
@@ -33,7 +33,7 @@ def choices(sampling: Sampling, count: int) -> list[Sampling]:
 
 
 @pytest.fixture(scope="module")
-def expected(directory) -> dict[tuple[str, int], list[list[int]]]:  # noqa: F811
+def expected(directory) -> dict[tuple[str, int], list[list[int]]]:
     """Each choice as a request of its own, one after the other on one node."""
 
     async def alone() -> dict[tuple[str, int], list[list[int]]]:
@@ -49,7 +49,7 @@ def expected(directory) -> dict[tuple[str, int], list[list[int]]]:  # noqa: F811
 
 
 @pytest.mark.parametrize("roles", [PAIR, {"m0": "mixed"}], ids=["pair", "one node"])
-async def test_choices_equal_requests_of_their_own(directory, expected, roles) -> None:  # noqa: F811
+async def test_choices_equal_requests_of_their_own(directory, expected, roles) -> None:
     async with LocalCluster(
         roles, force="remote" if roles is PAIR else "auto", make_kit=make_kit(directory)
     ) as cluster:
@@ -140,7 +140,7 @@ async def test_a_leader_that_is_cancelled_leaves_its_followers_a_way() -> None:
         await cluster.until_idle()
 
 
-def test_two_ranks_fork_as_one_engine_does(directory) -> None:  # noqa: F811
+def test_two_ranks_fork_as_one_engine_does(directory) -> None:
     """Every rank copies its own share of the page."""
     given = prompt(PAGE + 7, MODEL.vocab_size, seed=5)
     first, other = choices(SAMPLINGS["seeded"], 2)

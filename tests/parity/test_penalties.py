@@ -4,16 +4,15 @@ a pair, ranks, a pool that is too small, and a stream that moves."""
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from checkpoints import KERNEL_CACHE, Shape, build_model, prompt, save
+from checkpoints import KERNEL_CACHE, prompt
 from driver import Driver
-from local_cluster import EngineKit, LocalCluster
-from local_cluster import Shape as NodeShape
+from local_cluster import LocalCluster
 from rank_engines import engine_group
+from small_model import MODEL, PAGE, make_kit
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
@@ -21,15 +20,10 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from pdcluster.core.messages import PROTOCOL_VERSION, Sampling, Shaping
-from pdcluster.engine.engine import Engine, EngineConfig
-from pdcluster.kv.layout import Fingerprint
-from pdcluster.transfer.backends.base import Region
-from pdcluster.transfer.layout.geometry import PageShape
+from pdcluster.core.messages import Sampling, Shaping
+from pdcluster.engine.engine import EngineConfig
 
-MODEL = Shape("qwen3", num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=120)
 EOS = 2
-PAGE = 16
 OUTPUT = 40
 LENGTHS = (PAGE - 1, 3 * 24 + 7)
 WORDS = tuple((token,) for token in range(20, 26)) + tuple(
@@ -46,17 +40,6 @@ SHAPINGS = {
 }
 # Where EOS has a bias, it is the best token from there on.
 MIN_TOKENS = 25
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    torch.set_num_threads(1)
-    return build_model(MODEL, seed=3)
-
-
-@pytest.fixture(scope="module")
-def directory(model, tmp_path_factory) -> Path:
-    return save(model, tmp_path_factory.mktemp("model"))
 
 
 def sampling_of(shaping: Shaping, **fields: object) -> Sampling:
@@ -102,25 +85,6 @@ def cases(model) -> dict[str, list[tuple[list[int], list[int]]]]:
             given, tokens, _ = next(each for each in tries if each[2] >= 1e-3)
             found.setdefault(name, []).append((given.tolist(), tokens))
     return found
-
-
-def make_kit(directory: Path, *, token_budget: int = 24, reserve_tokens: int = 16):
-    def make(num_pages: int) -> EngineKit:
-        engine = Engine(EngineConfig(directory, KERNEL_CACHE, page_tokens=PAGE, num_pages=num_pages, threads=1))
-        region = Region(0, engine.pool.address, engine.pool.nbytes, engine.pool.fd)
-        shape = NodeShape(
-            MODEL.vocab_size, num_pages, PAGE, PageShape.of(engine.full_layout, 1), (region,), (engine.pool.view,)
-        )
-        return EngineKit(
-            engine,
-            shape,
-            Fingerprint("model", engine.weights_digest, PROTOCOL_VERSION, PAGE, engine.layout),
-            512,
-            token_budget,
-            reserve_tokens,
-        )
-
-    return make
 
 
 async def check(cluster: LocalCluster, cases: dict[str, list[tuple[list[int], list[int]]]]) -> None:

@@ -2,10 +2,8 @@
 
 import ast
 from collections import Counter
-from pathlib import Path
 
-import pytest
-from tree import PACKAGES, ROOT, Module, imports, modules, written
+from tree import PACKAGES, ROOT, bench_modules, modules, modules_below, require_none, written
 
 UNSAFE = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle"}
 MAX_LINES, MAX_COLUMNS = 800, 120
@@ -20,23 +18,31 @@ COMPILED = (
 )
 
 
-@pytest.mark.parametrize(
-    "module", [m for m in modules() if m.file.name == "__init__.py"], ids=lambda module: module.name
-)
-def test_a_package_says_what_is_in_it_and_nothing_else(module: Module) -> None:
-    assert ast.get_docstring(module.tree) and len(module.tree.body) == 1
+def test_a_package_says_what_is_in_it_and_nothing_else() -> None:
+    packages = [module for module in modules() if module.file.name == "__init__.py"]
+    require_none(
+        [module.at(1) for module in packages if not ast.get_docstring(module.tree) or len(module.tree.body) != 1],
+        "an __init__.py is a docstring, and nothing else",
+    )
 
 
-@pytest.mark.parametrize("module", written(), ids=lambda module: module.name)
-def test_a_module_says_what_it_is(module: Module) -> None:
-    assert ast.get_docstring(module.tree), f"{module.file} has no docstring"
+def test_a_module_says_what_it_is() -> None:
+    require_none(
+        [module.at(1) for module in written() if not ast.get_docstring(module.tree)], "give it a docstring of its own"
+    )
 
 
-@pytest.mark.parametrize("module", written(), ids=lambda module: module.name)
-def test_a_module_can_be_read_in_one_sitting(module: Module) -> None:
-    lines = module.file.read_text().splitlines()
-    assert len(lines) <= MAX_LINES
-    assert [number for number, line in enumerate(lines, 1) if len(line) > MAX_COLUMNS] == []
+def test_a_module_can_be_read_in_one_sitting() -> None:
+    lines = {module: module.text.splitlines() for module in written()}
+    long = [module.at(len(text)) for module, text in lines.items() if len(text) > MAX_LINES]
+    require_none(long, f"split it: more than {MAX_LINES} lines")
+    wide = [
+        module.at(number)
+        for module, text in lines.items()
+        for number, line in enumerate(text, 1)
+        if len(line) > MAX_COLUMNS
+    ]
+    require_none(wide, f"break the line: more than {MAX_COLUMNS} columns")
 
 
 def test_a_folder_can_be_overlooked() -> None:
@@ -44,113 +50,138 @@ def test_a_folder_can_be_overlooked() -> None:
     roots = (*PACKAGES, ROOT / "bench", ROOT / "tests" / "unit")
     files = [file for root in roots for file in root.rglob("*.py") if file.name not in ("__init__.py", "conftest.py")]
     counts = Counter(file.parent for file in files if "_pb2" not in file.name)
-    assert {str(folder): count for folder, count in counts.items() if count > MAX_MODULES} == {}
+    require_none(
+        [f"{folder.relative_to(ROOT)}: {count}" for folder, count in counts.items() if count > MAX_MODULES],
+        f"make folders of it: more than {MAX_MODULES} modules",
+    )
 
 
-@pytest.mark.parametrize(
-    "module", [m for m in written() if not m.name.startswith(COMPILED)], ids=lambda module: module.name
-)
-def test_a_function_is_short_and_takes_few_parameters(module: Module) -> None:
-    functions = [node for node in ast.walk(module.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    long = [node.name for node in functions if (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES]
-    assert long == [], f"functions of {module.name} with more than {MAX_FUNCTION_LINES} lines"
-    wide = [node.name for node in functions if _num_parameters(node.args) > MAX_PARAMETERS]
-    assert wide == [], f"functions of {module.name} with more than {MAX_PARAMETERS} parameters"
+def test_a_function_is_short_and_takes_few_parameters() -> None:
+    functions = [
+        (f"{module.at(node)}: {node.name}", node)
+        for module in written()
+        if not module.name.startswith(COMPILED)
+        for node in module.functions
+    ]
+    require_none(
+        [place for place, node in functions if (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES],
+        f"split the function: more than {MAX_FUNCTION_LINES} lines",
+    )
+    require_none(
+        [place for place, node in functions if _num_parameters(node.args) > MAX_PARAMETERS],
+        f"give it a value that holds some: more than {MAX_PARAMETERS} parameters",
+    )
 
 
 def test_a_public_class_has_a_name_of_its_own() -> None:
-    classes = [node.name for module in written() for node in module.tree.body if isinstance(node, ast.ClassDef)]
-    assert [name for name, count in Counter(classes).items() if count > 1 and not name.startswith("_")] == []
+    places: dict[str, list[str]] = {}
+    for module in written():
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module.at(node))
+    require_none(
+        [f"{name}: {', '.join(found)}" for name, found in places.items() if len(found) > 1], "give one another name"
+    )
 
 
-@pytest.mark.parametrize(
-    "module", [m for m in written() if m.name != "pdcluster.settings.config"], ids=lambda module: module.name
-)
-def test_the_environment_is_read_in_config_only(module: Module) -> None:
+def test_the_environment_is_read_in_config_only() -> None:
     forbidden = {"environ", "environb", "getenv", "putenv", "unsetenv"}
-    found = [
-        node.lineno
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Attribute) and node.attr in forbidden and _is_os(node.value)
-    ]
-    found += [line for name, line in imports(module) if name == "os" and _names_imported(module, line) & forbidden]
-    assert not found, f"{module.file} reads the environment in lines {found}; add a key to config instead"
+    found = []
+    for module in written():
+        if module.name == "pdcluster.settings.config":
+            continue
+        found += [module.at(node) for node in module.nodes if _is_attribute_of_os(node, forbidden)]
+        found += [module.at(node) for node in module.nodes if _names_from_os(node) & forbidden]
+    require_none(found, "add a key to config instead of reading the environment")
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "bench").rglob("*.py")), ids=lambda file: str(file.relative_to(ROOT)))
-def test_benches_read_no_environment(file: Path) -> None:
-    tree = ast.parse(file.read_text(), str(file))
-    found = [
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") and _is_os(node.value)
-    ]
-    assert not found, (
-        f"{file} reads the environment in lines {found}; take it as an argument, or start children with env NAME=VALUE"
+def test_benches_read_no_environment() -> None:
+    require_none(
+        [
+            module.at(node)
+            for module in bench_modules()
+            for node in module.nodes
+            if _is_attribute_of_os(node, {"environ", "getenv"})
+        ],
+        "take it as an argument, or start children with env NAME=VALUE",
     )
 
 
-@pytest.mark.parametrize("module", written(), ids=lambda module: module.name)
-def test_nothing_that_runs_code_when_read_is_used(module: Module) -> None:
-    found = [f"{module.file}:{line}: {name}" for name, line in imports(module) if name.split(".")[0] in UNSAFE]
-    found += [
-        f"{module.file}:{node.lineno}: {node.func.id}"
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec")
+def test_nothing_that_runs_code_when_read_is_used() -> None:
+    imported = [
+        f"{module.at(found.line)}: {found.name}"
+        for module in written()
+        for found in module.imports
+        if found.name.split(".")[0] in UNSAFE
     ]
-    assert not found, "\n".join(found)
+    called = [
+        f"{module.at(call)}: {call.func.id}"
+        for module in written()
+        for call in module.calls
+        if isinstance(call.func, ast.Name) and call.func.id in ("eval", "exec")
+    ]
+    require_none(imported + called, "decode it with msgspec or json")
 
 
-@pytest.mark.parametrize("module", written(), ids=lambda module: module.name)
-def test_nobody_waits_by_select(module: Module) -> None:
+def test_nobody_waits_by_select() -> None:
     """It raises for a descriptor above 1023, which a node with many links has; poll does not."""
-    calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
-    assert not [call.lineno for call in calls if ast.unparse(call.func) == "select.select"], (
-        f"{module.file} calls select.select; use select.poll"
+    require_none(
+        [
+            module.at(call)
+            for module in written()
+            for call in module.calls
+            if isinstance(call.func, ast.Attribute)
+            and call.func.attr == "select"
+            and ast.unparse(call.func) == "select.select"
+        ],
+        "use select.poll",
     )
 
 
-@pytest.mark.parametrize("module", written(), ids=lambda module: module.name)
-def test_protobuf_types_stay_in_rpc_and_bootstrap(module: Module) -> None:
+def test_protobuf_types_stay_in_rpc_and_bootstrap() -> None:
     at_the_border = (
         "pdcluster.client", "pdcluster_router.admin.grpc", "pdcluster_router.admin.scaler",
         "pdcluster_router.frontend.grpc",
     )  # fmt: skip
     packages = ("pdcluster.rpc", "pdcluster.bootstrap", "pdcluster_router.operate")
-    if module.package in packages or module.name in at_the_border:
-        return
-    found = [
-        f"{module.file}:{line}: {name}"
-        for name, line in imports(module)
-        if "_pb2" in name or name.startswith("google.protobuf")
-    ]
-    assert not found, "\n".join(found)
+    require_none(
+        [
+            f"{module.at(found.line)}: {found.name}"
+            for module in written()
+            if module.package not in packages and module.name not in at_the_border
+            for found in module.imports
+            if "_pb2" in found.name or found.name.startswith("google.protobuf")
+        ],
+        "take and return our own types; pdcluster.rpc converts",
+    )
 
 
-@pytest.mark.parametrize("module", written(), ids=lambda module: module.name)
-def test_no_exception_is_swallowed(module: Module) -> None:
+def test_no_exception_is_swallowed() -> None:
     """A bare or broad except whose body is only `pass` loses errors; suppressing all of them does, too."""
-    found = [
-        node.lineno
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.ExceptHandler)
-        and (node.type is None or (isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")))
-        and all(isinstance(line, ast.Pass | ast.Continue) for line in node.body)
-    ]
-    assert not found, f"{module.file} swallows every exception in lines {found}"
+    require_none(
+        [
+            module.at(node)
+            for module in written()
+            for node in module.nodes
+            if isinstance(node, ast.ExceptHandler) and _takes_all(node.type)
+            if all(isinstance(line, ast.Pass | ast.Continue) for line in node.body)
+        ],
+        "name the exceptions that are meant, or log what came",
+    )
 
 
 def test_an_exception_that_is_kept_is_not_raised() -> None:
     """Each raise adds frames to its traceback, and with them all that they refer to. Keep the text instead."""
-    found = [
-        f"{module.file}:{node.lineno}"
-        for module in written()
-        for function in ast.walk(module.tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
-        if isinstance(node, ast.Raise) and node.exc is not None and _is_kept(node.exc, function)
-    ]
-    assert not found, "make a new exception of its text:\n" + "\n".join(found)
+    require_none(
+        {
+            module.at(node)
+            for module in written()
+            for function in module.functions
+            for node in ast.walk(function)
+            if isinstance(node, ast.Raise) and node.exc is not None and _is_kept(node.exc, function)
+        },
+        "make a new exception of its text",
+    )
 
 
 # Functions that start tasks and await them, or whose tasks hand on every failure themselves.
@@ -169,9 +200,7 @@ def test_a_task_that_nobody_awaits_is_watched() -> None:
     """By `processes.tasks`. Otherwise what it does ends for ever with one exception, and nobody knows."""
     found: dict[str, set[str]] = {}
     for module in written():
-        for function in ast.walk(module.tree):
-            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
+        for function in module.functions:
             calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
             names = {func.attr for func in calls if isinstance(func, ast.Attribute)}
             if names & {"create_task", "ensure_future"}:
@@ -183,12 +212,28 @@ def test_test_files_have_unique_names() -> None:
     counts = Counter(
         file.name for file in (ROOT / "tests").rglob("*.py") if file.name not in ("conftest.py", "__init__.py")
     )
-    assert [name for name, count in counts.items() if count > 1] == []
+    require_none([name for name, count in counts.items() if count > 1], "name one after its own subject")
+
+
+def test_test_files_do_not_import_each_other() -> None:
+    """Nor does anybody else. Tests of the router's requests are being rewritten."""
+    importers = [*bench_modules(), *modules_below(ROOT / "tests")]
+    require_none(
+        [
+            f"{module.at(found.line)}: {found.name}"
+            for module in importers
+            if not module.name.startswith("tests.unit.router.request.")
+            for found in module.all_imports
+            if found.name.rpartition(".")[2].startswith("test_")
+            or (module.name.startswith("bench.") and found.name.split(".")[0] == "tests")
+        ],
+        "move what both need to tests/harness, a conftest or a file beside them",
+    )
 
 
 def test_there_are_no_files_without_a_subject() -> None:
     vague = {"utils.py", "util.py", "common.py", "helpers.py", "misc.py"}
-    assert [file for package in PACKAGES for file in package.rglob("*.py") if file.name in vague] == []
+    require_none([module.at(1) for module in modules() if module.file.name in vague], "name it after its subject")
 
 
 def _is_kept(raised: ast.expr, function: ast.AST) -> bool:
@@ -215,17 +260,22 @@ def _is_of_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
-def _is_os(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id == "os"
+def _is_attribute_of_os(node: ast.AST, names: set[str]) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr in names
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "os"
+    )
 
 
-def _names_imported(module: Module, line: int) -> set[str]:
-    return {
-        alias.name
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.ImportFrom) and node.lineno == line
-        for alias in node.names
-    }
+def _names_from_os(node: ast.AST) -> set[str]:
+    is_from_os = isinstance(node, ast.ImportFrom) and node.module == "os"
+    return {alias.name for alias in node.names} if is_from_os else set()
+
+
+def _takes_all(caught: ast.expr | None) -> bool:
+    return caught is None or (isinstance(caught, ast.Name) and caught.id in ("Exception", "BaseException"))
 
 
 def _num_parameters(arguments: ast.arguments) -> int:

@@ -5,11 +5,11 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import typer
-from tree import ROOT
+from tree import PACKAGES, ROOT, require_none
 from typer.core import TyperCommand, TyperGroup
 
 from pdcluster import cli
@@ -29,6 +29,10 @@ COMMANDS = {
 }
 
 
+def of(document: Path) -> str:
+    return str(document.relative_to(ROOT))
+
+
 def code_lines(document: Path) -> list[str]:
     """Lines of code blocks, with continued lines joined and comments cut off, and inline code."""
     text = document.read_text()
@@ -38,48 +42,59 @@ def code_lines(document: Path) -> list[str]:
     return lines + re.findall(r"`([^`\n]+)`", prose)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
-def test_make_targets_in_documents_exist(document: Path) -> None:
-    named = {match[1] for line in code_lines(document) if (match := re.match(r"make ([a-z-]+)", line))}
-    assert named <= TARGETS
+def test_make_targets_in_documents_exist() -> None:
+    require_none(
+        [
+            f"{of(document)}: make {match[1]}"
+            for document in DOCUMENTS
+            for line in code_lines(document)
+            if (match := re.match(r"make ([a-z-]+)", line)) and match[1] not in TARGETS
+        ],
+        "name a target of the Makefile",
+    )
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
-def test_commands_and_flags_in_documents_exist(document: Path) -> None:
-    for line in code_lines(document):
-        name = line.split(" ")[0]
-        if name in COMMANDS and not re.search(r"[\[<…|]", line):
-            check(COMMANDS[name], shlex.split(line)[1:])
+def test_commands_and_flags_in_documents_exist() -> None:
+    found = []
+    for document in DOCUMENTS:
+        for line in code_lines(document):
+            name = line.split(" ")[0]
+            if name in COMMANDS and not re.search(r"[\[<…|]", line):
+                found += [f"{of(document)}: {wrong}" for wrong in unknown(COMMANDS[name], shlex.split(line)[1:])]
+    require_none(found, "name commands and flags that are there")
 
 
-def check(command: TyperCommand | TyperGroup, words: list[str]) -> None:
-    """Every subcommand and flag among `words` exists."""
+def unknown(command: TyperCommand | TyperGroup, words: list[str]) -> Iterator[str]:
+    """Subcommands and flags among `words` that do not exist."""
     while isinstance(command, TyperGroup) and words and not words[0].startswith("-"):
-        assert words[0] in command.commands, f"there is no command {words[0]}"
+        if words[0] not in command.commands:
+            yield f"there is no command {words[0]}"
+            return
         command = command.commands[words.pop(0)]
     flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
     for word in words:
-        if word.startswith("--"):
-            assert word.split("=")[0] in flags, f"{command.name} has no flag {word}"
+        if word.startswith("--") and word.split("=")[0] not in flags:
+            yield f"{command.name} has no flag {word}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
-def test_modules_in_documents_exist_and_have_the_flags_that_are_told(document: Path) -> None:
-    found = [
-        words
-        for line in code_lines(document)
-        if "NAME" not in line and (words := re.match(r"python -m (bench\.\w+)(.*)", line))
-    ]
-    for command in found:
-        module = ROOT / command[1].replace(".", "/")
-        file = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
-        assert file.exists(), f"{document.name} names {command[1]}, which is not there"
-        unknown = [
-            flag
-            for flag in re.findall(r"--[a-z][a-z-]*", command[2])
-            if flag not in SHARED_FLAGS and f'"{flag}"' not in file.read_text()
-        ]
-        assert not unknown, f"{command[1]} has no {unknown}"
+def test_modules_in_documents_exist_and_have_the_flags_that_are_told() -> None:
+    found = []
+    for document in DOCUMENTS:
+        for line in code_lines(document):
+            if "NAME" not in line and (words := re.match(r"python -m (bench\.\w+)(.*)", line)):
+                found += [f"{of(document)}: {wrong}" for wrong in unknown_of_bench(words[1], words[2])]
+    require_none(found, "name benches and flags that are there")
+
+
+def unknown_of_bench(name: str, arguments: str) -> Iterator[str]:
+    module = ROOT / name.replace(".", "/")
+    file = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
+    if not file.exists():
+        yield f"there is no {name}"
+        return
+    for flag in re.findall(r"--[a-z][a-z-]*", arguments):
+        if flag not in SHARED_FLAGS and f'"{flag}"' not in file.read_text():
+            yield f"{name} has no flag {flag}"
 
 
 def test_every_bench_is_told_of() -> None:
@@ -100,25 +115,32 @@ def test_the_ci_runs_make_test() -> None:
     assert "make test" in (ROOT / ".ci" / "run").read_text()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
-def test_files_that_documents_name_exist(document: Path) -> None:
+def test_files_that_documents_name_exist() -> None:
     """A path in inline code is below the repository, one of its packages, or the document's own folder."""
-    roots = (ROOT, ROOT / "pdcluster", ROOT / "router" / "pdcluster_router", document.parent)
-    named = [
-        word.removeprefix("router:") for word in re.findall(r"`([\w./:-]+\.(?:py|md|toml|json))`", document.read_text())
-    ]
     siblings = {
         file.name for root in (ROOT / "pdcluster", ROOT / "router", ROOT / "tests") for file in root.rglob("*.py")
     }
-    files = {"config.json", "tokenizer.json", "generation_config.json", "trace.jsonl", "node.json"}
-    missing = [name for name in named if not any((root / name).exists() for root in roots)]
-    assert [name for name in missing if name not in siblings | files] == []
+    known = siblings | {"config.json", "tokenizer.json", "generation_config.json", "trace.jsonl", "node.json"}
+    found = []
+    for document in DOCUMENTS:
+        roots = (ROOT, *PACKAGES, document.parent)
+        words = re.findall(r"`([\w./:-]+\.(?:py|md|toml|json))`", document.read_text())
+        named = [word.removeprefix("router:") for word in words]
+        missing = [name for name in named if not any((root / name).exists() for root in roots)]
+        found += [f"{of(document)}: {name}" for name in missing if name not in known]
+    require_none(found, "name a file that is there")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
-def test_links_between_documents_lead_somewhere(document: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", document.read_text())
-    assert [link for link in links if "://" not in link and not (document.parent / link).exists()] == []
+def test_links_between_documents_lead_somewhere() -> None:
+    require_none(
+        [
+            f"{of(document)}: {link}"
+            for document in DOCUMENTS
+            for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", document.read_text())
+            if "://" not in link and not (document.parent / link).exists()
+        ],
+        "link to a file that is there",
+    )
 
 
 def test_readme_and_architecture_are_short_and_all_documents_plain() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -13,10 +13,18 @@ PACKAGES = (ROOT / "pdcluster", ROOT / "router" / "pdcluster_router")
 
 
 @dataclass(frozen=True)
+class Import:
+    # The absolute name of the module.
+    name: str
+    line: int
+    # Only a type checker does it.
+    is_for_types: bool
+
+
+@dataclass(frozen=True)
 class Module:
     name: str
     file: Path
-    tree: ast.Module
 
     @property
     def package(self) -> str:
@@ -27,38 +35,90 @@ class Module:
     def is_generated(self) -> bool:
         return "_pb2" in self.file.name
 
+    @cached_property
+    def text(self) -> str:
+        return self.file.read_text()
 
-@cache
-def modules() -> tuple[Module, ...]:
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, str(self.file))
+
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        return tuple(ast.walk(self.tree))
+
+    @cached_property
+    def functions(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+        return [node for node in self.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+    @cached_property
+    def calls(self) -> list[ast.Call]:
+        return [node for node in self.nodes if isinstance(node, ast.Call)]
+
+    @cached_property
+    def all_imports(self) -> list[Import]:
+        """Those in functions and those for type checkers too."""
+        for_types = {id(inner) for node in self.nodes if _is_type_checking(node) for inner in ast.walk(node)}
+        found = []
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                found += [Import(alias.name, node.lineno, id(node) in for_types) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{self.at(node)}: imports are absolute here"
+                found += [Import(_imported(node, alias), node.lineno, id(node) in for_types) for alias in node.names]
+        return found
+
+    @property
+    def imports(self) -> list[Import]:
+        """Those that Python does."""
+        return [found for found in self.all_imports if not found.is_for_types]
+
+    def at(self, where: ast.AST | int) -> str:
+        """A place in it, as editors open it."""
+        line = where if isinstance(where, int) else getattr(where, "lineno", 1)
+        return f"{self.file.relative_to(ROOT)}:{line}"
+
+
+def modules_below(*packages: Path) -> tuple[Module, ...]:
+    """Of folders that stand in the path of imports."""
     found = []
-    for package in PACKAGES:
+    for package in packages:
         for file in sorted(package.rglob("*.py")):
             parts = file.relative_to(package.parent).with_suffix("").parts
-            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            found.append(Module(name, file, ast.parse(file.read_text(), str(file))))
+            found.append(Module(".".join(parts[:-1] if parts[-1] == "__init__" else parts), file))
     return tuple(found)
 
 
-def written() -> list[Module]:
+@cache
+def modules() -> tuple[Module, ...]:
+    return modules_below(*PACKAGES)
+
+
+@cache
+def bench_modules() -> tuple[Module, ...]:
+    return modules_below(ROOT / "bench")
+
+
+@cache
+def written() -> tuple[Module, ...]:
     """Without what protoc generated and without the package markers."""
-    return [module for module in modules() if not module.is_generated and module.file.name != "__init__.py"]
+    return tuple(module for module in modules() if not module.is_generated and module.file.name != "__init__.py")
 
 
-def imports(module: Module) -> Iterator[tuple[str, int]]:
-    """Absolute names of the modules that are imported anywhere in a module, with their lines; imports for type checkers
-    alone are left out."""
-    known = {found.name for found in modules()}
-    skipped = {id(inner) for node in ast.walk(module.tree) if _is_type_checking(node) for inner in ast.walk(node)}
-    for node in ast.walk(module.tree):
-        if id(node) in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module.file}:{node.lineno}: imports are absolute here"
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                yield (inner if inner in known else str(node.module)), node.lineno
+def require_none(offences: Iterable[str], advice: str) -> None:
+    """Fail with all that break a rule, and with what to do about it."""
+    listed = sorted(offences)
+    assert not listed, f"{advice}:\n" + "\n".join(listed)
+
+
+@cache
+def _known() -> frozenset[str]:
+    return frozenset(module.name for module in (*modules(), *bench_modules()))
+
+
+def _imported(node: ast.ImportFrom, alias: ast.alias) -> str:
+    inner = f"{node.module}.{alias.name}"
+    return inner if inner in _known() else str(node.module)
 
 
 def _is_type_checking(node: ast.AST) -> bool:

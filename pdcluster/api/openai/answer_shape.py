@@ -15,7 +15,7 @@ from pdcluster.api.structured.constraints import ResponseFormat, StructuredOutpu
 from pdcluster.api.structured.forms import Form, check_grammar, either, grammar_of, pattern, sequence, up_to
 from pdcluster.api.tools.formats import FORMATS, arguments_form
 from pdcluster.api.tools.markers import END_THINK, THINK
-from pdcluster.api.tools.offered import Function, Offer
+from pdcluster.api.tools.tool_choice import Function, Offer
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.grammar import MAX_CHARS, Grammar
 

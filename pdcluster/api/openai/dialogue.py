@@ -13,8 +13,8 @@ from pdcluster.api.text.model_text import TextModel
 from pdcluster.api.tools import reasoning
 from pdcluster.api.tools.formats import FORMATS, ToolFormat
 from pdcluster.api.tools.markers import END_THINK
-from pdcluster.api.tools.offered import Offer, offer_of
 from pdcluster.api.tools.speech import Speech
+from pdcluster.api.tools.tool_choice import Offer, offer_of
 from pdcluster.core.errors import BadRequest
 
 

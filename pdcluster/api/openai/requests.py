@@ -23,7 +23,7 @@ from pdcluster.api.openai.token_list import LONG_BYTES, MARK, cut_list, token_li
 from pdcluster.api.structured.constraints import JsonSchema, ResponseFormat, StructuredOutputs
 from pdcluster.api.text.chat_template import RESERVED
 from pdcluster.api.tools.arguments import arguments_of
-from pdcluster.api.tools.offered import Function, NamedChoice, NamedFunction, ToolDefinition
+from pdcluster.api.tools.tool_choice import Function, NamedChoice, NamedFunction, ToolDefinition
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.sampling import LEAST_REPETITION, MAX_BAD_WORDS, MAX_LOGPROBS, MOST_REPETITION
 
@@ -48,8 +48,8 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 class Common(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields that chat and plain completions share. `check_unsupported` handles fields typed `object`, or nobody
-    does.
+    """Fields that chat and plain completions share. `_check_unsupported` handles fields typed `object`, or
+    nobody does.
     """
 
     model: str

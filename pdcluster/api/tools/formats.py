@@ -23,8 +23,8 @@ from pdcluster.api.structured.forms import (
 )
 from pdcluster.api.tools.calls import CallRules
 from pdcluster.api.tools.markers import ARGS, CALL_ID, END_THINK, END_TOOL_CALL, PYTHON_TAG, TOOL_CALL, TOOL_CALLS
-from pdcluster.api.tools.offered import Function, Offer, parameters_of
 from pdcluster.api.tools.parsers import HermesParser, LlamaParser, MistralParser, Parser
+from pdcluster.api.tools.tool_choice import Function, Offer, parameters_of
 
 # The grammar of a function's arguments.
 FormOf = Callable[[Function], Form]

@@ -14,8 +14,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from pdcluster.api.tools.calls import SPACE, CallReader, CallRules, NamedReader, Part
-from pdcluster.api.tools.held import begins, keep_for, without_mark
 from pdcluster.api.tools.markers import ARGS, CALL_ID, END_TOOL_CALL, PYTHON_TAG, TOOL_CALL, TOOL_CALLS
+from pdcluster.api.tools.partial_marks import begins, keep_for, without_mark
 
 # Characters between Mistral's mark and the arguments: a name, other marks, an id. Longer ones are text.
 MAX_NAME = 256

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pdcluster.api.tools.held import begins, keep_for, without_mark
 from pdcluster.api.tools.markers import END_THINK, THINK
+from pdcluster.api.tools.partial_marks import begins, keep_for, without_mark
 
 
 class Split(NamedTuple):

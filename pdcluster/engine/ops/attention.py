@@ -1,5 +1,5 @@
-"""The seam between a decoder layer and the ways to attend over pages. Implementations: `engine.ops.reference` (any
-device), `engine.ops.attention_cpu`.
+"""The seam between a decoder layer and the ways to attend over pages. Implementations: `ReferenceAttention` (any
+device), `attention_cpu.CpuAttention`.
 
 One contract test (tests/unit/engine/ops/test_attention.py) runs over all of them.
 """

@@ -2,8 +2,8 @@
 makes it anew. Between steps it is kept only for speed.
 
 How long a mask takes depends on the grammar. An ambiguous one takes longer with every token, without end. So masks are
-made `aside`. A row whose mask takes too long, or so long that the next one may, ends. So do all others of its grammar,
-which is refused from then on. Rows of other grammars go on.
+made in a `DeadlinePool`. A row whose mask takes too long, or so long that the next one may, ends. So do all others of
+its grammar, which is refused from then on. Rows of other grammars go on.
 
 A grammar ends in an end-of-sequence token, allowed where it is complete. While a row is shorter than its min_tokens
 that token is withheld as long as anything else may follow.

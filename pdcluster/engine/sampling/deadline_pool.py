@@ -62,9 +62,16 @@ def yield_to_others(native_id: int = 0, priority: int = LOWEST) -> None:
 class DeadlinePool(Generic[Answer]):
     """run and close from one thread, num_left from any."""
 
-    def __init__(self, name: str, limit_s: float, max_left: int = MAX_LEFT) -> None:
-        """limit_s: of each job."""
+    def __init__(
+        self,
+        name: str,
+        limit_s: float,
+        max_left: int = MAX_LEFT,
+        answers: Callable[[], queue.SimpleQueue[Answer]] = queue.SimpleQueue,
+    ) -> None:
+        """limit_s: of each job. answers: makes the queue whose `get` waits for one."""
         self._max_left = max_left
+        self._new_answers = answers
         self._name = name
         self._limit_s = limit_s
         self._helper: _Helper[Answer] | None = None
@@ -92,7 +99,7 @@ class DeadlinePool(Generic[Answer]):
                 return answers + [late.get(kind, TURNED_AWAY) for kind in kinds[done:]]
             limit_s = self._limit_s * max(1 / (1 + num_left), LEAST_PATIENCE)
             until = next((place for place in range(done, len(jobs)) if kinds[place] in late), len(jobs))
-            helper = self._helper = self._helper or _Helper[Answer](self._name)
+            helper = self._helper = self._helper or _Helper[Answer](self._name, self._new_answers())
             answers += helper.run(jobs[done:until], limit_s)
             if len(answers) < until:
                 late[kinds[len(answers)]] = word = MissedDeadline(is_starved=helper.used_s < limit_s / 2)
@@ -117,9 +124,9 @@ class DeadlinePool(Generic[Answer]):
 class _Helper(Generic[Answer]):
     """A job is begun only while nobody has left: what it changes may be another helper's to change from then on."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, answers: queue.SimpleQueue[Answer]) -> None:
         self._jobs: queue.SimpleQueue[Sequence[Callable[[], Answer]]] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._answers = answers
         self._leaving = threading.Lock()
         self._is_left = False
         self._began_s = 0.0

@@ -29,13 +29,13 @@ from pdcluster.core.messages import (
 )
 from pdcluster_router.cluster.in_flight import WorkInFlight
 from pdcluster_router.cluster.view import ClusterView, InFlightWork
-from pdcluster_router.core.generation import Take
+from pdcluster_router.core.generation import TakeTokens
 
 
 class FastTokenPath(msgspec.Struct, frozen=True, eq=False):
     """Takes rows that only continue a stream, without the request reading them."""
 
-    take: Take
+    take: TakeTokens
     # Called with the exception that `take` raised. It ends the request.
     fail: Callable[[Exception], object]
 

@@ -29,13 +29,13 @@ from pdcluster.core.messages import FinishReason, Sampling, TokenLogprobs
 
 if TYPE_CHECKING:
     from pdcluster.api.text.model_text import TextModel
-    from pdcluster_router.explain.request_trace import RequestTrace
+    from pdcluster_router.core.tracing import RequestTrace
 
 Mode = Literal["remote", "local"]
 Force = Literal["auto", "remote", "local"]
 HangUp = Callable[[], None]
 # Takes tokens that only continue a stream, and their position. False: not taken, they come as a TokenChunk.
-Take = Callable[[int, tuple[int, ...]], bool]
+TakeTokens = Callable[[int, tuple[int, ...]], bool]
 
 
 class TenantPriority(msgspec.Struct, frozen=True):
@@ -151,7 +151,7 @@ class Sink(Protocol):
 
     def on_chunk(self, chunk: TokenChunk) -> None: ...
 
-    def way(self) -> Take | None:
+    def fast_token_path(self) -> TakeTokens | None:
         """The fast token path; None where there is none now.
 
         It carries the tokens after a stream's first two, as long as nothing else happens to the stream.

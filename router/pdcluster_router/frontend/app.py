@@ -26,7 +26,7 @@ from pdcluster.processes.tasks import watched
 from pdcluster.telemetry.health import Verdict, alive
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.core.generation import Dispatcher, ModelInfo
-from pdcluster_router.explain.request_trace import RequestTrace, Tracing
+from pdcluster_router.core.tracing import RequestTrace, Tracing
 from pdcluster_router.frontend.grammar_pool import shared_pool
 from pdcluster_router.frontend.health import readiness_of
 from pdcluster_router.frontend.places import Places

@@ -26,7 +26,7 @@ from pdcluster_router.core.generation import (
     Generation,
     RequestRoute,
     Running,
-    Take,
+    TakeTokens,
     Timeline,
     TokenChunk,
 )
@@ -130,7 +130,7 @@ class _Pieces:
     def on_chunk(self, chunk: TokenChunk) -> None:
         self._take(chunk)
 
-    def way(self) -> None:
+    def fast_token_path(self) -> None:
         return None
 
     def on_done(self, done: Done) -> None:
@@ -200,7 +200,7 @@ def keep(choice: OutputChoice, chunk: TokenChunk) -> None:
         clock.last = monotonic()
 
 
-def keeper(choice: OutputChoice) -> Take:
+def keeper(choice: OutputChoice) -> TakeTokens:
     """The fast token path of such a choice, after two tokens."""
     text, clock, kept, vocab_size = choice.text, choice.clock, choice.kept, choice.vocab_size
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from time import monotonic
 
-from pdcluster_router.core.generation import Take
+from pdcluster_router.core.generation import TakeTokens
 from pdcluster_router.frontend.choices import OutputChoice
 from pdcluster_router.http.exchange import ClientConnection
 
 
-def through(choice: OutputChoice, line: ClientConnection, before: Mapping[int, bytes], after: bytes) -> Take:
+def fast_token_path(
+    choice: OutputChoice, line: ClientConnection, before: Mapping[int, bytes], after: bytes
+) -> TakeTokens:
     """The fast path of a choice whose first two tokens were sent.
 
     before, after: what stands around an event's text, as JSON; `before` by the text's size.
@@ -25,8 +27,8 @@ def through(choice: OutputChoice, line: ClientConnection, before: Mapping[int, b
     texts = text.known(choice.vocab_size)
 
     def take(position: int, token_ids: tuple[int, ...]) -> bool:
-        """Implements generation.Take: False where the client must read first, or a token is wrong. Most of a router's
-        output comes here, so it calls as little as possible.
+        """Implements generation.TakeTokens: False where the client must read first, or a token is wrong. Most of a
+        router's output comes here, so it calls as little as possible.
         """
         said = texts.known.get(token_ids)
         if said is None or line.is_paused or text.num_tokens != position:

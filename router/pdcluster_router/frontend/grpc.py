@@ -33,7 +33,7 @@ from pdcluster.rpc.status import retry_metadata, status_of
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.core.generation import Dispatcher
 from pdcluster_router.core.ids import ID_BYTES
-from pdcluster_router.explain.request_trace import RequestTrace, Tracing
+from pdcluster_router.core.tracing import RequestTrace, Tracing
 from pdcluster_router.frontend.choices import OutputChoice, merge, pieces_of
 from pdcluster_router.frontend.places import Places
 from pdcluster_router.frontend.prepare import (

@@ -27,14 +27,14 @@ from pdcluster.api.text.choice_text import ChoiceText
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.api.text.segments import SHORT_CHARACTERS
 from pdcluster.api.text.stop_strings import NO_STOPS, StopMatcher
-from pdcluster.api.tools.offered import Offer, offer_of
+from pdcluster.api.tools.tool_choice import Offer, offer_of
 from pdcluster.api.validate import closest
 from pdcluster.core.errors import BadRequest, DeadlineExceeded, Unavailable, UnknownModel
 from pdcluster.core.grammar import Grammar
 from pdcluster.core.sampling import Sampling
 from pdcluster_router.core.generation import Dispatcher, Force, Generation, HangUp, ModelInfo
 from pdcluster_router.core.tenants import ANYBODY, Tenant
-from pdcluster_router.explain.request_trace import RequestTrace
+from pdcluster_router.core.tracing import RequestTrace
 from pdcluster_router.frontend.choices import Clock, Echo, OutputChoice
 from pdcluster_router.frontend.grammar_pool import shared_pool
 

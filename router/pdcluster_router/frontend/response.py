@@ -21,9 +21,9 @@ from pdcluster.api.openai.replies import PromptTokensDetails, RouteReport, Token
 from pdcluster.api.text.choice_text import TextPiece
 from pdcluster.core.errors import Cancelled, PdclusterError
 from pdcluster.telemetry.metrics import RouterMetrics
-from pdcluster_router.core.generation import Dispatcher, Done, RequestRoute, Running, Take, Timeline, TokenChunk
+from pdcluster_router.core.generation import Dispatcher, Done, RequestRoute, Running, TakeTokens, Timeline, TokenChunk
 from pdcluster_router.frontend.choices import OutputChoice, advance, keep, keeper, sent_to_client
-from pdcluster_router.frontend.fast_tokens import through
+from pdcluster_router.frontend.fast_tokens import fast_token_path
 from pdcluster_router.frontend.prepare import Prepared
 from pdcluster_router.http.errors import ClientLeft, fail
 from pdcluster_router.http.exchange import JSON, NO_BUFFERING, Exchange
@@ -42,7 +42,7 @@ class AnswerWriter(Protocol):
 
     def add(self, index: int, piece: TextPiece) -> None: ...
 
-    def through(self, index: int) -> Take | None: ...
+    def fast_token_path(self, index: int) -> TakeTokens | None: ...
 
     @property
     def is_text_only(self) -> bool:
@@ -141,9 +141,9 @@ class HttpAnswer:
         """Whether nothing can be sent: the client must read first, or the answer is over."""
         return self._is_over or bool(self._unread) or self._exchange.is_paused
 
-    def through(self, index: int) -> Take | None:
+    def fast_token_path(self, index: int) -> TakeTokens | None:
         """The fast token path of a choice that has begun; None where there is none."""
-        return self._writer.through(index)
+        return self._writer.fast_token_path(index)
 
     def _say(self, index: int, said: Said) -> None:
         if isinstance(said, Exception):
@@ -207,23 +207,23 @@ class HttpAnswer:
 class _ChoiceSink:
     """Implements generation.Sink for one choice."""
 
-    __slots__ = ("_answer", "_choice", "_index", "_is_asked", "_through")
+    __slots__ = ("_answer", "_choice", "_fast_token_path", "_index", "_is_asked")
 
     def __init__(self, answer: HttpAnswer, choice: OutputChoice, index: int) -> None:
         self._answer, self._choice, self._index = answer, choice, index
-        self._through: Take | None = None
+        self._fast_token_path: TakeTokens | None = None
         # Whether the choice has a fast token path.
         self._is_asked = False
 
     def on_chunk(self, chunk: TokenChunk) -> None:
         self._answer.take(self._index, self._choice, chunk)
 
-    def way(self) -> Take | None:
+    def fast_token_path(self) -> TakeTokens | None:
         if self._answer.is_held_back:
             return None  # there may be one once the client reads
         if not self._is_asked:
-            self._is_asked, self._through = True, self._answer.through(self._index)
-        return self._through
+            self._is_asked, self._fast_token_path = True, self._answer.fast_token_path(self._index)
+        return self._fast_token_path
 
     def on_done(self, done: Done) -> None:
         self._answer.take(self._index, self._choice, done)
@@ -250,7 +250,7 @@ class _Whole:
         else:
             collected.add(piece)
 
-    def through(self, index: int) -> Take | None:
+    def fast_token_path(self, index: int) -> TakeTokens | None:
         return keeper(self._prepared.choices[index]) if self.is_text_only else None
 
     def finish(self) -> None:
@@ -327,11 +327,11 @@ class _Stream:
         self._opened.add(index)
         return self._format.opening(index)
 
-    def through(self, index: int) -> Take | None:
+    def fast_token_path(self, index: int) -> TakeTokens | None:
         choice, around = self._prepared.choices[index], self._format.around(index)
         if around is None or index not in self._opened or not choice.text.is_plain:
             return None
-        return through(choice, self._exchange.line, *self._exchange.framing(*around))
+        return fast_token_path(choice, self._exchange.line, *self._exchange.framing(*around))
 
     def finish(self) -> None:
         prepared = self._prepared

@@ -22,7 +22,7 @@ from pdcluster.telemetry.health import register_build
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.frontend.app import HttpSettings
 from pdcluster_router.http.acceptor import AcceptLimits, Acceptor, limits_of_process
-from pdcluster_router.http.connection import PARTING_S, Application, Connection, Connections, LineLimits
+from pdcluster_router.http.connection import PARTING_S, Application, Connection, ConnectionLimits, Connections
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ async def listening(
     """
     bound = bound or bind(address, is_port_shared=is_port_shared)
     own = app.settings
-    limits = LineLimits(own.max_body_bytes, own.body_s, own.stall_s, id_prefix=own.id_prefix)
+    limits = ConnectionLimits(own.max_body_bytes, own.body_s, own.stall_s, id_prefix=own.id_prefix)
     connections = Connections()
     acceptor = Acceptor(
         bound,

@@ -46,7 +46,7 @@ PARTING_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class LineLimits:
+class ConnectionLimits:
     """Limits of a connection.
 
     request_s: for a request to arrive once it began.
@@ -118,7 +118,7 @@ class Connections(set["Connection"]):
 class Connection(Protocol):
     """Implements exchange.ClientConnection. Owned by the server's loop."""
 
-    def __init__(self, application: Application, limits: LineLimits, open_ones: Connections) -> None:
+    def __init__(self, application: Application, limits: ConnectionLimits, open_ones: Connections) -> None:
         self._application, self._limits, self._open_ones = application, limits, open_ones
         self._parser = httptools.HttpRequestParser(self)
         self._transport: Transport | None = None

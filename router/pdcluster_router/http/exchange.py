@@ -22,7 +22,7 @@ from pdcluster_router.core.tenants import Tenant
 from pdcluster_router.http.write_coalescing import WriteCoalescer
 
 if TYPE_CHECKING:
-    from pdcluster_router.explain.request_trace import RequestTrace
+    from pdcluster_router.core.tracing import RequestTrace
 
 JSON = b"content-type: application/json\r\n"
 # Header lines of event streams: nothing on the way may buffer them.
@@ -76,7 +76,7 @@ class ParsedHead(msgspec.Struct, eq=False):
     is_http_1_0: bool
 
 
-class Befores(dict[int, bytes]):
+class ChunkFraming(dict[int, bytes]):
     """Bytes before a chunk's middle, by the middle's size, made on first use. Texts of tokens have few sizes.
 
     around: bytes of a chunk beside its middle.
@@ -204,7 +204,7 @@ class Exchange:
         """What to post around a token's text: bytes before it by its size, and after it. The answer has started."""
         if not self._is_chunked:
             return defaultdict(lambda: before), after
-        return Befores(before, len(before) + len(after)), after + b"\r\n"
+        return ChunkFraming(before, len(before) + len(after)), after + b"\r\n"
 
     def abandon(self) -> None:
         """No one is left to answer or to read."""

@@ -1,4 +1,4 @@
-"""Figures of one replay, by the definitions of DESIGN §11. Arithmetic only.
+"""Figures of one replay. Arithmetic only.
 
 TTFT counts from the scheduled arrival. TPOT is (end − first token) / (tokens − 1). A request is good when both are
 within their limits. The limit of TTFT is TTFT_FACTOR times the prompt's time on an idle node without cache; short

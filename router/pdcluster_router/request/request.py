@@ -173,7 +173,7 @@ class Request(Timed):
     def _continue(self, attempt: Attempt, row: TokenRow) -> None:
         """Pass on a row that only continues. While the sink takes these without a TokenChunk, most do not come here."""
         try:
-            take = self.sink.way()
+            take = self.sink.fast_token_path()
             is_taken = take is not None and take(row.position, row.tokens)
         except Exception as error:  # the top of what happens to a request, as in `_step`
             self.fail(error)

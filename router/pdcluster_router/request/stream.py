@@ -85,7 +85,7 @@ class Events:
         if not self._unread.put(chunk) and self.running is not None:
             self.running.cancel("the client does not read")
 
-    def way(self) -> None:
+    def fast_token_path(self) -> None:
         return None
 
     def on_done(self, done: Done) -> None:

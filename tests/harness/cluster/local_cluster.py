@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import random
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -41,6 +42,9 @@ from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 
 BLOCK = 4
 WIRE = WireSettings(heartbeat_s=0.05, lease_s=0.5, rewelcome_s=0.1)
+
+
+PAIR = {"p0": "prefill", "d0": "decode"}
 
 
 class NoNeighbours:
@@ -338,3 +342,7 @@ class LocalCluster:
             node.parts.fetch.check_integrity()
             node.parts.export.check_integrity()
         assert self.router.ledger.num_requests() == 0
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [random.Random(seed * 1000 + length).randrange(VOCAB) for _ in range(length)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import signal
 import subprocess
@@ -28,6 +29,9 @@ MARK = "PROCESS_OF_TEST"
 PATIENT = [f"--set={who}.lease_s=60" for who in ("node", "router", "bootstrap")] + [
     "--set=router.stages.handshake_s=60"
 ]
+
+
+EXACT = ("--set", "node.dtype=float32", "--set", "node.kv.memory_bytes=64MiB", "--set", "router.mode=remote")
 
 
 class Up:
@@ -226,3 +230,19 @@ def wait_nothing_abandoned(before: set[str]) -> None:
 def listening_ports(pids: set[int]) -> set[int]:
     """TCP ports that any of these processes listens on."""
     return {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid in pids}
+
+
+def make_prompts(count: int, seed: int, vocab: int = 500) -> list[list[int]]:
+    """Mixed lengths; some share a prefix of several pages with others."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(10, vocab) for _ in range(200)]
+    prompts = []
+    for _ in range(count):
+        own = [rng.randrange(10, vocab) for _ in range(rng.choice([1, 5, 31, 32, 33, 90, 250, 400]))]
+        prompts.append((shared[: rng.choice([0, 0, 40, 128, 200])]) + own)
+    return prompts
+
+
+def ask(up: Up, prompt: list[int], count: int, **fields: object) -> tuple[list[int], dict]:
+    reply = up.complete(prompt, count, **fields)
+    return reply["choices"][0]["token_ids"], reply

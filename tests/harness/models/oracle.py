@@ -45,7 +45,7 @@ def reference(prompt: list[int], num_tokens: int, width: int = 1, choice: int = 
 
 
 class OracleEngine:
-    """Implements loop.StepEngine. A page is [layer][token][width × LAYER_BYTES]; a step's layers are written one milestone
+    """Implements components.StepEngine. A page is [layer][token][width × LAYER_BYTES]; a step's layers are written one milestone
     at a time, at `tick`.
 
     A step without milestones is done when it is launched, unless `hold` is set; then when `finish` is called. One launched

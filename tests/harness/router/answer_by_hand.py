@@ -19,7 +19,7 @@ from pdcluster_router.http.write_coalescing import WriteCoalescer
 
 
 class Line:
-    """Implements http_exchange.Line."""
+    """Implements http.exchange.ClientConnection."""
 
     def __init__(self) -> None:
         self.is_paused = self.is_cut = False

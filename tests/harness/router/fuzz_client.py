@@ -15,7 +15,7 @@ from pdcluster_router.core.generation import (
     Generation,
     ModelInfo,
     Running,
-    Take,
+    TakeTokens,
     TenantPriority,
     TokenChunk,
 )
@@ -121,7 +121,7 @@ class Client:
             self._problem("wrong answer", "its first chunk lacks the prompt's logprobs")
         self._read(chunk.position, chunk.token_ids)
 
-    def way(self) -> Take | None:
+    def fast_token_path(self) -> TakeTokens | None:
         """As the real ones: none where the text decides whether it goes on."""
         ask = self.ask
         is_plain = ask.stop_at is None and ask.leave_at is None and not ask.wants_prompt_logprobs

@@ -19,6 +19,7 @@ from functools import partial
 
 import msgspec
 from answer_by_hand import Line
+from pdcluster_router.policy.decisions import PackedDecision
 from prometheus_client import generate_latest
 from scripted_cluster import EMPTY_LOAD, FakeCluster, make_chooser, make_node, settle
 from scripted_dispatcher import EOS, TEXT, VOCAB
@@ -41,7 +42,6 @@ from pdcluster_router.frontend.server import router_metrics
 from pdcluster_router.http.errors import ClientLeft
 from pdcluster_router.http.exchange import Exchange, ParsedHead
 from pdcluster_router.policy.base import Force
-from pdcluster_router.policy.decisions import PackedDecision
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.queueing.admission import Slo
 from pdcluster_router.queueing.hold_queue import HoldLimits
@@ -106,7 +106,7 @@ class Setting:
 
 
 class BrokenPolicy:
-    """Implements policy.Policy."""
+    """Implements policy.base.Policy."""
 
     name = "broken"
 
@@ -154,7 +154,7 @@ INFOS = (ModelInfo(MODEL, 1, 256, VOCAB, (EOS,)),)
 
 
 class AlarmsByHand:
-    """Implements alarms.Alarms by the test's clock: they ring when the test looks at them."""
+    """Implements timers.Timers by the test's clock: they ring when the test looks at them."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._set: dict[int, tuple[float, Callable[[], None]]] = {}

@@ -1,4 +1,4 @@
-"""A simulated ZMQ under the real links: the same Hub, Dialer and NodeLink speak over it, and a tap decides what happens
+"""A simulated ZMQ under the real links: the same Hub, ClientLink and NodeLink speak over it, and a tap decides what happens
 to each frame.
 
 Only what `pdcluster.wire` uses: one ROUTER per listening process, DEALERs that connect to it, and the monitor's two

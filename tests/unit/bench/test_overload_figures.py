@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from bench.harness.offered import (
+from bench.harness.offered_load import (
     MEAN_TOKENS,
     MOST_TOKENS,
     Outcome,

@@ -9,7 +9,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from pdcluster.api.openai import requests
-from pdcluster.api.tools.offered import offer_of
+from pdcluster.api.tools.tool_choice import offer_of
 from pdcluster.core.errors import BadRequest
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

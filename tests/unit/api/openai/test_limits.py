@@ -14,7 +14,7 @@ from pdcluster.core.errors import BadRequest
 
 @dataclass(frozen=True)
 class Bounds:
-    """Implements limits.Limits."""
+    """Implements limits.ModelLimits."""
 
     max_len: int
     vocab_size: int

@@ -18,7 +18,7 @@ from pdcluster.core.grammar import MAX_CHARS, MAX_DEPTH, depth_of
 
 
 class Asked(msgspec.Struct):
-    """Implements structured.Asking."""
+    """Implements constraints.Asking."""
 
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None

@@ -17,7 +17,7 @@ from pdcluster.api.structured import library
 from pdcluster.api.structured.forms import Form, grammar_of
 from pdcluster.api.tools.calls import ToolCallDelta
 from pdcluster.api.tools.formats import FORMATS
-from pdcluster.api.tools.offered import Function, NamedChoice, NamedFunction, Offer, ToolDefinition, offer_of
+from pdcluster.api.tools.tool_choice import Function, NamedChoice, NamedFunction, Offer, ToolDefinition, offer_of
 from pdcluster.core.errors import BadRequest
 from pdcluster.engine.sampling.grammar import Vocabulary, tokenizer_of
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from pdcluster.api.tools.calls import CallRules, Part, ToolCallDelta
 from pdcluster.api.tools.formats import FORMATS, detect
-from pdcluster.api.tools.offered import Function, Offer, ToolDefinition, offer_of
 from pdcluster.api.tools.parsers import Parser
+from pdcluster.api.tools.tool_choice import Function, Offer, ToolDefinition, offer_of
 
 NAMES = ("get_weather", "add")
 FUNCTIONS = [Function(name) for name in NAMES]

@@ -19,7 +19,7 @@ from pdcluster.api.structured import forms, library
 from pdcluster.api.structured.forms import Form
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.api.tools.formats import FORMATS
-from pdcluster.api.tools.offered import Function, Offer, ToolDefinition
+from pdcluster.api.tools.tool_choice import Function, Offer, ToolDefinition
 from pdcluster.checkpoint.bundled import path
 from pdcluster.core.errors import BadRequest, Overloaded
 from pdcluster.core.grammar import MAX_DEPTH, Grammar

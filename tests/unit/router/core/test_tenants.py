@@ -159,7 +159,10 @@ def test_places_are_bounded_per_tenant_and_none_takes_them_all(tenants: Tenants)
 async def test_over_http_a_key_is_asked_for_and_decides_in_whose_name_a_request_runs(tenants: Tenants) -> None:
     dispatcher = ScriptedDispatcher()
     body = {"model": MODEL, "prompt": "hi", "max_tokens": 2}
-    async with served(dispatcher, places=Places(10, tenants)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        served(dispatcher, places=Places(10, tenants)) as url,
+        httpx.AsyncClient(base_url=url, timeout=None) as client,
+    ):
         for path in ("/v1/models", f"/v1/models/{MODEL}"):
             assert (await client.get(path)).status_code == 401
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
@@ -186,7 +189,7 @@ async def test_over_http_a_key_is_asked_for_and_decides_in_whose_name_a_request_
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", ""])
 async def test_a_deadline_that_is_none_is_the_callers_mistake(value: str) -> None:
-    async with served(ScriptedDispatcher()) as url, httpx.AsyncClient(base_url=url) as client:
+    async with served(ScriptedDispatcher()) as url, httpx.AsyncClient(base_url=url, timeout=None) as client:
         reply = await client.post(
             "/v1/completions", json={"model": MODEL, "prompt": "hi"}, headers={"x-request-deadline-s": value}
         )
@@ -195,7 +198,7 @@ async def test_a_deadline_that_is_none_is_the_callers_mistake(value: str) -> Non
 
 async def test_a_deadline_is_at_most_what_the_server_allows() -> None:
     dispatcher = ScriptedDispatcher()
-    async with served(dispatcher) as url, httpx.AsyncClient(base_url=url) as client:
+    async with served(dispatcher) as url, httpx.AsyncClient(base_url=url, timeout=None) as client:
         await client.post(
             "/v1/completions", json={"model": MODEL, "prompt": "hi"}, headers={"x-request-deadline-s": "1e9"}
         )
@@ -206,7 +209,7 @@ async def test_a_refusal_over_http_says_how_long_the_wait_would_be() -> None:
     refuses = ScriptedDispatcher(
         lambda _: [Overloaded("the queue is full; predicted wait 3.20 s, retry then", 3.2, "hold_count")]
     )
-    async with served(refuses) as url, httpx.AsyncClient(base_url=url) as client:
+    async with served(refuses) as url, httpx.AsyncClient(base_url=url, timeout=None) as client:
         reply = await client.post("/v1/completions", json={"model": MODEL, "prompt": "hi"})
     assert reply.status_code == 429
     assert reply.headers["retry-after"] == "4" and reply.headers["x-pdcluster-predicted-wait-s"] == "3.200"
@@ -216,7 +219,10 @@ async def test_one_tenants_open_requests_do_not_keep_another_out(tenants: Tenant
     gate = asyncio.Event()
     dispatcher = ScriptedDispatcher(lambda _: [Wait(gate), *says("x")])
     body = {"model": MODEL, "prompt": "hi"}
-    async with served(dispatcher, places=Places(5, tenants)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        served(dispatcher, places=Places(5, tenants)) as url,
+        httpx.AsyncClient(base_url=url, timeout=None) as client,
+    ):
         flood = [
             asyncio.create_task(client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {OTHER}"}))
             for _ in range(8)

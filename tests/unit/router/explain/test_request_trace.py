@@ -8,7 +8,8 @@ from pdcluster.core.messages import Sampling
 from pdcluster.core.trace_context import TraceContext
 from pdcluster.telemetry.tracing import TracedSpan
 from pdcluster_router.core.generation import Done, Generation, RequestRoute, Timeline
-from pdcluster_router.explain.request_trace import ChoiceTrace, RequestTrace, Tracing
+from pdcluster_router.core.tracing import RequestTrace, Tracing
+from pdcluster_router.explain.request_trace import ChoiceTrace
 from pdcluster_router.policy.base import RoutingDecision
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-0"

@@ -6,8 +6,8 @@ import json
 import time
 
 import pytest
+from answer_by_hand import ByHand
 from scripted_dispatcher import MODEL, ROUTE, TEXT, VOCAB
-from test_response import ByHand
 
 from pdcluster.api.openai import requests
 from pdcluster.core.errors import Cancelled, IntegrityError, ProtocolError

@@ -74,7 +74,7 @@ class Player:
     def _say(self, dispatcher: ByHand, choice: int, token_ids: tuple[int, ...]) -> None:
         position, sink = self._positions[choice], dispatcher.sinks[choice]
         self._positions[choice] += len(token_ids)
-        take = sink.way() if self.is_short and position >= 2 else None
+        take = sink.fast_token_path() if self.is_short and position >= 2 else None
         if take is not None and take(position, token_ids):
             self.num_short += 1
         else:
@@ -135,14 +135,14 @@ async def test_a_stream_that_needs_more_than_text_is_not_taken(fields: dict[str,
     sink = dispatcher.sinks[-1]
     if "logprobs" not in fields:
         sink.on_chunk(TokenChunk(0, tuple(LETTERS[:2]), (), (), ROUTE))
-    assert sink.way() is None
+    assert sink.fast_token_path() is None
 
 
 async def test_a_whole_answer_keeps_its_tokens_by_the_short_way() -> None:
     dispatcher = ByHand()
     asked(dispatcher)
     dispatcher.sinks[0].on_chunk(TokenChunk(0, tuple(LETTERS[:2]), (), (), ROUTE))
-    take = dispatcher.sinks[0].way()
+    take = dispatcher.sinks[0].fast_token_path()
     assert take is not None and take(2, (LETTERS[2],))
     assert not take(2, (LETTERS[2],)) and not take(3, (VOCAB,)) and not take(3, tuple(LETTERS[:2]))
 
@@ -151,12 +151,12 @@ async def test_a_client_that_does_not_read_takes_the_long_way() -> None:
     dispatcher = ByHand()
     line, _ = asked(dispatcher, stream=True)
     dispatcher.sinks[0].on_chunk(TokenChunk(0, tuple(LETTERS[:2]), (), (), ROUTE))
-    take = dispatcher.sinks[0].way()
+    take = dispatcher.sinks[0].fast_token_path()
     assert take is not None
     line.is_paused = True
-    assert dispatcher.sinks[0].way() is None and not take(2, (LETTERS[2],))
+    assert dispatcher.sinks[0].fast_token_path() is None and not take(2, (LETTERS[2],))
     line.is_paused = False
-    assert dispatcher.sinks[0].way() is not None and take(2, (LETTERS[2],))
+    assert dispatcher.sinks[0].fast_token_path() is not None and take(2, (LETTERS[2],))
 
 
 async def test_a_client_that_did_not_read_at_first_gets_the_rest_the_short_way() -> None:
@@ -165,11 +165,11 @@ async def test_a_client_that_did_not_read_at_first_gets_the_rest_the_short_way()
     sink = dispatcher.sinks[0]
     line.is_paused = True
     sink.on_chunk(TokenChunk(0, tuple(LETTERS[:2]), (), (), ROUTE))
-    assert sink.way() is None
+    assert sink.fast_token_path() is None
     line.is_paused = False
     assert exchange.on_resume is not None
     exchange.on_resume()
-    take = sink.way()
+    take = sink.fast_token_path()
     assert take is not None and take(2, (LETTERS[2],))
 
 
@@ -179,7 +179,7 @@ async def test_no_token_is_said_twice_or_out_of_its_place(is_known: bool) -> Non
     line, _ = asked(dispatcher, stream=True)
     sink, (first, second, *_) = dispatcher.sinks[0], LETTERS
     sink.on_chunk(TokenChunk(0, (first, first), (), (), ROUTE))
-    take = sink.way()
+    take = sink.fast_token_path()
     assert take is not None
     if not is_known:
         TEXT.pieces.said.clear()

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc
@@ -20,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from scripted_dispatcher import EOS, MAX_LEN, MODEL, ROUTE, TEXT, ScriptedDispatcher, Tokens, Wait, says, until
+from scripted_grpc import protoc, served_grpc
 from tiny_tokenizers import byte_level_files
 
 from pdcluster import client as api
@@ -34,7 +34,6 @@ from pdcluster.core.errors import (
     Unavailable,
     UnknownModel,
 )
-from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.core.generation import ModelInfo
 from pdcluster_router.core.tenants import Entry, Tenants
 from pdcluster_router.frontend.grpc import SERVICE, GrpcSettings, Inference, listening
@@ -44,19 +43,6 @@ from pdcluster_router.frontend.server import router_metrics
 ROOT = Path(__file__).parents[4]
 
 
-@asynccontextmanager
-async def served(
-    dispatcher: ScriptedDispatcher,
-    settings: GrpcSettings | None = None,
-    max_requests: int = 64,
-    metrics: RouterMetrics | None = None,
-) -> AsyncIterator[str]:
-    chosen = settings or GrpcSettings()
-    servicer = Inference(dispatcher, chosen, metrics or router_metrics(), Places(max_requests))
-    async with listening(servicer, dispatcher, "127.0.0.1:0", chosen, drain_s=1.0) as address:
-        yield address
-
-
 @pytest.fixture
 def dispatcher() -> ScriptedDispatcher:
     return ScriptedDispatcher()
@@ -64,7 +50,7 @@ def dispatcher() -> ScriptedDispatcher:
 
 @pytest.fixture
 async def address(dispatcher: ScriptedDispatcher) -> AsyncIterator[str]:
-    async with served(dispatcher) as address:
+    async with served_grpc(dispatcher) as address:
         yield address
 
 
@@ -154,7 +140,7 @@ class TwoNames(ScriptedDispatcher):
 
 async def test_the_model_need_not_be_named_where_all_names_are_its_own() -> None:
     dispatcher = TwoNames()
-    async with served(dispatcher) as address, api.AsyncClient(address) as client:
+    async with served_grpc(dispatcher) as address, api.AsyncClient(address) as client:
         assert (await client.complete("hi", max_tokens=50)).texts == ("hello world",)
         assert dispatcher.started[0].model == MODEL
         dispatcher.other = TextModel(byte_level_files())
@@ -255,7 +241,7 @@ async def test_models_are_listed(client: api.AsyncClient) -> None:
 
 def test_the_blocking_client_says_the_same(tmp_path: Path) -> None:
     async def ask() -> None:
-        async with served(ScriptedDispatcher()) as address:
+        async with served_grpc(ScriptedDispatcher()) as address:
             assert await asyncio.to_thread(blocking, address) == ("hello world", [MODEL])
 
     def blocking(address: str) -> tuple[str, list[str]]:
@@ -350,7 +336,7 @@ async def test_busy_says_for_how_long(client: api.AsyncClient, dispatcher: Scrip
 async def test_a_router_with_all_places_taken_refuses_at_once(dispatcher: ScriptedDispatcher) -> None:
     never = asyncio.Event()
     dispatcher.script = lambda _: [Wait(never)]
-    async with served(dispatcher, max_requests=1) as address, api.AsyncClient(address) as client:
+    async with served_grpc(dispatcher, max_requests=1) as address, api.AsyncClient(address) as client:
         first = asyncio.create_task(client.complete("hi"))
         await until(lambda: len(dispatcher.started) == 1)
         assert isinstance(await failure(client), Overloaded)
@@ -392,7 +378,7 @@ async def test_calls_that_ran_out_of_time_and_clients_that_left_are_counted_apar
             or 0.0
         )
 
-    async with served(dispatcher, metrics=metrics) as address, api.AsyncClient(address) as client:
+    async with served_grpc(dispatcher, metrics=metrics) as address, api.AsyncClient(address) as client:
         late = await asyncio.gather(*(failure(client, timeout_s=timeout_s) for timeout_s in (0.2, 0.613, 1.234)))
         assert all(isinstance(error, DeadlineExceeded) for error in late)
         await until(lambda: counted("DEADLINE_EXCEEDED") == 3)
@@ -411,7 +397,7 @@ async def test_a_call_that_ends_with_its_server_was_not_left_by_its_client(dispa
     metrics, never = router_metrics(), asyncio.Event()
     dispatcher.script = lambda _: [*says("some", "length"), Wait(never)]
     async with AsyncExitStack() as server:
-        address = await server.enter_async_context(served(dispatcher, metrics=metrics))
+        address = await server.enter_async_context(served_grpc(dispatcher, metrics=metrics))
         async with api.AsyncClient(address) as client:
             calling = asyncio.ensure_future(failure(client, timeout_s=60.0))
             await until(lambda: dispatcher.started)
@@ -435,7 +421,7 @@ async def test_a_client_that_does_not_read_is_left_and_its_generation_cancelled(
     dispatcher.script = lambda _: [*[words] * 4000, Wait(never)]
     window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
     async with (
-        served(dispatcher, GrpcSettings(stall_s=0.3)) as address,
+        served_grpc(dispatcher, GrpcSettings(stall_s=0.3)) as address,
         grpc.aio.insecure_channel(address, options=window) as channel,
     ):
         request = api._request("hi", {"max_tokens": 500_000})
@@ -455,7 +441,10 @@ async def test_a_client_that_never_reads_keeps_its_call_no_longer_than_its_conne
     dispatcher.script = lambda _: [*[words] * 4000, Wait(never)]
     window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
     settings = GrpcSettings(stall_s=0.2, last_word_s=0.1, connection_age_s=0.5, deadline_s=1.0, max_calls=1)
-    async with served(dispatcher, settings) as address, grpc.aio.insecure_channel(address, options=window) as channel:
+    async with (
+        served_grpc(dispatcher, settings) as address,
+        grpc.aio.insecure_channel(address, options=window) as channel,
+    ):
         request = api._request("hi", {"max_tokens": 500_000})
         stalled = channel.unary_stream(f"/{SERVICE}/Generate", request_serializer=type(request).SerializeToString)(
             request
@@ -506,7 +495,7 @@ async def test_calls_that_come_just_after_the_router_was_told_to_stop_are_answer
     dispatcher: ScriptedDispatcher,
 ) -> None:
     stack = AsyncExitStack()
-    address = await stack.enter_async_context(served(dispatcher))
+    address = await stack.enter_async_context(served_grpc(dispatcher))
     async with api.AsyncClient(address) as known, api.AsyncClient(address) as stranger:
         await known.complete("hi")
         stopping = asyncio.create_task(stack.aclose())
@@ -528,7 +517,7 @@ async def test_an_address_in_use_names_the_flag(address: str, dispatcher: Script
 @given(body=st.binary(max_size=400))
 def test_random_bytes_are_refused_and_harm_nobody(body: bytes) -> None:
     async def send() -> None:
-        async with served(ScriptedDispatcher()) as address, grpc.aio.insecure_channel(address) as channel:
+        async with served_grpc(ScriptedDispatcher()) as address, grpc.aio.insecure_channel(address) as channel:
             call = channel.unary_stream(f"/{SERVICE}/Generate")(body)
             try:
                 async for _ in call:
@@ -590,11 +579,6 @@ async def test_everything_can_be_found_and_run_through_reflection(address: str) 
     assert text == "hello world"
 
 
-def protoc(*arguments: str) -> None:
-    """The compiler brings libraries that cannot live in one process with NIXL's, so it gets a process of its own."""
-    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *arguments], check=True, timeout=60)
-
-
 def test_a_client_made_from_the_proto_alone_works(tmp_path: Path) -> None:
     source = tmp_path / "src" / "elsewhere.proto"
     source.parent.mkdir()
@@ -613,7 +597,7 @@ with grpc.insecure_channel(sys.argv[1]) as channel:
 """
 
     async def ask() -> str:
-        async with served(ScriptedDispatcher()) as address:
+        async with served_grpc(ScriptedDispatcher()) as address:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-c",

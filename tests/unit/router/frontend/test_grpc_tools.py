@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from grammar_walk import Walkable, begins, walkable
 from scripted_dispatcher import SPEAKING, SpeakingDispatcher, says
-from test_grpc_api import ROOT, protoc, served
+from scripted_grpc import protoc, served_grpc
 
 from pdcluster import client as api
 from pdcluster.api.openai.requests import ChatRequest
@@ -20,6 +20,7 @@ from pdcluster.rpc import inference
 from pdcluster.rpc import inference_pb2 as pb
 from pdcluster.rpc.inference import request_from_proto
 
+ROOT = Path(__file__).parents[4]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER, ADD = (
     api.Tool("get_weather", "what it is like", PARAMETERS),
@@ -42,7 +43,7 @@ def dispatcher() -> SpeakingDispatcher:
 
 @pytest.fixture
 async def client(dispatcher: SpeakingDispatcher) -> AsyncIterator[api.AsyncClient]:
-    async with served(dispatcher) as address, api.AsyncClient(address) as client:
+    async with served_grpc(dispatcher) as address, api.AsyncClient(address) as client:
         yield client
 
 
@@ -264,7 +265,7 @@ def test_a_client_made_from_the_proto_alone_calls_tools(dispatcher: SpeakingDisp
     protoc(f"-I{source.parent}", f"--python_out={tmp_path}", f"--grpc_python_out={tmp_path}", str(source))
 
     async def ask() -> list[str]:
-        async with served(dispatcher) as address:
+        async with served_grpc(dispatcher) as address:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-c",

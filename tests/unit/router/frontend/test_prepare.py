@@ -168,7 +168,7 @@ async def test_a_request_that_waits_for_a_thread_is_answered_by_its_deadline() -
     dispatcher = Stuck()
     body = {"model": MODEL, "prompt": LONG}
     try:
-        async with served(dispatcher) as url, httpx.AsyncClient(base_url=url) as client:
+        async with served(dispatcher) as url, httpx.AsyncClient(base_url=url, timeout=None) as client:
             reply = await client.post("/v1/completions", json=body, headers={"x-request-deadline-s": "0.05"})
             assert reply.status_code == 504 and reply.json()["error"]["code"] == "deadline_exceeded"
             dispatcher.is_there.set()

@@ -15,7 +15,7 @@ from pdcluster_router.frontend.health import RouterHealth, readiness_of
 
 async def test_no_node_now_is_degraded_once_a_tokenizer_is_known() -> None:
     dispatcher = ScriptedDispatcher()
-    async with served(dispatcher) as url, httpx.AsyncClient(base_url=url) as client:
+    async with served(dispatcher) as url, httpx.AsyncClient(base_url=url, timeout=None) as client:
         dispatcher.is_up = False
         ready = await client.get("/readyz")
         assert ready.status_code == 503 and "tokenizer" in ready.json()["reasons"][0]

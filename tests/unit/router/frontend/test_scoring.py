@@ -24,7 +24,7 @@ IDS = TEXT.encode(TEXT_PROMPT, add_special_tokens=True).tolist()
 
 async def asked(path: str, **fields: object) -> tuple[ScriptedDispatcher, httpx.Response]:
     dispatcher = ScriptedDispatcher(lambda _: [Tokens((EOS,))])
-    async with served(dispatcher) as url, httpx.AsyncClient(base_url=url) as client:
+    async with served(dispatcher) as url, httpx.AsyncClient(base_url=url, timeout=None) as client:
         reply = await client.post(path, json={"model": MODEL, **fields})
     assert reply.status_code == 200, reply.text
     return dispatcher, reply
@@ -96,7 +96,10 @@ def test_a_prompt_is_scored_whatever_its_node_says_first(nodes: str, steps: Any,
 
 async def test_the_tokenizers_configuration_is_told() -> None:
     places = Places(4, Tenants({"t": Entry(keys=["some-key-1"])}))
-    async with served(ScriptedDispatcher(), places=places) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        served(ScriptedDispatcher(), places=places) as url,
+        httpx.AsyncClient(base_url=url, timeout=None) as client,
+    ):
         assert (await client.get("/tokenizer_info")).status_code == 401
         told_of = (await client.get("/tokenizer_info", headers={"authorization": "Bearer some-key-1"})).json()
         assert (await client.post("/tokenizer_info")).status_code == 405

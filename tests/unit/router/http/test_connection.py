@@ -17,7 +17,7 @@ from scripted_dispatcher import MODEL, TEXT, ScriptedDispatcher, Wait, says, ser
 from pdcluster.core.version import VERSION
 from pdcluster_router.frontend.app import HttpSettings
 from pdcluster_router.frontend.server import KEEPALIVE, bind, sweep
-from pdcluster_router.http.connection import MAX_HEAD_BYTES, Connection, Connections, LineLimits
+from pdcluster_router.http.connection import MAX_HEAD_BYTES, Connection, ConnectionLimits, Connections
 from pdcluster_router.http.exchange import Exchange
 
 PLAIN = "/v1/completions"
@@ -162,7 +162,7 @@ class Pipe(asyncio.Transport):
 
 def test_what_comes_early_is_bounded_and_all_of_it_is_answered() -> None:
     application, pipe = ByHand(), Pipe()
-    connection = Connection(application, LineLimits(1000), Connections())
+    connection = Connection(application, ConnectionLimits(1000), Connections())
     connection.connection_made(pipe)
     to_come, num_answered = [HEALTH, *[HEALTH * 1000] * 10], 0
     while to_come or application.waiting:
@@ -189,7 +189,7 @@ def test_the_kernel_asks_whether_a_silent_client_is_still_there() -> None:
 @pytest.mark.parametrize("is_drained", [False, True])
 def test_after_the_body_of_a_refused_request_a_connection_goes_on_unless_it_drains(is_drained: bool) -> None:
     application, pipe = ByHand(), Pipe()
-    connection = Connection(application, LineLimits(1000), Connections())
+    connection = Connection(application, ConnectionLimits(1000), Connections())
     connection.connection_made(pipe)
     application.begin = lambda exchange: exchange.reply(401, b"") if not pipe.written else None  # type: ignore[method-assign]
     connection.data_received(request()[:-5])
@@ -252,7 +252,7 @@ async def test_a_body_of_very_many_parts_is_taken(wire, dispatcher: ScriptedDisp
 
 def test_of_a_body_no_more_is_kept_than_its_bytes_and_nothing_after_the_answer() -> None:
     application, pipe = ByHand(), Pipe()
-    connection = Connection(application, LineLimits(10_000), Connections())
+    connection = Connection(application, ConnectionLimits(10_000), Connections())
     connection.connection_made(pipe)
     connection.data_received(chunked(b"a" * 5000))
     assert len(application.waiting[0].parts) < 300
@@ -452,7 +452,7 @@ async def test_a_head_that_trickles_in_has_no_more_time_than_one_that_stays_away
 
 def test_who_does_not_read_the_last_answer_is_not_waited_for_for_ever() -> None:
     application, pipe = ByHand(), Pipe()
-    connection = Connection(application, LineLimits(1000, stall_s=5.0), Connections())
+    connection = Connection(application, ConnectionLimits(1000, stall_s=5.0), Connections())
     connection.connection_made(pipe)
     connection.data_received(b"GET /health HTTP/1.1\r\nconnection: close\r\n\r\n")
     application.waiting.pop().reply(200, b"so little that the transport never says it is full")
@@ -468,7 +468,8 @@ async def test_an_idle_connection_is_closed_when_its_time_is_over(
     dispatcher: ScriptedDispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "pdcluster_router.frontend.server.LineLimits", lambda *given, **named: LineLimits(*given, idle_s=0.1, **named)
+        "pdcluster_router.frontend.server.ConnectionLimits",
+        lambda *given, **named: ConnectionLimits(*given, idle_s=0.1, **named),
     )
     async with served(dispatcher) as url, opened(url) as (reader, writer):
         writer.write(HEALTH)
@@ -550,7 +551,7 @@ class Late(Connection):
     """Past its deadline, once. is_broken: what it does then fails."""
 
     def __init__(self, connections: Connections, *, is_broken: bool) -> None:
-        super().__init__(ScriptedDispatcher(), LineLimits(1, 1.0, 1.0), connections)  # type: ignore[arg-type]
+        super().__init__(ScriptedDispatcher(), ConnectionLimits(1, 1.0, 1.0), connections)  # type: ignore[arg-type]
         self.is_broken, self.deadline = is_broken, 0.0
         self.ends: list[str] = []
         connections.add(self)

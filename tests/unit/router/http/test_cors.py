@@ -34,7 +34,7 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
     places = Places(64, Tenants({"t": Entry(keys=["some-key-1"])}))
     async with (
         served(ScriptedDispatcher(), HttpSettings(cors_origins=(PAGE, "http://localhost:3000")), places) as url,
-        httpx.AsyncClient(base_url=url) as client,
+        httpx.AsyncClient(base_url=url, timeout=None) as client,
     ):
         yield client
 
@@ -98,7 +98,7 @@ async def test_errors_of_the_cluster_carry_it_too() -> None:
 
     async with (
         served(ScriptedDispatcher(refuse), HttpSettings(cors_origins=("*",))) as url,
-        httpx.AsyncClient(base_url=url) as client,
+        httpx.AsyncClient(base_url=url, timeout=None) as client,
     ):  # type: ignore[arg-type]
         for stream, status in ((False, 429), (True, 200)):
             reply = await client.post(PLAIN, json=BODY | {"stream": stream}, headers={"origin": STRANGER})
@@ -107,7 +107,7 @@ async def test_errors_of_the_cluster_carry_it_too() -> None:
 
 
 async def test_no_page_may_use_it_unless_said_so() -> None:
-    async with served(ScriptedDispatcher()) as url, httpx.AsyncClient(base_url=url) as client:
+    async with served(ScriptedDispatcher()) as url, httpx.AsyncClient(base_url=url, timeout=None) as client:
         for reply in (
             await client.post(PLAIN, json=BODY, headers={"origin": PAGE}),
             await client.options(CHAT, headers=PREFLIGHT),

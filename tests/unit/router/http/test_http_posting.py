@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from pdcluster_router.http.connection import MOST_POSTED_BYTES, Application, Connection, Connections, LineLimits
+from pdcluster_router.http.connection import MOST_POSTED_BYTES, Application, Connection, ConnectionLimits, Connections
 from pdcluster_router.http.exchange import NO_BUFFERING, Exchange
 
 ASKED = b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -58,7 +58,7 @@ class Streaming(Application):
 
 def opened(open_ones: Connections | None = None) -> tuple[Connection, Wire, Exchange]:
     app, wire = Streaming(), Wire()
-    connection = Connection(app, LineLimits(1 << 20), Connections() if open_ones is None else open_ones)
+    connection = Connection(app, ConnectionLimits(1 << 20), Connections() if open_ones is None else open_ones)
     connection.connection_made(wire)  # type: ignore[arg-type]
     connection.data_received(ASKED)
     assert app.exchange is not None

@@ -17,7 +17,7 @@ from pdcluster_router.frontend.app import HttpSettings, create_app
 from pdcluster_router.frontend.places import Places
 from pdcluster_router.frontend.server import router_metrics
 from pdcluster_router.http import connection as http_connection
-from pdcluster_router.http.connection import Connection, Connections, LineLimits
+from pdcluster_router.http.connection import Connection, ConnectionLimits, Connections
 from pdcluster_router.http.exchange import Exchange
 
 Heard = tuple[str, str, dict[bytes, bytes], bytes, bool]
@@ -77,7 +77,7 @@ def said(
 
 def opened(open_ones: Connections | None = None, max_body_bytes: int = 1000) -> tuple[Connection, Wire, Echo]:
     echo, wire = Echo(), Wire()
-    connection = Connection(echo, LineLimits(max_body_bytes), Connections() if open_ones is None else open_ones)
+    connection = Connection(echo, ConnectionLimits(max_body_bytes), Connections() if open_ones is None else open_ones)
     connection.connection_made(wire)
     return connection, wire, echo
 
@@ -139,7 +139,7 @@ async def test_every_request_is_identified_and_takes_a_place() -> None:
 
     def ask(body: bytes, key: str = key, kind: str = "application/json") -> bytes:
         """What is answered on a connection of its own."""
-        connection, wire = Connection(app, LineLimits(1 << 20), open_ones), Wire()
+        connection, wire = Connection(app, ConnectionLimits(1 << 20), open_ones), Wire()
         connection.connection_made(wire)
         for _ in range(3):
             connection.data_received(said(b"{", f"authorization: Bearer {key}", f"content-type: {kind}"))

@@ -6,7 +6,7 @@ from scripted_cluster import make_node
 from pdcluster.core import errors
 from pdcluster_router.cluster.view import ClusterView
 from pdcluster_router.policy.base import Query
-from pdcluster_router.queueing.admission import DrainRate, Outlook, Slo, check_fits, check_service
+from pdcluster_router.queueing.admission import MIN_RETRY_S, DrainRate, Outlook, Slo, check_fits, check_service, refusal
 
 
 def test_without_a_service_level_nobody_is_refused_for_being_late() -> None:
@@ -17,6 +17,15 @@ def test_who_would_be_late_is_told_how_long_the_wait_is() -> None:
     with pytest.raises(errors.Overloaded, match=r"predicted after 2.30 s") as refused:
         check_service(Outlook(2.0, 0.2, 0.1), Slo(ttft_s=2.0))
     assert refused.value.retry_after_s == 2.0 and refused.value.reason == "slo"
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "retry_after_s"), [(0.0, MIN_RETRY_S), (0.09, MIN_RETRY_S), (0.11, 0.11), (7.5, 7.5)]
+)
+def test_a_refusal_says_to_retry_after_the_predicted_wait_or_the_least(wait_s: float, retry_after_s: float) -> None:
+    refused = refusal("hold_count", "the queue is full", wait_s)
+    assert MIN_RETRY_S == 0.1 and refused.retry_after_s == retry_after_s
+    assert refused.reason == "hold_count" and f"predicted wait {wait_s:.2f} s, retry then" in str(refused)
 
 
 def test_the_margin_is_kept_free() -> None:

@@ -1,5 +1,5 @@
 """One attempt against nodes that answer by script: its clocks, its races, and what is never asked twice. Whole lives
-are in test_dispatch.py."""
+are in test_dispatcher.py."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from scripted_cluster import EMPTY_LOAD, FakeCluster, ScriptedPair, make_chooser
 from pdcluster.core import errors
 from pdcluster.core import messages as m
 from pdcluster.kv.hashing import block_hashes, chain_root
-from pdcluster_router.core.generation import Done, Generation, Take, TokenChunk
+from pdcluster_router.core.generation import Done, Generation, TakeTokens, TokenChunk
 from pdcluster_router.core.job import HashChain, Job, RetryAttempt
 from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.policy.base import Force
@@ -88,7 +88,7 @@ class Breaks(Events):
         super().__init__()
         self.last = last
 
-    def way(self) -> Take:
+    def fast_token_path(self) -> TakeTokens:
         return self._take
 
     def _take(self, position: int, token_ids: tuple[int, ...]) -> bool:

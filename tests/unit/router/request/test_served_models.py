@@ -56,7 +56,7 @@ class Heard:
         assert self.end is None and chunk.position == len(self.tokens)
         self.tokens += chunk.token_ids
 
-    def way(self) -> None:
+    def fast_token_path(self) -> None:
         return None
 
     def on_done(self, done: Done) -> None:

@@ -15,7 +15,7 @@ from scripted_cluster import FakeCluster, make_chooser, make_node
 from test_dispatcher import NoModels, make_dispatch, make_generation
 
 from pdcluster.core import messages as m
-from pdcluster_router.core.generation import Done, Take, TokenChunk
+from pdcluster_router.core.generation import Done, TakeTokens, TokenChunk
 from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.request.dispatcher import Dispatch
 from pdcluster_router.request.request import Request
@@ -38,7 +38,7 @@ class Sink:
         assert chunk.position == len(self.tokens)
         self.tokens += chunk.token_ids
 
-    def way(self) -> Take | None:
+    def fast_token_path(self) -> TakeTokens | None:
         return self._take if self.is_short else None
 
     def _take(self, position: int, token_ids: tuple[int, ...]) -> bool:

@@ -15,7 +15,7 @@ from scripted_dispatcher import TEXT
 
 from pdcluster.core import messages as m
 from pdcluster.telemetry import timeline
-from pdcluster_router.explain.request_trace import Tracing
+from pdcluster_router.core.tracing import Tracing
 from pdcluster_router.operate.reading import usage_of
 
 A, X = (TEXT.encode(letter, add_special_tokens=False)[0] for letter in "aX")

@@ -13,7 +13,7 @@ from pdcluster_router.request.timers import OPEN_S, TICK_S, TimerBuckets, Timers
 
 
 class Asked:
-    """Implements rounds.Member and alarms.Alarms."""
+    """Implements timers.Member, and counts its rings."""
 
     def __init__(self) -> None:
         self.rings: list[object] = []

@@ -44,7 +44,7 @@ class Showing(ScriptedDispatcher):
 )
 async def test_hints_are_the_templates(fields: dict[str, object], shown: str) -> None:
     dispatcher = Showing()
-    async with served(dispatcher) as url, httpx.AsyncClient(base_url=url) as client:
+    async with served(dispatcher) as url, httpx.AsyncClient(base_url=url, timeout=None) as client:
         reply = await client.post(
             "/v1/chat/completions", json={"model": MODEL, "messages": [{"role": "user", "content": "x"}], **fields}
         )
@@ -72,7 +72,7 @@ CHAT_IDLE = {
 
 
 async def test_what_changes_nothing_passes() -> None:
-    async with served(ScriptedDispatcher()) as url, httpx.AsyncClient(base_url=url) as client:
+    async with served(ScriptedDispatcher()) as url, httpx.AsyncClient(base_url=url, timeout=None) as client:
         plain = await client.post(
             "/v1/completions", json={"model": MODEL, "prompt": "x", "suffix": "", "echo": False, **IDLE}
         )

@@ -31,7 +31,7 @@ async def answered(
     body = {"model": MODEL, "max_tokens": 60, "return_token_ids": True, **prompt, **fields, **options}
     async with (
         served(ScriptedDispatcher(lambda _: says(said, reason))) as url,
-        httpx.AsyncClient(base_url=url) as client,
+        httpx.AsyncClient(base_url=url, timeout=None) as client,
     ):  # type: ignore[arg-type]
         reply = await client.post(path, json=body)
     assert reply.status_code == 200, reply.text

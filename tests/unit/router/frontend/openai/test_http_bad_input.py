@@ -42,7 +42,7 @@ async def bed() -> AsyncIterator[Bed]:
     dispatcher = ScriptedDispatcher()
     async with (
         served(dispatcher, HttpSettings(max_body_bytes=LIMIT, max_choices=16)) as url,
-        httpx.AsyncClient(base_url=url) as client,
+        httpx.AsyncClient(base_url=url, timeout=None) as client,
     ):
         yield Bed(dispatcher, client)
 
@@ -486,7 +486,7 @@ async def send_head_only(bed: Bed, request: httpx.Request) -> bytes:
 
 async def test_ten_megabytes_are_refused_and_the_server_is_unharmed() -> None:
     dispatcher = ScriptedDispatcher()
-    async with served(dispatcher) as url, httpx.AsyncClient(base_url=url) as client:
+    async with served(dispatcher) as url, httpx.AsyncClient(base_url=url, timeout=None) as client:
         bed = Bed(dispatcher, client)
         await bed.check(
             await client.post(PLAIN, json=plain(prompt="x" * 10_000_000)), 413, None, "at most 8388608 are taken"

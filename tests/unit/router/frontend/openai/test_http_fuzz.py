@@ -14,7 +14,7 @@ from scripted_dispatcher import MODEL, ScriptedDispatcher
 from pdcluster.api.openai.requests import ChatRequest, CompletionRequest
 from pdcluster_router.frontend.app import HttpSettings, create_app
 from pdcluster_router.frontend.server import router_metrics
-from pdcluster_router.http.connection import Connection, Connections, LineLimits
+from pdcluster_router.http.connection import Connection, ConnectionLimits, Connections
 
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(alphabet=st.characters(exclude_categories=()),
@@ -49,7 +49,7 @@ class Wire:
 
 async def call(path: str, body: bytes) -> tuple[int, bytes]:
     app = create_app(ScriptedDispatcher(), HttpSettings(), router_metrics())
-    connection, wire = Connection(app, LineLimits(1 << 20), Connections()), Wire()
+    connection, wire = Connection(app, ConnectionLimits(1 << 20), Connections()), Wire()
     connection.connection_made(wire)  # type: ignore[arg-type]
     request = (
         f"POST {path} HTTP/1.1\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: "

@@ -19,6 +19,7 @@ from pdcluster.core.errors import Cancelled, ConfigError, DeadlineExceeded, Node
 from pdcluster_router.core.generation import Done, Generation, Running, Sink, TokenChunk
 from pdcluster_router.frontend.app import HttpSettings, create_app
 from pdcluster_router.frontend.server import listening, router_metrics
+from pdcluster_router.queueing.admission import refusal
 from pdcluster_router.request.open_requests import OpenRequest, OpenRequests
 
 CHAT = "/v1/chat/completions"
@@ -36,7 +37,7 @@ def dispatcher() -> ScriptedDispatcher:
 
 @pytest.fixture
 async def client(dispatcher: ScriptedDispatcher) -> AsyncIterator[httpx.AsyncClient]:
-    async with served(dispatcher) as url, httpx.AsyncClient(base_url=url) as client:
+    async with served(dispatcher) as url, httpx.AsyncClient(base_url=url, timeout=None) as client:
         yield client
 
 
@@ -99,7 +100,10 @@ async def test_a_client_that_does_not_read_holds_bounded_memory_and_is_given_up(
 
     dispatcher.script = endless
     dispatcher.max_len = 2**30
-    async with served(dispatcher, HttpSettings(stall_s=0.5)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        served(dispatcher, HttpSettings(stall_s=0.5)) as url,
+        httpx.AsyncClient(base_url=url, timeout=None) as client,
+    ):
         _, writer = await opened(client, body(stream=True, max_tokens=2**29))
         await until(lambda: len(dispatcher.cancelled) == 1)
         stopped_at = produced
@@ -145,7 +149,7 @@ class Cancellable(ScriptedDispatcher):
 @pytest.mark.parametrize("n", [1, 3])
 async def test_a_cancelled_request_whose_client_does_not_read_ends_at_once_and_its_connection_is_cut(n: int) -> None:
     dispatcher = Cancellable(60_000 // n)
-    async with served(dispatcher) as url, httpx.AsyncClient(base_url=url) as client:
+    async with served(dispatcher) as url, httpx.AsyncClient(base_url=url, timeout=None) as client:
         _, writer = await opened(client, body(stream=True, n=n, max_tokens=2**29))
         await dispatcher.until_nobody_reads()
         assert dispatcher.open.cancel(dispatcher.open.all()[0].request.rpartition("-")[0], "a runaway") == n
@@ -157,7 +161,7 @@ async def test_a_cancelled_request_whose_client_does_not_read_ends_at_once_and_i
 
 async def test_a_cancelled_request_whose_client_reads_on_is_answered() -> None:
     dispatcher = Cancellable(1000)
-    async with served(dispatcher) as url, httpx.AsyncClient(base_url=url) as client:
+    async with served(dispatcher) as url, httpx.AsyncClient(base_url=url, timeout=None) as client:
         async with client.stream("POST", PLAIN, json=body(stream=True, max_tokens=2**29)) as reply:
             lines = reply.aiter_lines()
             await anext(lines)
@@ -193,7 +197,10 @@ async def test_a_request_that_an_operator_cancels_is_answered(
 async def test_requests_over_the_limit_are_429_and_places_come_back(dispatcher: ScriptedDispatcher) -> None:
     gate = asyncio.Event()
     dispatcher.script = lambda _: [Wait(gate), *says("done")]
-    async with served(dispatcher, HttpSettings(max_requests=2)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        served(dispatcher, HttpSettings(max_requests=2)) as url,
+        httpx.AsyncClient(base_url=url, timeout=None) as client,
+    ):
         open_ones = [asyncio.create_task(client.post(PLAIN, json=body())) for _ in range(2)]
         await until(lambda: len(dispatcher.started) == 2)
         refused = await client.post(PLAIN, json=body())
@@ -203,6 +210,19 @@ async def test_requests_over_the_limit_are_429_and_places_come_back(dispatcher: 
         gate.set()
         assert [(await reply).status_code for reply in open_ones] == [200, 200]
         assert (await client.post(PLAIN, json=body())).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "seconds", "predicted"),
+    [(0.0, "1", "0.100"), (0.25, "1", "0.250"), (1.0, "1", "1.000"), (1.001, "2", "1.001"), (29.2, "30", "29.200")],
+)
+async def test_a_refusal_says_when_to_retry_in_whole_seconds_rounded_up(
+    client: httpx.AsyncClient, dispatcher: ScriptedDispatcher, wait_s: float, seconds: str, predicted: str
+) -> None:
+    dispatcher.script = lambda _: [refusal("hold_count", "the queue is full", wait_s)]
+    reply = await client.post(PLAIN, json=body())
+    assert (reply.status_code, reply.headers["retry-after"]) == (429, seconds)
+    assert reply.headers["x-pdcluster-predicted-wait-s"] == predicted
 
 
 @pytest.mark.parametrize(
@@ -267,7 +287,7 @@ class RepeatsAPosition(ScriptedDispatcher):
 
 
 async def test_a_dispatcher_that_breaks_its_contract_is_an_error_not_a_wrong_answer() -> None:
-    async with served(RepeatsAPosition()) as url, httpx.AsyncClient(base_url=url) as client:
+    async with served(RepeatsAPosition()) as url, httpx.AsyncClient(base_url=url, timeout=None) as client:
         reply = await client.post(PLAIN, json=body())
         assert reply.status_code == 500
         assert reply.json()["error"]["code"] == "integrity"
@@ -399,7 +419,10 @@ async def test_without_a_seed_one_is_drawn_for_all_choices_and_a_negative_one_is
 
 
 async def test_a_body_that_does_not_arrive_is_408(dispatcher: ScriptedDispatcher) -> None:
-    async with served(dispatcher, HttpSettings(body_s=0.2)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        served(dispatcher, HttpSettings(body_s=0.2)) as url,
+        httpx.AsyncClient(base_url=url, timeout=None) as client,
+    ):
         reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
         writer.write(f"POST {PLAIN} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n".encode() + b'{"model"')
         assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 408")
@@ -420,7 +443,7 @@ async def test_a_client_that_leaves_during_its_upload_is_only_counted(client: ht
 async def test_shutdown_lets_an_open_stream_finish(dispatcher: ScriptedDispatcher) -> None:
     gate = asyncio.Event()
     dispatcher.script = lambda _: [*says("first ", "length"), Wait(gate), *says("last")]
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=None) as client:
         async with served(dispatcher) as url:
             reply = asyncio.create_task(client.post(url + PLAIN, json=body(stream=True)))
             await until(lambda: len(dispatcher.started) == 1)
@@ -441,7 +464,7 @@ async def test_shutdown_cancels_what_outlives_the_drain_and_says_so(
         [never] if generation.sampling.max_tokens == 7 else [*says("text", "length"), never]
     )
     with caplog.at_level(logging.CRITICAL):
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=None) as client:
             async with served(dispatcher) as url:
                 streamed = asyncio.create_task(client.post(url + PLAIN, json=body(stream=True)))
                 whole = asyncio.create_task(client.post(url + PLAIN, json=body(max_tokens=7)))

@@ -26,7 +26,7 @@ async def events_of(dispatcher: ScriptedDispatcher, path: str, **fields: object)
     body = {"model": MODEL, "stream": True, **({} if path == CHAT else {"max_tokens": 200}), **prompt, **fields}
     async with (
         served(dispatcher) as url,
-        httpx.AsyncClient(base_url=url) as client,
+        httpx.AsyncClient(base_url=url, timeout=None) as client,
         client.stream("POST", path, json=body) as reply,
     ):
         lines = [line async for line in reply.aiter_lines() if line]

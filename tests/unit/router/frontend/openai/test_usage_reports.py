@@ -20,7 +20,7 @@ async def chunks_of(path: str, **fields: object) -> list[dict[str, Any]]:
     prompt: dict[str, object] = {"messages": TALK} if path == CHAT else {"prompt": "hi"}
     async with (
         served(ScriptedDispatcher(lambda _: says(SAID, "length"))) as url,
-        httpx.AsyncClient(base_url=url) as client,
+        httpx.AsyncClient(base_url=url, timeout=None) as client,
     ):
         reply = await client.post(path, json={"model": MODEL, "stream": True, **prompt, **fields})
     assert reply.status_code == 200, reply.text
