@@ -127,10 +127,10 @@ class Cancellable(ScriptedDispatcher):
 
         def end(error: Cancelled) -> None:
             running.cancel(str(error))
-            self.open.leave(generation.request)
+            self.open.pop(generation.request, None)
             sink.on_error(error)
 
-        self.open.enter(generation.request, lambda: OpenRequest(generation.request, MODEL, 1, 0.0, end))
+        self.open[generation.request] = lambda: OpenRequest(generation.request, MODEL, 1, 0.0, end)
         return running
 
     async def generate(self, generation: Generation) -> AsyncGenerator[TokenChunk | Done, None]:
