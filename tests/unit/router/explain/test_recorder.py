@@ -11,6 +11,7 @@ from contextlib import aclosing, contextmanager
 import msgspec
 import pytest
 from msgspec.structs import replace
+from pdcluster_router.policy.decisions import Decision
 from prometheus_client import CollectorRegistry
 from scripted_cluster import FakeCluster, ScriptedPair, make_chooser, make_node
 
@@ -28,7 +29,6 @@ from pdcluster_router.explain.recorder import MAX_ALIKE, MAX_DECISIONS, Explaine
 from pdcluster_router.explain.records import MAX_CANDIDATES, Explanation
 from pdcluster_router.explain.text import text_of
 from pdcluster_router.policy.base import Predicted, Query, RoutingDecision
-from pdcluster_router.policy.decisions import Decision
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.prefix_index.ideal_cache import IdealCache
 from pdcluster_router.queueing.headroom import Headroom

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pdcluster_router.policy.predicted.node_rows import NodeRow
 from policy_cases import batch, make_node, view
 
 from pdcluster.api.openai import token_list
@@ -24,7 +25,6 @@ from pdcluster.settings.config import cache_directory
 from pdcluster_router import process
 from pdcluster_router.policy.base import Query
 from pdcluster_router.policy.predicted import compiled, cost_model
-from pdcluster_router.policy.predicted.node_rows import NodeRow
 from pdcluster_router.policy.predicted_seconds import Seconds
 
 # Where this process keeps what is compiled, also while a test says otherwise.

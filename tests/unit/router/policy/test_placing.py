@@ -14,6 +14,9 @@ from examples import examples
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from pdcluster_router.explain.packed import unpack
+from pdcluster_router.policy.decisions import Decision, PackedDecision, PlacementQuery
+from pdcluster_router.policy.scales import asked_of
 from policy_cases import COST, batch, clusters, make_node, queries, queue, view
 from prometheus_client import CollectorRegistry
 
@@ -22,14 +25,11 @@ from pdcluster.cost.cost import CostError
 from pdcluster.telemetry.metrics import ExplainMetrics
 from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView
 from pdcluster_router.core.generation import TenantPriority
-from pdcluster_router.explain.packed import unpack
 from pdcluster_router.explain.recorder import PACKED_BYTES, Explainer, Kept, Record
 from pdcluster_router.explain.records import MAX_CANDIDATES
 from pdcluster_router.policy.base import Query
-from pdcluster_router.policy.decisions import Decision, PackedDecision, PlacementQuery
 from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.policy.pull import PullMode, PullRule
-from pdcluster_router.policy.scales import asked_of
 from pdcluster_router.queueing.admission import Slo
 from pdcluster_router.queueing.gate import Gate
 from pdcluster_router.queueing.headroom import Headroom

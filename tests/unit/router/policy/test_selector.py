@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
+from pdcluster_router.policy.decisions import PlacementQuery
+from pdcluster_router.policy.scales import asked_of
 from policy_cases import COST, make_load, make_node, view
 
 from pdcluster.core.errors import NoNodeTakesWork, Unavailable
@@ -13,11 +15,9 @@ from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.job import HashChain, Job
 from pdcluster_router.policy.base import Query, RoutingDecision
 from pdcluster_router.policy.cache_pressure import NEWEST, PRIOR
-from pdcluster_router.policy.decisions import PlacementQuery
 from pdcluster_router.policy.predicted.cost_model import LOST
 from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.policy.registry import make_policy
-from pdcluster_router.policy.scales import asked_of
 from pdcluster_router.policy.selector import FORK, PolicyHolder, PolicySelector
 
 NODES = view(make_node("p0", "prefill"), make_node("d0", "decode"), make_node("d1", "decode"))

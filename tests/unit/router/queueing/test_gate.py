@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from leftovers import find_names
 from msgspec.structs import replace
+from pdcluster_router.policy.decisions import Decision
 from scripted_cluster import make_node
 
 from pdcluster.core import errors
@@ -16,7 +17,6 @@ from pdcluster.core import messages as m
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView
 from pdcluster_router.policy.base import Query, suits_all
-from pdcluster_router.policy.decisions import Decision
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.queueing.admission import Slo
 from pdcluster_router.queueing.fairness import QueuedRequest
