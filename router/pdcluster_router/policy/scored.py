@@ -64,7 +64,7 @@ class Scored:
         if query.force == "local" or not (prefills and decode) or (query.force == "auto" and not legs.is_split):
             return self._local(legs, query, view)
         first = prefills[0]
-        others = eligibility.partners(decode, first.row, view)
+        others = legs.ready(eligibility.partners(legs.all_rows(DECODES), first.row, view))
         if legs.may_be_local:
             if not others:
                 return self._local(legs, query, view)  # its KV can go nowhere, and it may be too small for the output
