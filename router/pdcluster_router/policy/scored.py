@@ -151,9 +151,7 @@ def _candidate(one: Ranked, query: Query, view: ClusterView) -> Candidate:
 
 
 def alone(policy: str, node: NodeView, query: Query, view: ClusterView) -> Decision:
-    """The decision that one node serves, without a comparison."""
-    row = view.roster.row_of[node.incarnation]
-    bits = view.roster.zeros.astype(int)
-    bits[row] = SERVES
-    one = Ranked(0.0, node.num_requests, node.name, row, "local", ())
-    return _decision(policy, eligibility.Legs(bits, True, True), [one], query, view)
+    """The decision that one node serves, without a comparison. It takes work; others that could serve count as room."""
+    legs = eligibility.legs_of(replace(query, force="local"), view)
+    one = Ranked(0.0, node.num_requests, node.name, view.roster.row_of[node.incarnation], "local", ())
+    return _decision(policy, legs, [one], query, view)

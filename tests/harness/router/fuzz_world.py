@@ -112,8 +112,8 @@ class World:
         self.table = NodeTable(ME, context=self.network, settings=WireSettings())  # type: ignore[arg-type]
         self.models = ModelRegistry(self.table, None)
         selector = PolicySelector(
-            PolicyHolder(make_policy(plan.policy)), self.table.view, self.table.held,
-            force=plan.mode, fallback=plan.fallback, expected=self.table.expected, glance=self.table.glance,
+            PolicyHolder(make_policy(plan.policy)), self.table.glance, self.table.held,
+            force=plan.mode, fallback=plan.fallback, expected=self.table.expected,
         )  # fmt: skip
         tenants = {ask.tenant for ask in plan.asks}
         hold = HoldLimits(

@@ -362,7 +362,9 @@ class Scene:
                 self.at = number % len(self.exchanges)
             case "shut" if self.cluster.nodes:
                 node = self.cluster.nodes[number % len(self.cluster.nodes)]
-                self.dispatch.shared.refusing.note(RetryAttempt(Overloaded("full", 0.05), node.incarnation), self.moment)
+                self.dispatch.shared.refusing.note(
+                    RetryAttempt(Overloaded("full", 0.05), node.incarnation), self.moment
+                )
             case "report" if isinstance(self.cluster, CountingCluster) and self.cluster.nodes:
                 self.cluster.report(number, LOADS[sum(tokens) % len(LOADS)])
                 self.dispatch.waiting.poke()
