@@ -44,6 +44,7 @@ from pdcluster_router.policy.predicted.compiled import Scoring
 from pdcluster_router.policy.predicted.records import (
     COMPUTES,
     DECODE_LEG,
+    DECODES,
     LOCAL_LEG,
     NOWHERE,
     PREFILL_LEG,
@@ -91,7 +92,7 @@ class Seconds:
         if view.typical is None:
             return self._cold.choose_decode(query, view, prefill)
         bits = eligibility.decoders_for(query, view, prefill)
-        if not bits.any():
+        if not (bits & DECODES).any():
             return None
         scorer, roster, known = compiled.in_use(), view.roster, known_prefix(query, view.roster)
         chunk = view.row_of(prefill).chunk_tokens
