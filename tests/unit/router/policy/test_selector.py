@@ -144,6 +144,18 @@ class Broken:
         raise AssertionError("nobody asks a shadow this")
 
 
+@pytest.mark.parametrize(("shadow", "agrees"), [("seconds", True), ("round-robin", False)])
+def test_a_shadow_agrees_where_it_would_take_the_same_nodes_in_the_same_mode(shadow: str, agrees: bool) -> None:
+    selector = make_chooser("seconds", shadow)
+    record = selector.choose(make_job(force="remote" if agrees else "local"), 0.0).record
+    other = selector.holder.shadow.choose(selector.query(make_job(), 0.0), NODES).record  # type: ignore[union-attr]
+    assert record.shadow is not None and record.shadow.policy == shadow == other.policy
+    same = (record.shadow.mode, record.shadow.prefill, record.shadow.decode) == (
+        record.mode, record.prefill, record.decode,
+    )  # fmt: skip
+    assert record.shadow.agrees is same is agrees
+
+
 def test_a_shadow_with_a_bug_fails_no_request(caplog: pytest.LogCaptureFixture) -> None:
     selector = make_chooser()
     selector.holder.shadow = Broken()
