@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "router")]
 
 from pdcluster.core.lifecycle import CHECKING, READING, RESIDENCE, WRITING  # noqa: E402
-from pdcluster_router.request.states import REQUEST  # noqa: E402
+from pdcluster_router.request.states import ATTEMPT, REQUEST  # noqa: E402
 
 TABLES: dict[str, Mapping[tuple[Enum, str], Enum]] = {
     "a ticket at its writer": WRITING,
@@ -20,6 +20,7 @@ TABLES: dict[str, Mapping[tuple[Enum, str], Enum]] = {
     "a Commit at its reader": CHECKING,
     "a sequence in the scheduler": RESIDENCE,
     "a request at the router (`router:request/states.py`)": REQUEST,
+    "its running attempt": ATTEMPT,
 }
 
 

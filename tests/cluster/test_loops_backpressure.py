@@ -12,7 +12,7 @@ from oracle import OracleEngine, reference
 from pdcluster.core import errors
 from pdcluster.core.messages import Refused, Reserve, Reserved
 from pdcluster_router.core.stages import StageDeadlines
-from pdcluster_router.policy.predicted import passing
+from pdcluster_router.policy.predicted import room
 
 PATIENT = StageDeadlines(handshake_s=0.5, transfer_s=1.0, hold_s=0.01, queue_s=30.0, liveness_s=30.0)
 
@@ -72,7 +72,7 @@ def resume(node: LocalNode) -> None:
 def heedless(monkeypatch: pytest.MonkeyPatch) -> None:
     """A router that sends whatever parks on the nodes already, as several do together that know nothing of each
     other."""
-    monkeypatch.setattr(passing, "AHEAD", 0)
+    monkeypatch.setattr(room, "AHEAD", 0)
 
 
 async def test_while_decode_stands_still_prefill_computes_up_to_its_limit_and_then_refuses(heedless: None) -> None:

@@ -18,6 +18,7 @@ from pdcluster_router.cluster.legs import Ledger, RequestLeg
 from pdcluster_router.core.generation import TokenChunk
 from pdcluster_router.queueing.hold_queue import HoldQueue
 from pdcluster_router.request import node_events
+from pdcluster_router.request.attempt import Attempt
 from pdcluster_router.request.request import Request
 
 # Of those that take a fraction of a second.
@@ -54,10 +55,10 @@ def test_a_run_with_the_same_plan_is_the_same_run() -> None:
 # ---------------------------------------------------------------- the fuzz sees what it should see
 
 
-def tells_all_again(request: Request, row: TokenRow) -> TokenChunk | None:
-    """Tokens that the client has are told again."""
-    request.job.emitted += row.tokens
-    return TokenChunk(row.position, row.tokens, row.logprobs, row.prompt_logprobs, request.route())
+def emits_all_again(attempt: Attempt, row: TokenRow) -> TokenChunk | None:
+    """Tokens that the client has are emitted again."""
+    attempt.job.emitted += row.tokens
+    return TokenChunk(row.position, row.tokens, row.logprobs, row.prompt_logprobs, attempt.route())
 
 
 def keeps_legs(ledger: Ledger, leg: RequestLeg) -> None:
@@ -76,7 +77,7 @@ def releases_nobody(queue: HoldQueue, *_: object) -> list[object]:
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "seen"),
     [
-        (node_events, "_continued", tells_all_again, "wrong answer"),
+        (node_events, "_continued", emits_all_again, "wrong answer"),
         (Ledger, "leave", keeps_legs, "left in the books"),
         (Request, "cancel", hears_on, "two answers"),
         (HoldQueue, "release", releases_nobody, "waits beside an idle node"),
@@ -95,7 +96,7 @@ def test_of_a_plan_that_fails_little_is_left() -> None:
     mishaps = (Mishap(0.2, "cordon", "n0", 0.2), Mishap(0.3, "evict", "n0"))
     rates = Rates(repeat=0.5)
     plan = Plan(1, "product", "auto", "conditional", None, 2.0, 20.0, 1024, (node,), asks, mishaps, rates)
-    with mock.patch.object(node_events, "_continued", tells_all_again):
+    with mock.patch.object(node_events, "_continued", emits_all_again):
         failed = run_plan(plan)
         assert any(problem.kind == "wrong answer" for problem in failed.problems), failed.log
         least = shrunk(failed).plan

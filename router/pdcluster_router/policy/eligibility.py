@@ -42,8 +42,15 @@ class Legs(msgspec.Struct, frozen=True):
 
     def rows(self, leg: int) -> Rows:
         """Nodes that may take a leg; busy ones only where all are."""
-        able = np.nonzero(self.bits & leg)[0].tolist()
-        return tuple([row for row in able if not self.bits[row] & BUSY] or able)
+        return self.ready(self.all_rows(leg))
+
+    def all_rows(self, leg: int) -> Rows:
+        """Nodes that may take a leg, with the busy ones."""
+        return tuple(np.nonzero(self.bits & leg)[0].tolist())
+
+    def ready(self, rows: Rows) -> Rows:
+        """These nodes without the busy ones, unless all are."""
+        return tuple([row for row in rows if not self.bits[row] & BUSY]) or rows
 
 
 def legs_of(query: Query, view: ClusterView) -> Legs:

@@ -25,7 +25,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from pdcluster_router.cluster.view import ClusterView, NodeView
-from pdcluster_router.core.node_row import COMPUTES
+from pdcluster_router.core.node_row import COMPUTES, DECODES
 from pdcluster_router.policy import eligibility
 from pdcluster_router.policy.base import Decision, DecisionRecord, Query, known_prefix, request_values
 from pdcluster_router.policy.baselines import Product
@@ -91,7 +91,7 @@ class Seconds:
         if view.typical is None:
             return self._cold.choose_decode(query, view, prefill)
         bits = eligibility.decoders_for(query, view, prefill)
-        if not bits.any():
+        if not (bits & DECODES).any():
             return None
         scorer, known = compiled.active, known_prefix(query, view.roster)
         asked = request_values(query, known, self._weights, parked_chunk=view.row_of(prefill).chunk_tokens)

@@ -57,7 +57,7 @@ class Scored:
         if query.force == "local" or not (prefills and decode) or (query.force == "auto" and not legs.is_split):
             return self._local(legs, query, view)
         first = prefills[0]
-        others = eligibility.partners(decode, first.row, view)
+        others = legs.ready(eligibility.partners(legs.all_rows(DECODES), first.row, view))
         if legs.may_be_local:
             if not others:
                 return self._local(legs, query, view)  # its KV can go nowhere, and it may be too small for the output
@@ -143,9 +143,7 @@ def _candidate(one: Ranked, query: Query, view: ClusterView) -> Candidate:
 
 
 def alone(policy: str, node: NodeView, query: Query, view: ClusterView) -> Decision:
-    """The decision that one node serves, without a comparison."""
-    row = view.roster.row_of[node.incarnation]
-    bits = view.roster.zeros.astype(int)
-    bits[row] = SERVES
-    one = Ranked(0.0, node.num_requests, node.name, row, "local", ())
-    return _decision(policy, eligibility.Legs(bits, True, True), [one], query, view)
+    """The decision that one node serves, without a comparison. It takes work; others that could serve count as room."""
+    legs = eligibility.legs_of(replace(query, force="local"), view)
+    one = Ranked(0.0, node.num_requests, node.name, view.roster.row_of[node.incarnation], "local", ())
+    return _decision(policy, legs, [one], query, view)

@@ -70,7 +70,7 @@ class Gate:
         # When set-aside requests are looked at next.
         self._next_look = 0.0
         # Why no node took a parked request, when it was last scored.
-        self._parked: dict[str, errors.Unavailable] = {}
+        self._parked: dict[str, str] = {}
 
     def try_admit(self, held: QueuedRequest, decide: Decide, now: float) -> Decision | None:
         """Where the request goes at once; None: it is held, and `release` may place it right away.
@@ -124,7 +124,7 @@ class Gate:
         self._note_held(now)
 
     def _park(self, held: QueuedRequest, cause: errors.Unavailable, now: float) -> None:
-        self._parked[held.request] = cause
+        self._parked[held.request] = str(cause)  # its traceback holds the view
         self._lacks.pop(held.request, None)
         self.queue.set_aside(held.request, now + PARKED_LOOK_S, None)
 

@@ -16,9 +16,9 @@ from fuzz_node import FuzzNode
 from fuzz_plan import Plan
 
 from pdcluster_router.policy.predicted.cost_model import PATIENCE
-from pdcluster_router.policy.predicted.passing import HALF
+from pdcluster_router.policy.predicted.room import HALF
 from pdcluster_router.request.request import Request
-from pdcluster_router.request.states import RequestState
+from pdcluster_router.request.states import AttemptState, RequestState
 
 BOUND_S = 0.3
 LOOK_S = 0.05
@@ -91,8 +91,11 @@ class IdleWatch:
         if request.state is RequestState.WAITING and request.pause is None:
             found = [node for node in self._for_prompt(client, nodes) if self._has_nothing_to_do(client, node)]
             return self._able(client, found)
-        if request.state is RequestState.PREFILLING and request.prefill is not None:
-            holder = next((node for node in nodes if node.me.incarnation == request.prefill.endpoint.incarnation), None)
+        attempt = request.attempt
+        if request.state is not RequestState.RUNNING or attempt is None:
+            return []
+        if attempt.state is AttemptState.PREFILLING and attempt.prefill is not None:
+            holder = next((node for node in nodes if node.me.incarnation == attempt.prefill.endpoint.incarnation), None)
             if holder is not None and holder.has_parked(client.ask.name):
                 others = self._fresh(client, nodes, lambda node: node.role != "prefill" and node is not holder)
                 return self._able(client, [node for node in others if node.has_room(client.num_tokens)])
@@ -138,7 +141,7 @@ class IdleWatch:
     def _more_s(self, client: Client, request: Request, nodes: list[FuzzNode]) -> float:
         """How much longer it may wait for the sake of rows."""
         has_rows = any(other.num_slots_used for other in nodes)
-        return self._pace_s if has_rows and not request.num_placed else 0.0
+        return self._pace_s if has_rows and not request.placement.num_placed else 0.0
 
     def _needs_pair(self, client: Client, nodes: list[FuzzNode]) -> bool:
         mode, is_split = self._mode(client), any(node.role != "mixed" for node in nodes)

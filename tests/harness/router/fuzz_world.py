@@ -112,8 +112,8 @@ class World:
         self.table = NodeTable(ME, context=self.network, settings=WireSettings())  # type: ignore[arg-type]
         self.models = ModelRegistry(self.table, None)
         selector = PolicySelector(
-            PolicyHolder(make_policy(plan.policy)), self.table.view, self.table.held,
-            force=plan.mode, fallback=plan.fallback, expected=self.table.expected, glance=self.table.glance,
+            PolicyHolder(make_policy(plan.policy)), self.table.glance, self.table.held,
+            force=plan.mode, fallback=plan.fallback, expected=self.table.expected,
         )  # fmt: skip
         tenants = {ask.tenant for ask in plan.asks}
         hold = HoldLimits(
@@ -365,7 +365,7 @@ class World:
             counts[f"legs at {boot}"] = len(list(node.legs()))
             counts[f"pages of {boot}"] = node.pages.num_used
         roots = {"waiting": dispatch.waiting, "table": self.table, "open": dispatch.open, "timers": shared.timers,
-                 "forks": shared.fork_groups, "shut": shared.shut, "rounds": (shared.local_rounds, shared.remote_rounds)}  # fmt: skip
+                 "forks": shared.fork_groups, "refusing": shared.refusing, "rounds": (shared.local_rounds, shared.remote_rounds)}  # fmt: skip
         left = find_names(roots, set(self.clients), "pdcluster", (EventLog, Network))
         for name, count in counts.items():
             if count:

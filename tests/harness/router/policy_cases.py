@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pdcluster.core.messages import Endpoint, Load, Role
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView
-from pdcluster_router.policy.base import Query
+from pdcluster_router.policy.base import Decision, DecisionRecord, Query
+from pdcluster_router.policy.comparison import ListedCandidates, known_prefix, request_values
+from pdcluster_router.policy.predicted import compiled
 
 COST = NodeCost(PrefillCost(0.005, 1e-4, 1e-9, 512, 100), DecodeCost(0.008, 2e-4, 1e-8, 100))
 
@@ -40,6 +44,17 @@ def make_node(
 
 def view(*nodes: NodeView) -> ClusterView:
     return ClusterView(nodes)
+
+
+def make_decision(
+    query: Query, view: ClusterView, prefill: NodeView | None, decode: NodeView, *, work_s: float = 0.0, **said: Any
+) -> Decision:
+    """A choice that no policy made. said: fields of its record."""
+    fields = {"policy": "by hand", "compared": ListedCandidates((), 0), "estimate_s": 0.0, **said}
+    mode, first = ("local", None) if prefill is None else ("remote", prefill.name)
+    record = DecisionRecord(mode=mode, prefill=first, decode=decode.name, num_tokens=query.num_tokens, **fields)  # type: ignore[arg-type]
+    asked = compiled.in_use().request(request_values(query, known_prefix(query, view.roster)))
+    return Decision(record, prefill, decode, query, view, view.roster.legs, asked, work_s)
 
 
 def queue(tokens: int, requests: int = 1) -> Load:

@@ -41,7 +41,7 @@ from pdcluster_router.frontend.places import Places
 from pdcluster_router.frontend.server import router_metrics
 from pdcluster_router.http.errors import ClientLeft
 from pdcluster_router.http.exchange import Exchange, ParsedHead
-from pdcluster_router.policy.base import Force
+from pdcluster_router.policy.base import Decision, Force
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.queueing.admission import Slo
 from pdcluster_router.queueing.hold_queue import HoldLimits
@@ -197,8 +197,8 @@ class Scene:
     told: list[object] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
     at: int = 0
-    # Requests that were told to go from the numbers of the nodes alone.
-    num_going: int = 0
+    # Choices of nodes that were made.
+    num_chosen: int = 0
 
     def __post_init__(self) -> None:
         setting = self.setting
@@ -208,7 +208,7 @@ class Scene:
             self.selector.holder.shadow = BrokenPolicy() if setting.shadow == "broken" else make_policy(setting.shadow)  # type: ignore[assignment]
         self.metrics = router_metrics()
         settings, hold = setting.dispatch(), HoldMetrics(self.metrics.registry)
-        explainer = Explainer(settings.headroom, ExplainMetrics(self.metrics.registry), lambda: 0.0)
+        explainer = Explainer(ExplainMetrics(self.metrics.registry), lambda: 0.0)
         dispatch = Dispatch(self.cluster, Models(), self.selector, settings, lambda: self.moment, hold, explainer)  # type: ignore[arg-type]
         dispatch.shared = dataclasses.replace(dispatch.shared, timers=self.timers)  # type: ignore[arg-type]
         self.dispatch, self.places = (
@@ -216,21 +216,18 @@ class Scene:
             Places(setting.places, Tenants(TENANTS) if setting.has_tenants else None, hold),
         )
         self.app = create_app(dispatch, HttpSettings(deadline_s=self.deadline_s), self.metrics, self.places)
-        choose, place = self.selector.choose, self.selector.place
-        self.selector.choose = lambda *words: (choose(*words), self.wait(setting.choosing_s))[0]  # type: ignore[method-assign,func-returns-value]
-        self.selector.place = lambda *words: self._slow(place(*words))  # type: ignore[method-assign]
+        choose = self.selector.choose
+        self.selector.choose = lambda *arguments: self._chosen(choose(*arguments))  # type: ignore[method-assign]
         self.prefixes: list[tuple[int, int]] = []
         self.selector.note_prefix = lambda *tokens: self.prefixes.append(tokens)  # type: ignore[method-assign]
 
     def wait(self, seconds: float) -> None:
         self.moment += seconds
 
-    def _slow(self, going: PackedDecision | None) -> PackedDecision | None:
-        """None: another choice is made."""
-        if going is not None:
-            self.num_going += 1
-            self.wait(self.setting.choosing_s)
-        return going
+    def _chosen(self, decision: Decision) -> Decision:
+        self.num_chosen += 1
+        self.wait(self.setting.choosing_s)
+        return decision
 
     @property
     def force(self) -> Force:
@@ -366,7 +363,9 @@ class Scene:
                 self.at = number % len(self.exchanges)
             case "shut" if self.cluster.nodes:
                 node = self.cluster.nodes[number % len(self.cluster.nodes)]
-                self.dispatch.shared.shut.note(RetryAttempt(Overloaded("full", 0.05), node.incarnation), self.moment)
+                self.dispatch.shared.refusing.note(
+                    RetryAttempt(Overloaded("full", 0.05), node.incarnation), self.moment
+                )
             case "report" if isinstance(self.cluster, CountingCluster) and self.cluster.nodes:
                 self.cluster.report(number, LOADS[sum(tokens) % len(LOADS)])
                 self.dispatch.waiting.poke()

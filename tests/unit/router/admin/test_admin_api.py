@@ -31,7 +31,6 @@ from pdcluster_router.core.generation import ANYBODY
 from pdcluster_router.core.ids import own_id
 from pdcluster_router.explain.recorder import MAX_ALIKE
 from pdcluster_router.process import keep_roles
-from pdcluster_router.queueing.headroom import Headroom
 
 TOKEN = "0123456789abcdef0123"
 PAIR = {"p0": "prefill", "d0": "decode"}
@@ -339,7 +338,7 @@ async def test_the_controller_of_roles_is_obeyed_and_its_reason_told() -> None:
     async with LocalCluster({"p0": "prefill", "d0": "decode", "d1": "decode"}) as cluster:
         admin = admin_of(cluster)
         eager = RoleSettings(backlog_high_s=-1.0, use_low=2.0, sustain_s=0.0)
-        keeping = asyncio.create_task(keep_roles(admin, RoleController(eager, Headroom())))
+        keeping = asyncio.create_task(keep_roles(admin, RoleController(eager)))
         await cluster.until(
             lambda: sorted(node.role for node in cluster.router.view().nodes) == ["decode", "prefill", "prefill"]
         )

@@ -8,24 +8,24 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pdcluster.core.messages import Endpoint, Load, Role
+from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster_router.admin.roles import Flip, RoleController, RoleSettings
 from pdcluster_router.cluster.view import ClusterView, NodeView
-from pdcluster_router.queueing.headroom import Headroom
 
 SETTINGS = RoleSettings()
-HEADROOM = Headroom(cold_token_s=1e-3)
+COST = NodeCost(PrefillCost(0.0, 1e-3, samples=100), DecodeCost(0.01, 0.001, samples=100))
 
 
 def node(
     name: str, role: Role, *, waiting_tokens: int = 0, rows: int = 0, used_pages: int = 0, draining: bool = False
 ) -> NodeView:
     load = Load(0, rows, waiting_tokens, 0, 100, 100 - used_pages, 0, 0, 0, 10, rows, draining=draining)
-    return NodeView(Endpoint(name, name + "-boot", "a:1"), role, 0, load, 32, 4096, ("shm",))
+    return NodeView(Endpoint(name, name + "-boot", "a:1"), role, 0, load, 32, 4096, ("shm",), cost=COST)
 
 
 def decide(nodes: list[NodeView], controller: RoleController | None = None, start: float = 0.0) -> Flip | None:
     """What it says after looking long enough at the same picture."""
-    controller = controller or RoleController(SETTINGS, HEADROOM)
+    controller = controller or RoleController(SETTINGS)
     flips = [
         controller.decide(start + second, ClusterView(tuple(nodes))) for second in range(int(SETTINGS.sustain_s) + 1)
     ]
@@ -84,7 +84,7 @@ def test_a_cordoned_node_is_no_candidate() -> None:
 
 
 def test_a_flip_is_followed_by_rest() -> None:
-    controller = RoleController(SETTINGS, HEADROOM)
+    controller = RoleController(SETTINGS)
     assert decide(BUSY_PROMPTS, controller) is not None
     three = [*BUSY_PROMPTS, node("d2", "decode")]
     flips = [controller.decide(10.0 + second, ClusterView(tuple(three))) for second in range(40)]
@@ -93,7 +93,7 @@ def test_a_flip_is_followed_by_rest() -> None:
 
 
 def test_a_short_spell_is_forgotten() -> None:
-    controller = RoleController(SETTINGS, HEADROOM)
+    controller = RoleController(SETTINGS)
     calm = [replace(each, load=replace_tokens(each)) for each in BUSY_PROMPTS]
     for second in range(40):
         busy = BUSY_PROMPTS if second % 5 else calm
@@ -131,7 +131,7 @@ def test_after_any_flip_both_pools_have_a_node_and_are_under_their_marks(
     assert any(each.role != "decode" for each in after) and any(each.role != "prefill" for each in after)
     assert flip.node.role != "mixed" and flip.node.role != flip.role
     # what its effect is does not ask for the flip back
-    again = RoleController(SETTINGS, HEADROOM)
+    again = RoleController(SETTINGS)
     for second in range(int(SETTINGS.sustain_s) + 1):
         undo = again.decide(float(second), ClusterView(tuple(after)))
         assert undo is None or undo.node.endpoint != flip.node.endpoint or undo.role == flip.role

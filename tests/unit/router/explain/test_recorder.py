@@ -23,18 +23,16 @@ from pdcluster.telemetry.metrics import ExplainMetrics
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.generation import ANYBODY, Done, Generation, TenantPriority
 from pdcluster_router.core.job import HashChain
-from pdcluster_router.explain import recorder
 from pdcluster_router.explain.recorder import MAX_ALIKE, MAX_DECISIONS, Explainer, Kept, Record
-from pdcluster_router.explain.records import MAX_CANDIDATES, Explanation
+from pdcluster_router.explain.records import Explanation
 from pdcluster_router.explain.text import text_of
-from pdcluster_router.policy.base import Predicted, Query, RoutingDecision
-from pdcluster_router.policy.decisions import Decision
+from pdcluster_router.policy.base import Decision, Query, ShadowRecord
+from pdcluster_router.policy.comparison import MOST_LISTED
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.prefix_index.ideal_cache import IdealCache
-from pdcluster_router.queueing.headroom import Headroom
 from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 
-COST = NodeCost(PrefillCost(0.0, 0.001), DecodeCost(0.01, 0.001))
+COST = NodeCost(PrefillCost(0.0, 0.001, samples=100), DecodeCost(0.01, 0.001, samples=100))
 
 
 def make_nodes(number: int = 3, **waiting: int) -> list[NodeView]:
@@ -47,17 +45,15 @@ def make_nodes(number: int = 3, **waiting: int) -> list[NodeView]:
     ]
 
 
-def decide(
-    nodes: list[NodeView], query: Query, shadow: RoutingDecision | None = None, predicted: Predicted | None = None
-) -> Decision:
-    view = ClusterView(tuple(nodes))
-    choice = make_policy("product").choose(query, view)
-    return Decision(query, view, replace(choice, predicted=predicted or choice.predicted), shadow)
+def decide(nodes: list[NodeView], query: Query, **said: object) -> Decision:
+    """said: fields of the record."""
+    decision = make_policy("product").choose(query, ClusterView(tuple(nodes)))
+    return replace(decision, record=replace(decision.record, **said))
 
 
 def make_explainer(kept: Kept | None = None) -> tuple[Explainer, CollectorRegistry]:
     registry = CollectorRegistry()
-    return Explainer(Headroom(), ExplainMetrics(registry), lambda: 1_700_000_000.0, kept), registry
+    return Explainer(ExplainMetrics(registry), lambda: 1_700_000_000.0, kept), registry
 
 
 @contextmanager
@@ -84,7 +80,7 @@ def test_a_decision_is_kept_with_its_candidates_terms_and_filters() -> None:
     nodes[2] = replace(nodes[2], is_cordoned=True)
     query = Query(100, cached={"m0-boot": 60})
     with entered(explainer, "r1", TenantPriority("acme", 1.0, -1), 10.0) as record:
-        record.decided(decide(nodes, query, predicted=Predicted(0.07, 0.01)), asked=10.0, now=10.5)
+        record.decided(decide(nodes, query, ttft_s=0.07, tpot_s=0.01), asked=10.0, now=10.5)
     found = explainer.explain("r1")
     assert found is not None and (found.tenant, found.priority, found.arrived) == ("acme", -1, 1_700_000_000.0)
     (decision,) = found.decisions
@@ -175,12 +171,8 @@ def test_the_shadow_is_compared_with_what_was_done() -> None:
     explainer, registry = make_explainer()
     nodes = make_nodes()
     with entered(explainer, "r1", ANYBODY, 0.0) as record:
-        record.decided(
-            decide(nodes, Query(100), shadow=RoutingDecision("local", None, nodes[0], policy="random")), 0.0, 0.0
-        )
-        record.decided(
-            decide(nodes, Query(100), shadow=RoutingDecision("remote", nodes[1], nodes[2], policy="random")), 0.0, 0.0
-        )
+        record.decided(decide(nodes, Query(100), shadow=ShadowRecord("random", "local", None, "m0", True)), 0.0, 0.0)
+        record.decided(decide(nodes, Query(100), shadow=ShadowRecord("random", "remote", "m1", "m2", False)), 0.0, 0.0)
     found = explainer.explain("r1")
     assert found is not None
     assert [decision.shadow.agrees for decision in found.decisions if decision.shadow is not None] == [True, False]
@@ -191,7 +183,7 @@ def test_the_shadow_is_compared_with_what_was_done() -> None:
 
 
 def test_what_is_kept_is_bounded_by_count_and_by_bytes() -> None:
-    for kept in (Kept(requests=50), Kept(size_bytes=12_000)):
+    for kept in (Kept(requests=50), Kept(size_bytes=60_000)):
         explainer, _ = make_explainer(kept)
         for number in range(200):
             with entered(explainer, f"r{number}", ANYBODY, 0.0) as record:
@@ -209,7 +201,7 @@ def test_of_a_large_cluster_the_best_candidates_are_kept_and_the_rest_is_counted
     found = explainer.explain("r1")
     assert found is not None
     decision = found.decisions[0]
-    assert decision.num_candidates >= 400 and len(decision.candidates) <= 4 * MAX_CANDIDATES
+    assert decision.num_candidates >= 400 and len(decision.candidates) <= 4 * MOST_LISTED
     assert "m0" in {candidate.node for candidate in decision.candidates}
     assert "more" in text_of(found)
 
@@ -239,7 +231,7 @@ def test_an_estimate_has_the_error_bar_of_the_node_that_it_is_about() -> None:
     explainer, _ = make_explainer()
     sure, unsure = make_nodes(2)
     error = CostError(0.3, 0.4, (1e-4, 0.0, 0.0, 0.0, 0.0, 0.0))
-    unsure = replace(unsure, cost=NodeCost(PrefillCost(0.0, 0.001, error=error), COST.decode))
+    unsure = replace(unsure, cost=NodeCost(PrefillCost(0.0, 0.001, samples=100, error=error), COST.decode))
     with entered(explainer, "r1", TenantPriority("acme"), 0.0) as record:
         record.decided(decide([sure, unsure], Query(100, excluded=frozenset({sure.incarnation}))), 0.0, 0.0)
     found = explainer.explain("r1")
@@ -253,9 +245,7 @@ def test_an_explanation_is_json_and_reads_back_and_is_a_table_for_people() -> No
     explainer, _ = make_explainer()
     nodes = make_nodes(2)
     with entered(explainer, "r1", TenantPriority("acme"), 0.0) as record:
-        record.decided(
-            decide(nodes, Query(100), shadow=RoutingDecision("local", None, nodes[1], policy="random")), 0.0, 0.25
-        )
+        record.decided(decide(nodes, Query(100), shadow=ShadowRecord("random", "local", None, "m1", False)), 0.0, 0.25)
         record.first_token(0.4)
         record.cached_tokens = 0
     found = explainer.explain("r1")
@@ -300,43 +290,28 @@ def test_a_request_that_waits_shows_what_would_be_done_with_it_and_one_that_neve
     assert msgspec.json.decode(msgspec.json.encode(found), type=Explanation) == found
 
 
-def test_those_that_wait_keep_few_views_and_are_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each was scored against a view of its own. Those that were scored last keep theirs."""
-    monkeypatch.setattr(recorder, "MOST_ROWS", 3 * 40)
+def test_those_that_wait_keep_no_view_and_are_explained_all_the_same() -> None:
+    """Each was scored against a view of its own."""
     explainer, _ = make_explainer()
     records = [explainer.open(f"r{number}", ANYBODY, 0.0) for number in range(8)]
     views: list[weakref.ref[ClusterView]] = []
-
-    def consider(number: int, now: float) -> None:
+    for number, record in enumerate(records):
         decision = decide(make_nodes(40, m0=number), Query(100 + number))
         views.append(weakref.ref(decision.view))
-        records[number].consider(decision, now)
-
-    def kept() -> list[int]:
-        gc.collect()
-        return [place for place, view in enumerate(views) if view() is not None]
-
-    for number in range(8):
-        consider(number, 0.1 * number)
-    assert kept() == [5, 6, 7]
-    consider(6, 1.0)
-    consider(0, 1.1)
-    assert kept() == [7, 8, 9]
-    for number, record in enumerate(records):
-        told = explainer.explain(record.request)
-        assert told is not None and told.considered is not None
-        assert (told.considered.decode, told.considered.num_tokens, told.considered.num_candidates) == (
-            "m0",
-            100 + number,
-            40,
-        )
-        assert told.considered.at_s == {6: 1.0, 0: 1.1}.get(number, 0.1 * number)
-    records[0].decided(decide(make_nodes(2), Query(100)), asked=1.0, now=1.2)
-    explainer.close(records.pop(0), None)
-    while records:
-        explainer.close(records.pop(), "overloaded", "no room")
-    del record
-    assert kept() == [] and len(explainer._kept_views) == 0
+        record.consider(decision, 0.1 * number)
+    decision = decide(make_nodes(2), Query(100))
+    views.append(weakref.ref(decision.view))
+    records[0].decided(decision, asked=1.0, now=1.2)
+    del decision
+    gc.collect()
+    assert [view() for view in views] == [None] * 9
+    for number, record in enumerate(records[1:], 1):
+        found = explainer.explain(record.request)
+        assert found is not None and found.considered is not None
+        considered = found.considered
+        assert (considered.decode, considered.num_tokens, considered.num_candidates) == ("m0", 100 + number, 40)
+        assert considered.at_s == 0.1 * number
+        explainer.close(record, "overloaded", "no room")
     ended = explainer.explain("r1")
     assert ended is not None and ended.considered is not None and ended.considered.num_tokens == 101
 
@@ -358,7 +333,7 @@ def test_an_attempt_that_failed_says_why_and_one_with_a_pull_from_where() -> Non
     with entered(explainer, "r1", ANYBODY, 0.0) as record:
         record.failed("nothing was decided yet")
         decision = decide(nodes, Query(100))
-        record.decided(replace(decision, choice=replace(decision.choice, pull=nodes[2], pull_tokens=64)), 0.0, 0.0)
+        record.decided(decision.pulling(nodes[2], 64), 0.0, 0.0)
         record.failed("node m0: its process ended")
         record.decided(decide(nodes, Query(100)), 0.2, 0.2)
     found = explainer.explain("r1")

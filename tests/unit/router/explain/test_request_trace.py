@@ -1,8 +1,6 @@
 """Traces at the router: who is sampled, which spans a request makes, and whose children they are."""
 
 from array import array
-from types import SimpleNamespace
-from typing import cast
 
 from pdcluster.core.messages import Sampling
 from pdcluster.core.trace_context import TraceContext
@@ -10,7 +8,8 @@ from pdcluster.telemetry.tracing import TracedSpan
 from pdcluster_router.core.generation import Done, Generation, RequestRoute, Timeline
 from pdcluster_router.core.tracing import RequestTrace, Tracing
 from pdcluster_router.explain.request_trace import ChoiceTrace
-from pdcluster_router.policy.base import RoutingDecision
+from pdcluster_router.policy.base import DecisionRecord
+from pdcluster_router.policy.comparison import ListedCandidates
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-0"
 
@@ -28,13 +27,9 @@ def begin(spans: Spans, traceparent: str | None = None, *, share: float = 1.0) -
     return Tracing(spans, share, draw=lambda: 0.5).begin(traceparent, "POST /v1/completions", 10.0)
 
 
-def choice(prefill: str | None = "prefill-0", decode: str = "decode-0") -> RoutingDecision:
-    first = None if prefill is None else SimpleNamespace(name=prefill)
+def choice(prefill: str | None = "prefill-0", decode: str = "decode-0") -> DecisionRecord:
     mode = "local" if prefill is None else "remote"
-    return cast(
-        RoutingDecision,
-        SimpleNamespace(prefill=first, decode=SimpleNamespace(name=decode), mode=mode, policy="seconds"),
-    )
+    return DecisionRecord("seconds", mode, prefill, decode, 3, ListedCandidates((), 0), 0.0)
 
 
 def generation(trace: RequestTrace) -> Generation:

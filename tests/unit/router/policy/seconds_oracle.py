@@ -14,28 +14,128 @@ from msgspec.structs import replace
 from policy_cases import may_compute, may_decode
 
 from pdcluster.core.errors import Unavailable
-from pdcluster_router.cluster.pacing import NodePacing
+from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
+from pdcluster_router.cluster.pacing import completed
 from pdcluster_router.cluster.view import ClusterView, NodeView
-from pdcluster_router.policy.base import Candidate, LegName, Predicted, Query, RoutingDecision
+from pdcluster_router.policy.base import Decision, LegName, Query
 from pdcluster_router.policy.predicted.cost_model import (
     COMFORT,
     COPY_WEIGHT,
-    DECODE_TERMS,
     HANDOVER_S,
     LAST_GROUP,
-    LOCAL_TERMS,
     MUCH_LOST,
     PATIENCE,
-    PREFILL_TERMS,
     STRAIN,
     UNMEASURED_BYTES_S,
     WELL,
 )
-from pdcluster_router.policy.predicted.scoring import MOST_CANDIDATES, MOST_SHARE
+from pdcluster_router.policy.predicted.records import MOST_CANDIDATES
+from pdcluster_router.policy.predicted.scoring import MOST_SHARE
 from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scored import Scored
 
 Values = tuple[float, ...]
+
+PREFILL_TERMS = "wait", "compute", "fetch", "price", "slowed", "copy"
+DECODE_TERMS = "room", "exposed", "decode", "others", "row_price", "copy"
+LOCAL_TERMS = *PREFILL_TERMS, "room", "decode", "others", "row_price"
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """A node's predicted pace over its next seconds.
+
+    backlog_s: of prompt work, if computed alone. stretch: factor by which prompts take longer beside rows. tpot_s:
+    between tokens of a row while no prompt is computed. itl_s: lately, prompts included. prompt_step_s: a step with
+    the rows and a full chunk of a prompt.
+    """
+
+    prefill: PrefillCost
+    decode: DecodeCost
+    rows: float
+    context_tokens: float
+    backlog_s: float
+    stretch: float
+    tpot_s: float
+    itl_s: float
+    prompt_step_s: float
+
+    @classmethod
+    def of(cls, node: NodeView, cost: NodeCost) -> Pace:
+        prefill, decode, rows = cost.prefill, cost.decode, node.decode_rows
+        added_s = decode.added_s(rows, node.context_tokens)
+        chunk = prefill.chunk_tokens
+        step_s = prefill.work_s(chunk, chunk * max(_depth(node), chunk / 2))
+        lately_s = node.load.itl_s if node.load is not None and rows else 0.0
+        return cls(
+            prefill,
+            decode,
+            rows,
+            node.context_tokens,
+            backlog_s=prefill.work_s(node.prefill_tokens, node.prefill_pairs),
+            stretch=1.0 + added_s / step_s if step_s > 0 else 1.0,
+            tpot_s=decode.fixed_s + added_s,
+            itl_s=max(lately_s, decode.fixed_s + added_s),
+            prompt_step_s=max(step_s, decode.fixed_s) + added_s,
+        )
+
+    @property
+    def wait_s(self) -> float:
+        """Until a new prompt begins."""
+        return self.backlog_s * self.stretch
+
+    def row_s(self, context_tokens: float) -> float:
+        """What one more row adds to every step."""
+        return self.decode.row_s + self.decode.context_s * context_tokens
+
+    def gap_s(self, new: float, cached: float) -> float:
+        """The longest gap between tokens of running rows while `new` prompt tokens are computed."""
+        chunk = min(new, self.prefill.chunk_tokens) if self.prefill.chunk_tokens else new
+        return self.prefill.seconds(chunk, cached + new - chunk) + self.decode.added_s(self.rows, self.context_tokens)
+
+    def paused_s(self, new: float, cached: float) -> float:
+        """What each running row loses while `new` tokens of a prompt are computed."""
+        steps = max(new / self.prefill.chunk_tokens, 1.0) if self.prefill.chunk_tokens else 1.0
+        return max(self.prefill.seconds(new, cached) - steps * self.decode.fixed_s, 0.0)
+
+
+def _depth(node: NodeView) -> float:
+    """Tokens that a token of the waiting prompts attends to, on average."""
+    if node.prefill_tokens > 0:
+        return node.prefill_pairs / node.prefill_tokens
+    return node.context_tokens / node.decode_rows / 2 if node.decode_rows > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlainCandidate:
+    leg: LegName
+    node: str
+    cached_tokens: int
+    cost: float
+    terms: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainChoice:
+    """prefill: None in mode local. pull: the node that KV is fetched from, None for none."""
+
+    prefill: str | None
+    decode: str
+    candidates: tuple[PlainCandidate, ...]
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    pull: str | None = None
+
+    @classmethod
+    def of(cls, decision: Decision) -> PlainChoice:
+        """What production says of it."""
+        record = decision.record
+        compared = tuple(
+            PlainCandidate(each.leg, each.node, each.cached_tokens, each.cost, each.terms)  # type: ignore[arg-type]
+            for each in record.compared.candidates()
+            if each.terms
+        )
+        return cls(record.prefill, record.decode, compared, record.ttft_s, record.tpot_s, record.pull)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +158,7 @@ class Station:
     """A node and its pace, side by side."""
 
     node: NodeView
-    pace: NodePacing
+    pace: Pace
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +190,7 @@ def prompt_on(node_row: Station, query: Query, source: NodeView | None) -> Promp
     return fetched if fetched.fetch_s + fetched.compute_s < alone.compute_s else alone
 
 
-def _compute_s(pace: NodePacing, query: Query, cached: int) -> float:
+def _compute_s(pace: Pace, query: Query, cached: int) -> float:
     """The prompt's own work, from its first step to its first token."""
     return pace.prefill.seconds(max(query.num_tokens - cached, 1), cached) * pace.stretch
 
@@ -175,13 +275,13 @@ def strained(node_row: Station, query: Query, share: float) -> tuple[float, floa
     return tpot_s, 1.0 + STRAIN * max(tpot_s / limit_s - 1.0, 0.0) if limit_s > 0 else 1.0
 
 
-def busy_tpot_s(pace: NodePacing, share: float, row_s: float) -> float:
+def busy_tpot_s(pace: Pace, share: float, row_s: float) -> float:
     """Of a row that adds row_s to each step, when prompts are computed for that share of the time."""
     quiet, busy = pace.tpot_s + row_s, pace.prompt_step_s + row_s
     return 1.0 / ((1.0 - share) / quiet + share / busy) if quiet > 0 else 0.0
 
 
-def paused_tpot_s(pace: NodePacing, output: int, row_s: float) -> float:
+def paused_tpot_s(pace: Pace, output: int, row_s: float) -> float:
     """Of a row that adds row_s to each step, when what waits now is computed beside it, and then no more."""
     quiet, busy = pace.tpot_s + row_s, pace.prompt_step_s + row_s
     share = min(pace.wait_s / busy / output, 1.0) if quiet > 0 else 0.0
@@ -249,19 +349,23 @@ class Ranked:
     def values(self) -> Values:
         return self.entries[0][2]
 
-    def candidates(self, query: Query, rejected_by: str = "") -> tuple[Candidate, ...]:
+    def candidates(self, query: Query) -> tuple[PlainCandidate, ...]:
         return tuple(
-            Candidate(node_row.node, self.leg, query.cached_on(node_row.node), self.names, values, cost, rejected_by)
+            PlainCandidate(
+                self.leg,
+                node_row.node.name,
+                query.cached_on(node_row.node),
+                cost,
+                dict(zip(self.names, values, strict=True)),
+            )
             for cost, node_row, values in self.entries
         )
 
 
 class PlainSeconds:
-    """Implements Policy. alpha: see rule 1; harm: weight of a running row's pause against the new request's own
+    """alpha: see rule 1; harm: weight of a running row's pause against the new request's own
     seconds; margin: of the last mode, as a share of the time to first token; gap: times a batch's own pace that its
     rows may be held up, when no limit is given in seconds."""
-
-    name = "seconds"
 
     def __init__(self, alpha: float = 3.0, harm: float = 1.0, margin: float = 0.1, gap: float = math.inf) -> None:
         self._alpha = alpha
@@ -270,9 +374,9 @@ class PlainSeconds:
         self._gap = gap
         self._cold = Scored(Product())
 
-    def choose(self, query: Query, view: ClusterView) -> RoutingDecision:
-        if view.typical_cost is None:
-            return replace(self._cold.choose(query, view), policy=self.name)
+    def choose(self, query: Query, view: ClusterView) -> PlainChoice:
+        if view.typical is None:
+            return PlainChoice.of(self._cold.choose(query, view))
         found = pools(query, view)
         market = self._market(view, query)
         remote = self._remote(found, query, view, market) if query.force != "local" else None
@@ -281,10 +385,10 @@ class PlainSeconds:
         local = None
         if remote is None or (query.force == "auto" and (query.fallback == "conditional" or not found.is_split)):
             local = self._rank_local(_stations(view, ready(found.local, query)), query, market)
-        return self._decide(query, remote, local, market, _stations(view, view.accepting))
+        return self._decide(query, remote, local, market, _stations(view, _accepting(view)))
 
     def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:
-        if view.typical_cost is None:
+        if view.typical is None:
             return self._cold.choose_decode(query, view, prefill)
         nodes = partners_of_parked(query, view, prefill)
         (source,) = _stations(view, (prefill,))
@@ -297,7 +401,7 @@ class PlainSeconds:
     # ------------------------------------------------------------ legs
 
     def _market(self, view: ClusterView, query: Query) -> Market:
-        node_rows = _stations(view, view.accepting)
+        node_rows = _stations(view, _accepting(view))
         computing = [node_row for node_row in node_rows if node_row.node.role != "decode"]
         decoding = [node_row for node_row in node_rows if node_row.node.role == "decode"]
         lately = min((query.busy_serving + query.busy_decoding) / len(computing), MOST_SHARE) if computing else 0.0
@@ -311,7 +415,7 @@ class PlainSeconds:
                 lately if decoding else 0.0,
             ),
             local_share=min(query.busy_decoding / len(decoding), MOST_SHARE) if decoding else 0.0,
-            source=max(view.accepting, key=query.held_on, default=None),
+            source=max(_accepting(view), key=query.held_on, default=None),
         )
 
     def _price(self, node_rows: Sequence[Station], num_held: int) -> float:
@@ -364,7 +468,7 @@ class PlainSeconds:
         local: Ranked | None,
         market: Market,
         node_rows: Sequence[Station],
-    ) -> RoutingDecision:
+    ) -> PlainChoice:
         if remote is None:
             assert local is not None
             return self._local_choice(local, market, query, local.candidates(query))
@@ -372,7 +476,7 @@ class PlainSeconds:
         if local is None:
             return self._remote_choice(remote, market, query, record)
         calm = self._without_long_pauses(local, remote[0].best, query)
-        record += local.candidates(query) if calm is not None else local.candidates(query, "holds up running rows")
+        record += local.candidates(query)
         if calm is not None and self._is_local_better(query, remote, calm, market, node_rows):
             return self._local_choice(calm, market, query, record)
         return self._remote_choice(remote, market, query, record)
@@ -412,26 +516,18 @@ class PlainSeconds:
         return local_cost < remote_cost + (margin if query.previous == "local" else 0.0)
 
     def _local_choice(
-        self, local: Ranked, market: Market, query: Query, record: tuple[Candidate, ...]
-    ) -> RoutingDecision:
-        return RoutingDecision(
-            "local",
-            None,
-            local.best.node,
-            lambda: record,
-            _predicted(local, local, market, query),
-            self.name,
-            _pull(local.best, market, query),
-        )
+        self, local: Ranked, market: Market, query: Query, record: tuple[PlainCandidate, ...]
+    ) -> PlainChoice:
+        ttft_s, tpot_s = _predicted(local, local, market, query)
+        return PlainChoice(None, local.best.node.name, record, ttft_s, tpot_s, _pull(local.best, market, query))
 
     def _remote_choice(
-        self, remote: tuple[Ranked, Ranked], market: Market, query: Query, record: tuple[Candidate, ...]
-    ) -> RoutingDecision:
+        self, remote: tuple[Ranked, Ranked], market: Market, query: Query, record: tuple[PlainCandidate, ...]
+    ) -> PlainChoice:
         prefills, decodes = remote
-        predicted, pull = _predicted(prefills, decodes, market, query), _pull(prefills.best, market, query)
-        return RoutingDecision(
-            "remote", prefills.best.node, decodes.best.node, lambda: record, predicted, self.name, pull
-        )
+        ttft_s, tpot_s = _predicted(prefills, decodes, market, query)
+        pull = _pull(prefills.best, market, query)
+        return PlainChoice(prefills.best.node.name, decodes.best.node.name, record, ttft_s, tpot_s, pull)
 
 
 def _num_slowed(node_row: Station) -> float:
@@ -460,13 +556,15 @@ def _paced_s(node_row: Station, query: Query) -> float:
     )  # of one standard deviation
 
 
-def _predicted(first: Ranked, decodes: Ranked, market: Market, query: Query) -> Predicted:
+def _predicted(first: Ranked, decodes: Ranked, market: Market, query: Query) -> tuple[float, float]:
+    """The time to the first token, and between tokens."""
     tpot_s, _ = strained(decodes.best, query, share_on(decodes.best, market))
-    return Predicted(_ttft(first.values), tpot_s)
+    return _ttft(first.values), tpot_s
 
 
-def _pull(node_row: Station, market: Market, query: Query) -> NodeView | None:
-    return market.source if prompt_on(node_row, query, market.source).is_fetched else None
+def _pull(node_row: Station, market: Market, query: Query) -> str | None:
+    source = market.source
+    return source.name if source is not None and prompt_on(node_row, query, source).is_fetched else None
 
 
 def _ttft(values: Values) -> float:
@@ -530,10 +628,14 @@ def _stations(view: ClusterView, nodes: Sequence[NodeView]) -> Sequence[Station]
     """For a view that has a typical cost: every node has a pace then."""
     node_rows = []
     for node in nodes:
-        pace = view.pace_of(node)
-        assert pace is not None
-        node_rows.append(Station(node, pace))
+        cost = completed(node.cost, view.typical)
+        assert cost is not None
+        node_rows.append(Station(node, Pace.of(node, cost)))
     return node_rows
+
+
+def _accepting(view: ClusterView) -> tuple[NodeView, ...]:
+    return tuple(node for node in view.nodes if node.accepts_work)
 
 
 # ---------------------------------------------------------------- which nodes

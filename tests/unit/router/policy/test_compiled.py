@@ -23,8 +23,7 @@ from pdcluster.api.openai.token_id_scan import scan_ids
 from pdcluster.settings.config import cache_directory
 from pdcluster_router import process
 from pdcluster_router.policy.base import Query
-from pdcluster_router.policy.predicted import compiled, cost_model
-from pdcluster_router.policy.predicted.node_rows import NodeRow
+from pdcluster_router.policy.predicted import compiled
 from pdcluster_router.policy.predicted_seconds import Seconds
 
 # Where this process keeps what is compiled, also while a test says otherwise.
@@ -43,12 +42,6 @@ def endless(directory: Path) -> Path:
     program.write_text(f"#!/bin/sh\necho $$ > {directory}/pid\nexec sleep 600\n")
     program.chmod(0o755)
     return program
-
-
-def test_columns_are_the_fields_of_a_station_in_their_order() -> None:
-    assert [getattr(cost_model, name.upper()) for name in NodeRow.__struct_fields__] == list(
-        range(len(NodeRow.__struct_fields__))
-    )
 
 
 def test_the_compiled_scan_of_token_ids_finds_what_the_plain_one_does() -> None:
@@ -84,7 +77,7 @@ def test_nothing_is_compiled_until_a_process_asks_for_it() -> None:
 
 async def test_a_router_that_starts_takes_what_is_kept_or_compiles_it() -> None:
     await process.compile_choices()
-    assert isinstance(compiled.in_use(), compiled.CompiledScoring)
+    assert compiled.in_use() is not compiled.PLAIN
     assert compiled.is_kept(KERNEL_CACHE)
 
 
@@ -93,7 +86,7 @@ async def test_what_is_not_kept_is_compiled_by_another_process(monkeypatch: pyte
     for."""
     monkeypatch.setattr(compiled, "is_kept", lambda cache_dir: False)
     await process.compile_choices()
-    assert isinstance(compiled.in_use(), compiled.CompiledScoring)
+    assert compiled.in_use() is not compiled.PLAIN
 
 
 async def test_a_router_goes_on_in_python_when_that_process_fails(
@@ -127,10 +120,10 @@ async def test_a_file_of_the_cache_that_cannot_be_read_does_not_stop_a_router(
     """numba reads what is kept with pickle, and a power cut may leave half of it. Here it stays so."""
     monkeypatch.setenv("PDCLUSTER_CACHE_DIR", str(tmp_path))
 
-    def broken() -> compiled.CompiledScoring:
+    def broken() -> compiled.Scoring:
         raise failure
 
-    monkeypatch.setattr(compiled, "CompiledScoring", broken)
+    monkeypatch.setattr(compiled, "_compiled", broken)
     monkeypatch.setattr(compiled, "is_kept", lambda cache_dir: True)
     await process.compile_choices()
     assert compiled.in_use() is compiled.PLAIN
@@ -179,8 +172,8 @@ def test_a_record_says_the_same_after_the_view_went_on() -> None:
     assert compiled.load(KERNEL_CACHE)
     cluster = view(make_node("p0", "prefill"), make_node("d0", "decode", batch(4)), make_node("d1", "decode", batch(9)))
     policy, query = Seconds(), Query(num_tokens=1000, cached={"d0-boot": 640})
-    choice = policy.choose(query, cluster)
-    told = choice.candidates
-    changed = cluster.replaced({"d0-boot": make_node("d0", "decode", batch(30))}, cluster.typical_cost)
-    assert policy.choose(Query(num_tokens=4000), changed).candidates != told
-    assert choice.candidates == told
+    compared = policy.choose(query, cluster).record.compared
+    before = compared.candidates()
+    changed = cluster.replaced({"d0-boot": make_node("d0", "decode", batch(30))})
+    assert policy.choose(Query(num_tokens=4000), changed).record.compared.candidates() != before
+    assert compared.candidates() == before

@@ -10,7 +10,7 @@ from pdcluster.core.errors import NoNodeTakesWork, Unavailable
 from pdcluster.core.messages import Load
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster_router.cluster.view import ClusterView, NodeView
-from pdcluster_router.policy.base import Force, Query, RoutingDecision
+from pdcluster_router.policy.base import Decision, Force, Query
 from pdcluster_router.policy.registry import POLICIES, make_policy
 
 PRODUCT = make_policy("product")
@@ -27,7 +27,7 @@ def view(*nodes) -> ClusterView:
 QUERY = Query(num_tokens=40, hashes=hashes(10))
 
 
-def pick(nodes: ClusterView, query: Query, force: Force = "auto") -> RoutingDecision:
+def pick(nodes: ClusterView, query: Query, force: Force = "auto") -> Decision:
     return PRODUCT.choose(replace(query, force=force), nodes)
 
 
@@ -37,7 +37,7 @@ def pick_decode(nodes: ClusterView, query: Query, prefill: NodeView) -> NodeView
 
 def test_a_prefill_and_a_decode_node_make_a_remote_route() -> None:
     choice = pick(view(make_node("p0", "prefill"), make_node("d0", "decode")), QUERY)
-    assert (choice.mode, choice.prefill.name, choice.decode.name) == ("remote", "p0", "d0")
+    assert (choice.record.mode, choice.prefill.name, choice.decode.name) == ("remote", "p0", "d0")
 
 
 def test_the_cached_prefix_decides_between_idle_nodes() -> None:
@@ -72,18 +72,18 @@ def test_draining_and_cordoned_nodes_get_nothing() -> None:
 @pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
 def test_one_node_left_alive_still_serves(role) -> None:
     choice = pick(view(make_node("last", role)), QUERY)
-    assert choice.mode == "local" and choice.decode.name == "last" and choice.prefill is None
+    assert choice.record.mode == "local" and choice.decode.name == "last" and choice.prefill is None
 
 
 def test_the_best_mixed_node_serves_alone() -> None:
     choice = pick(view(make_node("m0", "mixed", in_flight=2), make_node("m1", "mixed")), QUERY)
-    assert choice.mode == "local" and choice.decode.name == "m1"
+    assert choice.record.mode == "local" and choice.decode.name == "m1"
 
 
 def test_forced_modes_are_kept_or_refused() -> None:
     both = view(make_node("p0", "prefill"), make_node("d0", "decode"))
-    assert pick(both, QUERY, "local").mode == "local"
-    assert pick(view(make_node("m0", "mixed"), make_node("m1", "mixed")), QUERY, "remote").mode == "remote"
+    assert pick(both, QUERY, "local").record.mode == "local"
+    assert pick(view(make_node("m0", "mixed"), make_node("m1", "mixed")), QUERY, "remote").record.mode == "remote"
     with pytest.raises(Unavailable, match="needs a prefill and a decode node, there are 1 and 0"):
         pick(view(make_node("p0", "prefill")), QUERY, "remote")
     with pytest.raises(Unavailable, match="needs a second node"):
@@ -115,13 +115,20 @@ def test_a_pair_needs_a_node_that_failed_when_there_is_no_other_pair() -> None:
         assert {prefill, decode} == {"m0", "m1"}
 
 
+def test_a_busy_node_that_alone_can_decode_for_another_does() -> None:
+    """Both nodes are needed for the pair, so the one that asked for a pause takes the row, not the prompt."""
+    nodes = make_node("m0", "mixed"), make_node("m1", "mixed")
+    for asked in (replace(QUERY, busy={"m0-boot"}), replace(QUERY, busy={"m0-boot"}, excluded={"m0-boot"})):
+        assert set(in_pairs(asked, *nodes)) == {("m1", "m0")}
+
+
 def test_a_node_that_can_only_compute_the_prompt_does_not_serve_it_alone() -> None:
     """Where its KV can go nowhere, the request goes whole to a node that takes it."""
     small = replace(make_node("p0", "prefill"), max_len=50)
     other = replace(make_node("d0", "decode", in_flight=9), backends=("tcp",))
     for name in POLICIES:
         choice = make_policy(name).choose(replace(QUERY, most_tokens=60), view(small, other))
-        assert (choice.mode, choice.decode.name) == ("local", "d0"), name
+        assert (choice.record.mode, choice.decode.name) == ("local", "d0"), name
 
 
 def test_nodes_that_are_too_small_are_left_out() -> None:
@@ -140,7 +147,7 @@ def test_another_decode_node_is_never_the_one_that_holds_the_kv() -> None:
 def test_nodes_without_a_common_medium_are_never_paired() -> None:
     alone = replace(make_node("d0", "decode"), backends=("tcp",))
     prefill = make_node("p0", "prefill")
-    assert pick(view(prefill, alone), QUERY).mode == "local"
+    assert pick(view(prefill, alone), QUERY).record.mode == "local"
     assert pick_decode(view(alone), QUERY, prefill) is None
 
 
@@ -153,7 +160,9 @@ def test_nodes_that_serve_another_model_are_left_out_and_told() -> None:
     query = replace(QUERY, model="a")
     choice = pick(view(busy, other), query)
     assert choice.decode.name == "ma" and [
-        (candidate.node.name, candidate.rejected_by) for candidate in choice.candidates if candidate.rejected_by
+        (candidate.node, candidate.rejected_by)
+        for candidate in choice.record.compared.candidates()
+        if candidate.rejected_by
     ] == [("mb", "serves another model")]
     with pytest.raises(NoNodeTakesWork):
         pick(view(other), query)
@@ -179,7 +188,7 @@ def test_a_prefill_node_needs_room_for_the_prompt_only() -> None:
     query = replace(QUERY, most_tokens=1000)
     choice = pick(view(small, large), query, "remote")
     assert (choice.prefill.name, choice.decode.name) == ("p0", "d0")
-    assert not [candidate for candidate in choice.candidates if candidate.rejected_by]
+    assert not [candidate for candidate in choice.record.compared.candidates() if candidate.rejected_by]
     with pytest.raises(Unavailable, match=r"there are 1 and 0 for a request of 1000 tokens"):
         pick(view(PAIR[0], replace(PAIR[1], max_len=60)), query, "remote")
 

@@ -17,7 +17,7 @@ from policy_cases import batch, clusters, make_node, may_compute, may_decode, qu
 
 from pdcluster.core.errors import Unavailable
 from pdcluster_router.cluster.view import ClusterView
-from pdcluster_router.policy.base import Policy, Query, RoutingDecision
+from pdcluster_router.policy.base import Decision, Policy, Query
 from pdcluster_router.policy.registry import POLICIES, make_policy
 
 MADE = [make_policy(name) for name in POLICIES]
@@ -28,7 +28,7 @@ UNHURRIED = settings(max_examples=examples(60, 200), deadline=None, suppress_hea
 LOADED = [name for name in POLICIES if name not in ("round-robin", "random", "session", "power-of-two")]
 
 
-def choices(query: Query, cluster: ClusterView) -> Iterator[tuple[Policy, RoutingDecision]]:
+def choices(query: Query, cluster: ClusterView) -> Iterator[tuple[Policy, Decision]]:
     """What each policy chooses, of those that can; clusters take longer to draw than to judge, so one is for all of
     them."""
     made = []
@@ -50,7 +50,7 @@ def test_a_choice_names_usable_nodes_of_the_right_roles(cluster: ClusterView, qu
             assert node in cluster.nodes
             assert may_compute(node, query)
         assert may_decode(choice.decode, query)
-        assert (choice.prefill is None) == (choice.mode == "local")
+        assert (choice.prefill is None) == (choice.record.mode == "local")
         if choice.prefill is not None:
             assert choice.prefill.role != "decode" and choice.decode.role != "prefill"
             assert choice.prefill is not choice.decode and choice.prefill.can_exchange(choice.decode)
@@ -83,7 +83,7 @@ def test_a_choice_is_refused_only_when_the_cluster_cannot_serve_it(cluster: Clus
 @given(cluster=clusters(), query=queries())
 def test_the_mode_that_was_asked_for_is_kept(cluster: ClusterView, query: Query) -> None:
     for _, choice in choices(query, cluster):
-        assert query.force in ("auto", choice.mode)
+        assert query.force in ("auto", choice.record.mode)
 
 
 @UNHURRIED
@@ -121,30 +121,24 @@ def test_the_order_of_reports_changes_nothing_and_asking_has_no_effect(
     shuffled = ClusterView(tuple(data.draw(st.permutations(cluster.nodes))))
     for policy, first in choices(query, cluster):
         again = policy.choose(query, shuffled)
-        assert (again.mode, again.prefill, again.decode, again.predicted, again.pull) == (
-            first.mode,
-            first.prefill,
-            first.decode,
-            first.predicted,
-            first.pull,
-        )
+        assert again.record == first.record
+        assert (again.prefill, again.decode, again.pull) == (first.prefill, first.decode, first.pull)
 
 
 @UNHURRIED
 @given(cluster=clusters(), query=queries())
 def test_the_record_holds_what_was_chosen_and_why_others_were_not(cluster: ClusterView, query: Query) -> None:
     for policy, choice in choices(query, cluster):
-        assert choice.policy == policy.name
-        compared = [c for c in choice.candidates if not c.rejected_by]
-        assert choice.first in [c.node for c in compared if c.leg in ("prefill", "local")]
-        assert choice.decode in [c.node for c in compared if c.leg in ("decode", "local")]
+        candidates = choice.record.compared.candidates()
+        assert choice.record.policy == policy.name
+        compared = [c for c in candidates if not c.rejected_by]
+        assert choice.first.name in [c.node for c in compared if c.leg in ("prefill", "local")]
+        assert choice.decode.name in [c.node for c in compared if c.leg in ("decode", "local")]
         for node in cluster.nodes:
             if not node.accepts_work:
-                assert any(c.node is node and c.rejected_by for c in choice.candidates)
-        for candidate in choice.candidates:
-            assert all(math.isfinite(value) for value in (candidate.cost, *(value for _, value in candidate.terms))), (
-                "null in JSON"
-            )
+                assert any(c.node == node.name and c.rejected_by for c in candidates)
+        for candidate in candidates:
+            assert all(math.isfinite(value) for value in (candidate.cost, *candidate.terms.values())), "null in JSON"
             assert 0 <= candidate.cached_tokens <= query.num_tokens
 
 
@@ -202,8 +196,8 @@ def test_no_fallback_means_that_a_pool_that_is_gone_is_an_error_that_says_so(pol
     )
     with pytest.raises(Unavailable, match=f"no {gone} node takes work, and router.fallback is deny"):
         policy.choose(Query(2000, fallback="deny"), left)
-    assert policy.choose(Query(2000, fallback="on-failure"), left).mode == "local"
-    assert policy.choose(Query(2000, force="local", fallback="deny"), left).mode == "local", (
+    assert policy.choose(Query(2000, fallback="on-failure"), left).record.mode == "local"
+    assert policy.choose(Query(2000, force="local", fallback="deny"), left).record.mode == "local", (
         "who asks for it by name gets it"
     )
 
@@ -214,11 +208,11 @@ def test_no_fallback_means_a_pair_even_where_one_node_is_best_at_both(policy: Po
         make_node("m0", "mixed"), make_node("p0", "prefill", queue(90_000, 40)), make_node("d0", "decode", batch(60))
     )
     for counter in range(10):
-        assert policy.choose(Query(2000, fallback="deny", counter=counter), nodes).mode == "remote"
+        assert policy.choose(Query(2000, fallback="deny", counter=counter), nodes).record.mode == "remote"
 
 
 @EVERY
 def test_colocated_nodes_serve_alone(policy: Policy) -> None:
     nodes = view(*(make_node(f"m{index}", "mixed") for index in range(4)))
     for counter in range(20):
-        assert policy.choose(Query(2000, counter=counter), nodes).mode == "local"
+        assert policy.choose(Query(2000, counter=counter), nodes).record.mode == "local"

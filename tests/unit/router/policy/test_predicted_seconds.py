@@ -16,7 +16,7 @@ from policy_cases import batch, make_load, make_node, queue, view
 from pdcluster.core.messages import Endpoint, Load, Role
 from pdcluster.cost.cost import CostError, DecodeCost, NodeCost, PrefillCost
 from pdcluster_router.cluster.view import ClusterView, NodeView
-from pdcluster_router.policy.base import Query, RoutingDecision
+from pdcluster_router.policy.base import Decision, Query
 from pdcluster_router.policy.predicted.cost_model import (
     COMFORT,
     COPY_WEIGHT,
@@ -39,17 +39,17 @@ def node(name: str, role: Role, load: Load | None = None, cost: NodeCost = COST,
     return make_node(name, role, load, cost, **{"kv_bytes_per_token": 1000, **changes})
 
 
-def choose(query: Query, *nodes: NodeView, **constants: float) -> RoutingDecision:
+def choose(query: Query, *nodes: NodeView, **constants: float) -> Decision:
     return Seconds(**constants).choose(query, view(*nodes))
 
 
-def terms(choice: RoutingDecision, leg: str, name: str) -> dict[str, float]:
-    (found,) = [c for c in choice.candidates if c.leg == leg and c.node.name == name]
-    assert found.cost == pytest.approx(sum(value for _, value in found.terms))
-    return dict(found.terms)
+def terms(choice: Decision, leg: str, name: str) -> dict[str, float]:
+    (found,) = [c for c in choice.record.compared.candidates() if c.leg == leg and c.node == name]
+    assert found.cost == pytest.approx(sum(found.terms.values()))
+    return found.terms
 
 
-def two_prefills(first: Load, second: Load, **query: object) -> tuple[RoutingDecision, Query]:
+def two_prefills(first: Load, second: Load, **query: object) -> tuple[Decision, Query]:
     asked = replace(PAIR, **query)  # type: ignore[arg-type]
     return choose(asked, node("p0", "prefill", first), node("p1", "prefill", second), node("d0", "decode")), asked
 
@@ -64,7 +64,7 @@ def test_rule_1_wait_is_what_waits_and_compute_what_is_not_cached() -> None:
     )
     assert terms(choice, "prefill", "p1")["compute"] == pytest.approx(0.1)
     assert choice.prefill is not None and choice.prefill.name == "p1", "0.1 s are less than 0.56 s"
-    assert choice.predicted.ttft_s == pytest.approx(0.1)
+    assert choice.record.ttft_s == pytest.approx(0.1)
 
 
 def test_rule_1_at_least_one_token_is_computed() -> None:
@@ -235,7 +235,7 @@ def test_rule_2_output_times_tpot_and_what_the_rows_beside_it_lose() -> None:
     shared = terms(choice, "decode", "d0")
     assert shared["decode"] == pytest.approx(100 * (STEP_S + 4 * ROW_S))
     assert shared["others"] == pytest.approx(100 * ROW_S * 3)
-    assert choice.decode.name == "d1" and choice.predicted.tpot_s == pytest.approx(STEP_S + ROW_S)
+    assert choice.decode.name == "d1" and choice.record.tpot_s == pytest.approx(STEP_S + ROW_S)
 
 
 def test_rule_2_a_full_batch_makes_wait_for_a_row() -> None:
@@ -258,7 +258,9 @@ def test_rule_2_missing_pages_make_wait_for_those_that_rows_give_back() -> None:
 def test_rule_3_local_has_no_transfer_and_its_work_on_a_decode_node_no_price() -> None:
     nodes = node("p0", "prefill", queue(3000, 3)), node("d0", "decode")
     choice = choose(replace(PAIR, fallback="conditional"), *nodes)
-    assert choice.mode == "local" and choice.decode.name == "d0", "the decode node is idle, the prefill node is not"
+    assert choice.record.mode == "local" and choice.decode.name == "d0", (
+        "the decode node is idle, the prefill node is not"
+    )
     found = terms(choice, "local", "d0")
     assert "exposed" not in found and found["price"] == found["row_price"] == 0.0
     assert terms(choice, "local", "p0")["price"] > 0.0
@@ -325,7 +327,7 @@ def test_rule_4_prompts_beside_the_row_slow_it_down() -> None:
     one = make_load(waiting=1)
     choice = choose(replace(PAIR, force="local"), node("m0", "mixed", one, chunked), alpha=0.0)
     quiet, busy = STEP_S + ROW_S, 0.0512 + ROW_S
-    assert choice.predicted.tpot_s == pytest.approx(1 / (0.5 / quiet + 0.5 / busy))
+    assert choice.record.tpot_s == pytest.approx(1 / (0.5 / quiet + 0.5 / busy))
 
 
 def test_rule_4_a_second_weighs_more_where_rows_are_slower_than_comfortable() -> None:
@@ -356,9 +358,8 @@ def test_rule_4_a_row_on_a_prefill_node_expects_as_many_prompts_as_lately() -> N
         terms(choose(busy, *pair), "local", "p0")["decode"] > 1.5 * terms(choose(quiet, *pair), "local", "p0")["decode"]
     )
     assert terms(choose(busy, *pair), "local", "d0") == terms(choose(quiet, *pair), "local", "d0")
-    assert [each.terms for each in choose(busy, *alike).candidates] == [
-        each.terms for each in choose(quiet, *alike).candidates
-    ]
+    lately, before = (choose(query, *alike).record.compared.candidates() for query in (busy, quiet))
+    assert [each.terms for each in lately] == [each.terms for each in before]
 
 
 def test_rule_4_a_row_on_a_decode_node_expects_the_prompt_that_is_there_once_and_others_as_lately() -> None:
@@ -378,9 +379,9 @@ def test_rule_4_a_prompt_that_waits_on_a_decode_node_slows_a_row_once_however_lo
     for tokens in (50, 100, 500, 1000):
         choice = choose(query, prefill, node("d0", "decode", queue(tokens), cost=slow))
         quiet_s, wait_s = 0.004, 8e-4 * tokens
-        assert choice.predicted.tpot_s is not None
-        assert quiet_s * 100 < choice.predicted.tpot_s * 100 <= quiet_s * 100 + wait_s
-    many = choose(query, prefill, node("d0", "decode", queue(100_000), cost=slow)).predicted.tpot_s
+        assert choice.record.tpot_s is not None
+        assert quiet_s * 100 < choice.record.tpot_s * 100 <= quiet_s * 100 + wait_s
+    many = choose(query, prefill, node("d0", "decode", queue(100_000), cost=slow)).record.tpot_s
     assert many == pytest.approx(0.4 + 0.001), "all of its steps"
 
 
@@ -406,14 +407,17 @@ def test_rule_5_whichever_is_less() -> None:
         choice = choose(replace(PAIR, cached={"d0-boot": cached}, fallback="conditional"), *nodes, gap=1e9)
         remote = sum(terms(choice, "prefill", "p0").values()) + sum(terms(choice, "decode", "d0").values())
         local = min(sum(terms(choice, "local", name).values()) for name in ("p0", "d0"))
-        assert choice.mode == ("local" if local < remote else "remote")
+        assert choice.record.mode == ("local" if local < remote else "remote")
 
 
 def test_rule_5_the_mode_of_the_last_choice_keeps_a_margin_of_the_time_to_first_token() -> None:
     """One idle node alone saves the handing over, 1.25 ms; a tenth of 0.1 s is more, a tenth of 10 ms is not."""
     nodes, query = (node("p0", "prefill"), node("d0", "decode")), replace(PAIR, fallback="conditional")
-    assert choose(query, *nodes).mode == "local" and choose(replace(query, previous="remote"), *nodes).mode == "remote"
-    assert choose(replace(query, previous="remote", num_tokens=100), *nodes).mode == "local"
+    assert (
+        choose(query, *nodes).record.mode == "local"
+        and choose(replace(query, previous="remote"), *nodes).record.mode == "remote"
+    )
+    assert choose(replace(query, previous="remote", num_tokens=100), *nodes).record.mode == "local"
 
 
 def test_rule_5_a_last_choice_of_local_keeps_it_too() -> None:
@@ -422,17 +426,19 @@ def test_rule_5_a_last_choice_of_local_keeps_it_too() -> None:
     slow = of_cost(light, prefill=of_cost(light.prefill, token_s=2 * TOKEN_S))
     nodes = node("p0", "prefill", batch(1), light), node("d0", "decode", cost=slow)
     query = replace(PAIR, fallback="conditional")
-    assert choose(query, *nodes, harm=0.0).mode == "remote"
-    assert choose(replace(query, previous="local"), *nodes, harm=0.0).mode == "local"
+    assert choose(query, *nodes, harm=0.0).record.mode == "remote"
+    assert choose(replace(query, previous="local"), *nodes, harm=0.0).record.mode == "local"
 
 
 def test_rule_5_a_prompt_that_holds_rows_up_goes_elsewhere_while_a_pair_can_take_it() -> None:
     query = replace(PAIR, num_tokens=1000, fallback="conditional")
     busy = node("p0", "prefill", queue(60_000, 60)), node("d0", "decode", batch(2))
-    assert choose(replace(query, itl_s=1.0), *busy).mode == "local", "the prefill node has a queue of six seconds"
+    assert choose(replace(query, itl_s=1.0), *busy).record.mode == "local", (
+        "the prefill node has a queue of six seconds"
+    )
     held = choose(replace(query, itl_s=0.05), *busy)
-    assert held.mode == "remote", "0.1 s are more than the rows may be held up"
-    assert choose(replace(query, itl_s=0.05), busy[1]).mode == "local", "there is no pair"
+    assert held.record.mode == "remote", "0.1 s are more than the rows may be held up"
+    assert choose(replace(query, itl_s=0.05), busy[1]).record.mode == "local", "there is no pair"
 
 
 def test_rule_5_a_row_may_meet_more_prompts_than_the_mean_row() -> None:
@@ -460,9 +466,9 @@ def test_rule_5_no_row_is_slower_than_all_of_its_steps() -> None:
 def test_rule_5_a_limit_of_times_their_own_pace_may_be_given() -> None:
     busy = node("p0", "prefill", queue(60_000, 60)), node("d0", "decode", batch(2))
     query = replace(PAIR, fallback="conditional")
-    assert choose(query, *busy, gap=9.0).mode == "local" and choose(query, *busy, gap=8.0).mode == "remote", (
-        "0.1 s and 2 ms are 8.5 times 12 ms"
-    )
+    assert (
+        choose(query, *busy, gap=9.0).record.mode == "local" and choose(query, *busy, gap=8.0).record.mode == "remote"
+    ), "0.1 s and 2 ms are 8.5 times 12 ms"
 
 
 def test_rule_5_one_row_on_the_prefill_node_is_no_reason_to_hold_up_all_of_a_decode_node() -> None:
@@ -472,8 +478,8 @@ def test_rule_5_one_row_on_the_prefill_node_is_no_reason_to_hold_up_all_of_a_dec
         waiting=60, waiting_tokens=60_000, waiting_pairs=0, running=1, rows=1, context_tokens=1000, slots_used=1
     )
     prefill, few, many = node("p0", "prefill", queued), node("d0", "decode", batch(1)), node("d0", "decode", batch(10))
-    assert choose(query, prefill, many).mode == "remote"
-    assert choose(query, prefill, few).mode == "local", "no more rows than there"
+    assert choose(query, prefill, many).record.mode == "remote"
+    assert choose(query, prefill, few).record.mode == "local", "no more rows than there"
     assert choose(query, prefill, many, node("d1", "decode")).first.name == "d1", "nobody is held up"
 
 
@@ -486,9 +492,9 @@ def test_rule_5_what_is_not_known_of_the_nodes_keeps_the_mode() -> None:
     last = replace(PAIR, num_tokens=100, fallback="conditional", previous="remote")
     unsure = of_cost(COST, prefill=of_cost(COST.prefill, error=CostError(0.2, 0.5)))
     doubted = node("p0", "prefill", cost=unsure), node("d0", "decode", cost=unsure)
-    assert choose(last, node("p0", "prefill"), node("d0", "decode")).mode == "local"
-    assert choose(last, *doubted).mode == "remote"
-    assert choose(replace(last, previous=None), *doubted).mode == "local"
+    assert choose(last, node("p0", "prefill"), node("d0", "decode")).record.mode == "local"
+    assert choose(last, *doubted).record.mode == "remote"
+    assert choose(replace(last, previous=None), *doubted).record.mode == "local"
 
 
 def test_rule_6_the_product_score_while_nobody_has_run_enough_steps() -> None:
@@ -499,13 +505,13 @@ def test_rule_6_the_product_score_while_nobody_has_run_enough_steps() -> None:
         node("d0", "decode", cost=cold),
     )
     choice = choose(replace(PAIR, cached={"p0-boot": 400}), *nodes)
-    assert choice.policy == "seconds" and choice.predicted.ttft_s is None
+    assert choice.record.policy == "seconds" and choice.record.ttft_s is None
     assert terms_of_product(choice, "p0") == (601.0, 2.0) and choice.prefill is not None and choice.prefill.name == "p1"
 
 
-def terms_of_product(choice: RoutingDecision, name: str) -> tuple[float, ...]:
-    (found,) = [c for c in choice.candidates if c.leg == "prefill" and c.node.name == name]
-    return tuple(value for _, value in found.terms)
+def terms_of_product(choice: Decision, name: str) -> tuple[float, ...]:
+    (found,) = [c for c in choice.record.compared.candidates() if c.leg == "prefill" and c.node == name]
+    return tuple(found.terms.values())
 
 
 def test_rule_6_a_node_that_has_not_run_a_kind_of_step_is_judged_by_the_one_that_ran_most() -> None:

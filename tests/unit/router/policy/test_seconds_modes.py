@@ -11,6 +11,7 @@ from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.policy.base import Candidate, Query
 from pdcluster_router.policy.predicted_seconds import Seconds
+from pdcluster_router.queueing.headroom import Headroom
 
 COST = NodeCost(PrefillCost(0.005, 1e-4, 2e-9, 512, 100), DecodeCost(0.02, 1.5e-4, 3e-8, 100))
 QUERY = Query(num_tokens=4000, expected_output=200, usual_tokens=4000)
@@ -87,13 +88,14 @@ def test_a_prompt_that_waits_on_a_decode_node_will_be_a_row_there() -> None:
 def test_a_row_on_a_prefill_node_expects_the_prompts_that_wait_in_the_router() -> None:
     view = ClusterView((_node("p", "prefill"), _node("d", "decode")))
     few, many = (
-        _decode_s(Seconds().choose(replace(QUERY, num_held=held, force="local"), view).candidates) for held in (0, 20)
+        _decode_s(Seconds().choose(replace(QUERY, num_held=held, force="local"), view).record.compared.candidates())
+        for held in (0, 20)
     )
     assert many > 3 * few
 
 
-def _decode_s(candidates: tuple[Candidate, ...]) -> float:
-    return next(dict(candidate.terms)["decode"] for candidate in candidates if candidate.node.name == "p")
+def _decode_s(candidates: list[Candidate]) -> float:
+    return next(candidate.terms["decode"] for candidate in candidates if candidate.node == "p")
 
 
 def test_of_nodes_with_rows_only_those_suit_that_a_prompt_does_not_slow() -> None:
@@ -103,6 +105,6 @@ def test_of_nodes_with_rows_only_those_suit_that_a_prompt_does_not_slow() -> Non
         _node("d", "decode"),
         _node("d1", "decode", rows=20, context=100_000),
     )
-    choice = Seconds().choose(replace(QUERY, expected_output=8), ClusterView((prefill, idle, rows)))
-    assert choice.first.name == "d"
-    assert [choice.suits(node) for node in (idle, rows)] == [True, False]
+    decision = Seconds().choose(replace(QUERY, expected_output=8), ClusterView((prefill, idle, rows)))
+    assert decision.first.name == "d"
+    assert Headroom().usable(decision) & {"d-boot", "d1-boot"} == {"d-boot"}

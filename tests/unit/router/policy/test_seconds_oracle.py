@@ -12,18 +12,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from policy_cases import COST, clusters, make_load, make_node, queries
-from seconds_oracle import PlainSeconds
+from seconds_oracle import PlainCandidate, PlainChoice, PlainSeconds
 
 from pdcluster.core.bounds import MAX_SECONDS, UINT63
 from pdcluster.core.errors import Unavailable
 from pdcluster.core.messages import Endpoint
 from pdcluster.cost.cost import NodeCost
 from pdcluster.settings.config import cache_directory
+from pdcluster_router.cluster.pacing import COLD, completed
 from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView
-from pdcluster_router.policy.base import Candidate, Policy, Query, RoutingDecision
+from pdcluster_router.policy.base import Decision, Policy, Query
 from pdcluster_router.policy.predicted import compiled
 from pdcluster_router.policy.predicted.compiled import Scoring
 from pdcluster_router.policy.predicted_seconds import Seconds
+from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.queueing.headroom import Headroom
 
 UNHURRIED = settings(
@@ -49,9 +51,16 @@ def way(request: pytest.FixtureRequest, by_compiler: Scoring) -> Iterator[None]:
     compiled.use(compiled.PLAIN)
 
 
-def answer(policy: Policy, query: Query, view: ClusterView) -> RoutingDecision | None:
+def answer(policy: Policy, query: Query, view: ClusterView) -> Decision | None:
     try:
         return policy.choose(query, view)
+    except Unavailable:
+        return None
+
+
+def plain_answer(query: Query, view: ClusterView) -> PlainChoice | None:
+    try:
+        return PlainSeconds().choose(query, view)
     except Unavailable:
         return None
 
@@ -60,33 +69,34 @@ def is_close(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=CLOSE, abs_tol=CLOSE)
 
 
-def costs(choice: RoutingDecision) -> dict[tuple[str, str], Candidate]:
-    return {(c.leg, c.node.name): c for c in choice.candidates if not c.node.is_cordoned and c.terms}
+def costs(choice: PlainChoice) -> dict[tuple[str, str], PlainCandidate]:
+    return {(candidate.leg, candidate.node): candidate for candidate in choice.candidates}
 
 
-def total(choice: RoutingDecision) -> float:
+def total(choice: PlainChoice) -> float:
     """What the policy compared: the cost of the whole choice."""
     by_leg = costs(choice)
     if choice.prefill is None:
-        return by_leg["local", choice.decode.name].cost
-    return by_leg["prefill", choice.prefill.name].cost + by_leg["decode", choice.decode.name].cost
+        return by_leg["local", choice.decode].cost
+    return by_leg["prefill", choice.prefill].cost + by_leg["decode", choice.decode].cost
 
 
-def agree(ours: RoutingDecision, plain: RoutingDecision) -> None:
-    if (ours.mode, ours.prefill, ours.decode) != (plain.mode, plain.prefill, plain.decode):
+def agree(decision: Decision, plain: PlainChoice) -> None:
+    ours = PlainChoice.of(decision)
+    if (ours.prefill, ours.decode) != (plain.prefill, plain.decode):
         assert is_close(total(ours), total(plain)), (
             "another choice is only right where both cost the same but for the last digits"
         )
         return
-    assert ours.pull is plain.pull or is_close(total(ours), total(plain))
-    for mine, its in ((ours.predicted.ttft_s, plain.predicted.ttft_s), (ours.predicted.tpot_s, plain.predicted.tpot_s)):
+    assert ours.pull == plain.pull or is_close(total(ours), total(plain))
+    for mine, its in ((ours.ttft_s, plain.ttft_s), (ours.tpot_s, plain.tpot_s)):
         assert (mine is None and its is None) or is_close(mine, its)
     theirs = costs(plain)
     for key, candidate in costs(ours).items():
         if key in theirs:
             other = theirs[key]
-            assert [name for name, _ in candidate.terms] == [name for name, _ in other.terms]
-            assert all(is_close(a, b) for (_, a), (_, b) in zip(candidate.terms, other.terms, strict=True)), (
+            assert list(candidate.terms) == list(other.terms)
+            assert all(is_close(value, other.terms[name]) for name, value in candidate.terms.items()), (
                 key,
                 candidate.terms,
                 other.terms,
@@ -95,11 +105,18 @@ def agree(ours: RoutingDecision, plain: RoutingDecision) -> None:
     assert bool(theirs) == bool(costs(ours))
 
 
+def estimate_s(node: NodeView, query: Query, view: ClusterView) -> float:
+    """What waits on a node, and the prompt's own work there."""
+    cost = completed(node.cost, view.typical) or COLD
+    own_s = cost.prefill.seconds(query.uncached_on(node), query.cached_on(node))
+    return cost.prefill.work_s(node.prefill_tokens, node.prefill_pairs) + own_s
+
+
 @pytest.mark.usefixtures("way")
 @UNHURRIED
 @given(cluster=clusters(), query=queries())
 def test_choices_and_costs_are_those_of_the_plain_policy(cluster: ClusterView, query: Query) -> None:
-    ours, plain = answer(Seconds(), query, cluster), answer(PlainSeconds(), query, cluster)
+    ours, plain = answer(Seconds(), query, cluster), plain_answer(query, cluster)
     assert (ours is None) == (plain is None)
     if ours is not None and plain is not None:
         agree(ours, plain)
@@ -112,7 +129,7 @@ def test_a_view_made_from_the_one_before_is_as_good_as_a_new_one(
     cluster: ClusterView, query: Query, data: st.DataObject
 ) -> None:
     """Reports replace rows; what was kept from earlier views never shows."""
-    view = ClusterView(cluster.nodes, cluster.typical_cost)
+    view = ClusterView(cluster.nodes, cluster.typical)
     for _ in range(3):
         answer(Seconds(), query, view)
         donors = data.draw(clusters(max_nodes=6)).nodes
@@ -120,9 +137,11 @@ def test_a_view_made_from_the_one_before_is_as_good_as_a_new_one(
             old.incarnation: replace(new, endpoint=old.endpoint)
             for old, new in zip(data.draw(st.permutations(view.nodes)), donors, strict=False)
         }
-        view = view.replaced(changed, view.typical_cost if data.draw(st.booleans()) else None)
+        view = view.replaced(changed)
+        if data.draw(st.booleans()):
+            view = view.priced(view.typical_now())
         afresh = ClusterView(view.nodes, view.typical)
-        ours, plain = answer(Seconds(), query, view), answer(PlainSeconds(), query, afresh)
+        ours, plain = answer(Seconds(), query, view), plain_answer(query, afresh)
         assert (ours is None) == (plain is None)
         if ours is not None and plain is not None:
             agree(ours, plain)
@@ -151,11 +170,39 @@ def test_compiled_choices_are_the_plain_ones_to_the_last_bit(
     found = []
     for way in (by_compiler, compiled.PLAIN):
         compiled.use(way)
-        choice = answer(Seconds(), query, cluster)
-        suited = () if choice is None else tuple(choice.suits(node) for node in cluster.nodes)
+        decision = answer(Seconds(), query, cluster)
         parked = [Seconds().choose_decode(query, cluster, node) for node in cluster.nodes]
-        found.append((choice, None if choice is None else choice.candidates, suited, parked))
+        said = None
+        if decision is not None:
+            said = decision.record, decision.legs.tolist(), decision.work_s, decision.pull, decision.pull_tokens
+        found.append((said, parked))
     assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("way")
+@UNHURRIED
+@given(cluster=clusters(), query=queries(), policy=st.sampled_from([Seconds(), make_policy("product")]))
+def test_the_estimates_of_a_record_are_what_waits_on_a_node_and_its_own_prompt(
+    cluster: ClusterView, query: Query, policy: Policy
+) -> None:
+    decision = answer(policy, query, cluster)
+    if decision is None:
+        return
+    record, named = decision.record, {node.name: node for node in cluster.nodes}
+    assert is_close(record.estimate_s, estimate_s(decision.first, query, cluster))
+    others = {}
+    for each in record.compared.candidates():
+        if each.ttft_s is not None:
+            expected_s = others[each.node] = estimate_s(named[each.node], query, cluster)
+            assert is_close(each.ttft_s, expected_s)
+    others.pop(decision.first.name, None)
+    assert (record.best is None) == (not others)
+    if record.best is not None:
+        assert is_close(record.best_s, others[record.best]) and is_close(record.best_s, min(others.values()))
+    assert record.most_cached == max((query.cached_on(node) for node in cluster.nodes), default=0)
+    known = min(query.cached_on(decision.first), query.num_tokens - 1)
+    cost = completed(decision.first.cost, cluster.typical) or COLD
+    assert is_close(decision.work_s, cost.prefill.seconds(query.num_tokens - known, known))
 
 
 @pytest.mark.usefixtures("way")
@@ -164,11 +211,9 @@ def test_compiled_choices_are_the_plain_ones_to_the_last_bit(
 def test_what_was_sent_makes_the_view_that_a_new_one_would_be(cluster: ClusterView, data: st.DataObject) -> None:
     """Reports and legs in any order; rows to the last bit, nodes when somebody asks for them, and earlier views as they
     were."""
-    view = ClusterView(cluster.nodes, cluster.typical_cost or COST)
+    view = ClusterView(cluster.nodes, cluster.typical or COST)
     counted = {node.incarnation: (node.in_flight, node.pending) for node in view.nodes}
     incarnations = st.lists(st.sampled_from([*counted, "left-boot"]), unique=True)
-    if data.draw(st.booleans()):
-        assert view.table is not None  # else nobody has asked for numbers yet
     for _ in range(3):
         former, told = view, (view.nodes, view.table.tolist()) if data.draw(st.booleans()) else None
         changed = data.draw(incarnations)
@@ -187,16 +232,15 @@ def test_what_was_sent_makes_the_view_that_a_new_one_would_be(cluster: ClusterVi
                 if name in named
             }
             counted |= {name: (node.in_flight, node.pending) for name, node in reports.items()}
-            view = view.replaced(reports, view.typical)
+            view = view.replaced(reports)
         afresh = ClusterView(
             [view.reported[row].sent(*counted[name]) for name, row in view.roster.row_of.items()], view.typical
         )
         rows = data.draw(st.permutations(range(view.size)))
         assert [view.node(row) for row in rows[:2]] == [afresh.nodes[row] for row in rows[:2]]
         if data.draw(st.booleans()):
-            assert view.nodes == afresh.nodes and view.table.tolist() == afresh.table.tolist() == view.rows
-            assert [node.own_node_row for node in view.nodes] == [node.own_node_row for node in afresh.nodes]
-            assert [view.node_row_of(node) for node in view.nodes] == [afresh.node_row(row) for row in range(view.size)]
+            assert view.nodes == afresh.nodes and view.table.tolist() == afresh.table.tolist()
+            assert [view.row_of(node) for node in view.nodes] == [afresh.row(row) for row in range(view.size)]
         assert told is None or told == (former.nodes, former.table.tolist())
 
 
@@ -249,10 +293,9 @@ def test_whatever_nodes_report_there_is_one_choice(
     for way in (by_compiler, compiled.PLAIN):
         compiled.use(way)
         cluster = ClusterView(named)
-        choice = answer(Seconds(), query, cluster)
-        goes = choice is not None and Headroom().goes(choice, query, cluster, waited_s, may_slow=False)
-        if goes and choice is not None:
-            assert Headroom().has_open(choice, query, cluster) and Headroom().keeps_pace(choice, query, waited_s)
-        costs = () if choice is None else choice.candidates
-        found.append((choice, repr([(each.node.name, each.leg, each.cost, each.values) for each in costs]), goes))
+        decision = answer(Seconds(), query, cluster)
+        is_admitted = decision is not None and Headroom().admits(decision, waited_s, may_slow=False)
+        if decision is not None and is_admitted:
+            assert Headroom().has_open(decision)
+        found.append((None if decision is None else repr(decision.record.compared.candidates()), is_admitted))
     assert found[0] == found[1]

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from msgspec.structs import replace
-from policy_cases import COST, make_load, make_node, view
+from policy_cases import COST, make_decision, make_load, make_node, queue, view
 
 from pdcluster.core.errors import NoNodeTakesWork, Unavailable
 from pdcluster.core.messages import Sampling
 from pdcluster.kv.hashing import chain_root
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.job import HashChain, Job
-from pdcluster_router.policy.base import Query, RoutingDecision
+from pdcluster_router.policy.base import Decision, Query
 from pdcluster_router.policy.cache_pressure import NEWEST, PRIOR
-from pdcluster_router.policy.decisions import PlacementQuery
-from pdcluster_router.policy.predicted.cost_model import LOST
-from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.policy.registry import make_policy
-from pdcluster_router.policy.scales import asked_of
 from pdcluster_router.policy.selector import FORK, PolicyHolder, PolicySelector
+from pdcluster_router.queueing.headroom import Headroom
 
 NODES = view(make_node("p0", "prefill"), make_node("d0", "decode"), make_node("d1", "decode"))
 
@@ -38,18 +34,18 @@ def test_the_question_carries_what_the_router_and_the_request_say() -> None:
     job = make_job(session="talk")
     job.excluded.add("p0-boot")
     job.busy["d0-boot"] = 2.0
-    query = selector.query(job, 1.0, NODES)
+    query = selector.query(job, 1.0)
     assert (query.num_tokens, query.cached, query.session) == (10, {"d1-boot": 8}, "talk")
     assert (query.force, query.fallback, query.itl_s) == ("remote", "on-failure", 0.03)
     assert (query.excluded, query.busy) == ({"p0-boot"}, {"d0-boot"})
-    assert selector.query(job, 3.0, NODES).busy == frozenset()
+    assert selector.query(job, 3.0).busy == frozenset()
 
 
 def test_a_request_may_force_another_mode_than_the_routers() -> None:
     selector = make_chooser("seconds", force="remote")
-    assert selector.choose(make_job(), 0.0).choice.mode == "remote"
-    assert selector.choose(make_job(force="local"), 0.0).choice.mode == "local"
-    assert selector.query(make_job(force="auto"), 0.0, NODES).force == "auto"
+    assert selector.choose(make_job(), 0.0).record.mode == "remote"
+    assert selector.choose(make_job(force="local"), 0.0).record.mode == "local"
+    assert selector.query(make_job(force="auto"), 0.0).force == "auto"
 
 
 @pytest.mark.parametrize("policy", ["seconds", "round-robin"])
@@ -76,93 +72,95 @@ def test_a_policy_that_fails_blocks_and_ends_nobody_who_asks() -> None:
     assert "ZeroDivisionError" in str(selector.blocked())
 
 
-@pytest.mark.parametrize("way", ["choose", "place"])
-def test_a_mode_that_a_request_asked_for_is_no_choice_that_others_follow(way: str) -> None:
+def test_a_mode_that_a_request_asked_for_is_no_choice_that_others_follow() -> None:
     """After a stretch of requests that asked for one node, those that did not stayed there, by the margin of the last
     mode."""
     cluster = view(make_node("p0", "prefill", make_load(), COST), make_node("d0", "decode", make_load(), COST))
     selector = PolicySelector(PolicyHolder(make_policy("seconds")), lambda: cluster, lambda _: {})
-
-    def mode_of(job: Job) -> str:
-        if way == "choose":
-            return selector.choose(job, 0.0).choice.mode
-        placed = selector.place(job, 0.25, 0.0)
-        assert placed is not None
-        return placed.choice.mode
-
-    own = mode_of(make_job())
+    own = selector.choose(make_job(), 0.0).record.mode
     for mode in ("remote", "local"):
-        assert mode_of(make_job(force=mode)) == mode
-        assert selector.query(make_job(), 0.0, cluster).previous == own
+        assert selector.choose(make_job(force=mode), 0.0).record.mode == mode
+        assert selector.query(make_job(), 0.0).previous == own
 
 
 def test_the_expected_output_follows_what_answers_take() -> None:
     selector = make_chooser()
-    assert selector.query(make_job(), 0.0, NODES).expected_output == 256
+    assert selector.query(make_job(), 0.0).expected_output == 256
     selector.note_end(300, 20)
-    query = selector.query(make_job(), 0.0, NODES)
+    query = selector.query(make_job(), 0.0)
     assert 20 < query.expected_output < 256 and query.usual_tokens == 300, (
         "one answer is believed a little, one prompt wholly"
     )
     selector.note_end(100, 20)
-    assert selector.query(make_job(), 0.0, NODES).usual_tokens == 200
+    assert selector.query(make_job(), 0.0).usual_tokens == 200
     for _ in range(500):
         selector.note_end(300, 20)
-    assert selector.query(make_job(), 0.0, NODES).expected_output == 20
+    assert selector.query(make_job(), 0.0).expected_output == 20
     job = make_job()
     job.emitted.extend(range(3995))
-    assert selector.query(job, 0.0, NODES).expected_output == 5
+    assert selector.query(job, 0.0).expected_output == 5
 
 
 def test_the_policy_is_swapped_between_two_decisions_and_the_shadow_has_no_effect() -> None:
     selector = make_chooser(shadow="seconds")
     first = selector.choose(make_job(), 0.0)
-    assert (first.choice.policy, first.shadow and first.shadow.policy) == ("round-robin", "seconds")
+    assert (first.record.policy, first.record.shadow and first.record.shadow.policy) == ("round-robin", "seconds")
     selector.holder.live = make_policy("random")
     selector.holder.shadow = None
     second = selector.choose(make_job(), 0.0)
-    assert (second.choice.policy, second.shadow) == ("random", None)
+    assert (second.record.policy, second.record.shadow) == ("random", None)
     assert second.query.counter == first.query.counter + 1
 
 
 def test_asking_has_no_effect() -> None:
     selector = make_chooser()
     job = make_job()
-    assert selector.query(job, 0.0, NODES) == selector.query(job, 0.0, NODES)
-    dry = selector.holder.live.choose(selector.query(job, 0.0, NODES), NODES)
-    choice = selector.choose(job, 0.0).choice
-    assert choice == dry and choice.candidates == dry.candidates
+    assert selector.query(job, 0.0) == selector.query(job, 0.0)
+    dry = selector.holder.live.choose(selector.query(job, 0.0), NODES)
+    assert selector.choose(job, 0.0).record == dry.record
 
 
 def test_what_is_expected_counts_as_cached_where_it_is_more_but_cannot_be_fetched() -> None:
     job = make_job()
     blocks = len(job.hashes_so_far()) // 16
     expected = {"d1-boot": blocks - 1, "p0-boot": blocks}
-    query = make_chooser(expected=lambda hashes: expected).query(job, 0.0, NODES)
+    query = make_chooser(expected=lambda hashes: expected).query(job, 0.0)
     tokens = job.chain.block_tokens
     assert query.held == {"d1-boot": blocks * tokens} and query.cached == {
         "d1-boot": blocks * tokens,
         "p0-boot": blocks * tokens,
     }
-    nothing = make_chooser(expected=lambda hashes: {}).query(job, 0.0, NODES)
+    nothing = make_chooser(expected=lambda hashes: {}).query(job, 0.0)
     assert nothing.held is None and nothing.cached == {"d1-boot": blocks * tokens}
 
 
 class Broken:
     name = "broken"
 
-    def choose(self, query: Query, view: ClusterView) -> RoutingDecision:
+    def choose(self, query: Query, view: ClusterView) -> Decision:
         raise ZeroDivisionError("a bug of the policy's author")
 
     def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:
         raise AssertionError("nobody asks a shadow this")
 
 
+@pytest.mark.parametrize(("shadow", "agrees"), [("seconds", True), ("round-robin", False)])
+def test_a_shadow_agrees_where_it_would_take_the_same_nodes_in_the_same_mode(shadow: str, agrees: bool) -> None:
+    selector = make_chooser("seconds", shadow)
+    record = selector.choose(make_job(force="remote" if agrees else "local"), 0.0).record
+    other = selector.holder.shadow.choose(selector.query(make_job(), 0.0), NODES).record  # type: ignore[union-attr]
+    assert record.shadow is not None and record.shadow.policy == shadow == other.policy
+    same = (record.shadow.mode, record.shadow.prefill, record.shadow.decode) == (
+        record.mode, record.prefill, record.decode,
+    )  # fmt: skip
+    assert record.shadow.agrees is same is agrees
+
+
 def test_a_shadow_with_a_bug_fails_no_request(caplog: pytest.LogCaptureFixture) -> None:
     selector = make_chooser()
     selector.holder.shadow = Broken()
     decision = selector.choose(make_job(), 0.0)
-    assert decision.choice.policy == "round-robin" and decision.shadow is None
+    assert decision.record.policy == "round-robin" and decision.record.shadow is None
     assert "the shadow policy broken failed" in caplog.text
 
 
@@ -175,60 +173,50 @@ def test_a_policy_is_told_how_many_wait_in_the_router() -> None:
 
 def test_a_policy_is_told_what_was_sent_lately_and_not_what_was_only_chosen() -> None:
     selector = make_chooser("seconds")
-    remote, local = (selector.choose(make_job(force=mode), 0.0).choice for mode in ("remote", "local"))
+    remote, local = (selector.choose(make_job(force=mode), 0.0) for mode in ("remote", "local"))
     assert (remote.first.role, local.first.role) == ("prefill", "decode"), "p0 has nothing cached, d1 has"
-    assert (
-        selector.query(make_job(), 0.0, NODES).busy_serving
-        == selector.query(make_job(), 0.0, NODES).busy_decoding
-        == 0.0
-    )
+    assert selector.query(make_job(), 0.0).busy_serving == selector.query(make_job(), 0.0).busy_decoding == 0.0
     selector.note_prompt(remote, 1000, 0, 1.0)
-    query = selector.query(make_job(), 1.0, NODES)
+    query = selector.query(make_job(), 1.0)
     assert query.busy_serving > 0.0 and query.busy_decoding == 0.0
     selector.note_prompt(local, 1000, 0, 1.0)
-    query = selector.query(make_job(), 1.0, NODES)
-    assert query.busy_decoding == query.busy_serving > selector.query(make_job(), 2.0, NODES).busy_serving > 0.0
+    query = selector.query(make_job(), 1.0)
+    assert query.busy_decoding == query.busy_serving > selector.query(make_job(), 2.0).busy_serving > 0.0
 
 
 def test_a_policy_is_told_how_much_of_what_prompts_had_before_is_lost() -> None:
     selector = make_chooser("seconds")
-    assert selector.query(make_job(), 0.0, NODES).lost == 0.0
+    assert selector.query(make_job(), 0.0).lost == 0.0
     selector.note_prefix(400, 300)
-    assert selector.query(make_job(), 0.0, NODES).lost == 0.0, "no answer has ended"
+    assert selector.query(make_job(), 0.0).lost == 0.0, "no answer has ended"
     selector.note_end(900, 50)
-    assert selector.query(make_job(), 0.0, NODES).lost == pytest.approx(100 / (400 + 900 * PRIOR / NEWEST))
-
-
-def test_the_short_way_tells_a_policy_the_same_numbers() -> None:
-    """What `Chooser.query` says in names, `place` says in the order in which compiled functions take it."""
-    found: list[PlacementQuery] = []
-
-    class Listening(Seconds):
-        def place(self, asked: PlacementQuery, view: ClusterView) -> None:
-            found.append(asked)
-
-    selector = make_chooser(itl_s=0.03)
-    selector.holder.live = Listening()
-    selector.note_prefix(400, 300)
-    selector.note_end(900, 50)
-    selector.note_prompt(selector.choose(make_job(), 0.0).choice, 1000, 0, 1.0)
-    assert selector.place(make_job(), 1.0, 1.5) is None
-    own = (3.0, 1.0, 0.1, 0.5)
-    assert (*found[0].numbers, *own) == asked_of(selector.query(make_job(), 1.5, NODES), own)
-    assert found[0].numbers[LOST] == pytest.approx(100 / (400 + 900 * PRIOR / NEWEST))
+    assert selector.query(make_job(), 0.0).lost == pytest.approx(100 / (400 + 900 * PRIOR / NEWEST))
 
 
 def test_what_a_prompt_fetches_or_shares_keeps_no_node_busy() -> None:
     """A pulled prefix counted as if it were computed: nodes that fetch much looked busy with prompts."""
 
-    def busy(choice: RoutingDecision, cached: int = 0) -> float:
+    def busy(decision: Decision, cached: int = 0) -> float:
         selector = make_chooser("seconds")
-        selector.note_prompt(choice, 1000, cached, 1.0)
-        return selector.query(make_job(), 1.0, NODES).busy_serving
+        selector.note_prompt(decision, 1000, cached, 1.0)
+        return selector.query(make_job(), 1.0).busy_serving
 
     prefill, decode = NODES.find("p0-boot"), NODES.find("d1-boot")
     assert prefill is not None and decode is not None
-    alone = RoutingDecision("remote", prefill, decode)
-    assert busy(replace(alone, pull=decode, pull_tokens=600)) == busy(alone, cached=600) < busy(alone)
-    assert busy(replace(alone, pull=decode, pull_tokens=600), cached=800) == busy(alone, cached=800)
-    assert busy(replace(alone, policy=FORK)) == busy(alone, cached=999) > 0.0
+    alone = make_decision(Query(1000), NODES, prefill, decode)
+    assert busy(alone.pulling(decode, 600)) == busy(alone, cached=600) < busy(alone)
+    assert busy(alone.pulling(decode, 600), cached=800) == busy(alone, cached=800)
+    fork = make_decision(Query(1000), NODES, prefill, decode, policy=FORK)
+    assert busy(fork) == busy(alone, cached=999) > 0.0
+
+
+def test_a_fork_goes_to_the_node_of_its_parent_and_every_node_that_could_serve_is_room_for_it() -> None:
+    """It went to its parent's node only once that one had a row: forks waited beside idle nodes."""
+    full = make_node("d1", "decode", queue(10**6))
+    nodes = view(make_node("p0", "prefill"), make_node("d0", "decode"), full)
+    selector = PolicySelector(PolicyHolder(make_policy("product")), lambda: nodes, lambda _: {})
+    decision = selector.follow(make_job(fork_of="parent", fork_on="d1-boot"), 0.0)
+    assert decision is not None
+    assert (decision.record.policy, decision.record.mode, decision.decode.name) == (FORK, "local", "d1")
+    assert Headroom().usable(decision) == {"p0-boot", "d0-boot", "d1-boot"}
+    assert Headroom().admits(decision, 0.0, may_slow=True)

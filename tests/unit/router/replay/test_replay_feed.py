@@ -6,7 +6,7 @@ import random
 import pytest
 from replay_cases import COST, random_trace
 
-from pdcluster_router.policy.base import RoutingDecision
+from pdcluster_router.policy.base import Decision
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.prefix_index.index import PrefixIndex
 from pdcluster_router.replay.feed import IMMEDIATE, REPORT_S, Feed, FeedSpec
@@ -23,7 +23,7 @@ def _nodes(count: int = 3, cache_tokens: int = 2048) -> list[SimNode]:
 class Watched(ReplayRouter):
     """At each choice, compares what the index says with what nodes hold."""
 
-    def try_admit(self, task: Task, now: float) -> RoutingDecision | None:
+    def try_admit(self, task: Task, now: float) -> Decision | None:
         choice = super().try_admit(task, now)
         blocks = task.request.blocks
         told = self.index.depths(b"".join(blocks)) if blocks else {}

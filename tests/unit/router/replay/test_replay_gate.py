@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from replay_cases import COST, layout, request, trace
 
-from pdcluster_router.policy.base import RoutingDecision
+from pdcluster_router.policy.base import Decision
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.queueing.admission import Slo
 from pdcluster_router.queueing.headroom import Headroom
@@ -25,7 +25,7 @@ class Counting(ReplayRouter):
 
     most_held = 0
 
-    def try_admit(self, task: Task, now: float) -> RoutingDecision | None:
+    def try_admit(self, task: Task, now: float) -> Decision | None:
         choice = super().try_admit(task, now)
         self.most_held = max(self.most_held, self.num_held)
         return choice

@@ -7,7 +7,7 @@ from replay_cases import COST
 
 from pdcluster.cost.cost import PrefillCost
 from pdcluster_router.cluster.view import ClusterView, NodeView
-from pdcluster_router.policy.base import Query, RoutingDecision
+from pdcluster_router.policy.base import Decision, Query
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.replay.node import NodeSpec, SimNode
 from pdcluster_router.replay.routing import ReplayRouter, RouterSpec
@@ -28,7 +28,7 @@ class Listening:
         self._rule = make_policy("least-load")
         self.lost: list[float] = []
 
-    def choose(self, query: Query, view: ClusterView) -> RoutingDecision:
+    def choose(self, query: Query, view: ClusterView) -> Decision:
         self.lost.append(query.lost)
         return self._rule.choose(query, view)
 

@@ -12,7 +12,7 @@ from replay_cases import COST, layout, random_trace, request, trace
 
 from pdcluster.core.messages import Endpoint
 from pdcluster_router.cluster.view import NodeView
-from pdcluster_router.policy.base import Force, RoutingDecision
+from pdcluster_router.policy.base import Decision, Force
 from pdcluster_router.policy.registry import POLICIES
 from pdcluster_router.replay.feed import IMMEDIATE, FeedSpec
 from pdcluster_router.replay.node import Task
@@ -146,7 +146,7 @@ def test_a_replay_chooses_as_ever(
     chosen: list[tuple[int, str, str, str]] = []
     sent = ReplayRouter.sent
 
-    def note(self: ReplayRouter, task: Task, choice: RoutingDecision, now: float) -> None:
+    def note(self: ReplayRouter, task: Task, choice: Decision, now: float) -> None:
         names = [node.name if node is not None else "" for node in (choice.prefill, choice.decode, choice.pull)]
         chosen.append((task.number, *names))  # type: ignore[arg-type]
         sent(self, task, choice, now)

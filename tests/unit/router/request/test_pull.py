@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from policy_cases import make_decision
 from scripted_cluster import make_node
 from test_dispatcher import EXPECTED, NoModels, collect, make_generation, make_pair
 
 from pdcluster.core import messages as m
-from pdcluster_router.cluster.view import ClusterView
-from pdcluster_router.policy.base import Predicted, Query, RoutingDecision
+from pdcluster_router.cluster.view import ClusterView, NodeView
+from pdcluster_router.policy.base import Decision, Query
 from pdcluster_router.policy.pull import PullRule
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.policy.selector import PolicyHolder, PolicySelector
@@ -20,17 +21,21 @@ from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 P0 = make_node("p0", "prefill")
 D0, D1, D2 = (make_node(f"d{number}", "decode") for number in range(3))
 VIEW = ClusterView((P0, D0, D1, D2))
-CHOICE = RoutingDecision("remote", P0, D0)
 
 
 def query(num_tokens: int = 40, **cached: int) -> Query:
     return Query(num_tokens, cached={f"{name}-boot": tokens for name, tokens in cached.items()})
 
 
+def remote(asked: Query, view: ClusterView = VIEW, **said: object) -> Decision:
+    return make_decision(asked, view, P0, D0, **said)
+
+
 def test_the_deepest_holder_is_asked() -> None:
     assert PullRule().holder(P0, query(d0=8, d1=24, d2=16), VIEW) is D1
-    applied = PullRule().apply(CHOICE, query(d1=24), VIEW)
+    applied = PullRule().apply(remote(query(d1=24)))
     assert applied.pull is D1 and applied.pull_tokens == 24
+    assert (applied.record.pull, applied.record.pull_tokens) == ("d1", 24)
 
 
 def test_between_equals_the_one_with_fewer_requests() -> None:
@@ -73,40 +78,41 @@ def test_a_cordoned_node_still_gives_what_it_has() -> None:
 @given(
     cached=st.dictionaries(st.sampled_from(["p0", "d0", "d1", "gone"]), st.integers(0, 40), max_size=3),
     held=st.none() | st.dictionaries(st.sampled_from(["p0", "d0", "d1", "gone"]), st.integers(0, 40), max_size=3),
-    choice=st.sampled_from([CHOICE, RoutingDecision("local", None, D0)]),
+    prefill=st.sampled_from([P0, None]),
 )
 def test_what_needs_no_look_at_the_nodes_is_what_looking_would_say(
-    cached: dict[str, int], held: dict[str, int] | None, choice: RoutingDecision
+    cached: dict[str, int], held: dict[str, int] | None, prefill: NodeView | None
 ) -> None:
     asked = (
         query(**cached)
         if held is None
         else replace(query(**cached), held={f"{name}-boot": tokens for name, tokens in held.items()})
     )
-    holder = PullRule().holder(choice.first, asked, VIEW)
-    applied = PullRule().apply(choice, asked, VIEW)
+    decision = make_decision(asked, VIEW, prefill, D0)
+    holder, applied = PullRule().holder(decision.first, asked, VIEW), PullRule().apply(decision)
     assert applied.pull is holder and applied.pull_tokens == (asked.held_on(holder) if holder is not None else 0)
 
 
 def test_never_means_never_and_a_policy_that_chose_is_left_alone() -> None:
-    chosen = replace(CHOICE, pull=D2)
-    assert PullRule("never").apply(chosen, query(d1=24), VIEW).pull is None
-    assert PullRule("chosen").apply(CHOICE, query(d1=24), VIEW).pull is None
-    assert PullRule("chosen").apply(chosen, query(d1=24, d2=12), VIEW) == replace(chosen, pull_tokens=12)
-    assert PullRule().apply(chosen, query(d1=24, d2=12), VIEW) == replace(chosen, pull_tokens=12)
+    assert PullRule("never").apply(remote(query(d1=24)).pulling(D2)).pull is None
+    assert PullRule("chosen").apply(remote(query(d1=24))).pull is None
+    for rule in (PullRule("chosen"), PullRule()):
+        applied = rule.apply(remote(query(d1=24, d2=12)).pulling(D2))
+        assert (applied.pull, applied.pull_tokens) == (D2, 12)
+        assert (applied.record.pull, applied.record.pull_tokens) == ("d2", 12)
 
 
 def test_a_policy_that_knew_the_seconds_of_a_pull_and_made_none_is_believed() -> None:
     measured = replace(D1, bandwidth={"p0": 1e9})
-    weighed = replace(CHOICE, predicted=Predicted(0.02, 0.01))
     asked, view = query(d1=24), ClusterView((P0, D0, measured))
-    assert PullRule().apply(weighed, asked, view).pull is None
-    assert PullRule().apply(weighed, asked, VIEW).pull is D1, "nobody knows the bandwidth before the first pull"
-    assert PullRule().apply(CHOICE, asked, view).pull is measured, "a policy without seconds has no say"
+    assert PullRule().apply(remote(asked, view, ttft_s=0.02, tpot_s=0.01)).pull is None
+    unmeasured = remote(asked, ttft_s=0.02, tpot_s=0.01)
+    assert PullRule().apply(unmeasured).pull is D1, "nobody knows the bandwidth before the first pull"
+    assert PullRule().apply(remote(asked, view)).pull is measured, "a policy without seconds has no say"
 
 
 def test_on_one_node_the_pull_is_for_that_node() -> None:
-    assert PullRule().apply(RoutingDecision("local", None, D0), query(d0=8, d1=24), VIEW).pull is D1
+    assert PullRule().apply(make_decision(query(d0=8, d1=24), VIEW, None, D0)).pull is D1
 
 
 @given(st.lists(st.integers(0, 50), min_size=4, max_size=4), st.integers(1, 50))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import re
 
 import pytest
@@ -63,6 +62,9 @@ def test_whatever_happens_each_has_one_answer_and_nothing_is_left(
     check(told(nodes, steps, fields, deaf=deaf, setting=setting))
 
 
+LARGE, SMALL, SHARED, UNKNOWN, NO_KEY = (("ask", key, (0,)) for key in (2, 1, 3, 4, 0))
+
+
 def seen_of(nodes: str, steps: Steps, setting: Setting) -> list[object]:
     """What is to be seen after each step."""
     seen = told(nodes, steps, {"prompt": PROMPT}, setting=setting)
@@ -75,37 +77,29 @@ def heads(seen: object) -> list[str]:
     return [told[1].partition("\r\n\r\n")[0].lower() for told in seen[0]]  # type: ignore[index]
 
 
-def test_a_quick_choice_that_fails_is_told_of_and_another_is_made(
+def test_a_choice_that_fails_ends_its_request_and_is_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(Seconds, "place", fail)
-    seen = seen_of("one node", LOCAL, Setting(policy="seconds", has_cost=True))
-    assert heads(seen[len(LOCAL)][1])[0].startswith("http/1.1 200")  # type: ignore[index]
-    (told_of,) = [record for record in caplog.records if "at once failed" in record.getMessage()]
-    assert told_of.exc_info is not None and told_of.exc_info[0] is ZeroDivisionError
+    monkeypatch.setattr(Seconds, "choose", fail)
+    seen = seen_of("one node", [LARGE], Setting(policy="seconds", has_cost=True))
+    assert [head[9:12] for head in heads(seen[-3])] == ["500", "500"]
+    logged = [record for record in caplog.records if "the routing policy failed" in record.getMessage()]
+    assert [record.exc_info[0] for record in logged if record.exc_info] == [ZeroDivisionError] * 2
 
 
 @pytest.mark.parametrize(
-    ("nodes", "steps", "num"),
-    [("one node", LOCAL, 1), ("two nodes", LOCAL, 1), ("a pair", REMOTE, 1), ("busy", LOCAL, 0)],
+    ("nodes", "steps", "is_once"),
+    [("one node", LOCAL, True), ("two nodes", LOCAL, True), ("a pair", REMOTE, True), ("busy", LOCAL, False)],
 )
-def test_requests_are_told_to_go_from_numbers_alone_where_nodes_know_what_steps_cost(
-    nodes: str, steps: Steps, num: int
-) -> None:
-    setting = Setting(policy="seconds", has_cost=True)
-    assert seen_of(nodes, steps, setting)
+@pytest.mark.parametrize("shadow", ["", "round-robin", "broken"])
+def test_a_request_that_need_not_wait_is_chosen_for_once(nodes: str, steps: Steps, is_once: bool, shadow: str) -> None:
+    setting = Setting(policy="seconds", has_cost=True, shadow=shadow)
     scene = asyncio.run(play(nodes, steps, {"prompt": PROMPT}, setting=setting))
-    assert scene.num_going == num
-    scene = asyncio.run(
-        play(nodes, steps, {"prompt": PROMPT}, setting=dataclasses.replace(setting, shadow="round-robin"))
-    )
-    assert scene.num_going == 0
-
-
-LARGE, SMALL, SHARED, UNKNOWN, NO_KEY = (("ask", key, (0,)) for key in (2, 1, 3, 4, 0))
+    check(scene.told)
+    assert (scene.num_chosen == 1) is is_once
 
 
 def test_where_the_hold_queue_is_full_all_others_are_refused_at_once_and_told_when_to_come_again() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from dataclasses import dataclass, field
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -12,6 +16,7 @@ from scripted_cluster import FakeCluster, settle
 from scripted_dispatcher import EOS, TEXT, VOCAB
 
 from pdcluster.core import messages as m
+from pdcluster_router.cluster.view import ClusterView
 from pdcluster_router.explain.recorder import Record
 from pdcluster_router.http.exchange import Exchange
 
@@ -100,7 +105,7 @@ async def test_a_node_gets_its_work_before_that_is_noted() -> None:
 
     def look(message: m.NodeMessage, answer: object) -> None:
         if isinstance(message, m.Prefill | m.Reserve):
-            seen.append([told.packed for told in opened])
+            seen.append([len(record.explained(has_ended=False).decisions) for record in opened])
 
     opened: list[Record] = []
     nodes = [msgspec.structs.replace(node, cost=COST) for node in CLUSTERS["a pair"]()]
@@ -109,7 +114,33 @@ async def test_a_node_gets_its_work_before_that_is_noted() -> None:
     open_record = explainer.open
     explainer.open = lambda *words: (opened.append(record := open_record(*words)), record)[1]  # type: ignore[method-assign,func-returns-value]
     scene.ask(prompt=PROMPT)
-    assert seen == [[None], [None]] and opened[0].packed is not None and scene.num_going == 1
+    assert seen == [[0], [0]] and len(opened[0].explained(has_ended=False).decisions) == 1
+
+
+@dataclass
+class WatchedCluster(CountingCluster):
+    """Notes each view that it gives."""
+
+    views: list[weakref.ref[ClusterView]] = field(default_factory=list)
+
+    def view(self) -> ClusterView:
+        found = super().view()
+        self.views.append(weakref.ref(found))
+        return found
+
+
+@pytest.mark.parametrize("policy", ["product", "seconds"])
+@pytest.mark.parametrize("nodes", ["one node", "a pair"])
+async def test_a_request_that_runs_keeps_no_view_alive(nodes: str, policy: str) -> None:
+    cluster = WatchedCluster([msgspec.structs.replace(node, cost=COST) for node in CLUSTERS[nodes]()])
+    scene = Scene(cluster, setting=Setting(policy=policy))
+    scene.ask(prompt=PROMPT)
+    scene.step("row", 0, (LETTERS[0],))
+    await settle()
+    assert cluster.sent and not scene.exchange.finished and cluster.views
+    gc.collect()
+    assert [view() for view in cluster.views if view() is not None] == []
+    scene.app.gone(scene.exchange)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
