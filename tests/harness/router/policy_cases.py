@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from pdcluster.core.messages import Endpoint, Load, Role
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView
-from pdcluster_router.policy.base import Decision, DecisionRecord, Query
-from pdcluster_router.policy.comparison import ListedCandidates, known_prefix, request_values
+from pdcluster_router.policy.base import Decision, DecisionRecord, Query, known_prefix, request_values
+from pdcluster_router.policy.candidates import Candidates
 from pdcluster_router.policy.predicted import compiled
 
 COST = NodeCost(PrefillCost(0.005, 1e-4, 1e-9, 512, 100), DecodeCost(0.008, 2e-4, 1e-8, 100))
@@ -50,10 +50,10 @@ def make_decision(
     query: Query, view: ClusterView, prefill: NodeView | None, decode: NodeView, *, work_s: float = 0.0, **said: Any
 ) -> Decision:
     """A choice that no policy made. said: fields of its record."""
-    fields = {"policy": "by hand", "compared": ListedCandidates((), 0), "estimate_s": 0.0, **said}
+    fields = {"policy": "by hand", "compared": Candidates((), 0), "estimate_s": 0.0, **said}
     mode, first = ("local", None) if prefill is None else ("remote", prefill.name)
     record = DecisionRecord(mode=mode, prefill=first, decode=decode.name, num_tokens=query.num_tokens, **fields)  # type: ignore[arg-type]
-    asked = compiled.in_use().request(request_values(query, known_prefix(query, view.roster)))
+    asked = compiled.active.request(request_values(query, known_prefix(query, view.roster)))
     return Decision(record, prefill, decode, query, view, view.roster.legs, asked, work_s)
 
 

@@ -19,7 +19,6 @@ from functools import partial
 
 import msgspec
 from answer_by_hand import Line
-from pdcluster_router.policy.decisions import PackedDecision
 from prometheus_client import generate_latest
 from scripted_cluster import EMPTY_LOAD, FakeCluster, make_chooser, make_node, settle
 from scripted_dispatcher import EOS, TEXT, VOCAB

@@ -27,7 +27,7 @@ from pdcluster_router.explain.recorder import MAX_ALIKE, MAX_DECISIONS, Explaine
 from pdcluster_router.explain.records import Explanation
 from pdcluster_router.explain.text import text_of
 from pdcluster_router.policy.base import Decision, Query, ShadowRecord
-from pdcluster_router.policy.comparison import MOST_LISTED
+from pdcluster_router.policy.candidates import MOST_LISTED
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.prefix_index.ideal_cache import IdealCache
 from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings

@@ -9,7 +9,7 @@ from pdcluster_router.core.generation import Done, Generation, RequestRoute, Tim
 from pdcluster_router.core.tracing import RequestTrace, Tracing
 from pdcluster_router.explain.request_trace import ChoiceTrace
 from pdcluster_router.policy.base import DecisionRecord
-from pdcluster_router.policy.comparison import ListedCandidates
+from pdcluster_router.policy.candidates import Candidates
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-0"
 
@@ -29,7 +29,7 @@ def begin(spans: Spans, traceparent: str | None = None, *, share: float = 1.0) -
 
 def choice(prefill: str | None = "prefill-0", decode: str = "decode-0") -> DecisionRecord:
     mode = "local" if prefill is None else "remote"
-    return DecisionRecord("seconds", mode, prefill, decode, 3, ListedCandidates((), 0), 0.0)
+    return DecisionRecord("seconds", mode, prefill, decode, 3, Candidates((), 0), 0.0)
 
 
 def generation(trace: RequestTrace) -> Generation:

@@ -17,7 +17,9 @@ from pdcluster.core.errors import Unavailable
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster_router.cluster.pacing import completed
 from pdcluster_router.cluster.view import ClusterView, NodeView
-from pdcluster_router.policy.base import Decision, LegName, Query
+from pdcluster_router.policy.base import Decision, Query
+from pdcluster_router.policy.baselines import Product
+from pdcluster_router.policy.candidates import LegName
 from pdcluster_router.policy.predicted.cost_model import (
     COMFORT,
     COPY_WEIGHT,
@@ -31,7 +33,6 @@ from pdcluster_router.policy.predicted.cost_model import (
 )
 from pdcluster_router.policy.predicted.records import MOST_CANDIDATES
 from pdcluster_router.policy.predicted.scoring import MOST_SHARE
-from pdcluster_router.policy.product import Product
 from pdcluster_router.policy.scored import Scored
 
 Values = tuple[float, ...]
@@ -132,7 +133,7 @@ class PlainChoice:
         record = decision.record
         compared = tuple(
             PlainCandidate(each.leg, each.node, each.cached_tokens, each.cost, each.terms)  # type: ignore[arg-type]
-            for each in record.compared.candidates()
+            for each in record.candidates.read()
             if each.terms
         )
         return cls(record.prefill, record.decode, compared, record.ttft_s, record.tpot_s, record.pull)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster_router.policy.cache_pressure import NEWEST, PRIOR, CachePressure
 from pdcluster_router.policy.predicted.cost_model import MUCH_LOST
+from pdcluster_router.policy.selector import NEWEST, PRIOR, CachePressure
 
 TOKENS = st.integers(0, 200_000)
 

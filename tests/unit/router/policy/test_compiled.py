@@ -46,7 +46,7 @@ def endless(directory: Path) -> Path:
 
 def test_the_compiled_scan_of_token_ids_finds_what_the_plain_one_does() -> None:
     assert compiled.load(KERNEL_CACHE)
-    scan = compiled.in_use().scan_ids
+    scan = compiled.active.scan_ids
     assert scan is not None
 
     @given(text=st.text("0123456789,] 0,1] \n[x", max_size=60))
@@ -72,12 +72,12 @@ def test_long_lists_of_token_ids_are_read_by_the_compiled_scan_once_it_is_loaded
 
 
 def test_nothing_is_compiled_until_a_process_asks_for_it() -> None:
-    assert compiled.in_use() is compiled.PLAIN
+    assert compiled.active is compiled.PLAIN
 
 
 async def test_a_router_that_starts_takes_what_is_kept_or_compiles_it() -> None:
     await process.compile_choices()
-    assert compiled.in_use() is not compiled.PLAIN
+    assert compiled.active is not compiled.PLAIN
     assert compiled.is_kept(KERNEL_CACHE)
 
 
@@ -86,7 +86,7 @@ async def test_what_is_not_kept_is_compiled_by_another_process(monkeypatch: pyte
     for."""
     monkeypatch.setattr(compiled, "is_kept", lambda cache_dir: False)
     await process.compile_choices()
-    assert compiled.in_use() is not compiled.PLAIN
+    assert compiled.active is not compiled.PLAIN
 
 
 async def test_a_router_goes_on_in_python_when_that_process_fails(
@@ -95,7 +95,7 @@ async def test_a_router_goes_on_in_python_when_that_process_fails(
     monkeypatch.setattr(compiled, "is_kept", lambda cache_dir: False)
     monkeypatch.setattr(process.sys, "executable", "/bin/false")
     await process.compile_choices()
-    assert compiled.in_use() is compiled.PLAIN and "ended with 1" in caplog.text
+    assert compiled.active is compiled.PLAIN and "ended with 1" in caplog.text
 
 
 async def test_a_router_goes_on_in_python_when_that_process_does_not_end(
@@ -106,7 +106,7 @@ async def test_a_router_goes_on_in_python_when_that_process_does_not_end(
     monkeypatch.setattr(process, "COMPILE_S", 0.3)
     async with asyncio.timeout(30):
         await process.compile_choices()
-    assert compiled.in_use() is compiled.PLAIN and "did not end within 0.3 s" in caplog.text
+    assert compiled.active is compiled.PLAIN and "did not end within 0.3 s" in caplog.text
     assert not Path(f"/proc/{int((tmp_path / 'pid').read_text())}").exists()
 
 
@@ -126,7 +126,7 @@ async def test_a_file_of_the_cache_that_cannot_be_read_does_not_stop_a_router(
     monkeypatch.setattr(compiled, "_compiled", broken)
     monkeypatch.setattr(compiled, "is_kept", lambda cache_dir: True)
     await process.compile_choices()
-    assert compiled.in_use() is compiled.PLAIN
+    assert compiled.active is compiled.PLAIN
     assert "set aside and compiled again" in caplog.text and "they are not compiled" in caplog.text
 
 
@@ -151,13 +151,13 @@ def test_a_machine_without_numba_weighs_in_python(
     caplog.set_level("INFO")
     assert compiled.is_kept(tmp_path), "there is nothing to wait for"
     assert not compiled.load(tmp_path)
-    assert compiled.in_use() is compiled.PLAIN and "numba is not installed" in caplog.text
+    assert compiled.active is compiled.PLAIN and "numba is not installed" in caplog.text
 
 
 def test_where_nothing_can_be_kept_a_router_weighs_in_python(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     assert not compiled.load(tmp_path / "file")
-    assert compiled.in_use() is compiled.PLAIN and "slower" in caplog.text
+    assert compiled.active is compiled.PLAIN and "slower" in caplog.text
 
 
 def test_what_is_compiled_of_other_sources_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_a_record_says_the_same_after_the_view_went_on() -> None:
     cluster = view(make_node("p0", "prefill"), make_node("d0", "decode", batch(4)), make_node("d1", "decode", batch(9)))
     policy, query = Seconds(), Query(num_tokens=1000, cached={"d0-boot": 640})
     compared = policy.choose(query, cluster).record.compared
-    before = compared.candidates()
+    before = candidates.read()
     changed = cluster.replaced({"d0-boot": make_node("d0", "decode", batch(30))})
-    assert policy.choose(Query(num_tokens=4000), changed).record.compared.candidates() != before
-    assert compared.candidates() == before
+    assert policy.choose(Query(num_tokens=4000), changed).record.candidates.read() != before
+    assert candidates.read() == before

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from policy_cases import make_load, make_node
 
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
+from pdcluster_router.core.node_row import NodeRow
 from pdcluster_router.policy.predicted.cost_model import alone_s, paced_s
-from pdcluster_router.policy.predicted.records import NodeRow
 
 COST = NodeCost(PrefillCost(0.005, 1e-4, 2e-9, 256, 100), DecodeCost(0.02, 1.5e-4, 3e-8, 100))
 TOKENS = st.integers(1, 200_000)

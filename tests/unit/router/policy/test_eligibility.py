@@ -8,9 +8,9 @@ from policy_cases import make_load, make_node, view
 
 from pdcluster.core.errors import NoNodeTakesWork, Unavailable
 from pdcluster_router.cluster.view import ClusterView, NodeView
+from pdcluster_router.core.node_row import BUSY, COMPUTES, DECODES, SERVES
 from pdcluster_router.policy.base import Query
 from pdcluster_router.policy.eligibility import Legs, decoders_for, legs_of, rejected, why_not
-from pdcluster_router.policy.predicted.records import BUSY, COMPUTES, DECODES, SERVES
 from pdcluster_router.policy.registry import POLICIES, make_policy
 
 MIXED = SERVES | COMPUTES | DECODES

@@ -14,7 +14,7 @@ from seconds_oracle import Pace
 from pdcluster.core.messages import Endpoint, Load, Role
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
 from pdcluster_router.cluster.view import InFlightWork, NodeView
-from pdcluster_router.policy.predicted.records import NodeRow
+from pdcluster_router.core.node_row import NodeRow
 
 COUNTS = st.integers(0, 5000)
 ROLES: st.SearchStrategy[Role] = st.sampled_from(["prefill", "decode", "mixed"])

@@ -161,7 +161,7 @@ def test_nodes_that_serve_another_model_are_left_out_and_told() -> None:
     choice = pick(view(busy, other), query)
     assert choice.decode.name == "ma" and [
         (candidate.node, candidate.rejected_by)
-        for candidate in choice.record.compared.candidates()
+        for candidate in choice.record.candidates.read()
         if candidate.rejected_by
     ] == [("mb", "serves another model")]
     with pytest.raises(NoNodeTakesWork):
@@ -188,7 +188,7 @@ def test_a_prefill_node_needs_room_for_the_prompt_only() -> None:
     query = replace(QUERY, most_tokens=1000)
     choice = pick(view(small, large), query, "remote")
     assert (choice.prefill.name, choice.decode.name) == ("p0", "d0")
-    assert not [candidate for candidate in choice.record.compared.candidates() if candidate.rejected_by]
+    assert not [candidate for candidate in choice.record.candidates.read() if candidate.rejected_by]
     with pytest.raises(Unavailable, match=r"there are 1 and 0 for a request of 1000 tokens"):
         pick(view(PAIR[0], replace(PAIR[1], max_len=60)), query, "remote")
 

@@ -129,7 +129,7 @@ def test_the_order_of_reports_changes_nothing_and_asking_has_no_effect(
 @given(cluster=clusters(), query=queries())
 def test_the_record_holds_what_was_chosen_and_why_others_were_not(cluster: ClusterView, query: Query) -> None:
     for policy, choice in choices(query, cluster):
-        candidates = choice.record.compared.candidates()
+        candidates = choice.record.candidates.read()
         assert choice.record.policy == policy.name
         compared = [c for c in candidates if not c.rejected_by]
         assert choice.first.name in [c.node for c in compared if c.leg in ("prefill", "local")]

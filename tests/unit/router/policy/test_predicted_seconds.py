@@ -44,7 +44,7 @@ def choose(query: Query, *nodes: NodeView, **constants: float) -> Decision:
 
 
 def terms(choice: Decision, leg: str, name: str) -> dict[str, float]:
-    (found,) = [c for c in choice.record.compared.candidates() if c.leg == leg and c.node == name]
+    (found,) = [c for c in choice.record.candidates.read() if c.leg == leg and c.node == name]
     assert found.cost == pytest.approx(sum(found.terms.values()))
     return found.terms
 
@@ -358,7 +358,7 @@ def test_rule_4_a_row_on_a_prefill_node_expects_as_many_prompts_as_lately() -> N
         terms(choose(busy, *pair), "local", "p0")["decode"] > 1.5 * terms(choose(quiet, *pair), "local", "p0")["decode"]
     )
     assert terms(choose(busy, *pair), "local", "d0") == terms(choose(quiet, *pair), "local", "d0")
-    lately, before = (choose(query, *alike).record.compared.candidates() for query in (busy, quiet))
+    lately, before = (choose(query, *alike).record.candidates.read() for query in (busy, quiet))
     assert [each.terms for each in lately] == [each.terms for each in before]
 
 
@@ -510,7 +510,7 @@ def test_rule_6_the_product_score_while_nobody_has_run_enough_steps() -> None:
 
 
 def terms_of_product(choice: Decision, name: str) -> tuple[float, ...]:
-    (found,) = [c for c in choice.record.compared.candidates() if c.leg == "prefill" and c.node == name]
+    (found,) = [c for c in choice.record.candidates.read() if c.leg == "prefill" and c.node == name]
     return tuple(found.terms.values())
 
 

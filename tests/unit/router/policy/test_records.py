@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from policy_cases import COST, batch, make_node
 
+from pdcluster_router.core.node_row import NodeRow, Record, Rows, array_of
 from pdcluster_router.policy.predicted import records
 from pdcluster_router.policy.predicted.records import (
     DTYPES,
@@ -15,11 +16,7 @@ from pdcluster_router.policy.predicted.records import (
     TERMS,
     CandidateRow,
     ChoiceRow,
-    NodeRow,
-    Record,
     RequestRow,
-    Rows,
-    array_of,
 )
 
 KINDS: list[type[Record]] = [NodeRow, RequestRow, ChoiceRow, CandidateRow]

@@ -9,7 +9,8 @@ from scripted_cluster import EMPTY_LOAD, make_node
 
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
 from pdcluster_router.cluster.view import ClusterView, NodeView
-from pdcluster_router.policy.base import Candidate, Query
+from pdcluster_router.policy.base import Query
+from pdcluster_router.policy.candidates import Candidate
 from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.queueing.headroom import Headroom
 
@@ -88,7 +89,7 @@ def test_a_prompt_that_waits_on_a_decode_node_will_be_a_row_there() -> None:
 def test_a_row_on_a_prefill_node_expects_the_prompts_that_wait_in_the_router() -> None:
     view = ClusterView((_node("p", "prefill"), _node("d", "decode")))
     few, many = (
-        _decode_s(Seconds().choose(replace(QUERY, num_held=held, force="local"), view).record.compared.candidates())
+        _decode_s(Seconds().choose(replace(QUERY, num_held=held, force="local"), view).record.candidates.read())
         for held in (0, 20)
     )
     assert many > 3 * few

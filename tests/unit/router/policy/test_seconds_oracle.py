@@ -39,7 +39,7 @@ CLOSE = 1e-9
 @pytest.fixture(scope="session")
 def by_compiler() -> Scoring:
     assert compiled.load(cache_directory()), "tests run where numba works"
-    found = compiled.in_use()
+    found = compiled.active
     compiled.use(compiled.PLAIN)
     return found
 
@@ -191,7 +191,7 @@ def test_the_estimates_of_a_record_are_what_waits_on_a_node_and_its_own_prompt(
     record, named = decision.record, {node.name: node for node in cluster.nodes}
     assert is_close(record.estimate_s, estimate_s(decision.first, query, cluster))
     others = {}
-    for each in record.compared.candidates():
+    for each in record.candidates.read():
         if each.ttft_s is not None:
             expected_s = others[each.node] = estimate_s(named[each.node], query, cluster)
             assert is_close(each.ttft_s, expected_s)
@@ -297,5 +297,5 @@ def test_whatever_nodes_report_there_is_one_choice(
         is_admitted = decision is not None and Headroom().admits(decision, waited_s, may_slow=False)
         if decision is not None and is_admitted:
             assert Headroom().has_open(decision)
-        found.append((None if decision is None else repr(decision.record.compared.candidates()), is_admitted))
+        found.append((None if decision is None else repr(decision.record.candidates.read()), is_admitted))
     assert found[0] == found[1]

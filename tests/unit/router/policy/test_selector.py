@@ -11,9 +11,8 @@ from pdcluster.kv.hashing import chain_root
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.job import HashChain, Job
 from pdcluster_router.policy.base import Decision, Query
-from pdcluster_router.policy.cache_pressure import NEWEST, PRIOR
 from pdcluster_router.policy.registry import make_policy
-from pdcluster_router.policy.selector import FORK, PolicyHolder, PolicySelector
+from pdcluster_router.policy.selector import FORK, NEWEST, PRIOR, PolicyHolder, PolicySelector
 from pdcluster_router.queueing.headroom import Headroom
 
 NODES = view(make_node("p0", "prefill"), make_node("d0", "decode"), make_node("d1", "decode"))

@@ -15,9 +15,9 @@ from pdcluster.core.errors import Unavailable
 from pdcluster.cost.cost import NodeCost
 from pdcluster_router.cluster.pacing import COLD, completed
 from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView
+from pdcluster_router.core.node_row import BUSY, COMPUTES, SERVES
 from pdcluster_router.policy.base import Decision, Policy, Query
 from pdcluster_router.policy.predicted.cost_model import COMFORT, PATIENCE
-from pdcluster_router.policy.predicted.records import BUSY, COMPUTES, SERVES
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.queueing.headroom import Headroom
 
