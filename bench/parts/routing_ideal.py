@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.parts.routing_runs import Run, Workload, oracle_of, trace_of, whole_rate
-from pdcluster_router.queueing.hold_queue import PATIENCE
+from pdcluster_router.core.room import PATIENCE
 from pdcluster_router.replay.report import ReplaySlo
 from pdcluster_router.replay.scenario import Layout
 from pdcluster_router.replay.trace import TraceRequest

@@ -191,3 +191,13 @@ def note_sent(nodes: Sequence[NodeRow], in_flight: int, sent: tuple[int, int, in
     node.sent_requests, node.sent_tokens, node.sent_pairs = sent[0], sent[1], sent[2]
     node.sent_rows, node.sent_context, node.sent_prompts = sent[3], sent[4], sent[5]
     derive(node)
+
+
+def alone_s(node: NodeRow, new: float, cached: float) -> float:
+    """Seconds to compute so many tokens behind cached ones, alone; 0 for none."""
+    if new <= 0.0:
+        return 0.0
+    steps = new / node.chunk_tokens
+    if steps < 1.0:
+        steps = 1.0
+    return node.prompt_fixed_s * steps + node.token_s * new + node.pair_s * (new * (cached + new / 2))

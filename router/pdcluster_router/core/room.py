@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdcluster_router.core.node_row import BUSY, COMPUTES, SERVES, NodeRow
+from pdcluster_router.core.node_row import BUSY, COMPUTES, SERVES, NodeRow, alone_s
 
 Nodes = Sequence[NodeRow]
 # The bits of each node for a request.
 Legs = Sequence[int]
+
+# Rows are well served up to this multiple of a lone row's time per token.
+COMFORT = 2.0
+
+# A first token is in time within this multiple of its prompt's lone time. HALF of that is for the prompts before it on
+# the node, and for what was predicted wrongly.
+PATIENCE, HALF = 5.0, 0.5
 
 # Prompts are computed ahead of full decode nodes until finished KV fills one part in so many of a prefill node's pool.
 AHEAD = 4
@@ -65,6 +72,21 @@ def any_row(nodes: Nodes) -> bool:
         if node.most_tokens >= 0.0 and node.decodes > 0.0 and takes_row(node):
             return True
     return False
+
+
+def keeps_rows_fast(
+    nodes: Nodes, first: int, decode: int, num_tokens: float, output: float, itl_s: float, late_s: float
+) -> bool:
+    """Whether one more row on `decode` leaves its rows within their limit (itl_s; 0: by their own pace).
+
+    Also where its first token, due after late_s, has no time to wait.
+    """
+    node = nodes[decode]
+    if node.rows == 0.0:
+        return True
+    row_s = node.each_row_s + node.context_s * (num_tokens + output / 2)
+    limit_s = itl_s if itl_s != 0.0 else COMFORT * (node.decode_fixed_s + row_s)
+    return node.tpot_s + row_s <= limit_s or late_s >= HALF * PATIENCE * alone_s(nodes[first], num_tokens, 0.0)
 
 
 def least_excess_s(nodes: Nodes, backlog_s: float) -> float:

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from pdcluster_router.cluster.view import ClusterView, NodeView, Roster
 from pdcluster_router.core.generation import Force as Force
 from pdcluster_router.core.generation import Mode
+from pdcluster_router.core.node_row import alone_s
 from pdcluster_router.policy.candidates import Candidates
-from pdcluster_router.policy.predicted.cost_model import alone_s
 from pdcluster_router.policy.predicted.records import MODES, NOWHERE
 
 Fallback = Literal["deny", "on-failure", "conditional"]

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from pdcluster.core.messages import HASH_BYTES
 from pdcluster_router.cluster.view import ClusterView, NodeView
+from pdcluster_router.core.node_row import alone_s
 from pdcluster_router.policy.base import Decision, Query, Terms
 from pdcluster_router.policy.candidates import LegName
-from pdcluster_router.policy.predicted.cost_model import alone_s
 from pdcluster_router.policy.scored import Scored
 
 # Hashes of integers and names that look random and are equal on every router. No state.

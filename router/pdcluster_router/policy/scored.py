@@ -12,11 +12,10 @@ from typing import NamedTuple, Protocol
 from msgspec.structs import replace
 
 from pdcluster_router.cluster.view import ClusterView, NodeView
-from pdcluster_router.core.node_row import COMPUTES, DECODES, SERVES
+from pdcluster_router.core.node_row import COMPUTES, DECODES, SERVES, alone_s
 from pdcluster_router.policy import eligibility
 from pdcluster_router.policy.base import Decision, DecisionRecord, Query, Terms, known_prefix
 from pdcluster_router.policy.candidates import MOST_LISTED, Candidate, Candidates, LegName, error_bar_s
-from pdcluster_router.policy.predicted.cost_model import alone_s
 from pdcluster_router.policy.predicted.scoring import estimate_s
 
 

@@ -28,7 +28,7 @@ from pdcluster.core.messages import Role
 from pdcluster.cost.cost import NodeCost
 from pdcluster_router.cluster.pacing import COLD, completed
 from pdcluster_router.cluster.view import ClusterView, NodeView
-from pdcluster_router.policy.predicted.cost_model import COMFORT
+from pdcluster_router.core.room import COMFORT
 from pdcluster_router.queueing.fairness import QueuedRequest
 
 # Share of nodes' time that is planned for, and standard deviations of what comes at once.

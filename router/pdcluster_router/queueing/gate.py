@@ -10,6 +10,8 @@ scored with each release, and all have a turn again when it could go.
 A request that no node takes now is *parked*: it is held until a node takes work again. A new one is parked only when
 nothing about the request itself is to blame. One that was accepted before is parked whatever the reason.
 
+A request is also held while it would slow down rows (`Headroom.keeps_rows_fast`). With a service level for first tokens
+it is not: that level predicts waits for prompts.
 """
 
 from __future__ import annotations
@@ -83,17 +85,17 @@ class Gate:
         except errors.Unavailable as cause:
             self.park(held, cause, now)
             return None
-        going = self.at_once(decision, is_charged=held.is_charged)
+        going = self.at_once(decision, now - held.arrived, is_charged=held.is_charged)
         if going is None:
             self.hold(held, decision, now)
         return going
 
-    def at_once(self, decision: Decision, *, is_charged: bool) -> Decision | None:
+    def at_once(self, decision: Decision, waited_s: float, *, is_charged: bool) -> Decision | None:
         """Where a request goes that need not wait, as nearly all; None: it must be held. Raises Overloaded."""
         queue = self.queue
         if queue.num_all and (queue.num_able or queue.is_lacked(_taken(decision))):
             return None  # others are before it
-        if not self._headroom.has_open(decision):
+        if not self._may_go(decision, waited_s, is_charged=is_charged):
             return None
         if self._slo.ttft_s is not None and not is_charged:
             wait_s, own_s = decision.record.estimate_s - decision.work_s, decision.work_s
@@ -106,7 +108,7 @@ class Gate:
         if not held.is_charged:
             self._admit(held, decision)
         self.queue.push(held)
-        if not self._headroom.has_open(decision) and not self._is_full(decision):
+        if not self._may_go(decision, now - held.arrived, is_charged=held.is_charged) and not self._is_full(decision):
             self._set_aside(held, decision, now)
         self._note_held(now)
 
@@ -148,7 +150,7 @@ class Gate:
                     return HoldOutcome.ASIDE
                 released.append(Released(held, None, error))
                 return HoldOutcome.PLACED
-            if not self._headroom.has_open(decision):
+            if not self._may_go(decision, now - held.arrived, is_charged=held.is_charged):
                 if self._is_full(decision):
                     return HoldOutcome.FULL
                 self._set_aside(held, decision, now)
@@ -204,7 +206,7 @@ class Gate:
                 self._forget(held.request)
                 failed.append(Released(held, None, error))
             return HoldOutcome.ASIDE
-        if self._headroom.has_open(decision):
+        if self._may_go(decision, now - held.arrived, is_charged=held.is_charged):
             return HoldOutcome.PLACED
         if self._is_full(decision):
             return HoldOutcome.FULL
@@ -214,13 +216,18 @@ class Gate:
     def _set_aside(self, held: QueuedRequest, decision: Decision, now: float) -> None:
         """Set a request aside that lacks room, and all that lacked the same when they were last scored."""
         self._parked.pop(held.request, None)
-        lack = Lack(self._headroom.lacking(decision), held.priority)
+        is_paced = self._headroom.has_open(decision)
+        lack = Lack(self._headroom.lacking(decision, is_paced=is_paced), held.priority)
         self._lacks[held.request] = lack
         alike = [held.request]
         if self.queue.num_able:
             alike += [name for name, other in self._lacks.items() if other == lack and not self.queue.is_aside(name)]
         for request in dict.fromkeys(alike):
             self.queue.set_aside(request, now + RESCORE_S, lack)
+
+    def _may_go(self, decision: Decision, waited_s: float, *, is_charged: bool) -> bool:
+        may_slow = is_charged or self._slo.ttft_s is not None
+        return self._headroom.has_open(decision) and (may_slow or self._headroom.keeps_rows_fast(decision, waited_s))
 
     def _is_full(self, decision: Decision) -> bool:
         """Whether no request has room."""

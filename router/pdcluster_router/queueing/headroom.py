@@ -4,6 +4,9 @@ A node is *open* for prompts while less than `backlog_s` of work waits there. Th
 little that the router still decides what comes next. The policy chooses among nodes. It may choose one that is not
 open, for its cache, while some suitable node of that leg is open.
 
+Rows share their node's steps, so one row too many slows all of them. A first token mostly has time. So a request waits
+while the rows of its decode node are at their limit, but for no more than HALF of its first token's time.
+
 The rules stand in `core.room`.
 """
 
@@ -34,17 +37,29 @@ class Headroom:
         """Whether some node is open that could compute the prompt in the chosen mode."""
         return compiled.active.has_open(decision.view.table, decision.legs, *decision.rows, self.backlog_s)
 
+    def keeps_rows_fast(self, decision: Decision, waited_s: float) -> bool:
+        """Whether one more row leaves those of its decode node fast, or this request has no time left to wait."""
+        query, late_s = decision.query, waited_s + (decision.record.ttft_s or 0.0)
+        return compiled.active.keeps_rows_fast(
+            decision.view.table, *decision.rows, query.num_tokens, query.expected_output, query.itl_s, late_s
+        )
+
     def usable(self, decision: Decision) -> frozenset[str]:
         """Incarnations that could compute the prompt in the chosen mode, open or not."""
         leg = LEG_OF_MODE[decision.record.mode]
         return _named([row for row, bits in enumerate(decision.legs) if bits & leg and not bits & BUSY], decision.view)
 
-    def lacking(self, decision: Decision) -> frozenset[str]:
-        """Incarnations whose room a request lacks that cannot go in the chosen mode. A free one of these is its own."""
+    def lacking(self, decision: Decision, *, is_paced: bool) -> frozenset[str]:
+        """Incarnations whose room a request lacks that cannot go in the chosen mode. A free one of these is its own.
+
+        is_paced: it would slow down rows; nothing else is lacking.
+        """
         view = decision.view
         if decision.prefill is None:
             return self.usable(decision)
         decoding = _named([row for row, bits in enumerate(view.roster.legs) if bits & DECODES], view)
+        if is_paced:
+            return decoding
         found = frozenset() if compiled.active.any_row(view.table) else decoding
         is_open = compiled.active.any_open(view.table, decision.legs, COMPUTES, True, self.backlog_s)
         return found if is_open else found | self.usable(decision)

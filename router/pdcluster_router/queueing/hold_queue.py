@@ -24,11 +24,9 @@ from enum import Enum, auto
 from typing import Literal
 
 from pdcluster.core.errors import IntegrityError
+from pdcluster_router.core.room import PATIENCE
 from pdcluster_router.queueing.fairness import FairQueue, QueuedRequest
 from pdcluster_router.queueing.shares import GREED, Shares
-
-# A first token is in time within this multiple of its prompt's lone time.
-PATIENCE = 5.0
 
 Bound = Literal["count", "bytes"]
 Reason = Literal["deadline", "age"]

@@ -54,7 +54,7 @@ class Placement:
             work_s = decision.work_s if job.fork_on is None else 0.0
             shared.demand.arrived(decision.first.role, work_s, decision.decode.role)
         try:
-            going = shared.waiting.gate.at_once(decision, is_charged=is_charged)
+            going = shared.waiting.gate.at_once(decision, 0.0, is_charged=is_charged)
         except errors.Overloaded as error:
             shared.waiting.note_refusal(error, self._generation.standing.tenant)
             raise

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 SOURCES = (cost_model, node_row, scoring, room, token_id_scan)
 NAMES = (
-    "first_leg", "pair", "parked", "note_sent", "has_open", "any_open", "any_row", "least_excess_s",
+    "first_leg", "pair", "parked", "note_sent", "has_open", "keeps_rows_fast", "any_open", "any_row", "least_excess_s",
 )  # fmt: skip
 
 KEPT = "choice"
@@ -48,6 +48,7 @@ class Scoring:
     parked: Callable[..., int]
     note_sent: Callable[..., None]
     has_open: Callable[..., bool]
+    keeps_rows_fast: Callable[..., bool]
     any_open: Callable[..., bool]
     any_row: Callable[..., bool]
     least_excess_s: Callable[..., float]
@@ -150,6 +151,7 @@ def _signatures(numba: Any) -> dict[str, Any]:
         "parked": whole(*scored),
         "note_sent": types.void(nodes, whole, types.UniTuple(whole, 6)),
         "has_open": flag(nodes, legs, whole, whole, number),
+        "keeps_rows_fast": flag(nodes, whole, whole, number, number, number, number),
         "any_open": flag(nodes, legs, whole, flag, number),
         "any_row": flag(nodes),
         "least_excess_s": number(nodes, number),

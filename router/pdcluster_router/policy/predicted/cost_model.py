@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from math import sqrt
 
-from pdcluster_router.core.node_row import NodeRow
+from pdcluster_router.core.node_row import NodeRow, alone_s
+from pdcluster_router.core.room import COMFORT
 from pdcluster_router.policy.predicted.records import ChoiceRow, RequestRow
 
 # Share of a prompt's last chunk whose KV leaves after the first token. Layers leave in groups while later ones are
@@ -20,9 +21,6 @@ UNMEASURED_BYTES_S = 1e9
 
 # Commit, its check and the acknowledgement.
 HANDOVER_S = 1e-3
-
-# Rows are well served up to this multiple of a lone row's time per token.
-COMFORT = 2.0
 
 # Standard deviations by which a row may be slower than the mean. Prompts come beside it by chance, as a Poisson process
 # while they are few. The less time without prompts, the less is left to chance.
@@ -41,16 +39,6 @@ MUCH_LOST = 0.1
 
 # Stands in for a zero divisor.
 TINY = 1e-300
-
-
-def alone_s(node: NodeRow, new: float, cached: float) -> float:
-    """Seconds to compute so many tokens behind cached ones, alone; 0 for none."""
-    if new <= 0.0:
-        return 0.0
-    steps = new / node.chunk_tokens
-    if steps < 1.0:
-        steps = 1.0
-    return node.prompt_fixed_s * steps + node.token_s * new + node.pair_s * (new * (cached + new / 2))
 
 
 def gap_s(node: NodeRow, new: float, cached: float) -> float:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import MutableSequence, Sequence
 
-from pdcluster_router.core.node_row import BUSY, COMPUTES, DECODES, SERVES, NodeRow
+from pdcluster_router.core.node_row import BUSY, COMPUTES, DECODES, SERVES, NodeRow, alone_s
 from pdcluster_router.core.room import Legs, Nodes
 from pdcluster_router.policy.predicted.cost_model import (
     HANDOVER_S,
     LAST_GROUP,
     UNMEASURED_BYTES_S,
-    alone_s,
     bears,
     copy_s,
     keeps_pace,
