@@ -27,7 +27,7 @@ from pdcluster_router.policy.predicted.records import (
     CandidateRow,
     ChoiceRow,
     NodeRow,
-    Record,
+    NumberRecord,
     RequestRow,
     Rows,
     array_of,
@@ -42,7 +42,7 @@ NAMES = (
 
 KEPT = "choice"
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=NumberRecord)
 
 
 class Scoring:
@@ -67,7 +67,7 @@ class Scoring:
         self.scan_ids, self._is_compiled = scan_ids, is_compiled
         self.choice, self.seen = self._blank(ChoiceRow, 1), self._blank(CandidateRow, 3 * MOST_CANDIDATES)
 
-    def _blank(self, kind: type[Record], num: int) -> Any:
+    def _blank(self, kind: type[NumberRecord], num: int) -> Any:
         return np.zeros(num, kind.dtype()) if self._is_compiled else Rows(kind.blank() for _ in range(num))
 
     def nodes(self, table: Any) -> Any:

@@ -31,7 +31,7 @@ NOWHERE = -1
 KINDS = {"float": np.float64, "int": np.int64}
 
 
-class Record(msgspec.Struct, gc=False):
+class NumberRecord(msgspec.Struct, gc=False):
     """A row. Its numpy type follows from its fields."""
 
     @classmethod
@@ -46,7 +46,7 @@ class Record(msgspec.Struct, gc=False):
         return msgspec.structs.astuple(self)
 
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=NumberRecord)
 
 
 class Rows(list[R]):
@@ -56,7 +56,7 @@ class Rows(list[R]):
         super().__setitem__(index, row.__copy__())
 
 
-class NodeRow(Record):
+class NodeRow(NumberRecord):
     """One node: what it is, what steps cost there, what it reported, what was sent to it since, and what follows.
 
     Only `cluster.view` writes it.
@@ -129,7 +129,7 @@ class NodeRow(Record):
     tight: float = 0.0
 
 
-class RequestRow(Record):
+class RequestRow(NumberRecord):
     """What a choice depends on besides the nodes: see `Query`, and `Seconds` for the last four."""
 
     num_tokens: float
@@ -154,7 +154,7 @@ class RequestRow(Record):
     gap: float
 
 
-class ChoiceRow(Record):
+class ChoiceRow(NumberRecord):
     """A choice.
 
     prefill: NOWHERE in mode local. skipped: better prefill nodes without a partner. bearable: rows that a local node
@@ -189,7 +189,7 @@ class ChoiceRow(Record):
     best_s: float
 
 
-class CandidateRow(Record):
+class CandidateRow(NumberRecord):
     """A node for one leg. estimate_s: see ChoiceRow; -1 for none. The fields of its leg in TERMS add up to its cost."""
 
     leg: int
@@ -222,7 +222,7 @@ TERMS = (
 )
 
 
-def _dtype(kind: type[Record]) -> np.dtype[Any]:
+def _dtype(kind: type[NumberRecord]) -> np.dtype[Any]:
     """The numpy type of a record. Numba knows an array by this very object."""
     types = {
         name: text for each in reversed(kind.__mro__) for name, text in vars(each).get("__annotations__", {}).items()
@@ -230,10 +230,10 @@ def _dtype(kind: type[Record]) -> np.dtype[Any]:
     return np.dtype([(name, KINDS[types[name]]) for name in kind.__struct_fields__])
 
 
-DTYPES: dict[type[Record], np.dtype[Any]] = {
+DTYPES: dict[type[NumberRecord], np.dtype[Any]] = {
     kind: _dtype(kind) for kind in (NodeRow, RequestRow, ChoiceRow, CandidateRow)
 }
 
 
-def array_of(kind: type[Record], rows: Iterable[Record]) -> np.ndarray[Any, Any]:
+def array_of(kind: type[NumberRecord], rows: Iterable[NumberRecord]) -> np.ndarray[Any, Any]:
     return np.array([row.numbers() for row in rows], DTYPES[kind])
