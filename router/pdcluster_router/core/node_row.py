@@ -23,7 +23,7 @@ SCARCE = 4.0
 KINDS = {"float": np.float64, "int": np.int64}
 
 
-class Record(msgspec.Struct, gc=False):
+class NumberRecord(msgspec.Struct, gc=False):
     """A row."""
 
     # Its numpy type, which follows from its fields. Numba knows an array by this very object.
@@ -37,7 +37,7 @@ class Record(msgspec.Struct, gc=False):
         return msgspec.structs.astuple(self)
 
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=NumberRecord)
 
 
 class Rows(list[R]):
@@ -47,18 +47,18 @@ class Rows(list[R]):
         super().__setitem__(index, row.__copy__())
 
 
-def dtype_of(kind: type[Record]) -> np.dtype[Any]:
+def dtype_of(kind: type[NumberRecord]) -> np.dtype[Any]:
     types = {
         name: text for each in reversed(kind.__mro__) for name, text in vars(each).get("__annotations__", {}).items()
     }
     return np.dtype([(name, KINDS[types[name]]) for name in kind.__struct_fields__])
 
 
-def array_of(kind: type[Record], rows: Iterable[Record]) -> np.ndarray[Any, Any]:
+def array_of(kind: type[NumberRecord], rows: Iterable[NumberRecord]) -> np.ndarray[Any, Any]:
     return np.array([row.numbers() for row in rows], kind.dtype)
 
 
-class NodeRow(Record):
+class NodeRow(NumberRecord):
     """One node: what it is, what steps cost there, what it reported, what was sent to it since, and what follows.
 
     Only `cluster.view` writes it.

@@ -15,8 +15,8 @@ from itertools import accumulate
 from pdcluster.core.errors import ConfigError
 from pdcluster.core.messages import Role
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
-from pdcluster_router.policy.base import Force
 from pdcluster_router.core.room import COMFORT
+from pdcluster_router.policy.base import Force
 from pdcluster_router.policy.pull import BY_TOKENS, PullRule
 from pdcluster_router.policy.registry import DEFAULT, make_policy
 from pdcluster_router.queueing.demand import TARGET

@@ -14,9 +14,8 @@ from typing import Protocol
 from fuzz_client import Client
 from fuzz_node import FuzzNode
 from fuzz_plan import Plan
-from pdcluster_router.core.room import HALF
 
-from pdcluster_router.core.room import PATIENCE
+from pdcluster_router.core.room import HALF, PATIENCE
 from pdcluster_router.request.request import Request
 from pdcluster_router.request.states import AttemptState, RequestState
 

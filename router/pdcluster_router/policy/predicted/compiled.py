@@ -21,7 +21,7 @@ from pdcluster.api.openai import token_id_scan
 from pdcluster.api.openai.token_list import Scan, use_scan
 from pdcluster.settings.config import cache_directory
 from pdcluster_router.core import node_row, room
-from pdcluster_router.core.node_row import NodeRow, Record, Rows, array_of
+from pdcluster_router.core.node_row import NodeRow, NumberRecord, Rows, array_of
 from pdcluster_router.policy.predicted import cost_model, records, scoring
 from pdcluster_router.policy.predicted.records import MOST_CANDIDATES, CandidateRow, ChoiceRow, RequestRow
 
@@ -34,7 +34,7 @@ NAMES = (
 
 KEPT = "choice"
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=NumberRecord)
 
 
 class Scoring:
@@ -61,7 +61,7 @@ class Scoring:
         self.scan_ids, self._is_compiled = scan_ids, is_compiled
         self.choice, self.seen = self._blank(ChoiceRow, 1), self._blank(CandidateRow, 3 * MOST_CANDIDATES)
 
-    def _blank(self, kind: type[Record], num: int) -> Any:
+    def _blank(self, kind: type[NumberRecord], num: int) -> Any:
         return np.zeros(num, kind.dtype) if self._is_compiled else Rows(kind.blank() for _ in range(num))
 
     def found(self) -> ChoiceRow:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdcluster_router.core.node_row import Record, dtype_of
+from pdcluster_router.core.node_row import NumberRecord, dtype_of
 
 # The best candidates of a leg that are kept.
 MOST_CANDIDATES = 16
@@ -17,7 +17,7 @@ PREFILL_LEG, DECODE_LEG, LOCAL_LEG = 0, 1, 2
 NOWHERE = -1
 
 
-class RequestRow(Record):
+class RequestRow(NumberRecord):
     """What a choice depends on besides the nodes: see `Query`, and `Seconds` for the last three."""
 
     num_tokens: float
@@ -40,7 +40,7 @@ class RequestRow(Record):
     margin: float
 
 
-class ChoiceRow(Record):
+class ChoiceRow(NumberRecord):
     """A choice.
 
     prefill: NOWHERE in mode local. skipped: better prefill nodes without a partner. bearable: rows that a local node
@@ -74,7 +74,7 @@ class ChoiceRow(Record):
     best_s: float
 
 
-class CandidateRow(Record):
+class CandidateRow(NumberRecord):
     """A node for one leg. estimate_s: see ChoiceRow; -1 for none. The fields of its leg in TERMS add up to its cost."""
 
     leg: int

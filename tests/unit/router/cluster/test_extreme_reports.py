@@ -115,5 +115,5 @@ async def test_one_node_with_extreme_numbers_takes_nobody_choice_or_prediction(
     sane = Load(**{name: getattr(usual, name) for name in Load.__struct_fields__} | {"cost": COST.report()})
     view = cluster_of(roles, [as_heard(report), sane, sane]).view()
     choice = Seconds().choose(query, view)
-    assert isfinite(choice.predicted.ttft_s or 0.0) and isfinite(choice.predicted.tpot_s or 0.0)
-    assert all(isfinite(each.cost) for each in choice.candidates)
+    assert isfinite(choice.record.ttft_s or 0.0) and isfinite(choice.record.tpot_s or 0.0)
+    assert all(isfinite(each.cost) for each in choice.record.compared.candidates())

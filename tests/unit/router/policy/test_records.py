@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from policy_cases import COST, batch, make_node
 
-from pdcluster_router.core.node_row import NodeRow, Record, Rows, array_of
+from pdcluster_router.core.node_row import NodeRow, Rows, array_of
 from pdcluster_router.policy.predicted import records
 from pdcluster_router.policy.predicted.records import (
     DTYPES,
@@ -16,10 +16,12 @@ from pdcluster_router.policy.predicted.records import (
     TERMS,
     CandidateRow,
     ChoiceRow,
+    NodeRow,
+    NumberRecord,
     RequestRow,
 )
 
-KINDS: list[type[Record]] = [NodeRow, RequestRow, ChoiceRow, CandidateRow]
+KINDS: list[type[NumberRecord]] = [NodeRow, RequestRow, ChoiceRow, CandidateRow]
 EVERY = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 # Fields that count, name a row or a bit. All others are measures.
 WHOLE = {
@@ -33,7 +35,7 @@ WHOLE = {
 
 
 @EVERY
-def test_the_columns_of_an_array_are_the_fields_of_a_record_in_their_order(kind: type[Record]) -> None:
+def test_the_columns_of_an_array_are_the_fields_of_a_record_in_their_order(kind: type[NumberRecord]) -> None:
     dtype = kind.dtype()
     assert dtype.names == kind.__struct_fields__
     assert {name for name in kind.__struct_fields__ if dtype[name] == np.int64} == WHOLE[kind]
@@ -43,12 +45,12 @@ def test_the_columns_of_an_array_are_the_fields_of_a_record_in_their_order(kind:
 
 
 def test_every_record_has_a_numpy_type() -> None:
-    defined = {each for each in vars(records).values() if isinstance(each, type) and issubclass(each, Record)}
-    assert set(DTYPES) == defined - {Record} == set(KINDS)
+    defined = {each for each in vars(records).values() if isinstance(each, type) and issubclass(each, NumberRecord)}
+    assert set(DTYPES) == defined - {NumberRecord} == set(KINDS)
 
 
 @EVERY
-def test_a_record_comes_back_from_an_array_as_it_was(kind: type[Record]) -> None:
+def test_a_record_comes_back_from_an_array_as_it_was(kind: type[NumberRecord]) -> None:
     first, second = kind.blank(), kind(*range(len(kind.__struct_fields__)))
     array = array_of(kind, [first, second])
     assert array.dtype is kind.dtype() or array.dtype == kind.dtype()
@@ -57,7 +59,7 @@ def test_a_record_comes_back_from_an_array_as_it_was(kind: type[Record]) -> None
 
 
 @EVERY
-def test_rows_assign_by_value_as_arrays_do(kind: type[Record]) -> None:
+def test_rows_assign_by_value_as_arrays_do(kind: type[NumberRecord]) -> None:
     """Candidates are moved in place as better ones come: two places must never be one object."""
     name = kind.__struct_fields__[-1]
     rows, array = Rows([kind.blank(), kind.blank()]), np.zeros(2, kind.dtype())
