@@ -51,7 +51,7 @@ class IdleWatch:
             (node.prompt_s + node.prompt_token_s * node.max_len for node in scene.plan.nodes if node.tells_cost),
             default=0.0,
         )
-        # Requests wait so long rather than slow down rows (`Headroom.keeps_pace`).
+        # Requests wait so long rather than slow down rows (`Headroom.keeps_rows_fast`).
         self._pace_s = HALF * PATIENCE * longest_s
 
     def look(self) -> None:

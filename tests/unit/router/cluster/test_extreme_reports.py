@@ -104,7 +104,6 @@ def cluster_of(roles: tuple[Role, ...], loads: list[Load]) -> NodeTable:
         cached=st.sampled_from([{}, {"n0-boot": 90}, {"n1-boot": 5000}]),
         expected_output=st.sampled_from([1, 4096]),
         itl_s=st.sampled_from([0.0, 0.05]),
-        usual_tokens=st.just(100.0),
         fallback=st.sampled_from(["on-failure", "conditional"]),
     ),
 )
@@ -116,4 +115,4 @@ async def test_one_node_with_extreme_numbers_takes_nobody_choice_or_prediction(
     view = cluster_of(roles, [as_heard(report), sane, sane]).view()
     choice = Seconds().choose(query, view)
     assert isfinite(choice.record.ttft_s or 0.0) and isfinite(choice.record.tpot_s or 0.0)
-    assert all(isfinite(each.cost) for each in choice.record.compared.candidates())
+    assert all(isfinite(each.cost) for each in choice.record.candidates.read())

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from pdcluster.telemetry.metrics import ExplainMetrics
 from pdcluster_router.cluster.view import ClusterView, NodeView
 from pdcluster_router.core.generation import TenantPriority
-from pdcluster_router.explain.recorder import Explainer, Kept, Record
+from pdcluster_router.explain.recorder import Explainer, Kept, Record, size_of
 from pdcluster_router.policy.base import Decision, Query
 from pdcluster_router.policy.candidates import MOST_LISTED
 from pdcluster_router.policy.registry import make_policy
@@ -38,13 +38,13 @@ def opened(explainer: Explainer, number: int) -> Record:
 @pytest.mark.parametrize("policy", ["seconds", "product"])
 @pytest.mark.parametrize("nodes", [MANY, [*MANY, *CORDONED]], ids=["all take work", "some are cordoned"])
 def test_a_decision_keeps_the_best_of_each_leg_and_counts_all(policy: str, nodes: list[NodeView]) -> None:
-    compared = chosen(policy, view(*nodes)).record.compared
-    candidates = candidates.read()
+    kept = chosen(policy, view(*nodes)).record.candidates
+    candidates = kept.read()
     for leg in ("prefill", "decode", "local"):
         assert len([each for each in candidates if each.leg == leg and not each.rejected_by]) <= MOST_LISTED
     assert any(each.leg == "local" and not each.rejected_by for each in candidates)
     assert len([each for each in candidates if each.rejected_by]) <= MOST_LISTED
-    assert compared.num >= len(candidates)
+    assert kept.num >= len(candidates)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_kept_requests_are_bounded_by_their_bytes() -> None:
     record.decided(decision, 11.0, 12.0)
     probe.close(record, None)
     size = probe.num_bytes
-    assert size == record.size_bytes > decision.record.candidates.size_bytes > 0
+    assert size == record.size_bytes > size_of(decision.record) > 0
     explainer = make_explainer(requests=100, size_bytes=3 * size)
     for number in range(5):
         record = opened(explainer, number)

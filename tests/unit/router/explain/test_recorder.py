@@ -111,9 +111,9 @@ def test_hindsight_tells_error_regret_and_hits() -> None:
     nodes = make_nodes(2, m1=5)
     nodes[1] = replace(nodes[1], in_flight=3)
     with entered(explainer, "r1", ANYBODY, 1.0) as record:
-        assert record.prefix == (0, 0)
+        assert record.ideal is None
         record.decided(decide(nodes, query), 1.0, 2.0)
-        assert record.prefix == (80, 60)
+        assert record.ideal == 80
         record.first_token(2.2)
         record.first_token(9.9)
         record.attempts, record.cached_tokens = 1, 20

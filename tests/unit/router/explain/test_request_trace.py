@@ -29,7 +29,7 @@ def begin(spans: Spans, traceparent: str | None = None, *, share: float = 1.0) -
 
 def choice(prefill: str | None = "prefill-0", decode: str = "decode-0") -> DecisionRecord:
     mode = "local" if prefill is None else "remote"
-    return DecisionRecord("seconds", mode, prefill, decode, 3, Candidates((), 0), 0.0)
+    return DecisionRecord("seconds", mode, prefill, decode, 3, Candidates(b"", (), True, (), 0), 0.0)
 
 
 def generation(trace: RequestTrace) -> Generation:

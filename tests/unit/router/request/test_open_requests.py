@@ -10,7 +10,7 @@ from pdcluster_router.request.open_requests import OpenRequest, OpenRequests
 
 
 def open_one(requests: OpenRequests, name: str, ended: list[Cancelled]) -> None:
-    requests.enter(name, lambda: OpenRequest(name, "tiny", 5, 0.0, ended.append))
+    requests[name] = lambda: OpenRequest(name, "tiny", 5, 0.0, ended.append)
 
 
 def test_requests_are_listed_while_they_run_and_found_by_the_clients_id() -> None:
@@ -20,9 +20,8 @@ def test_requests_are_listed_while_they_run_and_found_by_the_clients_id() -> Non
     assert [entry.request for entry in requests.all()] == ["abc-0", "abc-1", "abd-0"]
     assert len(requests.matching("abc")) == 2 and len(requests.matching("abc-1")) == 1 and not requests.matching("ab")
     assert {entry.state for entry in requests.all()} == {"held"}
-    for name in ("abc-0", "abc-1", "abd-0", "abd-0"):
-        requests.leave(name)
-    assert not len(requests)
+    del requests["abc-1"]
+    assert [entry.request for entry in requests.matching("abc")] == ["abc-0"]
 
 
 def test_all_choices_of_a_cancelled_request_end_with_the_operators_reason() -> None:

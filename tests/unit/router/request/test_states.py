@@ -6,7 +6,7 @@ from enum import Enum
 
 import pytest
 
-from pdcluster.core.lifecycle import IllegalTransition, Table, advance
+from pdcluster.core.lifecycle import IllegalTransition, Table
 from pdcluster_router.request.states import ATTEMPT, HAS_SLOT, REQUEST, AttemptState, RequestState
 
 # Each table with the states that it begins with, and the event and state that end it.
@@ -48,4 +48,4 @@ def test_a_slot_is_had_only_by_attempts_whose_nodes_know_of_them() -> None:
 def test_what_the_table_lacks_is_refused(table: Table[Enum], state: Enum) -> None:
     for event in {event for _, event in table} - {event for before, event in table if before is state}:
         with pytest.raises(IllegalTransition, match=state.name):
-            advance(table, state, event)
+            table[state, event]
