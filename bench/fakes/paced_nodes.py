@@ -118,7 +118,7 @@ class PacedNode:
 
 
 class PacedCluster:
-    """Implements attempt.Cluster and dispatch.Models."""
+    """Implements legs.ClusterLinks and serving.ServedModels."""
 
     def __init__(self, num_nodes: int, pace: Pace) -> None:
         self.ledger = Ledger()

@@ -49,7 +49,7 @@ def make_ticket(work: m.Work, reader: NodeView, writer: m.Endpoint) -> m.Ticket:
 
 @dataclass
 class FakeCluster:
-    """Implements attempt.Cluster. handlers: what a node does with a message, given a function that answers to the
+    """Implements legs.ClusterLinks. handlers: what a node does with a message, given a function that answers to the
     request's inbox; deaf: nodes that are up, but to which nothing can be sent."""
 
     nodes: list[NodeView]
