@@ -142,7 +142,7 @@ class World:
 @pytest.mark.parametrize("number", [1, 8, 60])
 async def test_a_kept_view_is_what_a_new_one_would_be(number: int, seed: int) -> None:
     world, lent = World(number, seed), list[tuple[ClusterView, object]]()
-    cluster = world.cluster
+    cluster, view_of = world.cluster, world.cluster._upkeep._view_of
     for _ in range(150):
         for _ in range(world.chance.randrange(4)):
             await world.chance.choice(
@@ -154,7 +154,7 @@ async def test_a_kept_view_is_what_a_new_one_would_be(number: int, seed: int) ->
         else:
             kept = cluster.glance()
         afresh = ClusterView(
-            [cluster._view_of(state) for state in cluster._nodes.values() if state.is_up and state.load is not None],
+            [view_of(state) for state in cluster._nodes.values() if state.is_up and state.load is not None],
             kept.typical,
         )
         cluster.ledger.pending.check_integrity()
