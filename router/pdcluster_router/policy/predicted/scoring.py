@@ -293,7 +293,7 @@ def first_leg(
     if choice.prefill == NOWHERE or asked.wants_local != 0:
         choice.num_local = weigh_first(nodes, legs, cached, paths, asked, choice, seen, LOCAL_LEG)
     if choice.prefill == NOWHERE and choice.num_local > 0:
-        settle_local(nodes, 0, asked, choice, seen)
+        choose_local(nodes, 0, asked, choice, seen)
     return choice.prefill
 
 
@@ -329,22 +329,22 @@ def pair(
         rank = calm_rank(nodes, cached, asked, choice, seen)
         choice.is_calm = 1 if rank >= 0 else 0
     if rank >= 0 and is_local_better(rank, asked, choice, seen):
-        settle_local(nodes, rank, asked, choice, seen)
+        choose_local(nodes, rank, asked, choice, seen)
         for row in range(len(nodes)):
             if legs[row] & SERVES != 0 and not bears(nodes[row], cached[row], asked, choice.bearable):
                 legs[row] = legs[row] & ~SERVES
         return
     choice.mode, choice.decode = REMOTE, seen[start_of(DECODE_LEG)].row
-    settle(nodes, start_of(PREFILL_LEG) + choice.skipped, asked, choice, seen)
+    predict(nodes, start_of(PREFILL_LEG) + choice.skipped, asked, choice, seen)
 
 
-def settle_local(nodes: Nodes, rank: int, asked: RequestRow, choice: ChoiceRow, seen: Seen) -> None:
+def choose_local(nodes: Nodes, rank: int, asked: RequestRow, choice: ChoiceRow, seen: Seen) -> None:
     place = start_of(LOCAL_LEG) + rank
     choice.mode, choice.prefill, choice.decode = LOCAL, NOWHERE, seen[place].row
-    settle(nodes, place, asked, choice, seen)
+    predict(nodes, place, asked, choice, seen)
 
 
-def settle(nodes: Nodes, place: int, asked: RequestRow, choice: ChoiceRow, seen: Seen) -> None:
+def predict(nodes: Nodes, place: int, asked: RequestRow, choice: ChoiceRow, seen: Seen) -> None:
     """Write what is expected of a choice. place: of the candidate that computes the prompt."""
     first = seen[place]
     node, known = nodes[first.row], min(first.cached, asked.num_tokens - 1.0)
