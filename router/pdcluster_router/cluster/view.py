@@ -1,8 +1,8 @@
 """What the router believes about the cluster at one moment, as values for policies.
 
-It uses no sockets and no clocks. A view has a table of numbers, a row per node (`node_row.NodeRow`), which compiled code
-reads, and a NodeView per node as of its last report. `ClusterView.replaced` takes over all that did not change, so a
-report costs one row. `ClusterView.sent` changes some numbers of a row. Row numbers follow node names, so the order in
+It uses no sockets and no clocks. A view has a table of numbers, a row per node (`node_row.NodeRow`), which compiled
+code reads, and a NodeView per node as of its last report. `ClusterView.replaced` takes over all that did not change, so
+a report costs one row. `ClusterView.sent` changes some numbers of a row. Row numbers follow node names, so the order in
 which nodes came changes nothing.
 """
 
