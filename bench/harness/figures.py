@@ -55,7 +55,7 @@ Figure = dict[str, Any]
 def command_line() -> str:
     """How this process was started, as one types it."""
     module = sys.modules["__main__"].__spec__
-    name = f"python -m {module.name}" if module is not None else sys.argv[0]
+    name = f"python -m {module.name.removesuffix('.__main__')}" if module is not None else sys.argv[0]
     return " ".join([name, *(word for word in sys.argv[1:] if word != "--record")])
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from bench.accuracy import predict, rival_errors
-from bench.parts.accuracy_cases import Errors, Reference, make_cases, save_cases
-from bench.parts.accuracy_engine import measure
-from bench.parts.accuracy_models import made_model
+from bench.accuracy.__main__ import predict, rival_errors
+from bench.accuracy.cases import Errors, Reference, make_cases, save_cases
+from bench.accuracy.engine import measure
+from bench.accuracy.models import made_model
 from pdcluster.engine.ops.select import TorchOps
 
 # Measured: 0.62 to 0.75. With logits and the residual stream in bfloat16 it is 0.96 to 1.05.

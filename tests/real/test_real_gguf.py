@@ -16,7 +16,7 @@ from driver import Driver, greedy
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from bench.parts.accuracy_models import from_gguf, texts
+from bench.accuracy.models import from_gguf, texts
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.engine.engine import Engine, EngineConfig
 

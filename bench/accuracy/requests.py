@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+from bench.accuracy.models import CHATS
 from bench.harness.cluster import ends_with_us
 from bench.harness.report import Row as Figure
-from bench.parts.accuracy_models import CHATS
 
 READY_S, REQUEST_S, STOP_S = 300.0, 120.0, 30.0
 TOKENS = 24

@@ -17,7 +17,7 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from bench.parts.accuracy_models import texts
+from bench.accuracy.models import texts
 
 Floats = NDArray[np.float32]
 

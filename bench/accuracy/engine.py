@@ -1,6 +1,6 @@
 """One kernel family's errors for `bench.accuracy`, in a process of its own: numba compiles for one CPU in each.
 
-    python -m bench.parts.accuracy_engine MODE MODEL DIRECTORY      MODE: usual, torch, deterministic, int8 or w8a8_int8
+    python -m bench.accuracy.engine MODE MODEL DIRECTORY      MODE: usual, torch, deterministic, int8 or w8a8_int8
 
 Every text goes through as chunks of a prompt; its last tokens then once more as rows that decode, of several texts
 together. Errors of both are written to DIRECTORY/MODE.npz.
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.parts.accuracy_cases import Case, Errors, Floats, Reference, join, load_cases
+from bench.accuracy.cases import Case, Errors, Floats, Reference, join, load_cases
 from pdcluster.core.messages import Sampling
 from pdcluster.core.step import Row, StepPlan
 from pdcluster.engine.engine import Engine, EngineConfig

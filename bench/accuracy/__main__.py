@@ -32,11 +32,11 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from bench.accuracy.cases import Errors, Floats, Reference, join, load_cases, make_cases, save_cases
+from bench.accuracy.models import made_model, readable_model
+from bench.accuracy.requests import compare_modes
 from bench.harness.report import Row as Figure
 from bench.harness.report import add_output_flags, print_rows, save
-from bench.parts.accuracy_cases import Errors, Floats, Reference, join, load_cases, make_cases, save_cases
-from bench.parts.accuracy_models import made_model, readable_model
-from bench.parts.accuracy_requests import compare_modes
 
 MEAN_GOAL, WORST_GOAL, EQUAL_GOAL = 1.05, 1.15, -0.01
 WORST = 0.999
@@ -47,7 +47,7 @@ FAMILY_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A way to compute. mode: of `accuracy_engine`; cpu, features: what numba compiles for, if not this CPU; needs:
+    """A way to compute. mode: of `accuracy.engine`; cpu, features: what numba compiles for, if not this CPU; needs:
     what this CPU must have."""
 
     name: str
@@ -93,7 +93,9 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench.accuracy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true")
     add_output_flags(parser)
     parser.add_argument("--model", type=Path)
@@ -171,7 +173,7 @@ def run_family(family: Family, model: Path, directory: Path) -> dict[str, Errors
         *settings,
         sys.executable,
         "-m",
-        "bench.parts.accuracy_engine",
+        "bench.accuracy.engine",
         family.mode,
         str(model),
         str(directory),
