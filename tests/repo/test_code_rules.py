@@ -216,13 +216,12 @@ def test_test_files_have_unique_names() -> None:
 
 
 def test_test_files_do_not_import_each_other() -> None:
-    """Nor does anybody else. Tests of the router's requests are being rewritten."""
+    """Nor does anybody else."""
     importers = [*bench_modules(), *modules_below(ROOT / "tests")]
     require_none(
         [
             f"{module.at(found.line)}: {found.name}"
             for module in importers
-            if not module.name.startswith("tests.unit.router.request.")
             for found in module.all_imports
             if found.name.rpartition(".")[2].startswith("test_")
             or (module.name.startswith("bench.") and found.name.split(".")[0] == "tests")

@@ -8,8 +8,8 @@ from contextlib import aclosing
 
 import msgspec
 import pytest
+from dispatch_pair import EXPECTED, NoModels, collect, make_dispatch, make_generation, make_pair
 from scripted_cluster import FakeCluster, ScriptedPair, make_chooser, make_node, make_ticket, row, settle
-from test_dispatcher import EXPECTED, NoModels, collect, make_dispatch, make_generation, make_pair
 
 from pdcluster.core import errors
 from pdcluster.core import messages as m

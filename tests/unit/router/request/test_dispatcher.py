@@ -7,65 +7,20 @@ from array import array
 from contextlib import aclosing
 
 import pytest
+from dispatch_pair import EXPECTED, NoModels, collect, make_dispatch, make_generation, make_pair
 from msgspec.structs import replace
 from scripted_cluster import EMPTY_LOAD, FakeCluster, ScriptedPair, make_chooser, make_node, row, settle
 
 from pdcluster.core import errors
 from pdcluster.core import messages as m
-from pdcluster.kv.hashing import block_hashes, chain_root
+from pdcluster.kv.hashing import block_hashes
 from pdcluster_router.core.generation import Done, Generation, TakeTokens, TokenChunk
 from pdcluster_router.core.job import HashChain, Job, RetryAttempt
 from pdcluster_router.core.stages import StageDeadlines
-from pdcluster_router.policy.base import Force
 from pdcluster_router.queueing.hold_queue import HoldLimits
 from pdcluster_router.request.dispatcher import Dispatch, DispatchSettings
 from pdcluster_router.request.retries import RetryBudget
 from pdcluster_router.request.stream import Events
-
-
-class NoModels:
-    def models(self):
-        return ()
-
-    def text(self, model):
-        raise errors.UnknownModel(model)
-
-    def chain(self, model, salt):
-        return HashChain(chain_root(block_tokens=4, salt=salt), 4)
-
-
-def make_generation(request: str = "r1", max_tokens: int = 4, deadline_s: float = 5.0) -> Generation:
-    return Generation(request, "model", array("i", range(10)), m.Sampling(max_tokens=max_tokens, seed=1), deadline_s)
-
-
-def make_pair(**knobs) -> tuple[FakeCluster, ScriptedPair, Dispatch]:
-    cluster = FakeCluster([make_node("p0", "prefill"), make_node("d0", "decode")])
-    pair = ScriptedPair(cluster, cluster.nodes[0], cluster.nodes[1], **knobs)
-    pair.install()
-    return cluster, pair, make_dispatch(cluster)
-
-
-def make_dispatch(cluster: FakeCluster, force: Force = "auto", **settings) -> Dispatch:
-    stages = StageDeadlines(handshake_s=0.2, transfer_s=0.2, hold_s=0.01)
-    settings.setdefault("hold_s", 0.3)
-    return Dispatch(
-        cluster, NoModels(), make_chooser(cluster, force=force), DispatchSettings(stages=stages, **settings)
-    )
-
-
-async def collect(dispatch: Dispatch, generation: Generation) -> tuple[list[int], Done]:
-    tokens: list[int] = []
-    async with aclosing(dispatch.generate(generation)) as events:
-        async for event in events:
-            if isinstance(event, Done):
-                return tokens, event
-            assert isinstance(event, TokenChunk)
-            assert event.position == len(tokens), "chunks come strictly by position"
-            tokens.extend(event.token_ids)
-    raise AssertionError("a generation ended without Done")
-
-
-EXPECTED = [100, 101, 102, 103]
 
 
 async def test_a_request_goes_through_prefill_and_decode_and_ends_once() -> None:

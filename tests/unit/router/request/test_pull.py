@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from dispatch_pair import EXPECTED, NoModels, collect, make_generation, make_pair
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from policy_cases import make_decision
 from scripted_cluster import make_node
-from test_dispatcher import EXPECTED, NoModels, collect, make_generation, make_pair
 
 from pdcluster.core import messages as m
 from pdcluster_router.cluster.view import ClusterView, NodeView

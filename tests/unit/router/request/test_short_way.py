@@ -9,10 +9,10 @@ import time
 import weakref
 
 import pytest
+from dispatch_pair import NoModels, make_dispatch, make_generation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_cluster import FakeCluster, make_chooser, make_node
-from test_dispatcher import NoModels, make_dispatch, make_generation
 
 from pdcluster.core import messages as m
 from pdcluster_router.core.generation import Done, TakeTokens, TokenChunk
