@@ -10,9 +10,8 @@ from msgspec.structs import replace
 from pdcluster.core.messages import Endpoint, Load, Role
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView
-from pdcluster_router.policy.base import Decision, DecisionRecord, Query, known_prefix, request_values
+from pdcluster_router.policy.base import Decision, DecisionRecord, Query
 from pdcluster_router.policy.candidates import Candidates
-from pdcluster_router.policy.predicted import compiled
 
 COST = NodeCost(PrefillCost(0.005, 1e-4, 1e-9, 512, 100), DecodeCost(0.008, 2e-4, 1e-8, 100))
 
@@ -50,11 +49,12 @@ def make_decision(
     query: Query, view: ClusterView, prefill: NodeView | None, decode: NodeView, *, work_s: float = 0.0, **said: Any
 ) -> Decision:
     """A choice that no policy made. said: fields of its record."""
-    fields = {"policy": "by hand", "compared": Candidates((), 0), "estimate_s": 0.0, **said}
-    mode, first = ("local", None) if prefill is None else ("remote", prefill.name)
-    record = DecisionRecord(mode=mode, prefill=first, decode=decode.name, num_tokens=query.num_tokens, **fields)  # type: ignore[arg-type]
-    asked = compiled.active.request(request_values(query, known_prefix(query, view.roster)))
-    return Decision(record, prefill, decode, query, view, view.roster.legs, asked, work_s)
+    fields = {"policy": "by hand", "candidates": Candidates(b"", (), True, (), 0), "estimate_s": 0.0, **said}
+    mode, name = ("local", None) if prefill is None else ("remote", prefill.name)
+    record = DecisionRecord(mode=mode, prefill=name, decode=decode.name, num_tokens=query.num_tokens, **fields)  # type: ignore[arg-type]
+    first, rows = prefill or decode, view.roster.row_of
+    pair = rows[first.incarnation], rows[decode.incarnation]
+    return Decision(record, first, prefill, decode, pair, query, view, view.roster.legs, work_s)
 
 
 def queue(tokens: int, requests: int = 1) -> Load:
@@ -165,7 +165,6 @@ def queries(draw: st.DrawFn) -> Query:
         busy_serving=draw(st.sampled_from([0.0, 0.7, 5.0])),
         busy_decoding=draw(st.sampled_from([0.0, 0.2, 5.0])),
         lost=draw(st.sampled_from([0.0, 0.04, 0.3])),
-        usual_tokens=draw(st.sampled_from([0.0, 700.5])),
         model=draw(st.sampled_from(["", "a", "a", "b"])),
         most_tokens=draw(st.sampled_from([0, 99, 100, 101, 6000])),
     )

@@ -26,8 +26,6 @@ from pdcluster_router.policy.predicted.cost_model import (
     HANDOVER_S,
     LAST_GROUP,
     MUCH_LOST,
-    PATIENCE,
-    STRAIN,
     UNMEASURED_BYTES_S,
     WELL,
 )
@@ -38,8 +36,8 @@ from pdcluster_router.policy.scored import Scored
 Values = tuple[float, ...]
 
 PREFILL_TERMS = "wait", "compute", "fetch", "price", "slowed", "copy"
-DECODE_TERMS = "room", "exposed", "decode", "others", "row_price", "copy"
-LOCAL_TERMS = *PREFILL_TERMS, "room", "decode", "others", "row_price"
+DECODE_TERMS = "room", "exposed", "decode", "others", "copy"
+LOCAL_TERMS = *PREFILL_TERMS, "room", "decode", "others"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +142,10 @@ class Market:
     """What holds for all nodes at one moment. price: seconds that later prompts lose for each second of work; harm:
     weight of a running row's pause; share: of the time in which a node that computes prompts for others will do so,
     local_share: in which a decode node will for its own; source: the node that holds most of the prompt, from which it
-    can be fetched; late: how near prompts are to that."""
+    can be fetched."""
 
     price: float
     harm: float
-    late: float
     share: float
     local_share: float
     source: NodeView | None
@@ -196,8 +193,8 @@ def _compute_s(pace: Pace, query: Query, cached: int) -> float:
     return pace.prefill.seconds(max(query.num_tokens - cached, 1), cached) * pace.stretch
 
 
-def prefill_values(node_row: Station, query: Query, market: Market, kept: int, weight: float = 1.0) -> Values:
-    """slowed: what running rows lose by the prompt; weight: how much more that weighs."""
+def prefill_values(node_row: Station, query: Query, market: Market, kept: int) -> Values:
+    """slowed: what running rows lose by the prompt."""
     pace, prompt = node_row.pace, prompt_on(node_row, query, market.source)
     paused = pace.paused_s(max(query.num_tokens - prompt.cached, 1), prompt.cached)
     price = price_on(node_row, market) * prompt.compute_s
@@ -206,7 +203,7 @@ def prefill_values(node_row: Station, query: Query, market: Market, kept: int, w
         prompt.compute_s,
         prompt.fetch_s,
         price,
-        market.harm * weight * paused * pace.rows,
+        market.harm * paused * pace.rows,
         copy_s(node_row, query, kept),
     )
 
@@ -226,54 +223,29 @@ def copy_s(node_row: Station, query: Query, kept: int) -> float:
     )
 
 
-def pause_weight(node_row: Station, query: Query, late: float) -> float:
-    """On a decode node as many times more as rows have less to lose until they are slow than a prompt has until it is
-    late, from 1 to 4; as far as none is late."""
-    pace = node_row.pace
-    alone_s = pace.decode.fixed_s + pace.row_s(query.num_tokens + query.expected_output / 2)
-    bearable_s = query.expected_output * max((query.itl_s or COMFORT * alone_s) - alone_s, 1e-300)
-    weight = min(max(PATIENCE * pace.prefill.seconds(max(query.num_tokens, query.usual_tokens)) / bearable_s, 1.0), 4.0)
-    return 1.0 + (1.0 - min(late, 1.0)) ** 2 * (weight - 1.0) if node_row.node.role == "decode" else 1.0
-
-
 def decode_values(node_row: Station, query: Query, exposed_s: float, market: Market) -> Values:
-    """exposed_s: the transfer that no computing hides. others: what the running rows lose by one more beside them.
-    row_price: the row's share of the steps that compute prompts, priced."""
+    """exposed_s: the transfer that no computing hides. others: what the running rows lose by one more beside them."""
     pace, output = node_row.pace, query.expected_output
-    row_s = pace.row_s(query.num_tokens + output / 2)
-    share = share_on(node_row, market)
-    tpot_s, strain = strained(node_row, query, share)
-    price = price_on(node_row, market) * share * output * row_s
+    tpot_s = row_tpot_s(node_row, query, market)
+    others = output * pace.row_s(query.num_tokens + output / 2) * pace.rows
     copy = copy_s(node_row, query, query.num_tokens)  # of what the computing node has by then
-    return (
-        room_s(node_row, query, tpot_s),
-        exposed_s,
-        strain * output * tpot_s,
-        strain * output * row_s * pace.rows,
-        price,
-        copy,
-    )
+    return room_s(node_row, query, tpot_s), exposed_s, output * tpot_s, others, copy
 
 
 def local_values(node_row: Station, query: Query, market: Market, kept: int) -> Values:
-    room, _, decode, others, row_price, _ = decode_values(node_row, query, 0.0, market)
-    _, strain = strained(node_row, query, share_on(node_row, market))
-    weight = strain * pause_weight(node_row, query, market.late)
-    return *prefill_values(node_row, query, market, kept, weight), room, decode, others, row_price
+    room, _, decode, others, _ = decode_values(node_row, query, 0.0, market)
+    return *prefill_values(node_row, query, market, kept), room, decode, others
 
 
-def strained(node_row: Station, query: Query, share: float) -> tuple[float, float]:
-    """Between tokens of this row, with prompts beside it for that share of the time and while what waits now is
-    computed; and how much more a second weighs there, because rows are slower than is comfortable."""
-    pace = node_row.pace
+def row_tpot_s(node_row: Station, query: Query, market: Market) -> float:
+    """Between tokens of this row, with prompts beside it for their share of the time and while what waits now is
+    computed."""
+    pace, share = node_row.pace, share_on(node_row, market)
     row_s = pace.row_s(query.num_tokens + query.expected_output / 2)
     if node_row.node.role == "decode":
-        tpot_s = max(busy_tpot_s(pace, share, row_s), paused_tpot_s(pace, query.expected_output, row_s))
-    else:
-        now = min(pace.wait_s / max(query.expected_output * (pace.tpot_s + row_s), 1e-9), 1.0)
-        tpot_s = busy_tpot_s(pace, max(share, now), row_s)
-    limit_s = query.itl_s or COMFORT * (pace.decode.fixed_s + row_s)
-    return tpot_s, 1.0 + STRAIN * max(tpot_s / limit_s - 1.0, 0.0) if limit_s > 0 else 1.0
+        return max(busy_tpot_s(pace, share, row_s), paused_tpot_s(pace, query.expected_output, row_s))
+    now = min(pace.wait_s / max(query.expected_output * (pace.tpot_s + row_s), 1e-9), 1.0)
+    return busy_tpot_s(pace, max(share, now), row_s)
 
 
 def busy_tpot_s(pace: Pace, share: float, row_s: float) -> float:
@@ -365,14 +337,12 @@ class Ranked:
 
 class PlainSeconds:
     """alpha: see rule 1; harm: weight of a running row's pause against the new request's own
-    seconds; margin: of the last mode, as a share of the time to first token; gap: times a batch's own pace that its
-    rows may be held up, when no limit is given in seconds."""
+    seconds; margin: of the last mode, as a share of the time to first token."""
 
-    def __init__(self, alpha: float = 3.0, harm: float = 1.0, margin: float = 0.1, gap: float = math.inf) -> None:
+    def __init__(self, alpha: float = 3.0, harm: float = 1.0, margin: float = 0.1) -> None:
         self._alpha = alpha
         self._harm = harm
         self._margin = margin
-        self._gap = gap
         self._cold = Scored(Product())
 
     def choose(self, query: Query, view: ClusterView) -> PlainChoice:
@@ -386,7 +356,7 @@ class PlainSeconds:
         local = None
         if remote is None or (query.force == "auto" and (query.fallback == "conditional" or not found.is_split)):
             local = self._rank_local(_stations(view, ready(found.local, query)), query, market)
-        return self._decide(query, remote, local, market, _stations(view, _accepting(view)))
+        return self._decide(query, remote, local, market)
 
     def choose_decode(self, query: Query, view: ClusterView, prefill: NodeView) -> NodeView | None:
         if view.typical is None:
@@ -409,7 +379,6 @@ class PlainSeconds:
         return Market(
             price=self._price(computing or node_rows, query.num_held),
             harm=self._harm,
-            late=_lateness(query, node_rows) if node_rows else 0.0,
             share=max(
                 _share_now(computing, query.num_held),
                 _share_later(node_rows, computing, query),
@@ -468,7 +437,6 @@ class PlainSeconds:
         remote: tuple[Ranked, Ranked] | None,
         local: Ranked | None,
         market: Market,
-        node_rows: Sequence[Station],
     ) -> PlainChoice:
         if remote is None:
             assert local is not None
@@ -478,7 +446,7 @@ class PlainSeconds:
             return self._remote_choice(remote, market, query, record)
         calm = self._without_long_pauses(local, remote[0].best, query)
         record += local.candidates(query)
-        if calm is not None and self._is_local_better(query, remote, calm, market, node_rows):
+        if calm is not None and self._is_local_better(query, remote, calm):
             return self._local_choice(calm, market, query, record)
         return self._remote_choice(remote, market, query, record)
 
@@ -493,28 +461,22 @@ class PlainSeconds:
         pace = node_row.pace
         if pace.rows == 0 and (node_row.node.role != "decode" or node_row.node.num_prompts == 0):
             return True
-        limit_s = query.itl_s if query.itl_s > 0 else self._gap * pace.tpot_s
         cached = query.cached_on(node_row.node)
-        if pace.gap_s(query.num_tokens - cached, cached) > limit_s:
+        if query.itl_s and pace.gap_s(query.num_tokens - cached, cached) > query.itl_s:
             return False
         added_s = pace.decode.added_s(pace.rows, pace.context_tokens)
         row_s = added_s / pace.rows if pace.rows else pace.decode.row_s
         return _paced_s(node_row, query) <= WELL * (query.itl_s or COMFORT * (pace.decode.fixed_s + row_s))
 
-    def _is_local_better(
-        self, query: Query, remote: tuple[Ranked, Ranked], local: Ranked, market: Market, node_rows: Sequence[Station]
-    ) -> bool:
-        """Of the price, whose term comes after those of the time to first token, only a part counts here."""
-        counted = min(_lateness(query, node_rows) / max(_slowness(local.best, query, market), 0.05), 1.0) ** 3
-        remote_cost = remote[0].cost + remote[1].cost - (1.0 - counted) * remote[0].values[3]
-        local_cost = local.cost - (1.0 - counted) * local.values[3]
+    def _is_local_better(self, query: Query, remote: tuple[Ranked, Ranked], local: Ranked) -> bool:
+        remote_cost = remote[0].cost + remote[1].cost
         doubt_s = sum(
             min(leg.best.pace.prefill.error.doubt, 0.5) * (leg.values[0] + leg.values[1]) for leg in (remote[0], local)
         )
         margin = self._margin * min(_ttft(remote[0].values), _ttft(local.values)) + doubt_s
         if query.previous == "remote":
-            return local_cost + margin < remote_cost
-        return local_cost < remote_cost + (margin if query.previous == "local" else 0.0)
+            return local.cost + margin < remote_cost
+        return local.cost < remote_cost + (margin if query.previous == "local" else 0.0)
 
     def _local_choice(
         self, local: Ranked, market: Market, query: Query, record: tuple[PlainCandidate, ...]
@@ -559,8 +521,7 @@ def _paced_s(node_row: Station, query: Query) -> float:
 
 def _predicted(first: Ranked, decodes: Ranked, market: Market, query: Query) -> tuple[float, float]:
     """The time to the first token, and between tokens."""
-    tpot_s, _ = strained(decodes.best, query, share_on(decodes.best, market))
-    return _ttft(first.values), tpot_s
+    return _ttft(first.values), row_tpot_s(decodes.best, query, market)
 
 
 def _pull(node_row: Station, market: Market, query: Query) -> str | None:
@@ -571,29 +532,6 @@ def _pull(node_row: Station, market: Market, query: Query) -> str | None:
 def _ttft(values: Values) -> float:
     """wait, compute and fetch are the first terms of both legs that compute a prompt."""
     return sum(values[:3])
-
-
-def _lateness(query: Query, node_rows: Sequence[Station]) -> float:
-    """What a request has to wait, in the router and on the least loaded node, as a share of the time to its first token
-    that is well."""
-    computing = [node_row for node_row in node_rows if node_row.node.role != "decode"] or list(node_rows)
-    least_s = min(node_row.pace.wait_s for node_row in computing)
-    if least_s <= 0.0:
-        return 0.0
-    usual_s = sum(node_row.pace.backlog_s for node_row in computing) / max(
-        sum(node_row.node.num_prompts for node_row in computing), 1
-    )
-    alone_s = node_rows[0].pace.prefill.seconds(max(query.num_tokens, query.usual_tokens))
-    return (least_s + query.num_held / len(computing) * usual_s) / max(5.0 * alone_s, 1e-300)
-
-
-def _slowness(node_row: Station, query: Query, market: Market) -> float:
-    """0: the row would be as fast as alone; 1: as slow as it may be."""
-    alone_s = node_row.pace.decode.fixed_s + node_row.pace.row_s(query.num_tokens + query.expected_output / 2)
-    tpot_s, _ = strained(node_row, query, share_on(node_row, market))
-    if tpot_s - alone_s <= 1e-9 * tpot_s:
-        return 0.0
-    return (tpot_s - alone_s) / max((query.itl_s or 2.0 * alone_s) - alone_s, 1e-300)
 
 
 def _share_now(node_rows: Sequence[Station], num_held: int = 0) -> float:

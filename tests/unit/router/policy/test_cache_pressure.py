@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcluster_router.policy.predicted.cost_model import MUCH_LOST
-from pdcluster_router.policy.selector import NEWEST, PRIOR, CachePressure
+from pdcluster_router.policy.selector import NEWEST_PREFIX, USUAL_PROMPTS, CachePressure
 
 TOKENS = st.integers(0, 200_000)
 
@@ -29,8 +29,8 @@ def test_the_share_is_of_all_that_could_have_been_kept() -> None:
     lost = CachePressure()
     for _ in range(2000):
         lost.note(1000, 750)
-    assert lost.share(1000.0) == pytest.approx(0.25 / (1 + PRIOR))
-    for _ in range(round(3 / NEWEST)):
+    assert lost.share(1000.0) == pytest.approx(0.25 / (1 + USUAL_PROMPTS))
+    for _ in range(round(3 / NEWEST_PREFIX)):
         lost.note(1000, 1000)
     assert lost.share(1000.0) < 0.25 / 10
 

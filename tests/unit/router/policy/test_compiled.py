@@ -172,7 +172,7 @@ def test_a_record_says_the_same_after_the_view_went_on() -> None:
     assert compiled.load(KERNEL_CACHE)
     cluster = view(make_node("p0", "prefill"), make_node("d0", "decode", batch(4)), make_node("d1", "decode", batch(9)))
     policy, query = Seconds(), Query(num_tokens=1000, cached={"d0-boot": 640})
-    compared = policy.choose(query, cluster).record.compared
+    candidates = policy.choose(query, cluster).record.candidates
     before = candidates.read()
     changed = cluster.replaced({"d0-boot": make_node("d0", "decode", batch(30))})
     assert policy.choose(Query(num_tokens=4000), changed).record.candidates.read() != before

@@ -15,7 +15,7 @@ from pdcluster_router.policy.predicted_seconds import Seconds
 from pdcluster_router.queueing.headroom import Headroom
 
 COST = NodeCost(PrefillCost(0.005, 1e-4, 2e-9, 512, 100), DecodeCost(0.02, 1.5e-4, 3e-8, 100))
-QUERY = Query(num_tokens=4000, expected_output=200, usual_tokens=4000)
+QUERY = Query(num_tokens=4000, expected_output=200)
 
 
 def _node(name: str, role: str, *, tokens: int = 0, rows: int = 0, context: int = 0, itl_s: float = 0.0) -> NodeView:
@@ -58,12 +58,6 @@ def test_the_more_wait_the_slower_the_rows_that_still_help() -> None:
     assert most_rows == sorted(most_rows) and most_rows[0] < most_rows[-1]
 
 
-@pytest.mark.parametrize("rows", [10, 20])
-def test_a_prompt_that_may_take_longer_presses_less(rows: int) -> None:
-    nodes = [_computes(6, rows, usual_tokens=usual) for usual in (0.0, 4000.0, 400_000.0)]
-    assert nodes == sorted(nodes), "d comes before p"
-
-
 @pytest.mark.parametrize(
     ("output", "itl_s", "first"), [(200, 0.0, "d"), (8, 0.0, "p"), (200, 0.03, "d"), (200, 0.045, "p")]
 )
@@ -92,7 +86,7 @@ def test_a_row_on_a_prefill_node_expects_the_prompts_that_wait_in_the_router() -
         _decode_s(Seconds().choose(replace(QUERY, num_held=held, force="local"), view).record.candidates.read())
         for held in (0, 20)
     )
-    assert many > 3 * few
+    assert many > 2 * few
 
 
 def _decode_s(candidates: list[Candidate]) -> float:

@@ -294,8 +294,9 @@ def test_whatever_nodes_report_there_is_one_choice(
         compiled.use(way)
         cluster = ClusterView(named)
         decision = answer(Seconds(), query, cluster)
-        is_admitted = decision is not None and Headroom().admits(decision, waited_s, may_slow=False)
-        if decision is not None and is_admitted:
-            assert Headroom().has_open(decision)
-        found.append((None if decision is None else repr(decision.record.candidates.read()), is_admitted))
+        said = None
+        if decision is not None:
+            room = Headroom()
+            said = room.has_open(decision), room.keeps_rows_fast(decision, waited_s), room.full_modes(cluster)
+        found.append((None if decision is None else repr(decision.record.candidates.read()), said))
     assert found[0] == found[1]
