@@ -11,7 +11,6 @@ import msgspec
 import pytest
 from leftovers import find_names
 from msgspec.structs import replace
-from pdcluster_router.policy.decisions import Decision
 from scripted_cluster import make_node
 
 from pdcluster.core import errors

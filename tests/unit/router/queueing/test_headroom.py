@@ -16,8 +16,8 @@ from pdcluster.cost.cost import NodeCost
 from pdcluster_router.cluster.pacing import COLD, completed
 from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView
 from pdcluster_router.core.node_row import BUSY, COMPUTES, SERVES
+from pdcluster_router.core.room import COMFORT, PATIENCE
 from pdcluster_router.policy.base import Decision, Policy, Query
-from pdcluster_router.policy.predicted.cost_model import COMFORT, PATIENCE
 from pdcluster_router.policy.registry import make_policy
 from pdcluster_router.queueing.headroom import Headroom
 
@@ -54,13 +54,12 @@ class PlainRoom:
         has_row = any(takes_row(other) for other in self.accepting if other.role != "prefill")
         return has_row or load is None or 4 * load.pages_parked < load.pages_total
 
-    def admits(self, decision: Decision, waited_s: float, may_slow: bool) -> bool:
+    def has_open(self, decision: Decision) -> bool:
         leg = COMPUTES if decision.record.mode == "remote" else SERVES
         able = [
             node for node, bits in zip(self.cluster.nodes, decision.legs, strict=True) if bits & (leg | BUSY) == leg
         ]
-        has_open = any(self.is_open(node, leg) for node in able)
-        return has_open and (may_slow or self.keeps_rows_fast(decision, waited_s))
+        return any(self.is_open(node, leg) for node in able)
 
     def keeps_rows_fast(self, decision: Decision, waited_s: float) -> bool:
         node, query = decision.decode, decision.query
@@ -69,7 +68,7 @@ class PlainRoom:
         tpot_s = cost.fixed_s + cost.added_s(node.decode_rows, node.context_tokens)
         if not node.decode_rows or tpot_s + row_s <= (query.itl_s or COMFORT * (cost.fixed_s + row_s)):
             return True
-        alone_s = self.cost(decision.first).prefill.seconds(max(query.num_tokens, query.usual_tokens))
+        alone_s = self.cost(decision.first).prefill.seconds(query.num_tokens)
         return waited_s + (decision.record.ttft_s or 0.0) >= PATIENCE / 2 * alone_s
 
 
@@ -84,11 +83,10 @@ def takes_row(node: NodeView) -> bool:
     query=queries(),
     policy=st.sampled_from(POLICIES),
     waited_s=st.floats(0, 100),
-    may_slow=st.booleans(),
     sent=st.dictionaries(st.integers(0, 5), st.integers(0, 40)),
 )
-def test_a_request_is_admitted_by_the_plain_rules(
-    cluster: ClusterView, query: Query, policy: Policy, waited_s: float, may_slow: bool, sent: dict[int, int]
+def test_a_request_has_room_by_the_plain_rules(
+    cluster: ClusterView, query: Query, policy: Policy, waited_s: float, sent: dict[int, int]
 ) -> None:
     rows = {cluster.node(row).incarnation: rows for row, rows in sent.items() if row < cluster.size}
     cluster = cluster.sent(rows, lambda name: (rows[name], InFlightWork(rows[name], rows=rows[name])))
@@ -97,8 +95,8 @@ def test_a_request_is_admitted_by_the_plain_rules(
     except Unavailable:
         return
     plain = PlainRoom(cluster)
-    assert HEADROOM.admits(decision, waited_s, may_slow=may_slow) is plain.admits(decision, waited_s, may_slow)
-    assert HEADROOM.has_open(decision) is plain.admits(decision, waited_s, may_slow=True)
+    assert HEADROOM.has_open(decision) is plain.has_open(decision)
+    assert HEADROOM.keeps_rows_fast(decision, waited_s) is plain.keeps_rows_fast(decision, waited_s)
 
 
 @pytest.mark.usefixtures("way")
@@ -129,9 +127,9 @@ def test_full_modes_and_the_soonest_room_are_those_of_the_plain_rules(cluster: C
 )
 def test_a_node_is_open_while_little_waits_and_a_row_is_free(load: object, is_open: bool) -> None:
     cluster, query = view(make_node("m0", "mixed", load)), Query(100)  # type: ignore[arg-type]
-    assert HEADROOM.admits(POLICIES[0].choose(query, cluster), 0.0, may_slow=True) is is_open
+    assert HEADROOM.has_open(POLICIES[0].choose(query, cluster)) is is_open
     paused = POLICIES[0].choose(replace(query, busy=frozenset({"m0-boot"})), cluster)
-    assert not HEADROOM.admits(paused, 0.0, may_slow=True)
+    assert not HEADROOM.has_open(paused)
 
 
 @pytest.mark.usefixtures("way")
@@ -145,15 +143,14 @@ def test_prompts_are_computed_ahead_of_full_decode_nodes_until_a_quarter_of_the_
     cluster = view(make_node("p0", "prefill", ahead), make_node("d0", "decode", batch(32, context=10)))
     decision = POLICIES[0].choose(Query(100, force="remote"), cluster)
     assert decision.record.mode == "remote"
-    assert HEADROOM.admits(decision, 0.0, may_slow=True) is HEADROOM.has_open(decision) is is_open
+    assert HEADROOM.has_open(decision) is is_open
 
 
 @pytest.mark.usefixtures("way")
 def test_a_request_that_would_slow_rows_goes_once_it_has_waited() -> None:
     decision = POLICIES[0].choose(Query(1000, itl_s=0.001), view(make_node("m0", "mixed", batch(20))))
-    admitted = [HEADROOM.admits(decision, waited_s, may_slow=False) for waited_s in (0.0, 100.0)]
-    assert admitted == [False, True]
-    assert HEADROOM.admits(decision, 0.0, may_slow=True)
+    assert [HEADROOM.keeps_rows_fast(decision, waited_s) for waited_s in (0.0, 100.0)] == [False, True]
+    assert HEADROOM.has_open(decision)
 
 
 @pytest.mark.usefixtures("way")

@@ -225,7 +225,7 @@ def test_the_policy_is_told_of_requests_that_wait_for_room_and_of_no_parked_ones
         tasks = [bench.start(f"long-{number}", LONG) for number in range(5)]
         tasks += [bench.start(f"short-{number}") for number in range(2)]
         await asyncio.sleep(0.1)
-        assert bench.num_held == 7 and bench.dispatch.shared.selector.num_held() == 2
+        assert bench.num_held == 7 and bench.dispatch.shared.selector.queue.num_taken == 2
         for task in tasks:
             task.cancel()
 
