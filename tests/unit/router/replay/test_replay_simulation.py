@@ -131,11 +131,11 @@ LATE_AND_LOSSY = FeedSpec(delay_s=0.1, loss=0.05)
 @pytest.mark.parametrize(
     ("kind", "count", "nodes", "load", "feed", "digest"),
     [
-        ("chat", 200, Layout(prefill=8, decode=4), 0.9, IMMEDIATE, "463b432b32c9e222"),
-        ("everything", 200, Layout(prefill=3, decode=2), 1.3, LATE_AND_LOSSY, "193e89657da2fb8c"),
+        ("chat", 200, Layout(prefill=8, decode=4), 0.9, IMMEDIATE, "c8f35999c3ae56c8"),
+        ("everything", 200, Layout(prefill=3, decode=2), 1.3, LATE_AND_LOSSY, "96a3614f155caf2b"),
         (
             "documents", 150, Layout(prefill=2, decode=2, mixed=2, cache_tokens=400_000), 1.0, FeedSpec(0.02),
-            "42f9c6bf19f040c9",
+            "7782a342273b5f27",
         ),
     ],
 )  # fmt: skip
