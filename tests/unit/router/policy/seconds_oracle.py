@@ -17,11 +17,11 @@ from pdcluster.core.errors import Unavailable
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster_router.cluster.pacing import completed
 from pdcluster_router.cluster.view import ClusterView, NodeView
+from pdcluster_router.core.room import COMFORT
 from pdcluster_router.policy.base import Decision, Query
 from pdcluster_router.policy.baselines import Product
 from pdcluster_router.policy.candidates import LegName
 from pdcluster_router.policy.predicted.cost_model import (
-    COMFORT,
     COPY_WEIGHT,
     HANDOVER_S,
     LAST_GROUP,

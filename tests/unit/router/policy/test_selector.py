@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import pytest
 from policy_cases import COST, make_decision, make_load, make_node, queue, view
@@ -160,7 +160,8 @@ def test_a_shadow_with_a_bug_fails_no_request(caplog: pytest.LogCaptureFixture) 
     assert "the shadow policy broken failed" in caplog.text
 
 
-class Waiting(NamedTuple):
+@dataclass
+class Waiting:
     num_all: int
     num_taken: int
 
