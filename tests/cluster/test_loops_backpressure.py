@@ -11,8 +11,8 @@ from oracle import OracleEngine, reference
 
 from pdcluster.core import errors
 from pdcluster.core.messages import Refused, Reserve, Reserved
-from pdcluster_router.core.stages import StageDeadlines
 from pdcluster_router.core import room
+from pdcluster_router.core.stages import StageDeadlines
 
 PATIENT = StageDeadlines(handshake_s=0.5, transfer_s=1.0, hold_s=0.01, queue_s=30.0, liveness_s=30.0)
 
