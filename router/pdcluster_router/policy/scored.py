@@ -142,7 +142,10 @@ def _candidate(one: Ranked, query: Query, view: ClusterView) -> Candidate:
 
 
 def alone(policy: str, node: NodeView, query: Query, view: ClusterView) -> Decision:
-    """The decision that one node serves, without a comparison. It takes work; others that could serve count as room."""
-    legs = eligibility.legs_of(replace(query, force="local"), view)
-    one = Ranked(0.0, node.num_requests, node.name, view.roster.row_of[node.incarnation], "local", ())
-    return _decision(policy, legs, [one], query, view)
+    """The decision that one node serves, without a comparison. It takes work; others that could serve count as room.
+
+    It shares the KV of its prompt, so it computes one token.
+    """
+    legs, row = eligibility.legs_of(replace(query, force="local"), view), view.roster.row_of[node.incarnation]
+    decision = _decision(policy, legs, [Ranked(0.0, node.num_requests, node.name, row, "local", ())], query, view)
+    return replace(decision, work_s=alone_s(view.row(row), 1.0, query.num_tokens - 1.0))

@@ -213,7 +213,9 @@ def test_what_a_prompt_fetches_or_shares_keeps_no_node_busy() -> None:
     assert busy(more.pulling(decode, 600)) == busy(more.pulling(None))
     job = make_job(fork_of="parent", fork_on="d1-boot")
     fork = make_chooser("seconds").follow(job, 0.0)
-    shared = make_decision(Query(len(job.prompt), cached={"d1-boot": 8}), NODES, None, decode).pulling(None)
+    shared = make_decision(
+        Query(len(job.prompt), cached={"d1-boot": len(job.prompt) - 1}), NODES, None, decode
+    ).pulling(None)
     assert busy(fork) == busy(shared) > 0.0
 
 
