@@ -218,8 +218,10 @@ class Roster:
     Later views share it until that changes.
     """
 
-    def __init__(self, nodes: Sequence[NodeView]) -> None:
-        self.names = tuple(node.endpoint.node for node in nodes)
+    def __init__(self, nodes: Sequence[NodeView], former_names: tuple[str, ...] = ()) -> None:
+        names = tuple(node.endpoint.node for node in nodes)
+        # Records keep them, so equal ones are one object.
+        self.names = former_names if former_names == names else names
         # Rows by incarnation.
         self.row_of = {node.incarnation: row for row, node in enumerate(nodes)}
         self.shortest_max_len = min((node.max_len for node in nodes), default=0)
@@ -230,8 +232,8 @@ class Roster:
         # The bits of each node for a request that may go anywhere.
         self.legs: Bits = np.array([_legs_of(node) for node in nodes], np.int64)
         # A bit for each transfer medium of a node.
-        names = dict.fromkeys(name for node in nodes for name in node.backends)
-        bits = {name: 1 << number for number, name in enumerate(names) if number < MOST_MEDIA}
+        backends = dict.fromkeys(name for node in nodes for name in node.backends)
+        bits = {name: 1 << number for number, name in enumerate(backends) if number < MOST_MEDIA}
         self.media = [sum({bits.get(name, 0) for name in node.backends}) for node in nodes]
         self.rows_of_name: dict[str, tuple[int, ...]] = {}
         for row, name in enumerate(self.names):
@@ -338,7 +340,7 @@ class ClusterView:
         view = ClusterView.__new__(ClusterView)
         if is_same:
             return view._start(reported, sent, self.roster, self.typical, table)
-        return view._start(reported, sent, Roster(reported), self.typical, None)
+        return view._start(reported, sent, Roster(reported, self.roster.names), self.typical, None)
 
     def priced(self, typical: NodeCost | None) -> ClusterView:
         """The view with other typical costs."""

@@ -98,8 +98,8 @@ class Gate:
         if not self._may_go(decision, waited_s, is_charged=is_charged):
             return None
         if self._slo.ttft_s is not None and not is_charged:
-            wait_s, own_s = decision.record.estimate_s - decision.work_s, decision.work_s
-            check_service(Outlook(0.0, wait_s, own_s), self._slo)
+            backlog_s = float(decision.view.table["backlog_s"][decision.rows[0]])
+            check_service(Outlook(0.0, backlog_s, decision.work_s), self._slo)
         return decision
 
     def hold(self, held: QueuedRequest, decision: Decision, now: float) -> None:

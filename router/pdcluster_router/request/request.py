@@ -36,6 +36,12 @@ from pdcluster_router.request.timers import Timed
 log = Log("request")
 
 R = RequestState
+
+
+def ignore(chunk: TokenChunk) -> None:
+    """Take tokens that nobody waits for."""
+
+
 # Errors that say that no node takes a request.
 NO_ROOM = (errors.Unavailable, errors.Overloaded, errors.ContextTooLong)
 
@@ -389,3 +395,5 @@ class Request(Timed):
         finally:
             if self.generation.leads:
                 shared.fork_groups.settle(request, None)
+                if attempt is not None:
+                    attempt.emit = ignore  # drop the reference cycle

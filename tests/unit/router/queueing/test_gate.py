@@ -642,3 +642,13 @@ def test_a_request_goes_at_once_where_a_node_that_could_serve_it_is_open(
         return
     decision = world.decide(held("r1"))
     assert (gate.at_once(decision, 0.0, is_charged=False) is decision) is goes
+
+
+def test_with_a_service_level_what_a_pull_saves_is_no_wait() -> None:
+    """Its prompt would take 3 s; 990 of 1,000 tokens are fetched. It was refused as if it waited for what it saves."""
+    cost = NodeCost(PrefillCost(0.0, 3e-3, samples=100), DecodeCost(0.01, 0.001, samples=100))
+    nodes = [replace(make_node(name, "mixed"), cost=cost) for name in ("n0", "n1")]
+    decision = make_policy("seconds").choose(Query(1000), ClusterView(nodes))
+    fetching = decision.pulling(nodes[1], 990)
+    gate = Gate(HoldLimits(), Headroom(), Slo(ttft_s=2.0))
+    assert gate.at_once(fetching, 0.0, is_charged=False) is fetching
