@@ -23,7 +23,7 @@ from pdcluster.transfer.backends.ranked import MAGIC, MAX_RANKS, pack_adverts, u
 from pdcluster.transfer.layout.geometry import plan_courses
 from pdcluster.transfer.layout.runs import SpanTable
 from pdcluster.transfer.layout.spans import CopyRun, digest
-from pdcluster.transfer.protocol.reader import Reader
+from pdcluster.transfer.protocol.reader_state import Incoming
 from pdcluster.transfer.protocol.session import Acked, Drained, Landed, Reclaimed, TicketFailed, TicketGaveUp
 
 pytestmark = pytest.mark.timeout(120)
@@ -92,7 +92,7 @@ def test_nobody_hears_of_a_ticket_before_every_rank_takes_its_writes() -> None:
 def test_a_chunk_that_a_rank_finds_spoiled_is_sent_again_once_the_rank_permits_it(
     nodes: RankNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Reader, "_digest_on_arrival", lambda *_: None)  # so that every rank reads what it has
+    monkeypatch.setattr(Incoming, "digest_on_arrival", lambda *_: None)  # so that every rank reads what it has
     kv, acks = random_kv(64), []
 
     def spoil(_to: Peer, message: object) -> bool:
@@ -111,7 +111,7 @@ def test_a_chunk_that_a_rank_finds_spoiled_is_sent_again_once_the_rank_permits_i
 
 
 def test_one_leg_that_never_verifies_ends_the_whole_ticket(nodes: RankNodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Reader, "_digest_on_arrival", lambda *_: None)
+    monkeypatch.setattr(Incoming, "digest_on_arrival", lambda *_: None)
 
     def spoil(_to: Peer, message: object) -> bool:
         if isinstance(message, Commit):

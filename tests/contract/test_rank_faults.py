@@ -14,7 +14,7 @@ from transfer_peer import READER, WRITER
 
 from pdcluster.core.errors import TransferError
 from pdcluster.core.messages import Commit, Ticket
-from pdcluster.transfer.protocol.reader import Reader
+from pdcluster.transfer.protocol.reader_state import Incoming
 from pdcluster.transfer.protocol.session import Acked, Drained, Landed, Reclaimed, TicketFailed, TicketGaveUp
 
 pytestmark = pytest.mark.timeout(120)
@@ -163,7 +163,7 @@ MORE = [pytest.param((2, 2), seed, marks=pytest.mark.full) for seed in range(20)
 def test_what_lands_is_right_and_every_page_comes_back(
     ranks: tuple[int, int], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Reader, "_digest_on_arrival", lambda *_: None)  # bytes are spoiled behind the medium's back
+    monkeypatch.setattr(Incoming, "digest_on_arrival", lambda *_: None)  # bytes are spoiled behind the medium's back
     nodes = RankNodes("tcp", ranks)
     storm = Storm(nodes, seed)
     storm.run()
