@@ -375,13 +375,12 @@ def test_rule_5_a_last_choice_of_local_keeps_it_too() -> None:
 
 def test_rule_5_a_prompt_that_holds_rows_up_goes_elsewhere_while_a_pair_can_take_it() -> None:
     query = replace(PAIR, num_tokens=1000, fallback="conditional")
-    busy = node("p0", "prefill", queue(60_000, 60)), node("d0", "decode", batch(2))
-    assert choose(replace(query, itl_s=1.0), *busy).record.mode == "local", (
-        "the prefill node has a queue of six seconds"
-    )
-    held = choose(replace(query, itl_s=0.05), *busy)
-    assert held.first.name == "p0", "0.1 s are more than the rows may be held up"
-    assert choose(replace(query, itl_s=0.05), busy[1]).record.mode == "local", "there is no pair"
+    busy = node("p0", "prefill", queue(60_000, 60), CHUNKED), node("d0", "decode", batch(2), CHUNKED)
+    free = choose(replace(query, itl_s=1.0), *busy)
+    assert (free.record.mode, free.first.name) == ("local", "d0"), "the prefill node has a queue of six seconds"
+    held = choose(replace(query, itl_s=0.04), *busy)
+    assert (held.record.mode, held.first.name) == ("remote", "p0"), "0.05 s are more than the rows may be held up"
+    assert choose(replace(query, itl_s=0.04), busy[1]).record.mode == "local", "there is no pair"
 
 
 def test_rule_5_a_row_may_meet_more_prompts_than_the_mean_row() -> None:
@@ -407,15 +406,17 @@ def test_rule_5_no_row_is_slower_than_all_of_its_steps() -> None:
 
 
 def test_rule_5_one_row_on_the_prefill_node_is_no_reason_to_hold_up_all_of_a_decode_node() -> None:
-    """Both would hold rows up for 0.1 s, and the queue of the prefill node makes local the less by seconds."""
-    query = replace(PAIR, fallback="conditional", itl_s=0.05)
+    """Both would hold rows up for 0.05 s, and the queue of the prefill node makes local the less by seconds."""
+    query = replace(PAIR, fallback="conditional", itl_s=0.04)
     queued = make_load(
         waiting=60, waiting_tokens=60_000, waiting_pairs=0, running=1, rows=1, context_tokens=1000, slots_used=1
     )
-    prefill, few, many = node("p0", "prefill", queued), node("d0", "decode", batch(1)), node("d0", "decode", batch(10))
-    assert choose(query, prefill, many).first.name == "p0"
-    assert choose(query, prefill, few).first.name == "d0", "no more rows than there"
-    assert choose(query, prefill, many, node("d1", "decode")).first.name == "d1", "nobody is held up"
+    prefill = node("p0", "prefill", queued, CHUNKED)
+    few, many = node("d0", "decode", batch(1), CHUNKED), node("d0", "decode", batch(10), CHUNKED)
+    there, here = choose(query, prefill, many), choose(query, prefill, few)
+    assert (there.record.mode, there.first.name) == ("remote", "p0")
+    assert (here.record.mode, here.first.name) == ("local", "d0"), "no more rows than there"
+    assert choose(query, prefill, many, node("d1", "decode", cost=CHUNKED)).first.name == "d1", "nobody is held up"
 
 
 # ---------------------------------------------------------------- 6. cold start
