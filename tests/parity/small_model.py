@@ -18,12 +18,12 @@ MODEL = Shape("qwen3", num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=120)
 PAGE = 16
 
 
-def make_kit(directory: Path, *, token_budget: int = 24, reserve_tokens: int = 16):
+def make_kit(directory: Path, *, token_budget: int = 24, reserve_tokens: int = 16, vocab_size: int = MODEL.vocab_size):
     def make(num_pages: int) -> EngineKit:
         engine = Engine(EngineConfig(directory, KERNEL_CACHE, page_tokens=PAGE, num_pages=num_pages, threads=1))
         region = Region(0, engine.pool.address, engine.pool.nbytes, engine.pool.fd)
         shape = NodeShape(
-            MODEL.vocab_size, num_pages, PAGE, PageShape.of(engine.full_layout, 1), (region,), (engine.pool.view,)
+            vocab_size, num_pages, PAGE, PageShape.of(engine.full_layout, 1), (region,), (engine.pool.view,)
         )
         return EngineKit(
             engine,

@@ -6,25 +6,23 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+import small_model
 import torch
-from checkpoints import KERNEL_CACHE, Shape, build_model, greedy, prompt, save
-from local_cluster import EngineKit, LocalCluster
-from local_cluster import Shape as NodeShape
+from checkpoints import Shape, build_model, greedy, prompt, save
+from local_cluster import LocalCluster
+from small_model import PAGE
 
-from pdcluster.core.messages import PROTOCOL_VERSION, Sampling
-from pdcluster.engine.engine import Engine, EngineConfig
+from pdcluster.core.messages import Sampling
 from pdcluster.kv.hashing import block_hashes
-from pdcluster.kv.layout import Fingerprint
 from pdcluster.node.loop import NodeLoop
-from pdcluster.transfer.backends.base import Region
-from pdcluster.transfer.layout.geometry import PageShape
 from pdcluster.transfer.paths.choose import create_backends
 
 MODEL = Shape("qwen3", num_heads=4, num_kv_heads=2, head_dim=32, num_layers=3)
-PAGE = 16
+make_kit = partial(small_model.make_kit, vocab_size=MODEL.vocab_size)
 LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1, 3 * 24 + 7)
 OUTPUT = 24
 PAIR = {"p0": "prefill", "d0": "decode"}
@@ -47,26 +45,6 @@ def model():
 @pytest.fixture(scope="module")
 def directory(model, tmp_path_factory) -> Path:
     return save(model, tmp_path_factory.mktemp("model"))
-
-
-def make_kit(directory: Path, *, token_budget: int = 24, reserve_tokens: int = 16):
-    def make(num_pages: int) -> EngineKit:
-        engine = Engine(EngineConfig(directory, KERNEL_CACHE, page_tokens=PAGE, num_pages=num_pages, threads=1))
-        pool = engine.pool
-        region = Region(0, pool.address, pool.nbytes, pool.fd)
-        shape = NodeShape(
-            MODEL.vocab_size, num_pages, PAGE, PageShape.of(engine.full_layout, 1), (region,), (pool.view,)
-        )
-        return EngineKit(
-            engine,
-            shape,
-            Fingerprint("model", engine.weights_digest, PROTOCOL_VERSION, PAGE, engine.layout),
-            512,
-            token_budget,
-            reserve_tokens,
-        )
-
-    return make
 
 
 def samplings() -> dict[str, Sampling]:
