@@ -56,7 +56,7 @@ class Headroom:
         """
         view = decision.view
         if decision.prefill is None:
-            return self.usable(decision)
+            return _named([decision.rows[1]], view) if is_paced else self.usable(decision)
         decoding = _named([row for row, bits in enumerate(view.roster.legs) if bits & DECODES], view)
         if is_paced:
             return decoding

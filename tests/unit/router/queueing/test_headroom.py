@@ -19,6 +19,7 @@ from pdcluster_router.core.node_row import BUSY, COMPUTES, SERVES
 from pdcluster_router.core.room import COMFORT, PATIENCE
 from pdcluster_router.policy.base import Decision, Policy, Query
 from pdcluster_router.policy.registry import make_policy
+from pdcluster_router.policy.scored import alone
 from pdcluster_router.queueing.headroom import Headroom
 
 UNHURRIED = settings(
@@ -173,3 +174,11 @@ def replace_samples(node: NodeView, samples: int) -> NodeView:
     assert node.cost is not None
     prefill = dataclasses.replace(node.cost.prefill, token_s=0.1, samples=samples)
     return replace(node, cost=dataclasses.replace(node.cost, prefill=prefill))
+
+
+def test_a_request_that_waits_for_the_rows_of_one_node_lacks_that_node_alone() -> None:
+    """It lacked every node that could serve: others waited behind it beside idle nodes."""
+    nodes = view(make_node("m0", "mixed"), make_node("m1", "mixed"))
+    decision = alone("fork", nodes.node(0), Query(100), nodes)
+    assert Headroom().lacking(decision, is_paced=True) == {"m0-boot"}
+    assert Headroom().lacking(decision, is_paced=False) == {"m0-boot", "m1-boot"}
