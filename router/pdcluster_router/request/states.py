@@ -42,34 +42,30 @@ class AttemptState(Enum):
 R = RequestState
 S = AttemptState
 
-REQUEST = Table[RequestState](
-    {
-        (R.FORKING, "parent placed"): R.WAITING,
-        (R.WAITING, "begin"): R.RUNNING,
-        (R.RUNNING, "retry"): R.WAITING,
-        **{(state, "end"): R.ENDED for state in R if state is not R.ENDED},
-    }
-)
+_of_requests: dict[tuple[RequestState, str], RequestState] = {
+    (R.FORKING, "parent placed"): R.WAITING,
+    (R.WAITING, "begin"): R.RUNNING,
+    (R.RUNNING, "retry"): R.WAITING,
+    **{(state, "end"): R.ENDED for state in R if state is not R.ENDED},
+}
+REQUEST = Table(_of_requests)
 
-ATTEMPT = Table[AttemptState](
-    {
-        (S.CHOSEN, "compute"): S.COMPUTING,
-        (S.CHOSEN, "prefill"): S.PREFILLING,
-        (S.COMPUTING, "row"): S.DECODING,
-        (S.PREFILLING, "reserve"): S.RESERVING,
-        (S.RESERVING, "ticket"): S.CARRYING,
-        (S.RESERVING, "row"): S.DECODING,
-        (S.CARRYING, "delivered"): S.DELIVERED,
-        (S.CARRYING, "row"): S.DECODING,
-        (S.DELIVERED, "row"): S.DECODING,
-        (S.DECODING, "row"): S.DECODING,
-        **{(state, "slot lost"): S.PREFILLING for state in (S.RESERVING, S.CARRYING, S.DELIVERED, S.DECODING)},
-        **{
-            (state, "report"): S.REPORTING for state in (S.PREFILLING, S.RESERVING, S.CARRYING, S.DELIVERED, S.DECODING)
-        },
-        **{(state, "stop"): S.OVER for state in S if state is not S.OVER},
-    }
-)
+_of_attempts: dict[tuple[AttemptState, str], AttemptState] = {
+    (S.CHOSEN, "compute"): S.COMPUTING,
+    (S.CHOSEN, "prefill"): S.PREFILLING,
+    (S.COMPUTING, "row"): S.DECODING,
+    (S.PREFILLING, "reserve"): S.RESERVING,
+    (S.RESERVING, "ticket"): S.CARRYING,
+    (S.RESERVING, "row"): S.DECODING,
+    (S.CARRYING, "delivered"): S.DELIVERED,
+    (S.CARRYING, "row"): S.DECODING,
+    (S.DELIVERED, "row"): S.DECODING,
+    (S.DECODING, "row"): S.DECODING,
+    **{(state, "slot lost"): S.PREFILLING for state in (S.RESERVING, S.CARRYING, S.DELIVERED, S.DECODING)},
+    **{(state, "report"): S.REPORTING for state in (S.PREFILLING, S.RESERVING, S.CARRYING, S.DELIVERED, S.DECODING)},
+    **{(state, "stop"): S.OVER for state in S if state is not S.OVER},
+}
+ATTEMPT = Table(_of_attempts)
 
 # Whether a node has a row, or pages and a row, for it.
 HAS_SLOT = frozenset((S.COMPUTING, S.CARRYING, S.DELIVERED, S.DECODING))
