@@ -69,7 +69,9 @@ class Attempt:
     ) -> None:
         self.shared, self.job, self.record, self.placed_at, self.emit = shared, job, record, placed_at, emit
         self.decision = decision.record
-        self.prefill_node, self.decode_node = decision.prefill, decision.decode
+        self.prefill_node = decision.prefill
+        # Where it is to decode; None while no node has room.
+        self.decode_node: NodeView | None = decision.decode
         if decision.pull is not None and decision.pull_tokens:
             self.pull = Pull(decision.pull.endpoint, decision.pull_tokens)
         self.state = S.CHOSEN
@@ -77,9 +79,6 @@ class Attempt:
         self.base = len(job.emitted)
         # Not later than any clock.
         self.due = job.deadline
-
-    # Where it is to decode; None while no node has room.
-    decode_node: NodeView | None
 
     def set_clock(self, seconds: float) -> None:
         """This state must be over by then."""
