@@ -19,6 +19,8 @@ MAX_REASONS = 64
 MAX_MEDIA = 64
 # Of one medium, in a ticket.
 MAX_ADVERT_BYTES = 64 << 10
+# Of a Commit: a reference names a few ids and the blocks of a prompt.
+MAX_OPAQUE_BYTES = 1 << 20
 INT31 = (1 << 31) - 1
 UINT63 = (1 << 63) - 1
 

@@ -15,6 +15,7 @@ import msgspec
 
 from pdcluster.core.bounds import (
     MAX_ITEMS,
+    MAX_OPAQUE_BYTES,
     MAX_PATHS,
     MAX_RANKS,
     MAX_REASONS,
@@ -258,6 +259,15 @@ class Scheduled(NodeMessage, frozen=True, array_like=True):
     cached_tokens: Count = 0
 
 
+class Computed(NodeMessage, frozen=True, array_like=True):
+    """The prefill node has the prompt's KV and says no token: its decode node makes the first one. cached_tokens: as in
+    Scheduled."""
+
+    request: Id
+    attempt: Count
+    cached_tokens: Count = 0
+
+
 class Reserved(NodeMessage, frozen=True, array_like=True):
     ticket: Ticket
 
@@ -434,7 +444,11 @@ class Commit(NodeMessage, frozen=True, array_like=True):
     """The writer's last word on a ticket, sent only when every write under it is done or definitively failed and
     resent. round: 0, then one more after each CommitAck.resend, so that a late duplicate of an older round decides
     nothing. block_tokens: in the order of the wire, so many tokens follow each other before the next layer, plane or
-    head (transfer.layout.geometry). first_token: None when the KV was pulled, because nothing was sampled then."""
+    head (transfer.layout.geometry). first_token: None when the KV was pulled, because nothing was sampled then, and
+    where the reader makes it.
+
+    opaque: where the KV is, in the words of the engines' own connector, for a reader that fetches it itself; empty where
+    it was written. holds_s: for how long the writer keeps that KV for this ticket."""
 
     nonce: Unsigned
     block_tokens: Positive
@@ -442,6 +456,8 @@ class Commit(NodeMessage, frozen=True, array_like=True):
     first_token: Count | None
     first_logprobs: TokenLogprobs | None = None
     round: Count = 0
+    opaque: Annotated[bytes, msgspec.Meta(max_length=MAX_OPAQUE_BYTES)] = b""
+    holds_s: Seconds = 0.0
 
 
 class CommitAck(NodeMessage, frozen=True, array_like=True):
@@ -491,7 +507,7 @@ class Declined(NodeMessage, frozen=True, array_like=True):
 
 AnyMessage = (
     Hello | Ping | Prefill | Reserve | Deliver | Cancel | Release | Manage | AskCache | FetchFile
-    | Welcome | Scheduled | Reserved | Refused | Tokens | Delivered | Finished | Failed | Load | CacheDelta | Managed
+    | Welcome | Scheduled | Computed | Reserved | Refused | Tokens | Delivered | Finished | Failed | Load | CacheDelta | Managed
     | FileChunk
     | Commit | CommitAck | Abort | AbortAck | Fetch | Declined
 )  # fmt: skip
