@@ -44,9 +44,9 @@ def _node(loaded: LoadedSection[NodeConfig]) -> int:
     if config.cores:
         _pin(config.cores)  # before numpy and torch size their thread pools
     log.configure(config.log, process=config.name or config.role)
-    from pdcluster.node import server
+    from pdcluster.node.native import process
 
-    return server.run(config)
+    return process.run(config)
 
 
 def _bootstrap(loaded: LoadedSection[BootstrapConfig]) -> int:

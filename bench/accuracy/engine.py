@@ -20,7 +20,7 @@ from bench.accuracy.cases import Case, Errors, Floats, Reference, join, load_cas
 from pdcluster.core.messages import Sampling
 from pdcluster.core.step import Row, StepPlan
 from pdcluster.engine.engine import Engine, EngineConfig
-from pdcluster.engine.model.base import Computed
+from pdcluster.engine.model.base import ForwardOutput
 from pdcluster.engine.model.batch import build_batch
 from pdcluster.engine.ops.select import TorchOps
 
@@ -75,7 +75,7 @@ class Predictor:
         pages = np.arange(row * self._pages, (row + 1) * self._pages, dtype=np.int32)
         return Row(case.name, np.array(case.ids[begin:end], np.int32), begin, pages, GREEDY)
 
-    def _forward(self, rows: Sequence[Row], wanted: Sequence[int] = ()) -> Computed:
+    def _forward(self, rows: Sequence[Row], wanted: Sequence[int] = ()) -> ForwardOutput:
         engine = self._engine
         engine._progress.begin(())
         with torch.inference_mode():

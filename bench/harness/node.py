@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pdcluster.node import server
-from pdcluster.node.decode import DecodeSide
-from pdcluster.node.loop import NodeLoop
-from pdcluster.node.prefill import PrefillSide
+from pdcluster.node.native import process
+from pdcluster.node.native.decode import DecodeSide
+from pdcluster.node.native.engine_side import NativeSide
+from pdcluster.node.native.prefill import PrefillSide
 from pdcluster.settings.config import NodeConfig, keys, load
 from pdcluster.transfer.backends.base import Backend, Handle, Peer, Stamp, WriteStatus
 from pdcluster.transfer.layout.spans import CopyRuns
@@ -61,15 +61,15 @@ def mark_seams(mark: Marks) -> None:
     before(Reader, "_on_commit", lambda *_: mark("arrived"))
     before(DecodeSide, "on_event", lambda _, event: mark("landed") if isinstance(event, Landed) else None)
     before(DecodeSide, "on_update", lambda *_: mark("update"))
-    launch = NodeLoop._launch
+    launch = NativeSide._launch
 
-    def marked_launch(loop: NodeLoop) -> None:
+    def marked_launch(loop: NativeSide) -> None:
         before = len(loop._in_flight)
         launch(loop)
         if len(loop._in_flight) > before:
             mark("launched")
 
-    NodeLoop._launch = marked_launch  # type: ignore[method-assign,assignment]
+    NativeSide._launch = marked_launch  # type: ignore[method-assign,assignment]
 
 
 def push_in_bulk() -> None:
@@ -137,12 +137,12 @@ class SlowLink:
 
 
 def slow_down(bytes_s: float) -> None:
-    open_backends = server.open_backends
+    open_backends = process.open_backends
 
     def slowed(*arguments: Any) -> Mapping[str, Any]:
         return {name: SlowLink(backend, bytes_s) for name, backend in open_backends(*arguments).items()}
 
-    server.open_backends = slowed  # type: ignore[assignment]
+    process.open_backends = slowed  # type: ignore[assignment]
 
 
 def main() -> int:
@@ -161,7 +161,7 @@ def main() -> int:
         push_in_bulk()
     if arguments.link_bytes_s is not None:
         slow_down(arguments.link_bytes_s)
-    code = server.run(config)
+    code = process.run(config)
     if arguments.marks is not None:
         mark.write(arguments.marks)
     return code

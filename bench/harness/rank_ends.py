@@ -2,7 +2,7 @@
 over its own pool, but no engine.
 
 `RankProcess` is rank 0's side: it starts the process, learns its adverts and reaches it by
-`node.tensor_parallel.endpoint_client`, as `node.tensor_parallel.engine` does. Measures nothing.
+`node.tensor_parallel.endpoint_client`, as `node.native.tensor_parallel.engine` does. Measures nothing.
 
     python -m bench.harness.rank_ends FD SETUP     the process; it serves until its end of the socket closes
 """
@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 
 from pdcluster.core.messages import NodeMessage
-from pdcluster.node.tensor_parallel.channel import RankChannel, Ready, frame
-from pdcluster.node.tensor_parallel.endpoint import RankEndpoint
-from pdcluster.node.tensor_parallel.endpoint_client import RankLink
+from pdcluster.node.native.tensor_parallel.channel import RankChannel, Ready, frame
+from pdcluster.node.native.tensor_parallel.endpoint import RankEndpoint
+from pdcluster.node.native.tensor_parallel.endpoint_client import RankLink
 from pdcluster.transfer.backends.base import Peer, Region
 from pdcluster.transfer.paths.choose import create_backends
 

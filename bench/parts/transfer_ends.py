@@ -29,7 +29,7 @@ from bench.harness.rank_ends import RankProcess
 from bench.parts import transfer_seam
 from bench.parts.transfer_seam import Expect, Permitted, Seen
 from pdcluster.core.messages import Abort, AbortAck, Commit, CommitAck, Endpoint, NodeMessage, Reserved, Ticket
-from pdcluster.node.tensor_parallel.endpoint_client import LinkedMemories
+from pdcluster.node.native.tensor_parallel.endpoint_client import LinkedMemories
 from pdcluster.transfer.backends.base import Backend, Peer, Region
 from pdcluster.transfer.backends.ranked import RankedBackend
 from pdcluster.transfer.backends.shm import ShmBackend

@@ -447,8 +447,8 @@ class Commit(NodeMessage, frozen=True, array_like=True):
     head (transfer.layout.geometry). first_token: None when the KV was pulled, because nothing was sampled then, and
     where the reader makes it.
 
-    opaque: where the KV is, in the words of the engines' own connector, for a reader that fetches it itself; empty where
-    it was written. holds_s: for how long the writer keeps that KV for this ticket."""
+    opaque: where the KV is, in the words of the engines' own connector, for a reader that fetches it itself; empty
+    where it was written. holds_s: for how long the writer keeps that KV for this ticket."""
 
     nonce: Unsigned
     block_tokens: Positive
@@ -507,8 +507,8 @@ class Declined(NodeMessage, frozen=True, array_like=True):
 
 AnyMessage = (
     Hello | Ping | Prefill | Reserve | Deliver | Cancel | Release | Manage | AskCache | FetchFile
-    | Welcome | Scheduled | Computed | Reserved | Refused | Tokens | Delivered | Finished | Failed | Load | CacheDelta | Managed
-    | FileChunk
+    | Welcome | Scheduled | Computed | Reserved | Refused | Tokens | Delivered | Finished | Failed | Load | CacheDelta
+    | Managed | FileChunk
     | Commit | CommitAck | Abort | AbortAck | Fetch | Declined
 )  # fmt: skip
 

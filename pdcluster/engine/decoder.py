@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdcluster.engine.model.base import Computed, LayerProgress
+from pdcluster.engine.model.base import ForwardOutput, LayerProgress
 from pdcluster.engine.model.batch import Batch
 from pdcluster.engine.model.collective import Collective
 from pdcluster.engine.model.config import ModelConfig
@@ -46,7 +46,7 @@ class Decoder:
             _Layer(layer, index, attention, self._eps, ops, group) for index, layer in enumerate(weights.layers)
         )
 
-    def forward(self, batch: Batch, progress: LayerProgress, wanted: Sequence[int] = ()) -> Computed:
+    def forward(self, batch: Batch, progress: LayerProgress, wanted: Sequence[int] = ()) -> ForwardOutput:
         if self._fused is not None and self._fused.takes(batch):
             return self._fused.run(batch, progress, wanted)
         hidden = F.embedding(batch.token_ids, self._embedding).float()
@@ -54,7 +54,7 @@ class Decoder:
         for layer in self._layers:
             hidden = layer(hidden, angles, batch)
             progress.advance()
-        return Computed(lambda: hidden, lambda: self.logits(_rows(hidden, wanted)))
+        return ForwardOutput(lambda: hidden, lambda: self.logits(_rows(hidden, wanted)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         own = self._head(self._ops.rms_norm(hidden, self._norm, self._eps))

@@ -26,7 +26,7 @@ from pdcluster.core.messages import Sampling, TokenLogprobs
 from pdcluster.core.step import Row, RowError, RowResult, StepPlan, StepResult
 from pdcluster.engine.compiling import compilations
 from pdcluster.engine.decoder import Decoder
-from pdcluster.engine.model.base import CausalModel, Computed, LayerProgress
+from pdcluster.engine.model.base import CausalModel, ForwardOutput, LayerProgress
 from pdcluster.engine.model.batch import Batch, PlanLimits, RowSpan, build_batch
 from pdcluster.engine.model.collective import Alone, Collective, InOrder
 from pdcluster.engine.model.config import ModelConfig, read_config
@@ -281,7 +281,7 @@ class Engine:
         return StepResult(rows, time.perf_counter() - begin)
 
     def _rows(
-        self, plan: StepPlan, batch: Batch, computed: Computed, drawing: list[int], fed: HandoffRows
+        self, plan: StepPlan, batch: Batch, computed: ForwardOutput, drawing: list[int], fed: HandoffRows
     ) -> tuple[RowResult, ...]:
         prompt = [self._prompt_logprobs(row, computed, span) for row, span in zip(plan.rows, batch.spans, strict=True)]
         sampled: dict[int, Sampled] = {index: (None, None, error) for index, error in fed.errors.items()}
@@ -330,7 +330,7 @@ class Engine:
             for place, index in enumerate(drawing)
         }
 
-    def _prompt_logprobs(self, row: Row, computed: Computed, span: RowSpan) -> tuple[TokenLogprobs, ...]:
+    def _prompt_logprobs(self, row: Row, computed: ForwardOutput, span: RowSpan) -> tuple[TokenLogprobs, ...]:
         if row.prompt_logprobs is None:
             return ()
         hidden = computed.hidden()[span.begin : span.end]

@@ -7,18 +7,12 @@ the pages of the one before are still being written.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Protocol, TypeVar
 
-import numpy as np
-
 from pdcluster.core import errors
-from pdcluster.core.errors import BadRequest
 from pdcluster.core.messages import Delivered, Failed, Finished, Refused, RefusedLeg, TokenLogprobs, TokenRow, Work
-from pdcluster.node.outbox import MAX_ROWS_BYTES, most_bytes
-from pdcluster.scheduler.sequence import Sequence
 from pdcluster.transfer.backends.base import Peer
 
 
@@ -153,53 +147,3 @@ def refusal(work: Work, leg: RefusedLeg, error: errors.PdclusterError, param: st
     if isinstance(error, errors.Overloaded):
         return Refused(work.request, work.attempt, leg, str(error), error.retry_after_s)
     return Refused(work.request, work.attempt, leg, str(error), 0.0, retryable=False, param=param)
-
-
-# Turns the Work of a message into a Sequence, after checks that only this node can make: its vocabulary.
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceFactory:
-    vocab_size: int
-    block_tokens: int
-    max_len: int
-    clock: Callable[[], float]
-
-    def make(self, work: Work, *, remote: bool) -> Sequence:
-        """Make a sequence. Raises BadRequest for work that no node with this model can run."""
-        sequence = Sequence(work, key=key_of(work), remote=remote, arrived=self.clock(), block_tokens=self.block_tokens)
-        tokens = sequence.tokens
-        for bad in (int(np.min(tokens)), int(np.max(tokens))):
-            if not 0 <= bad < self.vocab_size:
-                raise BadRequest(
-                    f"token id {bad} is out of range; this model has ids 0 to {self.vocab_size - 1}", "prompt"
-                )
-        self._check_logprobs(work)
-        self._check_shaping(work)
-        return sequence
-
-    def _check_shaping(self, work: Work) -> None:
-        """Refuse ids outside the logits. They would fail the whole step, with other requests' rows."""
-        shaping = work.sampling.shaping
-        if shaping is None:
-            return
-        for name, ids in (
-            ("logit_bias", [token for token, _ in shaping.biases]),
-            ("bad_words", chain.from_iterable(shaping.bad_words)),
-        ):
-            highest = max(ids, default=0)
-            if highest >= self.vocab_size:
-                raise BadRequest(f"{name} has token id {highest}; this model has ids 0 to {self.vocab_size - 1}", name)
-
-    def _check_logprobs(self, work: Work) -> None:
-        """Bound the logprobs: what a request produced goes out again in one row when its router lost it."""
-        sampling = work.sampling
-        num_output = max(min(sampling.max_tokens, self.max_len - work.num_prompt), 0)
-        most = most_bytes(work.num_prompt, sampling.prompt_logprobs, num_output, sampling.logprobs)
-        if most > MAX_ROWS_BYTES:
-            raise BadRequest(
-                f"logprobs of {work.num_prompt} prompt and {num_output} output tokens may take {most >> 20} MiB, an "
-                "answer may take "
-                f"{MAX_ROWS_BYTES >> 20} MiB; ask for fewer alternatives, fewer max_tokens or a shorter prompt",
-                "logprobs",
-            )

@@ -1,327 +1,124 @@
-"""The node process: engine, transfer media, links and registration. Runs the loop until SIGTERM or SIGINT, then
-drains.
+"""The node process, whatever its engine: health port, model files, links, registration. Runs the loop until SIGTERM or
+SIGINT, then drains.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import signal
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol
 
 import zmq
 
 from pdcluster.bootstrap.agent import NodeAgent
 from pdcluster.bootstrap.card import NodeCard
 from pdcluster.checkpoint.bundled import path as bundled_model
-from pdcluster.checkpoint.hub import local_model, served_name
+from pdcluster.checkpoint.hub import local_model
 from pdcluster.checkpoint.inspection import check_model_files
-from pdcluster.core.errors import ConfigError
-from pdcluster.core.messages import PROTOCOL_VERSION
-from pdcluster.core.version import VERSION
-from pdcluster.engine.engine import Engine
-from pdcluster.engine.ops.batch_invariant import invariant_arithmetic
-from pdcluster.engine.ops.quantized import int8_arithmetic
-from pdcluster.kv.layout import DEFAULT_ARITHMETIC, Fingerprint
-from pdcluster.node.assembly import KV_REGION, Shape, Wiring, assemble
-from pdcluster.node.components import NodeComponents
-from pdcluster.node.engine_start import NodeEngine, start_engine
-from pdcluster.node.loop import NodeLoop
+from pdcluster.node.control import EngineSide, NodeControl, NodeLinks
 from pdcluster.node.reports.health import NodeHealth
 from pdcluster.node.reports.load_report import ModelFiles
-from pdcluster.node.tensor_parallel.endpoint_client import RankLink
 from pdcluster.processes.garbage import collect_seldom
 from pdcluster.processes.ready import announce
-from pdcluster.scheduler.limits import SchedulerLimits, logprob_tokens_of
 from pdcluster.settings.config import NodeConfig
 from pdcluster.telemetry.health import health_port
 from pdcluster.telemetry.tracing import Tracer, open_tracer
-from pdcluster.transfer.backends.base import Backend, Peer
-from pdcluster.transfer.backends.staged.staging import Fabric
-from pdcluster.transfer.paths.choose import create_backends
-from pdcluster.transfer.protocol.session import Settings as TransferSettings
-from pdcluster.wire.sockets import WireSettings
+from pdcluster.transfer.backends.base import Peer
 
 logger = logging.getLogger(__name__)
 
 
-def run(config: NodeConfig) -> int:
-    """Serve until a signal. Returns 0 after a drain, 1 when the engine broke."""
-    check(config)
-    if config.cores:
-        os.sched_setaffinity(0, config.cores)
-    clock = time.monotonic
-    with ExitStack() as stack:
+@dataclass(frozen=True, slots=True)
+class NodeProcess:
+    """What a node process has before its engine.
+
+    stack, engine_stack: closed at the end, the engine's last.
+    """
+
+    config: NodeConfig
+    me: Peer
+    model_dir: Path
+    files: ModelFiles
+    health: NodeHealth
+    agent: NodeAgent
+    context: zmq.Context[zmq.Socket[bytes]]
+    spans: Tracer | None
+    clock: Callable[[], float]
+    stack: ExitStack
+    engine_stack: ExitStack
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedEngine:
+    """A started engine, and how its node talks."""
+
+    links: NodeLinks
+    side: EngineSide
+    card: NodeCard
+
+
+def serve(config: NodeConfig, open_engine: Callable[[NodeProcess], OpenedEngine]) -> int:
+    """Serve until a signal. Returns 0 after a drain. Raises what broke the engine."""
+    with ExitStack() as engine_stack, ExitStack() as stack:
         health = NodeHealth()
         health.stage = "loading the model"
-        health_address = stack.enter_context(health_port(config.health, health.probes))
-        model_dir = local_model(config.model or bundled_model())
-        check_model_files(model_dir, needs_tokenizer=False)  # a router may have its own
-        files = ModelFiles(model_dir)
-        me = Peer(config.name or f"{config.role}-{secrets.token_hex(3)}", secrets.token_hex(8))
-        engine = start_engine(config, model_dir, me, KV_REGION)
-        stack.push(partial(leave_last, engine.local))
-        stack.callback(engine.driver.close)
-        backends = media_of_all(open_backends(config, me), engine.links)
-        for backend in backends.values():
-            stack.callback(backend.shutdown)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        stack.callback(context.destroy, 0)
-        wiring = replace(wiring_of(config, me, context, backends), spans=_tracer(config, me, stack))
-        limits = limits_of(config, engine.local)
-        agent = NodeAgent(config.bootstrap, heartbeat_s=config.heartbeat_s)
-        health.registration = agent
-        stack.callback(agent.stop)
-        parts = assemble(
-            wiring, shape_of(config, engine), engine.driver, limits, files, agent, clock, engine.local.grammars
-        )
-        for each in parts.backends:
-            stack.callback(each.shutdown)
-        stack.callback(parts.hub.close)
-        card = card_of(config, me, engine.local, parts, files, tuple(backends), model_dir)
-        loop = NodeLoop(
-            parts,
+        health_address = engine_stack.enter_context(health_port(config.health, health.probes))
+        process = _open_process(config, health, stack, engine_stack)
+        opened = open_engine(process)
+        links, card = opened.links, opened.card
+        stack.callback(links.hub.close)
+        links.acceptance.models = frozenset(card.model_digests)
+        control = NodeControl(
+            links,
+            opened.side,
             report_s=config.report_s,
             drain_s=config.drain_s,
-            clock=clock,
-            looks_ahead=config.scheduler.look_ahead,
+            clock=process.clock,
             health=health if health_address is not None else None,
-            models=card.model_digests,
         )
-        on_signals(loop.stop)
-        health.identity = {"node": me.node, "model": card.model, "incarnation": me.incarnation}
+        _on_signals(control.stop)
+        health.identity = {"node": card.node, "model": card.model, "incarnation": card.incarnation}
         health.stage = "registering"
-        agent.start(card, registered=lambda: announce_ready(config, card, health_address))
+        process.agent.start(card, registered=lambda: _announce_ready(config, card, health_address))
         collect_seldom()
         logger.info(
             "node %s (%s) serves %s at %s over %s",
-            me.node,
-            config.role,
-            card.model,
-            card.address,
-            ", ".join(backends) or "no transfer",
-        )
-        loop.run()
-    logger.info("node %s is done", me.node)
+            card.node, card.role, card.model, card.address, ", ".join(card.backends) or "no transfer",
+        )  # fmt: skip
+        control.run()
+    logger.info("node %s is done", card.node)
     return 0
 
 
-def _tracer(config: NodeConfig, me: Peer, stack: ExitStack) -> Tracer | None:
-    tracer = open_tracer(config.tracing, "node", me.node, time.monotonic, time.time)
-    if tracer is not None:
-        stack.callback(tracer.close)
-    return tracer
-
-
-def wiring_of(
-    config: NodeConfig, me: Peer, context: zmq.Context[zmq.Socket[bytes]], backends: Mapping[str, Backend]
-) -> Wiring:
-    return Wiring(
-        me,
-        config.role,
-        config.listen,
-        context,
-        wire_settings(config),
-        backends,
-        transfer_settings(config),
-        config.transfer.parking_s,
-        parking_share=config.transfer.parking_percent / 100,
-        pull_s=config.transfer.pull_s,
+def _open_process(config: NodeConfig, health: NodeHealth, stack: ExitStack, engine_stack: ExitStack) -> NodeProcess:
+    model_dir = local_model(config.model or bundled_model())
+    check_model_files(model_dir, needs_tokenizer=False)  # a router may have its own
+    me = Peer(config.name or f"{config.role}-{secrets.token_hex(3)}", secrets.token_hex(8))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stack.callback(context.destroy, 0)
+    spans = open_tracer(config.tracing, "node", me.node, time.monotonic, time.time)
+    if spans is not None:
+        stack.callback(spans.close)
+    agent = NodeAgent(config.bootstrap, heartbeat_s=config.heartbeat_s)
+    health.registration = agent
+    stack.callback(agent.stop)
+    return NodeProcess(
+        config, me, model_dir, ModelFiles(model_dir), health, agent, context, spans, time.monotonic, stack, engine_stack
     )
 
 
-class Sticky(Protocol):
-    @property
-    def num_stuck(self) -> int: ...
-
-
-def leave_last(
-    engine: Sticky, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-) -> None:
-    """Log why the node broke, after everything else is closed. It may not reach whoever would log it."""
-    if engine.num_stuck and error is not None:
-        logger.critical("this node broke", exc_info=error)
-    leave_if_stuck(engine.num_stuck, 0 if error is None else 1)
-
-
-def leave_if_stuck(num_threads: int, code: int) -> None:
-    """End the process while library threads still compute. An interpreter that ends around them is aborted by the C++
-    runtime, and a drain would look like a crash.
-    """
-    if num_threads:
-        logger.warning("%d threads still compute for grammars that took too long; leaving without them", num_threads)
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def check(config: NodeConfig) -> None:
-    """Refuse by name what is not built."""
-    if config.device != "cpu" and config.role != "mixed":
-        raise ConfigError(
-            f"node.role is {config.role} on {config.device}, but KV in device memory cannot be moved yet; use role "
-            "mixed"
-        )
-    if config.deterministic and config.device != "cpu":
-        raise ConfigError(
-            f"node.deterministic is set, but its kernels are for CPUs and node.device is {config.device}; leave one "
-            "of them out"
-        )
-    if config.scheduler.look_ahead and config.tp > 1:
-        raise ConfigError(
-            f"node.scheduler.look_ahead is set and node.tp is {config.tp}, but only rank 0 knows what it draws; "
-            "leave one of them out"
-        )
-    if config.quantization != "none" and (config.device != "cpu" or config.deterministic):
-        other = (
-            "node.deterministic is set"
-            if config.deterministic
-            else f"its kernels are for CPUs and node.device is {config.device}"
-        )
-        raise ConfigError(f"node.quantization is {config.quantization}, but {other}; leave one of them out")
-    page_tokens, block_tokens = config.kv.page_tokens, config.kv.hash_block_tokens
-    if page_tokens % block_tokens:
-        raise ConfigError(
-            f"node.kv.page_tokens {page_tokens} must be a multiple of node.kv.hash_block_tokens {block_tokens}; use "
-            "equal values"
-        )
-
-
-def open_backends(config: NodeConfig, me: Peer) -> dict[str, Backend]:
-    """The media of this node, best first. None for a pool in device memory, which then serves in mode local."""
-    if config.device != "cpu":
-        return {}
-    transfer = config.transfer
-    fabric = Fabric(transfer.devices, transfer.gid_index, transfer.rails)
-    return create_backends(
-        transfer.backend,
-        me,
-        host=config.transfer_host(),
-        staging_bytes=transfer.staging_bytes,
-        fabric=fabric,
-        port=transfer.port,
-    )
-
-
-def media_of_all(backends: dict[str, Backend], links: Sequence[RankLink]) -> dict[str, Backend]:
-    """Media that every rank of the node has."""
-    lacking = [name for name in backends if not all(name in link.ends for link in links)]
-    for name in lacking:
-        logger.warning("this node goes on without %s, which not all of its ranks could start", name)
-        backends.pop(name).shutdown()
-    return backends
-
-
-def limits_of(config: NodeConfig, engine: Engine) -> SchedulerLimits:
-    return SchedulerLimits(
-        token_budget=config.scheduler.token_budget,
-        max_rows=config.scheduler.max_rows,
-        max_waiting=config.scheduler.max_waiting,
-        max_len=usable_len(engine),
-        eos_token_ids=frozenset(engine.config.eos_token_ids),
-        logprob_tokens=logprob_tokens_of(engine.config.vocab_size),
-    )
-
-
-def usable_len(engine: Engine) -> int:
-    """The longest request: what the model takes and the pool holds."""
-    return min(engine.max_len, engine.num_pages * engine.layout.page_tokens)
-
-
-def shape_of(config: NodeConfig, engine: NodeEngine) -> Shape:
-    return Shape(
-        vocab_size=engine.local.config.vocab_size,
-        num_pages=engine.local.num_pages,
-        block_tokens=config.kv.hash_block_tokens,
-        pages=engine.pages,
-        regions=(engine.region,),
-        memories=(engine.memory,),
-        links=engine.links,
-    )
-
-
-def wire_settings(config: NodeConfig) -> WireSettings:
-    return WireSettings(
-        heartbeat_s=config.heartbeat_s,
-        lease_s=config.lease_s,
-        advertise_host=config.advertise,
-        cluster_key=config.security.key_bytes(),
-    )
-
-
-def transfer_settings(config: NodeConfig) -> TransferSettings:
-    transfer = config.transfer
-    return TransferSettings(
-        digests=transfer.digests == "always",
-        chunk_bytes=transfer.chunk_bytes,
-        window_bytes=transfer.window_bytes,
-        trials=transfer.retries + 1,
-        commit_s=transfer.deadline_s,
-    )
-
-
-def card_of(
-    config: NodeConfig,
-    me: Peer,
-    engine: Engine,
-    parts: NodeComponents,
-    files: ModelFiles,
-    backends: tuple[str, ...],
-    model_dir: Path,
-) -> NodeCard:
-    """The node's card."""
-    model, *aliases = config.served_model_name or (served_name(model_dir),)
-    return NodeCard(
-        node=me.node,
-        incarnation=me.incarnation,
-        role=config.role,
-        address=parts.hub.address,
-        model=model,
-        fingerprint=Fingerprint(
-            model,
-            engine.weights_digest,
-            PROTOCOL_VERSION,
-            config.kv.hash_block_tokens,
-            engine.full_layout,
-            arithmetic_of(config),
-            engine.weight_groups,
-        ),
-        max_len=usable_len(engine),
-        vocab_size=engine.config.vocab_size,
-        num_pages=engine.num_pages,
-        eos_ids=engine.config.eos_token_ids,
-        tokenizer_hash=files.digest,
-        backends=backends,
-        device=config.device,
-        pid=os.getpid(),
-        model_aliases=tuple(aliases),
-        version=VERSION,
-    )
-
-
-def arithmetic_of(config: NodeConfig) -> str:
-    if config.quantization != "none":
-        return int8_arithmetic(config.quantization, config.tp)
-    return invariant_arithmetic(config.tp) if config.deterministic else DEFAULT_ARITHMETIC
-
-
-def announce_ready(config: NodeConfig, card: NodeCard, health: str | None = None) -> None:
+def _announce_ready(config: NodeConfig, card: NodeCard, health: str | None = None) -> None:
     announce(
         config.ready_fd, card.address, name=card.node, role=card.role, model=card.model,
         transfer=list(card.backends), health=health,
     )  # fmt: skip
 
 
-def on_signals(stop: Callable[[], None]) -> None:
+def _on_signals(stop: Callable[[], None]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda _number, _frame: stop())

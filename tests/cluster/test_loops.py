@@ -226,11 +226,11 @@ async def test_what_runs_at_the_drain_deadline_moves_to_another_node_and_the_nod
         first.loop._drain_s = 0.0
         first.loop.stop()
         first.loop._wait()
-        first.loop._expire()
+        first.loop.turn()
         assert first.parts.decode.num_legs == 0
         for seed, (tokens, done) in enumerate(await asyncio.gather(*running)):
             assert tokens == reference(prompt_of(20, seed), 100) and done.route.decode == "m1"
-        await cluster.until(first.loop._is_idle)
+        await cluster.until(lambda: first.side.is_idle)
         await cluster.until_idle()
 
 

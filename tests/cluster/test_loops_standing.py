@@ -85,7 +85,7 @@ async def test_a_cordon_and_a_role_hold_as_soon_as_the_node_said_so_before_it_re
 async def test_a_node_on_its_way_out_gets_no_work_whatever_it_is_told_meanwhile() -> None:
     async with LocalCluster({"d0": "mixed", "d1": "mixed"}) as cluster:
         router = cluster.router
-        cluster.nodes["d0"].parts.standing.drain()
+        cluster.nodes["d0"].parts.links.standing.drain()
         await cluster.until(lambda: [node.name for node in router.view().nodes if node.accepts_work] == ["d1"])
         router._handlers.pop(Load)
         await router.manage(await incarnation_of(cluster, "d0"), cordoned=False, timeout_s=5.0)

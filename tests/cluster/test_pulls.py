@@ -52,14 +52,14 @@ def counted(cluster: LocalCluster, what: str) -> int:
 
 def on_message(node: object, kind: type[NodeMessage], act: object) -> None:
     """Call `act` when the node is about to handle such a message."""
-    handle = node.loop._on_message  # type: ignore[attr-defined]
+    handle = node.loop.handle  # type: ignore[attr-defined]
 
     def watched(received: object) -> None:
         if isinstance(received.message, kind):  # type: ignore[attr-defined]
             act()  # type: ignore[operator]
         handle(received)
 
-    node.loop._on_message = watched  # type: ignore[attr-defined]
+    node.loop.handle = watched  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("roles", [PAIR, TWO_PAIRS], ids=["pair", "two pairs"])

@@ -42,7 +42,7 @@ def one_engine() -> Iterator[Reference]:
 
 def rank_pids(up: Up, node: str) -> list[int]:
     children = psutil.Process(up.pid_of(node)).children()
-    return [child.pid for child in children if "pdcluster.node.tensor_parallel.rank" in child.cmdline()]
+    return [child.pid for child in children if "pdcluster.node.native.tensor_parallel.rank" in child.cmdline()]
 
 
 def ask_while_refused(up: Up, prompt: list[int], count: int) -> tuple[list[int], dict[str, object]]:
@@ -98,7 +98,7 @@ def test_nodes_of_different_ranks_serve_together_and_leave_nothing(one_engine: R
         assert {reply["headers"]["x-pdcluster-mode"] for _, reply in answers} == {"remote"}
         up.wait_idle()
         pids = {child.pid for child in up.children()}
-        assert any("pdcluster.node.tensor_parallel.rank" in psutil.Process(pid).cmdline() for pid in pids)
+        assert any("pdcluster.node.native.tensor_parallel.rank" in psutil.Process(pid).cmdline() for pid in pids)
         assert up.stop() == 0, up.output()
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
     wait_nothing_abandoned(memory)

@@ -15,9 +15,9 @@ from transfer_memory import Memory
 from transfer_peer import READER, WRITER
 
 from pdcluster.core.messages import Endpoint, Ticket
-from pdcluster.node.tensor_parallel.channel import RankChannel
-from pdcluster.node.tensor_parallel.endpoint import RankEndpoint
-from pdcluster.node.tensor_parallel.endpoint_client import LinkedMemories, RankLink
+from pdcluster.node.native.tensor_parallel.channel import RankChannel
+from pdcluster.node.native.tensor_parallel.endpoint import RankEndpoint
+from pdcluster.node.native.tensor_parallel.endpoint_client import LinkedMemories, RankLink
 from pdcluster.transfer.backends.base import Backend, Peer
 from pdcluster.transfer.backends.ranked import RankedBackend
 from pdcluster.transfer.layout.geometry import PageShape

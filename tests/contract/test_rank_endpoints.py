@@ -15,9 +15,9 @@ from transfer_peer import READER, WRITER
 
 from pdcluster.core.errors import IntegrityError, PeerUnreachable
 from pdcluster.core.messages import Abort, Commit, CommitAck
-from pdcluster.node.tensor_parallel import endpoint_client
-from pdcluster.node.tensor_parallel.channel import frame
-from pdcluster.node.tensor_parallel.messages import Allow, Arrived, Close, DigestResult, Revoke, WriteRequest
+from pdcluster.node.native.tensor_parallel import endpoint_client
+from pdcluster.node.native.tensor_parallel.channel import frame
+from pdcluster.node.native.tensor_parallel.messages import Allow, Arrived, Close, DigestResult, Revoke, WriteRequest
 from pdcluster.transfer.backends.base import Arrival, Fence, Peer, Permit, Stamp, WriteStatus
 from pdcluster.transfer.backends.ranked import MAGIC, MAX_RANKS, pack_adverts, unpack_adverts
 from pdcluster.transfer.layout.geometry import plan_courses

@@ -246,7 +246,7 @@ class Scenario:
             if not self.cluster.network.checks_permits
         ]
         lost = any(node.parts.writer.counters["lost_writes"] for node in nodes)
-        return lost and not any(node.parts.pages.num_used or node.loop._num_pinned for node in nodes if node.is_alive)
+        return lost and not any(node.parts.pages.num_used or node.side.num_pinned for node in nodes if node.is_alive)
 
     def _busy(self) -> list[str]:
         waiting = self.cluster.router.ledger.num_requests()
@@ -258,7 +258,7 @@ class Scenario:
             ):
                 found.append(
                     f"{node.me.node}: {parts.pages.num_used} used, {parts.pages.num_quarantined} quarantined, "
-                    f"{node.loop._num_pinned} pinned, "
+                    f"{node.side.num_pinned} pinned, "
                     f"{parts.scheduler.load().slots_used} slots, {parts.reader.open_tickets} tickets"
                 )
         return found

@@ -161,8 +161,8 @@ class FaultyNode(LocalNode):
         assert isinstance(tapped, Tapped)
         self.tapped = tapped
         self.tapped.on_write = self._on_write
-        receive = self.parts.hub.receive
-        self.parts.hub.receive = lambda: self._watch(receive())  # type: ignore[method-assign]
+        receive = self.parts.links.hub.receive
+        self.parts.links.hub.receive = lambda: self._watch(receive())  # type: ignore[method-assign]
 
     # ------------------------------------------------------------ steps
 
@@ -295,7 +295,7 @@ def main(name: str, role: str, backend: str, boot: str) -> None:
     cluster.boots, cluster.wire, cluster.transfer = itertools.count(int(boot)), WIRE, TRANSFER
     node = FaultyNode(cluster, name, role, kit())  # type: ignore[arg-type]
     port = None if backend == "shm" else msgspec.msgpack.decode(node.parts.backends[0].advert(), type=TcpAdvert).port
-    say(ready=True, boot=node.me.incarnation, address=node.parts.hub.address, port=port)
+    say(ready=True, boot=node.me.incarnation, address=node.parts.links.hub.address, port=port)
     threading.Thread(target=listen, args=(node,), daemon=True).start()
     node.loop.run()
 

@@ -321,7 +321,7 @@ class Ownership(RuleBasedStateMachine):
             counts = (
                 parts.pages.num_used,
                 parts.pages.num_quarantined,
-                node.loop._num_pinned,
+                node.side.num_pinned,
                 parts.scheduler.load().slots_used,
             )
             if any(counts) or not parts.reader.is_idle() or not parts.writer.is_idle():

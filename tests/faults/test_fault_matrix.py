@@ -136,7 +136,7 @@ def test_a_rule_broken_on_purpose_is_seen(broken: type[Reader], cell_fault: str,
         for seed in range(first_seed, first_seed + 40)
         for step in ("first chunk", "middle chunk", "last chunk")
     ]
-    with mock.patch("pdcluster.node.assembly.Reader", broken):
+    with mock.patch("pdcluster.node.native.assembly.Reader", broken):
         assert any(getattr(run_cell(cell), seen) for cell in tried), f"no run saw that {broken.__doc__}"
 
 

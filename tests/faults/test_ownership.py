@@ -13,9 +13,9 @@ from ownership_machine import Ownership
 
 from pdcluster.core.errors import IntegrityError
 from pdcluster.core.messages import Ticket
-from pdcluster.node.decode import DecodeLeg, DecodeSide
-from pdcluster.node.kv_fetch import ExportSide, FetchSide, PullInProgress
-from pdcluster.node.prefill import Pins, PrefillSide
+from pdcluster.node.native.decode import DecodeLeg, DecodeSide
+from pdcluster.node.native.kv_fetch import ExportSide, FetchSide, PullInProgress
+from pdcluster.node.native.prefill import Pins, PrefillSide
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.protocol.reader import Reader
 from pdcluster.transfer.protocol.reader_state import Incoming
@@ -187,7 +187,7 @@ def test_a_broken_rule_is_caught(rule_broken: str) -> None:
     begin = SHORT_CUTS.get(rule_broken, 0)
     with ExitStack() as patches, quiet_logs():
         for name, broken in BROKEN[rule_broken].items():
-            patches.enter_context(mock.patch(f"pdcluster.node.assembly.{name}", broken))
+            patches.enter_context(mock.patch(f"pdcluster.node.native.assembly.{name}", broken))
         for number in range(begin, begin + 60):
             try:
                 run_state_machine_as_test(seed(number)(type("Seeded", (Ownership,), {})), settings=search)

@@ -30,7 +30,7 @@ from pdcluster.core.errors import BadRequest, PeerUnreachable, ProtocolError
 from pdcluster.core.grammar import Grammar
 from pdcluster.core.step import Row, StepPlan
 from pdcluster.kv.layout import Fingerprint, KVLayout
-from pdcluster.node.tensor_parallel import channel, messages
+from pdcluster.node.native.tensor_parallel import channel, messages
 from pdcluster.processes.ready import parse
 from pdcluster.rpc import bootstrap_pb2 as pb
 from pdcluster.rpc import inference_pb2

@@ -18,7 +18,7 @@ from small_model import PAGE
 
 from pdcluster.core.messages import Sampling
 from pdcluster.kv.hashing import block_hashes
-from pdcluster.node.loop import NodeLoop
+from pdcluster.node.native.engine_side import NativeSide
 from pdcluster.transfer.paths.choose import create_backends
 
 MODEL = Shape("qwen3", num_heads=4, num_kv_heads=2, head_dim=32, num_layers=3)
@@ -192,14 +192,14 @@ async def test_a_loop_that_is_late_for_a_bell_sends_only_what_was_computed(direc
     sampling = Sampling(max_tokens=4, seed=0, temperature=0.0, ignore_eos=True)
     async with LocalCluster({"m0": "mixed"}, num_pages=512, make_kit=make_kit(directory, token_budget=256)) as cluster:
         want = [(await cluster.run(tokens, sampling))[0] for tokens in many]
-    watch, late = NodeLoop._watch_layers, random.Random(7)
+    watch, late = NativeSide._watch_layers, random.Random(7)
 
-    def late_watch(loop: NodeLoop) -> None:
+    def late_watch(loop: NativeSide) -> None:
         watch(loop)
         if loop._in_flight and late.random() < 0.5:
             time.sleep(0.01)
 
-    monkeypatch.setattr(NodeLoop, "_watch_layers", late_watch)
+    monkeypatch.setattr(NativeSide, "_watch_layers", late_watch)
     async with LocalCluster(
         PAIR, force="remote", num_pages=512, make_kit=make_kit(directory), group_s=1e-12
     ) as cluster:

@@ -74,7 +74,7 @@ async def test_a_prompt_is_computed_and_sent_once() -> None:
             (done.route.mode, done.route.decode, done.timeline.transfer_bytes, done.cached_tokens) for done in others
         ]
         assert told == [("local", "d0", 0, 12)] * 5
-        assert cluster.nodes["p0"].loop._steps == 1, "one chunk holds the whole prompt"
+        assert cluster.nodes["p0"].side._steps == 1, "one chunk holds the whole prompt"
         await cluster.until_idle()
 
 

@@ -20,7 +20,7 @@ from local_cluster import Shape as NodeShape
 from pdcluster.core.messages import PROTOCOL_VERSION, Role, Sampling
 from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.kv.layout import Fingerprint
-from pdcluster.node.engine_start import NodeEngine, start_engine
+from pdcluster.node.native.engine_start import NodeEngine, start_engine
 from pdcluster.settings.config import KVConfig, NodeConfig, TransferConfig
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.paths.choose import create_backends

@@ -41,9 +41,10 @@ LEVELS: dict[str, int] = {
     "pdcluster.engine.sampling": 8,
     "pdcluster.engine": 9,
     # the node
-    "pdcluster.node.tensor_parallel": 10,
     "pdcluster.node.reports": 10,
     "pdcluster.node": 11,
+    "pdcluster.node.native.tensor_parallel": 11,
+    "pdcluster.node.native": 12,
     # the router
     "pdcluster_router.prefix_index": 2,
     "pdcluster_router.core": 9,

@@ -76,7 +76,7 @@ class LayerProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class ForwardOutput:
     """What a forward computed, to be looked at before the model's next one. Either every rank calls `logits`, or none
     does.
 
@@ -92,7 +92,7 @@ class Computed:
 
 
 class CausalModel(Protocol):
-    def forward(self, batch: Batch, progress: LayerProgress, wanted: Sequence[int] = ()) -> Computed:
+    def forward(self, batch: Batch, progress: LayerProgress, wanted: Sequence[int] = ()) -> ForwardOutput:
         """Write the batch's KV. wanted: indexes of the tokens that are to yield another one."""
 
     def logits(self, hidden: Tensor) -> Tensor:

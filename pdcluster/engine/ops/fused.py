@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pdcluster.engine.kernels.layer_arrays import BLOCK, EndArrays, LayerArrays, RowArrays, StepScratch
 from pdcluster.engine.kernels.loader import Array, PairKernels, Parallel, as_array
-from pdcluster.engine.model.base import Computed, LayerProgress
+from pdcluster.engine.model.base import ForwardOutput, LayerProgress
 from pdcluster.engine.model.batch import Batch
 from pdcluster.engine.model.rope import RopeConfig, attention_scale, inverse_frequencies
 from pdcluster.engine.model.weights import LayerWeights, Weights
@@ -66,7 +66,7 @@ class FusedLayers:
             else batch.num_decodes == batch.num_rows and tokens <= MOST_ROWS
         )
 
-    def run(self, batch: Batch, progress: LayerProgress, wanted: Sequence[int]) -> Computed:
+    def run(self, batch: Batch, progress: LayerProgress, wanted: Sequence[int]) -> ForwardOutput:
         count, scratch = len(batch.tokens), self._room(batch, len(wanted))
         rows = RowArrays(
             batch.tokens,
@@ -84,7 +84,9 @@ class FusedLayers:
                 self._parallel.run(self._kernel, count, self._ends, stack, *arguments, first, begin, end, grain=count)
                 progress.signal()
         hidden, logits = scratch.hidden[:count], scratch.logits[: len(wanted)]
-        return Computed(lambda: torch.from_numpy(hidden), lambda: torch.from_numpy(logits), scratch.best[: len(wanted)])
+        return ForwardOutput(
+            lambda: torch.from_numpy(hidden), lambda: torch.from_numpy(logits), scratch.best[: len(wanted)]
+        )
 
     def _room(self, batch: Batch, wanted: int) -> StepScratch:
         chunks = batch.lengths[batch.num_decodes :]

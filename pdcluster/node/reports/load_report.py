@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -14,7 +15,6 @@ from pdcluster.api.text.known_ids import check_known_ids
 from pdcluster.api.text.model_text import templates_of
 from pdcluster.checkpoint.text_files import files_digest, read_text_files
 from pdcluster.core.messages import AnyMessage, BreakerName, CacheDelta, FetchFile, FileChunk, Load, PathLoad
-from pdcluster.kv.pages import PagePool
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.paths.breaker import BreakerState
 from pdcluster.transfer.paths.measure import Paths
@@ -41,12 +41,22 @@ def by_reason(counters: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(counters.items()))
 
 
+class CacheSource(Protocol):
+    """Block hashes that a node has cached, HASH_BYTES each."""
+
+    def snapshot(self) -> bytes: ...
+
+    def drain_changes(self) -> tuple[bytes, bytes]:
+        """Those that came and those that went since the last call."""
+        ...
+
+
 class Reporter:
     """At most one report per interval. A router that sent Hello gets a whole snapshot at once."""
 
     def __init__(
         self,
-        pages: PagePool,
+        cache: CacheSource,
         load: Callable[[], Load],
         *,
         interval_s: float,
@@ -54,7 +64,7 @@ class Reporter:
         seen: Callable[[Peer], int],
     ) -> None:
         """seen: number of the last frame taken from a router."""
-        self._pages = pages
+        self._cache = cache
         self._load = load
         self._interval_s = interval_s
         self._clock = clock
@@ -71,7 +81,7 @@ class Reporter:
         """
         self._report_cache(send)
         self._routers.add(router)
-        send(router, CacheDelta(self._sequence, True, self._pages.snapshot(), b""))
+        send(router, CacheDelta(self._sequence, True, self._cache.snapshot(), b""))
         send(router, self._load_for(router, self._load()))
 
     def remove(self, router: Peer) -> None:
@@ -98,7 +108,7 @@ class Reporter:
         return replace(load, seen=self._seen(router))
 
     def _report_cache(self, send: Send) -> None:
-        added, removed = self._pages.drain_changes()
+        added, removed = self._cache.drain_changes()
         if not added and not removed:
             return
         self._sequence += 1

@@ -22,10 +22,11 @@ from pdcluster.core.errors import UnknownModel
 from pdcluster.core.messages import PROTOCOL_VERSION, Role, Sampling
 from pdcluster.kv.hashing import chain_root
 from pdcluster.kv.layout import Fingerprint, KVLayout
-from pdcluster.node.assembly import Shape, Wiring, assemble
-from pdcluster.node.components import StepEngine
-from pdcluster.node.grammar_queue import GrammarSource
-from pdcluster.node.loop import NodeLoop
+from pdcluster.node.control import NodeControl
+from pdcluster.node.native.assembly import Shape, Wiring, assemble
+from pdcluster.node.native.components import StepEngine
+from pdcluster.node.native.engine_side import NativeSide
+from pdcluster.node.native.grammar_queue import GrammarSource
 from pdcluster.scheduler.scheduler import SchedulerLimits
 from pdcluster.transfer.backends.base import Backend, Peer
 from pdcluster.transfer.layout.geometry import PageShape
@@ -133,8 +134,9 @@ class LocalNode:
         self.parts = assemble(
             wiring, kit.shape, self.engine, limits, NoFiles(), self.neighbours, cluster.clock, kit.grammars
         )
-        self.loop = NodeLoop(
-            self.parts, report_s=cluster.report_s, drain_s=5.0, clock=cluster.clock, looks_ahead=cluster.looks_ahead
+        self.side = NativeSide(self.parts, clock=cluster.clock, looks_ahead=cluster.looks_ahead)
+        self.loop = NodeControl(
+            self.parts.links, self.side, report_s=cluster.report_s, drain_s=5.0, clock=cluster.clock
         )
         self.is_alive = True
         self.is_paused = False
@@ -144,7 +146,7 @@ class LocalNode:
         return asyncio.create_task(self._run())
 
     def card(self) -> NodeCard:
-        shape, address = self.kit.shape, self.parts.hub.address
+        shape, address = self.kit.shape, self.parts.links.hub.address
         return NodeCard(
             self.me.node,
             self.me.incarnation,
@@ -173,7 +175,7 @@ class LocalNode:
         for backend in self.backends.values():
             if isinstance(backend, FakeBackend):
                 backend.network.kill(self.me)
-        self.parts.hub.close()
+        self.parts.links.hub.close()
 
     def is_idle(self) -> bool:
         pages = self.parts.pages
@@ -184,12 +186,12 @@ class LocalNode:
         if self.is_alive:
             self.is_alive = False
             await self.task
-            self.parts.hub.close()
+            self.parts.links.hub.close()
         for backend in self.parts.backends:
             backend.shutdown()
         self.engine.close()
         os.close(self.neighbours.wakeup_fd)
-        os.close(self.loop._stop_fd)
+        self.loop.close()
 
 
 def clock_of_loop() -> Callable[[], float]:

@@ -124,9 +124,7 @@ class SimulatedNode(LocalNode):
 
     async def _sleep(self, engine: TimedOracle) -> None:
         now = self.cluster.clock()
-        wait_s = (
-            self.loop._wait_ms() / 1000 if engine.due is None else min(self.loop._wait_ms() / 1000, engine.due - now)
-        )
+        wait_s = self.loop.wait_s() if engine.due is None else min(self.loop.wait_s(), engine.due - now)
         self._waiter = self.cluster.event_loop.create_future()
         timer = self.cluster.event_loop.call_later(max(wait_s, SHORTEST_WAIT_S), self.wake)
         await self._waiter
@@ -138,7 +136,7 @@ class SimulatedNode(LocalNode):
         self.wake()
         await self.task
         self.cluster.network.kill(self.me)
-        self.parts.hub.close()
+        self.parts.links.hub.close()
 
     async def close(self) -> None:
         self.wake()
@@ -195,7 +193,7 @@ class SimulatedCluster(LocalCluster):
         node = SimulatedNode(self, name, role, self.make_kit(self.num_pages))
         os.close(node.neighbours.wakeup_fd)
         node.neighbours = Watch()
-        object.__setattr__(node.parts, "neighbours", node.neighbours)
+        object.__setattr__(node.parts.links, "neighbours", node.neighbours)
         self.zmq.wakers[name] = node.wake
         return node
 

@@ -15,7 +15,8 @@ from simulated_cluster import TimedOracle, Watch
 from virtual_wire import Context, Wire
 
 from pdcluster.core.messages import AnyMessage, Endpoint, Role
-from pdcluster.node.loop import NodeLoop
+from pdcluster.node.control import NodeControl
+from pdcluster.node.native.engine_side import NativeSide
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.layout.spans import CopyRuns
 from pdcluster.transfer.paths.measure import MeasureSettings, Paths
@@ -80,19 +81,19 @@ class SteppedNode(LocalNode):
             role,
             oracle_kit(cluster.num_pages, lambda count, tokens: TimedOracle(count, tokens, cluster.clock)),
         )  # type: ignore[arg-type]
-        os.close(self.loop._stop_fd)
+        self.loop.close()
         os.close(self.neighbours.wakeup_fd)
         self.neighbours = Watch()
-        self.box = LetterBox(self.me, self.parts.hub.address, cluster.pending_messages.append)
-        self.parts = replace(self.parts, hub=self.box, neighbours=self.neighbours)
+        self.box = LetterBox(self.me, self.parts.links.hub.address, cluster.pending_messages.append)
+        links = replace(self.parts.links, hub=self.box, neighbours=self.neighbours)
+        self.parts = replace(self.parts, links=links)
         writer = (
             self.parts.writer
         )  # that measures with chunks of any size, so that tickets are written over several media
         writer.paths = Paths(tuple(self.backends), cluster.clock, measure=MeasureSettings(smallest_bytes=0))
         writer.ladder = Ladder(writer.paths, cluster.transfer.trials)
-        self.loop = NodeLoop(
-            self.parts, report_s=1e9, drain_s=5.0, clock=cluster.clock, looks_ahead=cluster.looks_ahead
-        )
+        self.side = NativeSide(self.parts, clock=cluster.clock, looks_ahead=cluster.looks_ahead)
+        self.loop = NodeControl(links, self.side, report_s=1e9, drain_s=5.0, clock=cluster.clock)
 
     def _begin(self) -> None:  # type: ignore[override]
         return None
@@ -103,13 +104,13 @@ class SteppedNode(LocalNode):
 
     @property
     def endpoint(self) -> Endpoint:
-        return Endpoint(self.me.node, self.me.incarnation, self.parts.hub.address)
+        return Endpoint(self.me.node, self.me.incarnation, self.parts.links.hub.address)
 
     def end(self) -> None:
         for backend in self.backends.values():
             backend.shutdown()
         self.engine.close()
-        os.close(self.loop._stop_fd)
+        self.loop.close()
         os.close(self.neighbours.wakeup_fd)
 
 

@@ -183,7 +183,7 @@ class Described(BaseModel):
 
 
 @written(WRITTEN, SERIALIZED)
-class Computed(BaseModel):
+class ForwardOutput(BaseModel):
     width: float
     height: float
 

@@ -7,7 +7,7 @@ from checkpoints import KERNEL_CACHE
 
 from pdcluster.launch import warm as module
 from pdcluster.launch.warm import main, warm
-from pdcluster.node.engine_start import engine_config
+from pdcluster.node.native.engine_start import engine_config
 from pdcluster.processes.kernel_cache import place_of
 from pdcluster.settings.config import NodeConfig, cache_directory
 from pdcluster_router.policy.predicted import compiled

@@ -14,7 +14,7 @@ from oracle import reference
 from pdcluster.core import messages as m
 from pdcluster.core.errors import BadRequest, Overloaded
 from pdcluster.core.grammar import Grammar
-from pdcluster.node.grammar_queue import LOOK_S, MAX_WAITING, RESERVE_S, GrammarQueue
+from pdcluster.node.native.grammar_queue import LOOK_S, MAX_WAITING, RESERVE_S, GrammarQueue
 from pdcluster.node.outbox import Outbox
 from pdcluster.transfer.backends.base import Peer
 

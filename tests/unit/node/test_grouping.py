@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pdcluster.node.prefill import FIRST_GUESS_BYTES_S, LayerGroups
+from pdcluster.node.native.prefill import FIRST_GUESS_BYTES_S, LayerGroups
 from pdcluster.transfer.protocol.session import TransferStats
 
 STATS = TransferStats(backend="tcp", nbytes=1 << 24, chunks=4, resent=0, transfer_s=1.0, exposed_s=0.0, busy_s=0.5)

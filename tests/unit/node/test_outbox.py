@@ -20,8 +20,9 @@ from pdcluster.core.messages import (
     Work,
     pack_tokens,
 )
-from pdcluster.node.legs import SequenceFactory
+from pdcluster.node.native.sequence_factory import SequenceFactory
 from pdcluster.node.outbox import MAX_ROWS_BYTES, Outbox, bytes_of, most_bytes
+from pdcluster.node.work_checks import WorkChecks
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.codec import MAX_FRAME_BYTES, decode, encode
 
@@ -86,7 +87,7 @@ def work(num_prompt: int, **sampling: int | None) -> Work:
 
 
 def test_logprobs_that_no_frame_can_hold_are_refused_with_the_limit_and_the_way_out() -> None:
-    factory = SequenceFactory(vocab_size=100, block_tokens=4, max_len=1 << 20, clock=lambda: 0.0)
+    factory = SequenceFactory(WorkChecks(vocab_size=100, max_len=1 << 20), block_tokens=4, clock=lambda: 0.0)
     with pytest.raises(BadRequest, match=rf"an answer may take {MAX_ROWS_BYTES >> 20} MiB; ask for fewer alternatives"):
         factory.make(work(300_000, max_tokens=1, prompt_logprobs=20, logprobs=20), remote=False)
     with pytest.raises(BadRequest, match="MiB"):
@@ -96,6 +97,6 @@ def test_logprobs_that_no_frame_can_hold_are_refused_with_the_limit_and_the_way_
 
 
 def test_the_longest_outputs_are_those_that_the_node_gives_and_not_those_that_were_asked_for() -> None:
-    factory = SequenceFactory(vocab_size=100, block_tokens=4, max_len=4096, clock=lambda: 0.0)
+    factory = SequenceFactory(WorkChecks(vocab_size=100, max_len=4096), block_tokens=4, clock=lambda: 0.0)
     taken = factory.make(work(10, max_tokens=1 << 30, logprobs=20), remote=False)
     assert taken.num_tokens == 10, "4,096 positions fit, a billion would not"

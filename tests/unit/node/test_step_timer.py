@@ -7,7 +7,7 @@ import pytest
 
 from pdcluster.core.step import Row, StepPlan
 from pdcluster.cost.cost import NodeCost
-from pdcluster.node.reports.step_timer import StepTimer
+from pdcluster.node.native.step_timer import StepTimer
 
 
 def plan(*rows: tuple[int, int]) -> StepPlan:

@@ -7,7 +7,7 @@ import pytest
 
 from pdcluster.core.step import Row, StepPlan
 from pdcluster.engine.compiling import compilations
-from pdcluster.node.reports.step_timer import COLD_S, LEAST_S, StepTimer, StuckWatch
+from pdcluster.node.native.step_timer import COLD_S, LEAST_S, StepTimer, StuckWatch
 
 
 def plan(*rows: tuple[int, int]) -> StepPlan:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from pdcluster.engine.kernels.loader import load_kernels
-from pdcluster.node.tensor_parallel.engine import RankSettings
+from pdcluster.node.native.tensor_parallel.engine import RankSettings
 from pdcluster.processes import kernel_cache
 from pdcluster.processes.kernel_cache import (
     FRESH_S,

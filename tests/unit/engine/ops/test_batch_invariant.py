@@ -17,7 +17,7 @@ from pdcluster.engine.model.collective import InOrder
 from pdcluster.engine.model.rope import Rope, RopeConfig
 from pdcluster.engine.ops.attention import AttentionShape
 from pdcluster.engine.ops.batch_invariant import InvariantOps, invariant_arithmetic, invariant_ops
-from pdcluster.node.server import arithmetic_of, check
+from pdcluster.node.native.process import arithmetic_of, check
 from pdcluster.settings.config import NodeConfig
 
 

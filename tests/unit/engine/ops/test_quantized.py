@@ -29,7 +29,7 @@ from pdcluster.engine.ops.quantized import (
 )
 from pdcluster.engine.ops.select import select_ops
 from pdcluster.kv.layout import DEFAULT_ARITHMETIC
-from pdcluster.node.server import arithmetic_of, check
+from pdcluster.node.native.process import arithmetic_of, check
 from pdcluster.settings.config import NodeConfig
 
 SCHEMES: tuple[Quantization, ...] = ("int8", "w8a8_int8")

@@ -8,7 +8,7 @@ from pulling_nodes import BLOCK, PullingNodes, prompt_of
 from stepped_nodes import Letter
 
 from pdcluster.core.messages import Declined, Fetch
-from pdcluster.node.kv_fetch import ExportSide
+from pdcluster.node.native.kv_fetch import ExportSide
 
 PROMPT = prompt_of(42)
 HELD = 40
@@ -34,7 +34,7 @@ def test_source_pages_are_pinned_until_the_reader_has_them() -> None:
     fetch, exports = pulling(nodes), nodes["d0"].parts.export
     exports.open(nodes["p0"].me, fetch)
     assert exports.num_pinned == nodes["d0"].parts.pages.num_used == HELD // BLOCK and exports.owns(fetch.ticket.nonce)
-    assert nodes["d0"].loop._load().pages_pinned == HELD // BLOCK and not nodes["d0"].loop._is_idle()
+    assert nodes["d0"].side.load().pages_pinned == HELD // BLOCK and not nodes["d0"].side.is_idle
     nodes.finish("r", PROMPT)
     assert exports.num_pinned == 0 and nodes.pulls() == {"ok": 1}
     nodes.end()
@@ -91,7 +91,7 @@ def test_a_draining_node_gives_what_it_has() -> None:
 def test_so_many_exports_at_a_time_and_no_more() -> None:
     nodes = PullingNodes(lambda _: SLOW)
     node = nodes["d0"].parts
-    few = ExportSide(node.scheduler, node.pages, node.writer, node.outbox, max_open=0)
+    few = ExportSide(node.scheduler, node.pages, node.writer, node.links.outbox, max_open=0)
     few.open(nodes["p0"].me, pulling(nodes))
     nodes.finish("r", PROMPT)
     assert few.counters == {"busy": 1} and declined(nodes) == ["0 exports are open, 0 may be"]

@@ -11,8 +11,8 @@ from pulling_nodes import BLOCK, ROOT, PullingNodes, prompt_of, work_of
 from pdcluster.core.lifecycle import Residence
 from pdcluster.core.messages import Abort, AbortAck, Declined, Fetch, Prefill, Pull, pack_tokens
 from pdcluster.kv.hashing import extend
-from pdcluster.node import kv_fetch as fetch
-from pdcluster.node.kv_fetch import BREAKER
+from pdcluster.node.native import kv_fetch as fetch
+from pdcluster.node.native.kv_fetch import BREAKER
 from pdcluster.transfer.backends.base import WriteStatus
 
 PROMPT = prompt_of(42)

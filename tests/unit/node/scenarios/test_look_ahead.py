@@ -11,8 +11,8 @@ from local_cluster import LocalCluster
 from oracle import VOCAB, reference
 
 from pdcluster.core.errors import ConfigError
-from pdcluster.node.loop import MAX_FAILURES
-from pdcluster.node.server import check
+from pdcluster.node.native.engine_side import MAX_FAILURES
+from pdcluster.node.native.process import check
 from pdcluster.settings.config import NodeConfig, SchedulerConfig
 
 
@@ -54,7 +54,7 @@ async def test_steps_in_a_row_are_timed_one_by_one() -> None:
         node = cluster.nodes["m0"]
         report = node.parts.stopwatch.report()
         assert node.engine.num_ahead > 20
-        assert report is not None and report.decode_samples + report.prefill_samples == node.loop._steps
+        assert report is not None and report.decode_samples + report.prefill_samples == node.side._steps
         await cluster.until_idle()
 
 

@@ -37,15 +37,15 @@ def test_a_place_in_line_goes_with_its_request(how: str) -> None:
         async with SimulatedCluster(loop, {"m0": "mixed"}) as cluster:
             node = cluster.nodes["m0"]
             said: list[object] = []
-            node.parts.outbox.message = lambda router, message, **_: said.append(message)  # type: ignore[method-assign]
+            node.parts.links.outbox.message = lambda router, message, **_: said.append(message)  # type: ignore[method-assign]
             number = 0
             while not (refused := [each for each in said if isinstance(each, Refused)]):
-                node.loop._on_message(Received(ROUTER, "router", Reserve(work(f"r{number}", 40), WRITER)))
+                node.loop.handle(Received(ROUTER, "router", Reserve(work(f"r{number}", 40), WRITER)))
                 number += 1
                 assert number < 1000
             assert node.parts.decode.num_places == 1
             if how == "cancel":
-                node.loop._on_message(Received(ROUTER, "router", Cancel(refused[0].request, 0, "it has a slot")))
+                node.loop.handle(Received(ROUTER, "router", Cancel(refused[0].request, 0, "it has a slot")))
             elif how == "hello":
                 node.parts.decode.keep_only(ROUTER, frozenset())
             elif how == "router lost":
@@ -63,8 +63,8 @@ def test_a_local_prompt_says_when_it_leaves_the_queue_also_where_nothing_was_cac
         async with SimulatedCluster(loop, {"m0": "mixed"}) as cluster:
             node = cluster.nodes["m0"]
             said: list[NodeMessage] = []
-            node.parts.outbox.message = lambda router, message, **_: said.append(message)  # type: ignore[method-assign]
-            node.loop._on_message(Received(ROUTER, "router", Prefill(work("r"), remote=False)))
+            node.parts.links.outbox.message = lambda router, message, **_: said.append(message)  # type: ignore[method-assign]
+            node.loop.handle(Received(ROUTER, "router", Prefill(work("r"), remote=False)))
             await asyncio.sleep(5)
             return said
 

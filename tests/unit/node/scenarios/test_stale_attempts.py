@@ -28,9 +28,9 @@ def after(messages: list[Prefill | Reserve]) -> tuple[list[Refused], int]:
         async with SimulatedCluster(loop, {"m0": "mixed"}) as cluster:
             node = cluster.nodes["m0"]
             said: list[object] = []
-            node.parts.outbox.message = lambda router, message, **_: said.append(message)  # type: ignore[method-assign]
+            node.parts.links.outbox.message = lambda router, message, **_: said.append(message)  # type: ignore[method-assign]
             for message in messages:
-                node.loop._on_message(Received(ROUTER, "router", message))
+                node.loop.handle(Received(ROUTER, "router", message))
             legs = node.parts.decode.num_legs + node.parts.prefill.num_legs
             node.parts.decode.cancel_router(ROUTER)
             node.parts.prefill.cancel_router(ROUTER)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from pdcluster.core.errors import ProtocolError
-from pdcluster.node.tensor_parallel.channel import LENGTH, MAX_BYTES, RankChannel, frame
-from pdcluster.node.tensor_parallel.endpoint import RankEndpoint
-from pdcluster.node.tensor_parallel.messages import Digest, Mark
+from pdcluster.node.native.tensor_parallel.channel import LENGTH, MAX_BYTES, RankChannel, frame
+from pdcluster.node.native.tensor_parallel.endpoint import RankEndpoint
+from pdcluster.node.native.tensor_parallel.messages import Digest, Mark
 
 MESSAGE = Digest(7, bytes(range(200)))
 

@@ -23,9 +23,9 @@ from driver import Driver, greedy
 from pdcluster.core.errors import ConfigError, IntegrityError, NodeLost, PdclusterError
 from pdcluster.core.step import Row, StepPlan
 from pdcluster.engine.engine import Engine, EngineConfig
-from pdcluster.node.tensor_parallel.channel import Media
-from pdcluster.node.tensor_parallel.engine import RankedEngine, RankSettings
-from pdcluster.node.tensor_parallel.messages import Revoke
+from pdcluster.node.native.tensor_parallel.channel import Media
+from pdcluster.node.native.tensor_parallel.engine import RankedEngine, RankSettings
+from pdcluster.node.native.tensor_parallel.messages import Revoke
 from pdcluster.transfer.backends.base import Peer, Permit, Region, Stamp, WriteStatus
 from pdcluster.transfer.backends.tcp import TcpBackend
 from pdcluster.transfer.layout.spans import CopyRun
@@ -184,8 +184,8 @@ PARENT = """
 import sys, time
 from pathlib import Path
 from pdcluster.engine.engine import EngineConfig
-from pdcluster.node.tensor_parallel.messages import Revoke
-from pdcluster.node.tensor_parallel.engine import RankedEngine, RankSettings
+from pdcluster.node.native.tensor_parallel.messages import Revoke
+from pdcluster.node.native.tensor_parallel.engine import RankedEngine, RankSettings
 if __name__ == "__main__":
     engine = RankedEngine(EngineConfig(Path(sys.argv[1]), Path(sys.argv[2]), page_tokens=8, num_pages=8), RankSettings(size=2), print)
     print(*engine.pids, flush=True)

@@ -5,7 +5,7 @@ Elsewhere: a real receiver is stopped until the real library answers −1, and r
 suite): what it says ended reads its source no more; bytes, deaths, garbage on the sockets, thousands of runs in one
 chunk (tests/contract); the library's calls (`test_mooncake_library`). Not tested here, and why: `*_on_cuda` (exits the
 process on failure), copies of device memory on its I/O thread, RDMA keys that leak when a process is killed, addresses
-of an unreachable card: they need hardware; no such call is made, and device memory is refused (node.server.check). The
+of an unreachable card: they need hardware; no such call is made, and device memory is refused (node.native.process.check). The
 queue that stays wedged for a minute after an overflow appears in some trials only: what is tested is that no batch can
 get near its limit.
 """

@@ -30,8 +30,8 @@ from pdcluster.engine.model.base import LayerProgress
 from pdcluster.engine.model.collective import Ranks, host_store
 from pdcluster.engine.model.config import read_config
 from pdcluster.engine.model.shard import share_of
-from pdcluster.node.tensor_parallel.channel import Here, Media, RankChannel, Ready, Start, frame, pack_plan
-from pdcluster.node.tensor_parallel.endpoint_client import RankLink
+from pdcluster.node.native.tensor_parallel.channel import Here, Media, RankChannel, Ready, Start, frame, pack_plan
+from pdcluster.node.native.tensor_parallel.endpoint_client import RankLink
 from pdcluster.settings.config import LogConfig
 
 logger = logging.getLogger(__name__)
@@ -273,7 +273,7 @@ def _spawn(rank: int, config: EngineConfig, settings: RankSettings, store_port: 
     its_fds = (its_plans.fileno(), its_transfers.fileno(), pulse_writer)
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pdcluster.node.tensor_parallel.rank", *map(str, its_fds), str(os.getpid())],
+            [sys.executable, "-m", "pdcluster.node.native.tensor_parallel.rank", *map(str, its_fds), str(os.getpid())],
             pass_fds=its_fds,
             stdin=subprocess.DEVNULL,
         )

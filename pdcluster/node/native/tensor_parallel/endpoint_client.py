@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pdcluster.core.awake_clock import AwakeClock
 from pdcluster.core.errors import IntegrityError, PeerUnreachable
-from pdcluster.node.tensor_parallel.channel import RankChannel, frame
-from pdcluster.node.tensor_parallel.messages import (
+from pdcluster.node.native.tensor_parallel.channel import RankChannel, frame
+from pdcluster.node.native.tensor_parallel.messages import (
     Arrived,
     Close,
     Digest,

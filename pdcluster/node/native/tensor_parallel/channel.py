@@ -17,7 +17,7 @@ import numpy as np
 from pdcluster.core.errors import ProtocolError
 from pdcluster.core.messages import Sampling
 from pdcluster.core.step import Row, StepPlan
-from pdcluster.node.tensor_parallel.messages import FromRank, ToRank
+from pdcluster.node.native.tensor_parallel.messages import FromRank, ToRank
 from pdcluster.transfer.backends.base import DECODE_ERRORS
 
 LENGTH = struct.Struct("<I")

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pdcluster.engine.engine import Engine, EngineConfig
-from pdcluster.node.components import StepEngine
-from pdcluster.node.tensor_parallel.channel import Media
-from pdcluster.node.tensor_parallel.endpoint_client import RankLink
-from pdcluster.node.tensor_parallel.engine import RankedEngine, RankSettings
+from pdcluster.node.native.components import StepEngine
+from pdcluster.node.native.tensor_parallel.channel import Media
+from pdcluster.node.native.tensor_parallel.endpoint_client import RankLink
+from pdcluster.node.native.tensor_parallel.engine import RankedEngine, RankSettings
 from pdcluster.processes.control_groups import usable_cores
 from pdcluster.processes.free_memory import check_memory, default_kv_bytes, free_memory
 from pdcluster.settings.config import CACHE_VARIABLE, NodeConfig, cache_directory

@@ -13,19 +13,23 @@ import zmq
 from pdcluster.core.awake_clock import AwakeClock
 from pdcluster.core.messages import Endpoint, Role
 from pdcluster.kv.pages import PagePool
+from pdcluster.node.acceptance import Acceptance
 from pdcluster.node.availability import NodeAvailability
-from pdcluster.node.components import Neighbours, NodeComponents, StepEngine
-from pdcluster.node.context import NodeContext
-from pdcluster.node.decode import DecodeSide
-from pdcluster.node.grammar_queue import GrammarQueue, GrammarSource
-from pdcluster.node.kv_fetch import ExportSide, FetchSide
-from pdcluster.node.legs import EndedLegs, SequenceFactory
+from pdcluster.node.control import Neighbours, NodeLinks
+from pdcluster.node.legs import EndedLegs
+from pdcluster.node.native.components import NodeComponents, StepEngine
+from pdcluster.node.native.context import NodeContext
+from pdcluster.node.native.decode import DecodeSide
+from pdcluster.node.native.grammar_queue import GrammarQueue, GrammarSource
+from pdcluster.node.native.kv_fetch import ExportSide, FetchSide
+from pdcluster.node.native.prefill import LayerGroups, ParkedKV, PrefillSide
+from pdcluster.node.native.sequence_factory import SequenceFactory
+from pdcluster.node.native.step_timer import StepTimer, StuckWatch
+from pdcluster.node.native.tensor_parallel.endpoint_client import LinkedMemories, RankLink
 from pdcluster.node.outbox import Outbox
-from pdcluster.node.prefill import LayerGroups, ParkedKV, PrefillSide
 from pdcluster.node.reports.leg_records import LegRecorder
 from pdcluster.node.reports.load_report import ModelFiles
-from pdcluster.node.reports.step_timer import StepTimer, StuckWatch
-from pdcluster.node.tensor_parallel.endpoint_client import LinkedMemories, RankLink
+from pdcluster.node.work_checks import WorkChecks
 from pdcluster.scheduler.scheduler import Scheduler, SchedulerLimits
 from pdcluster.telemetry.tracing import SpanSink
 from pdcluster.transfer.backends.base import Backend, Peer, Region
@@ -114,28 +118,32 @@ def assemble(
         clock,
         LegRecorder(wiring.me.node, wiring.spans),
     )
+    standing = NodeAvailability(wiring.role, neighbours)
     return NodeComponents(
-        me=wiring.me,
-        standing=NodeAvailability(wiring.role, neighbours),
+        links=NodeLinks(
+            me=wiring.me,
+            standing=standing,
+            acceptance=Acceptance(wiring.me.node, standing, shared.outbox),
+            hub=hub,
+            outbox=shared.outbox,
+            ended=shared.ended,
+            files=files,
+            neighbours=neighbours,
+        ),
         max_rows=limits.max_rows,
         engine=engine,
         scheduler=shared.scheduler,
         pages=pages,
-        sequences=SequenceFactory(shape.vocab_size, shape.block_tokens, limits.max_len, clock),
-        hub=hub,
+        sequences=SequenceFactory(WorkChecks(shape.vocab_size, limits.max_len), shape.block_tokens, clock),
         backends=tuple(backends.values()),
         writer=writer,
         reader=reader,
-        outbox=shared.outbox,
-        ended=shared.ended,
         prefill=_prefill_side(wiring, shape, shared),
         decode=DecodeSide(shared, vocab_size=shape.vocab_size),
         fetch=FetchSide(shared.scheduler, pages, reader, shared.outbox, pull_s=wiring.pull_s, clock=clock),
         export=ExportSide(shared.scheduler, pages, writer, shared.outbox),
-        files=files,
         stopwatch=stopwatch,
         stuck=StuckWatch(progress_s, AwakeClock(wiring.wire.heartbeat_s / 2, clock)),
-        neighbours=neighbours,
         grammars=GrammarQueue(grammars, shared.outbox, clock),
     )
 

@@ -1,7 +1,7 @@
 """The process of one rank above 0: its share of the weights, its pool, its transfer endpoint, and plans from rank 0.
 
-`node.tensor_parallel.engine` starts it: `python -m pdcluster.node.tensor_parallel.rank PLANS TRANSFERS PULSE PARENT`,
-with three inherited descriptors and the parent's pid. It ends with a channel and with its parent. Terminal signals are
+`engine` beside it starts it: `python -m pdcluster.node.native.tensor_parallel.rank PLANS TRANSFERS PULSE PARENT`, with
+three inherited descriptors and the parent's pid. It ends with a channel and with its parent. Terminal signals are
 rank 0's business.
 """
 
@@ -22,8 +22,17 @@ from pdcluster.engine.engine import Engine, EngineConfig
 from pdcluster.engine.model.collective import Ranks, join_store
 from pdcluster.engine.model.weights import DTypeChoice
 from pdcluster.engine.ops.quantized import Quantization
-from pdcluster.node.tensor_parallel.channel import Here, Media, RankChannel, RankPlan, Ready, Start, frame, unpack_plan
-from pdcluster.node.tensor_parallel.endpoint import RankEndpoint
+from pdcluster.node.native.tensor_parallel.channel import (
+    Here,
+    Media,
+    RankChannel,
+    RankPlan,
+    Ready,
+    Start,
+    frame,
+    unpack_plan,
+)
+from pdcluster.node.native.tensor_parallel.endpoint import RankEndpoint
 from pdcluster.processes.garbage import collect_seldom
 from pdcluster.settings.config import LogConfig, LogFormat, LogLevel
 from pdcluster.telemetry import log

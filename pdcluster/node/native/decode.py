@@ -16,7 +16,6 @@ from pdcluster.core import errors
 from pdcluster.core.grammar import Grammar
 from pdcluster.core.messages import Failed, Finished, LegTimings, Prefill, Reserve, Reserved, Scheduled, Work
 from pdcluster.core.step import StepPlan
-from pdcluster.node.context import NodeContext
 from pdcluster.node.legs import (
     REFUSALS,
     EmittedTokens,
@@ -27,6 +26,7 @@ from pdcluster.node.legs import (
     refusal,
     unawaited,
 )
+from pdcluster.node.native.context import NodeContext
 from pdcluster.node.reports.leg_records import EndedStages, LegStage
 from pdcluster.scheduler.scheduler import Update
 from pdcluster.scheduler.sequence import Sequence

@@ -32,7 +32,6 @@ from pdcluster.core.messages import (
     TokenLogprobs,
 )
 from pdcluster.core.step import StepPlan
-from pdcluster.node.context import NodeContext
 from pdcluster.node.legs import (
     REFUSALS,
     EmittedTokens,
@@ -43,6 +42,7 @@ from pdcluster.node.legs import (
     refusal,
     unawaited,
 )
+from pdcluster.node.native.context import NodeContext
 from pdcluster.node.reports.leg_records import EndedStages, LegStage
 from pdcluster.scheduler.scheduler import Update
 from pdcluster.scheduler.sequence import Sequence

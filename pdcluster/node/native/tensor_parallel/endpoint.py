@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdcluster.core.errors import PeerUnreachable
-from pdcluster.node.tensor_parallel.channel import RankChannel, frame
-from pdcluster.node.tensor_parallel.messages import (
+from pdcluster.node.native.tensor_parallel.channel import RankChannel, frame
+from pdcluster.node.native.tensor_parallel.messages import (
     Allow,
     Close,
     Digest,

@@ -1,0 +1,1 @@
+"""A node: its loop, prefill and decode sides, KV fetches, load reports."""
