@@ -44,6 +44,7 @@ LEVELS: dict[str, int] = {
     "pdcluster.node.tensor_parallel": 10,
     "pdcluster.node.reports": 10,
     "pdcluster.node": 11,
+    "pdcluster.node.vllm": 12,
     # the router
     "pdcluster_router.prefix_index": 2,
     "pdcluster_router.core": 9,

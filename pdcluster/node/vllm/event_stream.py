@@ -39,7 +39,7 @@ class EventStream:
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._endpoint, self._replay_endpoint = f"ipc://{directory / 'kv'}", f"ipc://{directory / 'kv-replay'}"
         self._clock = clock
-        self._context = zmq.Context.instance()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.set_hwm(HIGH_WATER)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 RULES_KEY = "pdcluster_rules"
 # Longest wait of a batch for a grammar that its node compiled before, in another process.
 COMPILE_S = 20.0
-LOOK_S = 0.05
+LOOK_MS = 50
 # Ranks that sample side by side must not decide by their own clocks.
 NO_LIMIT_S = 3600.0
 
@@ -139,6 +139,8 @@ class BatchRules:
         self._constraints = Constraints(self._grammars, self._eos, MASK_S if alone else NO_LIMIT_S)
         self._wait_s = COMPILE_S if alone else NO_LIMIT_S
         self._keys = count()
+        self._news = select.poll()
+        self._news.register(self._grammars.news_fd, select.POLLIN)
 
     @classmethod
     def for_model(
@@ -206,7 +208,7 @@ class BatchRules:
                 return answer
             if time.monotonic() - began_at >= self._wait_s:
                 return f"the grammar did not compile within {self._wait_s:g} s"
-            select.select([self._grammars.news_fd], [], [], LOOK_S)
+            self._news.poll(LOOK_MS)
             self._grammars.take_news()
 
     def _is_compiled(self, grammar: Grammar) -> bool | str:

@@ -21,7 +21,7 @@ from pdcluster.cost.fit import CostFit, Step
 
 
 @dataclass(slots=True)
-class OpenRequest:
+class EngineRow:
     """A request that vLLM has.
 
     num_tokens: of its prompt.
@@ -49,7 +49,7 @@ class StepCosts:
 
     def __init__(self, chunk_tokens: int) -> None:
         self._fit = CostFit(chunk_tokens)
-        self._requests: dict[str, OpenRequest] = {}
+        self._requests: dict[str, EngineRow] = {}
         self._ended_at: float | None = None
         # Whether the engine had work of its own when the last step ended.
         self._was_busy = False
@@ -60,7 +60,7 @@ class StepCosts:
     def add(self, key: str, num_tokens: int, now: float, *, num_cached: int = 0, is_fetched: bool = False) -> None:
         """is_fetched: its KV comes from another node; then vLLM computes the last token alone."""
         num_known = num_tokens - 1 if is_fetched else min(num_cached, num_tokens - 1)
-        self._requests[key] = OpenRequest(num_tokens, num_known, now, is_fetched)
+        self._requests[key] = EngineRow(num_tokens, num_known, now, is_fetched)
 
     def found_cached(self, key: str, num_cached: int) -> None:
         """vLLM found so much of a prompt in its cache. It says so with the first token, before that step is told."""
@@ -124,19 +124,19 @@ class StepCosts:
         for request, new in chunks:
             request.num_known += new
         for key, count in emitted.items():
-            if (request := self._requests.get(key)) is not None:
-                is_known &= not request.is_prompt
-                request.num_known, request.num_output = request.num_tokens, request.num_output + count
+            if (drawn := self._requests.get(key)) is not None:
+                is_known &= not drawn.is_prompt
+                drawn.num_known, drawn.num_output = drawn.num_tokens, drawn.num_output + count
         if left or not is_known:
             return None
         return self._sum(chunks, rows, context)
 
-    def _chunks(self, num_prompt_tokens: int, emitted: dict[str, int]) -> tuple[list[tuple[OpenRequest, int]], int]:
+    def _chunks(self, num_prompt_tokens: int, emitted: dict[str, int]) -> tuple[list[tuple[EngineRow, int]], int]:
         """Which prompts the step's tokens are of: those that emitted their first token are done, then the eldest. And
         tokens that are of none."""
         waiting = [(key, each) for key, each in self._requests.items() if each.is_prompt]
         waiting.sort(key=lambda pair: pair[0] not in emitted)
-        chunks: list[tuple[OpenRequest, int]] = []
+        chunks: list[tuple[EngineRow, int]] = []
         for _, request in waiting:
             new = min(num_prompt_tokens, request.num_tokens - request.num_known)
             if new:
@@ -145,7 +145,7 @@ class StepCosts:
         return chunks, num_prompt_tokens
 
     @staticmethod
-    def _sum(chunks: list[tuple[OpenRequest, int]], rows: int, context: int) -> tuple[int, float, int, int]:
+    def _sum(chunks: list[tuple[EngineRow, int]], rows: int, context: int) -> tuple[int, float, int, int]:
         """A prompt's single token is a row, as in our own engine."""
         tokens, pairs = 0, 0.0
         for request, new in chunks:
