@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from struct import iter_unpack
 
 from pdcluster.core.messages import HASH_BYTES, pack_tokens
@@ -81,6 +82,29 @@ def extend(hashes: bytes | bytearray, tokens: Tokens, *, root: bytes, block_toke
         )
         at = stop
     return fresh[0] if len(fresh) == 1 else b"".join(fresh)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainEnd:
+    """The last block of a chain, from which the next block's hash follows without the tokens before.
+
+    hash: of the block; the root where the chain has none.
+    num_blocks: in the chain.
+    """
+
+    hash: bytes
+    num_blocks: int = 0
+    _stretch: hashlib._Hash | None = None
+
+    def followed_by(self, block: bytes | memoryview) -> ChainEnd:
+        """The end after one more full block of packed tokens."""
+        if self._stretch is None or self.num_blocks % STRETCH_BLOCKS == 0:
+            state = _START.copy()
+            state.update(self.hash)
+        else:
+            state = self._stretch.copy()
+        state.update(block)
+        return ChainEnd(state.digest()[_CUT], self.num_blocks + 1, state)
 
 
 def is_extendable(hashes: bytes | bytearray, root: bytes) -> bool:

@@ -31,6 +31,7 @@ from collections.abc import Iterable, Sequence
 
 from pdcluster.core.errors import ConfigError, IntegrityError
 from pdcluster.core.messages import HASH_BYTES
+from pdcluster.kv.hash_changes import HashChanges, split_hashes
 
 Hashes = bytes | bytearray
 
@@ -65,7 +66,7 @@ class PagePool:
         self._pages_of_writer: dict[int, tuple[int, ...]] = {}
         self._num_used = 0
         self._num_quarantined = 0
-        self._changes = _Changes()
+        self._changes = HashChanges()
 
     # ------------------------------------------------------------ counts
 
@@ -416,7 +417,7 @@ class PagePool:
             _require(
                 self._published.get(hashes[-HASH_BYTES:]) == page, f"page {page} is published but not found by its hash"
             )
-            hashes_present.update(_split(hashes))
+            hashes_present.update(split_hashes(hashes))
             depth_above = self._depth[parent] if parent is not None else 0
             _require(
                 self._depth[page] == depth_above + 1,
@@ -448,46 +449,6 @@ class PagePool:
 
     def _is_busy(self, page: int) -> bool:
         return self._owners[page] > 0 or self._busy_children[page] > 0
-
-
-class _Changes:
-    """Published block hashes, and changes since they were last reported. Larger pages can share their first blocks'
-    hashes, hence the count.
-    """
-
-    def __init__(self) -> None:
-        self.present: Counter[bytes] = Counter()
-        self._added: dict[bytes, None] = {}
-        self._removed: dict[bytes, None] = {}
-
-    def add(self, hashes: bytes) -> None:
-        for block in _split(hashes):
-            self.present[block] += 1
-            if self.present[block] == 1:
-                self._note(block, self._added, self._removed)
-
-    def remove(self, hashes: bytes) -> None:
-        for block in _split(hashes):
-            self.present[block] -= 1
-            if not self.present[block]:
-                del self.present[block]
-                self._note(block, self._removed, self._added)
-
-    def drain(self) -> tuple[bytes, bytes]:
-        added, removed = b"".join(self._added), b"".join(self._removed)
-        self._added, self._removed = {}, {}
-        return added, removed
-
-    @staticmethod
-    def _note(block: bytes, here: dict[bytes, None], undone: dict[bytes, None]) -> None:
-        if block in undone:
-            del undone[block]
-        else:
-            here[block] = None
-
-
-def _split(hashes: bytes) -> list[bytes]:
-    return [hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES)]
 
 
 def _require(condition: bool, complaint: str) -> None:

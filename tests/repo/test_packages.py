@@ -45,6 +45,7 @@ LEVELS: dict[str, int] = {
     "pdcluster.node": 11,
     "pdcluster.node.native.tensor_parallel": 11,
     "pdcluster.node.native": 12,
+    "pdcluster.node.vllm": 12,
     # the router
     "pdcluster_router.prefix_index": 2,
     "pdcluster_router.core": 9,

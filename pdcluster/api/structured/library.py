@@ -11,13 +11,16 @@ from typing import Any
 
 from pdcluster.core.errors import BadRequest
 
+# Unknown before llguidance 1.9. Without it a string has no \\uXXXX but for control characters.
+UNICODE_ESCAPES = "json_allow_general_unicode_escapes"
 # Blanks only behind commas and colons, one at most. A model that likes line breaks would never end.
 JSON_OPTIONS = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
-    "json_allow_general_unicode_escapes": True,
+    UNICODE_ESCAPES: True,
 }
+OLD_OPTIONS = {name: value for name, value in JSON_OPTIONS.items() if name != UNICODE_ESCAPES}
 # Models choose their tokens: nothing is forced by a tokenizer.
 HEAD = '%llguidance {"no_forcing": true}\n'
 
@@ -80,7 +83,25 @@ def matcher_of(tokenizer: Any, source: str) -> Any:
         raise BadRequest(MISSING) from error
     most = MAX_ITEMS if source.startswith("%") else MAX_ITEMS_OF_OWN
     limits = LLParserLimits(max_items_in_row=most, max_lexer_states=MAX_STATES, verbose_errors=False)
-    return LLMatcher(tokenizer, source, log_level=0, limits=limits)
+    return LLMatcher(tokenizer, understood(source), log_level=0, limits=limits)
+
+
+def understood(source: str) -> str:
+    """A grammar as the installed library takes it. The one that vLLM pins is older than the routers'."""
+    return source if knows_unicode_escapes() else source.replace(_options(JSON_OPTIONS), _options(OLD_OPTIONS))
+
+
+@cache
+def knows_unicode_escapes() -> bool:
+    from llguidance import LLMatcher
+
+    trial = HEAD + 'start: %json {"x-guidance":{"' + UNICODE_ESCAPES + '":true}}'
+    return not LLMatcher(byte_tokenizer(), trial, log_level=0).is_error()
+
+
+def _options(options: Mapping[str, Any]) -> str:
+    """As they stand within a schema."""
+    return json.dumps(options, separators=(",", ":"))[1:-1]
 
 
 def fault_of_schema(schema: Mapping[str, Any]) -> str | None:

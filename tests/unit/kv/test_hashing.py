@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcluster.core.messages import HASH_BYTES, pack_tokens
-from pdcluster.kv.hashing import STRETCH_BLOCKS, block_hashes, chain_root, extend, is_extendable
+from pdcluster.kv.hashing import STRETCH_BLOCKS, ChainEnd, block_hashes, chain_root, extend, is_extendable
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 
@@ -108,3 +108,15 @@ def _sha256(before: bytes, tokens: bytes) -> bytes:
 
 def _split(hashes: bytes) -> list[bytes]:
     return [hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES)]
+
+
+@given(st.integers(0, 70), st.integers(1, 5), st.integers(0, 2**32))
+def test_a_chain_followed_block_by_block_has_the_same_hashes(num_blocks: int, block_tokens: int, seed: int) -> None:
+    tokens = np.random.default_rng(seed).integers(0, 1 << 31, num_blocks * block_tokens).astype("<i4").tobytes()
+    root = chain_root(block_tokens=block_tokens, salt=b"s")
+    end, found = ChainEnd(root), b""
+    for begin in range(0, len(tokens), 4 * block_tokens):
+        end = end.followed_by(tokens[begin : begin + 4 * block_tokens])
+        found += end.hash
+    assert found == extend(b"", tokens, root=root, block_tokens=block_tokens)
+    assert end.num_blocks == num_blocks

@@ -1,0 +1,1 @@
+"""vLLM as a node's engine. Nothing outside this package imports vllm."""
