@@ -22,11 +22,12 @@ from pdcluster.node.native.context import NodeContext
 from pdcluster.node.native.decode import DecodeSide
 from pdcluster.node.native.grammar_queue import GrammarQueue, GrammarSource
 from pdcluster.node.native.kv_fetch import ExportSide, FetchSide
-from pdcluster.node.native.prefill import LayerGroups, ParkedKV, PrefillSide
+from pdcluster.node.native.prefill import LayerGroups, PrefillSide
 from pdcluster.node.native.sequence_factory import SequenceFactory
 from pdcluster.node.native.step_timer import StepTimer, StuckWatch
 from pdcluster.node.native.tensor_parallel.endpoint_client import LinkedMemories, RankLink
 from pdcluster.node.outbox import Outbox
+from pdcluster.node.parking import ParkedKV
 from pdcluster.node.reports.leg_records import LegRecorder
 from pdcluster.node.reports.load_report import ModelFiles
 from pdcluster.node.work_checks import WorkChecks

@@ -12,8 +12,7 @@ leg. So a source page that a write may read is never reused. Owned by the node l
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
 from pdcluster.core import errors
@@ -43,75 +42,13 @@ from pdcluster.node.legs import (
     unawaited,
 )
 from pdcluster.node.native.context import NodeContext
+from pdcluster.node.parking import ParkedKV
 from pdcluster.node.reports.leg_records import EndedStages, LegStage
 from pdcluster.scheduler.scheduler import Update
 from pdcluster.scheduler.sequence import Sequence
 from pdcluster.telemetry.tracing import Attribute
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.protocol.session import Acked, Drained, TicketGaveUp, TransferStats
-
-# Parked KV: finished KV that waits in the node's own pool for a decode node.
-#
-# Up to a limit the node computes on while decode nodes are full. Beyond it new remote prefills are refused by message,
-# so that the router holds them or sends them elsewhere. The limit leaves pages for other work, above all slots: without
-# them two mixed nodes full of finished KV for each other would wait for ever. KV in device memory is parked there, too.
-
-SHORTEST_S = 0.02
-LONGEST_S = 1.0
-GAP_WEIGHT = 0.3
-
-
-class ParkedKV:
-    """Pages that several parked requests share count once. Owned by the node loop's thread; the pages belong to
-    sequences.
-    """
-
-    def __init__(self, limit_pages: int, clock: Callable[[], float], deadline_s: float) -> None:
-        """deadline_s: how long a request's KV may wait for a decode node."""
-        self.limit_pages = limit_pages
-        self.deadline_s = deadline_s
-        self._clock = clock
-        self._parked: dict[str, tuple[int, ...]] = {}
-        self._holders: Counter[int] = Counter()
-        # When KV was last taken, or came into an empty parking.
-        self._moved_at = clock()
-        self._gap_s = 0.0
-
-    @property
-    def num_pages(self) -> int:
-        return len(self._holders)
-
-    @property
-    def num_requests(self) -> int:
-        return len(self._parked)
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._holders) >= self.limit_pages
-
-    def enter(self, key: str, pages: Collection[int]) -> None:
-        if not self._parked:
-            self._moved_at = self._clock()
-        self._parked[key] = tuple(pages)
-        self._holders.update(pages)
-
-    def leave(self, key: str) -> None:
-        """The KV was taken or given up. Nothing happens when it is not parked here."""
-        pages = self._parked.pop(key, None)
-        if pages is None:
-            return
-        for page in pages:
-            self._holders[page] -= 1
-            if not self._holders[page]:
-                del self._holders[page]
-        now = self._clock()
-        self._gap_s += GAP_WEIGHT * (now - self._moved_at - self._gap_s)
-        self._moved_at = now
-
-    def retry_after_s(self) -> float:
-        """When to ask again: at the recent rate of KV being taken, and later the longer none was."""
-        return min(max(self._gap_s, self._clock() - self._moved_at, SHORTEST_S), LONGEST_S)
-
 
 # In how many groups of layers the last tokens of a prompt leave. Pure arithmetic over measured bandwidth.
 #
@@ -234,7 +171,7 @@ class PrefillSide:
         self.cancel(work.request, work.attempt, "a newer attempt came")
         try:
             check_newest(work, self._legs.get(work.request))
-            self._check_parking()
+            self._parking.check_room()
             self._scheduler.add(sequence)
         except REFUSALS as error:
             self._outbox.message(router, refusal(work, "prefill", error))
@@ -480,16 +417,6 @@ class PrefillSide:
             self._start_parking_clock(leg)
 
     # ------------------------------------------------------------ parking
-
-    def _check_parking(self) -> None:
-        parking = self._parking
-        if parking.is_full:
-            raise errors.Overloaded(
-                f"finished KV of {parking.num_requests} requests waits here in {parking.num_pages} pages, "
-                f"{parking.limit_pages} may; "
-                "decode nodes are full, retry later",
-                parking.retry_after_s(),
-            )
 
     def _park(self, leg: PrefillLeg, sequence: Sequence) -> None:
         self._parking.enter(leg.key, sequence.pages.tolist())

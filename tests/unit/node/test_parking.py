@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.node.native.prefill import LONGEST_S, SHORTEST_S, ParkedKV
+from pdcluster.node.parking import LONGEST_S, SHORTEST_S, ParkedKV
 
 
 class Lot:

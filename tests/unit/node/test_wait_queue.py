@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.node.native.decode import WaitQueue
+from pdcluster.node.wait_queue import WaitQueue
 from pdcluster.scheduler.forecast import LONGEST_S
 from pdcluster.transfer.backends.base import Peer
 

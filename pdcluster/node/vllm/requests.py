@@ -1,0 +1,144 @@
+"""Requests on their way into vLLM: the node's own queue in front of it.
+
+vLLM gets only what runs soon, so that the node knows how long its queue is and can tell when a request leaves it. Owned
+by the node loop's thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdcluster.core import errors
+from pdcluster.core.messages import Work, unpack_tokens
+from pdcluster.cost.cost import num_pairs
+from pdcluster.node.legs import key_of
+from pdcluster.node.vllm.events import salt_of
+from pdcluster.node.vllm.interface import EngineRequest, ServingEngine
+
+# Steps' worth of prompts that vLLM has at a time, beyond the one that it computes.
+PROMPT_STEPS = 2
+RETRY_S = 0.2
+# Tokens of an answer that a row is given room for. vLLM preempts rows when answers are longer.
+GROWTH_TOKENS = 256
+
+
+def fence_of(work: Work) -> str:
+    """What both ends of a reference know of it: the request and the tokens whose KV it names."""
+    digest = hashlib.blake2b(work.request.encode(), digest_size=16, person=b"pdcluster.fence")
+    digest.update(work.token_ids)
+    return digest.hexdigest()
+
+
+@dataclass(slots=True)
+class QueuedRequest:
+    request: EngineRequest
+    on_added: Callable[[], None]
+
+
+class EngineQueue:
+    """Requests with a prompt to compute wait here, first come, first served. Rows of a decode node pass it.
+
+    max_waiting: requests that may wait.
+    """
+
+    def __init__(self, engine: ServingEngine, max_waiting: int) -> None:
+        self.engine = engine
+        self._facts = engine.facts
+        self._max_waiting = max_waiting
+        self._numbers = itertools.count()
+        self._waiting: OrderedDict[str, QueuedRequest] = OrderedDict()
+        # Prompts that vLLM computes, by their tokens; and rows that run in it.
+        self._prompts: dict[str, int] = {}
+        self._rows: dict[str, int] = {}
+
+    def request_of(self, work: Work, *, parks: bool = False, reference: bytes = b"") -> EngineRequest:
+        """A leg's work in the engine's words. Its key is new, since vLLM may still have an earlier one's."""
+        tokens = unpack_tokens(work.token_ids)
+        return EngineRequest(
+            key=f"{key_of(work)}.{next(self._numbers)}",
+            token_ids=tokens,
+            num_emitted=len(tokens) - work.num_prompt,
+            sampling=work.sampling,
+            salt=salt_of(work.hash_root) if work.hash_root else "",
+            parks=parks,
+            fence=fence_of(work) if parks or reference else "",
+            reference=reference,
+        )
+
+    def push(self, request: EngineRequest, on_added: Callable[[], None]) -> None:
+        """Queue a request. Raises Overloaded and BadRequest.
+
+        on_added: called when it goes to vLLM, perhaps before this returns.
+        """
+        if len(request.token_ids) >= self._facts.max_len:
+            raise errors.BadRequest(
+                f"the request has {len(request.token_ids)} tokens; these nodes take {self._facts.max_len - 1} and one "
+                "of an answer",
+                "prompt",
+            )
+        if len(self._waiting) >= self._max_waiting:
+            raise errors.Overloaded(f"{len(self._waiting)} requests wait here; retry later", RETRY_S)
+        self._waiting[request.key] = QueuedRequest(request, on_added)
+
+    def pump(self) -> None:
+        """Give vLLM what it can compute soon."""
+        most = PROMPT_STEPS * self._facts.max_batched_tokens
+        while self._waiting and (not self._prompts or sum(self._prompts.values()) < most):
+            if len(self._prompts) + len(self._rows) >= self._facts.max_rows:
+                return
+            key, queued = self._waiting.popitem(last=False)
+            self._prompts[key] = len(queued.request.token_ids)
+            self.engine.add(queued.request)
+            queued.on_added()
+
+    def add_row(self, request: EngineRequest) -> None:
+        """A row whose prompt another node computed."""
+        self._rows[request.key] = len(request.token_ids)
+        self.engine.add(request)
+
+    def is_computed(self, key: str) -> None:
+        """The request's first token came: it is a row now."""
+        if (num_tokens := self._prompts.pop(key, None)) is not None:
+            self._rows[key] = num_tokens
+
+    def ended(self, key: str) -> None:
+        """vLLM is done with it."""
+        self._prompts.pop(key, None)
+        self._rows.pop(key, None)
+
+    def drop(self, key: str, *, is_parked: bool = False) -> None:
+        """Nobody wants the request any more. Idempotent.
+
+        is_parked: it ended, and its KV is kept.
+        """
+        if self._waiting.pop(key, None) is None and (key in self._prompts or key in self._rows):
+            self.engine.abort(key)
+        if is_parked:
+            self.engine.release(key)
+
+    def blocks_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._facts.block_tokens)
+
+    # ------------------------------------------------------------ load
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that vLLM has."""
+        return len(self._prompts) + len(self._rows)
+
+    @property
+    def waiting_tokens(self) -> int:
+        return sum(self._prompts.values()) + sum(len(each.request.token_ids) for each in self._waiting.values())
+
+    @property
+    def waiting_pairs(self) -> int:
+        queued = (len(each.request.token_ids) for each in self._waiting.values())
+        return int(sum(num_pairs(count, 0) for count in (*self._prompts.values(), *queued)))
