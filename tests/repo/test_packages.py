@@ -43,7 +43,8 @@ LEVELS: dict[str, int] = {
     # the node
     "pdcluster.node.tensor_parallel": 10,
     "pdcluster.node.reports": 10,
-    "pdcluster.node": 11,
+    "pdcluster.node.vllm": 11,
+    "pdcluster.node": 12,
     # the router
     "pdcluster_router.prefix_index": 2,
     "pdcluster_router.core": 9,
