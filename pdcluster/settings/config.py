@@ -551,6 +551,11 @@ def own_environment() -> Mapping[str, str]:
     return dict(os.environ)
 
 
+def change_environment(values: Mapping[str, str]) -> None:
+    """For libraries that take a setting from the environment only, and for the processes that they start."""
+    os.environ.update(values)
+
+
 # ---------------------------------------------------------------- reading
 
 

@@ -1,1 +1,1 @@
-"""vLLM as a node's engine. Nothing outside this package imports vllm."""
+"""vLLM as a node's engine. The only package that imports vllm, and never before an engine starts."""

@@ -1,8 +1,8 @@
 """Prompts that vLLM computes for remote decode nodes: queued, computed, parked, read.
 
 A prompt's life: Prefill → queued here → computed (vLLM's own token is dropped) → parked. With a ticket the node sends
-Commit, which names the parked KV and how long it holds. The decode node reads it, and makes every token. The prompt ends
-with CommitAck (Delivered to the router), Cancel, Release or its parking deadline. That deadline lies before vLLM's lease.
+Commit, which names the parked KV and how long it holds. The decode node reads it, and makes every token. The prompt
+ends with CommitAck (Delivered to the router), Cancel, Release or its parking deadline, which lies before vLLM's lease.
 
 A reference serves one reader. Once a decode node refuses a Commit, nobody can tell what was read, so the prompt ends
 and its router computes it again; vLLM's prefix cache has most of it. Owned by the node loop's thread; no sockets here.
