@@ -7,20 +7,50 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import get_args
+from typing import Literal, get_args
 
 from pdcluster.checkpoint.weights_digest import MAX_GROUP_BYTES
 from pdcluster.core.address import parse_address
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.messages import Endpoint, Role
-from pdcluster.kv.layout import DType, Fingerprint
+from pdcluster.kv.layout import Fingerprint, KVType
 from pdcluster.transfer.backends.base import Peer
 
 MAX_NAME_CHARS = 128
 MAX_TEXT_CHARS = 1024
 MAX_LIST_ITEMS = 256
 MAX_ALIASES = 16
+# Of parking. A longer promise says nothing.
+MAX_PARKS_S = 86_400.0
 INT31 = (1 << 31) - 1
+
+# Who makes the first token of a prompt that two nodes serve.
+FirstToken = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a node's engine can do beside serving. The defaults are those of our own engine, and of earlier versions,
+    which say nothing.
+    """
+
+    # Whether it fetches cached KV from other nodes and gives it to them.
+    pulls: bool = True
+    # How long finished KV may wait for a decode node, in seconds; 0: as long as it is asked to.
+    parks_s: float = 0.0
+    # Whether the reader checks a digest of the KV that it gets.
+    digests: bool = True
+    # Whether random numbers depend on seed, choice and position alone, so that a replay samples the same tokens.
+    keyed_sampling: bool = True
+    # Whether the step costs that it reports come of gaps between steps, with more than steps in them.
+    estimated_cost: bool = False
+    # Where "decode", the prefill node says Computed, and the decode node makes token 1.
+    first_token: FirstToken = "prefill"
+    # Whether it answers requests for embeddings.
+    embeds: bool = False
+
+
+NATIVE = Capabilities()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +85,7 @@ class NodeCard:
     model_aliases: tuple[str, ...] = ()
     # Of pdcluster; "" from a node that does not say.
     version: str = ""
+    capabilities: Capabilities = NATIVE
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -96,7 +127,11 @@ class NodeCard:
         return self.fingerprint.weights
 
     @property
-    def dtype(self) -> DType:
+    def engine(self) -> str:
+        return self.fingerprint.engine
+
+    @property
+    def dtype(self) -> KVType:
         return self.fingerprint.layout.dtype
 
 
@@ -158,8 +193,10 @@ def check_card(card: NodeCard) -> None:
         _check_text("model_aliases", alias, MAX_TEXT_CHARS, required=True)
     if card.role not in get_args(Role):
         raise BadRequest(f"role is {card.role!r}, allowed are {', '.join(get_args(Role))}", "role")
-    if layout.dtype not in get_args(DType):
-        raise BadRequest(f"dtype is {layout.dtype!r}, allowed are {', '.join(get_args(DType))}", "dtype")
+    if layout.dtype not in get_args(KVType):
+        raise BadRequest(f"dtype is {layout.dtype!r}, allowed are {', '.join(get_args(KVType))}", "dtype")
+    _check_text("engine", card.engine, MAX_NAME_CHARS, required=True)
+    _check_capabilities(card.capabilities)
     _check_address(card.address)
     if len(card.fingerprint.weight_groups) > MAX_GROUP_BYTES:
         raise BadRequest(
@@ -174,6 +211,15 @@ def check_card(card: NodeCard) -> None:
     ):  # fmt: skip
         _check_positive(name, number)
     _check_lists(card)
+
+
+def _check_capabilities(found: Capabilities) -> None:
+    if not 0.0 <= found.parks_s <= MAX_PARKS_S:  # which no NaN is
+        raise BadRequest(f"parks_s is {found.parks_s}, allowed are 0 to {MAX_PARKS_S:g}", "parks_s")
+    if found.first_token not in get_args(FirstToken):
+        raise BadRequest(
+            f"first_token is {found.first_token!r}, allowed are {', '.join(get_args(FirstToken))}", "first_token"
+        )
 
 
 def _check_lists(card: NodeCard) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import cast
 
-from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard
+from pdcluster.bootstrap.card import NATIVE, Capabilities, ClusterSnapshot, FirstToken, NodeCard
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.messages import Role
-from pdcluster.kv.layout import DType, Fingerprint, KVLayout
+from pdcluster.kv.layout import NATIVE_ENGINE, Fingerprint, KVLayout, KVType
 from pdcluster.rpc import bootstrap_pb2 as pb
 
 _ROLES: dict[Role, pb.Role] = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE, "mixed": pb.ROLE_MIXED}
@@ -35,6 +36,7 @@ def card_to_proto(card: NodeCard) -> pb.NodeCard:
         tokenizer_hash=card.tokenizer_hash, backends=card.backends, device=card.device, draining=card.draining,
         pid=card.pid,
         model_aliases=card.model_aliases, version=card.version,
+        capabilities=capabilities_to_proto(card.capabilities),
     )  # fmt: skip
 
 
@@ -55,7 +57,25 @@ def card_from_proto(card: pb.NodeCard) -> NodeCard:
         tokenizer_hash=card.tokenizer_hash, backends=tuple(card.backends), device=card.device, draining=card.draining,
         pid=card.pid if card.HasField("pid") else None, model_aliases=tuple(card.model_aliases),
         version=card.version,
+        capabilities=capabilities_from_proto(card.capabilities) if card.HasField("capabilities") else NATIVE,
     )  # fmt: skip
+
+
+def capabilities_to_proto(found: Capabilities) -> pb.Capabilities:
+    return pb.Capabilities(**asdict(found))
+
+
+def capabilities_from_proto(found: pb.Capabilities) -> Capabilities:
+    """Ranges are checked with the rest of the card."""
+    return Capabilities(
+        pulls=found.pulls,
+        parks_s=found.parks_s,
+        digests=found.digests,
+        keyed_sampling=found.keyed_sampling,
+        estimated_cost=found.estimated_cost,
+        first_token=cast("FirstToken", found.first_token),
+        embeds=found.embeds,
+    )
 
 
 def snapshot_to_proto(snapshot: ClusterSnapshot) -> pb.Snapshot:
@@ -78,7 +98,7 @@ def _fingerprint_to_proto(fingerprint: Fingerprint) -> pb.Fingerprint:
             num_layers=layout.num_layers, num_kv_heads=layout.num_kv_heads, head_dim=layout.head_dim,
             page_tokens=layout.page_tokens, dtype=layout.dtype,
         ),
-        arithmetic=fingerprint.arithmetic, weight_groups=fingerprint.weight_groups,
+        arithmetic=fingerprint.arithmetic, weight_groups=fingerprint.weight_groups, engine=fingerprint.engine,
     )  # fmt: skip
 
 
@@ -86,7 +106,7 @@ def _fingerprint_from_proto(fingerprint: pb.Fingerprint) -> Fingerprint:
     layout = fingerprint.layout
     # The dtype is checked with the rest of the card.
     shape = KVLayout(
-        layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.page_tokens, cast("DType", layout.dtype)
+        layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.page_tokens, cast("KVType", layout.dtype)
     )
     return Fingerprint(
         fingerprint.model,
@@ -96,4 +116,5 @@ def _fingerprint_from_proto(fingerprint: pb.Fingerprint) -> Fingerprint:
         shape,
         fingerprint.arithmetic,
         fingerprint.weight_groups,
+        fingerprint.engine or NATIVE_ENGINE,
     )

@@ -141,6 +141,12 @@ class NodeStore:
         found = list(differences(card.fingerprint, other.fingerprint))
         if card.model != other.model:
             found.insert(0, f"served model {card.model!r} here, {other.model!r} there")
+        if card.engine != other.engine:
+            raise ConfigError(
+                f"node {card.node!r} runs the engine {card.engine!r}, and node {other.node!r} of this cluster runs "
+                f"{other.engine!r}; a cluster has one engine: start the node with --engine {other.engine}, or with a "
+                "bootstrap of its own"
+            )
         ours, theirs = card.fingerprint.protocol, other.fingerprint.protocol
         if ours != theirs:
             raise ConfigError(

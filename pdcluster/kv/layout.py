@@ -11,8 +11,11 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Literal
 
+# What our own engine computes in, and so keeps KV in.
 DType = Literal["float32", "bfloat16"]
-ITEM_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2}
+# What KV may be kept in by any engine.
+KVType = Literal["float32", "bfloat16", "float16", "fp8"]
+ITEM_BYTES: dict[KVType, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,7 @@ class KVLayout:
     num_kv_heads: int
     head_dim: int
     page_tokens: int
-    dtype: DType
+    dtype: KVType
 
     @property
     def token_bytes(self) -> int:
@@ -52,6 +55,9 @@ def head_range(num_heads: int, rank: int, ranks: int) -> tuple[int, int]:
 # Arithmetic of nodes that promise no equal bits.
 DEFAULT_ARITHMETIC = "default"
 
+# Our own engine.
+NATIVE_ENGINE = "native"
+
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
@@ -59,6 +65,7 @@ class Fingerprint:
 
     layout: with the heads of all ranks. Its page_tokens may differ, as a multiple of hash_block_tokens.
     arithmetic: how sums are made, where bits must be equal.
+    engine: its name. A cluster has one.
     weight_groups: tell what of the weights differs where the weights do (`checkpoint.weights_digest`); they follow from
     the weights.
     """
@@ -70,7 +77,13 @@ class Fingerprint:
     layout: KVLayout
     arithmetic: str = DEFAULT_ARITHMETIC
     weight_groups: bytes = field(default=b"", repr=False, compare=False)
+    engine: str = field(default=NATIVE_ENGINE, repr=False)
 
     def digest(self) -> str:
-        """16 hex digits, equal exactly when every field that is compared is."""
-        return hashlib.blake2b(repr(self).encode(), digest_size=8).hexdigest()
+        """16 hex digits, equal exactly when every field that is compared is.
+
+        The engine's name counts only where it is another than ours: earlier versions, which know no other, compute the
+        same digest of a native node.
+        """
+        text = repr(self) if self.engine == NATIVE_ENGINE else repr((self, self.engine))
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -15,9 +15,9 @@ from contextlib import suppress
 import torch
 
 from pdcluster.core.errors import ConfigError
-from pdcluster.kv.layout import DType, KVLayout
+from pdcluster.kv.layout import KVLayout, KVType
 
-TORCH_DTYPE: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TORCH_DTYPE: dict[KVType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Linux 5.14. Python has no name for it.
 _MADV_POPULATE_WRITE = 23
 
@@ -39,7 +39,7 @@ class KVPool:
         self.fd: int | None = None
         self._mapping: mmap.mmap | None = None
         shape = (num_pages, layout.num_layers, 2, layout.num_kv_heads, layout.page_tokens, layout.head_dim)
-        dtype = TORCH_DTYPE[layout.dtype]
+        dtype = _torch_dtype(layout)
         if device == "cpu":
             self.fd, self._mapping = _map_shared(self.nbytes)
             self.tensor = torch.frombuffer(self._mapping, dtype=dtype).view(shape)
@@ -70,6 +70,13 @@ class KVPool:
             self.fd = None
         self.tensor = torch.empty(0)
         self._mapping = None
+
+
+def _torch_dtype(layout: KVLayout) -> torch.dtype:
+    found = TORCH_DTYPE.get(layout.dtype)
+    if found is None:
+        raise ConfigError(f"our own engine keeps no KV in {layout.dtype}, only in {' or '.join(TORCH_DTYPE)}")
+    return found
 
 
 def _map_shared(nbytes: int) -> tuple[int, mmap.mmap]:

@@ -18,7 +18,7 @@ class ListNodesReply(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ...) -> None: ...
 
 class Node(_message.Message):
-    __slots__ = ("name", "incarnation", "role", "state", "address", "model", "device", "backends", "max_len", "load", "in_flight", "version", "models")
+    __slots__ = ("name", "incarnation", "role", "state", "address", "model", "device", "backends", "max_len", "load", "in_flight", "version", "models", "engine", "capabilities")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,8 @@ class Node(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: str
     role: _bootstrap_pb2.Role
@@ -45,7 +47,9 @@ class Node(_message.Message):
     in_flight: int
     version: str
     models: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_bootstrap_pb2.Role, str]] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., max_len: _Optional[int] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., in_flight: _Optional[int] = ..., version: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ...) -> None: ...
+    engine: str
+    capabilities: _bootstrap_pb2.Capabilities
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_bootstrap_pb2.Role, str]] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., max_len: _Optional[int] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., in_flight: _Optional[int] = ..., version: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ..., engine: _Optional[str] = ..., capabilities: _Optional[_Union[_bootstrap_pb2.Capabilities, _Mapping]] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
     __slots__ = ("waiting", "running", "waiting_tokens", "context_tokens", "slots", "slots_used", "pages_total", "pages_free", "pages_cached", "pages_quarantined", "pages_pinned", "pages_parked", "steps", "itl_s")

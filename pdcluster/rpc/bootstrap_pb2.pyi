@@ -33,7 +33,7 @@ class KVLayout(_message.Message):
     def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., page_tokens: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
-    __slots__ = ("model", "weights", "protocol", "hash_block_tokens", "layout", "arithmetic", "weight_groups")
+    __slots__ = ("model", "weights", "protocol", "hash_block_tokens", "layout", "arithmetic", "weight_groups", "engine")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class Fingerprint(_message.Message):
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     ARITHMETIC_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     model: str
     weights: str
     protocol: int
@@ -48,10 +49,29 @@ class Fingerprint(_message.Message):
     layout: KVLayout
     arithmetic: str
     weight_groups: bytes
-    def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., protocol: _Optional[int] = ..., hash_block_tokens: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., arithmetic: _Optional[str] = ..., weight_groups: _Optional[bytes] = ...) -> None: ...
+    engine: str
+    def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., protocol: _Optional[int] = ..., hash_block_tokens: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., arithmetic: _Optional[str] = ..., weight_groups: _Optional[bytes] = ..., engine: _Optional[str] = ...) -> None: ...
+
+class Capabilities(_message.Message):
+    __slots__ = ("pulls", "parks_s", "digests", "keyed_sampling", "estimated_cost", "first_token", "embeds")
+    PULLS_FIELD_NUMBER: _ClassVar[int]
+    PARKS_S_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    KEYED_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    ESTIMATED_COST_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    EMBEDS_FIELD_NUMBER: _ClassVar[int]
+    pulls: bool
+    parks_s: float
+    digests: bool
+    keyed_sampling: bool
+    estimated_cost: bool
+    first_token: str
+    embeds: bool
+    def __init__(self, pulls: _Optional[bool] = ..., parks_s: _Optional[float] = ..., digests: _Optional[bool] = ..., keyed_sampling: _Optional[bool] = ..., estimated_cost: _Optional[bool] = ..., first_token: _Optional[str] = ..., embeds: _Optional[bool] = ...) -> None: ...
 
 class NodeCard(_message.Message):
-    __slots__ = ("node", "incarnation", "role", "address", "model", "fingerprint", "fingerprint_digest", "max_len", "vocab_size", "num_pages", "eos_ids", "tokenizer_hash", "backends", "device", "draining", "pid", "model_aliases", "version")
+    __slots__ = ("node", "incarnation", "role", "address", "model", "fingerprint", "fingerprint_digest", "max_len", "vocab_size", "num_pages", "eos_ids", "tokenizer_hash", "backends", "device", "draining", "pid", "model_aliases", "version", "capabilities")
     NODE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +90,7 @@ class NodeCard(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     MODEL_ALIASES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     node: str
     incarnation: str
     role: Role
@@ -88,7 +109,8 @@ class NodeCard(_message.Message):
     pid: int
     model_aliases: _containers.RepeatedScalarFieldContainer[str]
     version: str
-    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., fingerprint_digest: _Optional[str] = ..., max_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., tokenizer_hash: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., draining: _Optional[bool] = ..., pid: _Optional[int] = ..., model_aliases: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ...) -> None: ...
+    capabilities: Capabilities
+    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., fingerprint_digest: _Optional[str] = ..., max_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., tokenizer_hash: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., draining: _Optional[bool] = ..., pid: _Optional[int] = ..., model_aliases: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("card",)

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import msgspec
 
-from pdcluster.bootstrap.card_messages import role_from_proto, role_to_proto
+from pdcluster.bootstrap.card_messages import capabilities_to_proto, role_from_proto, role_to_proto
 from pdcluster.core.errors import PdclusterError
 from pdcluster.core.reported import PathLoad
 from pdcluster.core.version import VERSION
@@ -176,7 +176,8 @@ def _node(found: NodeStatus) -> pb.Node:
         name=found.name, incarnation=found.incarnation, role=role_to_proto(found.role), state=found.state,
         address=found.address, model=found.model,
         device=found.device, backends=found.backends, max_len=found.max_len, in_flight=found.in_flight,
-        version=found.version, models=found.models,
+        version=found.version, models=found.models, engine=found.engine,
+        capabilities=capabilities_to_proto(found.capabilities),
     )  # fmt: skip
     if (load := found.load) is not None:
         node.load.CopyFrom(pb.NodeLoad(**{name: getattr(load, name) for name in pb.NodeLoad.DESCRIPTOR.fields_by_name}))

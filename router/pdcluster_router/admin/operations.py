@@ -11,7 +11,9 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from pdcluster.bootstrap.card import NATIVE, Capabilities
 from pdcluster.core.messages import Load, Role
+from pdcluster.kv.layout import NATIVE_ENGINE
 from pdcluster_router.cluster.events import Event
 from pdcluster_router.explain.records import Explanation
 
@@ -39,6 +41,8 @@ class NodeStatus(msgspec.Struct, frozen=True):
     version: str = ""
     # Every name that requests may use.
     models: tuple[str, ...] = ()
+    engine: str = NATIVE_ENGINE
+    capabilities: Capabilities = NATIVE
 
 
 class RequestStatus(msgspec.Struct, frozen=True):

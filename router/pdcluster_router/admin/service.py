@@ -266,6 +266,8 @@ def _status(found: KnownNode) -> NodeStatus:
         load=view.load if view is not None else None,
         version=card.version,
         models=card.models,
+        engine=card.engine,
+        capabilities=card.capabilities,
     )
 
 

@@ -18,6 +18,7 @@ from pdcluster.core import errors
 from pdcluster.core.messages import (
     MODEL_PARAM,
     AnyMessage,
+    Computed,
     Delivered,
     Endpoint,
     Failed,
@@ -75,7 +76,7 @@ class NodeReconnected:
 
 
 # An event of a request. attempt None: it is about the whole node.
-Body = TokenRow | Scheduled | Reserved | Delivered | Finished | Refused | Failed | LegLost | NodeReconnected
+Body = TokenRow | Scheduled | Computed | Reserved | Delivered | Finished | Refused | Failed | LegLost | NodeReconnected
 
 
 # Reads an event of a request; the string is the node's incarnation. It may be called while the reader itself sends.

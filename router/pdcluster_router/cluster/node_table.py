@@ -27,6 +27,7 @@ from pdcluster.core.messages import (
     AskCache,
     CacheDelta,
     Cancel,
+    Computed,
     Delivered,
     Endpoint,
     Failed,
@@ -65,7 +66,7 @@ EXPECTED_S = 5.0
 
 WORK = (Prefill, Reserve)
 # Messages that only the request itself reads.
-ANSWERS = frozenset((Scheduled, Reserved, Delivered, Finished))
+ANSWERS = frozenset((Scheduled, Computed, Reserved, Delivered, Finished))
 
 
 # How long typical step costs stay valid.
@@ -203,6 +204,7 @@ class ViewUpkeep:
             },
             kv_bytes_per_token=card.fingerprint.layout.token_bytes,
             models=state.models,
+            capabilities=card.capabilities,
         )
 
 

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from pdcluster.bootstrap.card import NATIVE, Capabilities
 from pdcluster.core.messages import Endpoint, Load, Role
 from pdcluster.cost.cost import NodeCost
 from pdcluster_router.cluster.pacing import COLD, completed, typical_cost
@@ -68,6 +69,8 @@ class NodeView(msgspec.Struct, frozen=True):
     kv_bytes_per_token: int = 0
     # Digests of the models that it serves (NodeCard.model_digest).
     models: frozenset[str] = frozenset()
+    # What its engine can do.
+    capabilities: Capabilities = NATIVE
 
     def sent(self, in_flight: int, pending: InFlightWork) -> NodeView:
         """The same node and report with other work in flight."""
@@ -84,6 +87,10 @@ class NodeView(msgspec.Struct, frozen=True):
     def can_exchange(self, other: NodeView) -> bool:
         """Whether KV can move between the two nodes."""
         return not set(self.backends).isdisjoint(other.backends)
+
+    def can_give(self, other: NodeView) -> bool:
+        """Whether the other node can fetch cached KV from this one."""
+        return self.capabilities.pulls and other.capabilities.pulls and self.can_exchange(other)
 
     def serves(self, model: str) -> bool:
         """model: a digest; "" for any."""
@@ -150,6 +157,8 @@ class NodeView(msgspec.Struct, frozen=True):
             float(self.max_len if self.accepts_work else -1),
             float(self.block_tokens),
             float(self.kv_bytes_per_token),
+            float(self.capabilities.pulls),
+            float(self.capabilities.first_token == "decode"),
             media,
             prefill.fixed_s,
             prefill.token_s,
@@ -229,6 +238,8 @@ class Roster:
         self.models_of_all = frozenset.intersection(*(node.models for node in nodes)) if nodes else frozenset()
         # Rows of the nodes that take work.
         self.accepting = frozenset(row for row, node in enumerate(nodes) if node.accepts_work)
+        # Of these, the ones that give cached KV to others.
+        self.givers = frozenset(row for row in self.accepting if nodes[row].capabilities.pulls)
         # The bits of each node for a request that may go anywhere.
         self.legs: Bits = np.array([_legs_of(node) for node in nodes], np.int64)
         # A bit for each transfer medium of a node.

@@ -65,12 +65,15 @@ class NodeRow(NumberRecord):
     """
 
     # What it is. is_server: 1 on nodes that compute prompts for others. decodes: 1 on nodes that decode for others.
+    # pulls: 1 on nodes that fetch cached KV. leaves_first: 1 where the decode node makes the first token.
     is_server: float
     decodes: float
     # Of a request that it takes; -1 while it takes none.
     most_tokens: float
     block_tokens: float
     kv_bytes: float
+    pulls: float
+    leaves_first: float
     # A bit for each transfer medium.
     media: int
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 class StageDeadlines:
     """Seconds that a stage may take."""
 
-    # From Prefill to Scheduled or a token.
+    # From Prefill to Scheduled, Computed or a token.
     queue_s: float = 120.0
     # From one row of a decoding request to the next.
     liveness_s: float = 30.0
     # From Reserve to its answer.
     handshake_s: float = 5.0
-    # From the first token and the reservation to the decode node's first frame.
+    # From the prompt's end and the reservation to the decode node's first frame.
     transfer_s: float = 30.0
     # The shortest pause before the router retries a node that refused.
     hold_s: float = 0.05

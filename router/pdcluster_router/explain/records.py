@@ -17,6 +17,7 @@ class ExplainedDecision(msgspec.Struct, frozen=True):
     num_candidates: compared and rejected, kept or not.
     pull: the node that the first pull_tokens are fetched from.
     failed: why another attempt followed.
+    is_estimated: predicted from gaps between the node's steps, not from its steps.
     """
 
     at_s: float
@@ -35,6 +36,7 @@ class ExplainedDecision(msgspec.Struct, frozen=True):
     pull: str | None = None
     pull_tokens: int = 0
     failed: str = ""
+    is_estimated: bool = False
 
 
 class NotedDecision(msgspec.Struct, frozen=True):
@@ -50,7 +52,7 @@ class NotedDecision(msgspec.Struct, frozen=True):
         return ExplainedDecision(
             self.at_s, self.held_s, record.policy, record.mode, record.prefill, record.decode, record.num_tokens,
             record.ttft_s, record.tpot_s, record.estimate_s, record.candidates.num, record.candidates.read(),
-            record.shadow, record.pull, record.pull_tokens, self.failed,
+            record.shadow, record.pull, record.pull_tokens, self.failed, record.is_estimated,
         )  # fmt: skip
 
 

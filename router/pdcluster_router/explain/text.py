@@ -56,6 +56,8 @@ def _decision_line(beginning: str, decision: ExplainedDecision) -> str:
     if decision.pull is not None:
         line += f", {decision.pull_tokens} of them fetched from {decision.pull}"
     line += f", first token predicted after {_seconds(predicted)}{_error_bar(decision)}"
+    if decision.is_estimated:
+        line += " (estimated)"
     if decision.held_s >= 0.001:
         line += f", held {_seconds(decision.held_s)}"
     if decision.shadow is not None:

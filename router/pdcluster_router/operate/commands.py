@@ -86,8 +86,12 @@ def describe(clients: AdminClients, name: str, output: PrintFormat) -> None:
         print(found["name"])
         return
     out = console()
-    shown = ("name", "role", "state", "model", "address", "device", "transfer", "max_len", "version", "incarnation")
-    texts = {**found, "slots": reading.slots_text(found), "kv_used": reading.kv_text(found)}
+    shown = (
+        "name", "role", "state", "model", "address", "device", "engine", "transfer", "max_len", "version", "incarnation"
+    )  # fmt: skip
+    texts = found | {
+        "engine": reading.engine_text(found), "slots": reading.slots_text(found), "kv_used": reading.kv_text(found)
+    }  # fmt: skip
     for key in (*shown, "waiting", "running", "slots", "kv_used", "in_flight"):
         out.print(f"{key.replace('_', ' ') + ':':<14}{texts[key]}", markup=False)
     for title, columns, rows in (

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from typing import Any
 
-from pdcluster.bootstrap.card_messages import role_from_proto
+from pdcluster.bootstrap.card import NATIVE, Capabilities
+from pdcluster.bootstrap.card_messages import capabilities_from_proto, role_from_proto
 from pdcluster.core.errors import ConfigError, PdclusterError
+from pdcluster.kv.layout import NATIVE_ENGINE
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster_router.operate.clients import AdminClients, answered, differing, joined
 from pdcluster_router.operate.printing import PrintedColumn
@@ -24,10 +27,25 @@ def kv_text(row: Mapping[str, object]) -> str:
     return f"{100 * used:.0f} %" if isinstance(used, float) else ""
 
 
+def engine_text(row: Mapping[str, Any]) -> str:
+    """The engine, and in which of its capabilities it differs from ours."""
+    found = Capabilities(**row["capabilities"])
+    said = [text for name, text in ENGINE_TEXTS if getattr(found, name) != getattr(NATIVE, name)]
+    if found.parks_s:
+        said.append(f"finished KV waits {found.parks_s:g} s")
+    return f"{row['engine']} ({', '.join(said)})" if said else str(row["engine"])
+
+
 def age_text(row: Mapping[str, object]) -> str:
     return f"{row['age_s']:.1f} s"
 
 
+# What an operator reads where a node differs from our own engine.
+ENGINE_TEXTS = (
+    ("pulls", "no pulls"), ("digests", "no digests of KV"), ("keyed_sampling", "a replay samples anew"),
+    ("estimated_cost", "costs are estimated"), ("first_token", "the decode node makes the first token"),
+    ("embeds", "embeds"),
+)  # fmt: skip
 NODE_COLUMNS = (
     PrintedColumn("NAME", "name"),
     PrintedColumn("ROLE", "role"),
@@ -40,6 +58,7 @@ NODE_COLUMNS = (
     PrintedColumn("MODEL", "model"),
     PrintedColumn("ADDRESS", "address", is_wide=True),
     PrintedColumn("DEVICE", "device", is_wide=True),
+    PrintedColumn("ENGINE", "engine", is_wide=True),
     PrintedColumn("TRANSFER", "transfer", is_wide=True),
     PrintedColumn("MAX LEN", "max_len", is_wide=True, is_number=True),
     PrintedColumn("VERSION", "version", is_wide=True),
@@ -108,8 +127,14 @@ def node_row(node: pb.Node) -> Row:
         "max_len": node.max_len,
         "incarnation": node.incarnation,
         "version": node.version,
+        "engine": node.engine or NATIVE_ENGINE,
+        "capabilities": asdict(_capabilities(node)),
         "load": as_dict(load),
     }
+
+
+def _capabilities(node: pb.Node) -> Capabilities:
+    return capabilities_from_proto(node.capabilities) if node.HasField("capabilities") else NATIVE
 
 
 def nodes(clients: AdminClients) -> list[Row]:

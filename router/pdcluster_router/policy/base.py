@@ -95,7 +95,7 @@ class KnownPrefix(msgspec.Struct, frozen=True):
     """What nodes have of a prompt.
 
     cached: tokens by row.
-    source: the row that holds most, NOWHERE for none, the first of equals; held: how much that is.
+    source: of the rows that give KV the one that holds most (NOWHERE: none), the first of equals; held: how much.
     most: of any node.
     """
 
@@ -108,7 +108,7 @@ class KnownPrefix(msgspec.Struct, frozen=True):
 def known_prefix(query: Query, roster: Roster) -> KnownPrefix:
     if not query.cached and not query.held:
         return KnownPrefix(roster.zeros, NOWHERE, 0, 0)
-    row_of, accepting, limit = roster.row_of, roster.accepting, query.num_tokens
+    row_of, givers, limit = roster.row_of, roster.givers, query.num_tokens
     cached, most, source, held = np.zeros(len(roster.names)), 0, NOWHERE, 0
     is_alike = query.held is None or query.held is query.cached
     for incarnation, tokens in query.cached.items():
@@ -120,14 +120,14 @@ def known_prefix(query: Query, roster: Roster) -> KnownPrefix:
         cached[row] = tokens
         if tokens > most:
             most = tokens
-        if is_alike and (tokens > held or (tokens == held and row < source)) and row in accepting:
+        if is_alike and (tokens > held or (tokens == held and row < source)) and row in givers:
             source, held = row, tokens
     if query.held is not None and not is_alike:
         for incarnation, tokens in query.held.items():
             row = row_of.get(incarnation, NOWHERE)
             if tokens > limit:
                 tokens = limit
-            if (tokens > held or (tokens == held and row < source)) and row in accepting:
+            if (tokens > held or (tokens == held and row < source)) and row in givers:
                 source, held = row, tokens
     return KnownPrefix(cached, source, held, most)
 
@@ -178,6 +178,7 @@ class DecisionRecord(msgspec.Struct, frozen=True):
     best, best_s: who else is estimated to be soonest; None for nobody.
     most_cached: of the prompt, on the node that has most of it.
     shadow: what the shadow policy would have done.
+    is_estimated: the computing node reports costs by gaps between its steps.
     """
 
     policy: str
@@ -195,6 +196,7 @@ class DecisionRecord(msgspec.Struct, frozen=True):
     pull: str | None = None
     pull_tokens: int = 0
     shadow: ShadowRecord | None = None
+    is_estimated: bool = False
 
 
 class Decision(msgspec.Struct, frozen=True, eq=False):

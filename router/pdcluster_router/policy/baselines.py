@@ -286,7 +286,7 @@ class Algorithm1:
         """The node with the longest prefix, when `node` should fetch it; None otherwise."""
         best = max((each for each in self.view.nodes if each.accepts_work), key=query.held_on)
         own = query.cached_on(node)
-        if query.held_on(best) <= own or query.held_on(best) < self.balance * own or not best.can_exchange(node):
+        if query.held_on(best) <= own or query.held_on(best) < self.balance * own or not best.can_give(node):
             return None
         return best if best.bandwidth.get(node.name, 0.0) > 0 else None
 

@@ -7,7 +7,8 @@ Sources: predicted TTFT is from Mooncake's Conductor (FAST'25, algorithm 1). The
    A prefix on another node is fetched where that is sooner than computing it. Then its KV exists twice, in room that
    may have held other prefixes. So a copy costs as much as computing it, as far as caches lose prefixes that are asked
    for (Query.lost). Work on a decode node delays no other prompt, so it has no price; its rows pay.
-2. Decode leg: exposed transfer + output × TPOT + what the rows beside it lose + the wait for room + copy.
+2. Decode leg: exposed transfer + output × TPOT + what the rows beside it lose + the wait for room + copy. Where the
+   decode node makes the first token, the whole transfer is exposed, and belongs to the time to first token.
 3. TPOT counts prompts that will be computed beside the row while it lives: those that wait, those that running rows
    came with, and, where nodes have roles, those sent lately. A prompt on a decode node slows a row once.
 4. Local: both legs on one node, without a transfer. Not where the prompt would hold up running rows beyond their limit,
@@ -82,6 +83,7 @@ class Seconds:
             None if found.best == NOWHERE else names[found.best],
             found.best_s,
             known.most,
+            is_estimated=node.capabilities.estimated_cost,
         )
         prefill, rows = None if is_local else node, (row, found.decode)
         decision = Decision(record, node, prefill, decode, rows, query, view, bits, found.work_s)

@@ -67,4 +67,4 @@ def _was_weighed(decision: Decision, holder: NodeView) -> bool:
 def _can_give(holder: NodeView, node: NodeView, query: Query) -> bool:
     """Whether a node can give KV. One that takes no new work may; it declines by itself."""
     apart = holder.endpoint.incarnation != node.endpoint.incarnation
-    return apart and holder.can_exchange(node) and holder.endpoint.incarnation not in query.excluded
+    return apart and holder.can_give(node) and holder.endpoint.incarnation not in query.excluded

@@ -113,6 +113,7 @@ def _decision(
         best=best,
         best_s=best_s,
         most_cached=known.most,
+        is_estimated=view.reported[first.row].capabilities.estimated_cost,
     )
     computing, decode = view.node(first.row), view.node(last.row)
     work_s = alone_s(node, query.uncached_on(computing), min(cached, query.num_tokens - 1))

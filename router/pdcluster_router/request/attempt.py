@@ -53,9 +53,11 @@ class Attempt:
     known_route: RequestRoute | None = None
     # When the prompt must have been taken up, and when this state must be over.
     queue_by = state_by = math.inf
-    # When the prompt was taken up, and had its first token.
+    # When the prompt was taken up, and was done.
     scheduled_at: float | None = None
     computed_at: float | None = None
+    # How long the prefill node keeps what it computed for a decode node.
+    kv_until = math.inf
     has_fast_path = False
 
     def __init__(
@@ -85,6 +87,16 @@ class Attempt:
         self.state_by = moment = self.shared.clock() + seconds
         if moment < self.due:
             self.due = moment
+
+    def note_computed(self) -> None:
+        """The prompt's KV is there. Idempotent."""
+        self.queue_by = math.inf
+        if self.computed_at is not None:
+            return
+        self.computed_at = now = self.shared.clock()
+        parks_s = 0.0 if self.prefill_node is None else self.prefill_node.capabilities.parks_s
+        if parks_s:
+            self.kv_until = now + parks_s
 
     def look_at_clocks(self, now: float) -> None:
         """Bring `due` up to date. Rows on the fast token path move no clock."""

@@ -10,6 +10,8 @@ attempt is over, and another error when the request is. What may happen (P is th
      computing.
   4. D fails or is lost later → RetryAttempt, which replays prompt + emitted tokens.
   5. P's first token is held back until D has reserved (or it ends the request), so that what was streamed can go on.
+  6. P may leave the first token to D, and says Computed in its place. Then D speaks first, perhaps before P does.
+  7. P keeps its KV for as long as its card says. After that no D is asked for it: the prompt is tried anew.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 from pdcluster.core import errors
 from pdcluster.core.messages import (
     Cancel,
+    Computed,
     Deliver,
     Delivered,
     Endpoint,
@@ -194,6 +197,18 @@ def _on_scheduled(attempt: Attempt, leg: RequestLeg, message: Scheduled) -> None
         reserve_anywhere(attempt)
 
 
+def _on_computed(attempt: Attempt, leg: RequestLeg, message: Computed) -> None:
+    if leg is not attempt.prefill:
+        return
+    attempt.note_computed()
+    if attempt.job.note_cached(message.cached_tokens):
+        attempt.known_route = None
+    if attempt.state is S.CARRYING:
+        attempt.set_clock(attempt.shared.settings.stages.transfer_s)
+    elif attempt.state is S.PREFILLING and attempt.state_by == math.inf:
+        reserve_anywhere(attempt)  # its Scheduled was lost
+
+
 def _on_row(attempt: Attempt, leg: RequestLeg, row: TokenRow) -> None:
     if not row.tokens:
         return  # a node says again what was lost, and nothing was
@@ -203,17 +218,14 @@ def _on_row(attempt: Attempt, leg: RequestLeg, row: TokenRow) -> None:
     attempt.queue_by = math.inf
     if attempt.state is not S.DECODING:
         attempt.state = ATTEMPT[attempt.state, "row"]
-        if attempt.computed_at is None:
-            attempt.computed_at = attempt.shared.clock()
+        attempt.note_computed()
     attempt.set_clock(attempt.shared.settings.stages.liveness_s)
     _emit(attempt, row)
 
 
 def _on_first_row(attempt: Attempt, row: TokenRow) -> None:
     """Of the prefill leg."""
-    attempt.queue_by = math.inf
-    if attempt.computed_at is None:
-        attempt.computed_at = attempt.shared.clock()
+    attempt.note_computed()
     if attempt.state is S.DECODING and not attempt.job.awaits_prompt_logprobs:
         return
     if attempt.state is S.PREFILLING or attempt.state is S.RESERVING:
@@ -238,8 +250,7 @@ def _on_reserved(attempt: Attempt, leg: RequestLeg, message: Reserved) -> None:
     attempt.backend = _backend_of(message.ticket)
     _deliver(attempt, message.ticket)
     # Runs only while a decode node has reserved: who waits for room loses no time of the transfer.
-    has_token = attempt.held is not None or len(attempt.job.emitted) > attempt.base
-    if attempt.state is S.CARRYING and has_token:
+    if attempt.state is S.CARRYING and attempt.computed_at is not None:
         attempt.set_clock(attempt.shared.settings.stages.transfer_s)
     if attempt.held is not None:
         row, attempt.held = attempt.held, None
@@ -301,6 +312,7 @@ def _on_lost(attempt: Attempt, leg: RequestLeg, lost: LegLost) -> None:
 _ON: Mapping[type[Body], Callable[[Attempt, RequestLeg, Any], None]] = {
     TokenRow: _on_row,
     Scheduled: _on_scheduled,
+    Computed: _on_computed,
     Reserved: _on_reserved,
     Delivered: _on_delivered,
     Finished: _on_finished,
@@ -332,7 +344,7 @@ def _leg_lost(attempt: Attempt, leg: RequestLeg, cause: errors.PdclusterError) -
 
 
 def _decode_failed(attempt: Attempt, cause: errors.PdclusterError) -> None:
-    """Rules 3 and 4: while the prefill node holds the KV only the decode leg is made anew."""
+    """Rules 3, 4 and 7: while the prefill node holds the KV only the decode leg is made anew."""
     failed = attempt.decode
     if failed is None:
         return
@@ -343,6 +355,7 @@ def _decode_failed(attempt: Attempt, cause: errors.PdclusterError) -> None:
         or attempt.report is not None
         or attempt.state is S.DECODING
         or attempt.decode_failures >= MAX_DECODE_FAILURES
+        or attempt.shared.clock() >= attempt.kv_until
     ):
         raise RetryAttempt(cause, failed.endpoint.incarnation)
     attempt.avoid |= {failed.endpoint.incarnation}
@@ -356,6 +369,8 @@ def _decode_failed(attempt: Attempt, cause: errors.PdclusterError) -> None:
 def reserve_anywhere(attempt: Attempt) -> None:
     """Reserve on the best decode node that has not just refused or failed; when all have, ask again later."""
     job, now, avoid = attempt.job, attempt.shared.clock(), attempt.avoid
+    if now >= attempt.kv_until:
+        raise RetryAttempt(_kv_gone(attempt), None)
     preferred = attempt.decode_node
     if (
         preferred is None
@@ -375,6 +390,13 @@ def reserve_anywhere(attempt: Attempt) -> None:
         _reserve(attempt, preferred)
 
 
+def _kv_gone(attempt: Attempt) -> errors.Overloaded:
+    node = attempt.prefill_node
+    assert node is not None  # it computed the prompt
+    kept_s = node.capabilities.parks_s
+    return errors.Overloaded(f"no decode node had room in the {kept_s:g} s for which {node.name} keeps KV", 0.0)
+
+
 def _pick_decode(attempt: Attempt, now: float) -> NodeView | None:
     assert attempt.prefill_node is not None  # else there is nothing to reserve
     return attempt.shared.selector.choose_decode(attempt.job, now, attempt.prefill_node, attempt.avoid)
@@ -382,7 +404,7 @@ def _pick_decode(attempt: Attempt, now: float) -> NodeView | None:
 
 def _wait_for_room(attempt: Attempt, seconds: float) -> None:
     attempt.decode_node = attempt.known_route = None
-    attempt.set_clock(seconds)
+    attempt.set_clock(min(seconds, attempt.kv_until - attempt.shared.clock()))
 
 
 def _reserve(attempt: Attempt, node: NodeView) -> None:

@@ -38,6 +38,10 @@ class Scene(Protocol):
         """Whether the node would answer the request well, and did not ask for a pause."""
         ...
 
+    def is_heard(self, node: FuzzNode) -> bool:
+        """Whether what the node says reaches the router."""
+        ...
+
     def has_failed(self, request: str, node: FuzzNode) -> bool: ...
 
     def problem(self, kind: str, text: str) -> None: ...
@@ -95,7 +99,8 @@ class IdleWatch:
             return []
         if attempt.state is AttemptState.PREFILLING and attempt.prefill is not None:
             holder = next((node for node in nodes if node.me.incarnation == attempt.prefill.endpoint.incarnation), None)
-            if holder is not None and holder.has_parked(client.ask.name):
+            is_heard = holder is not None and self._scene.is_heard(holder)
+            if holder is not None and is_heard and holder.has_parked(client.ask.name):
                 others = self._fresh(client, nodes, lambda node: node.role != "prefill" and node is not holder)
                 return self._able(client, [node for node in others if node.has_room(client.num_tokens)])
         return []

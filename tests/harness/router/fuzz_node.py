@@ -1,5 +1,7 @@
 """A boot of a node for the request fuzz: it says what real nodes say to a router, and does to requests what its plan
 says. Nothing is computed: tokens follow from the prompt, the seed and the position (`fuzz_tokens`).
+By the plan its prefill legs say token 1, or Computed: then the decode node makes token 1, a reference to KV may be spent
+by a transfer that breaks, and KV is gone after `parks_s` whoever has a ticket for it.
 
 One prompt is computed at a time. All rows go on by a step together. Pages, prefix cache and reports are the real ones.
 What the node does to a leg depends on the plan's seed and the leg alone.
@@ -151,6 +153,11 @@ class FuzzNode:
         yield from self.decodes.values()
 
     @property
+    def leaves_first(self) -> bool:
+        """Whether token 1 of a pair is its decode node's."""
+        return self.world.plan.first_token == "decode"
+
+    @property
     def is_idle(self) -> bool:
         return not self.prefills and not self.decodes
 
@@ -250,6 +257,8 @@ class FuzzNode:
             leg = next((leg for leg in self.legs() if (leg.work.request, leg.work.attempt) == (request, attempt)), None)
             ended = self._ended.get(request, attempt)
             if leg is not None:
+                if leg.kind == "remote" and leg.is_computed and self.leaves_first:
+                    self._say_computed(leg)
                 if leg.output.num_output > position:
                     self._tell(m.Tokens((leg.output.since(position),)))
             elif ended is not None:
@@ -286,6 +295,9 @@ class FuzzNode:
         if known is not None:
             self._end(known)
         if self._is_refused(leg, "prefill"):
+            return
+        if message.remote and self.leaves_first and work.sampling.prompt_logprobs is not None:
+            self._refuse_for_ever(leg, "prefill", "no logprobs of a prompt that another node decodes")
             return
         parked = sum(len(each.pages) for each in self.prefills.values() if each.is_computed)
         if len(self._queue) >= MAX_WAITING or (message.remote and parked * PARKED_SHARE > self.pages.num_pages):
@@ -345,6 +357,11 @@ class FuzzNode:
             return True
         return False
 
+    def _refuse_for_ever(self, leg: Leg, name: m.RefusedLeg, reason: str) -> None:
+        work = leg.work
+        self.world.forbid(work.request)
+        self._tell(m.Refused(work.request, work.attempt, name, reason, 0.0, retryable=False))
+
     def _refuse(self, leg: Leg, name: m.RefusedLeg, reason: str, hint_s: float | None = None) -> None:
         hint_s = self.spec.hint_s if hint_s is None else hint_s
         self.world.refused(leg.work.request, self.me.incarnation, hint_s)
@@ -387,7 +404,9 @@ class FuzzNode:
         self._computing = leg
         if parent is not None:
             leg.cached_tokens = leg.num_tokens - 1
-        if leg.kind == "remote" or leg.cached_tokens:
+        quiet = self.world.plan.chance("unscheduled", leg.work.request, leg.work.attempt)
+        is_quiet = self.leaves_first and quiet < 0.3
+        if (leg.kind == "remote" and not is_quiet) or leg.cached_tokens:
             self._tell(m.Scheduled(leg.work.request, leg.work.attempt, min(leg.cached_tokens, leg.num_tokens)))
         seconds = self.spec.prompt_s + self.spec.prompt_token_s * leg.num_uncached
         self._later(seconds, leg, partial(self._on_computed, leg))
@@ -403,15 +422,22 @@ class FuzzNode:
             self._say_next(leg, 1)
             self._step_soon()
         else:
-            self._say_next(leg, 1)
+            if self.leaves_first:
+                self._say_computed(leg)
+            else:
+                self._say_next(leg, 1)
             if not leg.is_over:
-                self._later(PARKING_S, leg, partial(self._end_parking, leg))
+                self._later(self.world.plan.parks_s or PARKING_S, leg, partial(self._end_parking, leg))
                 self._push(leg)
         self._compute_next()
         self.changed()
 
+    def _say_computed(self, leg: Leg) -> None:
+        cached = min(leg.cached_tokens, leg.num_tokens)
+        self._tell(m.Computed(leg.work.request, leg.work.attempt, cached))
+
     def _end_parking(self, leg: Leg) -> None:
-        if leg.ticket is None:
+        if leg.ticket is None or self.world.plan.parks_s:
             self._tell(m.Failed(leg.work.request, leg.work.attempt, "overloaded", "no decode node took the KV", True))
             self._end(leg)
         else:
@@ -428,9 +454,14 @@ class FuzzNode:
         self._later(TRANSFER_S, leg, partial(self._commit, leg, ticket))
 
     def _give_up(self, leg: Leg, ticket: m.Ticket, reason: str) -> None:
-        if leg.ticket is ticket:
-            leg.ticket = None
-            self._refuse_ticket(ticket, reason)
+        if leg.ticket is not ticket:
+            return
+        if self.leaves_first and self.world.plan.chance("spent", leg.work.request, ticket.attempt) < 0.5:
+            self.world.fault(ticket.request, ticket.reader.incarnation)
+            self._fail(leg, f"{reason}, and its reference is spent")
+            return
+        leg.ticket = None
+        self._refuse_ticket(ticket, reason)
 
     def _commit(self, leg: Leg, ticket: m.Ticket) -> None:
         """The last word on a ticket. The reader takes the KV, or the ticket is dead."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
+from pdcluster.bootstrap.card import FirstToken
 from pdcluster.core.messages import Role
 from pdcluster_router.core.generation import Force
 from pdcluster_router.policy.base import Fallback
@@ -102,7 +103,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Plan:
-    """mode, fallback: the router's own. costs etc.: see DispatchSettings. heal_at: from then on nothing bad happens."""
+    """mode, fallback: the router's own. first_token, parks_s: by the cards of all nodes. costs etc.: see DispatchSettings. heal_at: from then on nothing bad happens."""
 
     seed: int
     policy: str
@@ -116,6 +117,8 @@ class Plan:
     asks: tuple[Ask, ...]
     mishaps: tuple[Mishap, ...]
     rates: Rates = field(default_factory=Rates)
+    first_token: FirstToken = "prefill"
+    parks_s: float = 0.0
     heal_at: float = 15.0
 
     def chance(self, *words: object) -> float:
@@ -155,6 +158,9 @@ def draw_plan(seed: int) -> Plan:
         rates=_draw_rates(rng),
     )
     plan = replace(plan, asks=tuple(_draw_asks(rng, nodes)), mishaps=tuple(_draw_mishaps(rng, nodes)))
+    engine = random.Random(f"engine {seed}")  # so that what else happens is the same with both
+    if engine.random() < 0.4:
+        plan = replace(plan, first_token="decode", parks_s=engine.choice((0.0, 0.7, 3.0)))
     return rng.choice((_as_is, _as_is, _without_decode, _full_of_rows, _large_and_small))(rng, plan)
 
 

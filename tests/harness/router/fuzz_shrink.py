@@ -54,7 +54,10 @@ def told(outcome: Outcome) -> str:
     """For whoever reads that a test failed."""
     least, plan = shrunk(outcome), outcome.plan
     small = least.plan
-    settings = {name: getattr(small, name) for name in ("policy", "mode", "fallback", "ttft_s", "patience_s", "age_s")}
+    settings = {
+        name: getattr(small, name)
+        for name in ("policy", "mode", "fallback", "ttft_s", "patience_s", "age_s", "first_token", "parks_s")
+    }
     return "\n".join(
         [
             f"seed {plan.seed}: {len(outcome.problems)} problems, first: {outcome.problems[0]}",

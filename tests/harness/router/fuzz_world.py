@@ -28,7 +28,7 @@ from fuzz_tokens import EOS, TOKEN_BYTES
 from leftovers import find_names
 from virtual_time import Stuck, VirtualLoop
 
-from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard
+from pdcluster.bootstrap.card import Capabilities, ClusterSnapshot, NodeCard
 from pdcluster.checkpoint import bundled
 from pdcluster.core import errors
 from pdcluster.core import messages as m
@@ -162,6 +162,9 @@ class World:
         is_honest = not any(self.clients[name].is_open for name in node.forgotten) and not node.refuses_all
         return is_honest and self.network.is_clear(node.me.node) and max(pauses) < self.now
 
+    def is_heard(self, node: FuzzNode) -> bool:
+        return self.network.is_clear(node.me.node)
+
     def chunk(self, message: m.FetchFile) -> m.FileChunk:
         return text_files().chunk(message)
 
@@ -256,10 +259,13 @@ class World:
     def _card(self, node: FuzzNode) -> NodeCard:
         layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, page_tokens=BLOCK, dtype="float32")
         fingerprint = Fingerprint(MODEL, node.weights, m.PROTOCOL_VERSION, BLOCK, layout)
-        spec = node.spec
+        spec, plan = node.spec, self.plan
         return NodeCard(
             spec.name, node.me.incarnation, node.role, node.endpoint.address, MODEL, fingerprint, spec.max_len, VOCAB,
             spec.num_pages, (EOS,), text_files().digest, ("shm",), model_aliases=(),
+            capabilities=Capabilities(
+                pulls=plan.first_token == "prefill", first_token=plan.first_token, parks_s=plan.parks_s
+            ),
         )  # fmt: skip
 
     async def _snapshots(self) -> AsyncIterator[ClusterSnapshot]:

@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from pdcluster.bootstrap.card import NATIVE, Capabilities
 from pdcluster.core.messages import Endpoint, Load, Role
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost
 from pdcluster_router.cluster.view import ClusterView, InFlightWork, NodeView
@@ -15,6 +16,9 @@ from pdcluster_router.policy.candidates import Candidates
 
 COST = NodeCost(PrefillCost(0.005, 1e-4, 1e-9, 512, 100), DecodeCost(0.008, 2e-4, 1e-8, 100))
 
+
+NO_PULLS = Capabilities(pulls=False)
+FIRST_BY_DECODE = Capabilities(pulls=False, first_token="decode", parks_s=25.0, estimated_cost=True)
 
 COUNTS = (
     "waiting",
@@ -137,6 +141,7 @@ def clusters(draw: st.DrawFn, max_nodes: int = 6) -> ClusterView:
                 models=draw(st.sampled_from([frozenset("a"), frozenset("ab")])),
                 backends=draw(st.sampled_from([("shm",), ("tcp",), ("shm", "tcp"), ()])),
                 pending=draw(st.builds(InFlightWork, *[st.integers(0, 1000)] * 6)),
+                capabilities=draw(st.sampled_from([NATIVE, NATIVE, NO_PULLS, FIRST_BY_DECODE])),
                 bandwidth={f"n{other}": draw(st.sampled_from([0.0, 1e6, 1e9])) for other in range(3)},
             )
         )

@@ -288,6 +288,8 @@ class Scene:
         match what:
             case "scheduled":
                 self.says(first, lambda work: m.Scheduled(work.request, work.attempt, number % 7))
+            case "computed":
+                self.says(first, lambda work: m.Computed(work.request, work.attempt, number % 7))
             case "token":
                 self.row(first, tokens[:1], -self.num_output)
             case "row":

@@ -25,19 +25,24 @@ LATE: Steps = [
     ("token", 0, (LETTERS[0],)), ("reserved", 0, ()), ("scheduled", 2, ()), ("delivered", 2, ()), ("row", 0,
     (LETTERS[1],)), ("finished", 0, ()),
 ]  # fmt: skip
+# Whose first token is the decode node's.
+COMPUTED: Steps = [
+    ("scheduled", 2, ()), ("reserved", 0, ()), ("computed", 2, ()), *[("row", 0, (letter,)) for letter in LETTERS[:2]],
+    ("delivered", 2, ()), *[("row", 0, (letter,)) for letter in LETTERS[2:5]], ("finished", 0, ()),
+]  # fmt: skip
 EARLY_END: Steps = [("scheduled", 2, ()), ("token", 0, (LETTERS[0],)), ("ended early", 2, ())]
 USUAL: dict[str, list[Steps]] = {
     "one node": [LOCAL, UNANNOUNCED],
     "two nodes": [LOCAL],
-    "a pair": [REMOTE, LATE, EARLY_END],
-    "no slack": [REMOTE, EARLY_END],
-    "two pairs": [REMOTE, EARLY_END],
+    "a pair": [REMOTE, LATE, COMPUTED, EARLY_END],
+    "no slack": [REMOTE, COMPUTED, EARLY_END],
+    "two pairs": [REMOTE, COMPUTED, EARLY_END],
 }
 
 HAPPENS = (
     "ahead", "again", "early", "empty", "wrong token", "stranger", "refused", "failed", "lost", "rewelcomed", "dead",
     "deaf", "hears",
-    "pause", "resume", "gone", "stopping", "cancelled", "time", "row", "scheduled", "token", "reserved", "delivered",
+    "pause", "resume", "gone", "stopping", "cancelled", "time", "row", "scheduled", "computed", "token", "reserved", "delivered",
     "finished", "ended early",
 )  # fmt: skip
 ONE = st.tuples(st.sampled_from(HAPPENS), st.integers(0, 11), TOKENS)

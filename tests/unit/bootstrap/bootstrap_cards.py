@@ -2,11 +2,17 @@
 
 from typing import Any
 
-from pdcluster.bootstrap.card import NodeCard
+from pdcluster.bootstrap.card import Capabilities, NodeCard
 from pdcluster.kv.layout import Fingerprint, KVLayout
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, page_tokens=32, dtype="float32")
 FINGERPRINT = Fingerprint("tiny", "sha-1", 1, 32, LAYOUT)
+# Of a node whose engine differs from ours in all that a card says.
+OTHER_ENGINE = Fingerprint("tiny", "sha-1", 1, 32, LAYOUT, engine="vllm")
+ALL_OTHER = Capabilities(
+    pulls=False, parks_s=25.0, digests=False, keyed_sampling=False, estimated_cost=True, first_token="decode",
+    embeds=True,
+)  # fmt: skip
 
 
 def make_card(node: str = "prefill-0", incarnation: str = "boot-1", **changes: Any) -> NodeCard:

@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 import uvloop
-from bootstrap_cards import FINGERPRINT, make_card
+from bootstrap_cards import ALL_OTHER, FINGERPRINT, OTHER_ENGINE, make_card
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -187,6 +187,21 @@ async def test_a_node_that_does_not_fit_is_told_why_and_stops_trying(address: st
         with pytest.raises(ConfigError, match="weights 'sha-2' here, 'sha-1' there"):
             await news(other)
         assert view.names() == ["prefill-0"]
+
+
+async def test_a_node_of_another_engine_is_told_so_and_a_cluster_of_that_engine_forms(
+    address: str, make_agent: MakeAgent
+) -> None:
+    fits, other, mate = make_agent(address), make_agent(address), make_agent(address)
+    fits.start(make_card("prefill-0", fingerprint=OTHER_ENGINE, capabilities=ALL_OTHER))
+    async with watching(address) as view:
+        await view.until(lambda: view.names() == ["prefill-0"])
+        other.start(make_card("decode-0"))
+        with pytest.raises(ConfigError, match=r"'decode-0' runs the engine 'native'.*'prefill-0'.* runs 'vllm'"):
+            await news(other)
+        mate.start(make_card("decode-1", fingerprint=OTHER_ENGINE, capabilities=ALL_OTHER))
+        await view.until(lambda: view.names() == ["decode-1", "prefill-0"])
+        assert view.last is not None and {card.capabilities for card in view.last.nodes} == {ALL_OTHER}
 
 
 async def test_an_older_boot_of_a_node_is_told_that_it_was_replaced(address: str, make_agent: MakeAgent) -> None:

@@ -1,12 +1,13 @@
 """What nodes say of themselves: cards and snapshots, on the wire and when they are wrong."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from bootstrap_cards import FINGERPRINT, LAYOUT, make_card
+from bootstrap_cards import ALL_OTHER, FINGERPRINT, LAYOUT, OTHER_ENGINE, make_card
 
-from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard, check_card
+from pdcluster.bootstrap.card import NATIVE, ClusterSnapshot, NodeCard, check_card
 from pdcluster.bootstrap.card_messages import (
     card_from_proto,
     card_to_proto,
@@ -16,6 +17,7 @@ from pdcluster.bootstrap.card_messages import (
 )
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.messages import Endpoint
+from pdcluster.kv.layout import KVType
 from pdcluster.transfer.backends.base import Peer
 
 
@@ -31,11 +33,39 @@ def test_a_card_knows_its_peer_endpoint_and_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    "card", [make_card(), make_card(pid=None, eos_ids=(), backends=(), draining=True, role="mixed")]
+    "card",
+    [
+        make_card(),
+        make_card(pid=None, eos_ids=(), backends=(), draining=True, role="mixed"),
+        make_card(fingerprint=OTHER_ENGINE, capabilities=ALL_OTHER),
+        make_card(capabilities=replace(NATIVE, parks_s=0.5)),
+    ],
 )
 def test_a_card_comes_back_from_protobuf_as_it_was(card: NodeCard) -> None:
     check_card(card)
     assert card_from_proto(card_to_proto(card)) == card
+
+
+def test_a_card_of_an_earlier_version_is_that_of_a_native_node() -> None:
+    proto = card_to_proto(make_card())
+    proto.ClearField("capabilities")
+    proto.fingerprint.ClearField("engine")
+    card = card_from_proto(proto)
+    assert card == make_card() and card.capabilities == NATIVE and card.engine == "native"
+
+
+def test_earlier_versions_compute_the_same_digest_of_a_native_node_and_none_of_another() -> None:
+    """The pinned value is what a bootstrap of version 1.0 computes of these fields."""
+    assert FINGERPRINT.digest() == "a68348d08c6eee73"
+    assert OTHER_ENGINE.digest() not in (FINGERPRINT.digest(), replace(OTHER_ENGINE, engine="sglang").digest())
+    assert OTHER_ENGINE != FINGERPRINT
+
+
+@pytest.mark.parametrize("dtype, nbytes", [("float32", 4), ("bfloat16", 2), ("float16", 2), ("fp8", 1)])
+def test_kv_of_other_engines_has_its_own_types(dtype: KVType, nbytes: int) -> None:
+    layout = replace(LAYOUT, dtype=dtype)
+    check_card(make_card(fingerprint=replace(OTHER_ENGINE, layout=layout)))
+    assert layout.token_bytes == 2 * 2 * 2 * 32 * nbytes
 
 
 def test_groups_of_weights_travel_beside_the_fingerprint_s_digest() -> None:
@@ -80,6 +110,11 @@ BAD: list[dict[str, Any]] = [
     {"fingerprint": replace(FINGERPRINT, weight_groups=bytes(2049))},
     {"fingerprint": replace(FINGERPRINT, protocol=0)}, {"fingerprint": replace(FINGERPRINT, layout=replace(LAYOUT,
     num_layers=0))},
+    {"capabilities": replace(ALL_OTHER, parks_s=math.nan)}, {"capabilities": replace(ALL_OTHER, parks_s=math.inf)},
+    {"capabilities": replace(ALL_OTHER, parks_s=-0.1)}, {"capabilities": replace(ALL_OTHER, parks_s=86_401.0)},
+    {"capabilities": replace(ALL_OTHER, first_token="")}, {"capabilities": replace(ALL_OTHER, first_token="both")},
+    {"fingerprint": replace(OTHER_ENGINE, engine="")}, {"fingerprint": replace(OTHER_ENGINE, engine="v" * 129)},
+    {"fingerprint": replace(OTHER_ENGINE, engine="v\n")},
     {"fingerprint": replace(FINGERPRINT, layout=replace(LAYOUT, dtype="int3"))}, {"fingerprint": replace(FINGERPRINT,
     model="m" * 2000)},
 ]  # fmt: skip

@@ -3,13 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from bootstrap_cards import FINGERPRINT, LAYOUT, make_card
+from bootstrap_cards import FINGERPRINT, LAYOUT, OTHER_ENGINE, make_card
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdcluster.bootstrap.store import NodeStore, StoreSettings, differences
 from pdcluster.checkpoint.weights_digest import group_names
 from pdcluster.core.errors import BadRequest, ConfigError, Overloaded
+from pdcluster.kv.layout import Fingerprint
 from pdcluster.transfer.backends.base import Peer
 
 LEASE_S = 6.0
@@ -119,6 +120,17 @@ def test_a_node_that_promises_equal_bits_and_one_that_does_not_are_no_cluster(st
         match=r"arithmetic 'invariant, bf16 pairs, 1 rank' here, 'default' there.*--deterministic on all or none",
     ):
         store.register(make_card("decode-0", fingerprint=other))
+
+
+@pytest.mark.parametrize("first, second", [(FINGERPRINT, OTHER_ENGINE), (OTHER_ENGINE, FINGERPRINT)])
+def test_a_cluster_has_one_engine(store: NodeStore, first: Fingerprint, second: Fingerprint) -> None:
+    store.register(make_card("prefill-0", fingerprint=first))
+    says = f"'decode-0' runs the engine '{second.engine}'.*'prefill-0' of this cluster runs '{first.engine}'"
+    with pytest.raises(ConfigError, match=says):
+        store.register(make_card("decode-0", fingerprint=second))
+    assert names(store) == [("prefill-0", "boot-1")]
+    store.register(make_card("prefill-0", "boot-2", fingerprint=second))
+    store.register(make_card("decode-0", fingerprint=second))
 
 
 def test_a_node_that_serves_another_model_name_is_refused(store: NodeStore) -> None:

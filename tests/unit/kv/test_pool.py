@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from pdcluster.core.errors import ConfigError
-from pdcluster.kv.layout import KVLayout
+from pdcluster.kv.layout import KVLayout, KVType
 from pdcluster.kv.pool import KVPool
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, page_tokens=8, dtype="bfloat16")
@@ -30,6 +31,12 @@ def test_a_page_is_one_contiguous_run_of_layers_sides_heads_and_tokens(pool: KVP
     assert pool.tensor.is_contiguous()
     assert pool.nbytes == 5 * LAYOUT.page_bytes == pool.tensor.nbytes
     assert pool.tensor[3].data_ptr() - pool.address == 3 * LAYOUT.page_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float16", "fp8"])
+def test_kv_that_only_other_engines_keep_is_refused_by_name(dtype: KVType) -> None:
+    with pytest.raises(ConfigError, match=f"our own engine keeps no KV in {dtype}"):
+        KVPool(replace(LAYOUT, dtype=dtype), 5)
 
 
 def test_pages_start_as_zeros(pool: KVPool) -> None:

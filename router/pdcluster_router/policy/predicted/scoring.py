@@ -186,7 +186,9 @@ def weigh_first(
     for row in range(len(nodes)):
         if not takes(legs, row, bit, passed_over):
             continue
-        node, bytes_s = nodes[row], 0.0 if row == asked.source else paths[row]
+        node, bytes_s = nodes[row], paths[row]
+        if row == asked.source or node.pulls == 0.0:
+            bytes_s = 0.0
         fetch_s, compute_s, paused_s, is_fetched = prompt_on(node, cached[row], asked.held, bytes_s, asked)
         price_s, slowed_s = node.is_server * choice.price * compute_s, asked.harm * paused_s * node.rows
         copied_s, room_s, decode_s, others_s = copy_s(node, cached[row], kept, asked), 0.0, 0.0, 0.0
@@ -239,7 +241,9 @@ def weigh_decode(
     chunk_tokens, compute_s = asked.parked_chunk, 0.0
     if not is_parked:
         chunk_tokens = nodes[choice.prefill].chunk_tokens
-        compute_s = seen[start_of(PREFILL_LEG) + choice.skipped].compute_s
+        # A node that leaves the first token to another sends nothing before the prompt is done.
+        if nodes[choice.prefill].leaves_first == 0.0:
+            compute_s = seen[start_of(PREFILL_LEG) + choice.skipped].compute_s
     passed_over = 0
     for row in range(len(nodes)):
         if takes(legs, row, DECODES, BUSY) and (is_parked or is_partner(nodes, choice.prefill, row)):
@@ -328,7 +332,7 @@ def pair(
         choice.bearable = -1.0 if keeps_pace(node, cached[choice.prefill], asked) else num_slowed(node)
         rank = calm_rank(nodes, cached, asked, choice, seen)
         choice.is_calm = 1 if rank >= 0 else 0
-    if rank >= 0 and is_local_better(rank, asked, choice, seen):
+    if rank >= 0 and is_local_better(nodes, rank, asked, choice, seen):
         choose_local(nodes, rank, asked, choice, seen)
         for row in range(len(nodes)):
             if legs[row] & SERVES != 0 and not bears(nodes[row], cached[row], asked, choice.bearable):
@@ -349,6 +353,8 @@ def predict(nodes: Nodes, place: int, asked: RequestRow, choice: ChoiceRow, seen
     first = seen[place]
     node, known = nodes[first.row], min(first.cached, asked.num_tokens - 1.0)
     choice.ttft_s, choice.is_fetched = ttft_s(first), first.is_fetched
+    if choice.mode == REMOTE:
+        choice.ttft_s += handover_s(nodes, choice, seen)
     choice.tpot_s = row_on(nodes[choice.decode], cached_of(choice, seen, first), asked, choice)[0]
     choice.work_s, choice.estimate_s = alone_s(node, asked.num_tokens - known, known), first.estimate_s
     choice.best, choice.best_s = NOWHERE, 0.0
@@ -376,6 +382,11 @@ def ttft_s(candidate: CandidateRow) -> float:
     return candidate.wait_s + candidate.compute_s + candidate.fetch_s
 
 
+def handover_s(nodes: Nodes, choice: ChoiceRow, seen: Seen) -> float:
+    """What of the transfer the first token waits for."""
+    return seen[start_of(DECODE_LEG)].exposed_s if nodes[choice.prefill].leaves_first > 0.0 else 0.0
+
+
 def calm_rank(nodes: Nodes, cached: Numbers, asked: RequestRow, choice: ChoiceRow, seen: Seen) -> int:
     """Rank of the best local node that holds up no running rows for long; -1 for none.
 
@@ -388,11 +399,12 @@ def calm_rank(nodes: Nodes, cached: Numbers, asked: RequestRow, choice: ChoiceRo
     return -1
 
 
-def is_local_better(rank: int, asked: RequestRow, choice: ChoiceRow, seen: Seen) -> bool:
+def is_local_better(nodes: Nodes, rank: int, asked: RequestRow, choice: ChoiceRow, seen: Seen) -> bool:
     """Whether mode local is better. The last mode keeps a margin."""
     prefill, decode = seen[start_of(PREFILL_LEG) + choice.skipped], seen[start_of(DECODE_LEG)]
     local, remote_cost = seen[start_of(LOCAL_LEG) + rank], prefill.cost + decode.cost
-    margin = asked.margin * min(ttft_s(prefill), ttft_s(local)) + doubt_s(prefill) + doubt_s(local)
+    remote_s = ttft_s(prefill) + handover_s(nodes, choice, seen)
+    margin = asked.margin * min(remote_s, ttft_s(local)) + doubt_s(prefill) + doubt_s(local)
     if asked.previous == REMOTE:
         return local.cost + margin < remote_cost
     return local.cost < remote_cost + (margin if asked.previous == LOCAL else 0.0)

@@ -239,6 +239,9 @@ def test_an_estimate_has_the_error_bar_of_the_node_that_it_is_about() -> None:
     candidates = {each.node: each for each in found.decisions[0].candidates if not each.rejected_by}
     assert candidates["m1"].ttft_error_s == pytest.approx(0.05)
     assert "first token predicted after 100.0 ms ± 50.0 ms" in text_of(found)
+    assert "estimated" not in text_of(found)
+    guessed = replace(found, decisions=[replace(found.decisions[0], is_estimated=True)])
+    assert "first token predicted after 100.0 ms ± 50.0 ms (estimated)" in text_of(guessed)
 
 
 def test_an_explanation_is_json_and_reads_back_and_is_a_table_for_people() -> None:

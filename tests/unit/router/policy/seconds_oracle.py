@@ -178,6 +178,7 @@ def prompt_on(node_row: Station, query: Query, source: NodeView | None) -> Promp
     if (
         source is None
         or source is node
+        or not node.capabilities.pulls
         or query.held_on(source) <= own
         or not (bytes_s := source.bandwidth.get(node.name, 0.0))
     ):
@@ -385,7 +386,7 @@ class PlainSeconds:
                 lately if decoding else 0.0,
             ),
             local_share=min(query.busy_decoding / len(decoding), MOST_SHARE) if decoding else 0.0,
-            source=max(_accepting(view), key=query.held_on, default=None),
+            source=max((node for node in _accepting(view) if node.capabilities.pulls), key=query.held_on, default=None),
         )
 
     def _price(self, node_rows: Sequence[Station], num_held: int) -> float:
@@ -418,7 +419,8 @@ class PlainSeconds:
     def _rank_decode(
         self, node_rows: Sequence[Station], query: Query, prefill: Station, compute: float, market: Market
     ) -> Ranked:
-        exposed = [exposed_s(prefill, node_row.node, query, compute) for node_row in node_rows]
+        hidden = 0.0 if prefill.node.capabilities.first_token == "decode" else compute
+        exposed = [exposed_s(prefill, node_row.node, query, hidden) for node_row in node_rows]
         values = [
             decode_values(node_row, query, late, market) for node_row, late in zip(node_rows, exposed, strict=True)
         ]
@@ -473,7 +475,8 @@ class PlainSeconds:
         doubt_s = sum(
             min(leg.best.pace.prefill.error.doubt, 0.5) * (leg.values[0] + leg.values[1]) for leg in (remote[0], local)
         )
-        margin = self._margin * min(_ttft(remote[0].values), _ttft(local.values)) + doubt_s
+        remote_s = _ttft(remote[0].values) + _handover_s(*remote)
+        margin = self._margin * min(remote_s, _ttft(local.values)) + doubt_s
         if query.previous == "remote":
             return local.cost + margin < remote_cost
         return local.cost < remote_cost + (margin if query.previous == "local" else 0.0)
@@ -489,6 +492,7 @@ class PlainSeconds:
     ) -> PlainChoice:
         prefills, decodes = remote
         ttft_s, tpot_s = _predicted(prefills, decodes, market, query)
+        ttft_s += _handover_s(prefills, decodes)
         pull = _pull(prefills.best, market, query)
         return PlainChoice(prefills.best.node.name, decodes.best.node.name, record, ttft_s, tpot_s, pull)
 
@@ -522,6 +526,11 @@ def _paced_s(node_row: Station, query: Query) -> float:
 def _predicted(first: Ranked, decodes: Ranked, market: Market, query: Query) -> tuple[float, float]:
     """The time to the first token, and between tokens."""
     return _ttft(first.values), row_tpot_s(decodes.best, query, market)
+
+
+def _handover_s(prefills: Ranked, decodes: Ranked) -> float:
+    """What of the transfer, the second term of a decode leg, the first token waits for."""
+    return decodes.values[1] if prefills.best.node.capabilities.first_token == "decode" else 0.0
 
 
 def _pull(node_row: Station, market: Market, query: Query) -> str | None:

@@ -11,8 +11,9 @@ from dataclasses import replace as of_cost
 
 import pytest
 from msgspec.structs import replace
-from policy_cases import batch, make_load, make_node, queue, view
+from policy_cases import FIRST_BY_DECODE, NO_PULLS, batch, make_load, make_node, queue, view
 
+from pdcluster.bootstrap.card import NATIVE
 from pdcluster.core.messages import Endpoint, Load, Role
 from pdcluster.cost.cost import CostError, DecodeCost, NodeCost, PrefillCost
 from pdcluster_router.cluster.view import ClusterView, NodeView
@@ -25,6 +26,7 @@ from pdcluster_router.policy.predicted.cost_model import (
     UNMEASURED_BYTES_S,
 )
 from pdcluster_router.policy.predicted_seconds import Seconds
+from pdcluster_router.policy.pull import PullRule
 
 TOKEN_S, STEP_S, ROW_S = 1e-4, 0.01, 0.001
 COST = NodeCost(PrefillCost(0.0, TOKEN_S, 0.0, 0, 100), DecodeCost(STEP_S, ROW_S, 0.0, 100))
@@ -169,6 +171,27 @@ def test_rule_1_a_copy_costs_what_computing_it_takes_beside_rows() -> None:
     assert found["copy"] == pytest.approx(COPY_WEIGHT * 0.08 * 1.16)
 
 
+@pytest.mark.parametrize("who", ["holder", "node"])
+def test_rule_1_nothing_is_fetched_where_either_node_s_engine_gives_no_kv(who: str) -> None:
+    able = {each: NO_PULLS if each == who else NATIVE for each in ("holder", "node")}
+    holder = node("d0", "decode", bandwidth={"p0": 1e8}, capabilities=able["holder"])
+    asked = replace(PAIR, cached={"d0-boot": 900})
+    choice = choose(asked, node("p0", "prefill", capabilities=able["node"]), holder)
+    assert choice.pull is None and choice.record.most_cached == 900
+    assert terms(choice, "prefill", "p0")["fetch"] == 0.0 and terms(choice, "prefill", "p0")["compute"] > 0.09
+    assert PullRule().apply(choice).pull is None
+    pulled = choose(asked, node("p0", "prefill"), replace(holder, capabilities=NATIVE))
+    assert pulled.pull is not None, "it is this alone that keeps it"
+
+
+def test_rule_1_a_prefix_comes_from_the_best_of_those_that_give_it() -> None:
+    most = node("d0", "decode", bandwidth={"p0": 1e8}, capabilities=NO_PULLS)
+    less = node("d1", "decode", bandwidth={"p0": 1e8})
+    asked = replace(PAIR, cached={"d0-boot": 900, "d1-boot": 800})
+    choice = choose(asked, node("p0", "prefill"), most, less)
+    assert choice.pull is less and choice.pull_tokens == 0 and choice.record.most_cached == 900
+
+
 def test_rule_1_a_copy_that_is_fetched_takes_as_much_room() -> None:
     holder, asked = (
         node("p0", "prefill", queue(9000), bandwidth={"p1": 1e8}),
@@ -218,6 +241,23 @@ def test_rule_2_a_transfer_is_exposed_as_far_as_computing_does_not_hide_it() -> 
     assert terms(choice, "decode", "d2")["exposed"] == pytest.approx(
         HANDOVER_S + LAST_GROUP * 1e6 / UNMEASURED_BYTES_S
     ), "not measured yet"
+
+
+def test_rule_2_a_decode_node_that_makes_the_first_token_hides_nothing_and_the_client_waits_for_all_of_it() -> None:
+    able = {"capabilities": FIRST_BY_DECODE}
+    nodes = node("p0", "prefill", bandwidth={"d0": 1e7}, **able), node("d0", "decode", **able)
+    choice = choose(PAIR, *nodes)
+    handover_s = HANDOVER_S + 0.1
+    assert terms(choice, "decode", "d0")["exposed"] == pytest.approx(handover_s)
+    assert choice.record.ttft_s == pytest.approx(0.1 + handover_s) and choice.record.is_estimated
+    native = choose(PAIR, *(replace(each, capabilities=NATIVE) for each in nodes))
+    assert terms(native, "decode", "d0")["exposed"] == pytest.approx(HANDOVER_S + LAST_GROUP * 0.1)
+    assert native.record.ttft_s == pytest.approx(0.1) and not native.record.is_estimated
+
+
+def test_rule_2_alone_such_a_node_hands_nothing_over() -> None:
+    choice = choose(replace(PAIR, force="local"), node("m0", "mixed", capabilities=FIRST_BY_DECODE))
+    assert choice.record.ttft_s == pytest.approx(0.1)
 
 
 def test_rule_2_only_what_the_decode_node_has_not_cached_is_sent() -> None:

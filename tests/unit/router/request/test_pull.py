@@ -7,7 +7,7 @@ from dispatch_pair import EXPECTED, NoModels, collect, make_generation, make_pai
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from policy_cases import make_decision
+from policy_cases import NO_PULLS, make_decision
 from scripted_cluster import make_node
 
 from pdcluster.core import messages as m
@@ -64,6 +64,19 @@ def test_enough_must_be_saved_a_block_at_least_and_the_last_token_never_counts(
 
 def test_a_node_without_a_common_medium_is_not_asked() -> None:
     assert PullRule().holder(P0, query(d0=24), ClusterView((P0, replace(D0, backends=("tcp",))))) is None
+
+
+@pytest.mark.parametrize("unable", ["p0", "d0"])
+@pytest.mark.parametrize("policy", ["product", "conductor", "least-load", "kv-cost"])
+def test_no_policy_pulls_to_or_from_a_node_whose_engine_gives_no_kv(policy: str, unable: str) -> None:
+    nodes = (replace(P0, bandwidth={}), replace(D0, bandwidth={"p0": 1e9}))
+    asked = query(d0=24)
+    some = make_policy(policy).choose(replace(asked, force="remote"), ClusterView(nodes))
+    assert PullRule().apply(some).pull is not None
+    view = ClusterView(tuple(replace(each, capabilities=NO_PULLS) if each.name == unable else each for each in nodes))
+    none = make_policy(policy).choose(replace(asked, force="remote"), view)
+    assert PullRule().apply(none).pull is None and none.pull is None
+    assert (none.record.prefill, none.record.decode) == ("p0", "d0"), "KV of its own prompt goes there as before"
 
 
 def test_neither_the_node_itself_nor_one_that_failed_the_request_is_asked() -> None:
