@@ -7,6 +7,8 @@ other modules.
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 
 import typer
 
@@ -44,9 +46,11 @@ def _node(loaded: LoadedSection[NodeConfig]) -> int:
     if config.cores:
         _pin(config.cores)  # before numpy and torch size their thread pools
     log.configure(config.log, process=config.name or config.role)
-    from pdcluster.node.native import process
-
-    return process.run(config)
+    if config.engine == "vllm":
+        from pdcluster.node.vllm.process import run
+    else:
+        from pdcluster.node.native.process import run
+    return run(config)
 
 
 def _bootstrap(loaded: LoadedSection[BootstrapConfig]) -> int:
@@ -89,7 +93,12 @@ def check(file: SettingsFile = None, pairs: SettingPairs = None, section: Sectio
 
 
 def main() -> None:
-    app()
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["node"] and "--" in arguments:
+        # What stands behind -- is vLLM's.
+        cut = arguments.index("--")
+        arguments[cut:] = ["--vllm-args", shlex.join(arguments[cut + 1 :])]
+    app(arguments)
 
 
 if __name__ == "__main__":

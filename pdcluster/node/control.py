@@ -59,7 +59,8 @@ MOVE_S = 5.0
 class NodeLeg(AnyLeg, Protocol):
     """A leg that runs here."""
 
-    output: EmittedTokens
+    @property
+    def output(self) -> EmittedTokens: ...
 
 
 class EngineSide(Protocol):

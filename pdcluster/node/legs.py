@@ -113,9 +113,14 @@ def key_of(work: Work) -> str:
 
 
 class AnyLeg(Protocol):
-    request: str
-    attempt: int
-    router: Peer
+    @property
+    def request(self) -> str: ...
+
+    @property
+    def attempt(self) -> int: ...
+
+    @property
+    def router(self) -> Peer: ...
 
 
 L = TypeVar("L", bound=AnyLeg)

@@ -48,6 +48,7 @@ from pdcluster.settings.kinds import (
     path,
     size,
     text,
+    words,
 )
 
 BackendName = Literal["auto", "shm", "tcp", "mooncake", "nixl"]
@@ -224,6 +225,20 @@ class TransferConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class VllmConfig:
+    """A node whose engine is vLLM."""
+
+    args: tuple[str, ...] = key(
+        (), words, "vLLM's own arguments, such as --max-model-len 4096; the command takes them behind --, too"
+    )
+    lease_s: float = key(30.0, duration(2.0), "how long vLLM keeps a finished prompt's KV for its decode node")
+    side_port: int | None = key(
+        None, integer(1, 65535), "port of NIXL's side channel, for firewalls; default: a free one"
+    )
+    start_s: float = key(1800.0, duration(1.0), "longest wait for vLLM to start")
+
+
+@dataclass(frozen=True, slots=True)
 class NodeConfig(Section):
     """One engine process."""
 
@@ -239,6 +254,9 @@ class NodeConfig(Section):
     )
     served_model_name: tuple[str, ...] | None = key(
         None, model_names, "the model's names in the API, the first one first; default: its own"
+    )
+    engine: Literal["native", "vllm"] = key(
+        "native", choice("native", "vllm"), "native: pdcluster's own, on CPUs; vllm: GPUs and every model of vLLM's"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto", choice("auto", "float32", "bfloat16"), "auto: the stored type; bfloat16 for float16"
@@ -270,6 +288,7 @@ class NodeConfig(Section):
     kv: KVConfig = field(default_factory=KVConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
     health: str | None = key(None, address_or_none, "HOST:PORT of /livez, /readyz and /metrics; none: no such port")
     security: SecurityConfig = field(default_factory=SecurityConfig)
     tracing: TracingConfig = field(default_factory=TracingConfig)

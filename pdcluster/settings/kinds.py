@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -178,6 +179,14 @@ def devices(raw: object) -> tuple[str, ...]:
     ):
         raise ValueError("must be names of RDMA devices, each once, such as mlx5_0,mlx5_1 or mlx5_0:1")
     return tuple(found)
+
+
+def words(raw: object) -> tuple[str, ...]:
+    """Arguments of another program: text as a shell splits it, or a TOML list."""
+    parts = shlex.split(raw) if isinstance(raw, str) else raw
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str | int | float) for part in parts):
+        raise ValueError("must be arguments, such as --max-model-len 4096, or a list of them")
+    return tuple(map(str, parts))
 
 
 def model_names(raw: object) -> tuple[str, ...]:

@@ -51,8 +51,6 @@ class EngineOptions:
     lease_s: int = DEFAULT_LEASE_S
     # Values of vLLM's KVEventsConfig; None: changes of the prefix cache are not published.
     events: Mapping[str, object] | None = None
-    # Classes of logits processors, as vLLM names them.
-    processors: tuple[str, ...] = ()
     # Its processes get as long to end by themselves.
     close_s: float = 10.0
     connector: str = CONNECTOR
@@ -92,8 +90,6 @@ def parse_engine_arguments(options: EngineOptions) -> AsyncEngineArgs:
     given.worker_extension_cls = options.extension
     if given.max_logprobs == defaults.max_logprobs:
         given.max_logprobs = MAX_LOGPROBS
-    if options.processors:
-        given.logits_processors = list(options.processors)
     if options.events is not None:
         given.kv_events_config = _events_config(options.events)
     return given

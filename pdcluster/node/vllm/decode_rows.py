@@ -73,15 +73,14 @@ class RowState(Enum):
 
 
 R = RowState
-ROW = Table(
-    {
-        (R.QUEUED, "add"): R.STARTED,
-        (R.RESERVED, "commit"): R.STARTED,
-        (R.STARTED, "token"): R.DECODING,
-        (R.DECODING, "token"): R.DECODING,
-        **{(state, "end"): R.OVER for state in R if state is not R.OVER},
-    }
-)
+_of_rows: dict[tuple[RowState, str], RowState] = {
+    (R.QUEUED, "add"): R.STARTED,
+    (R.RESERVED, "commit"): R.STARTED,
+    (R.STARTED, "token"): R.DECODING,
+    (R.DECODING, "token"): R.DECODING,
+    **{(state, "end"): R.OVER for state in R if state is not R.OVER},
+}
+ROW = Table(_of_rows)
 
 
 @dataclass(slots=True)
@@ -192,8 +191,9 @@ class DecodeRows:
             else:
                 self._push(row)
         except REFUSALS as error:
-            if (row := self._rows.get(work.request)) is not None and row.attempt == work.attempt:
-                self._forget(row)
+            entered = self._rows.get(work.request)
+            if entered is not None and entered.attempt == work.attempt:
+                self._forget(entered)
             self._outbox.message(router, refusal(work, "prefill", error))
 
     def reserve(self, router: Peer, message: Reserve, *, num_blocks: int) -> None:

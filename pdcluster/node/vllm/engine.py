@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-
 from pdcluster.core.errors import BadRequest, ConfigError, PdclusterError, ProtocolError
 from pdcluster.core.sampling import Sampling, TokenLogprobs
 from pdcluster.node.vllm.arguments import EngineOptions, parse_engine_arguments, set_engine_environment
@@ -58,7 +57,10 @@ class SamplingMap(Protocol):
     """How our sampling becomes vLLM's, and its logprobs ours. Called on the engine's thread."""
 
     # Before any request.
-    def learn(self, llm: AsyncLLM) -> None: ...
+    def learn(self, config: Any) -> None: ...
+
+    # Names of the logits processors that this configuration of vLLM can run.
+    def processors(self, config: Any) -> list[str]: ...
 
     # Raises BadRequest for what vLLM cannot do.
     def to_vllm(self, sampling: Sampling, num_emitted: int) -> SamplingParams: ...
@@ -70,7 +72,9 @@ class SamplingMap(Protocol):
     def ending_of(self, sampling: Sampling, stop_token: int) -> Finish: ...
 
     # Of one position: vLLM's dict from token to Logprob, whose first entry is the token itself.
-    def from_vllm(self, logprobs: Mapping[int, Any], token: int, count: int) -> TokenLogprobs: ...
+    def from_vllm(
+        self, logprobs: Mapping[int, Any], token: int, count: int, *, ranked: bool = False
+    ) -> TokenLogprobs: ...
 
 
 class EngineStartError(PdclusterError):
@@ -236,7 +240,7 @@ class VllmEngine:
             self.progress = "says what it is"
             [(groups, self._transfer_groups), *_] = await self._llm.collective_rpc("num_cache_groups", _RPC_TIMEOUT_S)
             self._addresses = tuple(await self._llm.collective_rpc("confirmation_address", _RPC_TIMEOUT_S))
-            self._map.learn(self._llm)
+            self._map.learn(self._llm.vllm_config)
             self._facts = self._find_facts(groups)
             self.progress = "is ready"
             self._ready.set()
@@ -257,6 +261,7 @@ class VllmEngine:
             config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
         except ValueError as error:
             raise ConfigError(f"arguments of vLLM: {error}") from error
+        config.model_config.logits_processors = self._map.processors(config) or None
         self.progress = "loads the model"
         return AsyncLLM.from_vllm_config(
             config, stat_loggers=[self._step_logger()], disable_log_stats=True, enable_log_requests=False
@@ -294,7 +299,6 @@ class VllmEngine:
             max_rows=config.scheduler_config.max_num_seqs,
             max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
             vocab_size=model.get_vocab_size(),
-            eos_ids=self._find_eos_ids(),
             dtype=dtype,
             num_layers=num_layers,
             num_kv_heads=num_kv_heads,
@@ -305,14 +309,6 @@ class VllmEngine:
             groups=groups,
             lease_s=self._options.lease_s,
         )
-
-    def _find_eos_ids(self) -> frozenset[int]:
-        found = self._llm.vllm_config.model_config.try_get_generation_config().get("eos_token_id")
-        ids = set(found if isinstance(found, list) else () if found is None else (found,))
-        tokenizer = self._llm.renderer.tokenizer
-        if tokenizer is not None and tokenizer.eos_token_id is not None:
-            ids.add(tokenizer.eos_token_id)
-        return frozenset(ids)
 
     # ------------------------------------------------------------ the engine's thread: requests
 
@@ -449,14 +445,16 @@ class VllmEngine:
 
     def _logprobs(self, request: EngineRequest, logprobs: Any, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
         pairs = zip(logprobs or (), tokens, strict=bool(logprobs))
-        return tuple(self._map.from_vllm(position, token, request.sampling.logprobs or 0) for position, token in pairs)
+        count = request.sampling.logprobs or 0
+        return tuple(self._map.from_vllm(position, token, count) for position, token in pairs)
 
     def _prompt_logprobs(self, request: EngineRequest, logprobs: Any) -> tuple[TokenLogprobs, ...]:
         """Of all prompt tokens but the first, which has none."""
         if not logprobs:
             return ()
         pairs = zip(logprobs[1:], request.token_ids[1:], strict=True)
-        return tuple(self._map.from_vllm(position, token, request.sampling.prompt_logprobs or 0) for position, token in pairs)
+        count = request.sampling.prompt_logprobs or 0
+        return tuple(self._map.from_vllm(position, token, count, ranked=True) for position, token in pairs)
 
     def _park(self, key: str, params: Mapping[str, Any]) -> bytes:
         self._parked[key] = params["remote_request_id"]

@@ -100,7 +100,6 @@ class EngineFacts:
     max_rows: int
     max_batched_tokens: int
     vocab_size: int
-    eos_ids: frozenset[int]
     # Of the KV cache.
     dtype: str
     num_layers: int

@@ -65,16 +65,15 @@ class PromptState(Enum):
 
 
 P = PromptState
-PROMPT = Table(
-    {
-        (P.QUEUED, "add"): P.COMPUTING,
-        (P.COMPUTING, "computed"): P.PARKED,
-        (P.PARKED, "commit"): P.SENT,
-        # Its reader is gone, and another may come.
-        (P.SENT, "reader lost"): P.PARKED,
-        **{(state, "end"): P.OVER for state in P if state is not P.OVER},
-    }
-)
+_of_prompts: dict[tuple[PromptState, str], PromptState] = {
+    (P.QUEUED, "add"): P.COMPUTING,
+    (P.COMPUTING, "computed"): P.PARKED,
+    (P.PARKED, "commit"): P.SENT,
+    # Its reader is gone, and another may come.
+    (P.SENT, "reader lost"): P.PARKED,
+    **{(state, "end"): P.OVER for state in P if state is not P.OVER},
+}
+PROMPT = Table(_of_prompts)
 
 
 @dataclass(slots=True)

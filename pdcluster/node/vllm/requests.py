@@ -18,6 +18,7 @@ from pdcluster.cost.cost import num_pairs
 from pdcluster.node.legs import key_of
 from pdcluster.node.vllm.events import salt_of
 from pdcluster.node.vllm.interface import EngineRequest, ServingEngine
+from pdcluster.node.vllm.step_costs import StepCosts
 
 # Steps' worth of prompts that vLLM has at a time, beyond the one that it computes.
 PROMPT_STEPS = 2
@@ -43,10 +44,13 @@ class EngineQueue:
     """Requests with a prompt to compute wait here, first come, first served. Rows of a decode node pass it.
 
     max_waiting: requests that may wait.
+    costs: told of all that vLLM gets.
     """
 
-    def __init__(self, engine: ServingEngine, max_waiting: int) -> None:
+    def __init__(self, engine: ServingEngine, max_waiting: int, clock: Callable[[], float]) -> None:
         self.engine = engine
+        self.costs = StepCosts(engine.facts.max_batched_tokens)
+        self._clock = clock
         self._facts = engine.facts
         self._max_waiting = max_waiting
         self._numbers = itertools.count()
@@ -92,12 +96,16 @@ class EngineQueue:
                 return
             key, queued = self._waiting.popitem(last=False)
             self._prompts[key] = len(queued.request.token_ids)
-            self.engine.add(queued.request)
+            self._add(queued.request)
             queued.on_added()
 
     def add_row(self, request: EngineRequest) -> None:
         """A row whose prompt another node computed."""
         self._rows[request.key] = len(request.token_ids)
+        self._add(request)
+
+    def _add(self, request: EngineRequest) -> None:
+        self.costs.add(request.key, len(request.token_ids), self._clock(), is_fetched=bool(request.reference))
         self.engine.add(request)
 
     def is_computed(self, key: str) -> None:

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.grammar import PARAM
 from pdcluster.core.sampling import Sampling, Shaping, TokenLogprobs
+from pdcluster.node.vllm.interface import Finish
 from pdcluster.node.vllm.rules import RULES_KEY, RowRules, encode_rules
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def seed_of(seed: int, choice: int) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8, person=b"pdcluster.seed").digest(), "little") >> 1
 
 
-def ending_of(sampling: Sampling, facts: SamplerFacts, stop_token: int) -> str:
+def ending_of(sampling: Sampling, facts: SamplerFacts, stop_token: int) -> Finish:
     """Why an answer ended that vLLM stopped at a token: "eos", "stop", or "error" where its grammar could not be
     followed."""
     if sampling.grammar is not None and stop_token == facts.dead_token:

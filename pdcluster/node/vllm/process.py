@@ -1,0 +1,194 @@
+"""The process of a node that runs vLLM: its start, card and capabilities."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import cast
+
+from pdcluster.bootstrap.card import Capabilities, NodeCard
+from pdcluster.checkpoint.end_tokens import eos_token_ids
+from pdcluster.checkpoint.hub import served_name
+from pdcluster.checkpoint.text_files import read_text_files
+from pdcluster.core.awake_clock import AwakeClock
+from pdcluster.core.errors import ConfigError
+from pdcluster.core.messages import PROTOCOL_VERSION, Endpoint
+from pdcluster.core.version import VERSION
+from pdcluster.kv.layout import DType, Fingerprint, KVLayout
+from pdcluster.node.acceptance import Acceptance
+from pdcluster.node.availability import NodeAvailability
+from pdcluster.node.control import NodeLinks
+from pdcluster.node.legs import EndedLegs
+from pdcluster.node.outbox import Outbox
+from pdcluster.node.parking import ParkedKV
+from pdcluster.node.reports.leg_records import LegRecorder
+from pdcluster.node.server import NodeProcess, OpenedEngine, serve
+from pdcluster.node.vllm.arguments import EngineOptions
+from pdcluster.node.vllm.decode_rows import DecodeRows
+from pdcluster.node.vllm.engine import VllmEngine
+from pdcluster.node.vllm.engine_side import VllmParts, VllmSide
+from pdcluster.node.vllm.event_stream import EventStream
+from pdcluster.node.vllm.interface import EngineFacts, ServingEngine
+from pdcluster.node.vllm.parked_prompts import MEDIUM, ParkedPrompts
+from pdcluster.node.vllm.requests import EngineQueue
+from pdcluster.node.vllm.sampling_map import VllmSampling
+from pdcluster.settings.config import NodeConfig
+from pdcluster.wire.hub import Hub
+from pdcluster.wire.sockets import WireSettings
+
+logger = logging.getLogger(__name__)
+
+ENGINE = "vllm"
+# KV is given up so long before vLLM's lease ends, so that no reader starts at its end.
+LEASE_MARGIN_S = 5.0
+
+
+def run(config: NodeConfig) -> int:
+    """Serve until a signal. Returns 0 after a drain. Raises EngineLost when vLLM died."""
+    check(config)
+    return serve(config, open_vllm)
+
+
+def check(config: NodeConfig) -> None:
+    """Refuse at once what a node with vLLM cannot do."""
+    if find_spec("vllm") is None:
+        raise ConfigError("node.engine is vllm, but vllm is not installed; pip install 'pdcluster[vllm]'")
+    for name, is_set, way_out in (
+        ("deterministic", config.deterministic, "leave it out; vLLM makes no such promise"),
+        ("quantization", config.quantization != "none", "give vLLM its own --quantization"),
+        ("tp", config.tp > 1, "give vLLM its own --tensor-parallel-size"),
+        ("scheduler.look_ahead", config.scheduler.look_ahead, "leave it out; vLLM schedules for itself"),
+    ):
+        if is_set:
+            raise ConfigError(f"node.engine is vllm and node.{name} is set; {way_out}")
+    if config.vllm.lease_s < 2 * LEASE_MARGIN_S and config.role != "mixed":
+        raise ConfigError(
+            f"node.vllm.lease_s {config.vllm.lease_s:g} is too short to hand KV over; use "
+            f"{2 * LEASE_MARGIN_S:g} or more"
+        )
+
+
+def open_vllm(process: NodeProcess) -> OpenedEngine:
+    """Start vLLM and build the node. The health port says what vLLM does meanwhile."""
+    config = process.config
+    folder = process.engine_stack.enter_context(tempfile.TemporaryDirectory(prefix="pdcluster-"))
+    events = EventStream(Path(folder))
+    process.engine_stack.callback(events.close)
+    eos = eos_token_ids(read_text_files(process.model_dir))
+    engine = VllmEngine(_options(config, process.model_dir, events), VllmSampling(process.model_dir, eos))
+    process.engine_stack.callback(engine.close)
+    engine.wait_ready(config.vllm.start_s, lambda progress: _tell_progress(process, progress))
+    parts = assemble(process, engine, events)
+    side = VllmSide(parts, clock=process.clock, on_step=process.health.step if config.health else None)
+    return OpenedEngine(parts.links, side, card_of(process, engine.facts, parts.links, eos))
+
+
+def _tell_progress(process: NodeProcess, progress: str) -> None:
+    process.health.stage = progress
+    logger.info("%s", progress)
+
+
+def _options(config: NodeConfig, model_dir: Path, events: EventStream) -> EngineOptions:
+    args = config.vllm.args
+    if config.max_len is not None:
+        args = ("--max-model-len", str(config.max_len), *args)
+    if config.dtype != "auto":
+        args = ("--dtype", config.dtype, *args)
+    return EngineOptions(
+        str(model_dir),
+        args,
+        side_host=config.transfer_host(),
+        side_port=config.vllm.side_port or _free_port(config.transfer_host()),
+        lease_s=round(config.vllm.lease_s),
+        events=events.config,
+    )
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
+        found.bind((host, 0))
+        return int(found.getsockname()[1])
+
+
+def assemble(process: NodeProcess, engine: ServingEngine, events: EventStream | None) -> VllmParts:
+    """Build all that the side needs. The hub is bound; nothing was sent."""
+    config, clock, facts = process.config, process.clock, engine.facts
+    outbox, ended = Outbox(), EndedLegs()
+    wire = WireSettings(
+        heartbeat_s=config.heartbeat_s,
+        lease_s=config.lease_s,
+        advertise_host=config.advertise,
+        cluster_key=config.security.key_bytes(),
+    )
+    hub = Hub(
+        process.me, listen=config.listen, context=process.context, settings=wire,
+        clock=AwakeClock(config.heartbeat_s / 2, clock),
+    )  # fmt: skip
+    standing = NodeAvailability(config.role, process.agent)
+    links = NodeLinks(
+        process.me, standing, Acceptance(process.me.node, standing, outbox), hub, outbox, ended, process.files,
+        process.agent,
+    )  # fmt: skip
+    records = LegRecorder(process.me.node, process.spans)
+    parks_s = min(config.transfer.parking_s, parks_s_of(facts))
+    limit = max(int(facts.num_blocks * config.transfer.parking_percent / 100), 1)
+    parking = ParkedKV(limit, clock, parks_s)
+    queue = EngineQueue(engine, config.scheduler.max_waiting, clock)
+    me = Endpoint(process.me.node, process.me.incarnation, hub.address, ((MEDIUM, b""),))
+    return VllmParts(
+        links=links,
+        engine=engine,
+        queue=queue,
+        prompts=ParkedPrompts(queue, outbox, ended, records, parking, clock),
+        rows=DecodeRows(me, facts, queue, outbox, ended, records, clock),
+        parking=parking,
+        events=events,
+    )
+
+
+def parks_s_of(facts: EngineFacts) -> float:
+    """How long finished KV waits for a decode node: less than vLLM's lease, which nothing but a reader renews."""
+    return facts.lease_s - LEASE_MARGIN_S if facts.lease_s > LEASE_MARGIN_S else facts.lease_s / 2
+
+
+def _dtype_of(facts: EngineFacts) -> DType:
+    """Of the KV cache, as cards say it."""
+    return "fp8" if facts.dtype.startswith("fp8") else cast(DType, facts.dtype)
+
+
+def card_of(process: NodeProcess, facts: EngineFacts, links: NodeLinks, eos: tuple[int, ...]) -> NodeCard:
+    config, me = process.config, process.me
+    model, *aliases = config.served_model_name or (served_name(process.model_dir),)
+    layout = KVLayout(facts.num_layers, facts.num_kv_heads, facts.head_dim, facts.block_tokens, _dtype_of(facts))
+    return NodeCard(
+        node=me.node,
+        incarnation=me.incarnation,
+        role=config.role,
+        address=links.hub.address,
+        model=model,
+        fingerprint=Fingerprint(
+            model, "", PROTOCOL_VERSION, facts.block_tokens, layout, f"vllm-{facts.version}", engine=ENGINE
+        ),
+        max_len=facts.max_len,
+        vocab_size=facts.vocab_size,
+        num_pages=facts.num_blocks,
+        eos_ids=eos,
+        tokenizer_hash=process.files.digest,
+        backends=(MEDIUM,),
+        device=config.device,
+        pid=os.getpid(),
+        model_aliases=tuple(aliases),
+        version=VERSION,
+        capabilities=Capabilities(
+            pulls=False,
+            parks_s=parks_s_of(facts),
+            digests=False,
+            keyed_sampling=False,
+            estimated_cost=True,
+            first_token="decode",
+        ),
+    )
