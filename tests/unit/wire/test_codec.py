@@ -65,6 +65,7 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
     m.AskCache(),
     m.Fetch(TICKET, bytes(48)),
     m.Declined(5, "gone"),
+    m.Computed("req-1", 0, 96),
 )
 FRAMES = [encode(m.Envelope(m.PROTOCOL_VERSION, "a", "inc-a", "inc-b", 1, (message,))) for message in MESSAGES]
 
@@ -168,7 +169,9 @@ BAD: tuple[m.AnyMessage, ...] = (
     (m.TokenLogprobs(0.0, (1,)),)),)),
     finished(timings=m.LegTimings(decode_s=-1.0)), finished(stop_token=-1), finished(num_output=-1),
     m.Failed("r", 0, "", "", True), m.Failed("r", 0, "c", "x" * 20000, True), m.Refused("", 0, "reserve", "", 0.0),
-    m.Scheduled("r", 0, -1),
+    m.Scheduled("r", 0, -1), m.Computed("r", 0, -1), m.Computed("r", -1), m.Computed("", 0),
+    m.Commit(1, 32, (), None, opaque=bytes(2**20 + 1)), m.Commit(1, 32, (), None, holds_s=math.nan),
+    m.Commit(1, 32, (), None, holds_s=-1.0),
     m.Scheduled("r", 2**31), m.Tokens((m.TokenRow("r", 0, 2**64 - 1, (1,)),)), m.Tokens((m.TokenRow("r", 0, 0,
     (2**63,)),)),
     m.Tokens((m.TokenRow("", 0, 0, (1,)),)), finished(timings=m.LegTimings(queue_s=math.nan)),
