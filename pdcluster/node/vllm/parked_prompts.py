@@ -190,8 +190,12 @@ class ParkedPrompts:
             self._end(leg, "router lost")
 
     def keep_only(self, router: Peer, awaited: Set[tuple[str, int]]) -> None:
+        """Computed may have been lost with the link, so it goes again."""
         for leg in unawaited(self._legs.values(), router, awaited):
             self._end(leg, "the router no longer waits for it")
+        for leg in of_router(self._legs.values(), router):
+            if leg.computed_at is not None:
+                self._outbox.message(router, Computed(leg.request, leg.attempt, leg.cached_tokens))
 
     # ------------------------------------------------------------ what the engine and decode nodes say
 

@@ -18,7 +18,7 @@ from pdcluster.core.awake_clock import AwakeClock
 from pdcluster.core.errors import ConfigError
 from pdcluster.core.messages import PROTOCOL_VERSION, Endpoint
 from pdcluster.core.version import VERSION
-from pdcluster.kv.layout import DType, Fingerprint, KVLayout
+from pdcluster.kv.layout import Fingerprint, KVLayout, KVType
 from pdcluster.node.acceptance import Acceptance
 from pdcluster.node.availability import NodeAvailability
 from pdcluster.node.control import NodeLinks
@@ -155,9 +155,9 @@ def parks_s_of(facts: EngineFacts) -> float:
     return facts.lease_s - LEASE_MARGIN_S if facts.lease_s > LEASE_MARGIN_S else facts.lease_s / 2
 
 
-def _dtype_of(facts: EngineFacts) -> DType:
+def _dtype_of(facts: EngineFacts) -> KVType:
     """Of the KV cache, as cards say it."""
-    return "fp8" if facts.dtype.startswith("fp8") else cast(DType, facts.dtype)
+    return "fp8" if facts.dtype.startswith("fp8") else cast(KVType, facts.dtype)
 
 
 def card_of(process: NodeProcess, facts: EngineFacts, links: NodeLinks, eos: tuple[int, ...]) -> NodeCard:
