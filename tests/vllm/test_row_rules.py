@@ -27,8 +27,8 @@ from pdcluster.engine.sampling.constraint import Constraints, unbound
 from pdcluster.engine.sampling.grammar import Grammars, vocabulary_of
 from pdcluster.engine.sampling.penalties import SamplingRow
 from pdcluster.engine.sampling.sampler import sample
-from pdcluster.node.vllm.rules import dead_token_of
-from pdcluster.node.vllm.sampling import SamplerFacts, ending_of, to_vllm
+from pdcluster.node.vllm.sampling.parameters import SamplerFacts, ending_of, to_vllm
+from pdcluster.node.vllm.sampling.rules import dead_token_of
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed in this environment", allow_module_level=True)
@@ -79,7 +79,7 @@ def engine(directory: Path) -> Iterator[Any]:
     os.environ.update(wanted)
     from vllm import LLM
 
-    from pdcluster.node.vllm.logits import FIRST_RUNNER
+    from pdcluster.node.vllm.sampling.logits import FIRST_RUNNER
 
     llm = LLM(
         str(directory),
@@ -250,7 +250,7 @@ def test_rules_that_cannot_be_read_are_refused_at_the_front(engine: Any, facts: 
 
 def test_logprobs_are_those_of_the_raw_logits(engine: Any, facts: SamplerFacts, reference: Reference) -> None:
     from pdcluster.engine.sampling.sampler import token_logprobs
-    from pdcluster.node.vllm.sampling import from_vllm_logprobs
+    from pdcluster.node.vllm.sampling.parameters import from_vllm_logprobs
 
     sampling = replace(PLAIN, max_tokens=4, logprobs=3, shaping=Shaping(bad_words=((9,),)))
     output = engine.generate([{"prompt_token_ids": PROMPT}], [to_vllm(sampling, 0, facts)], use_tqdm=False)[0].outputs[

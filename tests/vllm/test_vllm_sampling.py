@@ -16,8 +16,8 @@ from tiny_tokenizers import byte_level_files, with_config
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.grammar import Grammar
 from pdcluster.core.sampling import Sampling, Shaping
-from pdcluster.node.vllm.rules import RULES_KEY, decode_rules
-from pdcluster.node.vllm.sampling import SamplerFacts, ending_of, for_prefill, seed_of, to_vllm
+from pdcluster.node.vllm.sampling.parameters import SamplerFacts, ending_of, for_prefill, seed_of, to_vllm
+from pdcluster.node.vllm.sampling.rules import RULES_KEY, decode_rules
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed in this environment", allow_module_level=True)
@@ -108,7 +108,7 @@ def test_seeds_are_stable_and_fit() -> None:
 
 
 def slots(tmp_path: Path, speculation: object = None) -> Any:
-    from pdcluster.node.vllm.logits import RuledSlots
+    from pdcluster.node.vllm.sampling.logits import RuledSlots
 
     for name, data in with_config(byte_level_files(), eos_token="<|eos|>").items():
         (tmp_path / name).write_bytes(data)

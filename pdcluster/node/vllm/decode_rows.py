@@ -44,7 +44,7 @@ from pdcluster.node.legs import (
 )
 from pdcluster.node.outbox import Outbox
 from pdcluster.node.reports.leg_records import EndedStages, LegRecorder, LegStage
-from pdcluster.node.vllm.interface import EngineFacts, EngineOutput, EngineRequest, Finish
+from pdcluster.node.vllm.engine.interface import EngineFacts, EngineOutput, EngineRequest, Finish
 from pdcluster.node.vllm.parked_prompts import MEDIUM, SHORTEST_HOLD_S
 from pdcluster.node.vllm.requests import GROWTH_TOKENS, EngineQueue
 from pdcluster.node.wait_queue import WaitQueue

@@ -33,9 +33,9 @@ from pdcluster.node.parking import ParkedKV
 from pdcluster.node.reports.health import NodeSnapshot
 from pdcluster.node.reports.load_report import by_reason
 from pdcluster.node.vllm.decode_rows import DecodeRows
+from pdcluster.node.vllm.engine.interface import EngineDied, EngineOutput, EngineStep, ServingEngine
 from pdcluster.node.vllm.event_stream import EventStream
 from pdcluster.node.vllm.events import BlockHashes
-from pdcluster.node.vllm.interface import EngineDied, EngineOutput, EngineStep, ServingEngine
 from pdcluster.node.vllm.parked_prompts import ParkedPrompts
 from pdcluster.node.vllm.requests import EngineQueue
 from pdcluster.node.vllm.step_costs import StepCosts

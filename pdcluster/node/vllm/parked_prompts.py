@@ -43,7 +43,7 @@ from pdcluster.node.legs import (
 from pdcluster.node.outbox import Outbox
 from pdcluster.node.parking import ParkedKV
 from pdcluster.node.reports.leg_records import EndedStages, LegRecorder, LegStage
-from pdcluster.node.vllm.interface import EngineOutput, EngineRequest
+from pdcluster.node.vllm.engine.interface import EngineOutput, EngineRequest
 from pdcluster.node.vllm.requests import EngineQueue
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.protocol.session import peer_of

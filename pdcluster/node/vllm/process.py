@@ -27,15 +27,15 @@ from pdcluster.node.outbox import Outbox
 from pdcluster.node.parking import ParkedKV
 from pdcluster.node.reports.leg_records import LegRecorder
 from pdcluster.node.server import NodeProcess, OpenedEngine, serve
-from pdcluster.node.vllm.arguments import EngineOptions
 from pdcluster.node.vllm.decode_rows import DecodeRows
-from pdcluster.node.vllm.engine import VllmEngine
+from pdcluster.node.vllm.engine.arguments import EngineOptions
+from pdcluster.node.vllm.engine.engine import VllmEngine
+from pdcluster.node.vllm.engine.interface import EngineFacts, ServingEngine
 from pdcluster.node.vllm.engine_side import VllmParts, VllmSide
 from pdcluster.node.vllm.event_stream import EventStream
-from pdcluster.node.vllm.interface import EngineFacts, ServingEngine
 from pdcluster.node.vllm.parked_prompts import MEDIUM, ParkedPrompts
 from pdcluster.node.vllm.requests import EngineQueue
-from pdcluster.node.vllm.sampling_map import VllmSampling
+from pdcluster.node.vllm.sampling.sampling_map import VllmSampling
 from pdcluster.settings.config import NodeConfig
 from pdcluster.wire.hub import Hub
 from pdcluster.wire.sockets import WireSettings

@@ -16,8 +16,8 @@ from pdcluster.core import errors
 from pdcluster.core.messages import Work, unpack_tokens
 from pdcluster.cost.cost import num_pairs
 from pdcluster.node.legs import key_of
+from pdcluster.node.vllm.engine.interface import EngineRequest, ServingEngine
 from pdcluster.node.vllm.events import salt_of
-from pdcluster.node.vllm.interface import EngineRequest, ServingEngine
 from pdcluster.node.vllm.step_costs import StepCosts
 
 # Steps' worth of prompts that vLLM has at a time, beyond the one that it computes.
@@ -35,7 +35,7 @@ def fence_of(work: Work) -> str:
 
 
 @dataclass(slots=True)
-class QueuedRequest:
+class UnstartedRequest:
     request: EngineRequest
     on_added: Callable[[], None]
 
@@ -54,7 +54,7 @@ class EngineQueue:
         self._facts = engine.facts
         self._max_waiting = max_waiting
         self._numbers = itertools.count()
-        self._waiting: OrderedDict[str, QueuedRequest] = OrderedDict()
+        self._waiting: OrderedDict[str, UnstartedRequest] = OrderedDict()
         # Prompts that vLLM computes, by their tokens; and rows that run in it.
         self._prompts: dict[str, int] = {}
         self._rows: dict[str, int] = {}
@@ -86,7 +86,7 @@ class EngineQueue:
             )
         if len(self._waiting) >= self._max_waiting:
             raise errors.Overloaded(f"{len(self._waiting)} requests wait here; retry later", RETRY_S)
-        self._waiting[request.key] = QueuedRequest(request, on_added)
+        self._waiting[request.key] = UnstartedRequest(request, on_added)
 
     def pump(self) -> None:
         """Give vLLM what it can compute soon."""

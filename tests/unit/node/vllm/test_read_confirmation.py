@@ -12,7 +12,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcluster.node.vllm.read_confirmation import (
+from pdcluster.node.vllm.engine.read_confirmation import (
     ConfirmationClient,
     ConfirmationServer,
     ReadBook,

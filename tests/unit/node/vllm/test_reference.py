@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pdcluster.core.bounds import MAX_OPAQUE_BYTES
 from pdcluster.core.errors import ProtocolError
-from pdcluster.node.vllm.reference import Reference, check_reference, decode_reference, encode_reference
+from pdcluster.node.vllm.engine.reference import Reference, check_reference, decode_reference, encode_reference
 
 GOOD = Reference(
     version=1,

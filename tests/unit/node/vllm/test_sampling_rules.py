@@ -13,7 +13,7 @@ from pdcluster.api.structured.library import HEAD
 from pdcluster.core.grammar import Grammar
 from pdcluster.core.sampling import Sampling, Shaping
 from pdcluster.engine.sampling.grammar import Vocabulary
-from pdcluster.node.vllm.rules import BatchRules, RowRules, RuledRow, dead_token_of, decode_rules, encode_rules
+from pdcluster.node.vllm.sampling.rules import BatchRules, RowRules, RuledRow, dead_token_of, decode_rules, encode_rules
 
 SIZE, EOS, DEAD = 130, 128, 129
 VOCABULARY = Vocabulary([bytes([byte]) for byte in range(128)] + [b"", b""], SIZE, (EOS,))

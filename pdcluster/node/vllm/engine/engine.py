@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from pdcluster.core.errors import BadRequest, ConfigError, PdclusterError, ProtocolError
 from pdcluster.core.sampling import Sampling, TokenLogprobs
-from pdcluster.node.vllm.arguments import EngineOptions, parse_engine_arguments, set_engine_environment
-from pdcluster.node.vllm.interface import (
+from pdcluster.node.vllm.engine.arguments import EngineOptions, parse_engine_arguments, set_engine_environment
+from pdcluster.node.vllm.engine.interface import (
     EngineDied,
     EngineFacts,
     EngineNews,
@@ -29,8 +29,9 @@ from pdcluster.node.vllm.interface import (
     EngineStep,
     Finish,
 )
-from pdcluster.node.vllm.parent_death import kill_marked, mark_children
-from pdcluster.node.vllm.reference import Reference, check_reference, decode_reference, encode_reference
+from pdcluster.node.vllm.engine.parent_death import kill_marked, mark_children
+from pdcluster.node.vllm.engine.reference import Reference, check_reference, decode_reference, encode_reference
+from pdcluster.processes.tasks import watched
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -149,9 +150,9 @@ class VllmEngine:
         self._running: dict[str, _Running] = {}
         self._parked: OrderedDict[str, str] = OrderedDict()
         self._to_release: list[str] = []
+        self._is_releasing = False
         self._num_requests = 0
         self._fresh: list[EngineNews] = []
-        self._tasks: set[asyncio.Task[None]] = set()
         # What it is doing, for /readyz and the log.
         self.progress = "starts"
         set_engine_environment(options)
@@ -319,7 +320,7 @@ class VllmEngine:
         self._num_requests += 1
         running = _Running(request, f"r{self._num_requests}")
         self._running[request.key] = running
-        self._spawn(self._generate(running))
+        watched(self._generate(running), f"{request.key} in vLLM")
 
     def _abort(self, key: str) -> None:
         running = self._running.get(key)
@@ -327,22 +328,25 @@ class VllmEngine:
             return
         running.is_aborted = True
         if running.is_added:
-            self._spawn(self._llm.abort(running.id))
+            watched(self._llm.abort(running.id), f"abort of {key} in vLLM")
 
     def _release(self, key: str) -> None:
         request = self._parked.pop(key, None)
         if request is None:
             return
         self._to_release.append(request)
-        if len(self._to_release) == 1:
-            self._spawn(self._release_all())
+        if not self._is_releasing:
+            self._is_releasing = True
+            watched(self._release_all(), "release of parked KV in vLLM")
 
     async def _release_all(self) -> None:
         """One call to the workers at a time, for all that were released meanwhile."""
-        while self._to_release:
-            requests = list(self._to_release)
-            await self._llm.collective_rpc("release_parked", _RPC_TIMEOUT_S, (requests,))
-            del self._to_release[: len(requests)]
+        try:
+            while self._to_release:
+                requests, self._to_release = self._to_release, []
+                await self._llm.collective_rpc("release_parked", _RPC_TIMEOUT_S, (requests,))
+        finally:
+            self._is_releasing = False
 
     async def _generate(self, running: _Running) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -393,7 +397,7 @@ class VllmEngine:
         return params
 
     def _transfer_params(self, request: EngineRequest) -> dict[str, object]:
-        from pdcluster.node.vllm.connector import ADDRESSES_PARAM, FENCE_PARAM
+        from pdcluster.node.vllm.engine.connector import ADDRESSES_PARAM, FENCE_PARAM
 
         if request.parks:
             return {"do_remote_decode": True, "do_remote_prefill": False, FENCE_PARAM: request.fence}
@@ -486,16 +490,6 @@ class VllmEngine:
     def _flush(self) -> None:
         fresh, self._fresh = self._fresh, []
         self._queue.put(fresh)
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._note_done)
-
-    def _note_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not self._is_closing:
-            logger.warning("work for the engine failed: %r", error)
 
     # ------------------------------------------------------------ the engine's thread: reports
 

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.grammar import PARAM
 from pdcluster.core.sampling import Sampling, Shaping, TokenLogprobs
-from pdcluster.node.vllm.interface import Finish
-from pdcluster.node.vllm.rules import RULES_KEY, RowRules, encode_rules
+from pdcluster.node.vllm.engine.interface import Finish
+from pdcluster.node.vllm.sampling.rules import RULES_KEY, RowRules, encode_rules
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

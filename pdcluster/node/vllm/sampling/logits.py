@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Second
 
 from pdcluster.checkpoint.end_tokens import eos_token_ids
 from pdcluster.checkpoint.text_files import read_text_files
-from pdcluster.node.vllm.rules import RULES_KEY, BatchRules, RowRules, RuledRow, decode_rules
+from pdcluster.node.vllm.sampling.rules import RULES_KEY, BatchRules, RowRules, RuledRow, decode_rules
 
 FIRST_RUNNER = f"{__name__}:RuledRows"
 SECOND_RUNNER = f"{__name__}:RuledSlots"

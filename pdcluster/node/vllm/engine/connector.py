@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import Nix
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 
-from pdcluster.node.vllm.read_confirmation import (
+from pdcluster.node.vllm.engine.read_confirmation import (
     ConfirmationClient,
     ConfirmationServer,
     ReadBook,

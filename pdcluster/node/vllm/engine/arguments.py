@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 CONNECTOR: Final = "FencedNixlConnector"
-CONNECTOR_MODULE: Final = "pdcluster.node.vllm.connector"
+CONNECTOR_MODULE: Final = "pdcluster.node.vllm.engine.connector"
 EXTENSION: Final = f"{CONNECTOR_MODULE}.ParkingExtension"
 DEFAULT_LEASE_S: Final = 30
 _WILDCARD_HOSTS: Final = frozenset({"", "*", "0.0.0.0", "::"})

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdcluster.core.sampling import Sampling, TokenLogprobs
-from pdcluster.node.vllm.interface import Finish
-from pdcluster.node.vllm.sampling import SamplerFacts, ending_of, for_prefill, from_vllm_logprobs, to_vllm
+from pdcluster.node.vllm.engine.interface import Finish
+from pdcluster.node.vllm.sampling.parameters import SamplerFacts, ending_of, for_prefill, from_vllm_logprobs, to_vllm
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -28,7 +28,7 @@ class VllmSampling:
 
     def processors(self, config: Any) -> list[str]:
         """The logits processor of ours that this vLLM can run, by its name."""
-        from pdcluster.node.vllm.logits import FIRST_RUNNER, SECOND_RUNNER
+        from pdcluster.node.vllm.sampling.logits import FIRST_RUNNER, SECOND_RUNNER
 
         if config.model_config.runner_type == "pooling" or config.speculative_config is not None:
             return []
@@ -37,7 +37,7 @@ class VllmSampling:
     def learn(self, config: Any) -> None:
         """Before any request, from vLLM's configuration."""
         from pdcluster.engine.sampling.grammar import vocabulary_of
-        from pdcluster.node.vllm.rules import dead_token_of
+        from pdcluster.node.vllm.sampling.rules import dead_token_of
 
         model, has_rules = config.model_config, bool(self.processors(config))
         size = model.get_vocab_size()

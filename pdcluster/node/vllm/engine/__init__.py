@@ -1,0 +1,1 @@
+"""A serving engine of vLLM in processes of its own, and its connector."""

@@ -1,0 +1,1 @@
+"""Our sampling inside vLLM: parameters, grammars, penalties."""
