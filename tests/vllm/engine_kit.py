@@ -22,6 +22,7 @@ from pdcluster.node.vllm.engine.interface import (
     EngineOutput,
     EngineRequest,
     EngineStep,
+    Finish,
 )
 
 START_S = 400.0
