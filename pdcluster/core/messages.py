@@ -252,11 +252,11 @@ class Welcome(NodeMessage, frozen=True, array_like=True):
 
 class Scheduled(NodeMessage, frozen=True, array_like=True):
     """The prefill node took the request out of its queue: now is the time to reserve. cached_tokens: found in its
-    cache."""
+    cache; None where its engine says that later."""
 
     request: Id
     attempt: Count
-    cached_tokens: Count = 0
+    cached_tokens: Count | None = 0
 
 
 class Computed(NodeMessage, frozen=True, array_like=True):

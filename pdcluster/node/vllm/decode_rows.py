@@ -363,7 +363,7 @@ class DecodeRows:
     def _on_scheduled(self, row: DecodeRow) -> None:
         row.state = ROW[row.state, "add"]
         row.scheduled_at = self._clock()
-        self._outbox.message(row.router, Scheduled(row.request, row.attempt, 0))
+        self._outbox.message(row.router, Scheduled(row.request, row.attempt, None))
 
     def _read(self, row: DecodeRow, ticket: Ticket, commit: Commit) -> None:
         writer = peer_of(ticket.writer)

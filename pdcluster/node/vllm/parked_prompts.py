@@ -284,7 +284,7 @@ class ParkedPrompts:
         """The prompt went to vLLM."""
         leg.state = PROMPT[leg.state, "add"]
         leg.scheduled_at = self._clock()
-        self._outbox.message(leg.router, Scheduled(leg.request, leg.attempt, 0))
+        self._outbox.message(leg.router, Scheduled(leg.request, leg.attempt, None))
 
     def _commit(self, leg: PromptLeg) -> None:
         """Give the reference to the decode node, when both are there and enough of the lease is left."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import tempfile
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
@@ -17,6 +19,7 @@ from pdcluster.checkpoint.text_files import read_text_files
 from pdcluster.core.awake_clock import AwakeClock
 from pdcluster.core.errors import ConfigError
 from pdcluster.core.messages import PROTOCOL_VERSION, Endpoint
+from pdcluster.core.sampling import Sampling
 from pdcluster.core.version import VERSION
 from pdcluster.kv.layout import Fingerprint, KVLayout, KVType
 from pdcluster.node.acceptance import Acceptance
@@ -30,8 +33,8 @@ from pdcluster.node.server import NodeProcess, OpenedEngine, serve
 from pdcluster.node.vllm.decode_rows import DecodeRows
 from pdcluster.node.vllm.engine.arguments import EngineOptions
 from pdcluster.node.vllm.engine.engine import VllmEngine
-from pdcluster.node.vllm.engine.interface import EngineFacts, ServingEngine
-from pdcluster.node.vllm.engine_side import VllmParts, VllmSide
+from pdcluster.node.vllm.engine.interface import EngineDied, EngineFacts, EngineOutput, EngineRequest, ServingEngine
+from pdcluster.node.vllm.engine_side import EngineLost, VllmParts, VllmSide
 from pdcluster.node.vllm.event_stream import EventStream
 from pdcluster.node.vllm.parked_prompts import MEDIUM, ParkedPrompts
 from pdcluster.node.vllm.requests import EngineQueue
@@ -45,6 +48,7 @@ logger = logging.getLogger(__name__)
 ENGINE = "vllm"
 # KV is given up so long before vLLM's lease ends, so that no reader starts at its end.
 LEASE_MARGIN_S = 5.0
+WARM_TOKENS, WARM_S = 16, 600.0
 
 
 def run(config: NodeConfig) -> int:
@@ -82,6 +86,9 @@ def open_vllm(process: NodeProcess) -> OpenedEngine:
     engine = VllmEngine(_options(config, process.model_dir, events), VllmSampling(process.model_dir, eos))
     process.engine_stack.callback(engine.close)
     engine.wait_ready(config.vllm.start_s, lambda progress: _tell_progress(process, progress))
+    if config.warmup and not engine.facts.pools:
+        _tell_progress(process, "vLLM answers a first prompt")
+        warm_up(engine)
     parts = assemble(process, engine, events)
     side = VllmSide(parts, clock=process.clock, on_step=process.health.step if config.health else None)
     return OpenedEngine(parts.links, side, card_of(process, engine.facts, parts.links, eos))
@@ -90,6 +97,22 @@ def open_vllm(process: NodeProcess) -> OpenedEngine:
 def _tell_progress(process: NodeProcess, progress: str) -> None:
     process.health.stage = progress
     logger.info("%s", progress)
+
+
+def warm_up(engine: ServingEngine) -> None:
+    """Let vLLM answer a short prompt, so that no client waits for what it compiles at its first. Raises EngineLost."""
+    engine.add(EngineRequest("warm-up", [0] * WARM_TOKENS, 0, Sampling(max_tokens=2, seed=0, temperature=0.0)))
+    until = time.monotonic() + WARM_S
+    while (left_s := until - time.monotonic()) > 0:
+        select.select([engine.news_fd], [], [], left_s)
+        for news in engine.take():
+            if isinstance(news, EngineDied):
+                raise EngineLost(f"vLLM died with its first prompt: {news.reason}")
+            if isinstance(news, EngineOutput) and news.finish:
+                if news.finish == "error":
+                    raise EngineLost(f"vLLM could not answer its first prompt: {news.error}")
+                return
+    raise EngineLost(f"vLLM did not answer its first prompt within {WARM_S:g} s")
 
 
 def _options(config: NodeConfig, model_dir: Path, events: EventStream) -> EngineOptions:

@@ -191,7 +191,7 @@ def _leg_of(attempt: Attempt, incarnation: str, body: Body) -> RequestLeg | None
 def _on_scheduled(attempt: Attempt, leg: RequestLeg, message: Scheduled) -> None:
     attempt.queue_by = math.inf
     attempt.scheduled_at = attempt.shared.clock()
-    if attempt.job.note_cached(message.cached_tokens):
+    if message.cached_tokens is not None and attempt.job.note_cached(message.cached_tokens):
         attempt.known_route = None
     if attempt.decode is None and attempt.state_by == math.inf:
         reserve_anywhere(attempt)

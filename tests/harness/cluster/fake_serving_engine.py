@@ -1,0 +1,133 @@
+"""A serving engine with vLLM's rules and no model: a test lets it step. A reference serves once, for its own prompt, and
+while the holder keeps it; else its reader's request ends with an error, as with the fenced connector."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field, replace
+
+from pdcluster.node.vllm.engine.interface import (
+    EngineDied,
+    EngineFacts,
+    EngineNews,
+    EngineOutput,
+    EngineRequest,
+    EngineStep,
+)
+
+VOCAB = 1000
+FACTS = EngineFacts(
+    block_tokens=32,
+    num_blocks=64,
+    max_len=1024,
+    max_rows=4,
+    max_batched_tokens=256,
+    vocab_size=VOCAB,
+    dtype="float32",
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=2,
+    token_bytes=16,
+    version="0.32.0",
+    pools=False,
+    groups=1,
+    lease_s=30,
+)
+
+
+def answer_of(tokens: list[int], count: int) -> list[int]:
+    """What the engine says after these tokens: each token follows from all before it."""
+    said = list(tokens)
+    for _ in range(count):
+        said.append((sum(said) * 31 + len(said)) % VOCAB)
+    return said[len(tokens) :]
+
+
+@dataclass(slots=True)
+class Running:
+    request: EngineRequest
+    said: list[int] = field(default_factory=list)
+    is_aborted: bool = False
+
+
+class ParkedStore:
+    """KV that the engines of a cluster keep for each other, by reference: (fence, whether it is still there)."""
+
+    def __init__(self) -> None:
+        self.parked: dict[str, str] = {}
+
+
+class FakeServingEngine:
+    def __init__(self, name: str, store: ParkedStore, facts: EngineFacts = FACTS) -> None:
+        self.name, self.store, self.facts = name, store, facts
+        self.running: dict[str, Running] = {}
+        self.added: list[EngineRequest] = []
+        self.aborted: list[str] = []
+        self.released: list[str] = []
+        self.news_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.now = 0.0
+        self._news: list[EngineNews] = []
+
+    def add(self, request: EngineRequest) -> None:
+        assert request.key not in self.running, f"{request.key} runs already"
+        self.added.append(request)
+        self.running[request.key] = Running(request)
+
+    def abort(self, key: str) -> None:
+        self.aborted.append(key)
+        if key in self.running:
+            self.running[key].is_aborted = True
+
+    def release(self, key: str) -> None:
+        self.released.append(key)
+        self.store.parked.pop(key, None)
+
+    def take(self) -> list[EngineNews]:
+        taken, self._news = self._news, []
+        return taken
+
+    def close(self) -> None:
+        os.close(self.news_fd)
+
+    # ------------------------------------------------------------ what a test does
+
+    def step(self) -> None:
+        """One token of each request, or its end."""
+        outputs = [self._advance(running) for running in list(self.running.values())]
+        self.now += 0.01
+        num_prompt = sum(len(self.running[each.key].request.token_ids) for each in outputs if self._is_first(each))
+        self._news.append(
+            EngineStep(
+                self.now, num_prompt, 0, sum(len(each.tokens) for each in outputs), len(outputs), 0, 0.0, 0, 0, 0
+            )
+        )
+        self._news += outputs
+        for output in outputs:
+            if output.finish:
+                del self.running[output.key]
+
+    def die(self) -> None:
+        self._news.append(EngineDied("killed by the test"))
+
+    def _is_first(self, output: EngineOutput) -> bool:
+        running = self.running[output.key]
+        return len(running.said) == 1 and not running.request.reference
+
+    def _advance(self, running: Running) -> EngineOutput:
+        request = running.request
+        if running.is_aborted:
+            return EngineOutput(request.key, finish="abort")
+        if request.reference and not running.said and not self._reads(request):
+            return EngineOutput(request.key, finish="error", error="the read was not confirmed")
+        running.said += answer_of([*request.token_ids, *running.said], 1)
+        output = EngineOutput(request.key, tokens=(running.said[-1],))
+        if request.parks:
+            self.store.parked[request.key] = request.fence
+            return replace(output, finish="length", reference=json.dumps(request.key).encode())
+        if request.num_emitted + len(running.said) >= request.sampling.max_tokens:
+            return replace(output, finish="length")
+        return output
+
+    def _reads(self, request: EngineRequest) -> bool:
+        return self.store.parked.pop(json.loads(request.reference), None) == request.fence

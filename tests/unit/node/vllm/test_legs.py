@@ -1,0 +1,379 @@
+"""Legs of nodes with a serving engine: who is told what, and what the engine is asked, from Prefill to Finished."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_serving_engine import FACTS, FakeServingEngine, ParkedStore, answer_of
+from stepped_nodes import Letter, LetterBox
+
+from pdcluster.core.errors import NodeDrains, Overloaded, TransferError
+from pdcluster.core.messages import (
+    Cancel,
+    Commit,
+    CommitAck,
+    Computed,
+    Deliver,
+    Delivered,
+    Endpoint,
+    Failed,
+    Fetch,
+    Finished,
+    Hello,
+    Manage,
+    Prefill,
+    Refused,
+    Reserve,
+    Reserved,
+    Role,
+    Sampling,
+    Scheduled,
+    TokenRow,
+    Tokens,
+    Work,
+    pack_tokens,
+)
+from pdcluster.node.acceptance import Acceptance
+from pdcluster.node.availability import NodeAvailability
+from pdcluster.node.control import NodeControl, NodeLinks
+from pdcluster.node.legs import EndedLegs
+from pdcluster.node.outbox import Outbox
+from pdcluster.node.parking import ParkedKV
+from pdcluster.node.reports.leg_records import LegRecorder
+from pdcluster.node.vllm.decode_rows import DecodeRows
+from pdcluster.node.vllm.engine_side import EngineLost, VllmParts, VllmSide
+from pdcluster.node.vllm.parked_prompts import MEDIUM, ParkedPrompts
+from pdcluster.node.vllm.requests import EngineQueue
+from pdcluster.transfer.backends.base import Peer
+from pdcluster.wire.hub import Received
+
+ROUTER = Peer("router", "router-1")
+PARKS_S = 25.0
+
+
+def work_of(name: str, tokens: list[int], max_tokens: int = 4, attempt: int = 0, num_prompt: int = 0) -> Work:
+    sampling = Sampling(max_tokens=max_tokens, seed=1, temperature=0.0)
+    return Work(name, attempt, pack_tokens(tokens), num_prompt or len(tokens), b"", sampling, 60.0)
+
+
+class NoNeighbours:
+    def __init__(self, wakeup_fd: int) -> None:
+        self.wakeup_fd = wakeup_fd
+
+    def gone(self) -> list[Peer]:
+        return []
+
+    def set_draining(self, is_draining: bool) -> None:
+        """Nobody looks."""
+
+    def set_role(self, role: Role) -> None:
+        """Nobody looks."""
+
+
+class VllmNode:
+    def __init__(self, name: str, cluster: VllmNodes, **facts: int) -> None:
+        self.me = Peer(name, f"{name}-1")
+        self.engine = FakeServingEngine(name, cluster.store, replace(FACTS, **facts))
+        self.box = LetterBox(self.me, "127.0.0.1:7", cluster.letters.append)
+        clock = lambda: cluster.now  # noqa: E731
+        outbox, ended, neighbours = Outbox(), EndedLegs(), NoNeighbours(self.engine.news_fd)
+        standing = NodeAvailability("mixed", neighbours)
+        box: Any = self.box
+        files: Any = None
+        self.links = NodeLinks(
+            self.me, standing, Acceptance(name, standing, outbox), box, outbox, ended, files, neighbours
+        )
+        self.parking = ParkedKV(self.engine.facts.num_blocks // 2, clock, PARKS_S)
+        queue, records = EngineQueue(self.engine, 8, clock), LegRecorder(name)
+        self.prompts = ParkedPrompts(queue, outbox, ended, records, self.parking, clock)
+        self.rows = DecodeRows(self.endpoint, self.engine.facts, queue, outbox, ended, records, clock)
+        parts = VllmParts(self.links, self.engine, queue, self.prompts, self.rows, self.parking, None)
+        self.side = VllmSide(parts, clock=clock)
+        self.control = NodeControl(self.links, self.side, report_s=1e9, drain_s=5.0, clock=clock)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(self.me.node, self.me.incarnation, "127.0.0.1:7", ((MEDIUM, b""),))
+
+
+class VllmNodes:
+    """Nodes p and d. heard: what the router got."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.store = ParkedStore()
+        self.letters: list[Letter] = []
+        self.nodes = {name: VllmNode(name, self) for name in ("p", "d")}
+        self.heard: list[tuple[str, Any]] = []
+        self.delivers = True
+
+    def __getitem__(self, name: str) -> VllmNode:
+        return self.nodes[name]
+
+    def say(self, to: str, message: Any, sender: Peer = ROUTER) -> None:
+        kind: Any = "router" if sender == ROUTER else "node"
+        self[to].box.inbox.append(Received(sender, kind, message))
+
+    def turn(self, times: int = 1, *, steps: bool = True) -> None:
+        """Every node turns and its engine steps; letters go where they are addressed."""
+        for _ in range(times):
+            for node in self.nodes.values():
+                node.control.turn()
+                if steps:
+                    node.engine.step()
+            self._carry()
+
+    def _carry(self) -> None:
+        letters, self.letters[:] = list(self.letters), []
+        for letter in letters:
+            if letter.to == ROUTER:
+                self._hear(letter)
+            else:
+                self.say(letter.to.node, letter.message, letter.sender)
+
+    def _hear(self, letter: Letter) -> None:
+        rows = letter.message.rows if isinstance(letter.message, Tokens) else (letter.message,)
+        self.heard += [(letter.sender.node, row) for row in rows]
+        if isinstance(letter.message, Reserved) and self.delivers:
+            self.say("p", Deliver(letter.message.ticket))
+
+    def all_of(self, kind: type, node: str | None = None) -> list[Any]:
+        return [message for name, message in self.heard if isinstance(message, kind) and node in (None, name)]
+
+    def tokens(self, request: str) -> list[int]:
+        return [token for row in self.all_of(TokenRow) if row.request == request for token in row.tokens]
+
+    def hand_over(self, name: str, tokens: list[int], max_tokens: int = 4) -> None:
+        self.say("p", Prefill(work_of(name, tokens, max_tokens), remote=True))
+        self.say("d", Reserve(work_of(name, tokens, max_tokens, attempt=1), self["p"].endpoint))
+
+
+@pytest.fixture
+def nodes() -> Iterator[VllmNodes]:
+    found = VllmNodes()
+    yield found
+    for node in found.nodes.values():
+        node.control.close()
+        node.engine.close()
+
+
+PROMPT = list(range(1, 41))
+
+
+def test_the_decode_node_makes_every_token_and_the_prefill_node_says_when_the_prompt_is_there(nodes: VllmNodes) -> None:
+    nodes.hand_over("r", PROMPT)
+    nodes.turn(12)
+    assert nodes.tokens("r") == answer_of(PROMPT, 4)
+    assert [name for name, message in nodes.heard if isinstance(message, TokenRow)] == ["d"] * 4
+    kinds = [type(message) for name, message in nodes.heard if name == "p"]
+    assert kinds.index(Scheduled) < kinds.index(Computed) < kinds.index(Delivered)
+    (finished,) = nodes.all_of(Finished)
+    assert (finished.reason, finished.num_output) == ("length", 4)
+    prompt, row = nodes["p"].engine.added[0], nodes["d"].engine.added[0]
+    assert prompt.parks and row.reference and prompt.fence == row.fence != ""
+    for node in nodes.nodes.values():
+        assert node.side.is_idle and not node.engine.running
+        node.side.check_integrity()
+    assert not nodes.store.parked
+
+
+def test_a_local_request_runs_to_its_end_and_says_when_it_leaves_the_queue(nodes: VllmNodes) -> None:
+    nodes.say("d", Prefill(work_of("r", PROMPT), remote=False))
+    nodes.turn(6)
+    assert nodes.tokens("r") == answer_of(PROMPT, 4) and len(nodes.all_of(Scheduled)) == 1
+    assert nodes.all_of(Finished)[0].num_output == 4 and nodes["d"].side.is_idle
+
+
+def test_a_replay_goes_on_behind_the_emitted_tokens(nodes: VllmNodes) -> None:
+    emitted = answer_of(PROMPT, 2)
+    nodes.say("d", Prefill(work_of("r", [*PROMPT, *emitted], 5, attempt=2, num_prompt=len(PROMPT)), remote=False))
+    nodes.turn(6)
+    rows = nodes.all_of(TokenRow)
+    assert rows[0].position == 2 and nodes.tokens("r") == answer_of(PROMPT, 5)[2:]
+    assert nodes["d"].engine.added[0].num_emitted == 2 and nodes.all_of(Finished)[0].num_output == 5
+
+
+def test_a_reference_near_its_end_is_not_read(nodes: VllmNodes) -> None:
+    nodes.delivers = False
+    nodes.hand_over("r", PROMPT)
+    nodes.turn(3)
+    ticket = nodes.all_of(Reserved)[0].ticket
+    nodes.say("d", Commit(ticket.nonce, 1, (), None, opaque=b"x", holds_s=1.0), nodes["p"].me)
+    nodes.turn(2)
+    (failed,) = nodes.all_of(Failed, "d")
+    assert failed.code == TransferError.code and failed.retryable and not nodes["d"].engine.added
+
+
+def test_a_used_reference_ends_both_legs_with_errors_that_may_be_tried_again(nodes: VllmNodes) -> None:
+    nodes.delivers = False
+    nodes.hand_over("r", PROMPT)
+    nodes.turn(3)
+    nodes.store.parked.clear()  # somebody read it
+    nodes.say("p", Deliver(nodes.all_of(Reserved)[0].ticket))
+    nodes.turn(6)
+    by_node = {name: message for name, message in nodes.heard if isinstance(message, Failed)}
+    assert by_node["d"].code == by_node["p"].code == TransferError.code
+    assert by_node["d"].retryable and by_node["p"].retryable and not nodes.tokens("r")
+    assert all(node.side.is_idle for node in nodes.nodes.values())
+
+
+def test_a_commit_of_another_node_or_of_no_ticket_is_refused(nodes: VllmNodes) -> None:
+    nodes.delivers = False
+    nodes.hand_over("r", PROMPT)
+    nodes.turn(2)
+    nonce, stranger = nodes.all_of(Reserved)[0].ticket.nonce, Peer("x", "x-1")
+    sent: list[Letter] = []
+    nodes["d"].box._post = sent.append  # type: ignore[method-assign]
+    for bad in (nonce, nonce + 1):
+        nodes.say("d", Commit(bad, 1, (), None, opaque=b"x", holds_s=20.0), stranger)
+    nodes["d"].control.turn()
+    acks = [letter.message for letter in sent if isinstance(letter.message, CommitAck)]
+    assert [ack.nonce for ack in acks] == [nonce, nonce + 1] and all(ack.refused for ack in acks)
+    assert not nodes["d"].engine.added
+
+
+def test_an_unanswered_commit_goes_again_and_a_repeated_one_changes_nothing(nodes: VllmNodes) -> None:
+    nodes.hand_over("r", PROMPT, max_tokens=50)
+    nodes.turn(4)
+    assert len(nodes["d"].engine.added) == 1
+    reference = nodes["d"].engine.added[0].reference
+    ticket = nodes.all_of(Reserved)[0].ticket
+    nodes.say("d", Commit(ticket.nonce, 1, (), None, opaque=reference, holds_s=20.0), nodes["p"].me)
+    nodes.turn(60)
+    assert len(nodes["d"].engine.added) == 1 and len(nodes.tokens("r")) == 50 and not nodes.all_of(Failed)
+
+
+def test_full_parking_refuses_prompts_with_a_time_to_ask_again(nodes: VllmNodes) -> None:
+    nodes.delivers = False
+    for number in range(3):
+        nodes.say("p", Prefill(work_of(f"r{number}", list(range(1, 600))), remote=True))
+        nodes.turn(3)
+    assert len(nodes.all_of(Computed)) == 2
+    (refused,) = nodes.all_of(Refused)
+    assert refused.request == "r2" and refused.retryable and refused.retry_after_s > 0
+    assert nodes["p"].side.load().pages_parked == 2 * 19
+
+
+def test_parked_kv_is_given_up_before_its_lease_and_freed_at_once(nodes: VllmNodes) -> None:
+    nodes.delivers = False
+    nodes.say("p", Prefill(work_of("r", PROMPT), remote=True))
+    nodes.turn(2)
+    assert nodes.store.parked
+    nodes.now += PARKS_S
+    nodes.turn(1)
+    (failed,) = nodes.all_of(Failed)
+    assert failed.code == Overloaded.code and failed.retryable
+    assert not nodes.store.parked and nodes["p"].side.is_idle
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3])
+def test_a_cancelled_request_leaves_nothing_in_either_engine(nodes: VllmNodes, turns: int) -> None:
+    nodes.hand_over("r", PROMPT, max_tokens=50)
+    nodes.turn(turns)
+    for name in ("p", "d"):
+        nodes.say(name, Cancel("r", 1, "the client left"))
+    nodes.turn(4)
+    assert all(node.side.is_idle and not node.engine.running for node in nodes.nodes.values())
+    assert not nodes.store.parked
+
+
+def test_an_attempt_that_comes_again_replaces_itself(nodes: VllmNodes) -> None:
+    for _ in range(2):
+        nodes.say("d", Prefill(work_of("r", PROMPT), remote=False))
+        nodes["d"].control.turn()
+    nodes.turn(8)
+    assert nodes.tokens("r") == answer_of(PROMPT, 4) and len(nodes.all_of(Finished)) == 1
+
+
+def test_a_fork_waits_for_its_parents_first_token(nodes: VllmNodes) -> None:
+    nodes.say("d", Prefill(work_of("a", PROMPT), remote=False))
+    nodes.say("d", Prefill(work_of("b", PROMPT), remote=False, fork_of="a"))
+    nodes["d"].control.turn()
+    assert [request.key.split("#")[0] for request in nodes["d"].engine.added] == ["a"]
+    nodes.turn(10)
+    assert nodes.tokens("b") == answer_of(PROMPT, 4) and len(nodes.all_of(Finished)) == 2
+
+
+def test_a_node_whose_engine_died_is_over(nodes: VllmNodes) -> None:
+    nodes["d"].engine.die()
+    with pytest.raises(EngineLost, match="killed by the test"):
+        nodes["d"].control.turn()
+
+
+def test_work_moves_away_when_an_operator_says_so(nodes: VllmNodes) -> None:
+    nodes.say("d", Prefill(work_of("r", PROMPT, 50), remote=False))
+    nodes.turn(3)
+    nodes.say("d", Manage(1, cordoned=True, moves=True))
+    nodes.turn(3)
+    (failed,) = nodes.all_of(Failed)
+    assert failed.code == NodeDrains.code and failed.retryable and not nodes["d"].engine.running
+    nodes.say("d", Prefill(work_of("s", PROMPT), remote=False))
+    nodes.turn(1)
+    assert nodes.all_of(Refused)[0].request == "s"
+
+
+def test_kv_of_a_node_that_cannot_be_read_is_left_alone_for_a_while(nodes: VllmNodes) -> None:
+    nodes.delivers = False
+    for number in range(3):
+        nodes.say("d", Reserve(work_of(f"r{number}", PROMPT, attempt=1), nodes["p"].endpoint))
+        nodes.turn(1)
+        nonce = nodes.all_of(Reserved)[-1].ticket.nonce
+        nodes.say("d", Commit(nonce, 1, (), None, opaque=b'"nothing"', holds_s=20.0), nodes["p"].me)
+        nodes.turn(2)
+    nodes.say("d", Reserve(work_of("r3", PROMPT, attempt=1), nodes["p"].endpoint))
+    nodes.turn(1)
+    assert "could not be read" in nodes.all_of(Refused)[-1].reason
+    nodes.now += 2.0
+    nodes.say("d", Reserve(work_of("r4", PROMPT, attempt=1), nodes["p"].endpoint))
+    nodes.turn(1)
+    assert nodes.all_of(Reserved)[-1].request == "r4"
+
+
+def test_a_router_that_connects_anew_hears_again_that_the_prompt_is_there(nodes: VllmNodes) -> None:
+    nodes.delivers = False
+    nodes.say("p", Prefill(work_of("r", PROMPT), remote=True))
+    nodes.turn(3)
+    nodes.heard.clear()
+    nodes.say("p", Hello("router", (("r", 0, 0),)))
+    nodes.turn(1)
+    assert [message.request for message in nodes.all_of(Computed)] == ["r"]
+
+
+def test_a_full_decode_node_refuses_by_rows_and_by_blocks(nodes: VllmNodes) -> None:
+    for number in range(5):
+        nodes.say("d", Reserve(work_of(f"r{number}", PROMPT, attempt=1), nodes["p"].endpoint))
+    nodes.delivers = False
+    nodes.turn(1)
+    assert "rows are taken" in nodes.all_of(Refused)[-1].reason and len(nodes.all_of(Reserved)) == 4
+    for number in range(5):
+        nodes.say("d", Cancel(f"r{number}", 1, "over"))
+    for number in range(2):
+        nodes.say("d", Reserve(work_of(f"s{number}", list(range(1, 900)), 512, attempt=1), nodes["p"].endpoint))
+    nodes.say("d", Reserve(work_of("s2", list(range(1, 900)), 512, attempt=1), nodes["p"].endpoint))
+    nodes.turn(1)
+    assert "KV blocks" in nodes.all_of(Refused)[-1].reason
+
+
+def test_what_no_node_of_this_kind_can_do_is_refused_with_the_way_out(nodes: VllmNodes) -> None:
+    sampling = Sampling(max_tokens=4, seed=1, prompt_logprobs=0)
+    nodes.say("p", Prefill(Work("r", 0, pack_tokens(PROMPT), 40, b"", sampling, 60.0), remote=True))
+    nodes.say("p", Prefill(work_of("s", [*PROMPT, 5000]), remote=False))
+    nodes.say("p", Prefill(work_of("t", [1] * 1024), remote=False))
+    nodes.turn(1)
+    refused = {each.request: each for each in nodes.all_of(Refused)}
+    assert not any(each.retryable for each in refused.values()) and len(refused) == 3
+    assert "leave prompt_logprobs out" in refused["r"].reason and "5000" in refused["s"].reason
+
+
+def test_a_pull_is_declined(nodes: VllmNodes) -> None:
+    nodes.delivers = False
+    nodes.hand_over("r", PROMPT)
+    nodes.turn(2)
+    sent: list[Letter] = []
+    nodes["p"].box._post = sent.append  # type: ignore[method-assign]
+    nodes.say("p", Fetch(nodes.all_of(Reserved)[0].ticket, b"0" * 16), nodes["d"].me)
+    nodes["p"].control.turn()
+    assert "give no KV" in sent[-1].message.reason  # type: ignore[union-attr]
