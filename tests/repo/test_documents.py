@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import typer
@@ -65,7 +66,8 @@ def test_commands_and_flags_in_documents_exist() -> None:
 
 
 def unknown(command: TyperCommand | TyperGroup, words: list[str]) -> Iterator[str]:
-    """Subcommands and flags among `words` that do not exist."""
+    """Subcommands and flags among `words` that do not exist. What stands behind -- is another program's."""
+    words = list(takewhile(lambda word: word != "--", words))
     while isinstance(command, TyperGroup) and words and not words[0].startswith("-"):
         if words[0] not in command.commands:
             yield f"there is no command {words[0]}"

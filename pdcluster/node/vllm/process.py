@@ -8,6 +8,7 @@ import select
 import socket
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
@@ -39,6 +40,7 @@ from pdcluster.node.vllm.event_stream import EventStream
 from pdcluster.node.vllm.parked_prompts import MEDIUM, ParkedPrompts
 from pdcluster.node.vllm.requests import EngineQueue
 from pdcluster.node.vllm.sampling.sampling_map import VllmSampling
+from pdcluster.node.vllm.weight_files import weight_files_digest
 from pdcluster.settings.config import NodeConfig
 from pdcluster.wire.hub import Hub
 from pdcluster.wire.sockets import WireSettings
@@ -85,13 +87,15 @@ def open_vllm(process: NodeProcess) -> OpenedEngine:
     eos = eos_token_ids(read_text_files(process.model_dir))
     engine = VllmEngine(_options(config, process.model_dir, events), VllmSampling(process.model_dir, eos))
     process.engine_stack.callback(engine.close)
-    engine.wait_ready(config.vllm.start_s, lambda progress: _tell_progress(process, progress))
+    with ThreadPoolExecutor(1) as reader:
+        weights = reader.submit(weight_files_digest, process.model_dir)
+        engine.wait_ready(config.vllm.start_s, lambda progress: _tell_progress(process, progress))
     if config.warmup and not engine.facts.pools:
         _tell_progress(process, "vLLM answers a first prompt")
         warm_up(engine)
     parts = assemble(process, engine, events)
     side = VllmSide(parts, clock=process.clock, on_step=process.health.step if config.health else None)
-    return OpenedEngine(parts.links, side, card_of(process, engine.facts, parts.links, eos))
+    return OpenedEngine(parts.links, side, card_of(process, engine.facts, parts.links, eos, weights.result()))
 
 
 def _tell_progress(process: NodeProcess, progress: str) -> None:
@@ -183,7 +187,7 @@ def _dtype_of(facts: EngineFacts) -> KVType:
     return "fp8" if facts.dtype.startswith("fp8") else cast(KVType, facts.dtype)
 
 
-def card_of(process: NodeProcess, facts: EngineFacts, links: NodeLinks, eos: tuple[int, ...]) -> NodeCard:
+def card_of(process: NodeProcess, facts: EngineFacts, links: NodeLinks, eos: tuple[int, ...], weights: str) -> NodeCard:
     config, me = process.config, process.me
     model, *aliases = config.served_model_name or (served_name(process.model_dir),)
     layout = KVLayout(facts.num_layers, facts.num_kv_heads, facts.head_dim, facts.block_tokens, _dtype_of(facts))
@@ -194,7 +198,7 @@ def card_of(process: NodeProcess, facts: EngineFacts, links: NodeLinks, eos: tup
         address=links.hub.address,
         model=model,
         fingerprint=Fingerprint(
-            model, "", PROTOCOL_VERSION, facts.block_tokens, layout, f"vllm-{facts.version}", engine=ENGINE
+            model, weights, PROTOCOL_VERSION, facts.block_tokens, layout, f"vllm-{facts.version}", engine=ENGINE
         ),
         max_len=facts.max_len,
         vocab_size=facts.vocab_size,
