@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,12 +24,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.timeout(600))
         if not has_vllm():
             item.add_marker(pytest.mark.skip(reason="vllm is not installed here; see docs on the extra `vllm`"))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _collected_contexts() -> Iterator[None]:
-    """vLLM leaves contexts of ZMQ to the garbage collector, which would warn when pytest ends."""
-    yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        gc.collect()

@@ -123,6 +123,13 @@ def test_fields(name: str, fields: set[str]) -> None:
     assert not hasattr(cls, "__slots__"), "ours hang further attributes on it"
 
 
+def test_an_engine_client_keeps_its_context() -> None:
+    """Ours destroys it at the end."""
+    assert "ctx" in {
+        field.name for field in dataclasses.fields(found("vllm.v1.engine.core_client:BackgroundResources"))
+    }
+
+
 def test_heartbeats_carry_the_plain_request_id() -> None:
     """So they renew the lease of a request whose notices carry more."""
     text = inspect.getsource(found(f"{NIXL}.base_scheduler:NixlBaseConnectorScheduler.on_new_request"))

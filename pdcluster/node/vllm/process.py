@@ -106,9 +106,11 @@ def _tell_progress(process: NodeProcess, progress: str) -> None:
 def warm_up(engine: ServingEngine) -> None:
     """Let vLLM answer a short prompt, so that no client waits for what it compiles at its first. Raises EngineLost."""
     engine.add(EngineRequest("warm-up", [0] * WARM_TOKENS, 0, Sampling(max_tokens=2, seed=0, temperature=0.0)))
+    ready = select.poll()
+    ready.register(engine.news_fd, select.POLLIN)
     until = time.monotonic() + WARM_S
     while (left_s := until - time.monotonic()) > 0:
-        select.select([engine.news_fd], [], [], left_s)
+        ready.poll(left_s * 1000)
         for news in engine.take():
             if isinstance(news, EngineDied):
                 raise EngineLost(f"vLLM died with its first prompt: {news.reason}")

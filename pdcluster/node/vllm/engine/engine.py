@@ -248,6 +248,9 @@ class VllmEngine:
             await self._watch()
         finally:
             self._llm.shutdown(timeout=self._options.close_s / 2)
+            # vLLM closes its sockets in this loop's next turn, and leaves their context to the garbage collector.
+            await asyncio.sleep(0)
+            self._llm.engine_core.resources.ctx.destroy(linger=0)
 
     def _parse(self) -> AsyncEngineArgs:
         self.progress = "is imported"
@@ -276,6 +279,8 @@ class VllmEngine:
         await asyncio.wait({closing, handler}, return_when=asyncio.FIRST_COMPLETED)
         closing.cancel()
         if not self._is_closing:
+            # At once: an engine that shuts down by itself takes seconds.
+            kill_marked(self._mark)
             raise EngineStartError("the engine's processes died")
 
     def _end(self, reason: str) -> None:
