@@ -29,7 +29,7 @@ from pdcluster.node.vllm.engine.interface import (
     EngineStep,
     Finish,
 )
-from pdcluster.node.vllm.engine.parent_death import kill_marked, mark_children
+from pdcluster.node.vllm.engine.parent_death import kill_marked, mark_children, marked_processes, watched_processes
 from pdcluster.node.vllm.engine.reference import Reference, check_reference, decode_reference, encode_reference
 from pdcluster.processes.tasks import watched
 
@@ -272,20 +272,22 @@ class VllmEngine:
         )
 
     async def _watch(self) -> None:
-        """Until the node closes it or it dies."""
-        closing = asyncio.create_task(self._closing.wait())
+        """Until the node closes it, or one of its processes ends: vLLM takes seconds to notice a dead worker."""
         handler = self._llm.output_handler
         assert handler is not None
-        await asyncio.wait({closing, handler}, return_when=asyncio.FIRST_COMPLETED)
-        closing.cancel()
+        died = asyncio.Event()
+        with watched_processes(marked_processes(self._mark), died.set):
+            waits = {asyncio.create_task(self._closing.wait()), asyncio.create_task(died.wait())}
+            await asyncio.wait({*waits, handler}, return_when=asyncio.FIRST_COMPLETED)
+            for task in waits:
+                task.cancel()
         if not self._is_closing:
-            # At once: an engine that shuts down by itself takes seconds.
-            kill_marked(self._mark)
-            raise EngineStartError("the engine's processes died")
+            # Before vLLM's own shutdown, which takes seconds too.
+            self._end("a process of the engine died")
 
     def _end(self, reason: str) -> None:
         """Nothing of it is left, and the node learns that."""
-        self._failure = reason
+        self._failure = self._failure or reason
         if not self._is_closing and (killed := kill_marked(self._mark)):
             logger.warning("killed engine processes %s", killed)
         self._queue.put([*self._fresh, EngineDied(reason)])

@@ -7,9 +7,12 @@ of ours started the engine. Processes carry a mark in their environment, so that
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final
@@ -72,3 +75,23 @@ def kill_marked(mark: str) -> list[int]:
         except ProcessLookupError:
             logger.debug("engine process %d ended by itself", pid)
     return found
+
+
+@contextmanager
+def watched_processes(pids: Iterable[int], on_end: Callable[[], object]) -> Iterator[None]:
+    """Call it in the running loop when one of them ends, also if that was before."""
+    loop = asyncio.get_running_loop()
+    fds: list[int] = []
+    try:
+        for pid in pids:
+            try:
+                fds.append(os.pidfd_open(pid))
+            except ProcessLookupError:
+                on_end()
+                continue
+            loop.add_reader(fds[-1], on_end)
+        yield
+    finally:
+        for fd in fds:
+            loop.remove_reader(fd)
+            os.close(fd)
