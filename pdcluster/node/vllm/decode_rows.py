@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -288,12 +288,8 @@ class DecodeRows:
     def end_all(self, code: str, reason: str) -> int:
         rows = list(self._rows.values())
         for row in rows:
-            if self._rows.get(row.request) is row:
-                self._fail(row, code, reason)
+            self._fail(row, code, reason)
         return len(rows)
-
-    def rows(self) -> Iterator[DecodeRow]:
-        return iter(self._rows.values())
 
     @property
     def num_rows(self) -> int:
@@ -437,14 +433,20 @@ class DecodeRows:
         self._outbox.message(ticket.writer, ack)
 
     def _fail(self, row: DecodeRow, code: str, reason: str, *, retryable: bool = True, is_ended: bool = False) -> None:
-        """is_ended: the engine is done with it."""
+        """Idempotent. is_ended: the engine is done with it."""
+        if self._rows.get(row.request) is not row:
+            return
         if is_ended and row.ticket is not None and row.state is R.STARTED:
             self._transfer_ended(row, row.ticket, reason)
         self._outbox.message(row.router, Failed(row.request, row.attempt, code, reason, retryable))
         self._end(row, reason, has_failed=True, is_ended=is_ended)
 
     def _end(self, row: DecodeRow, reason: str, *, has_failed: bool = False, is_ended: bool = False) -> None:
-        """Drop the row. A prefill node whose KV was being read is told so; nobody else may read it then."""
+        """Drop the row. A prefill node whose KV was being read is told so; nobody else may read it then. Idempotent: a
+        parent's end takes its forks along.
+        """
+        if self._rows.get(row.request) is not row:
+            return
         if row.ticket is not None and row.state is R.STARTED and row.ticket.nonce in self._by_nonce:
             self._answer(row.ticket, reason)
         if row.key and not is_ended:

@@ -11,7 +11,7 @@ and its router computes it again; vLLM's prefix cache has most of it. Owned by t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -274,9 +274,6 @@ class ParkedPrompts:
     @property
     def num_legs(self) -> int:
         return len(self._legs)
-
-    def keys(self) -> Iterator[str]:
-        return iter(self._by_key)
 
     # ------------------------------------------------------------ inside
 

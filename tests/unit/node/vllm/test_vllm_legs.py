@@ -377,3 +377,23 @@ def test_a_pull_is_declined(nodes: VllmNodes) -> None:
     nodes.say("p", Fetch(nodes.all_of(Reserved)[0].ticket, b"0" * 16), nodes["d"].me)
     nodes["p"].control.turn()
     assert "give no KV" in sent[-1].message.reason  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("end", ["router lost", "hello", "deadline", "moves"])
+def test_forks_that_end_with_their_parent_end_once(nodes: VllmNodes, end: str) -> None:
+    """Whatever ends all of a router's rows at once meets the forks that their parent's end took along."""
+    nodes.say("d", Prefill(work_of("a", PROMPT, 50), remote=False))
+    for name in ("b", "c"):
+        nodes.say("d", Prefill(work_of(name, PROMPT, 50), remote=False, fork_of="a"))
+    nodes["d"].control.turn()
+    if end == "router lost":
+        nodes["d"].side.cancel_router(ROUTER)
+    elif end == "hello":
+        nodes.say("d", Hello("router"))
+    elif end == "deadline":
+        nodes.now += 61.0
+    else:
+        nodes.say("d", Manage(1, cordoned=True, moves=True))
+    nodes.turn(3)
+    failed = [message.request for message in nodes.all_of(Failed)]
+    assert len(failed) == len(set(failed)) and nodes["d"].side.is_idle and not nodes["d"].engine.running
