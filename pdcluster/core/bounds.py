@@ -6,7 +6,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, MsgspecError
+
+# What msgspec raises for bytes that are no value of a type. Text that is no UTF-8 is a ValueError.
+DECODE_ERRORS = (MsgspecError, ValueError, OverflowError, RecursionError)
 
 MAX_ID_CHARS = 128
 MAX_TEXT_CHARS = 16 << 10

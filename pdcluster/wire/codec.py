@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from pdcluster.core import messages as m
-from pdcluster.core.bounds import INT31, MAX_ID_CHARS
+from pdcluster.core.bounds import DECODE_ERRORS, INT31, MAX_ID_CHARS
 from pdcluster.core.errors import OtherProtocol, ProtocolError
 from pdcluster.core.trace_context import CONTEXT_BYTES
 from pdcluster.wire.address import peer_address
@@ -55,7 +55,6 @@ class _Version(msgspec.Struct, frozen=True, array_like=True):
 _version_decoder = msgspec.msgpack.Decoder(_Version)
 # A frame may nest deeper than the interpreter's stack. msgspec raises RecursionError for it, and subclasses of
 # ValueError for all else.
-_DECODE_ERRORS = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 
 
 def encode(envelope: m.Envelope, *, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
@@ -94,7 +93,7 @@ def decode(frame: bytes, *, max_bytes: int = MAX_FRAME_BYTES) -> m.Envelope:
         raise ProtocolError(f"frame of {len(frame)} bytes was damaged on its way")
     try:
         envelope = _decoder.decode(body)
-    except _DECODE_ERRORS as error:
+    except DECODE_ERRORS as error:
         _check_version(_peek_version(body))
         raise ProtocolError(f"malformed frame of {len(frame)} bytes: {error}") from error
     messages = envelope.messages
@@ -117,7 +116,7 @@ def seal(body: bytes) -> bytes:
 def _peek_version(frame: bytes | memoryview) -> int:
     try:
         return _version_decoder.decode(frame).protocol
-    except _DECODE_ERRORS:
+    except DECODE_ERRORS:
         return m.PROTOCOL_VERSION
 
 

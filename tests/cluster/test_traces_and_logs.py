@@ -97,7 +97,7 @@ def test_a_retried_request_is_one_trace_over_both_nodes(up: Up, collector: Recei
     route = usage["pdcluster"]
     assert isinstance(route, dict)
     assert route["attempts"] == 2, up.output()
-    spans = collector.of(trace_id, 13)
+    spans = collector.of(trace_id, 13, beside={"parked"})
     by_id = {each.span.span_id: each for each in spans}
     (root,) = [each for each in spans if each.span.parent_span_id not in by_id]
     assert root.span.parent_span_id.hex() == caller

@@ -152,7 +152,7 @@ class FaultyNode(LocalNode):
         """Its loop runs in this process's own thread."""
         self.orders = Orders()
         os.close(self.neighbours.wakeup_fd)
-        object.__setattr__(self.parts, "neighbours", self.orders)
+        object.__setattr__(self.parts.links, "neighbours", self.orders)
         self._armed: str | None = None
         self._go = threading.Event()
         self._tickets: dict[int, Ticket] = {}

@@ -31,6 +31,8 @@ from pdcluster.core.grammar import Grammar
 from pdcluster.core.step import Row, StepPlan
 from pdcluster.kv.layout import Fingerprint, KVLayout
 from pdcluster.node.native.tensor_parallel import channel, messages
+from pdcluster.node.vllm import events
+from pdcluster.node.vllm.engine import read_confirmation, reference
 from pdcluster.processes.ready import parse
 from pdcluster.rpc import bootstrap_pb2 as pb
 from pdcluster.rpc import inference_pb2
@@ -500,6 +502,43 @@ def shm_decoders() -> list[Decoder]:
     ]
 
 
+def vllm_decoders() -> list[Decoder]:
+    """What nodes with vLLM get from each other, and from the vLLM beside them."""
+    known = reference.Reference(
+        1, "engine-1", "r1-0", "10.0.0.1", 5600, 1, 1, 1, 32, 70, ((0, 1, 2),), ("tcp://10.0.0.1:7",)
+    )
+    batch = events.EventBatch(
+        1.5, [events.BlockStored([b"hash"], None, [1, 2], 2, None, None), events.AllBlocksCleared()]
+    )
+    notice = read_confirmation.ReadNotice("r1-0", "reader", "fence").name + ":1"
+    return [
+        Decoder(
+            "vllm question",
+            (msgspec.msgpack.encode(read_confirmation.ReadQuestion("r1-0", "reader", "fence")),),
+            read_confirmation.decode_question,
+            (ProtocolError,),
+        ),
+        Decoder(
+            "vllm answer",
+            (msgspec.msgpack.encode(read_confirmation.ReadAnswer("reader", True)),),
+            read_confirmation.decode_answer,
+            (ProtocolError,),
+        ),
+        Decoder("vllm reference", (reference.encode_reference(known),), reference.decode_reference, (ProtocolError,)),
+        Decoder("vllm events", (msgspec.msgpack.encode(batch),), events.decode_events, (ProtocolError,)),
+        Decoder(
+            "vllm notice",
+            (notice.encode(),),
+            lambda data: read_confirmation.parse_notice(data.decode("utf-8", "replace")) or refuse(),
+            (ProtocolError,),
+        ),
+    ]
+
+
+def refuse() -> None:
+    raise ProtocolError("no notice")
+
+
 def control_decoder() -> Decoder:
     """What a router's workers and their supervisor say to each other."""
     told = control.WorkerEvent(Event(1, 2.5, "role", "n0", "prefill becomes decode"))
@@ -523,6 +562,7 @@ def decoders() -> dict[str, Decoder]:
         own_grammar_decoder(),
         rank_decoder(),
     ]
+    every += vllm_decoders()
     every += [hello_decoder(), advert_decoder(), rank_adverts_decoder()]
     every += [control_decoder(), tcp_frame_decoder(), lane_decoder(), *staged_decoders(), *shm_decoders()]
     return {decoder.name: decoder for decoder in every}

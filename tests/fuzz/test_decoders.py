@@ -25,7 +25,8 @@ NAMES = (
     "transfer hello",
     "transfer advert", "tcp frame", "tcp answer", "staged notice", "staged grant", "staged answer", "shm notice",
     "shm advert",
-    "shm hello", "shm regions", "control frame",
+    "shm hello", "shm regions", "control frame", 
+    "vllm question", "vllm answer", "vllm reference", "vllm events", "vllm notice",
 )  # fmt: skip
 EXTREMES = (
     b"\x00",
@@ -145,15 +146,17 @@ def test_no_decoder_is_left_out(every: dict[str, Decoder]) -> None:
     root = Path(__file__).parents[2]
     known = {
         "wire/codec.py", "processes/ready.py", "bootstrap/card_messages.py", "rpc/inference.py",
-        "node/tensor_parallel/channel.py",
+        "node/native/tensor_parallel/channel.py",
         "engine/sampling/grammar.py", "transfer/backends/tcp_links.py", "transfer/backends/ranked.py",
         "transfer/backends/tcp.py", "transfer/backends/staged/backend.py", "transfer/backends/shm_frames.py",
         "transfer/backends/staged/staging.py", "transfer/backends/staged/pump.py",
         "bootstrap/demand.py",
         "bootstrap/server.py", "bootstrap/agent.py", "bootstrap/demand_client.py",  # use the converters above
         # tables of the same node's ranks: a bad one ends the node
-        "node/tensor_parallel/endpoint_client.py", "node/tensor_parallel/endpoint.py",
-        "node/tensor_parallel/messages.py",
+        "node/native/tensor_parallel/endpoint_client.py", "node/native/tensor_parallel/endpoint.py",
+        "node/native/tensor_parallel/messages.py",
+        "node/vllm/engine/reference.py", "node/vllm/engine/read_confirmation.py", "node/vllm/events.py",
+        "node/vllm/sampling/rules.py",  # from its own node
         "transfer/backends/shm_memory.py", "transfer/backends/shm.py",  # what the kernel says
         # a model's files
         "engine/model/config.py", "engine/model/weights.py", "api/text/model_text.py", "checkpoint/end_tokens.py",

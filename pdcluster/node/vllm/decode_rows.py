@@ -123,7 +123,6 @@ class ReaderBreakers:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._breakers: OrderedDict[Peer, Breaker] = OrderedDict()
-        self.num_failed = 0
 
     def check(self, writer: Peer) -> None:
         """Raises Overloaded while KV of this node is left alone."""
@@ -138,15 +137,14 @@ class ReaderBreakers:
         if (breaker := self._breakers.get(writer)) is not None:
             breaker.begin(self._clock())
 
-    def ended(self, writer: Peer, began: float, *, has_failed: bool) -> None:
-        now = self._clock()
-        if has_failed:
-            self.num_failed += 1
-            self._breakers.setdefault(writer, Breaker(BreakerSettings())).failed(began, now)
-            while len(self._breakers) > MAX_PEERS:
-                self._breakers.popitem(last=False)
-        elif (breaker := self._breakers.get(writer)) is not None:
-            breaker.succeeded(began, now)
+    def failed(self, writer: Peer, began: float) -> None:
+        self._breakers.setdefault(writer, Breaker(BreakerSettings())).failed(began, self._clock())
+        while len(self._breakers) > MAX_PEERS:
+            self._breakers.popitem(last=False)
+
+    def succeeded(self, writer: Peer, began: float) -> None:
+        if (breaker := self._breakers.get(writer)) is not None:
+            breaker.succeeded(began, self._clock())
 
     def forget(self, writer: Peer) -> None:
         self._breakers.pop(writer, None)
@@ -254,7 +252,7 @@ class DecodeRows:
         if output.finish in ("error", "abort"):
             self._on_error(row, output)
             return
-        if output.cached_tokens:
+        if output.cached_tokens and row.ticket is None:  # else it contains what was read
             row.cached_tokens = min(output.cached_tokens, row.num_tokens)
         if output.prompt_logprobs and not row.output.tokens:
             row.output.prompt_logprobs.extend(output.prompt_logprobs)
@@ -292,13 +290,18 @@ class DecodeRows:
         return len(rows)
 
     @property
-    def num_rows(self) -> int:
+    def num_legs(self) -> int:
         return len(self._rows)
 
     @property
+    def num_rows(self) -> int:
+        """Rows that vLLM has or that are promised to prefill nodes."""
+        return sum(row.state is not R.QUEUED for row in self._rows.values())
+
+    @property
     def num_promised_blocks(self) -> int:
-        """Blocks of all rows, with room to grow."""
-        return sum(self._blocks_of(row.work) for row in self._rows.values())
+        """Blocks of these rows, with room to grow."""
+        return sum(self._blocks_of(row.work) for row in self._rows.values() if row.state is not R.QUEUED)
 
     @property
     def context_tokens(self) -> int:
@@ -312,9 +315,9 @@ class DecodeRows:
         try:
             if not self._line.may_try(work.request, now):
                 raise errors.Overloaded("requests that asked earlier wait for a slot; retry later", RETRY_S)
-            if len(self._rows) >= self._facts.max_rows:
+            if self.num_rows >= self._facts.max_rows:
                 raise errors.Overloaded(f"all {self._facts.max_rows} rows are taken; retry later", RETRY_S)
-            if self._rows and self.num_promised_blocks + self._blocks_of(work) > num_blocks:
+            if self.num_rows and self.num_promised_blocks + self._blocks_of(work) > num_blocks:
                 raise errors.Overloaded(f"{num_blocks} KV blocks have no room for the request; retry later", RETRY_S)
         except errors.Overloaded as error:
             self._line.refused(work.request, router, now, error.retry_after_s)
@@ -386,7 +389,8 @@ class DecodeRows:
             row.first_at = self._clock()
             self._queue.is_computed(row.key)
             if row.ticket is not None:
-                self._transfer_ended(row, row.ticket, "")
+                self.breakers.succeeded(peer_of(row.ticket.writer), self._began(row))
+                self._answer(row.ticket, "")
         position = row.output.num_output
         row.output.tokens.extend(output.tokens)
         row.output.logprobs.extend(output.logprobs)
@@ -404,11 +408,14 @@ class DecodeRows:
     def _on_error(self, row: DecodeRow, output: EngineOutput) -> None:
         """vLLM gave the row up. Before its first token a remote row's KV is at fault."""
         reason = output.error or f"vLLM ended it: {output.finish}"
-        is_transfer = row.ticket is not None and row.state is R.STARTED
-        code = errors.TransferError.code if is_transfer else errors.PdclusterError.code
+        code = errors.TransferError.code if output.is_failed_read else errors.PdclusterError.code
         if output.is_bad_request:
             code = errors.BadRequest.code
-        self._fail(row, code, reason, retryable=not output.is_bad_request, is_ended=True)
+        if output.is_failed_read and row.ticket is not None:
+            self.breakers.failed(peer_of(row.ticket.writer), self._began(row))
+        word = Failed(row.request, row.attempt, code, reason, not output.is_bad_request, output.param)
+        self._outbox.message(row.router, word)
+        self._end(row, reason, has_failed=True, is_ended=True)
 
     def _finish(self, row: DecodeRow, finish: Finish, stop_token: int | None) -> None:
         reason: FinishReason = "eos" if finish == "eos" else "stop" if finish == "stop" else "length"
@@ -418,11 +425,8 @@ class DecodeRows:
         self._record(row, reason)
         self._forget(row)
 
-    def _transfer_ended(self, row: DecodeRow, ticket: Ticket, refused: str) -> None:
-        """vLLM read the KV, or could not."""
-        began = row.scheduled_at if row.scheduled_at is not None else row.arrived
-        self.breakers.ended(peer_of(ticket.writer), began, has_failed=bool(refused))
-        self._answer(ticket, refused)
+    def _began(self, row: DecodeRow) -> float:
+        return row.scheduled_at if row.scheduled_at is not None else row.arrived
 
     def _answer(self, ticket: Ticket, refused: str) -> None:
         self._by_nonce.pop(ticket.nonce, None)
@@ -432,14 +436,12 @@ class DecodeRows:
             self._answered.popitem(last=False)
         self._outbox.message(ticket.writer, ack)
 
-    def _fail(self, row: DecodeRow, code: str, reason: str, *, retryable: bool = True, is_ended: bool = False) -> None:
-        """Idempotent. is_ended: the engine is done with it."""
+    def _fail(self, row: DecodeRow, code: str, reason: str, *, retryable: bool = True) -> None:
+        """Idempotent."""
         if self._rows.get(row.request) is not row:
             return
-        if is_ended and row.ticket is not None and row.state is R.STARTED:
-            self._transfer_ended(row, row.ticket, reason)
         self._outbox.message(row.router, Failed(row.request, row.attempt, code, reason, retryable))
-        self._end(row, reason, has_failed=True, is_ended=is_ended)
+        self._end(row, reason, has_failed=True)
 
     def _end(self, row: DecodeRow, reason: str, *, has_failed: bool = False, is_ended: bool = False) -> None:
         """Drop the row. A prefill node whose KV was being read is told so; nobody else may read it then. Idempotent: a

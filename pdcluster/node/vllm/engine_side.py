@@ -25,6 +25,7 @@ from pdcluster.core.messages import (
     Prefill,
     RefusedLeg,
     Reserve,
+    Sampling,
     Work,
 )
 from pdcluster.cost.fit import Step
@@ -59,6 +60,7 @@ class VllmParts:
     """The components of a node with vLLM.
 
     events: None where vLLM does not report its cache.
+    check_sampling: raises BadRequest for sampling that vLLM cannot do, with so many tokens emitted before.
     """
 
     links: NodeLinks
@@ -68,6 +70,7 @@ class VllmParts:
     rows: DecodeRows
     parking: ParkedKV
     events: EventStream | None
+    check_sampling: Callable[[Sampling, int], None]
 
 
 class StepBooks:
@@ -122,6 +125,8 @@ class VllmSide:
         self._parts, self._facts, self._clock = parts, facts, clock
         self._checks = WorkChecks(facts.vocab_size, facts.max_len)
         self.cache = BlockHashes(facts.block_tokens, facts.num_blocks, facts.groups)
+        if self.cache.fault:
+            logger.warning("routing by prefix does not see this node's cache: %s", self.cache.fault)
         self._books = StepBooks(parts.queue.costs, on_step)
         self._heard_at = clock()
         self.is_stuck = False
@@ -233,8 +238,13 @@ class VllmSide:
     def _accepts(self, router: Peer, work: Work, leg: RefusedLeg) -> bool:
         acceptance = self._parts.links.acceptance
         return acceptance.takes(router, work, leg, is_stuck=self.is_stuck) and acceptance.check(
-            router, work, leg, lambda work: self._checks.check(work, np.frombuffer(work.token_ids, np.int32))
+            router, work, leg, self._check
         )
+
+    def _check(self, work: Work) -> None:
+        tokens = np.frombuffer(work.token_ids, np.int32)
+        self._checks.check(work, tokens)
+        self._parts.check_sampling(work.sampling, len(tokens) - work.num_prompt)
 
     # ------------------------------------------------------------ what other nodes say
 
@@ -259,7 +269,7 @@ class VllmSide:
 
     @property
     def num_open(self) -> int:
-        return self._parts.prompts.num_legs + self._parts.rows.num_rows
+        return self._parts.prompts.num_legs + self._parts.rows.num_legs
 
     @property
     def is_idle(self) -> bool:

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from pdcluster.core.bounds import Count, Positive
+from pdcluster.core.bounds import DECODE_ERRORS, Count, Positive
 from pdcluster.core.errors import ProtocolError
 from pdcluster.core.messages import HASH_BYTES, pack_tokens
 from pdcluster.kv.hash_changes import HashChanges
@@ -89,7 +89,7 @@ _DECODER = msgspec.msgpack.Decoder(EventBatch)
 def decode_events(payload: bytes) -> tuple[CacheEvent, ...]:
     try:
         return tuple(_DECODER.decode(payload).events)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except DECODE_ERRORS as error:
         raise ProtocolError(f"vLLM's KV events are not as in the pinned version: {error}") from error
 
 

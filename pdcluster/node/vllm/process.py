@@ -7,7 +7,9 @@ import os
 import select
 import socket
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,7 +39,7 @@ from pdcluster.node.vllm.engine.engine import VllmEngine
 from pdcluster.node.vllm.engine.interface import EngineDied, EngineFacts, EngineOutput, EngineRequest, ServingEngine
 from pdcluster.node.vllm.engine_side import EngineLost, VllmParts, VllmSide
 from pdcluster.node.vllm.event_stream import EventStream
-from pdcluster.node.vllm.parked_prompts import MEDIUM, ParkedPrompts
+from pdcluster.node.vllm.parked_prompts import MEDIUM, SHORTEST_HOLD_S, ParkedPrompts
 from pdcluster.node.vllm.requests import EngineQueue
 from pdcluster.node.vllm.sampling.sampling_map import VllmSampling
 from pdcluster.node.vllm.weight_files import weight_files_digest
@@ -50,6 +52,8 @@ logger = logging.getLogger(__name__)
 ENGINE = "vllm"
 # KV is given up so long before vLLM's lease ends, so that no reader starts at its end.
 LEASE_MARGIN_S = 5.0
+# Time for a decode node to begin its read.
+LEAST_PARKING_S = 2 * SHORTEST_HOLD_S
 WARM_TOKENS, WARM_S = 16, 600.0
 
 
@@ -71,10 +75,11 @@ def check(config: NodeConfig) -> None:
     ):
         if is_set:
             raise ConfigError(f"node.engine is vllm and node.{name} is set; {way_out}")
-    if config.vllm.lease_s < 2 * LEASE_MARGIN_S and config.role != "mixed":
+    if parks_s_of(config) < LEAST_PARKING_S:
         raise ConfigError(
-            f"node.vllm.lease_s {config.vllm.lease_s:g} is too short to hand KV over; use "
-            f"{2 * LEASE_MARGIN_S:g} or more"
+            f"finished KV would wait {parks_s_of(config):g} s for a decode node, too short to hand it over; set "
+            f"node.vllm.lease_s to {LEASE_MARGIN_S + LEAST_PARKING_S:g} or more and node.transfer.parking_s to "
+            f"{LEAST_PARKING_S:g} or more"
         )
 
 
@@ -85,15 +90,20 @@ def open_vllm(process: NodeProcess) -> OpenedEngine:
     events = EventStream(Path(folder))
     process.engine_stack.callback(events.close)
     eos = eos_token_ids(read_text_files(process.model_dir))
-    engine = VllmEngine(_options(config, process.model_dir, events), VllmSampling(process.model_dir, eos))
+    sampling = VllmSampling(process.model_dir, eos)
+    engine = VllmEngine(_options(config, process.model_dir, events), sampling)
     process.engine_stack.callback(engine.close)
-    with ThreadPoolExecutor(1) as reader:
-        weights = reader.submit(weight_files_digest, process.model_dir)
-        engine.wait_ready(config.vllm.start_s, lambda progress: _tell_progress(process, progress))
-    if config.warmup and not engine.facts.pools:
+    reader, stop = ThreadPoolExecutor(1), threading.Event()
+    process.engine_stack.callback(reader.shutdown)
+    process.engine_stack.callback(stop.set)
+    weights = reader.submit(weight_files_digest, process.model_dir, stop)
+    engine.wait_ready(config.vllm.start_s, lambda progress: _tell_progress(process, progress))
+    if engine.facts.pools:
+        raise ConfigError(f"{process.model_dir} is a pooling model, and embeddings are not served yet")
+    if config.warmup:
         _tell_progress(process, "vLLM answers a first prompt")
         warm_up(engine)
-    parts = assemble(process, engine, events)
+    parts = assemble(process, engine, events, sampling.check)
     side = VllmSide(parts, clock=process.clock, on_step=process.health.step if config.health else None)
     return OpenedEngine(parts.links, side, card_of(process, engine.facts, parts.links, eos, weights.result()))
 
@@ -143,7 +153,12 @@ def _free_port(host: str) -> int:
         return int(found.getsockname()[1])
 
 
-def assemble(process: NodeProcess, engine: ServingEngine, events: EventStream | None) -> VllmParts:
+def assemble(
+    process: NodeProcess,
+    engine: ServingEngine,
+    events: EventStream | None,
+    check_sampling: Callable[[Sampling, int], None],
+) -> VllmParts:
     """Build all that the side needs. The hub is bound; nothing was sent."""
     config, clock, facts = process.config, process.clock, engine.facts
     outbox, ended = Outbox(), EndedLegs()
@@ -163,9 +178,8 @@ def assemble(process: NodeProcess, engine: ServingEngine, events: EventStream | 
         process.agent,
     )  # fmt: skip
     records = LegRecorder(process.me.node, process.spans)
-    parks_s = min(config.transfer.parking_s, parks_s_of(facts))
     limit = max(int(facts.num_blocks * config.transfer.parking_percent / 100), 1)
-    parking = ParkedKV(limit, clock, parks_s)
+    parking = ParkedKV(limit, clock, parks_s_of(config))
     queue = EngineQueue(engine, config.scheduler.max_waiting, clock)
     me = Endpoint(process.me.node, process.me.incarnation, hub.address, ((MEDIUM, b""),))
     return VllmParts(
@@ -176,12 +190,13 @@ def assemble(process: NodeProcess, engine: ServingEngine, events: EventStream | 
         rows=DecodeRows(me, facts, queue, outbox, ended, records, clock),
         parking=parking,
         events=events,
+        check_sampling=check_sampling,
     )
 
 
-def parks_s_of(facts: EngineFacts) -> float:
+def parks_s_of(config: NodeConfig) -> float:
     """How long finished KV waits for a decode node: less than vLLM's lease, which nothing but a reader renews."""
-    return facts.lease_s - LEASE_MARGIN_S if facts.lease_s > LEASE_MARGIN_S else facts.lease_s / 2
+    return min(config.transfer.parking_s, round(config.vllm.lease_s) - LEASE_MARGIN_S)
 
 
 def _dtype_of(facts: EngineFacts) -> KVType:
@@ -200,7 +215,13 @@ def card_of(process: NodeProcess, facts: EngineFacts, links: NodeLinks, eos: tup
         address=links.hub.address,
         model=model,
         fingerprint=Fingerprint(
-            model, weights, PROTOCOL_VERSION, facts.block_tokens, layout, f"vllm-{facts.version}", engine=ENGINE
+            model,
+            weights,
+            PROTOCOL_VERSION,
+            facts.block_tokens,
+            layout,
+            f"vllm-{facts.version}-{facts.arithmetic}",
+            engine=ENGINE,
         ),
         max_len=facts.max_len,
         vocab_size=facts.vocab_size,
@@ -214,7 +235,7 @@ def card_of(process: NodeProcess, facts: EngineFacts, links: NodeLinks, eos: tup
         version=VERSION,
         capabilities=Capabilities(
             pulls=False,
-            parks_s=parks_s_of(facts),
+            parks_s=parks_s_of(config),
             digests=False,
             keyed_sampling=False,
             estimated_cost=True,

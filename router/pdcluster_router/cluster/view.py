@@ -240,6 +240,8 @@ class Roster:
         self.accepting = frozenset(row for row, node in enumerate(nodes) if node.accepts_work)
         # Of these, the ones that give cached KV to others.
         self.givers = frozenset(row for row in self.accepting if nodes[row].capabilities.pulls)
+        # Whether some node leaves the first token to the decode node.
+        self.leaves_first = any(node.capabilities.first_token == "decode" for node in nodes)
         # The bits of each node for a request that may go anywhere.
         self.legs: Bits = np.array([_legs_of(node) for node in nodes], np.int64)
         # A bit for each transfer medium of a node.
@@ -290,6 +292,7 @@ class Roster:
             and former.max_len == now.max_len
             and former.backends == now.backends
             and former.models == now.models
+            and former.capabilities == now.capabilities
         )
         if former.load is now.load and former.is_cordoned is now.is_cordoned:
             return is_alike  # only work was sent to it

@@ -258,7 +258,7 @@ class PolicySelector:
             others.union(node for node, until in job.busy.items() if until > now) if job.busy else others,
             output,
             job.session,
-            job.force or self._force,
+            job.force or (self._force if job.sampling.prompt_logprobs is None else self._force_with_prompt(job)),
             self._fallback,
             None if cached is held else held,
             self._counter,
@@ -271,6 +271,13 @@ class PolicySelector:
             job.model,
             job.most_tokens,
         )
+
+    def _force_with_prompt(self, job: Job) -> Force:
+        """The mode of a request that wants its prompt's logprobs. Only a node that computed the prompt has them, and
+        nodes that leave the first token to others tell none.
+        """
+        is_local = self._force == "auto" and job.awaits_prompt_logprobs and self._view().roster.leaves_first
+        return "local" if is_local else self._force
 
 
 def _with(held: Mapping[str, int], expected: Mapping[str, int], block_tokens: int) -> Mapping[str, int]:

@@ -30,6 +30,7 @@ FACTS = EngineFacts(
     head_dim=2,
     token_bytes=16,
     version="0.32.0",
+    arithmetic="float32",
     pools=False,
     groups=1,
     lease_s=30,
@@ -67,6 +68,8 @@ class FakeServingEngine:
         self.released: list[str] = []
         self.news_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.now = 0.0
+        # In the place of the first token of a row whose KV came.
+        self.fault: EngineOutput | None = None
         self._news: list[EngineNews] = []
 
     def add(self, request: EngineRequest) -> None:
@@ -119,7 +122,9 @@ class FakeServingEngine:
         if running.is_aborted:
             return EngineOutput(request.key, finish="abort")
         if request.reference and not running.said and not self._reads(request):
-            return EngineOutput(request.key, finish="error", error="the read was not confirmed")
+            return EngineOutput(request.key, finish="error", error="the read was not confirmed", is_failed_read=True)
+        if self.fault is not None and request.reference:
+            return replace(self.fault, key=request.key)
         running.said += answer_of([*request.token_ids, *running.said], 1)
         output = EngineOutput(request.key, tokens=(running.said[-1],))
         if request.parks:

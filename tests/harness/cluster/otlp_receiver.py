@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -50,10 +50,14 @@ class Receiver(stubs.TraceServiceServicer):  # type: ignore[misc]
                 ]
         return pb.ExportTraceServiceResponse()
 
-    def of(self, trace_id: str, num_spans: int, timeout_s: float = 60.0) -> list[ReceivedSpan]:
-        """The spans of a trace, once there are so many."""
+    def of(
+        self, trace_id: str, num_spans: int, timeout_s: float = 60.0, beside: Set[str] = frozenset()
+    ) -> list[ReceivedSpan]:
+        """The spans of a trace, once there are so many. beside: names of those that may be there or not."""
         deadline = time.monotonic() + timeout_s
-        while len(found := [each for each in self.spans if each.trace_id == trace_id]) < num_spans:
+        found: list[ReceivedSpan] = []
+        while sum(each.span.name not in beside for each in found) < num_spans:
+            found = [each for each in self.spans if each.trace_id == trace_id]
             assert time.monotonic() < deadline, f"only {[each.span.name for each in found]}"
             time.sleep(0.1)
         return found

@@ -313,6 +313,7 @@ class VllmEngine:
             head_dim=head_dim,
             token_bytes=num_layers * num_kv_heads * head_dim * item_bytes * (1 if model.use_mla else 2),
             version=_version(),
+            arithmetic=f"{str(model.dtype).removeprefix('torch.')}-{model.quantization or 'plain'}-{dtype}",
             pools=model.runner_type == "pooling",
             groups=groups,
             lease_s=self._options.lease_s,
@@ -363,9 +364,12 @@ class VllmEngine:
             await self._stream(running)
         except EngineDeadError:
             logger.debug("%s ends with its engine", key)  # EngineDied tells of all of them
-        except PdclusterError as error:
-            is_bad_request = isinstance(error, BadRequest)
-            self._emit(EngineOutput(key, finish="error", error=str(error), is_bad_request=is_bad_request))
+        except BadRequest as error:
+            param = error.param or ""
+            self._emit(EngineOutput(key, finish="error", error=str(error), is_bad_request=True, param=param))
+        except ProtocolError as error:
+            is_failed_read = bool(running.request.reference)
+            self._emit(EngineOutput(key, finish="error", error=str(error), is_failed_read=is_failed_read))
         except Exception as error:
             logger.warning("vLLM refused %s: %r", key, error)
             self._emit(EngineOutput(key, finish="error", error=f"vLLM: {error}"))
@@ -382,14 +386,16 @@ class VllmEngine:
         running.is_added = True
         if running.is_aborted:
             await self._llm.abort(running.id)
+        is_finished = False
         try:
-            is_finished = False
             while not is_finished:
                 output = outputs.get_nowait() or await outputs.get()
                 is_finished = output.finished
                 self._emit(self._output_of(request, output))
         finally:
             outputs.close()
+            if not is_finished:
+                await self._llm.abort(running.id)
 
     def _params(self, request: EngineRequest) -> SamplingParams:
         if request.adapter:
@@ -435,8 +441,11 @@ class VllmEngine:
         tokens = tuple(choice.token_ids)
         finish: Finish = _FINISHES[choice.finish_reason] if output.finished else ""
         if finish == "error":
-            why = "it repeats itself" if choice.finish_reason == "repetition" else "its KV did not come whole"
-            return EngineOutput(request.key, finish="error", error=f"vLLM ended the request: {why}")
+            is_failed_read = choice.finish_reason != "repetition" and bool(request.reference)
+            why = "its KV did not come whole" if is_failed_read else f"{choice.finish_reason}"
+            return EngineOutput(
+                request.key, finish="error", error=f"vLLM ended the request: {why}", is_failed_read=is_failed_read
+            )
         stop_token = tokens[-1] if finish == "stop" and tokens else None
         if stop_token is not None and not request.parks:
             finish = self._map.ending_of(request.sampling, stop_token)
@@ -528,7 +537,7 @@ def _step_of(scheduler: Any, iteration: Any) -> EngineStep:
     return EngineStep(
         at_s=time.monotonic(),
         prompt_tokens=prompt.computed if prompt is not None else 0,
-        reused_tokens=prompt.cached_tokens if prompt is not None else 0,
+        reused_tokens=prompt.local_cache_hit if prompt is not None else 0,
         output_tokens=iteration.num_generation_tokens if iteration is not None else 0,
         running=scheduler.num_running_reqs,
         waiting=scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs,

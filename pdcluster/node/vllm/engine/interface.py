@@ -21,7 +21,7 @@ Finish = Literal["", "stop", "length", "eos", "error", "abort"]
 class EngineRequest:
     """One leg of an attempt, as the engine runs it."""
 
-    # "request#attempt", unique while it runs.
+    # "request#attempt" and a number of its own, never used again.
     key: str
     # The prompt, and behind it the tokens that earlier attempts emitted.
     token_ids: Sequence[int]
@@ -53,8 +53,11 @@ class EngineOutput:
     stop_token: int | None = None
     # Of "error": why.
     error: str = ""
-    # Of "error": no node with this engine can run the request.
+    # Of "error": no node with this engine can run the request; `param` names the field at fault.
     is_bad_request: bool = False
+    param: str = ""
+    # Of "error": the KV that the reference names could not be read.
+    is_failed_read: bool = False
     # Of a finished prefill leg: encoded, bounded. Empty if nothing is parked.
     reference: bytes = b""
     cached_tokens: int = 0
@@ -110,6 +113,8 @@ class EngineFacts:
     token_bytes: int
     # Of vLLM.
     version: str
+    # What else decides the bits of KV: types and quantization.
+    arithmetic: str
     # A pooling model: it embeds and generates nothing.
     pools: bool
     # Number of KV cache groups.

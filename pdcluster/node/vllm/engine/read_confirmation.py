@@ -26,6 +26,9 @@ import msgspec
 import zmq
 from msgspec import Meta
 
+from pdcluster.core.bounds import DECODE_ERRORS
+from pdcluster.core.errors import ProtocolError
+
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S: Final = 2.0
@@ -57,6 +60,22 @@ class ReadAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 _question_decoder = msgspec.msgpack.Decoder(ReadQuestion)
 _answer_decoder = msgspec.msgpack.Decoder(ReadAnswer)
+
+
+def decode_question(data: bytes) -> ReadQuestion:
+    """Raises ProtocolError."""
+    try:
+        return _question_decoder.decode(data)
+    except DECODE_ERRORS as error:
+        raise ProtocolError(f"a question about parked KV that cannot be read: {error}") from error
+
+
+def decode_answer(data: bytes) -> ReadAnswer:
+    """Raises ProtocolError."""
+    try:
+        return _answer_decoder.decode(data)
+    except DECODE_ERRORS as error:
+        raise ProtocolError(f"an answer about parked KV that cannot be read: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +181,8 @@ class ConfirmationServer:
 
     def _answer(self, frames: list[bytes]) -> None:
         try:
-            question = _question_decoder.decode(frames[-1])
-        except msgspec.DecodeError as error:
+            question = decode_question(frames[-1])
+        except ProtocolError as error:
             logger.warning("dropped a question about parked KV: %s", error)
             return
         answer = ReadAnswer(question.reader, self._book.confirm(question))
@@ -243,10 +262,10 @@ class ConfirmationClient:
     def _read_answers(self, address: str, confirmed: set[str], refused: set[str]) -> None:
         while True:
             try:
-                answer = _answer_decoder.decode(self._sockets[address].recv(zmq.DONTWAIT))
+                answer = decode_answer(self._sockets[address].recv(zmq.DONTWAIT))
             except zmq.Again:
                 return
-            except msgspec.DecodeError as error:
+            except ProtocolError as error:
                 logger.warning("dropped an answer of %s about a read: %s", address, error)
                 continue
             self._note_answer(address, answer, confirmed, refused)

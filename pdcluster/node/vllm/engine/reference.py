@@ -10,7 +10,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from pdcluster.core.bounds import MAX_OPAQUE_BYTES, Count, NumRanks, Positive
+from pdcluster.core.bounds import DECODE_ERRORS, MAX_OPAQUE_BYTES, Count, NumRanks, Positive
 from pdcluster.core.errors import ProtocolError
 
 VERSION: Final = 1
@@ -63,7 +63,7 @@ def decode_reference(data: bytes) -> Reference:
         raise ProtocolError(f"a reference of {len(data)} bytes; at most {MAX_OPAQUE_BYTES}")
     try:
         reference = _decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise ProtocolError(f"a reference that cannot be read: {error}") from error
     if not any(reference.blocks):
         raise ProtocolError("a reference without a block")

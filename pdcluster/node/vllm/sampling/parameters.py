@@ -86,6 +86,12 @@ def to_vllm(sampling: Sampling, num_emitted: int, facts: SamplerFacts) -> Sampli
     )
 
 
+def check(sampling: Sampling, num_emitted: int, facts: SamplerFacts) -> None:
+    """Raises BadRequest for what `to_vllm` would refuse. Needs no vllm."""
+    _check(sampling, facts)
+    _rules(sampling, num_emitted, facts)
+
+
 def for_prefill(sampling: Sampling) -> SamplingParams:
     """Of a leg that computes the prompt alone. The decode node draws every token, so this one's is dropped."""
     from vllm import SamplingParams

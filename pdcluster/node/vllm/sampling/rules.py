@@ -22,22 +22,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdcluster.core.bounds import Count
+from pdcluster.core.bounds import DECODE_ERRORS, Count
 from pdcluster.core.errors import BadRequest, Overloaded
 from pdcluster.core.grammar import Grammar
 from pdcluster.core.history import History, history_of
 from pdcluster.core.sampling import Sampling
 from pdcluster.core.step import Row
 from pdcluster.engine.sampling.constraint import MASK_S, Constraints, masked, unbound
-from pdcluster.engine.sampling.grammar import Grammars, Mask, Vocabulary, vocabulary_of
+from pdcluster.engine.sampling.grammar import GrammarLimits, Grammars, Mask, Vocabulary, vocabulary_of
 from pdcluster.engine.sampling.penalties import SamplingRow, shaped
 
 log = logging.getLogger(__name__)
 
 # Its name among the extra arguments of vLLM's sampling parameters.
 RULES_KEY = "pdcluster_rules"
-# Longest wait of a batch for a grammar that its node compiled before, in another process.
-COMPILE_S = 20.0
+# Longest wait of a batch for a row's grammar, which a router has tried within 2 s. The row ends then.
+COMPILE_S = 5.0
 LOOK_MS = 50
 # Ranks that sample side by side must not decide by their own clocks.
 NO_LIMIT_S = 3600.0
@@ -70,7 +70,7 @@ def decode_rules(data: object) -> RowRules:
         raise ValueError(f"{RULES_KEY} must be bytes, not {type(data).__name__}")
     try:
         return _DECODER.decode(data)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except DECODE_ERRORS as error:
         raise ValueError(f"{RULES_KEY} cannot be read: {error}") from error
 
 
@@ -135,7 +135,7 @@ class BatchRules:
 
     def __init__(self, load: Callable[[], Vocabulary], eos_token_ids: Sequence[int], *, alone: bool = True) -> None:
         self._eos = tuple(eos_token_ids)
-        self._grammars = Grammars(load)
+        self._grammars = Grammars(load, None if alone else GrammarLimits(compile_s=NO_LIMIT_S))
         self._constraints = Constraints(self._grammars, self._eos, MASK_S if alone else NO_LIMIT_S)
         self._wait_s = COMPILE_S if alone else NO_LIMIT_S
         self._keys = count()

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from pdcluster.core.sampling import Sampling, TokenLogprobs
 from pdcluster.node.vllm.engine.interface import Finish
-from pdcluster.node.vllm.sampling.parameters import SamplerFacts, ending_of, for_prefill, from_vllm_logprobs, to_vllm
+from pdcluster.node.vllm.sampling.parameters import (
+    SamplerFacts,
+    check,
+    ending_of,
+    for_prefill,
+    from_vllm_logprobs,
+    to_vllm,
+)
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -46,6 +53,10 @@ class VllmSampling:
 
     def to_vllm(self, sampling: Sampling, num_emitted: int) -> SamplingParams:
         return to_vllm(sampling, num_emitted, self.facts)
+
+    def check(self, sampling: Sampling, num_emitted: int) -> None:
+        """Raises BadRequest for what vLLM cannot do."""
+        check(sampling, num_emitted, self.facts)
 
     def for_prefill(self, sampling: Sampling) -> SamplingParams:
         return for_prefill(sampling)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from fake_serving_engine import FACTS, FakeServingEngine, ParkedStore, answer_of
+from msgspec import structs
 from stepped_nodes import Letter, LetterBox
 
-from pdcluster.core.errors import NodeDrains, Overloaded, TransferError
+from pdcluster.core.errors import BadRequest, NodeDrains, Overloaded, PdclusterError, TransferError
 from pdcluster.core.messages import (
     Cancel,
     Commit,
@@ -44,6 +45,7 @@ from pdcluster.node.outbox import Outbox
 from pdcluster.node.parking import ParkedKV
 from pdcluster.node.reports.leg_records import LegRecorder
 from pdcluster.node.vllm.decode_rows import DecodeRows
+from pdcluster.node.vllm.engine.interface import EngineOutput
 from pdcluster.node.vllm.engine_side import EngineLost, VllmParts, VllmSide
 from pdcluster.node.vllm.parked_prompts import MEDIUM, ParkedPrompts
 from pdcluster.node.vllm.requests import EngineQueue
@@ -57,6 +59,15 @@ PARKS_S = 25.0
 def work_of(name: str, tokens: list[int], max_tokens: int = 4, attempt: int = 0, num_prompt: int = 0) -> Work:
     sampling = Sampling(max_tokens=max_tokens, seed=1, temperature=0.0)
     return Work(name, attempt, pack_tokens(tokens), num_prompt or len(tokens), b"", sampling, 60.0)
+
+
+def refuse_hot_sampling(sampling: Sampling, num_emitted: int) -> None:
+    if sampling.temperature > 2.0:
+        raise BadRequest("vLLM takes temperatures up to 2", "temperature")
+
+
+def replace_sampling(work: Work, **fields: Any) -> Work:
+    return structs.replace(work, sampling=structs.replace(work.sampling, **fields))
 
 
 class NoNeighbours:
@@ -90,7 +101,9 @@ class VllmNode:
         queue, records = EngineQueue(self.engine, 8, clock), LegRecorder(name)
         self.prompts = ParkedPrompts(queue, outbox, ended, records, self.parking, clock)
         self.rows = DecodeRows(self.endpoint, self.engine.facts, queue, outbox, ended, records, clock)
-        parts = VllmParts(self.links, self.engine, queue, self.prompts, self.rows, self.parking, None)
+        parts = VllmParts(
+            self.links, self.engine, queue, self.prompts, self.rows, self.parking, None, refuse_hot_sampling
+        )
         self.side = VllmSide(parts, clock=clock)
         self.control = NodeControl(self.links, self.side, report_s=1e9, drain_s=5.0, clock=clock)
 
@@ -397,3 +410,33 @@ def test_forks_that_end_with_their_parent_end_once(nodes: VllmNodes, end: str) -
     nodes.turn(3)
     failed = [message.request for message in nodes.all_of(Failed)]
     assert len(failed) == len(set(failed)) and nodes["d"].side.is_idle and not nodes["d"].engine.running
+
+
+@pytest.mark.parametrize("leg", ["prefill", "local", "reserve"])
+def test_sampling_that_vllm_cannot_do_is_refused_before_any_work(nodes: VllmNodes, leg: str) -> None:
+    work = replace_sampling(work_of("r", PROMPT), temperature=2.5)
+    message = Reserve(work, nodes["p"].endpoint) if leg == "reserve" else Prefill(work, remote=leg == "prefill")
+    nodes.say("d", message)
+    nodes.turn(1)
+    (refused,) = nodes.all_of(Refused)
+    assert "up to 2" in refused.reason and not refused.retryable and not nodes["d"].engine.added
+
+
+@pytest.mark.parametrize("is_bad_request", [False, True])
+def test_a_fault_of_the_request_says_nothing_against_the_prefill_node(nodes: VllmNodes, is_bad_request: bool) -> None:
+    for number in range(4):
+        nodes["d"].engine.fault = EngineOutput("", finish="error", error="no", is_bad_request=is_bad_request)
+        nodes.hand_over(f"r{number}", PROMPT)
+        nodes.turn(8)
+    failed = nodes.all_of(Failed, "d")
+    assert len(failed) == 4 and all(each.retryable is not is_bad_request for each in failed)
+    assert all(each.code == (BadRequest.code if is_bad_request else PdclusterError.code) for each in failed)
+    assert not [each for each in nodes.all_of(Refused) if "could not be read" in each.reason]
+
+
+def test_prompts_in_the_queue_take_no_slots(nodes: VllmNodes) -> None:
+    for number in range(7):
+        nodes.say("d", Prefill(work_of(f"q{number}", list(range(1, 300)), 50), remote=False))
+    nodes["d"].control.turn()
+    load = nodes["d"].side.load()
+    assert load.waiting > 0 and load.rows == load.slots_used == 7 - load.waiting
