@@ -137,8 +137,8 @@ class ParkedPrompts:
             check_newest(work, self._legs.get(work.request))
             if work.sampling.prompt_logprobs is not None:
                 raise errors.BadRequest(
-                    "prompt_logprobs cannot be had from a vLLM cluster that prefills and decodes on separate nodes; "
-                    "leave prompt_logprobs out, or ask a cluster of mixed nodes",
+                    "prompt_logprobs cannot be had where mode remote is required and nodes run vLLM; "
+                    "leave prompt_logprobs out, or allow mode local",
                     "prompt_logprobs",
                 )
             self._parking.check_room()

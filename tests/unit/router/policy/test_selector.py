@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from policy_cases import COST, make_decision, make_load, make_node, queue, view
+from policy_cases import COST, FIRST_BY_DECODE, make_decision, make_load, make_node, queue, view
 
 from pdcluster.core.errors import NoNodeTakesWork, Unavailable
 from pdcluster.core.messages import Sampling
@@ -47,6 +47,23 @@ def test_a_request_may_force_another_mode_than_the_routers() -> None:
     assert selector.choose(make_job(), 0.0).record.mode == "remote"
     assert selector.choose(make_job(force="local"), 0.0).record.mode == "local"
     assert selector.query(make_job(force="auto"), 0.0).force == "auto"
+
+
+@pytest.mark.parametrize("force", ["auto", "remote"])
+def test_logprobs_of_a_prompt_come_from_one_node_where_the_decode_node_makes_the_first_token(force: str) -> None:
+    late = view(*(make_node(name, "mixed", make_load(), COST, capabilities=FIRST_BY_DECODE) for name in ("m0", "m1")))
+    soon = view(*(make_node(name, "mixed", make_load(), COST) for name in ("m0", "m1")))
+    for cluster, mode in ((late, "local" if force == "auto" else force), (soon, force)):
+        selector = PolicySelector(
+            PolicyHolder(make_policy("seconds")),
+            lambda cluster=cluster: cluster,
+            lambda _: {},
+            force=force,  # type: ignore[misc,arg-type]
+        )
+        job = make_job()
+        assert selector.query(job, 0.0).force == force
+        job.sampling = Sampling(max_tokens=4, seed=1, prompt_logprobs=0)
+        assert selector.query(job, 0.0).force == mode
 
 
 @pytest.mark.parametrize("policy", ["seconds", "round-robin"])
