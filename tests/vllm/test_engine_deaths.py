@@ -84,7 +84,7 @@ def _runs(child: psutil.Process) -> bool:
 )
 def test_arguments_are_refused_by_name(arguments: tuple[str, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        parse_engine_arguments(EngineOptions("model", arguments), None)
+        parse_engine_arguments(EngineOptions("model", arguments))
 
 
 @pytest.mark.parametrize(
@@ -92,4 +92,4 @@ def test_arguments_are_refused_by_name(arguments: tuple[str, ...], words: str) -
 )
 def test_options_out_of_range_are_refused(change: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        parse_engine_arguments(EngineOptions("model", **change), None)  # type: ignore[arg-type]
+        parse_engine_arguments(EngineOptions("model", **change))  # type: ignore[arg-type]
