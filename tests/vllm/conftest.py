@@ -14,14 +14,19 @@ import pytest
 HERE = Path(__file__).parent
 
 # What vLLM needs on a machine without a GPU that runs two of its engines.
-for name, value in (("VLLM_CPU_KVCACHE_SPACE", "1"), ("UCX_TLS", "tcp,self,shm,cma"), ("HF_HUB_OFFLINE", "1")):
-    os.environ.setdefault(name, value)
+SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "UCX_TLS": "tcp,self,shm,cma", "HF_HUB_OFFLINE": "1"}
 
 
 def has_vllm() -> bool:
     """This folder itself looks like a package of that name, without a file that is its origin."""
     found = importlib.util.find_spec("vllm")
     return found is not None and found.origin is not None
+
+
+# vLLM reads them when it is imported. Tests of other folders, which run without vLLM, do not see them.
+if has_vllm():
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
