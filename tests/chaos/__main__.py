@@ -11,9 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos.cluster import ROOT, ChaosCluster, ClusterShape
+from tests.chaos.cluster import NATIVE, ROOT, ChaosCluster, ClusterShape
 from tests.chaos.faults import FAULTS, FaultMaker
-from tests.chaos.load import ChaosLoad, LoadReport, requests_of
+from tests.chaos.load import LIMIT_S, ChaosLoad, LoadReport, requests_of
 from tests.chaos.scenarios import SCENARIOS, run_scenario
 
 
@@ -21,7 +21,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=5.0, help="how long faults are made")
     parser.add_argument("--seed", type=int, help="of requests and faults; default: a new one")
-    parser.add_argument("--faults", default=",".join(FAULTS), help="comma-separated; none: only the load")
+    parser.add_argument("--engine", choices=["native", "vllm"], default="native", help="of nodes; vllm: greedy load")
+    parser.add_argument("--hold-s", type=float, default=60.0, help="how long a request may wait for a node")
+    parser.add_argument("--faults", default="", help="comma-separated; default: all; none: only the load")
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--tp", type=int, default=1)
@@ -44,12 +46,21 @@ def lease_flags(seconds: float | None, who: str) -> tuple[str, ...]:
 
 
 async def chaos(given: argparse.Namespace, seed: int, folder: Path) -> bool:
-    kinds = tuple(kind for kind in given.faults.split(",") if kind and kind != "none")
-    if unknown := [kind for kind in kinds if kind not in FAULTS]:
-        raise SystemExit(f"no fault is called {', '.join(unknown)}; there are {', '.join(FAULTS)}")
+    if given.engine == "vllm":
+        from tests.chaos.vllm_nodes import VLLM as node_kind
+        from tests.chaos.vllm_nodes import VLLM_FAULTS as faults
+        from tests.chaos.vllm_nodes import GreedyOracle, greedy_requests_of
+
+        requests, is_right = greedy_requests_of(seed, given.requests), (GreedyOracle().is_right,)
+    else:
+        node_kind, faults, requests, is_right = NATIVE, FAULTS, requests_of(seed, given.requests), ()
+    kinds = tuple(kind for kind in (given.faults or ",".join(faults)).split(",") if kind != "none")
+    if unknown := [kind for kind in kinds if kind not in faults]:
+        raise SystemExit(f"no fault is called {', '.join(unknown)}; there are {', '.join(faults)}")
     shape = ClusterShape(
-        given.prefill, given.decode, transfer=given.transfer, tp=given.tp,
-        node=lease_flags(given.lease_s, "node"), router=lease_flags(given.lease_s, "router"),
+        given.prefill, given.decode, transfer=given.transfer, tp=given.tp, kind=node_kind,
+        node=lease_flags(given.lease_s, "node"),
+        router=(*lease_flags(given.lease_s, "router"), f"--set=router.hold.age_s={given.hold_s:g}"),
         source=(given.rolling or ROOT).absolute(),
     )  # fmt: skip
     began = time.monotonic()
@@ -59,10 +70,10 @@ async def chaos(given: argparse.Namespace, seed: int, folder: Path) -> bool:
 
     tell(f"seed {seed}; logs in {folder}")
     async with ChaosCluster(shape, folder) as cluster:
-        load = ChaosLoad(cluster, requests_of(seed, given.requests), seed)
+        load = ChaosLoad(cluster, requests, seed, *is_right, limit_s=LIMIT_S - 60.0 + given.hold_s)
         await load.learn()
         tell(f"{given.requests} undisturbed answers are known")
-        maker = FaultMaker(cluster, seed, kinds, tell)
+        maker = FaultMaker(cluster, seed, kinds, tell, faults)
         clients = asyncio.create_task(load.run(given.clients))
         if given.rolling is not None:
             await roll(cluster, tell)

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,8 +30,20 @@ _SLOTS = re.compile(r'pdcluster_node_slots_used\{node="([^"]+)",role="[^"]+"\} (
 class ChildProcess:
     """One process of the cluster, which may be started again under its name and address."""
 
-    def __init__(self, name: str, argv: Sequence[str], log: Path, source: Path) -> None:
-        self.name, self._argv, self._log = name, tuple(argv), log
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        log: Path,
+        source: Path,
+        last: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """last: arguments behind all others.
+        environment: variables beside the test's own.
+        """
+        self.name, self._argv, self._log, self._last = name, tuple(argv), log, tuple(last)
+        self._environment = dict(environment or {})
         # The checkout whose code it runs from its next start on.
         self.source = source
         self.process: subprocess.Popen[bytes] | None = None
@@ -55,18 +67,18 @@ class ChildProcess:
         assert self.process is not None
         return self.process.pid
 
-    async def start(self, *more: str) -> None:
+    async def start(self, *more: str, within_s: float = START_S) -> None:
         """Start it, and wait until it is ready."""
         read_end, write_end = os.pipe()
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                (sys.executable, "-m", *self._argv, *more, "--ready-fd", str(write_end)),
+                (sys.executable, "-m", *self._argv, *more, "--ready-fd", str(write_end), *self._last),
                 pass_fds=[write_end], cwd=self.source, stdout=log, stderr=log, start_new_session=True,
-                env={**os.environ, "PYTHONPATH": f"{self.source}:{self.source / 'router'}"},
+                env={**os.environ, "PYTHONPATH": f"{self.source}:{self.source / 'router'}", **self._environment},
             )  # fmt: skip
         os.close(write_end)
         with os.fdopen(read_end, "rb") as announced:
-            async with asyncio.timeout(START_S):
+            async with asyncio.timeout(within_s):
                 line = await asyncio.to_thread(announced.readline)
         if not line:
             raise AssertionError(f"{self.name} ended with {self.process.wait()} before it was ready; see {self._log}")
@@ -113,6 +125,27 @@ class ChildProcess:
 
 
 @dataclass(frozen=True)
+class NodeKind:
+    """What every node runs.
+
+    flags: of the command, before those of the shape.
+    last: arguments behind all others.
+    start_s: until it is ready.
+    environment: variables of the node of a number.
+    """
+
+    flags: tuple[str, ...] = (
+        "--deterministic", "--threads", "1", "--set=node.kv.memory_bytes=64MiB",
+    )  # fmt: skip
+    last: tuple[str, ...] = ()
+    start_s: float = START_S
+    environment: Callable[[int], Mapping[str, str]] = lambda number: {}
+
+
+NATIVE = NodeKind()
+
+
+@dataclass(frozen=True)
 class ClusterShape:
     """What a chaos cluster consists of.
 
@@ -130,6 +163,7 @@ class ClusterShape:
     node: tuple[str, ...] = ()
     router: tuple[str, ...] = ()
     source: Path = ROOT
+    kind: NodeKind = NATIVE
 
 
 @dataclass
@@ -172,8 +206,9 @@ class ChaosCluster:
                 name = f"{role}-{number}"
                 self._add(
                     self.nodes, name, "pdcluster.cli", "node", "--role", role, "--name", name, "--bootstrap", addresses,
-                    "--deterministic", "--tp", str(shape.tp), "--threads", "1", "--drain-s", "2",
-                    "--set=node.kv.memory_bytes=64MiB", f"--set=node.transfer.backend={shape.transfer}", *shape.node,
+                    *shape.kind.flags, "--tp", str(shape.tp), "--drain-s", "2",
+                    f"--set=node.transfer.backend={shape.transfer}", *shape.node,
+                    last=shape.kind.last, environment=shape.kind.environment(len(self.nodes)),
                 )  # fmt: skip
         for number in range(shape.routers):
             name = f"router-{number}"
@@ -182,13 +217,23 @@ class ChaosCluster:
                 "--set=router.tool_format=llama", *shape.router,
             )  # fmt: skip
         for child in self.nodes.values():  # one after the other: each loads a model on few cores
-            await child.start()
+            await child.start(within_s=shape.kind.start_s)
         ports = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--admin", "127.0.0.1:0")
         await asyncio.gather(*(child.start(*ports) for child in self.routers.values()))
         await self.until_ready()
 
-    def _add(self, group: dict[str, ChildProcess], name: str, *argv: str) -> None:
-        group[name] = ChildProcess(name, (*argv, "--log-level", "info"), self.folder / f"{name}.log", self.shape.source)
+    def _add(
+        self,
+        group: dict[str, ChildProcess],
+        name: str,
+        *argv: str,
+        last: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        log = self.folder / f"{name}.log"
+        group[name] = ChildProcess(
+            name, (*argv, "--log-level", "info"), log, self.shape.source, last=last, environment=environment
+        )
 
     def all(self) -> list[ChildProcess]:
         return [*self.routers.values(), *self.nodes.values(), *self.bootstraps.values()]
@@ -196,7 +241,7 @@ class ChaosCluster:
     async def restart(self, child: ChildProcess) -> None:
         """Start an ended process again. Clients and peers know bootstraps and routers by their addresses."""
         if child.name in self.nodes:
-            await child.start()
+            await child.start(within_s=self.shape.kind.start_s)
         elif child.name in self.bootstraps:
             await child.start("--listen", child.address)
         else:
@@ -210,7 +255,7 @@ class ChaosCluster:
 
     async def until_ready(self) -> None:
         """Until every router has a link to every node."""
-        await self._until(self._knows_all_nodes, START_S, lambda: "not all nodes are up at all routers")
+        await self._until(self._knows_all_nodes, self.shape.kind.start_s, lambda: "not all nodes are up at all routers")
 
     async def _knows_all_nodes(self) -> bool:
         for router in self.routers.values():
@@ -233,18 +278,21 @@ class ChaosCluster:
         """KV pages in that state on all nodes that are up."""
         return sum(float(count) for _, each, count in _PAGES.findall(await self.metrics(router)) if each == state)
 
+    async def held(self) -> list[str]:
+        """What nodes hold now, as their last reports say."""
+        left = []
+        for router in self.routers.values():
+            text = await self.metrics(router)
+            left.extend(f"{node}: {count} pages {state}" for node, state, count in _PAGES.findall(text) if float(count))
+            left.extend(f"{node}: {count} slots" for node, count in _SLOTS.findall(text) if float(count))
+        return left
+
     async def until_idle(self) -> list[str]:
-        """What is still held after a while on nodes, as their reports say: nothing, unless something leaked."""
+        """What is still held after a while on nodes: nothing, unless something leaked."""
         left: list[str] = []
 
         async def is_idle() -> bool:
-            left.clear()
-            for router in self.routers.values():
-                text = await self.metrics(router)
-                left.extend(
-                    f"{node}: {count} pages {state}" for node, state, count in _PAGES.findall(text) if float(count)
-                )
-                left.extend(f"{node}: {count} slots" for node, count in _SLOTS.findall(text) if float(count))
+            left[:] = await self.held()
             return not left
 
         with contextlib.suppress(AssertionError):

@@ -7,7 +7,7 @@ import random
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import grpc
 
@@ -17,6 +17,7 @@ from tests.chaos.cluster import ChaosCluster, ChildProcess
 from tests.chaos.freeze import frozen
 
 Tell = Callable[[str], None]
+Fault = Callable[[ChaosCluster, ChildProcess, random.Random], Awaitable[None]]
 
 # Between two faults.
 SHORTEST_S, LONGEST_S = 3.0, 8.0
@@ -26,9 +27,12 @@ ROLES = (bootstrap_pb2.ROLE_PREFILL, bootstrap_pb2.ROLE_DECODE, bootstrap_pb2.RO
 class FaultMaker:
     """Makes one fault after the other. Each ends before its process takes part in the next one."""
 
-    def __init__(self, cluster: ChaosCluster, seed: int, kinds: tuple[str, ...], tell: Tell) -> None:
+    def __init__(
+        self, cluster: ChaosCluster, seed: int, kinds: tuple[str, ...], tell: Tell, faults: Mapping[str, Fault]
+    ) -> None:
+        """kinds: of `faults`, those that are drawn."""
         self._cluster, self._chance, self._tell = cluster, random.Random(seed), tell
-        self._kinds = kinds
+        self._kinds, self._faults = kinds, faults
         self._busy: set[str] = set()
         self._running: set[asyncio.Task[None]] = set()
         self.counts: Counter[str] = Counter()
@@ -70,7 +74,7 @@ class FaultMaker:
 
     async def _make(self, kind: str, victim: ChildProcess, draw: random.Random) -> None:
         try:
-            await FAULTS[kind](self._cluster, victim, draw)
+            await self._faults[kind](self._cluster, victim, draw)
         finally:
             self._busy.discard(victim.name)
 
@@ -178,7 +182,7 @@ async def restart(cluster: ChaosCluster, victim: ChildProcess, draw: random.Rand
     await cluster.restart(victim)
 
 
-FAULTS: dict[str, Callable[[ChaosCluster, ChildProcess, random.Random], Awaitable[None]]] = {
+FAULTS: dict[str, Fault] = {
     "kill": kill,
     "stop": stop,
     "freeze": freeze,

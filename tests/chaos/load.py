@@ -7,7 +7,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ PERSON = {
     "additionalProperties": False,
 }
 TOOL = {"type": "function", "function": {"name": "find_person", "description": "finds", "parameters": PERSON}}
+# Until an answer. Clusters whose nodes start for minutes get more.
 LIMIT_S = 150.0
 
 
@@ -139,12 +140,14 @@ class NotAccepted(AnswerFailed):
     """Nobody listens at the router's address: the request was never accepted."""
 
 
-async def answer_of(client: httpx.AsyncClient, router: ChildProcess, request: ChaosRequest) -> object:
+async def answer_of(
+    client: httpx.AsyncClient, router: ChildProcess, request: ChaosRequest, limit_s: float = LIMIT_S
+) -> object:
     """What the request answers, without ids, times and routes. Raises AnswerFailed."""
     try:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(limit_s):
             if request.path == "grpc":
-                return await _grpc_answer(router, request)
+                return await _grpc_answer(router, request, limit_s)
             if request.body.get("stream"):
                 return await _stream_answer(client, router, request)
             reply = await client.post(f"http://{router.address}{request.path}", json=request.body)
@@ -152,7 +155,7 @@ async def answer_of(client: httpx.AsyncClient, router: ChildProcess, request: Ch
                 raise AnswerFailed(f"{reply.status_code}: {reply.text[:500]}")
             return [_bare(choice) for choice in reply.json()["choices"]]
     except TimeoutError:
-        raise AnswerFailed(f"hung: no answer within {LIMIT_S:g} s") from None
+        raise AnswerFailed(f"hung: no answer within {limit_s:g} s") from None
     except httpx.ConnectError as error:
         raise NotAccepted(str(error)) from error
     except httpx.HTTPError as error:
@@ -204,12 +207,12 @@ def _add(choices: dict[int, Counter[str]], texts: dict[tuple[int, str], list[Any
         texts.setdefault((index, "finish"), []).append(choice["finish_reason"])
 
 
-async def _grpc_answer(router: ChildProcess, request: ChaosRequest) -> object:
+async def _grpc_answer(router: ChildProcess, request: ChaosRequest, limit_s: float) -> object:
     texts: dict[int, list[Any]] = {}
     message = json_format.ParseDict(request.body, pb.GenerateRequest())
     try:
         async with grpc.aio.insecure_channel(router.facts["grpc"]) as channel:
-            async for reply in stubs.InferenceStub(channel).Generate(message, timeout=LIMIT_S):
+            async for reply in stubs.InferenceStub(channel).Generate(message, timeout=limit_s):
                 own = texts.setdefault(reply.index, [])
                 own.extend(reply.token_ids)
                 if reply.finish_reason:
@@ -221,7 +224,32 @@ async def _grpc_answer(router: ChildProcess, request: ChaosRequest) -> object:
     return sorted(texts.items())
 
 
+def answer_tokens(answer: Any) -> list[list[int]]:
+    """The token ids of each choice that `answer_of` gave."""
+    if answer and isinstance(answer[0], dict):
+        return [choice["token_ids"] for choice in answer]
+    if answer and len(answer[0]) == 3:
+        return [parts for _, name, parts in answer if name == "tokens"]
+    return [[part for part in parts if isinstance(part, int)] for _, parts in answer]
+
+
+def answer_texts(answer: Any) -> list[str]:
+    """The text or tool call of each choice that `answer_of` gave."""
+    if answer and isinstance(answer[0], dict):
+        messages = [choice["message"] for choice in answer]
+        calls = [call["function"]["arguments"] for each in messages for call in each.get("tool_calls") or ()]
+        return calls or [message["content"] for message in messages]
+    return [parts for _, name, parts in answer if name in ("text", "call")]
+
+
 # ---------------------------------------------------------------- the load
+
+# Whether an answer is right, beside the undisturbed one.
+IsRight = Callable[[ChaosRequest, object, object], bool]
+
+
+def _is_same(request: ChaosRequest, answer: object, undisturbed: object) -> bool:
+    return answer == undisturbed
 
 
 @dataclass
@@ -245,14 +273,21 @@ class LoadReport:
 class ChaosLoad:
     """Sends requests and compares their answers with those from before the faults."""
 
-    def __init__(self, cluster: ChaosCluster, requests: Sequence[ChaosRequest], seed: int) -> None:
-        self._cluster, self._requests = cluster, list(requests)
-        self._chance = random.Random(seed)
+    def __init__(
+        self,
+        cluster: ChaosCluster,
+        requests: Sequence[ChaosRequest],
+        seed: int,
+        is_right: IsRight = _is_same,
+        limit_s: float = LIMIT_S,
+    ) -> None:
+        self._cluster, self._requests, self._is_right = cluster, list(requests), is_right
+        self._chance, self._limit_s = random.Random(seed), limit_s
         self._twins: list[object] = []
         self.report = LoadReport()
         self._is_over = asyncio.Event()
         self._client = httpx.AsyncClient(
-            trust_env=False, timeout=httpx.Timeout(LIMIT_S), limits=httpx.Limits(max_connections=None)
+            trust_env=False, timeout=httpx.Timeout(limit_s), limits=httpx.Limits(max_connections=None)
         )
 
     async def learn(self) -> None:
@@ -265,7 +300,7 @@ class ChaosLoad:
 
         async def ask(request: ChaosRequest) -> object:
             async with limit:
-                return await answer_of(self._client, router, request)
+                return await answer_of(self._client, router, request, self._limit_s)
 
         self._twins = list(await asyncio.gather(*map(ask, self._requests)))
 
@@ -285,7 +320,7 @@ class ChaosLoad:
         num_kills, was_ready = router.num_kills, router.is_ready
         label = f"{request.kind} #{number} at {router.name}"
         try:
-            answer = await answer_of(self._client, router, request)
+            answer = await answer_of(self._client, router, request, self._limit_s)
         except AnswerFailed as error:
             what = f"{label} after {time.monotonic() - started:.1f} s: {error}"
             is_refused = isinstance(error, NotAccepted) and not (was_ready and router.is_ready)
@@ -295,7 +330,7 @@ class ChaosLoad:
                 (report.hung if str(error).startswith("hung") else report.lost).append(what)
             return
         report.slowest_s = max(report.slowest_s, time.monotonic() - started)
-        if answer == self._twins[number]:
+        if await asyncio.to_thread(self._is_right, request, answer, self._twins[number]):
             report.num_right += 1
             report.by_kind[request.kind] += 1
         else:

@@ -61,6 +61,7 @@ TEXTS = {
         "_reqs_to_process",
         "_recv_failures",
         "consumer_notification_counts_by_req",
+        "expected_consumer_notifications_by_req",
         "tp_mappings",
         "dst_num_blocks",
         "_remote_agents",
@@ -82,6 +83,7 @@ TEXTS = {
         'params.get("do_remote_decode")',
     ],
     f"{NIXL}.base_scheduler:NixlBaseConnectorScheduler.build_connector_meta": ["self._reqs_need_recv.clear()"],
+    "vllm.v1.engine.output_processor:OutputProcessor.abort_requests": ["self.external_req_ids.pop(request_id, [])"],
 }
 
 

@@ -253,8 +253,7 @@ class ParkedPrompts:
                 reason = "prefill node gave up: the request's deadline passed"
                 self._fail(leg, errors.DeadlineExceeded.code, reason, retryable=False)
             elif leg.holds_until is not None and now >= leg.holds_until:
-                reason = f"prefill node gave up: no decode node read the KV within {self._parking.deadline_s:g} s"
-                self._fail(leg, errors.Overloaded.code, reason, retryable=True)
+                self._give_up(leg)
             elif leg.resend_at is not None and now >= leg.resend_at:
                 self._send_commit(leg)
 
@@ -300,6 +299,16 @@ class ParkedPrompts:
         leg.resend_at = now + RESEND_S
         commit = Commit(leg.ticket.nonce, 1, (), None, opaque=leg.reference, holds_s=max(leg.holds_until - now, 0.0))
         self._outbox.message(leg.ticket.reader, commit)
+
+    def _give_up(self, leg: PromptLeg) -> None:
+        """The lease is nearly over: no decode node had room, or the one that had is slow."""
+        after = f"within {self._parking.deadline_s:g} s"
+        if leg.state is P.SENT and leg.ticket is not None:
+            reason = f"prefill node gave up: node {leg.ticket.reader.node} did not read the KV {after}"
+            self._fail(leg, errors.TransferError.code, reason, retryable=True)
+        else:
+            reason = f"prefill node gave up: no decode node was there for the KV {after}"
+            self._fail(leg, errors.Overloaded.code, reason, retryable=True)
 
     def _drop_reader(self, leg: PromptLeg) -> None:
         """Its decode node reads no more. Whoever reads next is checked by the engine: a reference serves once."""

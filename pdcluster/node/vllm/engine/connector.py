@@ -101,11 +101,8 @@ class FencedWorker(NixlPullConnectorWorker):
         return self._server.address
 
     def release(self, requests: list[str]) -> None:
-        """End the leases of parked requests. The next step frees their blocks."""
-        for request in requests:
-            if self._book.release(request):
-                self._released.add(request)
-        self._end_released_leases()
+        """Nobody may read these requests. The next step frees their blocks."""
+        self._released.update(filter(self._book.release, requests))
 
     def shutdown(self) -> None:
         if hasattr(self, "_client"):
@@ -126,7 +123,6 @@ class FencedWorker(NixlPullConnectorWorker):
         super().start_load_kv(metadata)
         for request in metadata.reqs_not_processed:
             self._forget(request)
-        self._end_released_leases()
 
     def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
         if meta.remote.engine_id in self._remote_agents and not self._has_blocks_for(meta):
@@ -158,6 +154,10 @@ class FencedWorker(NixlPullConnectorWorker):
         return (done - ended) | confirmed | refused, failed | refused
 
     def _reap_expired_send_leases(self, done_sending: set[str]) -> None:
+        for request in self._released & self._reqs_to_send.keys():
+            self.expected_consumer_notifications_by_req.pop(request, None)
+            self._free(request)
+            done_sending.add(request)
         held = set(self._reqs_to_send)
         super()._reap_expired_send_leases(done_sending)
         for request in held.difference(self._reqs_to_send):
@@ -183,23 +183,23 @@ class FencedWorker(NixlPullConnectorWorker):
         self.consumer_notification_counts_by_req[request] += 1
         if self.consumer_notification_counts_by_req[request] < notice.consumers:
             return None
-        del self.consumer_notification_counts_by_req[request]
-        self._reqs_to_process.remove(request)
-        self._reqs_to_send.pop(request, None)
-        self._forget(request)
+        self._free(request)
         return request
 
     def _is_good(self, notice: ReadNotice) -> bool:
         question = ReadQuestion(notice.request, notice.reader, notice.fence)
         return notice.request in self._reqs_to_process and self._book.confirm(question)
 
+    def _free(self, request: str) -> None:
+        """vLLM frees the blocks of a request that is reported as sent."""
+        self.consumer_notification_counts_by_req.pop(request, None)
+        self._reqs_to_process.remove(request)
+        self._reqs_to_send.pop(request, None)
+        self._forget(request)
+
     def _forget(self, request: str) -> None:
         self._book.forget(request)
         self._released.discard(request)
-
-    def _end_released_leases(self) -> None:
-        for request in self._released & self._reqs_to_send.keys():
-            self._reqs_to_send[request] = 0.0
 
     def _has_blocks_for(self, meta: ReqMeta) -> bool:
         """Whether the holder can have these blocks, and enough of them: vLLM asserts that, and the worker would die."""

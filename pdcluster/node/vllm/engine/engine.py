@@ -336,13 +336,23 @@ class VllmEngine:
             return
         running.is_aborted = True
         if running.is_added:
-            watched(self._llm.abort(running.id), f"abort of {key} in vLLM")
+            watched(self._abort_added(running), f"abort of {key} in vLLM")
+
+    async def _abort_added(self, running: _Running) -> None:
+        """Its prompt may be done already, without an output that would say where its KV is parked."""
+        names = tuple(self._llm.output_processor.external_req_ids.get(running.id, ()))
+        await self._llm.abort(running.id)
+        if running.request.parks:
+            self._release_requests(names)
 
     def _release(self, key: str) -> None:
         request = self._parked.pop(key, None)
-        if request is None:
-            return
-        self._to_release.append(request)
+        if request is not None:
+            self._release_requests((request,))
+
+    def _release_requests(self, names: Sequence[str]) -> None:
+        """By the names that vLLM itself gave them."""
+        self._to_release.extend(names)
         if not self._is_releasing:
             self._is_releasing = True
             watched(self._release_all(), "release of parked KV in vLLM")
@@ -385,7 +395,7 @@ class VllmEngine:
         outputs = await self._llm.add_request(running.id, prompt, params)
         running.is_added = True
         if running.is_aborted:
-            await self._llm.abort(running.id)
+            await self._abort_added(running)
         is_finished = False
         try:
             while not is_finished:
@@ -395,7 +405,7 @@ class VllmEngine:
         finally:
             outputs.close()
             if not is_finished:
-                await self._llm.abort(running.id)
+                await self._abort_added(running)
 
     def _params(self, request: EngineRequest) -> SamplingParams:
         if request.adapter:

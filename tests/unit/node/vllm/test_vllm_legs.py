@@ -282,6 +282,17 @@ def test_parked_kv_is_given_up_before_its_lease_and_freed_at_once(nodes: VllmNod
     assert not nodes.store.parked and nodes["p"].side.is_idle
 
 
+def test_a_decode_node_that_does_not_read_in_time_is_blamed_by_name(nodes: VllmNodes) -> None:
+    nodes["d"].engine.step = lambda: None  # type: ignore[method-assign]
+    nodes.hand_over("r", PROMPT)
+    nodes.turn(5)
+    nodes.now += PARKS_S
+    nodes.turn(1)
+    failed = next(message for message in nodes.all_of(Failed, "p"))
+    assert failed.code == TransferError.code and failed.retryable and "node d" in failed.message
+    assert not nodes.store.parked and nodes["p"].side.is_idle
+
+
 @pytest.mark.parametrize("turns", [0, 1, 2, 3])
 def test_a_cancelled_request_leaves_nothing_in_either_engine(nodes: VllmNodes, turns: int) -> None:
     nodes.hand_over("r", PROMPT, max_tokens=50)
