@@ -15,8 +15,8 @@ import pytest
 from vllm_cluster import VllmCluster, running_cluster
 
 from pdcluster.checkpoint.bundled import path as bundled_model
+from tests.chaos.vllm_nodes import GreedyOracle
 
-NEAR = 1e-3
 BLOCK = 32
 LENGTHS = (1, 2, 5, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 100, 255, 256, 257, 500, 1000, 2500)
 
@@ -29,24 +29,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmCluster]:
 
 
 @pytest.fixture(scope="module")
-def oracle() -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(bundled_model(), dtype=torch.float32)
+def oracle() -> GreedyOracle:
+    return GreedyOracle()
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
     return [random.Random(seed).randrange(5, 500) for _ in range(length)]
-
-
-def wrong_tokens(oracle: Any, prompt: list[int], tokens: list[int]) -> list[int]:
-    import torch
-
-    with torch.no_grad():
-        logits = oracle(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
-    chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    return [place for place, gap in enumerate((logits.max(dim=1).values - chosen).tolist()) if gap > NEAR]
 
 
 def tokens_of(answer: dict[str, Any]) -> list[int]:
@@ -55,23 +43,23 @@ def tokens_of(answer: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_greedy_tokens_are_right(cluster: VllmCluster, oracle: Any, length: int) -> None:
+def test_greedy_tokens_are_right(cluster: VllmCluster, oracle: GreedyOracle, length: int) -> None:
     prompt = prompt_of(length, length)
     answer = cluster.complete(prompt, max_tokens=24, temperature=0, ignore_eos=True)
     tokens = tokens_of(answer)
-    assert len(tokens) == 24 and not wrong_tokens(oracle, prompt, tokens)
+    assert len(tokens) == 24 and not oracle.wrong_tokens(prompt, tokens)
     route = answer["usage"]["pdcluster"]
     assert (route["mode"], route["transfer"], route["attempts"]) == ("remote", "nixl", 1)
 
 
-def test_tokens_are_right_under_load(cluster: VllmCluster, oracle: Any) -> None:
+def test_tokens_are_right_under_load(cluster: VllmCluster, oracle: GreedyOracle) -> None:
     prompts = [prompt_of(random.Random(seed).randrange(1, 400), seed) for seed in range(24)]
     with ThreadPoolExecutor(6) as pool:
         answers = list(
             pool.map(lambda prompt: cluster.complete(prompt, max_tokens=16, temperature=0, ignore_eos=True), prompts)
         )
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert not wrong_tokens(oracle, prompt, tokens_of(answer))
+        assert not oracle.wrong_tokens(prompt, tokens_of(answer))
 
 
 def test_the_second_prompt_with_a_prefix_finds_it_cached(cluster: VllmCluster) -> None:

@@ -15,22 +15,11 @@ from typing import Any
 
 import httpx
 
-ROOT = Path(__file__).parents[2]
+from tests.chaos.vllm_nodes import ARGS, ROOT
+from tests.chaos.vllm_nodes import environment as chaos_environment
+
 READY_S = 400.0
 STOP_S = 40.0
-ARGS = (
-    "--enforce-eager",
-    "--dtype",
-    "float32",
-    "--max-model-len",
-    "4096",
-    "--max-num-seqs",
-    "16",
-    "--block-size",
-    "32",
-)
-# Libraries that make vLLM's CPU kernels fast, where they are installed.
-PRELOAD = ("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4", f"{sys.prefix}/lib/libiomp5.so")
 
 
 def free_port() -> int:
@@ -39,9 +28,19 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+def node_environment(number: int) -> dict[str, str]:
+    """All variables of the node of that number."""
+    return {**os.environ, **chaos_environment(number)}
+
+
 class VllmCluster:
-    def __init__(self, folder: Path, model: Path, roles: Sequence[str], *settings: str) -> None:
-        self._folder = folder
+    def __init__(
+        self, folder: Path, model: Path, roles: Sequence[str], *settings: str, args: Sequence[str] = ARGS
+    ) -> None:
+        """settings: flags of the router.
+        args: of each node's vLLM.
+        """
+        self._folder, self._args = folder, args
         self.http, self.bootstrap = free_port(), f"127.0.0.1:{free_port()}"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.model = model
@@ -57,19 +56,13 @@ class VllmCluster:
     def start_node(self, name: str, role: str, number: int) -> None:
         self._spawn(
             name, "pdcluster.cli", "node", "--engine", "vllm", "--role", role, "--name", name,
-            "--bootstrap", self.bootstrap, "--model", str(self.model), "--", *ARGS, core=number % (os.cpu_count() or 1),
+            "--bootstrap", self.bootstrap, "--model", str(self.model), "--", *self._args, number=number,
         )  # fmt: skip
 
-    def _spawn(self, name: str, module: str, *arguments: str, core: int | None = None) -> None:
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'router'}", "HF_HUB_OFFLINE": "1"}
-        if core is not None:
-            environment |= {
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                "VLLM_CPU_OMP_THREADS_BIND": str(core),
-                "OMP_NUM_THREADS": "1",
-                "UCX_TLS": "tcp,self,shm,cma",
-                "LD_PRELOAD": os.pathsep.join(path for path in PRELOAD if Path(path).exists()),
-            }
+    def _spawn(self, name: str, module: str, *arguments: str, number: int | None = None) -> None:
+        """number: of a node, which gets a core."""
+        paths = f"{ROOT}{os.pathsep}{ROOT / 'router'}"
+        environment = {**os.environ, "PYTHONPATH": paths} if number is None else node_environment(number)
         with open(self._folder / f"{name}.log", "wb") as log:
             self.processes[name] = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments], env=environment, stdout=log, stderr=log, cwd=ROOT
@@ -116,8 +109,10 @@ class VllmCluster:
 
 
 @contextlib.contextmanager
-def running_cluster(folder: Path, model: Path, roles: Sequence[str], *settings: str) -> Iterator[VllmCluster]:
-    cluster = VllmCluster(folder, model, roles, *settings)
+def running_cluster(
+    folder: Path, model: Path, roles: Sequence[str], *settings: str, args: Sequence[str] = ARGS
+) -> Iterator[VllmCluster]:
+    cluster = VllmCluster(folder, model, roles, *settings, args=args)
     try:
         cluster.wait_ready()
         yield cluster
