@@ -83,7 +83,7 @@ def test_modules_in_documents_exist_and_have_the_flags_that_are_told() -> None:
     found = []
     for document in DOCUMENTS:
         for line in code_lines(document):
-            if "NAME" not in line and (words := re.match(r"python -m (bench\.\w+)(.*)", line)):
+            if "NAME" not in line and (words := re.match(r"python -m (bench[.\w]+)(.*)", line)):
                 found += [f"{of(document)}: {wrong}" for wrong in unknown_of_bench(words[1], words[2])]
     require_none(found, "name benches and flags that are there")
 

@@ -1,10 +1,10 @@
-"""`python -m bench.vllm_pd`: nodes with vLLM behind our router beside vLLM's own P/D behind vllm-router.
+"""`python -m bench.vllm.pair`: nodes with vLLM behind our router beside vLLM's own P/D behind vllm-router.
 
 Both systems have one prefill and one decode engine of the same arguments, each bound to a core of its own, prefix
 caches off. They take turns: while one is measured, every process of the other stands still. Run it with the python of
 an environment that has vLLM, NIXL and pdcluster:
 
-    .venv-vllm/bin/python -m bench.vllm_pd --model DIR --router DIR/vllm-router/bin/vllm-router
+    .venv-vllm/bin/python -m bench.vllm.pair --model DIR --router DIR/vllm-router/bin/vllm-router
 
 --progress-delay-us is the pause of the thread by which NIXL makes progress, in both systems alike. NIXL's own is 0:
 then that thread takes the core of its engine.
@@ -39,8 +39,9 @@ from bench.harness.cluster import random_prompt
 from bench.harness.report import Better, Row, add_output_flags, print_rows, row_of_turns, save
 from bench.parts.real_turns import Asked, Target, ask
 from pdcluster.checkpoint.bundled import path as bundled_model
+from pdcluster.settings.config import own_environment
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 READY_S = 500.0
 PROMPT, OUTPUT = 256, 64
 REQUESTS = {1: 8, 4: 24, 8: 40}
@@ -79,7 +80,7 @@ class System:
     def spawn(self, name: str, *command: str, core: int | None = None, **variables: str) -> None:
         paths = (ROOT, ROOT / "router", ROOT / "tests" / "harness" / "paced_nixl")
         environment = {
-            **os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1",
+            **own_environment(), "PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1",
             "NIXL_PROGRESS_DELAY_US": str(self.delay_us), **variables,
         }  # fmt: skip
         if core is not None:
@@ -267,7 +268,7 @@ async def load_under_kill(system: System, target: Target) -> Counter[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.vllm_pd", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.vllm.pair", description=__doc__)
     parser.add_argument("--model", type=Path, default=bundled_model())
     parser.add_argument("--router", type=Path, required=True, help="the program vllm-router")
     parser.add_argument("--rounds", type=int, default=5)

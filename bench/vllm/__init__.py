@@ -1,0 +1,1 @@
+"""Clusters of nodes that run vLLM, measured in the environment of `scripts/vllm.sh`."""
