@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos.cluster import NATIVE, ROOT, ChaosCluster, ClusterShape
+from tests.chaos.cluster import NATIVE, ROOT, ChaosCluster, ClusterShape, lease_flags
 from tests.chaos.faults import FAULTS, FaultMaker
 from tests.chaos.load import LIMIT_S, ChaosLoad, LoadReport, requests_of
 from tests.chaos.scenarios import SCENARIOS, run_scenario
@@ -39,10 +39,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--times", type=int, default=5, help="how often each scenario runs")
     parser.add_argument("--logs", type=Path, help="folder for the processes' logs; default: a temporary one")
     return parser.parse_args()
-
-
-def lease_flags(seconds: float | None, who: str) -> tuple[str, ...]:
-    return () if seconds is None else (f"--set={who}.lease_s={seconds:g}", f"--set={who}.heartbeat_s={seconds / 5:g}")
 
 
 async def chaos(given: argparse.Namespace, seed: int, folder: Path) -> bool:

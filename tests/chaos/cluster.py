@@ -166,6 +166,10 @@ class ClusterShape:
     kind: NodeKind = NATIVE
 
 
+def lease_flags(seconds: float | None, who: str) -> tuple[str, ...]:
+    return () if seconds is None else (f"--set={who}.lease_s={seconds:g}", f"--set={who}.heartbeat_s={seconds / 5:g}")
+
+
 @dataclass
 class ChaosCluster:
     """Use as `async with`. Logs of all processes lie in `folder`."""

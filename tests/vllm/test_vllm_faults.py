@@ -21,7 +21,7 @@ import pytest
 
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import bootstrap_pb2
-from tests.chaos.cluster import ChaosCluster, ChildProcess, ClusterShape
+from tests.chaos.cluster import ChaosCluster, ChildProcess, ClusterShape, lease_flags
 from tests.chaos.load import ChaosLoad
 from tests.chaos.vllm_nodes import (
     LEASE_S,
@@ -37,6 +37,8 @@ from tests.chaos.vllm_nodes import (
 LONG, SHORT = 3800, 60
 LEFT_S = 5.0
 HOLD_S = 300.0
+# So long a process may stand still and is not given up.
+PEER_LEASE_S = 20.0
 STAGES = ("queued", "prefilling", "parked", "pulling", "decoding")
 VICTIMS = (("prefill", "node"), ("prefill", "core"), ("decode", "node"), ("decode", "core"))
 CASES = list(itertools.product(VICTIMS, STAGES))
@@ -172,8 +174,10 @@ def runner() -> Iterator[asyncio.Runner]:
 @pytest.fixture(scope="module")
 def faulty(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
     shape = ClusterShape(
-        prefill=2, decode=2, routers=1, bootstraps=1, transfer="auto", kind=VLLM,
-        router=("--set=router.mode=remote", f"--set=router.hold.age_s={HOLD_S:g}"),
+        prefill=2, decode=2, routers=1, bootstraps=1, kind=VLLM, node=lease_flags(PEER_LEASE_S, "node"),
+        router=(
+            *lease_flags(PEER_LEASE_S, "router"), "--set=router.mode=remote", f"--set=router.hold.age_s={HOLD_S:g}",
+        ),
     )  # fmt: skip
     cluster = ChaosCluster(shape, tmp_path_factory.mktemp("faulty"))
     runner.run(cluster.__aenter__())
@@ -191,32 +195,40 @@ async def stage_of(
 ) -> AsyncIterator[Asked]:
     """A request in that stage on these two nodes. When the block ends, what held it there goes on."""
     asked = Asked(faulty.prompt(SHORT if stage == "decoding" else LONG + random.Random().randrange(100)))
-    before, held = [], []
+    before: list[asyncio.Task[None]] = []
+    held: list[psutil.Process] = []
     if stage == "queued":
-        before = [asyncio.create_task(faulty.ask(Asked(faulty.prompt(LONG - 200)), 2)) for _ in range(6)]
+        before += [asyncio.create_task(faulty.ask(Asked(faulty.prompt(LONG - 200)), 2)) for _ in range(6)]
         await asyncio.sleep(0.3)
     if stage == "pulling":
         held.append(parts_of(decode)["worker"])
-        held[0].suspend()
-    task = asyncio.create_task(faulty.ask(asked))
-    await faulty.places(asked)
-    if stage == "prefilling":
-        await asyncio.sleep(0.15)
     if stage == "parked":
-        await asyncio.sleep(0.1)  # the decode node has reserved
         held.append(psutil.Process(decode.pid))
-        held[0].suspend()
-    if stage in ("parked", "pulling"):
-        await faulty.until(lambda: _is_parked(faulty, prefill.name))
-    if stage == "decoding":
-        await faulty.until(lambda: _has_tokens(asked))
+    task = asyncio.create_task(faulty.ask(asked))
     try:
+        await _reach(faulty, stage, asked, prefill, held)
         yield asked
     finally:
         for process in held:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
         await asyncio.gather(task, *before)
+
+
+async def _reach(
+    faulty: FaultyCluster, stage: str, asked: Asked, prefill: ChildProcess, held: list[psutil.Process]
+) -> None:
+    """Wait until the request is in that stage. held: of the decode node, what must stand still for it."""
+    await faulty.places(asked)
+    if stage == "prefilling":
+        await asyncio.sleep(0.15)
+    if stage == "decoding":
+        await faulty.until(lambda: _has_tokens(asked))
+    if stage in ("parked", "pulling"):
+        await asyncio.sleep(0.1)  # the decode node has reserved
+        for process in held:
+            process.suspend()
+        await faulty.until(lambda: _is_parked(faulty, prefill.name))
 
 
 async def _is_parked(faulty: FaultyCluster, node: str) -> bool:
