@@ -46,7 +46,7 @@ class Capabilities:
     estimated_cost: bool = False
     # Where "decode", the prefill node says Computed, and the decode node makes token 1.
     first_token: FirstToken = "prefill"
-    # Whether it answers requests for embeddings.
+    # Whether it embeds prompts. Then it generates nothing.
     embeds: bool = False
 
 
@@ -93,12 +93,11 @@ class NodeCard:
         return self.model, *self.model_aliases
 
     def model_digest(self, name: str) -> str:
-        """What that name means here, as 16 hex digits: text, tokens, weights and hash blocks. Nodes of one digest may
-        serve the same request.
+        """What that name means here, as 16 hex digits: text, tokens, weights, hash blocks, and whether it embeds or
+        generates. Nodes of one digest may serve the same request.
         """
-        return _model_digest(
-            name, self.tokenizer_hash, self.vocab_size, self.eos_ids, self.weights, self.hash_block_tokens
-        )
+        parts = name, self.tokenizer_hash, self.vocab_size, self.eos_ids, self.weights, self.hash_block_tokens
+        return _model_digest(*parts, "embeds") if self.capabilities.embeds else _model_digest(*parts)
 
     @property
     def model_digests(self) -> frozenset[str]:

@@ -24,6 +24,8 @@ MAX_MEDIA = 64
 MAX_ADVERT_BYTES = 64 << 10
 # Of a Commit: a reference names a few ids and the blocks of a prompt.
 MAX_OPAQUE_BYTES = 1 << 20
+# Of an embedding: 65,536 numbers.
+MAX_VECTOR_BYTES = 4 << 16
 INT31 = (1 << 31) - 1
 UINT63 = (1 << 63) - 1
 

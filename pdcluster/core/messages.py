@@ -19,6 +19,7 @@ from pdcluster.core.bounds import (
     MAX_PATHS,
     MAX_RANKS,
     MAX_REASONS,
+    MAX_VECTOR_BYTES,
     Adverts,
     BigCount,
     Count,
@@ -133,6 +134,13 @@ class Pull(Value, frozen=True, array_like=True):
     num_tokens: Positive
 
 
+class Pooling(Value, frozen=True, array_like=True):
+    """What a prompt is computed for where no token is wanted: one vector. dimensions: its length; 0: the model's
+    own."""
+
+    dimensions: Count = 0
+
+
 # ---------------------------------------------------------------- router → node
 
 
@@ -152,12 +160,13 @@ class Prefill(NodeMessage, frozen=True, array_like=True):
     """Compute the prompt's KV and sample the first token. remote: the KV goes to a decode node once its ticket is
     delivered; otherwise the node goes on decoding itself (mode local). pull: KV to fetch first; when that fails, the
     node computes it. fork_of: a request of the same prompt that decodes here or soon will; its KV is shared, once it is
-    here."""
+    here. pooling: answer with the prompt's embedding, and sample nothing; mode local."""
 
     work: Work
     remote: bool
     pull: Pull | None = None
     fork_of: Id | None = None
+    pooling: Pooling | None = None
 
 
 class Reserve(NodeMessage, frozen=True, array_like=True):
@@ -318,6 +327,15 @@ class Finished(NodeMessage, frozen=True, array_like=True):
     num_output: Count
     timings: LegTimings
     stop_token: Count | None = None
+
+
+class Embedded(NodeMessage, frozen=True, array_like=True):
+    """The answer to a Prefill with pooling; it ends the attempt. vector: packed little-endian float32, all finite."""
+
+    request: Id
+    attempt: Count
+    vector: Annotated[bytes, msgspec.Meta(min_length=4, max_length=MAX_VECTOR_BYTES)]
+    timings: LegTimings
 
 
 class Failed(NodeMessage, frozen=True, array_like=True):
@@ -507,8 +525,8 @@ class Declined(NodeMessage, frozen=True, array_like=True):
 
 AnyMessage = (
     Hello | Ping | Prefill | Reserve | Deliver | Cancel | Release | Manage | AskCache | FetchFile
-    | Welcome | Scheduled | Computed | Reserved | Refused | Tokens | Delivered | Finished | Failed | Load | CacheDelta
-    | Managed | FileChunk
+    | Welcome | Scheduled | Computed | Reserved | Refused | Tokens | Delivered | Finished | Embedded | Failed | Load
+    | CacheDelta | Managed | FileChunk
     | Commit | CommitAck | Abort | AbortAck | Fetch | Declined
 )  # fmt: skip
 

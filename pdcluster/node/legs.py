@@ -12,7 +12,17 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from pdcluster.core import errors
-from pdcluster.core.messages import Delivered, Failed, Finished, Refused, RefusedLeg, TokenLogprobs, TokenRow, Work
+from pdcluster.core.messages import (
+    Delivered,
+    Embedded,
+    Failed,
+    Finished,
+    Refused,
+    RefusedLeg,
+    TokenLogprobs,
+    TokenRow,
+    Work,
+)
 from pdcluster.transfer.backends.base import Peer
 
 
@@ -72,7 +82,11 @@ class EndedLeg:
 
     router: Peer
     output: EmittedTokens
-    word: Finished | Failed | Delivered
+    word: Finished | Embedded | Failed | Delivered
+
+    @property
+    def num_numbers(self) -> int:
+        return self.output.num_numbers + (len(self.word.vector) // 4 if isinstance(self.word, Embedded) else 0)
 
 
 class EndedLegs:
@@ -88,7 +102,7 @@ class EndedLegs:
         key = ended.output.request, ended.output.attempt
         self._drop(self._ended.pop(key, None))
         self._ended[key] = ended
-        self._num_numbers += ended.output.num_numbers
+        self._num_numbers += ended.num_numbers
         while len(self._ended) > self._capacity or self._num_numbers > self._max_numbers:
             self._drop(self._ended.popitem(last=False)[1])
 
@@ -105,7 +119,7 @@ class EndedLegs:
 
     def _drop(self, ended: EndedLeg | None) -> None:
         if ended is not None:
-            self._num_numbers -= ended.output.num_numbers
+            self._num_numbers -= ended.num_numbers
 
 
 def key_of(work: Work) -> str:

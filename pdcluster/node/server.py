@@ -73,6 +73,7 @@ def serve(config: NodeConfig, open_engine: Callable[[NodeProcess], OpenedEngine]
         links, card = opened.links, opened.card
         stack.callback(links.hub.close)
         links.acceptance.models = frozenset(card.model_digests)
+        links.acceptance.embeds = card.capabilities.embeds
         control = NodeControl(
             links,
             opened.side,

@@ -215,6 +215,8 @@ def _check_entries(row: m.TokenRow) -> None:
 def _check_prefill(message: m.Prefill) -> None:
     _check_work(message.work)
     pull = message.pull
+    if message.pooling is not None and message.remote:
+        raise ProtocolError("an embedding is asked for in mode remote")
     if pull is not None:
         _check_address(pull.holder.address)
         if pull.num_tokens > len(message.work.token_ids) // 4:
@@ -237,12 +239,19 @@ def _check_tokens(message: m.Tokens) -> None:
             _check_entries(row)
 
 
-def _check_timed(message: m.Delivered | m.Finished) -> None:
+def _check_timed(message: m.Delivered | m.Finished | m.Embedded) -> None:
     timings = message.timings
     if timings.pulled_tokens > timings.cached_tokens:
         raise ProtocolError(
             f"{timings.pulled_tokens} tokens were pulled, more than the {timings.cached_tokens} that were cached"
         )
+
+
+def _check_embedded(message: m.Embedded) -> None:
+    _check_timed(message)
+    _multiple("vector", message.vector, 4)
+    if not np.isfinite(np.frombuffer(message.vector, "<f4")).all():
+        raise ProtocolError("an embedding has numbers that are not finite")
 
 
 def _check_delta(message: m.CacheDelta) -> None:
@@ -277,6 +286,7 @@ _CHECKS: Mapping[type[m.NodeMessage], Callable[[Any], None]] = {
     m.Tokens: _check_tokens,
     m.Delivered: _check_timed,
     m.Finished: _check_timed,
+    m.Embedded: _check_embedded,
     m.CacheDelta: _check_delta,
     m.FileChunk: _check_chunk,
     m.Commit: _check_commit,

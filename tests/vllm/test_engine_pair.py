@@ -214,5 +214,5 @@ def test_steps_are_told(fenced: Pair) -> None:
 def test_facts(fenced: Pair) -> None:
     facts = fenced.prefill.engine.facts
     assert (facts.block_tokens, facts.num_blocks, facts.max_len) == (BLOCK_TOKENS, NUM_BLOCKS, 1024)
-    assert (facts.groups, facts.pools, facts.lease_s, facts.version) == (1, False, LEASE_S, "0.32.0")
+    assert (facts.groups, facts.embedding_size, facts.lease_s, facts.version) == (1, 0, LEASE_S, "0.32.0")
     assert facts.token_bytes == 2 * 2 * 2 * 32 * 4

@@ -179,7 +179,8 @@ class NativeSide:
                 self._on_reserve(router, message)
 
     def _on_prefill(self, router: Peer, message: Prefill) -> None:
-        sequence = self._accept(router, message.work, "prefill", remote=message.remote)
+        is_pooled = message.pooling is not None
+        sequence = self._accept(router, message.work, "prefill", remote=message.remote, is_pooled=is_pooled)
         if sequence is None:
             return
         if message.remote:
@@ -194,10 +195,12 @@ class NativeSide:
         if sequence is not None:
             self._parts.decode.reserve(router, message, sequence)
 
-    def _accept(self, router: Peer, work: Work, leg: RefusedLeg, *, remote: bool) -> Sequence | None:
+    def _accept(
+        self, router: Peer, work: Work, leg: RefusedLeg, *, remote: bool, is_pooled: bool = False
+    ) -> Sequence | None:
         """The work as a sequence. None when the node takes no new work, or not this; the router was answered."""
         acceptance, made = self._links.acceptance, list[Sequence]()
-        if acceptance.takes(router, work, leg, is_stuck=self.is_stuck):
+        if acceptance.takes(router, work, leg, is_stuck=self.is_stuck, is_pooled=is_pooled):
             acceptance.check(
                 router, work, leg, lambda work: made.append(self._parts.sequences.make(work, remote=remote))
             )

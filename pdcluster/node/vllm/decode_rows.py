@@ -1,4 +1,5 @@
-"""Rows that vLLM runs to their end here: with KV of a prefill node, or from the prompt on in mode local.
+"""Rows that vLLM runs to their end here: with KV of a prefill node, or from the prompt on in mode local. In mode local
+vLLM may also embed a prompt: its row has no token, and ends with Embedded.
 
 A remote row's life: Reserve → Reserved(ticket) → Commit names the KV → vLLM reads it and makes every token → Finished.
 vLLM keeps no room for a row before it has one, so a slot is a promise: the node counts rows and blocks that it gave
@@ -19,11 +20,13 @@ from pdcluster.core.lifecycle import Table
 from pdcluster.core.messages import (
     Commit,
     CommitAck,
+    Embedded,
     Endpoint,
     Failed,
     Finished,
     FinishReason,
     LegTimings,
+    Pooling,
     Prefill,
     Reserve,
     Reserved,
@@ -100,6 +103,8 @@ class DecodeRow:
     ticket: Ticket | None = None
     key: str = ""
     fork_of: str | None = None
+    # An embedding is wanted, and no token.
+    pooling: Pooling | None = None
     cached_tokens: int = 0
     scheduled_at: float | None = None
     first_at: float | None = None
@@ -183,6 +188,7 @@ class DecodeRows:
         try:
             check_newest(work, self._rows.get(work.request))
             row = self._enter(router, work, R.QUEUED)
+            row.pooling = message.pooling
             parent = self._rows.get(message.fork_of) if message.fork_of is not None else None
             if parent is not None and parent.router == router and parent.state in (R.QUEUED, R.STARTED):
                 row.fork_of = parent.request
@@ -258,7 +264,9 @@ class DecodeRows:
             row.output.prompt_logprobs.extend(output.prompt_logprobs)
         if output.tokens:
             self._on_tokens(row, output)
-        if output.finish:
+        if output.finish and row.pooling is not None:
+            self._close(row, Embedded(row.request, row.attempt, output.vector, self._timings(row)), "embedded")
+        elif output.finish:
             self._finish(row, output.finish, output.stop_token)
 
     def node_gone(self, peer: Peer) -> None:
@@ -354,7 +362,7 @@ class DecodeRows:
 
     def _push(self, row: DecodeRow) -> None:
         """Raises Overloaded and BadRequest."""
-        request = self._queue.request_of(row.work)
+        request = self._queue.request_of(row.work, pooling=row.pooling)
         self._give_key(row, request)
         row.fork_of = None
         self._queue.push(request, lambda: self._on_scheduled(row))
@@ -419,7 +427,11 @@ class DecodeRows:
 
     def _finish(self, row: DecodeRow, finish: Finish, stop_token: int | None) -> None:
         reason: FinishReason = "eos" if finish == "eos" else "stop" if finish == "stop" else "length"
-        word = Finished(row.request, row.attempt, reason, row.output.num_output, self._timings(row), stop_token)
+        num_output = row.output.num_output
+        self._close(row, Finished(row.request, row.attempt, reason, num_output, self._timings(row), stop_token), reason)
+
+    def _close(self, row: DecodeRow, word: Finished | Embedded, reason: str) -> None:
+        """The row ended well."""
         self._ended.add(EndedLeg(row.router, row.output, word))
         self._outbox.message(row.router, word)
         self._record(row, reason)

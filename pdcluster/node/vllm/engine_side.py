@@ -99,7 +99,7 @@ class StepBooks:
     def take_output(self, output: EngineOutput) -> None:
         if output.cached_tokens:
             self.costs.found_cached(output.key, output.cached_tokens)
-        self._emitted[output.key] += len(output.tokens)
+        self._emitted[output.key] += len(output.tokens) + bool(output.vector)
         if output.finish:
             self._finished.append(output.key)
         if self._last is not None and self._emitted.total() >= self._last.output_tokens:
@@ -196,7 +196,7 @@ class VllmSide:
     # ------------------------------------------------------------ what a router asks
 
     def prefill(self, router: Peer, message: Prefill) -> None:
-        if not self._accepts(router, message.work, "prefill"):
+        if not self._accepts(router, message.work, "prefill", is_pooled=message.pooling is not None):
             return
         if message.remote:
             self._parts.prompts.start(router, message)
@@ -235,11 +235,11 @@ class VllmSide:
     def end_all(self, code: str, reason: str) -> int:
         return self._parts.prompts.end_all(code, reason) + self._parts.rows.end_all(code, reason)
 
-    def _accepts(self, router: Peer, work: Work, leg: RefusedLeg) -> bool:
+    def _accepts(self, router: Peer, work: Work, leg: RefusedLeg, *, is_pooled: bool = False) -> bool:
         acceptance = self._parts.links.acceptance
-        return acceptance.takes(router, work, leg, is_stuck=self.is_stuck) and acceptance.check(
-            router, work, leg, self._check
-        )
+        return acceptance.takes(
+            router, work, leg, is_stuck=self.is_stuck, is_pooled=is_pooled
+        ) and acceptance.check(router, work, leg, self._check)
 
     def _check(self, work: Work) -> None:
         tokens = np.frombuffer(work.token_ids, np.int32)

@@ -21,7 +21,7 @@ from pdcluster.checkpoint.hub import served_name
 from pdcluster.checkpoint.text_files import read_text_files
 from pdcluster.core.awake_clock import AwakeClock
 from pdcluster.core.errors import ConfigError
-from pdcluster.core.messages import PROTOCOL_VERSION, Endpoint
+from pdcluster.core.messages import PROTOCOL_VERSION, Endpoint, Pooling
 from pdcluster.core.sampling import Sampling
 from pdcluster.core.version import VERSION
 from pdcluster.kv.layout import Fingerprint, KVLayout, KVType
@@ -98,14 +98,22 @@ def open_vllm(process: NodeProcess) -> OpenedEngine:
     process.engine_stack.callback(stop.set)
     weights = reader.submit(weight_files_digest, process.model_dir, stop)
     engine.wait_ready(config.vllm.start_s, lambda progress: _tell_progress(process, progress))
-    if engine.facts.pools:
-        raise ConfigError(f"{process.model_dir} is a pooling model, and embeddings are not served yet")
+    check_role(config, engine.facts)
     if config.warmup:
         _tell_progress(process, "vLLM answers a first prompt")
         warm_up(engine)
     parts = assemble(process, engine, events, sampling.check)
     side = VllmSide(parts, clock=process.clock, on_step=process.health.step if config.health else None)
     return OpenedEngine(parts.links, side, card_of(process, engine.facts, parts.links, eos, weights.result()))
+
+
+def check_role(config: NodeConfig, facts: EngineFacts) -> None:
+    """Raises ConfigError for a pooling model in a role that only generation has."""
+    if facts.embedding_size and config.role != "mixed":
+        raise ConfigError(
+            f"node.role is {config.role}, but a pooling model embeds a prompt on one node and has nothing to hand over; "
+            "set it to mixed"
+        )
 
 
 def _tell_progress(process: NodeProcess, progress: str) -> None:
@@ -115,7 +123,9 @@ def _tell_progress(process: NodeProcess, progress: str) -> None:
 
 def warm_up(engine: ServingEngine) -> None:
     """Let vLLM answer a short prompt, so that no client waits for what it compiles at its first. Raises EngineLost."""
-    engine.add(EngineRequest("warm-up", [0] * WARM_TOKENS, 0, Sampling(max_tokens=2, seed=0, temperature=0.0)))
+    pooling = Pooling() if engine.facts.embedding_size else None
+    sampling = Sampling(max_tokens=2, seed=0, temperature=0.0)
+    engine.add(EngineRequest("warm-up", [0] * WARM_TOKENS, 0, sampling, pooling=pooling))
     ready = select.poll()
     ready.register(engine.news_fd, select.POLLIN)
     until = time.monotonic() + WARM_S
@@ -240,5 +250,6 @@ def card_of(process: NodeProcess, facts: EngineFacts, links: NodeLinks, eos: tup
             keyed_sampling=False,
             estimated_cost=True,
             first_token="decode",
+            embeds=facts.embedding_size > 0,
         ),
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdcluster.core import errors
-from pdcluster.core.messages import Work, unpack_tokens
+from pdcluster.core.messages import Pooling, Work, unpack_tokens
 from pdcluster.cost.cost import num_pairs
 from pdcluster.node.legs import key_of
 from pdcluster.node.vllm.engine.interface import EngineRequest, ServingEngine
@@ -59,7 +59,9 @@ class EngineQueue:
         self._prompts: dict[str, int] = {}
         self._rows: dict[str, int] = {}
 
-    def request_of(self, work: Work, *, parks: bool = False, reference: bytes = b"") -> EngineRequest:
+    def request_of(
+        self, work: Work, *, parks: bool = False, reference: bytes = b"", pooling: Pooling | None = None
+    ) -> EngineRequest:
         """A leg's work in the engine's words. Its key is new, since vLLM may still have an earlier one's."""
         tokens = unpack_tokens(work.token_ids)
         return EngineRequest(
@@ -71,6 +73,7 @@ class EngineQueue:
             parks=parks,
             fence=fence_of(work) if parks or reference else "",
             reference=reference,
+            pooling=pooling,
         )
 
     def push(self, request: EngineRequest, on_added: Callable[[], None]) -> None:
@@ -78,11 +81,10 @@ class EngineQueue:
 
         on_added: called when it goes to vLLM, perhaps before this returns.
         """
-        if len(request.token_ids) >= self._facts.max_len:
+        most = self._facts.max_len - (request.pooling is None)  # one of an answer
+        if len(request.token_ids) > most:
             raise errors.BadRequest(
-                f"the request has {len(request.token_ids)} tokens; these nodes take {self._facts.max_len - 1} and one "
-                "of an answer",
-                "prompt",
+                f"the prompt has {len(request.token_ids)} tokens; these nodes take {most} at most", "prompt"
             )
         if len(self._waiting) >= self._max_waiting:
             raise errors.Overloaded(f"{len(self._waiting)} requests wait here; retry later", RETRY_S)

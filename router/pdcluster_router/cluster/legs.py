@@ -20,6 +20,7 @@ from pdcluster.core.messages import (
     AnyMessage,
     Computed,
     Delivered,
+    Embedded,
     Endpoint,
     Failed,
     Finished,
@@ -76,7 +77,10 @@ class NodeReconnected:
 
 
 # An event of a request. attempt None: it is about the whole node.
-Body = TokenRow | Scheduled | Computed | Reserved | Delivered | Finished | Refused | Failed | LegLost | NodeReconnected
+Body = (
+    TokenRow | Scheduled | Computed | Reserved | Delivered | Finished | Embedded | Refused | Failed | LegLost
+    | NodeReconnected
+)  # fmt: skip
 
 
 # Reads an event of a request; the string is the node's incarnation. It may be called while the reader itself sends.

@@ -201,7 +201,9 @@ class ModelRegistry:
                 return True
             if text is not None:
                 longest, digest = max(each.max_len for each in cards), card.model_digest(name)
-                info = ModelInfo(name, int(time.time()), longest, card.vocab_size, card.eos_ids, digest)
+                info = ModelInfo(
+                    name, int(time.time()), longest, card.vocab_size, card.eos_ids, digest, card.capabilities.embeds
+                )
                 self._loaded[name] = LoadedModel(info, text, card)
                 self._publish()
                 logger.info("serving model %s", name)

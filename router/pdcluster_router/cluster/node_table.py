@@ -29,6 +29,7 @@ from pdcluster.core.messages import (
     Cancel,
     Computed,
     Delivered,
+    Embedded,
     Endpoint,
     Failed,
     FileChunk,
@@ -66,7 +67,7 @@ EXPECTED_S = 5.0
 
 WORK = (Prefill, Reserve)
 # Messages that only the request itself reads.
-ANSWERS = frozenset((Scheduled, Computed, Reserved, Delivered, Finished))
+ANSWERS = frozenset((Scheduled, Computed, Reserved, Delivered, Finished, Embedded))
 
 
 # How long typical step costs stay valid.

@@ -25,7 +25,7 @@ import msgspec
 
 from pdcluster.api.openai.replies import Timeline as Timeline
 from pdcluster.api.text.choice_text import ENTRY_BYTES, PIECE_BYTES
-from pdcluster.core.messages import FinishReason, Sampling, TokenLogprobs
+from pdcluster.core.messages import FinishReason, Pooling, Sampling, TokenLogprobs
 
 if TYPE_CHECKING:
     from pdcluster.api.text.model_text import TextModel
@@ -62,10 +62,12 @@ class ModelInfo(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     # What the name means: text, weights and more (NodeCard.model_digest); "" where nobody says.
     digest: str = ""
+    # It embeds prompts and generates nothing.
+    embeds: bool = False
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """One choice of one API request, ready to run."""
+    """One choice of one API request, or one prompt to embed, ready to run."""
 
     # Id, unique per choice.
     request: str
@@ -96,6 +98,8 @@ class Generation(msgspec.Struct, frozen=True):
     served: ModelInfo | None = None
     # No output length was asked for: it goes wherever the prompt fits, and on to larger nodes from there.
     is_open_ended: bool = False
+    # An embedding is wanted, and no token: no chunk comes, and `Done` has the vector. Its mode is local.
+    pooling: Pooling | None = None
 
 
 class RequestRoute(msgspec.Struct, frozen=True):
@@ -140,10 +144,12 @@ class Done(msgspec.Struct, frozen=True):
     attempts: int
     route: RequestRoute
     timeline: Timeline
+    # Of an embedding: packed little-endian float32.
+    vector: bytes = b""
 
     @property
     def num_bytes(self) -> int:
-        return PIECE_BYTES
+        return PIECE_BYTES + len(self.vector)
 
 
 class Sink(Protocol):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pdcluster.core import errors
-from pdcluster.core.messages import HASH_BYTES, FinishReason, Sampling, Work, pack_tokens
+from pdcluster.core.messages import HASH_BYTES, FinishReason, Pooling, Sampling, Work, pack_tokens
 from pdcluster.kv.hashing import extend
 from pdcluster_router.core.generation import Force
 
@@ -103,6 +103,8 @@ class Job(msgspec.Struct, eq=False):
     # When the first two tokens came.
     first_token_at: float | None = None
     second_token_at: float | None = None
+    # An embedding is wanted, and no token.
+    pooling: Pooling | None = None
 
     def work(self, attempt: int, now: float, num_emitted: int) -> Work:
         """The request as nodes receive it: the prompt and the first num_emitted tokens behind it."""
@@ -156,6 +158,8 @@ class Job(msgspec.Struct, eq=False):
         It is the scheduler's own rule, for when the node's last message was lost.
         """
         num_output, sampling = len(self.emitted), self.sampling
+        if self.pooling is not None:
+            return None
         if num_output > sampling.min_tokens or (num_output and sampling.grammar is not None):
             last = self.emitted[-1]
             if not sampling.ignore_eos and last in eos_token_ids:

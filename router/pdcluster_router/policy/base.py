@@ -47,6 +47,7 @@ class Query(msgspec.Struct, frozen=True):
     lost: share of the cacheable tokens of recent prompts that no node had kept.
     model: digest of the model that it was prepared for; "" for any.
     most_tokens: the prompt and the output that was asked for; 0: not stated, so it goes wherever the prompt fits.
+    least_output: tokens that every answer has; 0 for an embedding.
     """
 
     num_tokens: int
@@ -68,11 +69,17 @@ class Query(msgspec.Struct, frozen=True):
     lost: float = 0.0
     model: str = ""
     most_tokens: int = 0
+    least_output: int = 1
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens that a node must take to compute its prompt, with the first token of the output."""
+        return self.num_tokens + self.least_output
 
     @property
     def row_tokens(self) -> int:
-        """Tokens that a node must take to decode it. At least one is for the output."""
-        least = self.num_tokens + 1
+        """Tokens that a node must take to decode it."""
+        least = self.num_tokens + self.least_output
         return self.most_tokens if self.most_tokens > least else least
 
     def cached_on(self, node: NodeView) -> int:

@@ -216,6 +216,6 @@ def unfit(node: NodeView, query: Query, *, decodes: bool = True) -> str:
     """Why a node that takes work can never take this request; "" when it can."""
     if not node.serves(query.model):
         return "serves another model"
-    if node.max_len < (query.row_tokens if decodes else query.num_tokens + 1):
+    if node.max_len < (query.row_tokens if decodes else query.least_tokens):
         return f"takes {node.max_len} tokens"
     return ""

@@ -270,6 +270,7 @@ class PolicySelector:
             self._lost.share(self._usual_prompt),
             job.model,
             job.most_tokens,
+            1 if job.pooling is None else 0,
         )
 
     def _force_with_prompt(self, job: Job) -> Force:

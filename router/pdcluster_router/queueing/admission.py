@@ -94,7 +94,7 @@ def check_fits(query: Query, view: ClusterView, longest: int) -> None:
         return
     nodes = [node for node in view.nodes if node.serves(query.model)]
     for role, other, num_tokens in (
-        ("prefill", "decode", query.num_tokens + 1),
+        ("prefill", "decode", query.least_tokens),
         ("decode", "prefill", query.row_tokens),
     ):
         most = max((node.max_len for node in nodes if node.role != other), default=num_tokens)

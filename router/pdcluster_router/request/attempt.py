@@ -47,6 +47,8 @@ class Attempt:
     early: Sequence[TokenRow] = ()
     # What the prefill node says it did.
     report: LegTimings | None = None
+    # Of an embedding.
+    vector = b""
     finished: Finished | None = None
     finished_by: RequestLeg | None = None
     # The route, until some part of it changes.

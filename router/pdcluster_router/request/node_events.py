@@ -12,6 +12,7 @@ attempt is over, and another error when the request is. What may happen (P is th
   5. P's first token is held back until D has reserved (or it ends the request), so that what was streamed can go on.
   6. P may leave the first token to D, and says Computed in its place. Then D speaks first, perhaps before P does.
   7. P keeps its KV for as long as its card says. After that no D is asked for it: the prompt is tried anew.
+  8. An embedding runs as a request on one node does. Embedded stands in the place of its tokens and of Finished.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pdcluster.core.messages import (
     Computed,
     Deliver,
     Delivered,
+    Embedded,
     Endpoint,
     Failed,
     Finished,
@@ -69,7 +71,7 @@ def begin(attempt: Attempt) -> None:
         attempt.state = ATTEMPT[attempt.state, "compute"]
         attempt.decode = leg = _enter(attempt, node.endpoint)
         fork_of = job.fork_of if job.fork_on is not None and node.endpoint.incarnation == job.fork_on else None
-        _send(attempt, leg, Prefill(_work(attempt, leg), False, attempt.pull, fork_of))
+        _send(attempt, leg, Prefill(_work(attempt, leg), False, attempt.pull, fork_of, job.pooling))
         return
     attempt.state = ATTEMPT[attempt.state, "prefill"]
     attempt.prefill = leg = _enter(attempt, attempt.prefill_node.endpoint)
@@ -212,6 +214,7 @@ def _on_computed(attempt: Attempt, leg: RequestLeg, message: Computed) -> None:
 def _on_row(attempt: Attempt, leg: RequestLeg, row: TokenRow) -> None:
     if not row.tokens:
         return  # a node says again what was lost, and nothing was
+    _check_kind(attempt, leg, row)
     if leg is attempt.prefill:
         _on_first_row(attempt, row)
         return
@@ -268,6 +271,7 @@ def _on_delivered(attempt: Attempt, leg: RequestLeg, message: Delivered) -> None
 
 
 def _on_finished(attempt: Attempt, leg: RequestLeg, message: Finished) -> None:
+    _check_kind(attempt, leg, message)
     attempt.finished, attempt.finished_by = message, leg
     is_of_prompt = leg is attempt.prefill
     if is_of_prompt:
@@ -277,6 +281,32 @@ def _on_finished(attempt: Attempt, leg: RequestLeg, message: Finished) -> None:
     if attempt.held is not None:
         row, attempt.held = attempt.held, None
         _emit(attempt, row)
+
+
+def _on_embedded(attempt: Attempt, leg: RequestLeg, message: Embedded) -> None:
+    _check_kind(attempt, leg, message)
+    attempt.queue_by = math.inf
+    attempt.note_computed()
+    attempt.vector, attempt.finished_by = message.vector, leg
+    attempt.finished = Finished(message.request, message.attempt, "stop", 0, message.timings)
+    if attempt.job.note_cached(message.timings.cached_tokens):
+        attempt.known_route = None
+
+
+def _check_kind(attempt: Attempt, leg: RequestLeg, message: TokenRow | Finished | Embedded) -> None:
+    """Raises RetryAttempt for tokens in the place of an embedding, the other way round, and one of another size."""
+    pooling = attempt.job.pooling
+    if isinstance(message, Embedded) and pooling is not None:
+        size = len(message.vector) // 4
+        if pooling.dimensions in (0, size):
+            return
+        what = f"{size} numbers for {pooling.dimensions}"
+    elif isinstance(message, Embedded) == (pooling is not None):
+        return
+    else:
+        what = f"{type(message).__name__} for {'tokens' if pooling is None else 'an embedding'}"
+    cause = errors.TransferError(f"node {leg.endpoint.node} answered with {what}")
+    raise RetryAttempt(cause, leg.endpoint.incarnation)
 
 
 def _on_reconnected(attempt: Attempt, leg: RequestLeg, _: NodeReconnected) -> None:
@@ -316,6 +346,7 @@ _ON: Mapping[type[Body], Callable[[Attempt, RequestLeg, Any], None]] = {
     Reserved: _on_reserved,
     Delivered: _on_delivered,
     Finished: _on_finished,
+    Embedded: _on_embedded,
     Refused: _on_refused,
     Failed: _on_failed,
     LegLost: _on_lost,

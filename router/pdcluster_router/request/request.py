@@ -342,7 +342,8 @@ class Request(Timed):
 
     def _done(self, attempt: Attempt, finished: Finished) -> Done:
         started, job, route = self.started, self.job, attempt.route()
-        self.shared.selector.note_end(len(job.prompt), finished.num_output)
+        if job.pooling is None:
+            self.shared.selector.note_end(len(job.prompt), finished.num_output)
         is_local = route.mode == "local"
         prefill = finished.timings if is_local else attempt.report or attempt.seen_timings(finished.num_output)
         timeline = Timeline(  # by position, which costs half
@@ -358,7 +359,9 @@ class Request(Timed):
             prefill.pulled_tokens,
             attempt.placed_at - started,
         )
-        return Done(finished.reason, finished.stop_token, job.cached_tokens or 0, self.attempts, route, timeline)
+        return Done(
+            finished.reason, finished.stop_token, job.cached_tokens or 0, self.attempts, route, timeline, attempt.vector
+        )
 
     def _close(self, error: str | None, reason: str, answer: Callable[[], None] | None = None) -> None:
         """However it ended: nothing of it is left on the nodes, in the queue or in the books.

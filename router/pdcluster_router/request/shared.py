@@ -63,11 +63,16 @@ def job_of(shared: Shared, generation: Generation, started: float) -> Job:
         generation.mode,
         generation.session,
         "" if generation.served is None else generation.served.digest,
-        0 if generation.is_open_ended else len(generation.token_ids) + generation.sampling.max_tokens,
+        0 if generation.is_open_ended else len(generation.token_ids) + _num_asked(generation),
     )
+    job.pooling = generation.pooling
     job.packed, job.hashes, job.num_hashed = packed, hashes, 0
     job.has_prompt_logprobs = generation.sampling.prompt_logprobs is None
     return job
+
+
+def _num_asked(generation: Generation) -> int:
+    return generation.sampling.max_tokens if generation.pooling is None else 0
 
 
 def served_now(models: ServedModels, generation: Generation) -> ModelInfo | None:

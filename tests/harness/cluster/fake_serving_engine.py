@@ -31,7 +31,7 @@ FACTS = EngineFacts(
     token_bytes=16,
     version="0.32.0",
     arithmetic="float32",
-    pools=False,
+    embedding_size=0,
     groups=1,
     lease_s=30,
 )

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -29,7 +30,7 @@ COST = m.CostReport(0.01, 1e-4, 1e-9, 0.004, 1e-4, 1e-8, 512, 9, 1 << 40, 0.1, 0
 MESSAGES: tuple[m.AnyMessage, ...] = (
     m.Hello("router", (("req-1", 0, 3),)),
     m.Ping(),
-    m.Prefill(WORK, True, m.Pull(READER, 64)),
+    m.Prefill(WORK, False, m.Pull(READER, 64), pooling=m.Pooling(32)),
     m.Reserve(WORK, WRITER),
     m.Deliver(TICKET),
     m.Cancel("req-1", 2, "client left"),
@@ -66,6 +67,7 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
     m.Fetch(TICKET, bytes(48)),
     m.Declined(5, "gone"),
     m.Computed("req-1", 0, 96),
+    m.Embedded("req-1", 0, np.array([0.5, -2.0], "<f4").tobytes(), TIMINGS),
 )
 FRAMES = [encode(m.Envelope(m.PROTOCOL_VERSION, "a", "inc-a", "inc-b", 1, (message,))) for message in MESSAGES]
 
@@ -170,6 +172,12 @@ BAD: tuple[m.AnyMessage, ...] = (
     finished(timings=m.LegTimings(decode_s=-1.0)), finished(stop_token=-1), finished(num_output=-1),
     m.Failed("r", 0, "", "", True), m.Failed("r", 0, "c", "x" * 20000, True), m.Refused("", 0, "reserve", "", 0.0),
     m.Scheduled("r", 0, -1), m.Computed("r", 0, -1), m.Computed("r", -1), m.Computed("", 0),
+    m.Embedded("r", 0, b"", TIMINGS), m.Embedded("r", 0, bytes(5), TIMINGS), m.Embedded("r", -1, bytes(4), TIMINGS),
+    m.Embedded("r", 0, bytes(2**18 + 4), TIMINGS), m.Embedded("", 0, bytes(4), TIMINGS),
+    m.Embedded("r", 0, np.array([math.nan], "<f4").tobytes(), TIMINGS),
+    m.Embedded("r", 0, np.array([1.0, math.inf], "<f4").tobytes(), TIMINGS),
+    m.Embedded("r", 0, bytes(4), m.LegTimings(cached_tokens=1, pulled_tokens=2)),
+    m.Prefill(WORK, False, pooling=m.Pooling(-1)), m.Prefill(WORK, True, pooling=m.Pooling()),
     m.Commit(1, 32, (), None, opaque=bytes(2**20 + 1)), m.Commit(1, 32, (), None, holds_s=math.nan),
     m.Commit(1, 32, (), None, holds_s=-1.0),
     m.Scheduled("r", 2**31), m.Tokens((m.TokenRow("r", 0, 2**64 - 1, (1,)),)), m.Tokens((m.TokenRow("r", 0, 0,

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBase
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata, ReqMeta
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
-from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 
 from pdcluster.node.vllm.engine.read_confirmation import (
     ConfirmationClient,
@@ -234,10 +234,13 @@ class ParkingExtension:
     """Methods that vLLM adds to its workers, for the engine's calls to all of them (`worker_extension_cls`)."""
 
     def confirmation_address(self) -> str:
-        return str(_worker().confirmation_address)
+        """"" where nothing is handed over."""
+        return str(_worker().confirmation_address) if has_kv_transfer_group() else ""
 
     def num_cache_groups(self) -> tuple[int, int]:
         """All of them, and those that a reference names."""
+        if not has_kv_transfer_group():
+            return len(self.model_runner.kv_cache_config.kv_cache_groups), 0  # type: ignore[attr-defined]
         config = _worker().kv_cache_config
         return len(config.kv_cache_groups), len(config.transfer_groups)
 

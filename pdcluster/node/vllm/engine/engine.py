@@ -17,7 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from pdcluster.core.bounds import MAX_VECTOR_BYTES
 from pdcluster.core.errors import BadRequest, ConfigError, PdclusterError, ProtocolError
+from pdcluster.core.messages import Pooling
 from pdcluster.core.sampling import Sampling, TokenLogprobs
 from pdcluster.node.vllm.engine.arguments import EngineOptions, parse_engine_arguments, set_engine_environment
 from pdcluster.node.vllm.engine.interface import (
@@ -34,7 +36,8 @@ from pdcluster.node.vllm.engine.reference import Reference, check_reference, dec
 from pdcluster.processes.tasks import watched
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
+    from vllm import PoolingParams, SamplingParams
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -242,6 +245,7 @@ class VllmEngine:
             [(groups, self._transfer_groups), *_] = await self._llm.collective_rpc("num_cache_groups", _RPC_TIMEOUT_S)
             self._addresses = tuple(await self._llm.collective_rpc("confirmation_address", _RPC_TIMEOUT_S))
             self._map.learn(self._llm.vllm_config)
+            self._check_tasks(await self._llm.get_supported_tasks())
             self._facts = self._find_facts(groups)
             self.progress = "is ready"
             self._ready.set()
@@ -257,14 +261,14 @@ class VllmEngine:
         return parse_engine_arguments(self._options)
 
     def _build(self, arguments: AsyncEngineArgs) -> AsyncLLM:
-        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.progress = "checks its arguments"
-        try:
-            config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-        except ValueError as error:
-            raise ConfigError(f"arguments of vLLM: {error}") from error
+        config = _config_of(arguments)
+        if config.model_config.runner_type == "pooling":
+            # It hands nothing over, and an encoder has no KV that NIXL could register.
+            arguments.kv_transfer_config = None
+            config = _config_of(arguments)
         config.model_config.logits_processors = self._map.processors(config) or None
         self.progress = "loads the model"
         return AsyncLLM.from_vllm_config(
@@ -293,6 +297,15 @@ class VllmEngine:
         self._queue.put([*self._fresh, EngineDied(reason)])
         self._ready.set()
 
+    def _check_tasks(self, tasks: Sequence[str]) -> None:
+        if self._llm.vllm_config.model_config.runner_type != "pooling":
+            return
+        size = self._llm.vllm_config.model_config.embedding_size
+        if "embed" not in tasks:
+            raise ConfigError(f"the model pools, but vLLM can do {', '.join(tasks)} with it, and embed alone is served")
+        if 4 * size > MAX_VECTOR_BYTES:
+            raise ConfigError(f"embeddings of {size} numbers are longer than the {MAX_VECTOR_BYTES // 4} that are served")
+
     def _find_facts(self, groups: int) -> EngineFacts:
         config = self._llm.vllm_config
         model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
@@ -314,7 +327,7 @@ class VllmEngine:
             token_bytes=num_layers * num_kv_heads * head_dim * item_bytes * (1 if model.use_mla else 2),
             version=_version(),
             arithmetic=f"{str(model.dtype).removeprefix('torch.')}-{model.quantization or 'plain'}-{dtype}",
-            pools=model.runner_type == "pooling",
+            embedding_size=model.embedding_size if model.runner_type == "pooling" else 0,
             groups=groups,
             lease_s=self._options.lease_s,
         )
@@ -407,9 +420,11 @@ class VllmEngine:
             if not is_finished:
                 await self._abort_added(running)
 
-    def _params(self, request: EngineRequest) -> SamplingParams:
+    def _params(self, request: EngineRequest) -> SamplingParams | PoolingParams:
         if request.adapter:
             raise ProtocolError(f"this engine has no adapter {request.adapter!r}")
+        if request.pooling is not None:
+            return self._pooling_params(request.pooling)
         if request.parks:
             params = self._map.for_prefill(request.sampling)
         else:
@@ -417,6 +432,18 @@ class VllmEngine:
         transfer = self._transfer_params(request)
         if transfer:
             params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": transfer}
+        return params
+
+    def _pooling_params(self, pooling: Pooling) -> PoolingParams:
+        from vllm import PoolingParams
+
+        is_whole = pooling.dimensions in (0, self.facts.embedding_size)
+        params = PoolingParams(task="embed", dimensions=None if is_whole else pooling.dimensions)
+        try:
+            params.verify(self._llm.vllm_config.model_config)
+        except ValueError as error:
+            way_out = f"leave it out, the model makes {self.facts.embedding_size}"
+            raise BadRequest(f"dimensions is {pooling.dimensions}; {way_out} (vLLM: {error})", "dimensions") from error
         return params
 
     def _transfer_params(self, request: EngineRequest) -> dict[str, object]:
@@ -447,6 +474,8 @@ class VllmEngine:
     # ------------------------------------------------------------ the engine's thread: outputs
 
     def _output_of(self, request: EngineRequest, output: Any) -> EngineOutput:
+        if request.pooling is not None:
+            return self._embedding_of(request, output)
         [choice] = output.outputs
         tokens = tuple(choice.token_ids)
         finish: Finish = _FINISHES[choice.finish_reason] if output.finished else ""
@@ -471,6 +500,18 @@ class VllmEngine:
             stop_token=stop_token,
             reference=self._park(request.key, output.kv_transfer_params) if parks else b"",
             cached_tokens=output.num_cached_tokens or 0,
+        )
+
+    def _embedding_of(self, request: EngineRequest, output: Any) -> EngineOutput:
+        """vLLM tells of an abort by an empty vector."""
+        vector = output.outputs.data.float().flatten()
+        if not len(vector):
+            return EngineOutput(request.key, finish="abort")
+        if not vector.isfinite().all():
+            return EngineOutput(request.key, finish="error", error="the embedding has numbers that are not finite")
+        cached_tokens = output.num_cached_tokens or 0
+        return EngineOutput(
+            request.key, finish="stop", vector=vector.numpy().astype("<f4").tobytes(), cached_tokens=cached_tokens
         )
 
     def _logprobs(self, request: EngineRequest, logprobs: Any, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
@@ -526,14 +567,15 @@ class VllmEngine:
         emit = self._emit
 
         class StepLogger(StatLoggerBase):
-            def __init__(self, vllm_config: object, engine_index: int = 0) -> None:
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
                 self._engine_index = engine_index
+                self._pools = vllm_config.model_config.runner_type == "pooling"
 
             def record(
                 self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
             ) -> None:
                 if scheduler_stats is not None:
-                    emit(_step_of(scheduler_stats, iteration_stats))
+                    emit(_step_of(scheduler_stats, iteration_stats, pools=self._pools))
 
             def log_engine_initialized(self) -> None:
                 logger.debug("vLLM's engine %d reports its steps", self._engine_index)
@@ -541,14 +583,17 @@ class VllmEngine:
         return StepLogger
 
 
-def _step_of(scheduler: Any, iteration: Any) -> EngineStep:
+def _step_of(scheduler: Any, iteration: Any, *, pools: bool) -> EngineStep:
+    num_output = iteration.num_generation_tokens if iteration is not None else 0
+    if pools and iteration is not None:
+        num_output = len(iteration.time_to_first_tokens_iter)  # one of each prompt that was done
     prompt = iteration.prompt_token_stats if iteration is not None else None
     transfers = scheduler.kv_connector_stats or {}
     return EngineStep(
         at_s=time.monotonic(),
         prompt_tokens=prompt.computed if prompt is not None else 0,
         reused_tokens=prompt.local_cache_hit if prompt is not None else 0,
-        output_tokens=iteration.num_generation_tokens if iteration is not None else 0,
+        output_tokens=num_output,
         running=scheduler.num_running_reqs,
         waiting=scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs,
         kv_usage=scheduler.kv_cache_usage,
@@ -556,6 +601,15 @@ def _step_of(scheduler: Any, iteration: Any) -> EngineStep:
         failed_transfers=sum(transfers.get("num_failed_transfers", ())),
         expired_leases=sum(transfers.get("num_kv_expired_reqs", ())),
     )
+
+
+def _config_of(arguments: AsyncEngineArgs) -> VllmConfig:
+    from vllm.usage.usage_lib import UsageContext
+
+    try:
+        return arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    except ValueError as error:
+        raise ConfigError(f"arguments of vLLM: {error}") from error
 
 
 def _version() -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from pdcluster.core.messages import Pooling
 from pdcluster.core.sampling import Sampling, TokenLogprobs
 
 Finish = Literal["", "stop", "length", "eos", "error", "abort"]
@@ -38,6 +39,8 @@ class EngineRequest:
     fence: str = ""
     # A decode leg: Commit.opaque.
     reference: bytes = b""
+    # An embedding is wanted, and no token. Its last output has the vector.
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class EngineOutput:
     # Of a finished prefill leg: encoded, bounded. Empty if nothing is parked.
     reference: bytes = b""
     cached_tokens: int = 0
+    # Packed little-endian float32, all finite.
+    vector: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,7 @@ class EngineStep:
     # Prompt tokens whose prefill ended in this step, computed here; those taken from the cache or a peer.
     prompt_tokens: int
     reused_tokens: int
+    # An embedding counts as one.
     output_tokens: int
     running: int
     waiting: int
@@ -115,8 +121,8 @@ class EngineFacts:
     version: str
     # What else decides the bits of KV: types and quantization.
     arithmetic: str
-    # A pooling model: it embeds and generates nothing.
-    pools: bool
+    # Numbers of the embeddings of a pooling model, which generates nothing; 0: it generates.
+    embedding_size: int
     # Number of KV cache groups.
     groups: int
     # How long parked KV waits for its reader.
