@@ -78,13 +78,16 @@ class RouterMetrics:
             "http_connections_refused", "Connections answered with 503, as the limit of open files allows no more."
         ).labels()
 
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of choices that reached a first token.").labels()
+        self.prompt_tokens = counter(
+            "prompt_tokens", "Prompt tokens of choices that reached a first token, and of embeddings."
+        ).labels()
         self.cached_tokens = counter("cached_prompt_tokens", "Prompt tokens whose KV was cached already.").labels()
         self.output_tokens = counter("output_tokens", "Output tokens of all choices.").labels()
-        self.prompt_length = tokens("prompt_length", "Prompt of one choice.").labels()
+        self.prompt_length = tokens("prompt_length", "Prompt of one choice or embedding.").labels()
         self.output_length = tokens("output_length", "Output of one choice that ended well.").labels()
 
         self.choices = counter("choices", "Choices that ended well, by mode and finish reason.", "mode", "finish")
+        self.embeddings = counter("embeddings", "Inputs of which embeddings were made.").labels()
         self.attempts = counter(
             "attempts", "Attempts of choices that ended well; more than choices means retries."
         ).labels()
@@ -101,6 +104,14 @@ class RouterMetrics:
         alike.append(noted)
         if len(alike) >= MOST_NOTED:
             self._count_noted()
+
+    def embedded(self, num_prompt: int, num_cached: int, queue_s: float) -> None:
+        """An embedding was made."""
+        self.embeddings.value += 1
+        self.prompt_tokens.value += num_prompt
+        self.prompt_length.observe_all((num_prompt,))
+        self.cached_tokens.value += num_cached
+        self.queue_seconds.observe_all((queue_s,))
 
     def _another_kind(self) -> list[Noted]:
         """There are few, but as many as nodes have names for media."""

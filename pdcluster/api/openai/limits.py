@@ -62,10 +62,10 @@ def _are_within(token_ids: Sequence[int], vocab_size: int) -> bool:
     return min(token_ids) >= 0 and max(token_ids) < vocab_size
 
 
-def check_prompt(num_tokens: int, limits: ModelLimits, param: str) -> None:
+def check_prompt(num_tokens: int, limits: ModelLimits, param: str, least_output: int = 1) -> None:
     if num_tokens == 0:
         raise BadRequest(f"{param} has no tokens; send a prompt with at least one", param)
-    if num_tokens >= limits.max_len:
+    if num_tokens + least_output > limits.max_len:
         raise ContextTooLong(limits.max_len, f"{param} has {num_tokens} tokens; {SHORTEN}", param)
 
 

@@ -356,15 +356,19 @@ def decode_detokenize(body: bytes) -> DetokenizeRequest:
 
 def prompts_of(request: CompletionRequest) -> list[str | Sequence[int]]:
     """One entry per prompt: text, or token ids."""
-    prompt = request.prompt
+    return prompts_in(request.prompt, "prompt")
+
+
+def prompts_in(prompt: str | list[str | int | list[TokenId]], param: str) -> list[str | Sequence[int]]:
+    """The same, of a field with this name."""
     if isinstance(packed := cast(object, prompt), array):
         return [packed]
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise BadRequest(
-            "prompt is an empty list; send a string, a list of strings, token ids, or a list of token id lists",
-            "prompt",
+            f"{param} is an empty list; send a string, a list of strings, token ids, or a list of token id lists",
+            param,
         )
     if isinstance(prompt[0], int) and (token_ids := _packed(prompt)) is not None:
         return [token_ids]
@@ -372,8 +376,8 @@ def prompts_of(request: CompletionRequest) -> list[str | Sequence[int]]:
     for index, entry in enumerate(prompt):
         if type(entry) is not kind:
             raise BadRequest(
-                f"prompt[{index}] is of another kind than prompt[0]; send only strings, token ids, or token id lists",
-                "prompt",
+                f"{param}[{index}] is of another kind than {param}[0]; send only strings, token ids, or token id lists",
+                param,
             )
     return [entry for entry in prompt if not isinstance(entry, int)]
 

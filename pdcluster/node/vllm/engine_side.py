@@ -237,9 +237,9 @@ class VllmSide:
 
     def _accepts(self, router: Peer, work: Work, leg: RefusedLeg, *, is_pooled: bool = False) -> bool:
         acceptance = self._parts.links.acceptance
-        return acceptance.takes(
-            router, work, leg, is_stuck=self.is_stuck, is_pooled=is_pooled
-        ) and acceptance.check(router, work, leg, self._check)
+        return acceptance.takes(router, work, leg, is_stuck=self.is_stuck, is_pooled=is_pooled) and acceptance.check(
+            router, work, leg, self._check
+        )
 
     def _check(self, work: Work) -> None:
         tokens = np.frombuffer(work.token_ids, np.int32)

@@ -111,8 +111,8 @@ def check_role(config: NodeConfig, facts: EngineFacts) -> None:
     """Raises ConfigError for a pooling model in a role that only generation has."""
     if facts.embedding_size and config.role != "mixed":
         raise ConfigError(
-            f"node.role is {config.role}, but a pooling model embeds a prompt on one node and has nothing to hand over; "
-            "set it to mixed"
+            f"node.role is {config.role}, but a pooling model embeds a prompt on one node and hands nothing over; set "
+            "it to mixed"
         )
 
 

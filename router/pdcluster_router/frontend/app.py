@@ -18,6 +18,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from pdcluster.api.openai import limits, requests
+from pdcluster.api.openai.embeddings import decode_embeddings
 from pdcluster.api.openai.replies import DetokenizeReply, ModelCard, ModelList, TokenizeReply
 from pdcluster.api.validate import closest
 from pdcluster.core.errors import DeadlineExceeded, PdclusterError, Unavailable, UnknownName, Unservable
@@ -27,6 +28,7 @@ from pdcluster.telemetry.health import Verdict, alive
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.core.generation import Dispatcher, ModelInfo
 from pdcluster_router.core.tracing import RequestTrace, Tracing
+from pdcluster_router.frontend.embeddings import EmbeddingAnswer, PreparedEmbeddings, are_long, prepare_embeddings
 from pdcluster_router.frontend.grammar_pool import shared_pool
 from pdcluster_router.frontend.health import readiness_of
 from pdcluster_router.frontend.places import Places
@@ -70,13 +72,13 @@ MODELS_PREFIX = "/v1/models/"
 AUTHORIZATION = b"authorization"
 TRACEPARENT = b"traceparent"
 # As OpenTelemetry names them.
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
 # Asked by machines again and again: they are answered, and not counted among requests.
 PROBES = frozenset(("/health", "/ready", "/livez", "/readyz", "/metrics"))
-SERVED = ("/v1/chat/completions", "/v1/completions", "/v1/models")
+SERVED = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models")
 # First parts of paths that clients of OpenAI-like servers may ask for.
 NOT_SERVED = (
-    "/v1/responses", "/v1/embeddings", "/v1/conversations", "/v1/messages", "/v1/rerank", "/v1/score", "/v1/images",
+    "/v1/responses", "/v1/conversations", "/v1/messages", "/v1/rerank", "/v1/score", "/v1/images",
     "/v1/audio", "/v1/videos", "/v1/files", "/v1/uploads", "/v1/batches", "/v1/moderations", "/v1/assistants",
     "/v1/threads", "/v1/vector_stores", "/v1/fine_tuning", "/v1/evals", "/v1/containers", "/v1/realtime",
 )  # fmt: skip
@@ -157,6 +159,7 @@ class App:
         self._post: Mapping[str, Handler] = {
             "/v1/chat/completions": self._chat,
             "/v1/completions": self._completion,
+            "/v1/embeddings": self._embeddings,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
@@ -317,15 +320,29 @@ class App:
         else:
             self._begin(exchange, prepare_completion(request, self._dispatcher, terms), terms)
 
+    def _embeddings(self, exchange: Exchange) -> None:
+        request, terms = decode_embeddings(exchange.take_body()), self._terms(exchange)
+        prepare, then = partial(prepare_embeddings, request, self._dispatcher, terms), partial(self._embed, exchange)
+        if are_long(request) or self._dispatcher.awaits_model:
+            self._later(exchange, partial(self._in_thread, prepare), then, terms.left_s)
+        else:
+            then(prepare())
+
+    def _embed(self, exchange: Exchange, prepared: PreparedEmbeddings) -> None:
+        EmbeddingAnswer(exchange, prepared, self._dispatcher, self.metrics).start()
+
     def _prepare_later(self, exchange: Exchange, prepare: Callable[[], Prepared], terms: Terms) -> None:
         """Prepare in a thread, once a model is served where requests wait for one."""
 
         async def work() -> Prepared:
-            if self._dispatcher.awaits_model:
-                await self._dispatcher.first_model()
-            return await constrained(await asyncio.to_thread(prepare), terms)
+            return await constrained(await self._in_thread(prepare), terms)
 
         self._later(exchange, work, partial(self._answer, exchange), terms.left_s)
+
+    async def _in_thread(self, prepare: Callable[[], T]) -> T:
+        if self._dispatcher.awaits_model:
+            await self._dispatcher.first_model()
+        return await asyncio.to_thread(prepare)
 
     def _begin(self, exchange: Exchange, prepared: Prepared, terms: Terms) -> None:
         if prepared.shape is None:

@@ -136,8 +136,10 @@ def mode_of(given: str | None) -> Force | None:
     raise BadRequest(f"x-pdcluster-mode is {given[:100]!r}; it must be auto, remote or local", "x-pdcluster-mode")
 
 
-def find_model(dispatcher: Dispatcher, name: str | None) -> ServedModel:
-    """The model's info and text. name None: the only model, whatever its names."""
+def find_model(dispatcher: Dispatcher, name: str | None, *, embeds: bool | None = None) -> ServedModel:
+    """The model's info and text. name None: the only model, whatever its names. embeds: raise BadRequest for one that
+    does not, or does where it shall generate; None: either will do.
+    """
     models = dispatcher.models()
     if not models:
         raise Unavailable("no node is known yet, so no model can be served; retry, and see /ready")
@@ -145,6 +147,7 @@ def find_model(dispatcher: Dispatcher, name: str | None) -> ServedModel:
         raise BadRequest(f"model is missing; it must be one of {', '.join(model.id for model in models)}", "model")
     for info in models:
         if name is None or info.id == name:
+            _check_kind(info, embeds=info.embeds if embeds is None else embeds)
             return ServedModel(info, dispatcher.text(info.id))
     known = [model.id for model in models]
     raise UnknownModel(
@@ -152,6 +155,17 @@ def find_model(dispatcher: Dispatcher, name: str | None) -> ServedModel:
         f"{', '.join(known)}",
         "model",
     )
+
+
+def _check_kind(info: ModelInfo, *, embeds: bool) -> None:
+    if embeds and not info.embeds:
+        raise BadRequest(
+            f"model {info.id!r} generates and embeds nothing: the native engine has no embeddings; nodes with --engine "
+            "vllm and a pooling model do",
+            "model",
+        )
+    if info.embeds and not embeds:
+        raise BadRequest(f"model {info.id!r} embeds and generates nothing; send the text to /v1/embeddings", "model")
 
 
 def is_long(request: requests.ChatRequest | requests.CompletionRequest | requests.TokenizeRequest) -> bool:
@@ -228,7 +242,7 @@ async def constrained(prepared: Prepared, terms: Terms) -> Prepared:
 
 
 def prepare_chat(request: requests.ChatRequest, dispatcher: Dispatcher, terms: Terms) -> Prepared:
-    model = find_model(dispatcher, request.model)
+    model = find_model(dispatcher, request.model, embeds=False)
     kwargs = requests.template_kwargs_of(request)
     marking = marking_of(model.text)
     offer = offered(request, marking)
@@ -250,7 +264,7 @@ def prepare_chat(request: requests.ChatRequest, dispatcher: Dispatcher, terms: T
 
 
 def prepare_completion(request: requests.CompletionRequest, dispatcher: Dispatcher, terms: Terms) -> Prepared:
-    model = find_model(dispatcher, request.model)
+    model = find_model(dispatcher, request.model, embeds=False)
     build = _Builder(request, model, terms, at_start=False)
     given = requests.prompts_of(request)
     build.check_number(len(given))
@@ -310,21 +324,31 @@ def render_chat(
 def _encode_prompt(
     prompt: str | Sequence[int], request: requests.CompletionRequest, model: ServedModel, param: str
 ) -> Prompt:
+    token_ids = encode_prompt(prompt, model, param, add_special_tokens=request.add_special_tokens is not False)
     if isinstance(prompt, str):
-        if not prompt:
-            raise BadRequest(f"{param} is empty; send at least one character", param)
-        limits.check_text(prompt, model.text.bound, model.info, param)
-        token_ids = model.text.encode(prompt, add_special_tokens=request.add_special_tokens is not False)
-        limits.check_prompt(len(token_ids), model.info, param)
         return Prompt(token_ids, prompt if request.echo else None)
-    limits.check_prompt(len(prompt), model.info, param)  # before looking at what may be millions of ids
-    token_ids = limits.check_token_ids(prompt, model.info.vocab_size, param)
     echo = (
         model.text.decode(token_ids, skip_special_tokens=request.skip_special_tokens is not False)
         if request.echo
         else None
     )
     return Prompt(token_ids, echo)
+
+
+def encode_prompt(
+    prompt: str | Sequence[int], model: ServedModel, param: str, *, add_special_tokens: bool, least_output: int = 1
+) -> array[int]:
+    """Token ids of a text, or checked ones. least_output: tokens that must fit behind them."""
+    if isinstance(prompt, str):
+        if not prompt:
+            raise BadRequest(f"{param} is empty; send at least one character", param)
+        limits.check_text(prompt, model.text.bound, model.info, param)
+        token_ids = model.text.encode(prompt, add_special_tokens=add_special_tokens)
+        limits.check_prompt(len(token_ids), model.info, param, least_output)
+        return token_ids
+    # Before looking at what may be millions of ids.
+    limits.check_prompt(len(prompt), model.info, param, least_output)
+    return limits.check_token_ids(prompt, model.info.vocab_size, param)
 
 
 class RequestPlan(msgspec.Struct, frozen=True):

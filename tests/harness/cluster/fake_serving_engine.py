@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from dataclasses import dataclass, field, replace
 
 from pdcluster.node.vllm.engine.interface import (
@@ -45,6 +46,11 @@ def answer_of(tokens: list[int], count: int) -> list[int]:
     return said[len(tokens) :]
 
 
+def vector_of(tokens: list[int], size: int) -> bytes:
+    """What the engine embeds these tokens as."""
+    return struct.pack(f"<{size}f", *answer_of(tokens, size))
+
+
 @dataclass(slots=True)
 class Running:
     request: EngineRequest
@@ -68,7 +74,7 @@ class FakeServingEngine:
         self.released: list[str] = []
         self.news_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.now = 0.0
-        # In the place of the first token of a row whose KV came.
+        # In the place of a vector, and of the first token of a row whose KV came.
         self.fault: EngineOutput | None = None
         self._news: list[EngineNews] = []
 
@@ -100,11 +106,8 @@ class FakeServingEngine:
         outputs = [self._advance(running) for running in list(self.running.values())]
         self.now += 0.01
         num_prompt = sum(len(self.running[each.key].request.token_ids) for each in outputs if self._is_first(each))
-        self._news.append(
-            EngineStep(
-                self.now, num_prompt, 0, sum(len(each.tokens) for each in outputs), len(outputs), 0, 0.0, 0, 0, 0
-            )
-        )
+        num_output = sum(len(each.tokens) + bool(each.vector) for each in outputs)
+        self._news.append(EngineStep(self.now, num_prompt, 0, num_output, len(outputs), 0, 0.0, 0, 0, 0))
         self._news += outputs
         for output in outputs:
             if output.finish:
@@ -115,12 +118,19 @@ class FakeServingEngine:
 
     def _is_first(self, output: EngineOutput) -> bool:
         running = self.running[output.key]
+        if output.vector:
+            return True
         return len(running.said) == 1 and not running.request.reference
 
     def _advance(self, running: Running) -> EngineOutput:
         request = running.request
         if running.is_aborted:
             return EngineOutput(request.key, finish="abort")
+        if self.fault is not None and request.pooling is not None:
+            return replace(self.fault, key=request.key)
+        if request.pooling is not None:
+            size = request.pooling.dimensions or self.facts.embedding_size
+            return EngineOutput(request.key, finish="stop", vector=vector_of([*request.token_ids], size))
         if request.reference and not running.said and not self._reads(request):
             return EngineOutput(request.key, finish="error", error="the read was not confirmed", is_failed_read=True)
         if self.fault is not None and request.reference:

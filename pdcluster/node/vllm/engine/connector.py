@@ -234,7 +234,7 @@ class ParkingExtension:
     """Methods that vLLM adds to its workers, for the engine's calls to all of them (`worker_extension_cls`)."""
 
     def confirmation_address(self) -> str:
-        """"" where nothing is handed over."""
+        """Empty where nothing is handed over."""
         return str(_worker().confirmation_address) if has_kv_transfer_group() else ""
 
     def num_cache_groups(self) -> tuple[int, int]:

@@ -304,7 +304,7 @@ class VllmEngine:
         if "embed" not in tasks:
             raise ConfigError(f"the model pools, but vLLM can do {', '.join(tasks)} with it, and embed alone is served")
         if 4 * size > MAX_VECTOR_BYTES:
-            raise ConfigError(f"embeddings of {size} numbers are longer than the {MAX_VECTOR_BYTES // 4} that are served")
+            raise ConfigError(f"embeddings of {size} numbers; at most {MAX_VECTOR_BYTES // 4} are served")
 
     def _find_facts(self, groups: int) -> EngineFacts:
         config = self._llm.vllm_config
@@ -315,7 +315,7 @@ class VllmEngine:
         item_bytes = 1 if dtype.startswith("fp8") else 4 if dtype == "float32" else 2
         return EngineFacts(
             block_tokens=cache.block_size,
-            num_blocks=cache.num_gpu_blocks,
+            num_blocks=_num_blocks(config),
             max_len=model.max_model_len,
             max_rows=config.scheduler_config.max_num_seqs,
             max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
@@ -436,12 +436,13 @@ class VllmEngine:
 
     def _pooling_params(self, pooling: Pooling) -> PoolingParams:
         from vllm import PoolingParams
+        from vllm.exceptions import VLLMValidationError
 
         is_whole = pooling.dimensions in (0, self.facts.embedding_size)
         params = PoolingParams(task="embed", dimensions=None if is_whole else pooling.dimensions)
         try:
             params.verify(self._llm.vllm_config.model_config)
-        except ValueError as error:
+        except VLLMValidationError as error:
             way_out = f"leave it out, the model makes {self.facts.embedding_size}"
             raise BadRequest(f"dimensions is {pooling.dimensions}; {way_out} (vLLM: {error})", "dimensions") from error
         return params
@@ -610,6 +611,14 @@ def _config_of(arguments: AsyncEngineArgs) -> VllmConfig:
         return arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     except ValueError as error:
         raise ConfigError(f"arguments of vLLM: {error}") from error
+
+
+def _num_blocks(config: VllmConfig) -> int:
+    """Of the pool. An encoder keeps no KV, so vLLM gives it one block; its rows are all that bounds it."""
+    cache, longest = config.cache_config, -(-config.model_config.max_model_len // config.cache_config.block_size)
+    if cache.num_gpu_blocks > 1:
+        return cache.num_gpu_blocks
+    return config.scheduler_config.max_num_seqs * longest
 
 
 def _version() -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_serving_engine import FACTS, FakeServingEngine, ParkedStore, answer_of
+from fake_serving_engine import FACTS, FakeServingEngine, ParkedStore, answer_of, vector_of
 from msgspec import structs
 from stepped_nodes import Letter, LetterBox
 
@@ -19,12 +19,15 @@ from pdcluster.core.messages import (
     Computed,
     Deliver,
     Delivered,
+    Embedded,
     Endpoint,
     Failed,
     Fetch,
     Finished,
     Hello,
+    LegTimings,
     Manage,
+    Pooling,
     Prefill,
     Refused,
     Reserve,
@@ -34,13 +37,15 @@ from pdcluster.core.messages import (
     Scheduled,
     TokenRow,
     Tokens,
+    Welcome,
     Work,
     pack_tokens,
 )
+from pdcluster.cost.fit import Step
 from pdcluster.node.acceptance import Acceptance
 from pdcluster.node.availability import NodeAvailability
 from pdcluster.node.control import NodeControl, NodeLinks
-from pdcluster.node.legs import EndedLegs
+from pdcluster.node.legs import EmittedTokens, EndedLeg, EndedLegs
 from pdcluster.node.outbox import Outbox
 from pdcluster.node.parking import ParkedKV
 from pdcluster.node.reports.leg_records import LegRecorder
@@ -104,7 +109,8 @@ class VllmNode:
         parts = VllmParts(
             self.links, self.engine, queue, self.prompts, self.rows, self.parking, None, refuse_hot_sampling
         )
-        self.side = VllmSide(parts, clock=clock)
+        self.timed: list[Step] = []
+        self.side = VllmSide(parts, clock=clock, on_step=self.timed.append)
         self.control = NodeControl(self.links, self.side, report_s=1e9, drain_s=5.0, clock=clock)
 
     @property
@@ -152,6 +158,12 @@ class VllmNodes:
         self.heard += [(letter.sender.node, row) for row in rows]
         if isinstance(letter.message, Reserved) and self.delivers:
             self.say("p", Deliver(letter.message.ticket))
+
+    def add_pooling(self, **facts: int) -> VllmNode:
+        """Node e, with a pooling model."""
+        self.nodes["e"] = node = VllmNode("e", self, embedding_size=4, **facts)
+        node.links.acceptance.embeds = True
+        return node
 
     def all_of(self, kind: type, node: str | None = None) -> list[Any]:
         return [message for name, message in self.heard if isinstance(message, kind) and node in (None, name)]
@@ -451,3 +463,129 @@ def test_prompts_in_the_queue_take_no_slots(nodes: VllmNodes) -> None:
     nodes["d"].control.turn()
     load = nodes["d"].side.load()
     assert load.waiting > 0 and load.rows == load.slots_used == 7 - load.waiting
+
+
+# ---------------------------------------------------------------- embeddings
+
+
+def embed(name: str, tokens: list[int], dimensions: int = 0, attempt: int = 0) -> Prefill:
+    return Prefill(work_of(name, tokens, attempt=attempt), remote=False, pooling=Pooling(dimensions))
+
+
+def test_a_pooling_node_answers_with_the_vector_and_says_when_the_prompt_leaves_the_queue(nodes: VllmNodes) -> None:
+    node = nodes.add_pooling()
+    nodes.say("e", embed("r", PROMPT))
+    nodes.say("e", embed("short", [7], dimensions=2))
+    nodes.turn(3)
+    assert [type(message) for name, message in nodes.heard if name == "e"] == [Scheduled, Scheduled, Embedded, Embedded]
+    whole, cut = nodes.all_of(Embedded)
+    assert (whole.request, whole.vector) == ("r", vector_of(PROMPT, 4))
+    assert (cut.request, cut.vector) == ("short", vector_of([7], 2))
+    assert node.side.is_idle and not node.engine.running
+    node.side.check_integrity()
+
+
+def test_an_embedding_may_fill_the_model_s_whole_context(nodes: VllmNodes) -> None:
+    nodes.add_pooling(max_len=40)
+    nodes.say("e", embed("r", PROMPT))
+    nodes.say("e", embed("longer", [*PROMPT, 1]))
+    nodes.turn(3)
+    assert [message.request for message in nodes.all_of(Embedded)] == ["r"]
+    (refused,) = nodes.all_of(Refused)
+    assert not refused.retryable and refused.reason == "the prompt has 41 tokens; these nodes take 40 at most"
+
+
+def test_prompts_to_embed_wait_in_the_node_s_queue_and_count_as_prompts_do(nodes: VllmNodes) -> None:
+    node = nodes.add_pooling()
+    for number in range(8):
+        nodes.say("e", embed(f"r{number}", list(range(1, 101))))
+    nodes.turn(1, steps=False)
+    load = node.side.load()
+    assert (load.running, load.waiting, load.waiting_tokens) == (4, 4, 800), "four rows are what this engine has"
+    nodes.say("e", embed("one more", PROMPT))
+    nodes.turn(6)
+    assert len(nodes.all_of(Embedded)) == 9 and node.side.load().waiting_tokens == 0
+
+
+def test_a_full_queue_refuses_for_a_while(nodes: VllmNodes) -> None:
+    nodes.add_pooling()
+    for number in range(9):
+        nodes.say("e", embed(f"r{number}", PROMPT))
+    nodes.turn(1, steps=False)
+    (refused,) = nodes.all_of(Refused)
+    assert refused.retryable and refused.retry_after_s > 0
+
+
+def test_each_kind_of_node_refuses_the_other_kind_of_work_by_name(nodes: VllmNodes) -> None:
+    nodes.add_pooling()
+    nodes.say("d", embed("r", PROMPT))
+    nodes.say("e", Prefill(work_of("local", PROMPT), remote=False))
+    nodes.say("e", Prefill(work_of("remote", PROMPT), remote=True))
+    nodes.say("e", Reserve(work_of("reserve", PROMPT, attempt=1), nodes["p"].endpoint))
+    nodes.turn(3)
+    refused = nodes.all_of(Refused)
+    assert not any(message.retryable or message.param for message in refused)
+    assert {message.request: message.reason.split(":")[0] for message in refused} == {
+        "r": "node d embeds nothing",
+        **dict.fromkeys(
+            ("local", "remote", "reserve"),
+            "node e has a pooling model, which generates nothing; ask for embeddings",
+        ),
+    }
+    assert not any(node.engine.added for node in nodes.nodes.values())
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_cancelled_embedding_leaves_nothing_behind(nodes: VllmNodes, steps: bool) -> None:
+    node = nodes.add_pooling()
+    nodes.say("e", embed("r", PROMPT))
+    nodes.turn(1, steps=False)
+    nodes.say("e", Cancel("r", 0, "client left"))
+    nodes.turn(1, steps=steps)
+    nodes.turn(3)
+    assert not nodes.all_of(Embedded) and not nodes.all_of(Failed) and node.engine.aborted
+    assert node.side.is_idle and not node.engine.running
+
+
+def test_a_router_that_lost_the_vector_gets_it_again(nodes: VllmNodes) -> None:
+    nodes.add_pooling()
+    nodes.say("e", embed("r", PROMPT))
+    nodes.turn(3)
+    nodes.heard.clear()
+    nodes.say("e", Hello("router", (("r", 0, 0), ("other", 0, 0))))
+    nodes.turn(1)
+    assert [message.vector for message in nodes.all_of(Embedded)] == [vector_of(PROMPT, 4)]
+    (welcome,) = nodes.all_of(Welcome)
+    assert welcome.lost == (("other", 0),)
+
+
+def test_vectors_that_are_kept_for_routers_are_bounded_by_their_numbers() -> None:
+    ended = EndedLegs(capacity=100, max_numbers=10)
+    for number in range(5):
+        word = Embedded(f"r{number}", 0, bytes(16), LegTimings())
+        ended.add(EndedLeg(ROUTER, EmittedTokens(f"r{number}", 0, 0), word))
+    assert [number for number in range(5) if ended.get(f"r{number}", 0)] == [3, 4]
+
+
+def test_an_engine_that_cannot_make_the_dimensions_refuses_them_as_the_client_s_fault(nodes: VllmNodes) -> None:
+    node = nodes.add_pooling()
+    nodes.say("e", embed("r", PROMPT, dimensions=3))
+    node.engine.fault = EngineOutput("", finish="error", error="3", is_bad_request=True, param="dimensions")
+    nodes.turn(3)
+    (failed,) = nodes.all_of(Failed)
+    assert (failed.code, failed.param, failed.retryable) == (BadRequest.code, "dimensions", False)
+
+
+def test_steps_of_embeddings_are_timed_and_an_idle_engine_counts_for_nothing(nodes: VllmNodes) -> None:
+    node = nodes.add_pooling()
+    node.engine.now = 100.0
+    for name, tokens in (("a", 40), ("b", 50)):
+        nodes.say("e", embed(name, list(range(1, tokens + 1))))
+    nodes.turn(1)
+    nodes.turn(1, steps=False)
+    nodes.now = node.engine.now = 200.0
+    nodes.say("e", embed("late", list(range(1, 31))))
+    nodes.turn(1)
+    nodes.turn(1, steps=False)
+    assert [step.tokens for step in node.timed] == [90, 30]
+    assert all(0 < step.seconds < 0.1 for step in node.timed)
