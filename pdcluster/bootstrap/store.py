@@ -141,6 +141,8 @@ class NodeStore:
         found = list(differences(card.fingerprint, other.fingerprint))
         if card.model != other.model:
             found.insert(0, f"served model {card.model!r} here, {other.model!r} there")
+        if card.capabilities.embeds != other.capabilities.embeds:
+            found.insert(0, f"{_does(card)} here, {_does(other)} there")
         if card.engine != other.engine:
             raise ConfigError(
                 f"node {card.node!r} runs the engine {card.engine!r}, and node {other.node!r} of this cluster runs "
@@ -164,6 +166,10 @@ class NodeStore:
         self._replaced[peer] = None
         while len(self._replaced) > MAX_REPLACED:
             self._replaced.popitem(last=False)
+
+
+def _does(card: NodeCard) -> str:
+    return "embeds" if card.capabilities.embeds else "generates"
 
 
 def differences(ours: Fingerprint, theirs: Fingerprint) -> Iterator[str]:

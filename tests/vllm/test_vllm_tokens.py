@@ -48,7 +48,7 @@ def test_answers_are_those_of_one_vllm(tmp_path: Path, count: int) -> None:
     expected = answers_of_one_vllm(asked)
     different = []
     with running_cluster(
-        tmp_path, bundled_model(), ("prefill", "decode"), "--set", "router.mode=remote", args=NO_CACHE
+        tmp_path, bundled_model(), ("prefill", "decode"), "--set", "router.mode=remote", arguments=NO_CACHE
     ) as cluster:
         for prompt, right in zip(asked, expected, strict=True):
             answer = cluster.complete(prompt, max_tokens=OUTPUT, temperature=0, ignore_eos=True)

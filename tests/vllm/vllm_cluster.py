@@ -35,12 +35,12 @@ def node_environment(number: int) -> dict[str, str]:
 
 class VllmCluster:
     def __init__(
-        self, folder: Path, model: Path, roles: Sequence[str], *settings: str, args: Sequence[str] = ARGS
+        self, folder: Path, model: Path, roles: Sequence[str], *settings: str, arguments: Sequence[str] = ARGS
     ) -> None:
         """settings: flags of the router.
-        args: of each node's vLLM.
+        arguments: of each node's vLLM.
         """
-        self._folder, self._args = folder, args
+        self._folder, self._arguments = folder, arguments
         self.http, self.bootstrap = free_port(), f"127.0.0.1:{free_port()}"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.model = model
@@ -56,7 +56,7 @@ class VllmCluster:
     def start_node(self, name: str, role: str, number: int) -> None:
         self._spawn(
             name, "pdcluster.cli", "node", "--engine", "vllm", "--role", role, "--name", name,
-            "--bootstrap", self.bootstrap, "--model", str(self.model), "--", *self._args, number=number,
+            "--bootstrap", self.bootstrap, "--model", str(self.model), "--", *self._arguments, number=number,
         )  # fmt: skip
 
     def _spawn(self, name: str, module: str, *arguments: str, number: int | None = None) -> None:
@@ -110,9 +110,9 @@ class VllmCluster:
 
 @contextlib.contextmanager
 def running_cluster(
-    folder: Path, model: Path, roles: Sequence[str], *settings: str, args: Sequence[str] = ARGS
+    folder: Path, model: Path, roles: Sequence[str], *settings: str, arguments: Sequence[str] = ARGS
 ) -> Iterator[VllmCluster]:
-    cluster = VllmCluster(folder, model, roles, *settings, args=args)
+    cluster = VllmCluster(folder, model, roles, *settings, arguments=arguments)
     try:
         cluster.wait_ready()
         yield cluster

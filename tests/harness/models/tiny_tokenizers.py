@@ -1,5 +1,5 @@
 """Small real tokenizers, built in memory: byte-level BPE as Llama 3 and Qwen have it, SentencePiece-like BPE with byte
-fallback as Mistral has it."""
+fallback as Mistral has it, WordPiece as BERT has it."""
 
 from __future__ import annotations
 
@@ -79,6 +79,21 @@ def sentencepiece_files() -> dict[str, bytes]:
         "add_eos_token": False,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
+    return {"tokenizer.json": tokenizer.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
+
+
+@cache
+def word_piece_files() -> dict[str, bytes]:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.decoder = decoders.WordPiece()
+    ids = [(text, tokenizer.token_to_id(text)) for text in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ids)
+    config = {"cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]", "pad_token": "[PAD]"}
     return {"tokenizer.json": tokenizer.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
 
 

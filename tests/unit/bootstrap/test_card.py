@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from bootstrap_cards import ALL_OTHER, FINGERPRINT, LAYOUT, OTHER_ENGINE, make_card
 
-from pdcluster.bootstrap.card import NATIVE, ClusterSnapshot, NodeCard, check_card
+from pdcluster.bootstrap.card import NATIVE, Capabilities, ClusterSnapshot, NodeCard, check_card
 from pdcluster.bootstrap.card_messages import (
     card_from_proto,
     card_to_proto,
@@ -148,3 +148,11 @@ def test_a_new_boot_of_a_node_is_proof_that_the_old_one_is_gone_even_while_settl
 def test_before_the_first_snapshot_nobody_is_gone() -> None:
     first = snapshot(make_card("a"), settling=True)
     assert first.merged_over(None) == first and first.gone_since(None) == ()
+
+
+def test_a_name_means_another_model_where_it_embeds() -> None:
+    embedding = make_card(capabilities=Capabilities(embeds=True))
+    assert embedding.model_digest("tiny") != make_card().model_digest("tiny")
+    assert embedding.model_digest("tiny") == make_card("other", capabilities=Capabilities(embeds=True)).model_digest(
+        "tiny"
+    )

@@ -7,6 +7,7 @@ from bootstrap_cards import FINGERPRINT, LAYOUT, OTHER_ENGINE, make_card
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from pdcluster.bootstrap.card import Capabilities
 from pdcluster.bootstrap.store import NodeStore, StoreSettings, differences
 from pdcluster.checkpoint.weights_digest import group_names
 from pdcluster.core.errors import BadRequest, ConfigError, Overloaded
@@ -137,6 +138,18 @@ def test_a_node_that_serves_another_model_name_is_refused(store: NodeStore) -> N
     store.register(make_card("prefill-0"))
     with pytest.raises(ConfigError, match="served model 'big' here, 'tiny' there"):
         store.register(make_card("decode-0", model="big"))
+
+
+def test_a_node_that_embeds_does_not_join_those_that_generate_with_the_same_model(store: NodeStore) -> None:
+    embedding = Capabilities(embeds=True)
+    store.register(make_card("prefill-0"))
+    with pytest.raises(ConfigError, match="does not fit the cluster of node 'prefill-0': embeds here, generates there"):
+        store.register(make_card("decode-0", capabilities=embedding))
+    store.leave(Peer("prefill-0", "boot-1"))
+    store.register(make_card("decode-0", capabilities=embedding))
+    store.register(make_card("decode-1", capabilities=embedding))
+    with pytest.raises(ConfigError, match="generates here, embeds there"):
+        store.register(make_card("prefill-0"))
 
 
 def test_the_last_node_may_come_back_with_another_layout(store: NodeStore) -> None:

@@ -615,10 +615,10 @@ def _config_of(arguments: AsyncEngineArgs) -> VllmConfig:
 
 def _num_blocks(config: VllmConfig) -> int:
     """Of the pool. An encoder keeps no KV, so vLLM gives it one block; its rows are all that bounds it."""
-    cache, longest = config.cache_config, -(-config.model_config.max_model_len // config.cache_config.block_size)
-    if cache.num_gpu_blocks > 1:
-        return cache.num_gpu_blocks
-    return config.scheduler_config.max_num_seqs * longest
+    cache = config.cache_config
+    if (num_blocks := int(cache.num_gpu_blocks or 0)) > 1:
+        return num_blocks
+    return int(config.scheduler_config.max_num_seqs * -(-config.model_config.max_model_len // cache.block_size))
 
 
 def _version() -> str:

@@ -8,7 +8,7 @@ import pytest
 from simulated_cluster import SimulatedCluster
 from virtual_time import VirtualLoop, run_virtually
 
-from pdcluster.core.messages import Endpoint, Prefill, Refused, Reserve, Sampling, Work, pack_tokens
+from pdcluster.core.messages import Endpoint, Pooling, Prefill, Refused, Reserve, Sampling, Work, pack_tokens
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.hub import Received
 
@@ -71,3 +71,11 @@ def test_a_repeated_attempt_replaces_itself(kind: str) -> None:
 def test_the_same_attempt_cannot_be_both_legs_of_one_node(first: str, second: str) -> None:
     refused, legs = after([MAKE[first](2), MAKE[second](2)])
     assert len(refused) == 1 and "here already" in refused[0].reason and legs == 1
+
+
+def test_a_prompt_to_embed_is_refused_by_name_and_leaves_nothing() -> None:
+    (refused,), legs = after([Prefill(work(0), remote=False, pooling=Pooling())])
+    assert not refused.retryable and not legs
+    assert refused.reason == (
+        "node m0 embeds nothing: the native engine has no embeddings; nodes with --engine vllm and a pooling model do"
+    )
