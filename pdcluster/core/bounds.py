@@ -24,14 +24,16 @@ MAX_MEDIA = 64
 MAX_ADVERT_BYTES = 64 << 10
 # Of a Commit: a reference names a few ids and the blocks of a prompt.
 MAX_OPAQUE_BYTES = 1 << 20
-# Of an embedding: 65,536 numbers.
-MAX_VECTOR_BYTES = 4 << 16
+# Numbers of an embedding, of 4 bytes each.
+MAX_DIMENSIONS = 1 << 16
+MAX_VECTOR_BYTES = 4 * MAX_DIMENSIONS
 INT31 = (1 << 31) - 1
 UINT63 = (1 << 63) - 1
 
 Id = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Count = Annotated[int, Meta(ge=0, le=INT31)]
+Dimensions = Annotated[int, Meta(ge=0, le=MAX_DIMENSIONS)]
 Positive = Annotated[int, Meta(ge=1, le=INT31)]
 BigCount = Annotated[int, Meta(ge=0, le=UINT63)]
 Number = Annotated[int, Meta(ge=1, le=UINT63)]

@@ -23,6 +23,7 @@ from pdcluster.core.bounds import (
     Adverts,
     BigCount,
     Count,
+    Dimensions,
     Id,
     Number,
     NumRanks,
@@ -138,7 +139,7 @@ class Pooling(Value, frozen=True, array_like=True):
     """What a prompt is computed for where no token is wanted: one vector. dimensions: its length; 0: the model's
     own."""
 
-    dimensions: Count = 0
+    dimensions: Dimensions = 0
 
 
 # ---------------------------------------------------------------- router → node

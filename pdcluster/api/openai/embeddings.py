@@ -11,7 +11,8 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from pdcluster.api import validate
-from pdcluster.api.openai.requests import EXTENSIONS, Count, TokenId, prompts_in
+from pdcluster.api.openai.requests import EXTENSIONS, TokenId, prompts_in
+from pdcluster.core.bounds import MAX_DIMENSIONS
 from pdcluster.core.errors import BadRequest
 
 # As OpenAI's.
@@ -24,7 +25,7 @@ class EmbeddingRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     model: str
     input: str | list[str | int | list[TokenId]]
     encoding_format: Encoding | None = None
-    dimensions: Count | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=MAX_DIMENSIONS)] | None = None
     add_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Meta(ge=-10, le=10)] | None = None

@@ -177,7 +177,7 @@ BAD: tuple[m.AnyMessage, ...] = (
     m.Embedded("r", 0, np.array([math.nan], "<f4").tobytes(), TIMINGS),
     m.Embedded("r", 0, np.array([1.0, math.inf], "<f4").tobytes(), TIMINGS),
     m.Embedded("r", 0, bytes(4), m.LegTimings(cached_tokens=1, pulled_tokens=2)),
-    m.Prefill(WORK, False, pooling=m.Pooling(-1)), m.Prefill(WORK, True, pooling=m.Pooling()),
+    m.Prefill(WORK, False, pooling=m.Pooling(-1)), m.Prefill(WORK, False, pooling=m.Pooling(2**16 + 1)), m.Prefill(WORK, True, pooling=m.Pooling()),
     m.Commit(1, 32, (), None, opaque=bytes(2**20 + 1)), m.Commit(1, 32, (), None, holds_s=math.nan),
     m.Commit(1, 32, (), None, holds_s=-1.0),
     m.Scheduled("r", 2**31), m.Tokens((m.TokenRow("r", 0, 2**64 - 1, (1,)),)), m.Tokens((m.TokenRow("r", 0, 0,

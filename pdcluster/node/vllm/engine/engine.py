@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from pdcluster.core.bounds import MAX_VECTOR_BYTES
+from pdcluster.core.bounds import MAX_DIMENSIONS
 from pdcluster.core.errors import BadRequest, ConfigError, PdclusterError, ProtocolError
 from pdcluster.core.messages import Pooling
 from pdcluster.core.sampling import Sampling, TokenLogprobs
@@ -303,8 +303,8 @@ class VllmEngine:
         size = self._llm.vllm_config.model_config.embedding_size
         if "embed" not in tasks:
             raise ConfigError(f"the model pools, but vLLM can do {', '.join(tasks)} with it, and embed alone is served")
-        if 4 * size > MAX_VECTOR_BYTES:
-            raise ConfigError(f"embeddings of {size} numbers; at most {MAX_VECTOR_BYTES // 4} are served")
+        if size > MAX_DIMENSIONS:
+            raise ConfigError(f"embeddings of {size} numbers; at most {MAX_DIMENSIONS} are served")
 
     def _find_facts(self, groups: int) -> EngineFacts:
         config = self._llm.vllm_config

@@ -130,6 +130,7 @@ BAD: dict[str, tuple[dict[str, object], int, str]] = {
     "too long a text": (body("word " * 4000), 400, "input has"),
     "another encoding": (body("a", encoding_format="hex"), 400, "encoding_format"),
     "no dimensions": (body("a", dimensions=0), 400, "dimensions"),
+    "more dimensions than any": (body("a", dimensions=65537), 400, "dimensions"),
     "an unknown field": (body("a", dimension=4), 400, "did you mean dimensions?"),
     "a field of chats": (body("a", temperature=1.0), 400, "temperature"),
     "no model": ({"input": "a"}, 400, "model"),

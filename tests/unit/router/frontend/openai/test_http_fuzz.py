@@ -7,10 +7,12 @@ import asyncio
 import json
 from typing import Any
 
+from embedding_nodes import EMBEDS, EmbeddingNodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_dispatcher import MODEL, ScriptedDispatcher
 
+from pdcluster.api.openai.embeddings import EmbeddingRequest
 from pdcluster.api.openai.requests import ChatRequest, CompletionRequest
 from pdcluster_router.frontend.app import HttpSettings, create_app
 from pdcluster_router.frontend.server import router_metrics
@@ -27,7 +29,11 @@ VALUES = st.recursive(
     max_leaves=8,
 )
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+INPUT: dict[str, Any] = {"model": EMBEDS.id, "input": ["hi", "there"]}
 PLAIN: dict[str, Any] = {"model": MODEL, "prompt": "hi", "max_tokens": 4}
+
+
+EMBEDDINGS = "/v1/embeddings"
 
 
 class Wire:
@@ -48,7 +54,8 @@ class Wire:
 
 
 async def call(path: str, body: bytes) -> tuple[int, bytes]:
-    app = create_app(ScriptedDispatcher(), HttpSettings(), router_metrics())
+    dispatcher = EmbeddingNodes("e0").dispatch if path == EMBEDDINGS else ScriptedDispatcher()
+    app = create_app(dispatcher, HttpSettings(), router_metrics())
     connection, wire = Connection(app, ConnectionLimits(1 << 20), Connections()), Wire()
     connection.connection_made(wire)  # type: ignore[arg-type]
     request = (
@@ -74,6 +81,12 @@ def check(path: str, body: bytes) -> None:
 @settings(max_examples=250, deadline=None)
 def test_any_value_in_any_chat_field_is_answered_or_refused(name: str, value: object) -> None:
     check("/v1/chat/completions", json.dumps(CHAT | {name: value}).encode())
+
+
+@given(st.sampled_from(EmbeddingRequest.__struct_fields__), VALUES)
+@settings(max_examples=250, deadline=None)
+def test_any_value_in_any_field_of_embeddings_is_answered_or_refused(name: str, value: object) -> None:
+    check(EMBEDDINGS, json.dumps(INPUT | {name: value}).encode())
 
 
 @given(st.sampled_from(CompletionRequest.__struct_fields__), VALUES)
