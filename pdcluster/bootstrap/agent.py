@@ -20,8 +20,8 @@ from queue import Empty, SimpleQueue
 
 import grpc
 
-from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard
-from pdcluster.bootstrap.card_messages import card_to_proto, role_to_proto, snapshot_from_proto
+from pdcluster.bootstrap.card import Adapter, ClusterSnapshot, NodeCard
+from pdcluster.bootstrap.card_messages import adapters_to_proto, card_to_proto, role_to_proto, snapshot_from_proto
 from pdcluster.bootstrap.merging import RegistryMerge
 from pdcluster.core.errors import BadRequest, ConfigError, PdclusterError, Unavailable
 from pdcluster.core.messages import Role
@@ -129,6 +129,9 @@ class NodeAgent:
     def set_role(self, role: Role) -> None:
         self._change(lambda card: replace(card, role=role))
 
+    def set_adapters(self, adapters: tuple[Adapter, ...]) -> None:
+        self._change(lambda card: replace(card, adapters=adapters))
+
     def stop(self) -> None:
         """Leave the cluster and end the threads. Idempotent."""
         if self._stopping.is_set():
@@ -176,8 +179,9 @@ class NodeAgent:
         card = self._current_card()
         if registered:
             request = pb.KeepAliveRequest(
-                node=card.node, incarnation=card.incarnation, role=role_to_proto(card.role), draining=card.draining
-            )
+                node=card.node, incarnation=card.incarnation, role=role_to_proto(card.role), draining=card.draining,
+                adapters=adapters_to_proto(card.adapters),
+            )  # fmt: skip
             reply = stub.KeepAlive(request, timeout=CALL_S)
             return (self._pause_s(reply.lease_s), True) if reply.known else (0.0, False)
         lease_s = stub.Register(pb.RegisterRequest(card=card_to_proto(card)), timeout=CALL_S).lease_s

@@ -5,6 +5,7 @@ alive.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, get_args
@@ -20,6 +21,7 @@ MAX_NAME_CHARS = 128
 MAX_TEXT_CHARS = 1024
 MAX_LIST_ITEMS = 256
 MAX_ALIASES = 16
+MAX_ADAPTERS = 64
 # Of parking. A longer promise says nothing.
 MAX_PARKS_S = 86_400.0
 INT31 = (1 << 31) - 1
@@ -48,9 +50,26 @@ class Capabilities:
     first_token: FirstToken = "prefill"
     # Whether it embeds prompts. Then it generates nothing.
     embeds: bool = False
+    # How many LoRA adapters it can have; 0: none.
+    adapters: int = 0
 
 
 NATIVE = Capabilities()
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that a node has beside its model."""
+
+    # What requests call it.
+    name: str
+    # Of its files.
+    digest: str
+
+    @property
+    def identity(self) -> str:
+        """What salts block hashes: no two adapters have the same."""
+        return f"{self.digest}:{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +105,25 @@ class NodeCard:
     # Of pdcluster; "" from a node that does not say.
     version: str = ""
     capabilities: Capabilities = NATIVE
+    # LoRA adapters; requests may use their names, too.
+    adapters: tuple[Adapter, ...] = ()
 
     @property
     def models(self) -> tuple[str, ...]:
         """Every name that requests may use, the first one first."""
-        return self.model, *self.model_aliases
+        return self.model, *self.model_aliases, *(adapter.name for adapter in self.adapters)
+
+    def adapter(self, name: str) -> Adapter | None:
+        return next((adapter for adapter in self.adapters if adapter.name == name), None)
 
     def model_digest(self, name: str) -> str:
-        """What that name means here, as 16 hex digits: text, tokens, weights, hash blocks, and whether it embeds or
-        generates. Nodes of one digest may serve the same request.
+        """What that name means here, as 16 hex digits: text, tokens, weights, adapter, hash blocks, and whether it
+        embeds or generates. Nodes of one digest may serve the same request.
         """
         parts = name, self.tokenizer_hash, self.vocab_size, self.eos_ids, self.weights, self.hash_block_tokens
-        return _model_digest(*parts, "embeds") if self.capabilities.embeds else _model_digest(*parts)
+        adapter = self.adapter(name)
+        own = () if adapter is None else (adapter.digest,)
+        return _model_digest(*parts, *own, *(("embeds",) if self.capabilities.embeds else ()))
 
     @property
     def model_digests(self) -> frozenset[str]:
@@ -190,6 +216,7 @@ def check_card(card: NodeCard) -> None:
         )
     for alias in card.model_aliases:
         _check_text("model_aliases", alias, MAX_TEXT_CHARS, required=True)
+    check_adapters(card.adapters, (card.model, *card.model_aliases))
     if card.role not in get_args(Role):
         raise BadRequest(f"role is {card.role!r}, allowed are {', '.join(get_args(Role))}", "role")
     if layout.dtype not in get_args(KVType):
@@ -219,6 +246,21 @@ def _check_capabilities(found: Capabilities) -> None:
         raise BadRequest(
             f"first_token is {found.first_token!r}, allowed are {', '.join(get_args(FirstToken))}", "first_token"
         )
+    if not 0 <= found.adapters <= MAX_ADAPTERS:
+        raise BadRequest(f"capability adapters is {found.adapters}, allowed are 0 to {MAX_ADAPTERS}", "adapters")
+
+
+def check_adapters(adapters: Sequence[Adapter], taken: Sequence[str]) -> None:
+    """Raises BadRequest for too many, for odd ones, and for a name that something else has."""
+    if len(adapters) > MAX_ADAPTERS:
+        raise BadRequest(f"adapters has {len(adapters)} entries, at most {MAX_ADAPTERS} are allowed", "adapters")
+    names = set(taken)
+    for adapter in adapters:
+        _check_text("adapter", adapter.name, MAX_NAME_CHARS, required=True)
+        _check_text("adapter digest", adapter.digest, MAX_NAME_CHARS, required=True)
+        if adapter.name in names:
+            raise BadRequest(f"the name {adapter.name!r} of an adapter is taken by another model", "adapters")
+        names.add(adapter.name)
 
 
 def _check_lists(card: NodeCard) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import cast
 
-from pdcluster.bootstrap.card import NATIVE, Capabilities, ClusterSnapshot, FirstToken, NodeCard
+from pdcluster.bootstrap.card import NATIVE, Adapter, Capabilities, ClusterSnapshot, FirstToken, NodeCard
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.messages import Role
 from pdcluster.kv.layout import NATIVE_ENGINE, Fingerprint, KVLayout, KVType
@@ -36,7 +37,7 @@ def card_to_proto(card: NodeCard) -> pb.NodeCard:
         tokenizer_hash=card.tokenizer_hash, backends=card.backends, device=card.device, draining=card.draining,
         pid=card.pid,
         model_aliases=card.model_aliases, version=card.version,
-        capabilities=capabilities_to_proto(card.capabilities),
+        capabilities=capabilities_to_proto(card.capabilities), adapters=adapters_to_proto(card.adapters),
     )  # fmt: skip
 
 
@@ -58,6 +59,7 @@ def card_from_proto(card: pb.NodeCard) -> NodeCard:
         pid=card.pid if card.HasField("pid") else None, model_aliases=tuple(card.model_aliases),
         version=card.version,
         capabilities=capabilities_from_proto(card.capabilities) if card.HasField("capabilities") else NATIVE,
+        adapters=adapters_from_proto(card.adapters),
     )  # fmt: skip
 
 
@@ -75,7 +77,17 @@ def capabilities_from_proto(found: pb.Capabilities) -> Capabilities:
         estimated_cost=found.estimated_cost,
         first_token=cast("FirstToken", found.first_token),
         embeds=found.embeds,
+        adapters=found.adapters,
     )
+
+
+def adapters_to_proto(found: Iterable[Adapter]) -> list[pb.Adapter]:
+    return [pb.Adapter(name=adapter.name, digest=adapter.digest) for adapter in found]
+
+
+def adapters_from_proto(found: Iterable[pb.Adapter]) -> tuple[Adapter, ...]:
+    """Names and digests are checked with the rest of the card."""
+    return tuple(Adapter(adapter.name, adapter.digest) for adapter in found)
 
 
 def snapshot_to_proto(snapshot: ClusterSnapshot) -> pb.Snapshot:

@@ -16,7 +16,7 @@ from grpc_health.v1 import health as grpc_health
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from pdcluster.bootstrap.card_messages import card_from_proto, role_from_proto, snapshot_to_proto
+from pdcluster.bootstrap.card_messages import adapters_from_proto, card_from_proto, role_from_proto, snapshot_to_proto
 from pdcluster.bootstrap.demand import DemandStore, demand_from_proto, demand_to_proto
 from pdcluster.bootstrap.health import BootstrapHealth
 from pdcluster.bootstrap.store import NodeStore, StoreSettings
@@ -74,7 +74,12 @@ class Servicer(stubs.BootstrapServicer):
     async def KeepAlive(self, request: pb.KeepAliveRequest, context: grpc.aio.ServicerContext) -> pb.KeepAliveReply:
         try:
             peer = Peer(request.node, request.incarnation)
-            known = self._store.keep_alive(peer, role=role_from_proto(request.role), draining=request.draining)
+            known = self._store.keep_alive(
+                peer,
+                role=role_from_proto(request.role),
+                draining=request.draining,
+                adapters=adapters_from_proto(request.adapters),
+            )
         except PdclusterError as error:
             await context.abort(status_of(error), str(error))
         self.notify()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from time import monotonic
 
-from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard, check_card
+from pdcluster.bootstrap.card import Adapter, ClusterSnapshot, NodeCard, check_card
 from pdcluster.checkpoint.weights_digest import differing_groups
 from pdcluster.core.errors import ConfigError, Overloaded
 from pdcluster.core.messages import Role
@@ -92,13 +92,13 @@ class NodeStore:
             self._remember_replaced(known.card.peer)
         self._put(card)
 
-    def keep_alive(self, peer: Peer, *, role: Role, draining: bool) -> bool:
+    def keep_alive(self, peer: Peer, *, role: Role, draining: bool, adapters: tuple[Adapter, ...] = ()) -> bool:
         """Renew a lease and take over the state that changes. False when that boot is not in and has to register."""
         self.expire()
         known = self._leases.get(peer.node)
         if known is None or known.card.peer != peer:
             return False
-        card = replace(known.card, role=role, draining=draining)
+        card = replace(known.card, role=role, draining=draining, adapters=adapters)
         check_card(card)
         self._put(card)
         return True

@@ -53,7 +53,7 @@ class Fingerprint(_message.Message):
     def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., protocol: _Optional[int] = ..., hash_block_tokens: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., arithmetic: _Optional[str] = ..., weight_groups: _Optional[bytes] = ..., engine: _Optional[str] = ...) -> None: ...
 
 class Capabilities(_message.Message):
-    __slots__ = ("pulls", "parks_s", "digests", "keyed_sampling", "estimated_cost", "first_token", "embeds")
+    __slots__ = ("pulls", "parks_s", "digests", "keyed_sampling", "estimated_cost", "first_token", "embeds", "adapters")
     PULLS_FIELD_NUMBER: _ClassVar[int]
     PARKS_S_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,7 @@ class Capabilities(_message.Message):
     ESTIMATED_COST_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     EMBEDS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     pulls: bool
     parks_s: float
     digests: bool
@@ -68,10 +69,19 @@ class Capabilities(_message.Message):
     estimated_cost: bool
     first_token: str
     embeds: bool
-    def __init__(self, pulls: _Optional[bool] = ..., parks_s: _Optional[float] = ..., digests: _Optional[bool] = ..., keyed_sampling: _Optional[bool] = ..., estimated_cost: _Optional[bool] = ..., first_token: _Optional[str] = ..., embeds: _Optional[bool] = ...) -> None: ...
+    adapters: int
+    def __init__(self, pulls: _Optional[bool] = ..., parks_s: _Optional[float] = ..., digests: _Optional[bool] = ..., keyed_sampling: _Optional[bool] = ..., estimated_cost: _Optional[bool] = ..., first_token: _Optional[str] = ..., embeds: _Optional[bool] = ..., adapters: _Optional[int] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "digest")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: str
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class NodeCard(_message.Message):
-    __slots__ = ("node", "incarnation", "role", "address", "model", "fingerprint", "fingerprint_digest", "max_len", "vocab_size", "num_pages", "eos_ids", "tokenizer_hash", "backends", "device", "draining", "pid", "model_aliases", "version", "capabilities")
+    __slots__ = ("node", "incarnation", "role", "address", "model", "fingerprint", "fingerprint_digest", "max_len", "vocab_size", "num_pages", "eos_ids", "tokenizer_hash", "backends", "device", "draining", "pid", "model_aliases", "version", "capabilities", "adapters")
     NODE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +101,7 @@ class NodeCard(_message.Message):
     MODEL_ALIASES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     node: str
     incarnation: str
     role: Role
@@ -110,7 +121,8 @@ class NodeCard(_message.Message):
     model_aliases: _containers.RepeatedScalarFieldContainer[str]
     version: str
     capabilities: Capabilities
-    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., fingerprint_digest: _Optional[str] = ..., max_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., tokenizer_hash: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., draining: _Optional[bool] = ..., pid: _Optional[int] = ..., model_aliases: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., fingerprint_digest: _Optional[str] = ..., max_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., tokenizer_hash: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., draining: _Optional[bool] = ..., pid: _Optional[int] = ..., model_aliases: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("card",)
@@ -125,16 +137,18 @@ class RegisterReply(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ...) -> None: ...
 
 class KeepAliveRequest(_message.Message):
-    __slots__ = ("node", "incarnation", "role", "draining")
+    __slots__ = ("node", "incarnation", "role", "draining", "adapters")
     NODE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     node: str
     incarnation: str
     role: Role
     draining: bool
-    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., draining: _Optional[bool] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., draining: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
 
 class KeepAliveReply(_message.Message):
     __slots__ = ("known", "lease_s")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pdcluster.bootstrap.card import Capabilities, NodeCard
+from pdcluster.bootstrap.card import Adapter, Capabilities, NodeCard
 from pdcluster.kv.layout import Fingerprint, KVLayout
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, page_tokens=32, dtype="float32")
@@ -11,8 +11,9 @@ FINGERPRINT = Fingerprint("tiny", "sha-1", 1, 32, LAYOUT)
 OTHER_ENGINE = Fingerprint("tiny", "sha-1", 1, 32, LAYOUT, engine="vllm")
 ALL_OTHER = Capabilities(
     pulls=False, parks_s=25.0, digests=False, keyed_sampling=False, estimated_cost=True, first_token="decode",
-    embeds=True,
+    embeds=True, adapters=16,
 )  # fmt: skip
+ADAPTERS = (Adapter("sql", "d1"), Adapter("sums", "d2"))
 
 
 def make_card(node: str = "prefill-0", incarnation: str = "boot-1", **changes: Any) -> NodeCard:

@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 import uvloop
-from bootstrap_cards import ALL_OTHER, FINGERPRINT, OTHER_ENGINE, make_card
+from bootstrap_cards import ADAPTERS, ALL_OTHER, FINGERPRINT, OTHER_ENGINE, make_card
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -153,6 +153,17 @@ async def test_draining_and_a_new_role_are_seen(address: str, make_agent: MakeAg
         agent.set_role("mixed")
         await view.until(lambda: any(card.role == "mixed" for card in view.seen[-1].nodes))
         assert view.seen[-1].nodes == (make_card(draining=True, role="mixed"),)
+
+
+async def test_a_live_change_of_adapters_is_seen(address: str, make_agent: MakeAgent) -> None:
+    agent = make_agent(address)
+    agent.start(make_card())
+    async with watching(address) as view:
+        await view.until(lambda: view.names() == ["prefill-0"])
+        agent.set_adapters(ADAPTERS)
+        await view.until(lambda: view.seen[-1].nodes == (make_card(adapters=ADAPTERS),))
+        agent.set_adapters(())
+        await view.until(lambda: view.seen[-1].nodes == (make_card(),))
 
 
 async def test_a_silent_node_is_gone_when_its_lease_ends_and_others_are_told(

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from bootstrap_cards import ALL_OTHER, FINGERPRINT, LAYOUT, OTHER_ENGINE, make_card
+from bootstrap_cards import ADAPTERS, ALL_OTHER, FINGERPRINT, LAYOUT, OTHER_ENGINE, make_card
 
-from pdcluster.bootstrap.card import NATIVE, Capabilities, ClusterSnapshot, NodeCard, check_card
+from pdcluster.bootstrap.card import NATIVE, Adapter, Capabilities, ClusterSnapshot, NodeCard, check_card
 from pdcluster.bootstrap.card_messages import (
     card_from_proto,
     card_to_proto,
@@ -39,6 +39,7 @@ def test_a_card_knows_its_peer_endpoint_and_sizes() -> None:
         make_card(pid=None, eos_ids=(), backends=(), draining=True, role="mixed"),
         make_card(fingerprint=OTHER_ENGINE, capabilities=ALL_OTHER),
         make_card(capabilities=replace(NATIVE, parks_s=0.5)),
+        make_card(adapters=ADAPTERS),
     ],
 )
 def test_a_card_comes_back_from_protobuf_as_it_was(card: NodeCard) -> None:
@@ -79,6 +80,22 @@ def test_groups_of_weights_travel_beside_the_fingerprint_s_digest() -> None:
     assert card_from_proto(proto) == make_card()
 
 
+def test_an_adapter_s_name_means_its_digest_and_leaves_the_model_s_own_names_alone() -> None:
+    plain, card = make_card(), make_card(adapters=ADAPTERS)
+    assert card.models == ("tiny", "sql", "sums")
+    assert card.model_digest("tiny") == plain.model_digest("tiny")
+    other = make_card(adapters=(Adapter("sql", "d2"),))
+    digests = {
+        card.model_digest("sql"),
+        card.model_digest("sums"),
+        other.model_digest("sql"),
+        plain.model_digest("sql"),
+    }
+    assert len(digests) == 4
+    assert card.model_digests == {card.model_digest(name) for name in ("tiny", "sql", "sums")}
+    assert len({adapter.identity for adapter in (*ADAPTERS, *other.adapters)}) == 3
+
+
 def test_a_snapshot_comes_back_from_protobuf_as_it_was() -> None:
     cards = snapshot(make_card("a"), make_card("b", role="decode"), settling=True, version=2**40)
     assert snapshot_from_proto(snapshot_to_proto(cards)) == cards
@@ -113,6 +130,11 @@ BAD: list[dict[str, Any]] = [
     {"capabilities": replace(ALL_OTHER, parks_s=math.nan)}, {"capabilities": replace(ALL_OTHER, parks_s=math.inf)},
     {"capabilities": replace(ALL_OTHER, parks_s=-0.1)}, {"capabilities": replace(ALL_OTHER, parks_s=86_401.0)},
     {"capabilities": replace(ALL_OTHER, first_token="")}, {"capabilities": replace(ALL_OTHER, first_token="both")},
+    {"capabilities": replace(ALL_OTHER, adapters=65)}, {"adapters": tuple(Adapter(f"a{i}", "d") for i in range(65))},
+    {"adapters": (Adapter("", "d"),)}, {"adapters": (Adapter("a", ""),)}, {"adapters": (Adapter("a\n", "d"),)},
+    {"adapters": (Adapter("n" * 129, "d"),)}, {"adapters": (Adapter("a", "d" * 129),)},
+    {"adapters": (Adapter("a", "d"), Adapter("a", "e"))}, {"adapters": (Adapter("tiny", "d"),)},
+    {"model_aliases": ("b",), "adapters": (Adapter("b", "d"),)},
     {"fingerprint": replace(OTHER_ENGINE, engine="")}, {"fingerprint": replace(OTHER_ENGINE, engine="v" * 129)},
     {"fingerprint": replace(OTHER_ENGINE, engine="v\n")},
     {"fingerprint": replace(FINGERPRINT, layout=replace(LAYOUT, dtype="int3"))}, {"fingerprint": replace(FINGERPRINT,
