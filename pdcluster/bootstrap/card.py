@@ -69,7 +69,7 @@ class Adapter:
     @property
     def identity(self) -> str:
         """What salts block hashes: no two adapters have the same."""
-        return f"{self.digest}:{self.name}"
+        return f"{len(self.digest)}:{self.digest}{self.name}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ UINT63 = (1 << 63) - 1
 
 Id = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+# "" for none.
+AdapterName = Annotated[str, Meta(max_length=MAX_ID_CHARS)]
 Count = Annotated[int, Meta(ge=0, le=INT31)]
 Dimensions = Annotated[int, Meta(ge=0, le=MAX_DIMENSIONS)]
 Positive = Annotated[int, Meta(ge=1, le=INT31)]

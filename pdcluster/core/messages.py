@@ -20,6 +20,7 @@ from pdcluster.core.bounds import (
     MAX_RANKS,
     MAX_REASONS,
     MAX_VECTOR_BYTES,
+    AdapterName,
     Adverts,
     BigCount,
     Count,
@@ -79,7 +80,8 @@ class Work(Value, frozen=True, array_like=True):
     stands before the chain's first block (kv.hashing.chain_root), so that a node can name what it decodes after a
     prompt shorter than a stretch; empty: such output is not cached. trace: the attempt's span
     (TraceContext.pack), above the node's own; empty: it is not traced. model: digest of the model that the router
-    prepared it for (NodeCard.model_digest); empty: not said."""
+    prepared it for (NodeCard.model_digest); empty: not said. adapter: the LoRA adapter of that model, by name; empty:
+    none."""
 
     request: Id
     attempt: Count
@@ -91,6 +93,7 @@ class Work(Value, frozen=True, array_like=True):
     hash_root: bytes = b""
     trace: bytes = b""
     model: Text = ""
+    adapter: AdapterName = ""
 
 
 class Endpoint(Value, frozen=True, array_like=True):
@@ -207,6 +210,15 @@ class Manage(NodeMessage, frozen=True, array_like=True):
     role: Role | None = None
     cordoned: bool | None = None
     moves: bool = False
+
+
+class ManageAdapter(NodeMessage, frozen=True, array_like=True):
+    """An operator's wish: load a LoRA adapter from a directory on the node's machine, or unload it (path None).
+    Idempotent; number names the answer."""
+
+    number: BigCount
+    name: AdapterName
+    path: Text | None = None
 
 
 class AskCache(NodeMessage, frozen=True, array_like=True):
@@ -422,6 +434,14 @@ class Managed(NodeMessage, frozen=True, array_like=True):
     num_moved: BigCount = 0
 
 
+class AdapterManaged(NodeMessage, frozen=True, array_like=True):
+    """Answer to ManageAdapter. error: why it was not done, empty where it was. digest: of the files that are loaded."""
+
+    number: BigCount
+    error: Text = ""
+    digest: Text = ""
+
+
 class FileChunk(NodeMessage, frozen=True, array_like=True):
     """total_bytes 0 means that the node has no such file."""
 
@@ -525,9 +545,9 @@ class Declined(NodeMessage, frozen=True, array_like=True):
 
 
 AnyMessage = (
-    Hello | Ping | Prefill | Reserve | Deliver | Cancel | Release | Manage | AskCache | FetchFile
+    Hello | Ping | Prefill | Reserve | Deliver | Cancel | Release | Manage | ManageAdapter | AskCache | FetchFile
     | Welcome | Scheduled | Computed | Reserved | Refused | Tokens | Delivered | Finished | Embedded | Failed | Load
-    | CacheDelta | Managed | FileChunk
+    | CacheDelta | Managed | AdapterManaged | FileChunk
     | Commit | CommitAck | Abort | AbortAck | Fetch | Declined
 )  # fmt: skip
 

@@ -414,9 +414,12 @@ def _prompt_logprobs(head: Head, piece: TextPiece) -> PromptLogprobs | UnsetType
 
 
 class ModelCard(Struct):
+    """parent: of a LoRA adapter, the model that it changes."""
+
     id: str
     created: int
     max_model_len: int
+    parent: str | UnsetType = UNSET
     object: Literal["model"] = "model"
     owned_by: str = "pdcluster"
 

@@ -102,7 +102,9 @@ class ModelRegistry:
     def chain(self, model: str, salt: bytes) -> HashChain:
         """Without a node, the chain of the last one: its requests may wait for the node to return."""
         card = self._find(model).card
-        return _chain(card.fingerprint.hash_block_tokens, salt, card.fingerprint.weights)
+        adapter = card.adapter(model)
+        identity = "" if adapter is None else adapter.identity
+        return _chain(card.fingerprint.hash_block_tokens, salt, card.fingerprint.weights, identity)
 
     def _find(self, model: str) -> LoadedModel:
         if model in self._loaded:
@@ -201,8 +203,16 @@ class ModelRegistry:
                 return True
             if text is not None:
                 longest, digest = max(each.max_len for each in cards), card.model_digest(name)
+                parent = "" if card.adapter(name) is None else card.model
                 info = ModelInfo(
-                    name, int(time.time()), longest, card.vocab_size, card.eos_ids, digest, card.capabilities.embeds
+                    name,
+                    int(time.time()),
+                    longest,
+                    card.vocab_size,
+                    card.eos_ids,
+                    digest,
+                    embeds=card.capabilities.embeds,
+                    parent=parent,
                 )
                 self._loaded[name] = LoadedModel(info, text, card)
                 self._publish()
@@ -279,6 +289,7 @@ def _text_of(card: NodeCard) -> tuple[str, str]:
 
 
 @lru_cache(maxsize=1024)
-def _chain(block_tokens: int, salt: bytes, weights: str) -> HashChain:
+def _chain(block_tokens: int, salt: bytes, weights: str, adapter: str) -> HashChain:
     """The hash chain for a salt. Every request needs one, mostly the same."""
-    return HashChain(chain_root(block_tokens=block_tokens, salt=salt, weights=weights), block_tokens)
+    root = chain_root(block_tokens=block_tokens, salt=salt, adapter=adapter, weights=weights)
+    return HashChain(root, block_tokens)

@@ -64,6 +64,13 @@ class ModelInfo(msgspec.Struct, frozen=True):
     digest: str = ""
     # It embeds prompts and generates nothing.
     embeds: bool = False
+    # Of a LoRA adapter, the name of the model that it changes; "" for a model.
+    parent: str = ""
+
+    @property
+    def adapter(self) -> str:
+        """The adapter's name for nodes; "" for a model."""
+        return self.id if self.parent else ""
 
 
 class Generation(msgspec.Struct, frozen=True):

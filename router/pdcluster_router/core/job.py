@@ -76,6 +76,8 @@ class Job(msgspec.Struct, eq=False):
     model: str = ""
     # The prompt and the output that was asked for; 0: as much as fits on some node.
     most_tokens: int = 0
+    # The LoRA adapter by name; "" for none.
+    adapter: str = ""
     emitted: list[int] = []
     # Of the blocks of `packed`. Made when needed, unless given.
     hashes: bytes = b""
@@ -121,6 +123,7 @@ class Job(msgspec.Struct, eq=False):
             self.chain.root,
             self.trace,
             self.model,
+            self.adapter,
         )
 
     def hashes_so_far(self) -> bytes:

@@ -15,6 +15,7 @@ from typing import TypeVar
 from urllib.parse import unquote
 
 import msgspec
+from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from pdcluster.api.openai import limits, requests
@@ -483,7 +484,7 @@ def _expose(exchange: Exchange, body: bytes) -> None:
 
 
 def _card(model: ModelInfo) -> ModelCard:
-    return ModelCard(model.id, model.created, model.max_len)
+    return ModelCard(model.id, model.created, model.max_len, model.parent or UNSET)
 
 
 def _check_media_type(exchange: Exchange) -> None:

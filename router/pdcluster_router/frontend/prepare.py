@@ -137,8 +137,8 @@ def mode_of(given: str | None) -> Force | None:
 
 
 def find_model(dispatcher: Dispatcher, name: str | None, *, embeds: bool | None = None) -> ServedModel:
-    """The model's info and text. name None: the only model, whatever its names. embeds: raise BadRequest for one that
-    does not, or does where it shall generate; None: either will do.
+    """The model's info and text. name None: the only model, whatever its names and adapters. embeds: raise BadRequest
+    for one that does not, or does where it shall generate; None: either will do.
     """
     models = dispatcher.models()
     if not models:
@@ -146,7 +146,7 @@ def find_model(dispatcher: Dispatcher, name: str | None, *, embeds: bool | None 
     if name is None and len({dispatcher.text(info.id) for info in models}) > 1:
         raise BadRequest(f"model is missing; it must be one of {', '.join(model.id for model in models)}", "model")
     for info in models:
-        if name is None or info.id == name:
+        if info.id == name or (name is None and not info.parent):
             _check_kind(info, embeds=info.embeds if embeds is None else embeds)
             return ServedModel(info, dispatcher.text(info.id))
     known = [model.id for model in models]

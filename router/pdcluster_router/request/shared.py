@@ -64,6 +64,7 @@ def job_of(shared: Shared, generation: Generation, started: float) -> Job:
         generation.session,
         "" if generation.served is None else generation.served.digest,
         0 if generation.is_open_ended else len(generation.token_ids) + _num_asked(generation),
+        "" if generation.served is None else generation.served.adapter,
     )
     job.pooling = generation.pooling
     job.packed, job.hashes, job.num_hashed = packed, hashes, 0

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdcluster.bootstrap.card import Adapter
 from pdcluster.core.messages import HASH_BYTES, pack_tokens
 from pdcluster.kv.hashing import STRETCH_BLOCKS, ChainEnd, block_hashes, chain_root, extend, is_extendable
 
@@ -37,6 +38,14 @@ def test_hashes_do_not_change_between_releases():
 @pytest.mark.parametrize("other", [{"salt": b"b"}, {"adapter": "b"}, {"weights": "b"}])
 def test_salt_adapter_and_weights_each_separate_the_caches(other):
     assert block_hashes(range(64)) != block_hashes(range(64), **other)
+
+
+@given(st.lists(st.tuples(st.text(max_size=4), st.text(min_size=1, max_size=4)), max_size=6))
+def test_adapters_share_no_prefix_with_each_other_or_with_their_model(found):
+    adapters = {Adapter(name, digest) for name, digest in found if name}
+    roots = {chain_root(adapter=adapter.identity, weights="w") for adapter in adapters} | {chain_root(weights="w")}
+    assert len(roots) == len(adapters) + 1
+    assert len({extend(b"", range(32), root=root) for root in roots}) == len(roots)
 
 
 def test_fields_of_the_root_do_not_run_together():

@@ -14,7 +14,7 @@ import pytest
 from tiny_tokenizers import byte_level_files, with_config
 
 from pdcluster.api.text.chat_template import Message
-from pdcluster.bootstrap.card import NodeCard
+from pdcluster.bootstrap.card import Adapter, NodeCard
 from pdcluster.checkpoint.text_files import files_digest
 from pdcluster.core.errors import NodeLost, UnknownModel
 from pdcluster.core.messages import PROTOCOL_VERSION, FileChunk
@@ -230,6 +230,24 @@ async def test_the_names_of_a_model_have_one_text() -> None:
     async with following(nodes, nodes.card(TEXT_A, model_aliases=("alias",))) as models:
         assert [info.id for info in models.models()] == ["tiny", "alias"]
         assert models.text("tiny") is models.text("alias")
+
+
+async def test_an_adapter_is_a_model_with_a_parent_a_hash_root_and_the_text_of_its_base() -> None:
+    nodes = Nodes(TEXT_A)
+    sql = Adapter("sql", "d1")
+    async with following(nodes, nodes.card(TEXT_A, adapters=(sql, Adapter("sums", "d1")))) as models:
+        parents = {info.id: (info.parent, info.adapter) for info in models.models()}
+        assert parents == {"tiny": ("", ""), "sql": ("tiny", "sql"), "sums": ("tiny", "sums")}
+        assert models.text("sql") is models.text("tiny")
+        roots = {name: models.chain(name, b"").root for name in parents}
+        assert len(set(roots.values())) == 3
+        nodes.become(nodes.card(TEXT_A, adapters=(Adapter("sql", "d2"),)))
+        await until(lambda: served(models) == {"tiny", "sql"} and models.chain("sql", b"").root != roots["sql"])
+        assert models.chain("tiny", b"").root == roots["tiny"]
+        nodes.become(nodes.card(TEXT_A))
+        await until(lambda: served(models) == {"tiny"})
+        with pytest.raises(UnknownModel):
+            models.chain("sql", b"")
 
 
 async def test_a_name_that_no_card_carries_is_gone_once_other_cards_are_there() -> None:
