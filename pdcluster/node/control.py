@@ -16,6 +16,7 @@ from typing import Protocol
 import zmq
 from msgspec import structs
 
+from pdcluster.bootstrap.card import Adapter
 from pdcluster.core.errors import NodeDrains
 from pdcluster.core.messages import (
     AnyMessage,
@@ -26,6 +27,7 @@ from pdcluster.core.messages import (
     Hello,
     Load,
     Manage,
+    ManageAdapter,
     Prefill,
     Release,
     Reserve,
@@ -114,6 +116,10 @@ class EngineSide(Protocol):
         """Nobody wants the KV that is kept for the request."""
         ...
 
+    def manage_adapter(self, router: Peer, message: ManageAdapter) -> None:
+        """Load or unload a LoRA adapter, and answer the router, perhaps later."""
+        ...
+
     def node_message(self, peer: Peer, message: AnyMessage) -> bool:
         """Take a message of another node. False when nodes send no such message."""
         ...
@@ -162,6 +168,8 @@ class Neighbours(Protocol):
     def set_draining(self, is_draining: bool) -> None: ...
 
     def set_role(self, role: Role) -> None: ...
+
+    def set_adapters(self, adapters: tuple[Adapter, ...]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +338,8 @@ class NodeControl:
             if message.moves:
                 answer = structs.replace(answer, num_moved=self._move_work())
             links.outbox.message(router, answer)
+        elif isinstance(message, ManageAdapter):
+            side.manage_adapter(router, message)
         elif isinstance(message, AskCache):
             self._reporter.add(router, self._tell)
         elif isinstance(message, FetchFile):

@@ -28,6 +28,7 @@ from pdcluster.core.errors import ConfigError
 from pdcluster.core.messages import Role
 from pdcluster.settings.keys import ENV_PREFIX, Key, Section, built, key, keys_below, parsed
 from pdcluster.settings.kinds import (
+    adapter_paths,
     address,
     address_or_none,
     addresses,
@@ -236,6 +237,9 @@ class VllmConfig:
         None, integer(1, 65535), "port of NIXL's side channel, for firewalls; default: a free one"
     )
     start_s: float = key(1800.0, duration(1.0), "longest wait for vLLM to start")
+    adapters: tuple[str, ...] = key(
+        (), adapter_paths, "LoRA adapters to load before the node serves: NAME=DIRECTORY[,NAME=DIRECTORY]"
+    )
 
 
 @dataclass(frozen=True, slots=True)

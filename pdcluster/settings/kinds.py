@@ -189,6 +189,18 @@ def words(raw: object) -> tuple[str, ...]:
     return tuple(map(str, parts))
 
 
+def adapter_paths(raw: object) -> tuple[str, ...]:
+    """LoRA adapters, each as NAME=DIRECTORY: comma-separated text or a TOML list."""
+    parts = raw.split(",") if isinstance(raw, str) else raw
+    found = [str(part).strip() for part in parts] if isinstance(parts, list | tuple) else [""]
+    names = [name for name, _, path in (each.partition("=") for each in found) if name and path]
+    if len(set(names)) != len(found) or not all(each.isprintable() for each in found):
+        raise ValueError(
+            "must be NAME=DIRECTORY[,NAME=DIRECTORY] or a list of such, each name once, like sql=/loras/sql"
+        )
+    return tuple(found)
+
+
 def model_names(raw: object) -> tuple[str, ...]:
     """What requests may call a model: comma-separated text or a TOML list."""
     parts = raw.split(",") if isinstance(raw, str) else raw

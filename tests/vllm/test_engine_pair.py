@@ -190,7 +190,7 @@ def test_what_vllm_refuses_is_an_error_of_that_request(fenced: Pair) -> None:
     answer = fenced.decode.run(prompt(1100))
     assert answer.last.finish == "error"
     assert "1024" in answer.last.error
-    assert "adapter" in fenced.decode.run(prompt(8), adapter="x").last.error
+    assert "adapter" in fenced.decode.run(prompt(8), adapter=9).last.error
 
 
 def test_an_end_token_and_a_stop_token_are_told_apart(fenced: Pair) -> None:

@@ -35,12 +35,19 @@ def node_environment(number: int) -> dict[str, str]:
 
 class VllmCluster:
     def __init__(
-        self, folder: Path, model: Path, roles: Sequence[str], *settings: str, arguments: Sequence[str] = ARGS
+        self,
+        folder: Path,
+        model: Path,
+        roles: Sequence[str],
+        *settings: str,
+        arguments: Sequence[str] = ARGS,
+        node_settings: Sequence[str] = (),
     ) -> None:
         """settings: flags of the router.
         arguments: of each node's vLLM.
+        node_settings: flags of each node.
         """
-        self._folder, self._arguments = folder, arguments
+        self._folder, self._arguments, self._node_settings = folder, arguments, node_settings
         self.http, self.bootstrap = free_port(), f"127.0.0.1:{free_port()}"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.model = model
@@ -56,7 +63,8 @@ class VllmCluster:
     def start_node(self, name: str, role: str, number: int) -> None:
         self._spawn(
             name, "pdcluster.cli", "node", "--engine", "vllm", "--role", role, "--name", name,
-            "--bootstrap", self.bootstrap, "--model", str(self.model), "--", *self._arguments, number=number,
+            "--bootstrap", self.bootstrap, "--model", str(self.model), *self._node_settings, "--", *self._arguments,
+            number=number,
         )  # fmt: skip
 
     def _spawn(self, name: str, module: str, *arguments: str, number: int | None = None) -> None:
@@ -110,9 +118,14 @@ class VllmCluster:
 
 @contextlib.contextmanager
 def running_cluster(
-    folder: Path, model: Path, roles: Sequence[str], *settings: str, arguments: Sequence[str] = ARGS
+    folder: Path,
+    model: Path,
+    roles: Sequence[str],
+    *settings: str,
+    arguments: Sequence[str] = ARGS,
+    node_settings: Sequence[str] = (),
 ) -> Iterator[VllmCluster]:
-    cluster = VllmCluster(folder, model, roles, *settings, arguments=arguments)
+    cluster = VllmCluster(folder, model, roles, *settings, arguments=arguments, node_settings=node_settings)
     try:
         cluster.wait_ready()
         yield cluster

@@ -18,6 +18,7 @@ from pdcluster.core.errors import DeadlineExceeded, IntegrityError, NodeStuck
 from pdcluster.core.messages import (
     Abort,
     AbortAck,
+    AdapterManaged,
     AnyMessage,
     Commit,
     CommitAck,
@@ -25,6 +26,7 @@ from pdcluster.core.messages import (
     Deliver,
     Fetch,
     Load,
+    ManageAdapter,
     Prefill,
     RefusedLeg,
     Reserve,
@@ -205,6 +207,10 @@ class NativeSide:
                 router, work, leg, lambda work: made.append(self._parts.sequences.make(work, remote=remote))
             )
         return made[0] if made else None
+
+    def manage_adapter(self, router: Peer, message: ManageAdapter) -> None:
+        error = "this node runs the native engine, which has no LoRA adapters; nodes with --engine vllm have"
+        self._links.outbox.message(router, AdapterManaged(message.number, error))
 
     # ------------------------------------------------------------ what other nodes say
 

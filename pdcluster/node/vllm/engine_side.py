@@ -22,6 +22,7 @@ from pdcluster.core.messages import (
     Deliver,
     Fetch,
     Load,
+    ManageAdapter,
     Prefill,
     RefusedLeg,
     Reserve,
@@ -33,8 +34,9 @@ from pdcluster.node.control import NodeLeg, NodeLinks
 from pdcluster.node.parking import ParkedKV
 from pdcluster.node.reports.health import NodeSnapshot
 from pdcluster.node.reports.load_report import by_reason
+from pdcluster.node.vllm.adapters import AdapterBook
 from pdcluster.node.vllm.decode_rows import DecodeRows
-from pdcluster.node.vllm.engine.interface import EngineDied, EngineOutput, EngineStep, ServingEngine
+from pdcluster.node.vllm.engine.interface import AdapterLoaded, EngineDied, EngineOutput, EngineStep, ServingEngine
 from pdcluster.node.vllm.event_stream import EventStream
 from pdcluster.node.vllm.events import BlockHashes
 from pdcluster.node.vllm.parked_prompts import ParkedPrompts
@@ -71,6 +73,7 @@ class VllmParts:
     parking: ParkedKV
     events: EventStream | None
     check_sampling: Callable[[Sampling, int], None]
+    adapters: AdapterBook
 
 
 class StepBooks:
@@ -164,6 +167,8 @@ class VllmSide:
                 raise EngineLost(f"node {self._parts.links.me.node} lost its engine: {news.reason}")
             if isinstance(news, EngineStep):
                 self._books.take_step(news)
+            elif isinstance(news, AdapterLoaded):
+                self._parts.adapters.on_loaded(news)
             else:
                 self._on_output(news)
 
@@ -218,6 +223,9 @@ class VllmSide:
     def release(self, request: str) -> None:
         self._parts.prompts.release(request)
 
+    def manage_adapter(self, router: Peer, message: ManageAdapter) -> None:
+        self._parts.adapters.manage(router, message)
+
     def find(self, request: str, attempt: int) -> NodeLeg | None:
         return self._parts.prompts.find(request, attempt) or self._parts.rows.find(request, attempt)
 
@@ -244,6 +252,7 @@ class VllmSide:
     def _check(self, work: Work) -> None:
         tokens = np.frombuffer(work.token_ids, np.int32)
         self._checks.check(work, tokens)
+        self._parts.adapters.check(work)
         self._parts.check_sampling(work.sampling, len(tokens) - work.num_prompt)
 
     # ------------------------------------------------------------ what other nodes say

@@ -9,13 +9,14 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
-from pdcluster.bootstrap.card import Capabilities, NodeCard
+from pdcluster.bootstrap.card import Adapter, Capabilities, NodeCard, check_adapters
 from pdcluster.checkpoint.end_tokens import eos_token_ids
 from pdcluster.checkpoint.hub import served_name
 from pdcluster.checkpoint.text_files import read_text_files
@@ -33,10 +34,19 @@ from pdcluster.node.outbox import Outbox
 from pdcluster.node.parking import ParkedKV
 from pdcluster.node.reports.leg_records import LegRecorder
 from pdcluster.node.server import NodeProcess, OpenedEngine, serve
+from pdcluster.node.vllm.adapters import AdapterBook
 from pdcluster.node.vllm.decode_rows import DecodeRows
 from pdcluster.node.vllm.engine.arguments import EngineOptions
 from pdcluster.node.vllm.engine.engine import VllmEngine
-from pdcluster.node.vllm.engine.interface import EngineDied, EngineFacts, EngineOutput, EngineRequest, ServingEngine
+from pdcluster.node.vllm.engine.interface import (
+    AdapterLoaded,
+    EngineDied,
+    EngineFacts,
+    EngineNews,
+    EngineOutput,
+    EngineRequest,
+    ServingEngine,
+)
 from pdcluster.node.vllm.engine_side import EngineLost, VllmParts, VllmSide
 from pdcluster.node.vllm.event_stream import EventStream
 from pdcluster.node.vllm.parked_prompts import MEDIUM, SHORTEST_HOLD_S, ParkedPrompts
@@ -102,9 +112,16 @@ def open_vllm(process: NodeProcess) -> OpenedEngine:
     if config.warmup:
         _tell_progress(process, "vLLM answers a first prompt")
         warm_up(engine)
+    numbers, adapters = load_adapters(
+        engine, config.vllm.adapters, lambda name: _tell_progress(process, f"vLLM loads the adapter {name}")
+    )
     parts = assemble(process, engine, events, sampling.check)
     side = VllmSide(parts, clock=process.clock, on_step=process.health.step if config.health else None)
-    return OpenedEngine(parts.links, side, card_of(process, engine.facts, parts.links, eos, weights.result()))
+    card = card_of(process, engine.facts, parts.links, eos, weights.result())
+    card = replace(card, adapters=adapters)
+    check_adapters(adapters, (card.model, *card.model_aliases))
+    parts.adapters.introduce(card, numbers)
+    return OpenedEngine(parts.links, side, card)
 
 
 def check_role(config: NodeConfig, facts: EngineFacts) -> None:
@@ -126,19 +143,47 @@ def warm_up(engine: ServingEngine) -> None:
     pooling = Pooling() if engine.facts.embedding_size else None
     sampling = Sampling(max_tokens=2, seed=0, temperature=0.0)
     engine.add(EngineRequest("warm-up", [0] * WARM_TOKENS, 0, sampling, pooling=pooling))
+    last = _await_news(
+        engine, "its first prompt", WARM_S, lambda news: isinstance(news, EngineOutput) and bool(news.finish)
+    )
+    assert isinstance(last, EngineOutput)
+    if last.finish == "error":
+        raise EngineLost(f"vLLM could not answer its first prompt: {last.error}")
+
+
+def _await_news(
+    engine: ServingEngine, cause: str, timeout_s: float, is_wanted: Callable[[EngineNews], bool]
+) -> EngineNews:
+    """The first wanted news of an engine that nobody else listens to. Raises EngineLost."""
     ready = select.poll()
     ready.register(engine.news_fd, select.POLLIN)
-    until = time.monotonic() + WARM_S
+    until = time.monotonic() + timeout_s
     while (left_s := until - time.monotonic()) > 0:
         ready.poll(left_s * 1000)
         for news in engine.take():
             if isinstance(news, EngineDied):
-                raise EngineLost(f"vLLM died with its first prompt: {news.reason}")
-            if isinstance(news, EngineOutput) and news.finish:
-                if news.finish == "error":
-                    raise EngineLost(f"vLLM could not answer its first prompt: {news.error}")
-                return
-    raise EngineLost(f"vLLM did not answer its first prompt within {WARM_S:g} s")
+                raise EngineLost(f"vLLM died with {cause}: {news.reason}")
+            if is_wanted(news):
+                return news
+    raise EngineLost(f"vLLM did not answer {cause} within {timeout_s:g} s")
+
+
+def load_adapters(
+    engine: ServingEngine, adapters: Sequence[str], report: Callable[[str], None]
+) -> tuple[dict[str, int], tuple[Adapter, ...]]:
+    """Load what the node's settings name, before it serves. Returns their numbers in the engine, and the adapters."""
+    numbers, found = {}, []
+    for number, each in enumerate(adapters, 1):
+        name, _, path = each.partition("=")
+        report(name)
+        engine.load_adapter(number, name, str(Path(path).expanduser().absolute()))
+        loaded = _await_news(engine, "loading an adapter", WARM_S, lambda news: isinstance(news, AdapterLoaded))
+        assert isinstance(loaded, AdapterLoaded)
+        if loaded.error:
+            raise ConfigError(f"node.vllm.adapters {name}: {loaded.error}")
+        numbers[name] = number
+        found.append(Adapter(name, loaded.digest))
+    return numbers, tuple(found)
 
 
 def _options(config: NodeConfig, model_dir: Path, events: EventStream) -> EngineOptions:
@@ -154,6 +199,7 @@ def _options(config: NodeConfig, model_dir: Path, events: EventStream) -> Engine
         side_port=config.vllm.side_port or _free_port(config.transfer_host()),
         lease_s=round(config.vllm.lease_s),
         events=events.config,
+        has_adapters=bool(config.vllm.adapters),
     )
 
 
@@ -190,7 +236,8 @@ def assemble(
     records = LegRecorder(process.me.node, process.spans)
     limit = max(int(facts.num_blocks * config.transfer.parking_percent / 100), 1)
     parking = ParkedKV(limit, clock, parks_s_of(config))
-    queue = EngineQueue(engine, config.scheduler.max_waiting, clock)
+    adapters = AdapterBook(engine, links)
+    queue = EngineQueue(engine, config.scheduler.max_waiting, clock, adapters.number_of)
     me = Endpoint(process.me.node, process.me.incarnation, hub.address, ((MEDIUM, b""),))
     return VllmParts(
         links=links,
@@ -201,6 +248,7 @@ def assemble(
         parking=parking,
         events=events,
         check_sampling=check_sampling,
+        adapters=adapters,
     )
 
 
@@ -251,5 +299,6 @@ def card_of(process: NodeProcess, facts: EngineFacts, links: NodeLinks, eos: tup
             estimated_cost=True,
             first_token="decode",
             embeds=facts.embedding_size > 0,
+            adapters=facts.max_adapters,
         ),
     )

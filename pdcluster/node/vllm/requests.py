@@ -28,8 +28,9 @@ GROWTH_TOKENS = 256
 
 
 def fence_of(work: Work) -> str:
-    """What both ends of a reference know of it: the request and the tokens whose KV it names."""
-    digest = hashlib.blake2b(work.request.encode(), digest_size=16, person=b"pdcluster.fence")
+    """What both ends of a reference know of it: request, model, adapter, and the tokens whose KV it names."""
+    named = repr((work.request, work.model, work.adapter)).encode()
+    digest = hashlib.blake2b(named, digest_size=16, person=b"pdcluster.fence")
     digest.update(work.token_ids)
     return digest.hexdigest()
 
@@ -45,10 +46,14 @@ class EngineQueue:
 
     max_waiting: requests that may wait.
     costs: told of all that vLLM gets.
+    adapter_of: number of a work's adapter in the engine.
     """
 
-    def __init__(self, engine: ServingEngine, max_waiting: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, engine: ServingEngine, max_waiting: int, clock: Callable[[], float], adapter_of: Callable[[Work], int]
+    ) -> None:
         self.engine = engine
+        self._adapter_of = adapter_of
         self.costs = StepCosts(engine.facts.max_batched_tokens)
         self._clock = clock
         self._facts = engine.facts
@@ -70,6 +75,7 @@ class EngineQueue:
             num_emitted=len(tokens) - work.num_prompt,
             sampling=work.sampling,
             salt=salt_of(work.hash_root) if work.hash_root else "",
+            adapter=self._adapter_of(work),
             parks=parks,
             fence=fence_of(work) if parks or reference else "",
             reference=reference,

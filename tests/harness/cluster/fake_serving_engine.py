@@ -9,6 +9,7 @@ import struct
 from dataclasses import dataclass, field, replace
 
 from pdcluster.node.vllm.engine.interface import (
+    AdapterLoaded,
     EngineDied,
     EngineFacts,
     EngineNews,
@@ -74,6 +75,8 @@ class FakeServingEngine:
         self.released: list[str] = []
         self.news_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.now = 0.0
+        # Digests by number.
+        self.adapters: dict[int, str] = {}
         # In the place of a vector, and of the first token of a row whose KV came.
         self.fault: EngineOutput | None = None
         self._news: list[EngineNews] = []
@@ -91,6 +94,18 @@ class FakeServingEngine:
     def release(self, key: str) -> None:
         self.released.append(key)
         self.store.parked.pop(key, None)
+
+    def load_adapter(self, number: int, name: str, path: str, known_digest: str = "") -> None:
+        """A test's path is the digest of its files, or begins with "bad"."""
+        if path.startswith("bad") or known_digest not in ("", path):
+            self._news.append(AdapterLoaded(number, error=f"{path} cannot be loaded"))
+            return
+        if not known_digest:
+            self.adapters[number] = path
+        self._news.append(AdapterLoaded(number, path))
+
+    def unload_adapter(self, number: int) -> None:
+        self.adapters.pop(number, None)
 
     def take(self) -> list[EngineNews]:
         taken, self._news = self._news, []
@@ -126,6 +141,8 @@ class FakeServingEngine:
         request = running.request
         if running.is_aborted:
             return EngineOutput(request.key, finish="abort")
+        if request.adapter and request.adapter not in self.adapters and not running.said:
+            return EngineOutput(request.key, finish="error", error="the adapter was unloaded", is_bad_request=True)
         if self.fault is not None and request.pooling is not None:
             return replace(self.fault, key=request.key)
         if request.pooling is not None:

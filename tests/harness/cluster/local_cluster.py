@@ -17,7 +17,7 @@ import zmq
 from fake_backend import FakeBackend, FakeNetwork
 from oracle import NUM_LAYERS, VOCAB, OracleEngine
 
-from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard
+from pdcluster.bootstrap.card import Adapter, ClusterSnapshot, NodeCard
 from pdcluster.core.errors import UnknownModel
 from pdcluster.core.messages import PROTOCOL_VERSION, Role, Sampling
 from pdcluster.kv.hashing import chain_root
@@ -60,6 +60,9 @@ class NoNeighbours:
 
     def set_role(self, role: Role) -> None:
         """Routers hear of it by the load reports."""
+
+    def set_adapters(self, adapters: tuple[Adapter, ...]) -> None:
+        """These nodes have none."""
 
 
 class NoFiles:

@@ -17,7 +17,7 @@ from oracle import OracleEngine
 from virtual_time import VirtualLoop
 from virtual_wire import Context, Wire
 
-from pdcluster.bootstrap.card import ClusterSnapshot
+from pdcluster.bootstrap.card import Adapter, ClusterSnapshot
 from pdcluster.core.messages import Role
 from pdcluster.core.step import StepPlan
 from pdcluster.transfer.backends.base import Handle, Peer, Stamp
@@ -75,6 +75,9 @@ class Watch:
 
     def set_role(self, role: Role) -> None:
         """Nobody asks."""
+
+    def set_adapters(self, adapters: tuple[Adapter, ...]) -> None:
+        """These nodes have none."""
 
 
 class WakingNetwork(FakeNetwork):

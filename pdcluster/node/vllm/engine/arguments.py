@@ -18,6 +18,8 @@ CONNECTOR: Final = "FencedNixlConnector"
 CONNECTOR_MODULE: Final = "pdcluster.node.vllm.engine.connector"
 EXTENSION: Final = f"{CONNECTOR_MODULE}.ParkingExtension"
 DEFAULT_LEASE_S: Final = 30
+# That vLLM keeps in memory, where its arguments do not say it.
+DEFAULT_ADAPTERS: Final = 16
 _WILDCARD_HOSTS: Final = frozenset({"", "*", "0.0.0.0", "::"})
 
 # Fields of vLLM's arguments that the node owns, and what to do instead.
@@ -51,6 +53,8 @@ class EngineOptions:
     lease_s: int = DEFAULT_LEASE_S
     # Values of vLLM's KVEventsConfig; None: changes of the prefix cache are not published.
     events: Mapping[str, object] | None = None
+    # LoRA adapters are loaded right after the start.
+    has_adapters: bool = False
     # Its processes get as long to end by themselves.
     close_s: float = 10.0
     connector: str = CONNECTOR
@@ -90,6 +94,9 @@ def parse_engine_arguments(options: EngineOptions) -> AsyncEngineArgs:
     given.worker_extension_cls = options.extension
     if given.max_logprobs == defaults.max_logprobs:
         given.max_logprobs = MAX_LOGPROBS
+    given.enable_lora = given.enable_lora or options.has_adapters
+    if given.enable_lora and given.max_cpu_loras is None:
+        given.max_cpu_loras = max(given.max_loras, DEFAULT_ADAPTERS)
     if options.events is not None:
         given.kv_events_config = _events_config(options.events)
     return given

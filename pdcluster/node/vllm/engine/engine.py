@@ -17,12 +17,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from pdcluster.bootstrap.card import MAX_ADAPTERS
 from pdcluster.core.bounds import MAX_DIMENSIONS
 from pdcluster.core.errors import BadRequest, ConfigError, PdclusterError, ProtocolError
 from pdcluster.core.messages import Pooling
 from pdcluster.core.sampling import Sampling, TokenLogprobs
+from pdcluster.node.vllm.engine.adapters import EngineAdapters
 from pdcluster.node.vllm.engine.arguments import EngineOptions, parse_engine_arguments, set_engine_environment
 from pdcluster.node.vllm.engine.interface import (
+    AdapterLoaded,
     EngineDied,
     EngineFacts,
     EngineNews,
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from vllm import PoolingParams, SamplingParams
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
@@ -148,6 +152,7 @@ class VllmEngine:
         self._transfer_groups = 1
         self._loop: asyncio.AbstractEventLoop | None = None
         self._llm: AsyncLLM
+        self._adapters: EngineAdapters
         self._closing = asyncio.Event()
         self._is_closing = False
         self._running: dict[str, _Running] = {}
@@ -204,6 +209,12 @@ class VllmEngine:
     def release(self, key: str) -> None:
         self._call(self._release, key)
 
+    def load_adapter(self, number: int, name: str, path: str, known_digest: str = "") -> None:
+        self._call(self._start_load, number, name, path, known_digest)
+
+    def unload_adapter(self, number: int) -> None:
+        self._call(lambda: self._adapters.unload(number))
+
     def take(self) -> list[EngineNews]:
         return self._queue.take()
 
@@ -247,6 +258,7 @@ class VllmEngine:
             self._map.learn(self._llm.vllm_config)
             self._check_tasks(await self._llm.get_supported_tasks())
             self._facts = self._find_facts(groups)
+            self._adapters = EngineAdapters(self._llm, self._facts.max_adapters)
             self.progress = "is ready"
             self._ready.set()
             await self._watch()
@@ -330,6 +342,7 @@ class VllmEngine:
             embedding_size=model.embedding_size if model.runner_type == "pooling" else 0,
             groups=groups,
             lease_s=self._options.lease_s,
+            max_adapters=min(config.lora_config.max_cpu_loras, MAX_ADAPTERS) if config.lora_config else 0,
         )
 
     # ------------------------------------------------------------ the engine's thread: requests
@@ -399,13 +412,32 @@ class VllmEngine:
         finally:
             self._running.pop(key, None)
 
+    def _start_load(self, number: int, name: str, path: str, known_digest: str) -> None:
+        watched(self._load_adapter(number, name, path, known_digest), f"load of adapter {name}")
+
+    async def _load_adapter(self, number: int, name: str, path: str, known_digest: str) -> None:
+        try:
+            news = AdapterLoaded(number, await self._adapters.load(number, name, path, known_digest))
+        except BadRequest as error:
+            news = AdapterLoaded(number, error=str(error))
+        self._emit(news)
+
     async def _stream(self, running: _Running) -> None:
+        number = running.request.adapter
+        adapter = self._adapters.begin(number)
+        try:
+            await self._stream_with(running, adapter)
+        finally:
+            if adapter is not None:
+                self._adapters.end(number)
+
+    async def _stream_with(self, running: _Running, adapter: LoRARequest | None) -> None:
         from vllm.inputs.engine import tokens_input
 
         request = running.request
         params = self._params(request)
         prompt = tokens_input(list(request.token_ids), cache_salt=request.salt or None)
-        outputs = await self._llm.add_request(running.id, prompt, params)
+        outputs = await self._llm.add_request(running.id, prompt, params, lora_request=adapter)
         running.is_added = True
         if running.is_aborted:
             await self._abort_added(running)
@@ -421,8 +453,6 @@ class VllmEngine:
                 await self._abort_added(running)
 
     def _params(self, request: EngineRequest) -> SamplingParams | PoolingParams:
-        if request.adapter:
-            raise ProtocolError(f"this engine has no adapter {request.adapter!r}")
         if request.pooling is not None:
             return self._pooling_params(request.pooling)
         if request.parks:

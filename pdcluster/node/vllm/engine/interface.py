@@ -31,8 +31,8 @@ class EngineRequest:
     sampling: Sampling
     # Separates prefix caches; "" for none.
     salt: str = ""
-    # A LoRA adapter by name; "" for none.
-    adapter: str = ""
+    # A LoRA adapter, by the number that it was loaded with; 0 for none.
+    adapter: int = 0
     # A prefill leg: one token, and the KV waits for a decode node. The last output's reference names it.
     parks: bool = False
     # Hex of the digest of (request, prompt tokens) that both ends of a reference compute.
@@ -96,7 +96,18 @@ class EngineDied:
     reason: str
 
 
-EngineNews = EngineOutput | EngineStep | EngineDied
+@dataclass(frozen=True, slots=True)
+class AdapterLoaded:
+    """The answer to `load_adapter`."""
+
+    number: int
+    # Of its files.
+    digest: str = ""
+    # Why it was not loaded; "" where it was.
+    error: str = ""
+
+
+EngineNews = EngineOutput | EngineStep | EngineDied | AdapterLoaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +138,8 @@ class EngineFacts:
     groups: int
     # How long parked KV waits for its reader.
     lease_s: int
+    # LoRA adapters that it can have; 0: none.
+    max_adapters: int = 0
 
 
 class ServingEngine(Protocol):
@@ -146,6 +159,13 @@ class ServingEngine(Protocol):
 
     # Frees the parked KV of a finished prefill leg at once. Unknown keys are ignored.
     def release(self, key: str) -> None: ...
+
+    # AdapterLoaded answers. number: above 0, never used before. known_digest: of the adapter that has this name; then
+    # the files are only compared with it.
+    def load_adapter(self, number: int, name: str, path: str, known_digest: str = "") -> None: ...
+
+    # Requests that it has begun go on. Later ones with this number end with an error. Unknown numbers are ignored.
+    def unload_adapter(self, number: int) -> None: ...
 
     # Everything since the previous call, oldest first. Clears news_fd.
     def take(self) -> list[EngineNews]: ...

@@ -11,8 +11,11 @@ from fake_serving_engine import FACTS, FakeServingEngine, ParkedStore, answer_of
 from msgspec import structs
 from stepped_nodes import Letter, LetterBox
 
+from pdcluster.bootstrap.card import Adapter, NodeCard
 from pdcluster.core.errors import BadRequest, NodeDrains, Overloaded, PdclusterError, TransferError
 from pdcluster.core.messages import (
+    MODEL_PARAM,
+    AdapterManaged,
     Cancel,
     Commit,
     CommitAck,
@@ -27,6 +30,7 @@ from pdcluster.core.messages import (
     Hello,
     LegTimings,
     Manage,
+    ManageAdapter,
     Pooling,
     Prefill,
     Refused,
@@ -42,6 +46,7 @@ from pdcluster.core.messages import (
     pack_tokens,
 )
 from pdcluster.cost.fit import Step
+from pdcluster.kv.layout import Fingerprint, KVLayout
 from pdcluster.node.acceptance import Acceptance
 from pdcluster.node.availability import NodeAvailability
 from pdcluster.node.control import NodeControl, NodeLinks
@@ -49,11 +54,12 @@ from pdcluster.node.legs import EmittedTokens, EndedLeg, EndedLegs
 from pdcluster.node.outbox import Outbox
 from pdcluster.node.parking import ParkedKV
 from pdcluster.node.reports.leg_records import LegRecorder
+from pdcluster.node.vllm.adapters import AdapterBook
 from pdcluster.node.vllm.decode_rows import DecodeRows
 from pdcluster.node.vllm.engine.interface import EngineOutput
 from pdcluster.node.vllm.engine_side import EngineLost, VllmParts, VllmSide
 from pdcluster.node.vllm.parked_prompts import MEDIUM, ParkedPrompts
-from pdcluster.node.vllm.requests import EngineQueue
+from pdcluster.node.vllm.requests import EngineQueue, fence_of
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.hub import Received
 
@@ -78,6 +84,7 @@ def replace_sampling(work: Work, **fields: Any) -> Work:
 class NoNeighbours:
     def __init__(self, wakeup_fd: int) -> None:
         self.wakeup_fd = wakeup_fd
+        self.adapters: tuple[Adapter, ...] = ()
 
     def gone(self) -> list[Peer]:
         return []
@@ -87,6 +94,9 @@ class NoNeighbours:
 
     def set_role(self, role: Role) -> None:
         """Nobody looks."""
+
+    def set_adapters(self, adapters: tuple[Adapter, ...]) -> None:
+        self.adapters = adapters
 
 
 class VllmNode:
@@ -103,12 +113,14 @@ class VllmNode:
             self.me, standing, Acceptance(name, standing, outbox), box, outbox, ended, files, neighbours
         )
         self.parking = ParkedKV(self.engine.facts.num_blocks // 2, clock, PARKS_S)
-        queue, records = EngineQueue(self.engine, 8, clock), LegRecorder(name)
+        self.adapters = AdapterBook(self.engine, self.links)
+        queue, records = EngineQueue(self.engine, 8, clock, self.adapters.number_of), LegRecorder(name)
         self.prompts = ParkedPrompts(queue, outbox, ended, records, self.parking, clock)
         self.rows = DecodeRows(self.endpoint, self.engine.facts, queue, outbox, ended, records, clock)
         parts = VllmParts(
-            self.links, self.engine, queue, self.prompts, self.rows, self.parking, None, refuse_hot_sampling
-        )
+            self.links, self.engine, queue, self.prompts, self.rows, self.parking, None, refuse_hot_sampling,
+            self.adapters,
+        )  # fmt: skip
         self.timed: list[Step] = []
         self.side = VllmSide(parts, clock=clock, on_step=self.timed.append)
         self.control = NodeControl(self.links, self.side, report_s=1e9, drain_s=5.0, clock=clock)
@@ -589,3 +601,118 @@ def test_steps_of_embeddings_are_timed_and_an_idle_engine_counts_for_nothing(nod
     nodes.turn(1, steps=False)
     assert [step.tokens for step in node.timed] == [90, 30]
     assert all(0 < step.seconds < 0.1 for step in node.timed)
+
+
+# ---------------------------------------------------------------- LoRA adapters
+
+
+LAYOUT = KVLayout(1, 1, 2, 32, "float32")
+
+
+def card_of(node: VllmNode, *adapters: Adapter) -> NodeCard:
+    fingerprint = Fingerprint("base", "w", 1, 32, LAYOUT, engine="vllm")
+    return NodeCard(
+        node.me.node, node.me.incarnation, "mixed", "127.0.0.1:7", "base", fingerprint, 1024, 1000, 64,
+        adapters=adapters,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def adapters(nodes: VllmNodes) -> VllmNodes:
+    """Both nodes have the adapter "sql", loaded while they run."""
+    for node in nodes.nodes.values():
+        card = card_of(node)
+        node.links.acceptance.models = frozenset(card.model_digests)
+        node.adapters.introduce(card, {})
+    for name in ("p", "d"):
+        nodes.say(name, ManageAdapter(1, "sql", "files-1"))
+    nodes.turn(2)
+    assert nodes.all_of(AdapterManaged) == [AdapterManaged(1, "", "files-1")] * 2
+    nodes.heard.clear()
+    return nodes
+
+
+def adapter_work(node: VllmNode, name: str = "r", adapter: str = "sql", digest: str = "files-1", **more: Any) -> Work:
+    card = card_of(node, *(Adapter(adapter, digest) for _ in adapter[:1]))
+    return structs.replace(work_of(name, PROMPT, **more), model=card.model_digest(adapter or "base"), adapter=adapter)
+
+
+def test_a_loaded_adapter_stands_on_the_card_and_runs_both_legs(adapters: VllmNodes) -> None:
+    nodes = adapters
+    neighbours: Any = nodes["p"].links.neighbours
+    assert neighbours.adapters == (Adapter("sql", "files-1"),)
+    nodes.say("p", Prefill(adapter_work(nodes["p"]), remote=True))
+    nodes.say("d", Reserve(adapter_work(nodes["d"], attempt=1), nodes["p"].endpoint))
+    nodes.turn(12)
+    assert nodes.tokens("r") == answer_of(PROMPT, 4)
+    prompt, row = nodes["p"].engine.added[0], nodes["d"].engine.added[0]
+    assert prompt.adapter in nodes["p"].engine.adapters and row.adapter in nodes["d"].engine.adapters
+    assert prompt.fence == row.fence
+
+
+def test_a_reference_of_one_adapter_is_none_of_another_or_of_the_base(adapters: VllmNodes) -> None:
+    node = adapters["p"]
+    works = [adapter_work(node), adapter_work(node, digest="files-2"), adapter_work(node, adapter="sums")]
+    fences = {fence_of(work) for work in (*works, adapter_work(node, adapter=""))}
+    assert len(fences) == 4
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"adapter": "sums"}, {"digest": "files-2"}],
+    ids=["an adapter that is not here", "other files under its name"],
+)
+def test_work_for_an_adapter_that_is_not_here_is_refused_as_another_model(adapters: VllmNodes, wrong: Any) -> None:
+    adapters.say("d", Prefill(adapter_work(adapters["d"], **wrong), remote=False))
+    adapters.turn(2)
+    (refused,) = adapters.all_of(Refused)
+    assert refused.param == MODEL_PARAM and not refused.retryable and not adapters["d"].engine.added
+
+
+@pytest.mark.parametrize("fields", [{"adapter": ""}, {"adapter": "sql", "model": ""}], ids=["no name", "no digest"])
+def test_work_whose_adapter_and_model_do_not_agree_is_refused(adapters: VllmNodes, fields: dict[str, str]) -> None:
+    adapters.say("d", Prefill(structs.replace(adapter_work(adapters["d"]), **fields), remote=False))
+    adapters.turn(2)
+    assert adapters.all_of(Refused)[0].param == MODEL_PARAM and not adapters["d"].engine.added
+
+
+def test_loads_are_idempotent_and_other_files_under_a_name_are_refused(adapters: VllmNodes) -> None:
+    engine = adapters["p"].engine
+    loaded = dict(engine.adapters)
+    for number, (name, path) in enumerate((("sql", "files-1"), ("sql", "files-2"), ("bad", "bad"), ("base", "x")), 2):
+        adapters.say("p", ManageAdapter(number, name, path))
+        adapters.turn(2)
+    first, *others = adapters.all_of(AdapterManaged)
+    assert first == AdapterManaged(2, "", "files-1") and all(each.error for each in others) and len(others) == 3
+    assert engine.adapters == loaded
+    adapters.say("p", ManageAdapter(6, "sql", "files-1"))
+    adapters.say("p", ManageAdapter(7, "sql", "files-1"))
+    adapters.turn(2)
+    assert "is being loaded" in next(each.error for each in adapters.all_of(AdapterManaged) if each.number == 7)
+
+
+def test_an_unloaded_adapter_takes_no_work_and_its_name_is_free(adapters: VllmNodes) -> None:
+    work = adapter_work(adapters["d"])
+    for number in (2, 3):
+        adapters.say("d", ManageAdapter(number, "sql"))
+    adapters.say("d", Prefill(work, remote=False))
+    adapters.turn(2)
+    assert [each.error for each in adapters.all_of(AdapterManaged)] == ["", ""]
+    assert adapters.all_of(Refused)[0].param == MODEL_PARAM and not adapters["d"].engine.adapters
+    adapters.say("d", ManageAdapter(4, "sql", "files-2"))
+    adapters.turn(2)
+    adapters.say("d", Prefill(adapter_work(adapters["d"], digest="files-2"), remote=False))
+    adapters.turn(6)
+    assert adapters.tokens("r") == answer_of(PROMPT, 4)
+
+
+def test_a_slot_whose_adapter_is_unloaded_before_its_kv_comes_fails(adapters: VllmNodes) -> None:
+    nodes = adapters
+    nodes.say("d", Reserve(adapter_work(nodes["d"], attempt=1), nodes["p"].endpoint))
+    nodes.turn(2)
+    nodes.say("d", ManageAdapter(2, "sql"))
+    nodes.turn(1)
+    nodes.say("p", Prefill(adapter_work(nodes["p"]), remote=True))
+    nodes.say("p", Deliver(nodes.all_of(Reserved)[0].ticket))
+    nodes.turn(10)
+    assert not nodes.tokens("r") and "unloaded" in nodes.all_of(Failed)[0].message
