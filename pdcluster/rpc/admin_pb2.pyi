@@ -18,7 +18,7 @@ class ListNodesReply(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ...) -> None: ...
 
 class Node(_message.Message):
-    __slots__ = ("name", "incarnation", "role", "state", "address", "model", "device", "backends", "max_len", "load", "in_flight", "version", "models", "engine", "capabilities")
+    __slots__ = ("name", "incarnation", "role", "state", "address", "model", "device", "backends", "max_len", "load", "in_flight", "version", "models", "engine", "capabilities", "adapters")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class Node(_message.Message):
     MODELS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: str
     role: _bootstrap_pb2.Role
@@ -49,7 +50,8 @@ class Node(_message.Message):
     models: _containers.RepeatedScalarFieldContainer[str]
     engine: str
     capabilities: _bootstrap_pb2.Capabilities
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_bootstrap_pb2.Role, str]] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., max_len: _Optional[int] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., in_flight: _Optional[int] = ..., version: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ..., engine: _Optional[str] = ..., capabilities: _Optional[_Union[_bootstrap_pb2.Capabilities, _Mapping]] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[_bootstrap_pb2.Adapter]
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_bootstrap_pb2.Role, str]] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., max_len: _Optional[int] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., in_flight: _Optional[int] = ..., version: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ..., engine: _Optional[str] = ..., capabilities: _Optional[_Union[_bootstrap_pb2.Capabilities, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[_bootstrap_pb2.Adapter, _Mapping]]] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
     __slots__ = ("waiting", "running", "waiting_tokens", "context_tokens", "slots", "slots_used", "pages_total", "pages_free", "pages_cached", "pages_quarantined", "pages_pinned", "pages_parked", "steps", "itl_s")
@@ -192,6 +194,40 @@ class SetRoleRequest(_message.Message):
     node: str
     role: _bootstrap_pb2.Role
     def __init__(self, node: _Optional[str] = ..., role: _Optional[_Union[_bootstrap_pb2.Role, str]] = ...) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("name", "path", "nodes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    nodes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., nodes: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("name", "nodes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    nodes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., nodes: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class NodeAdapter(_message.Message):
+    __slots__ = ("node", "error", "digest")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    error: str
+    digest: str
+    def __init__(self, node: _Optional[str] = ..., error: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class ChangeAdapterReply(_message.Message):
+    __slots__ = ("nodes",)
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeAdapter]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[NodeAdapter, _Mapping]]] = ...) -> None: ...
 
 class Request(_message.Message):
     __slots__ = ("id", "model", "state", "mode", "prefill", "decode", "prompt_tokens", "output_tokens", "attempts", "age_s", "placed_s", "ttft_s")

@@ -59,6 +59,16 @@ class AdminStub:
                 request_serializer=pdcluster_dot_rpc_dot_admin__pb2.SetRoleRequest.SerializeToString,
                 response_deserializer=pdcluster_dot_rpc_dot_admin__pb2.Node.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/pdcluster.v1.Admin/LoadAdapter',
+                request_serializer=pdcluster_dot_rpc_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=pdcluster_dot_rpc_dot_admin__pb2.ChangeAdapterReply.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/pdcluster.v1.Admin/UnloadAdapter',
+                request_serializer=pdcluster_dot_rpc_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=pdcluster_dot_rpc_dot_admin__pb2.ChangeAdapterReply.FromString,
+                _registered_method=True)
         self.ListRequests = channel.unary_unary(
                 '/pdcluster.v1.Admin/ListRequests',
                 request_serializer=pdcluster_dot_rpc_dot_admin__pb2.ListRequestsRequest.SerializeToString,
@@ -133,6 +143,20 @@ class AdminServicer:
 
     def SetRole(self, request, context):
         """What the node is scheduled for from now on. What runs goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadAdapter(self, request, context):
+        """Have nodes load a LoRA adapter. Requests use its name as a model's. Idempotent: each node says how it ended there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Have nodes forget an adapter. What runs with it goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -221,6 +245,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.SetRole,
                     request_deserializer=pdcluster_dot_rpc_dot_admin__pb2.SetRoleRequest.FromString,
                     response_serializer=pdcluster_dot_rpc_dot_admin__pb2.Node.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=pdcluster_dot_rpc_dot_admin__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=pdcluster_dot_rpc_dot_admin__pb2.ChangeAdapterReply.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=pdcluster_dot_rpc_dot_admin__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=pdcluster_dot_rpc_dot_admin__pb2.ChangeAdapterReply.SerializeToString,
             ),
             'ListRequests': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRequests,
@@ -398,6 +432,60 @@ class Admin:
             '/pdcluster.v1.Admin/SetRole',
             pdcluster_dot_rpc_dot_admin__pb2.SetRoleRequest.SerializeToString,
             pdcluster_dot_rpc_dot_admin__pb2.Node.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdcluster.v1.Admin/LoadAdapter',
+            pdcluster_dot_rpc_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+            pdcluster_dot_rpc_dot_admin__pb2.ChangeAdapterReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdcluster.v1.Admin/UnloadAdapter',
+            pdcluster_dot_rpc_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+            pdcluster_dot_rpc_dot_admin__pb2.ChangeAdapterReply.FromString,
             options,
             channel_credentials,
             insecure,

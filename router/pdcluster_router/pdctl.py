@@ -39,9 +39,11 @@ get_app = typer.Typer(help="List nodes, requests or models, or show the policy."
 describe_app = typer.Typer(help="All that is known of one thing.", no_args_is_help=True)
 set_app = typer.Typer(help="Change the routing policy.", no_args_is_help=True)
 diff_app = typer.Typer(help="Compare the live policy with its shadow.", no_args_is_help=True)
+adapter_app = typer.Typer(help="LoRA adapters of nodes that run vLLM.", no_args_is_help=True)
 config_app = typer.Typer(help="Look at the settings.", no_args_is_help=True)
 for name, part in (
-    ("get", get_app), ("describe", describe_app), ("set", set_app), ("diff", diff_app), ("config", config_app),
+    ("get", get_app), ("describe", describe_app), ("set", set_app), ("diff", diff_app), ("adapter", adapter_app),
+    ("config", config_app),
 ):  # fmt: skip
     app.add_typer(part, name=name)
 
@@ -399,6 +401,48 @@ def set_role(
         if role not in ROLES:
             raise ConfigError(f"{role!r} is no role; use {', '.join(ROLES)}")
         print(changing.set_role(clients, node, cast(Role, role)))
+
+
+ADAPTER_NODES = typer.Option("--node", metavar="NODE", autocompletion=_node_names, help="Only there; may be repeated.")
+AdapterName = Annotated[str, typer.Argument(metavar="NAME", help="What requests call it.")]
+
+
+@adapter_app.command("load")
+def load_adapter(
+    name: AdapterName,
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Its directory on the nodes' machines, absolute.")],
+    node: Annotated[list[str] | None, ADAPTER_NODES] = None,
+    admin: Admin = ADMIN,
+    token_file: TokenFile = None,
+) -> None:
+    """Have all nodes load a LoRA adapter. Requests use its name as a model's."""
+    from pdcluster_router.operate import changing
+
+    with _clients(admin, token_file, needs_all=False) as clients:
+        print(changing.load_adapter(clients, name, path, node or []))
+
+
+@adapter_app.command("unload")
+def unload_adapter(
+    name: AdapterName,
+    node: Annotated[list[str] | None, ADAPTER_NODES] = None,
+    admin: Admin = ADMIN,
+    token_file: TokenFile = None,
+) -> None:
+    """Have all nodes forget an adapter. What runs with it goes on."""
+    from pdcluster_router.operate import changing
+
+    with _clients(admin, token_file, needs_all=False) as clients:
+        print(changing.unload_adapter(clients, name, node or []))
+
+
+@adapter_app.command("list")
+def list_adapters(admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = PrintFormat.TABLE) -> None:
+    """Adapters and the nodes that have them."""
+    from pdcluster_router.operate import commands
+
+    with _clients(admin, token_file) as clients:
+        commands.list_adapters(clients, output)
 
 
 @app.command()

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import msgspec
 
-from pdcluster.bootstrap.card_messages import capabilities_to_proto, role_from_proto, role_to_proto
+from pdcluster.bootstrap.card_messages import adapters_to_proto, capabilities_to_proto, role_from_proto, role_to_proto
 from pdcluster.core.errors import PdclusterError
 from pdcluster.core.reported import PathLoad
 from pdcluster.core.version import VERSION
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import admin_pb2_grpc as stubs
 from pdcluster.rpc.status import status_of
-from pdcluster_router.admin.operations import CachedNode, NodeStatus, Operations, PolicyStatus, RequestStatus
+from pdcluster_router.admin.operations import (
+    CachedNode,
+    NodeAdapter,
+    NodeStatus,
+    Operations,
+    PolicyStatus,
+    RequestStatus,
+)
 from pdcluster_router.cluster.events import Event
 from pdcluster_router.explain.text import text_of
 from pdcluster_router.frontend.grpc import answering
@@ -84,6 +91,16 @@ class AdminService(stubs.AdminServicer):
     async def SetRole(self, request: pb.SetRoleRequest, context: grpc.aio.ServicerContext) -> pb.Node:
         return _node(await self._operations.set_role(request.node, role_from_proto(request.role)))
 
+    async def LoadAdapter(
+        self, request: pb.LoadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ChangeAdapterReply:
+        return _adapters(await self._operations.change_adapter(request.name, request.path, tuple(request.nodes)))
+
+    async def UnloadAdapter(
+        self, request: pb.UnloadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ChangeAdapterReply:
+        return _adapters(await self._operations.change_adapter(request.name, None, tuple(request.nodes)))
+
     async def ListRequests(
         self, request: pb.ListRequestsRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListRequestsReply:
@@ -146,6 +163,10 @@ def _policy(found: PolicyStatus) -> pb.Policy:
     return pb.Policy(**msgspec.structs.asdict(found))
 
 
+def _adapters(told: Iterable[NodeAdapter]) -> pb.ChangeAdapterReply:
+    return pb.ChangeAdapterReply(nodes=[pb.NodeAdapter(**msgspec.structs.asdict(each)) for each in told])
+
+
 def _request(found: RequestStatus) -> pb.Request:
     return pb.Request(**msgspec.structs.asdict(found))
 
@@ -177,7 +198,7 @@ def _node(found: NodeStatus) -> pb.Node:
         address=found.address, model=found.model,
         device=found.device, backends=found.backends, max_len=found.max_len, in_flight=found.in_flight,
         version=found.version, models=found.models, engine=found.engine,
-        capabilities=capabilities_to_proto(found.capabilities),
+        capabilities=capabilities_to_proto(found.capabilities), adapters=adapters_to_proto(found.adapters),
     )  # fmt: skip
     if (load := found.load) is not None:
         node.load.CopyFrom(pb.NodeLoad(**{name: getattr(load, name) for name in pb.NodeLoad.DESCRIPTOR.fields_by_name}))

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from pdcluster.bootstrap.card import NATIVE, Capabilities
+from pdcluster.bootstrap.card import NATIVE, Adapter, Capabilities
 from pdcluster.core.messages import Load, Role
 from pdcluster.kv.layout import NATIVE_ENGINE
 from pdcluster_router.cluster.events import Event
@@ -43,6 +43,19 @@ class NodeStatus(msgspec.Struct, frozen=True):
     models: tuple[str, ...] = ()
     engine: str = NATIVE_ENGINE
     capabilities: Capabilities = NATIVE
+    adapters: tuple[Adapter, ...] = ()
+
+
+class NodeAdapter(msgspec.Struct, frozen=True):
+    """How a change of an adapter ended at one node.
+
+    error: why it was not done, "" where it was.
+    digest: of the files that are loaded.
+    """
+
+    node: str
+    error: str = ""
+    digest: str = ""
 
 
 class RequestStatus(msgspec.Struct, frozen=True):
@@ -148,6 +161,10 @@ class Operations(Protocol):
     async def set_role(self, name: str, role: Role) -> NodeStatus: ...
 
     async def move(self, name: str) -> int: ...
+
+    async def change_adapter(self, name: str, path: str | None, nodes: tuple[str, ...]) -> list[NodeAdapter]:
+        """Load an adapter on these nodes, or on all; path None unloads it."""
+        ...
 
     def drain(self, name: str, deadline_s: float) -> AsyncIterator[DrainProgress]: ...
 

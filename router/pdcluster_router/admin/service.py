@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
 
-from pdcluster.bootstrap.card import NodeCard
-from pdcluster.core.errors import BadRequest, ConfigError, DeadlineExceeded, UnknownName
+from pdcluster.bootstrap.card import MAX_NAME_CHARS, MAX_TEXT_CHARS, NodeCard
+from pdcluster.core.errors import BadRequest, ConfigError, DeadlineExceeded, NodeLost, UnknownName
 from pdcluster.core.messages import Managed, Role
+from pdcluster.kv.layout import NATIVE_ENGINE
 from pdcluster_router.admin import drains
 from pdcluster_router.admin.operations import (
     CachedNode,
     CacheStatus,
     DrainProgress,
+    NodeAdapter,
     NodeStatus,
     PolicyStatus,
     RequestList,
@@ -34,6 +36,8 @@ from pdcluster_router.request.open_requests import OpenRequest, OpenRequests
 
 # Longest wait for a node's answer to a change.
 MANAGE_S = 5.0
+# The same for an adapter, whose files are read and checked. A node gives up after 120 s.
+ADAPTER_S = 130.0
 
 # A drain looks this often, even without news.
 LOOK_S = 1.0
@@ -117,6 +121,48 @@ class Admin:
         found = self._find(name)
         answer = await self._ask(found, moves=True)
         return answer.num_moved
+
+    async def change_adapter(self, name: str, path: str | None, nodes: tuple[str, ...]) -> list[NodeAdapter]:
+        if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
+            raise BadRequest(f"an adapter's name has 1 to {MAX_NAME_CHARS} printable characters", "name")
+        if path is not None and not 0 < len(path) <= MAX_TEXT_CHARS:
+            raise BadRequest(f"an adapter's path has 1 to {MAX_TEXT_CHARS} characters", "path")
+        asked = [self._find(node) for node in nodes] or self._known()
+        if not asked:
+            raise UnknownName("no node is known", "nodes")
+        told = await asyncio.gather(*(self._change_adapter(found.card, name, path) for found in asked))
+        await self._see_adapter(name, {each.node: each.digest for each in told if not each.error})
+        done = ", ".join(each.node for each in told if not each.error)
+        if done:
+            self.log.add("adapter", name, f"{'unloaded from' if path is None else 'loaded at'} {done}")
+        return told
+
+    async def _change_adapter(self, card: NodeCard, name: str, path: str | None) -> NodeAdapter:
+        if not card.capabilities.adapters:
+            if path is None:
+                return NodeAdapter(card.node)
+            way_out = (
+                "start it with vLLM's --enable-lora"
+                if card.engine != NATIVE_ENGINE
+                else "its engine is native; nodes with --engine vllm have"
+            )
+            return NodeAdapter(card.node, f"node {card.node} has no LoRA adapters: {way_out}")
+        try:
+            answer = await self.cluster.manage_adapter(card.incarnation, name, path, ADAPTER_S)
+        except TimeoutError:
+            return NodeAdapter(card.node, f"node {card.node} did not answer within {ADAPTER_S:g} s; see its log")
+        except NodeLost as error:
+            return NodeAdapter(card.node, str(error))
+        return NodeAdapter(card.node, answer.error, answer.digest)
+
+    async def _see_adapter(self, name: str, digests: Mapping[str, str]) -> None:
+        """Wait a little until the nodes' cards say it here, too, so that the next request finds it so."""
+        until = self._clock() + MANAGE_S
+        while self._clock() < until:
+            cards = [card for card in self.cluster.listed() if card.node in digests]
+            if all(_digest_of(card, name) == digests[card.node] for card in cards):
+                return
+            await self.wait_for_change(until - self._clock())
 
     async def wait_for_change(self, timeout_s: float) -> None:
         try:
@@ -268,7 +314,13 @@ def _status(found: KnownNode) -> NodeStatus:
         models=card.models,
         engine=card.engine,
         capabilities=card.capabilities,
+        adapters=card.adapters,
     )
+
+
+def _digest_of(card: NodeCard, name: str) -> str:
+    adapter = card.adapter(name)
+    return "" if adapter is None else adapter.digest
 
 
 def _after(found: KnownNode, answer: Managed) -> KnownNode:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from pdcluster.core.messages import AnyMessage, FetchFile, FileChunk, Manage, Managed, Role
+from pdcluster.core.messages import (
+    AdapterManaged,
+    AnyMessage,
+    FetchFile,
+    FileChunk,
+    Manage,
+    ManageAdapter,
+    Managed,
+    Role,
+)
 
 # Sends a message to the node of an incarnation. Raises NodeLost.
 Send = Callable[[str, AnyMessage], None]
@@ -18,10 +27,16 @@ class NodeCalls:
         self._send = send
         self._files: dict[tuple[str, str], asyncio.Future[FileChunk]] = {}
         self._managing: dict[int, asyncio.Future[Managed]] = {}
+        self._adapters: dict[int, asyncio.Future[AdapterManaged]] = {}
         self._num_managed = 0
 
     def on_managed(self, message: Managed) -> None:
         asked = self._managing.get(message.number)
+        if asked is not None and not asked.done():
+            asked.set_result(message)
+
+    def on_adapter(self, message: AdapterManaged) -> None:
+        asked = self._adapters.get(message.number)
         if asked is not None and not asked.done():
             asked.set_result(message)
 
@@ -52,6 +67,19 @@ class NodeCalls:
                 return await answer
         finally:
             del self._managing[number]
+
+    async def manage_adapter(self, incarnation: str, name: str, path: str | None, timeout_s: float) -> AdapterManaged:
+        """Have a node load an adapter, or unload it (path None). Raises NodeLost or TimeoutError."""
+        self._num_managed += 1
+        number = self._num_managed
+        answer: asyncio.Future[AdapterManaged] = asyncio.get_running_loop().create_future()
+        self._adapters[number] = answer
+        try:
+            self._send(incarnation, ManageAdapter(number, name, path))
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        finally:
+            del self._adapters[number]
 
     async def fetch_file(self, incarnation: str, name: str, offset: int, timeout_s: float) -> FileChunk:
         """Fetch one piece of a model card's file. Raises NodeLost or TimeoutError."""

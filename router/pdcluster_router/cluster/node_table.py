@@ -23,6 +23,7 @@ from pdcluster.core.errors import NodeLost
 from pdcluster.core.messages import (
     HASH_BYTES,
     PROTOCOL_VERSION,
+    AdapterManaged,
     AnyMessage,
     AskCache,
     CacheDelta,
@@ -235,6 +236,7 @@ class NodeTable:
         self._refused: dict[str, str] = {}
         self._calls = NodeCalls(self._send_to)
         self.manage, self.fetch_file = self._calls.manage, self._calls.fetch_file
+        self.manage_adapter = self._calls.manage_adapter
         self._changed = asyncio.Event()
         self._upkeep = ViewUpkeep(self._nodes, self.ledger)
         self.view, self.glance = self._upkeep.view, self._upkeep.glance
@@ -249,6 +251,7 @@ class NodeTable:
             Load: self._on_load,
             CacheDelta: self._on_delta,
             Managed: self._on_managed,
+            AdapterManaged: self._on_adapter,
             FileChunk: self._on_chunk,
         }
 
@@ -442,6 +445,9 @@ class NodeTable:
             state.is_cordoned = message.cordoned
             self._take_load(state, replace(load, role=message.role))
         self._calls.on_managed(message)
+
+    def _on_adapter(self, state: NodeState, message: AdapterManaged) -> None:
+        self._calls.on_adapter(message)
 
     def _on_chunk(self, state: NodeState, message: FileChunk) -> None:
         self._calls.on_chunk(state.card.incarnation, message)

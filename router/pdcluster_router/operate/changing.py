@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import grpc
 
 from pdcluster.bootstrap.card_messages import role_to_proto
-from pdcluster.core.errors import ConfigError
+from pdcluster.core.errors import ConfigError, PdclusterError
 from pdcluster.core.messages import Role
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster_router.operate import reading
-from pdcluster_router.operate.clients import AdminClients, NotReached, RouterAnswer, answered, refusal
+from pdcluster_router.operate.clients import AdminClients, NotReached, RouterAdmin, RouterAnswer, answered, refusal
 
 # A drain's stream outlives its deadline by what the router gives moved work.
 DRAIN_GRACE_S = 30.0
+# A router gives nodes less than this to load an adapter.
+ADAPTER_CALL_S = 150.0
 
 
 def cordon(clients: AdminClients, node: str, *, cordoned: bool) -> str:
@@ -55,6 +58,29 @@ def progress_line(node: str, left: reading.Row) -> str:
 def set_role(clients: AdminClients, node: str, role: Role) -> str:
     told = clients.change_node("SetRole", pb.SetRoleRequest(node=node, role=role_to_proto(role)))
     return f"node {node} is a {reading.role_name(told.reply.role)} node now"
+
+
+def load_adapter(clients: AdminClients, name: str, path: str, nodes: Sequence[str]) -> str:
+    """At all these nodes, or all there are. Raises PdclusterError where one did not take it."""
+    router = clients.first()
+    return _adapter_change(router, "LoadAdapter", pb.LoadAdapterRequest(name=name, path=path, nodes=nodes), "loaded")
+
+
+def unload_adapter(clients: AdminClients, name: str, nodes: Sequence[str]) -> str:
+    router = clients.first()
+    return _adapter_change(router, "UnloadAdapter", pb.UnloadAdapterRequest(name=name, nodes=nodes), "unloaded")
+
+
+def _adapter_change(router: RouterAdmin, method: str, request: Any, done: str) -> str:
+    try:
+        told = getattr(router.stub, method)(request, timeout=ADAPTER_CALL_S).nodes
+    except grpc.RpcError as error:
+        raise refusal(RouterAnswer(router.address, None, error)) from error
+    said = f"adapter {request.name} is {done} at {', '.join(each.node for each in told if not each.error) or 'no node'}"
+    failed = [f"{each.node}: {each.error}" for each in told if each.error]
+    if failed:
+        raise PdclusterError(f"{said}; {'; '.join(failed)}")
+    return said
 
 
 def cancel(clients: AdminClients, request: str, reason: str) -> str:

@@ -77,6 +77,10 @@ def repeat(work: Callable[[], None], every_s: float, *, is_watching: bool) -> No
             time.sleep(every_s)
 
 
+def list_adapters(clients: AdminClients, output: PrintFormat) -> None:
+    show(reading.adapters(clients), reading.ADAPTER_COLUMNS, output)
+
+
 def describe(clients: AdminClients, name: str, output: PrintFormat) -> None:
     found = reading.describe(clients, name)
     if output in IS_DATA:
@@ -87,9 +91,12 @@ def describe(clients: AdminClients, name: str, output: PrintFormat) -> None:
         return
     out = console()
     shown = (
-        "name", "role", "state", "model", "address", "device", "engine", "transfer", "max_len", "version", "incarnation"
+        "name", "role", "state", "model", "address", "device", "engine", "adapters", "transfer", "max_len", "version",
+        "incarnation",
     )  # fmt: skip
+    found_adapters = ", ".join(f"{each['name']} ({each['digest']})" for each in found["adapters"])  # type: ignore[attr-defined]
     texts = found | {
+        "adapters": found_adapters or "none",
         "engine": reading.engine_text(found), "slots": reading.slots_text(found), "kv_used": reading.kv_text(found)
     }  # fmt: skip
     for key in (*shown, "waiting", "running", "slots", "kv_used", "in_flight"):

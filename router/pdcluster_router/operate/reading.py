@@ -44,7 +44,7 @@ def age_text(row: Mapping[str, object]) -> str:
 ENGINE_TEXTS = (
     ("pulls", "no pulls"), ("digests", "no digests of KV"), ("keyed_sampling", "a replay samples anew"),
     ("estimated_cost", "costs are estimated"), ("first_token", "the decode node makes the first token"),
-    ("embeds", "embeds"),
+    ("embeds", "embeds"), ("adapters", "takes LoRA adapters"),
 )  # fmt: skip
 NODE_COLUMNS = (
     PrintedColumn("NAME", "name"),
@@ -77,6 +77,12 @@ REQUEST_COLUMNS = (
     PrintedColumn("ATTEMPTS", "attempts", is_wide=True, is_number=True),
     PrintedColumn("MODEL", "model", is_wide=True),
     PrintedColumn("ROUTER", "router", is_wide=True),
+)
+ADAPTER_COLUMNS = (
+    PrintedColumn("NAME", "name"),
+    PrintedColumn("NODE", "node"),
+    PrintedColumn("MODEL", "model"),
+    PrintedColumn("DIGEST", "digest"),
 )
 MODEL_COLUMNS = (
     PrintedColumn("NAME", "name"),
@@ -129,6 +135,7 @@ def node_row(node: pb.Node) -> Row:
         "version": node.version,
         "engine": node.engine or NATIVE_ENGINE,
         "capabilities": asdict(_capabilities(node)),
+        "adapters": [{"name": each.name, "digest": each.digest} for each in node.adapters],
         "load": as_dict(load),
     }
 
@@ -168,6 +175,16 @@ def request_row(request: pb.Request) -> Row:
         "placed_s": request.placed_s if request.HasField("placed_s") else None,
         "ttft_s": request.ttft_s if request.HasField("ttft_s") else None,
     }  # fmt: skip
+
+
+def adapters(clients: AdminClients) -> list[Row]:
+    """One row per adapter and node."""
+    rows = [
+        adapter | {"node": node["name"], "model": node["model"]}
+        for node in nodes(clients)
+        for adapter in node["adapters"]
+    ]
+    return sorted(rows, key=lambda row: (str(row["name"]), str(row["node"])))
 
 
 def models(clients: AdminClients) -> list[Row]:

@@ -73,6 +73,8 @@ class WorkerEndpoint:
                 return await operations.cordon(node, cordoned=cordoned)
             case frames.AskMove(node):
                 return await operations.move(node)
+            case frames.AskAdapter(name, path, nodes):
+                return await operations.change_adapter(name, path, nodes)
             case frames.AskRole(node, role):
                 return await operations.set_role(node, role)
             case frames.AskRequests(node):

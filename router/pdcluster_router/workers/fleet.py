@@ -24,6 +24,7 @@ from pdcluster_router.admin.operations import (
     CachedNode,
     CacheStatus,
     DrainProgress,
+    NodeAdapter,
     NodeStatus,
     PolicyStatus,
     RequestList,
@@ -42,6 +43,7 @@ ASK_S = 2.0
 
 # Where a node must answer, too.
 MANAGE_S = 6.0
+ADAPTER_ASK_S = 140.0
 
 # A drain looks at all workers this often.
 LOOK_S = 0.1
@@ -232,6 +234,9 @@ class Fleet:
 
     async def move(self, name: str) -> int:
         return await self._ask_any(frames.AskMove(name), int, MANAGE_S)
+
+    async def change_adapter(self, name: str, path: str | None, nodes: tuple[str, ...]) -> list[NodeAdapter]:
+        return await self._ask_any(frames.AskAdapter(name, path, nodes), list[NodeAdapter], ADAPTER_ASK_S)
 
     def drain(self, name: str, deadline_s: float) -> AsyncIterator[DrainProgress]:
         return self._drains.drain(name, deadline_s)

@@ -40,6 +40,14 @@ class AskMove(Question, frozen=True):
     node: str
 
 
+class AskAdapter(Question, frozen=True):
+    """Load an adapter, or unload it (path None)."""
+
+    name: str
+    path: str | None
+    nodes: tuple[str, ...]
+
+
 class AskRole(Question, frozen=True):
     node: str
     role: Role
@@ -85,7 +93,7 @@ class AskExposition(Question, frozen=True):
 
 
 AnyQuestion = (
-    AskNodes | AskCordon | AskMove | AskRole | AskRequests | AskCancel | AskExplain | AskPolicy | SetPolicy
+    AskNodes | AskCordon | AskMove | AskAdapter | AskRole | AskRequests | AskCancel | AskExplain | AskPolicy | SetPolicy
     | AskCacheState | AskMetrics | AskReadiness | AskExposition
 )  # fmt: skip
 

@@ -12,6 +12,7 @@ from pdcluster_router.admin.grpc import listening
 from pdcluster_router.admin.operations import (
     CacheStatus,
     DrainProgress,
+    NodeAdapter,
     NodeStatus,
     PolicyStatus,
     RequestList,
@@ -51,6 +52,11 @@ class ScriptedAdmin:
     async def set_role(self, name: str, role: Role) -> NodeStatus:
         self.changes.append(("role", name, role))
         return await self.node(name)
+
+    async def change_adapter(self, name: str, path: str | None, nodes: tuple[str, ...]) -> list[NodeAdapter]:
+        self.changes.append(("adapter", name, (path, nodes)))
+        why = "it is bad" if path == "/bad" else ""
+        return [NodeAdapter(each.name, why, "" if why or path is None else "d1") for each in self.node_list]
 
     async def move(self, name: str) -> int:
         raise AssertionError("a client does not ask for it")

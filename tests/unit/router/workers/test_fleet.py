@@ -10,7 +10,7 @@ from worker_endpoints import ScriptedWorker, node_status, two_workers
 
 from pdcluster.core.errors import BadRequest, DeadlineExceeded, PdclusterError, Unavailable, UnknownName
 from pdcluster.telemetry.health import Verdict
-from pdcluster_router.admin.operations import CachedNode, CacheStatus, NodeStatus
+from pdcluster_router.admin.operations import CachedNode, CacheStatus, NodeAdapter, NodeStatus
 from pdcluster_router.explain.records import Explanation
 from pdcluster_router.workers import fleet as fleet_module
 
@@ -152,6 +152,7 @@ async def test_what_a_node_must_answer_goes_through_any_worker_that_is_there() -
         await workers.die(0)
         assert (await workers.fleet.cordon("n0", cordoned=True)).name == "n0"
         assert (await workers.fleet.set_role("n0", "decode")).name == "n0"
+        assert await workers.fleet.change_adapter("sql", "d1", ("n0",)) == [NodeAdapter("n0", digest="d1")]
         with pytest.raises(UnknownName):
             await workers.fleet.cordon("n9", cordoned=True)
 

@@ -20,6 +20,7 @@ from pdcluster_router.admin.operations import (
     CachedNode,
     CacheStatus,
     DrainProgress,
+    NodeAdapter,
     NodeStatus,
     PolicyStatus,
     RequestList,
@@ -83,6 +84,10 @@ class ScriptedWorker:
     async def set_role(self, name: str, role: Role) -> NodeStatus:
         await self._note("role")
         return self.node_list[0]
+
+    async def change_adapter(self, name: str, path: str | None, nodes: tuple[str, ...]) -> list[NodeAdapter]:
+        await self._note("adapter")
+        return [NodeAdapter(node, digest=path or "") for node in nodes]
 
     async def move(self, name: str) -> int:
         await self._note("move")
