@@ -110,6 +110,19 @@ async def test_a_decode_node_is_described_by_what_others_write_to_it() -> None:
         assert not written[writer].received
 
 
+async def test_native_nodes_refuse_adapters_by_name_and_the_router_asks_nobody_else() -> None:
+    async with LocalCluster(PAIR) as cluster, administered(cluster) as (stub, _):
+        told = await stub.LoadAdapter(pb.LoadAdapterRequest(name="sql", path="/adapters/sql"))
+        assert {each.node for each in told.nodes} == set(PAIR)
+        assert all("engine is native" in each.error and not each.digest for each in told.nodes)
+        assert not any(each.error for each in (await stub.UnloadAdapter(pb.UnloadAdapterRequest(name="sql"))).nodes)
+        for bad in ({"name": ""}, {"name": "n" * 129}, {"name": "a\n"}, {"name": "a", "path": "x" * 2000}):
+            code, _details = await code_of(stub.LoadAdapter(pb.LoadAdapterRequest(**{"path": "/a", **bad})))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+        code, _details = await code_of(stub.LoadAdapter(pb.LoadAdapterRequest(name="a", path="/a", nodes=["nobody"])))
+        assert code is grpc.StatusCode.NOT_FOUND
+
+
 async def test_a_role_and_a_cordon_reach_the_node_and_are_told_as_events() -> None:
     async with LocalCluster(PAIR) as cluster, administered(cluster) as (stub, _):
         assert (

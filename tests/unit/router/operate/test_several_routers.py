@@ -9,10 +9,12 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from scripted_admin import ScriptedAdmin, admin_node, administered
 from typer.testing import CliRunner, Result
 
+from pdcluster.bootstrap.card import Adapter
 from pdcluster_router import pdctl
 from pdcluster_router.operate import clients
 
@@ -125,3 +127,27 @@ async def test_a_wrong_token_has_its_own_code_and_text(alive: tuple[ScriptedAdmi
         assert "locked" in told.stdout and "silent" not in told.stdout
         assert told.exit_code == 5, "of two routers only one takes it"
         assert (await run("get", "nodes", "--admin", guarded, "--token-file", str(right))).exit_code == 0
+
+
+async def test_adapters_are_loaded_and_unloaded_at_nodes_through_one_router(alive: tuple[ScriptedAdmin, str]) -> None:
+    admin, address = alive
+    loaded = await run("adapter", "load", "sql", "/adapters/sql", "--node", "p0", "--admin", address)
+    assert loaded.exit_code == 0 and "adapter sql is loaded at p0, d0" in loaded.output
+    unloaded = await run("adapter", "unload", "sql", "--admin", address)
+    assert unloaded.exit_code == 0 and "unloaded" in unloaded.output
+    assert admin.changes == [("adapter", "sql", ("/adapters/sql", ("p0",))), ("adapter", "sql", (None, ()))]
+
+
+async def test_a_node_that_does_not_take_an_adapter_is_named_and_the_exit_code_says_so(
+    alive: tuple[ScriptedAdmin, str],
+) -> None:
+    refused = await run("adapter", "load", "sql", "/bad", "--admin", alive[1])
+    assert refused.exit_code == 1 and "p0: it is bad" in refused.output + refused.stderr
+
+
+async def test_adapters_are_listed_by_node(alive: tuple[ScriptedAdmin, str]) -> None:
+    admin, address = alive
+    admin.node_list[0] = msgspec.structs.replace(admin.node_list[0], adapters=(Adapter("sql", "d1"),))
+    listed = await run("adapter", "list", "-o", "json", "--admin", address)
+    (row,) = json.loads(listed.output)
+    assert (row["name"], row["node"], row["digest"]) == ("sql", "p0", "d1")
