@@ -123,6 +123,10 @@ def check(config: NodeConfig) -> None:
     """Refuse by name what is not built."""
     if config.vllm.args:
         raise ConfigError("vLLM's arguments are given, but node.engine is native; add --engine vllm, or leave them out")
+    if config.vllm.adapters:
+        raise ConfigError(
+            "node.vllm.adapters is set, but node.engine is native, which has no LoRA adapters; add --engine vllm"
+        )
     if config.device != "cpu" and config.role != "mixed":
         raise ConfigError(
             f"node.role is {config.role} on {config.device}, but KV in device memory cannot be moved yet; use role "

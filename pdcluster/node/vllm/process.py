@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
-from pdcluster.bootstrap.card import Adapter, Capabilities, NodeCard, check_adapters
+from pdcluster.bootstrap.card import MAX_ADAPTERS, Adapter, Capabilities, NodeCard, check_adapters
 from pdcluster.checkpoint.end_tokens import eos_token_ids
 from pdcluster.checkpoint.hub import served_name
 from pdcluster.checkpoint.text_files import read_text_files
@@ -299,6 +299,6 @@ def card_of(process: NodeProcess, facts: EngineFacts, links: NodeLinks, eos: tup
             estimated_cost=True,
             first_token="decode",
             embeds=facts.embedding_size > 0,
-            adapters=facts.max_adapters,
+            adapters=min(facts.max_adapters, MAX_ADAPTERS),
         ),
     )

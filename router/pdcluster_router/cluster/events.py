@@ -31,6 +31,7 @@ Kind = Literal[
     "policy",
     "cancel",
     "auto-role",
+    "adapter",
 ]
 
 

@@ -94,9 +94,8 @@ def describe(clients: AdminClients, name: str, output: PrintFormat) -> None:
         "name", "role", "state", "model", "address", "device", "engine", "adapters", "transfer", "max_len", "version",
         "incarnation",
     )  # fmt: skip
-    found_adapters = ", ".join(f"{each['name']} ({each['digest']})" for each in found["adapters"])  # type: ignore[attr-defined]
     texts = found | {
-        "adapters": found_adapters or "none",
+        "adapters": reading.adapters_text(found),
         "engine": reading.engine_text(found), "slots": reading.slots_text(found), "kv_used": reading.kv_text(found)
     }  # fmt: skip
     for key in (*shown, "waiting", "running", "slots", "kv_used", "in_flight"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 from pdcluster.bootstrap.card import NATIVE, Capabilities
 from pdcluster.bootstrap.card_messages import capabilities_from_proto, role_from_proto
@@ -34,6 +34,10 @@ def engine_text(row: Mapping[str, Any]) -> str:
     if found.parks_s:
         said.append(f"finished KV waits {found.parks_s:g} s")
     return f"{row['engine']} ({', '.join(said)})" if said else str(row["engine"])
+
+
+def adapters_text(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"{each['name']} ({each['digest']})" for each in row["adapters"]) or "none"
 
 
 def age_text(row: Mapping[str, object]) -> str:
@@ -135,9 +139,13 @@ def node_row(node: pb.Node) -> Row:
         "version": node.version,
         "engine": node.engine or NATIVE_ENGINE,
         "capabilities": asdict(_capabilities(node)),
-        "adapters": [{"name": each.name, "digest": each.digest} for each in node.adapters],
+        "adapters": _adapter_rows(node),
         "load": as_dict(load),
     }
+
+
+def _adapter_rows(node: pb.Node) -> list[Row]:
+    return [{"name": each.name, "digest": each.digest} for each in node.adapters]
 
 
 def _capabilities(node: pb.Node) -> Capabilities:
@@ -179,11 +187,10 @@ def request_row(request: pb.Request) -> Row:
 
 def adapters(clients: AdminClients) -> list[Row]:
     """One row per adapter and node."""
-    rows = [
-        adapter | {"node": node["name"], "model": node["model"]}
-        for node in nodes(clients)
-        for adapter in node["adapters"]
-    ]
+    rows: list[Row] = []
+    for node in nodes(clients):
+        own = cast("list[Row]", node["adapters"])
+        rows += [adapter | {"node": node["name"], "model": node["model"]} for adapter in own]
     return sorted(rows, key=lambda row: (str(row["name"]), str(row["node"])))
 
 

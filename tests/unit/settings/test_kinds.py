@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcluster.settings.kinds import (
+    adapter_paths,
     address,
     addresses,
     boolean,
@@ -117,6 +118,17 @@ def test_booleans_are_words_or_toml_values() -> None:
     for raw in (1, 0, None, "on!", []):
         with pytest.raises(ValueError, match="true or false"):
             boolean(raw)
+
+
+def test_adapters_are_names_with_directories() -> None:
+    assert adapter_paths("sql=/a/sql, sums=/a/b=c") == ("sql=/a/sql", "sums=/a/b=c")
+    assert adapter_paths(["sql=/a/sql"]) == ("sql=/a/sql",)
+
+
+@pytest.mark.parametrize("raw", ["", "sql", "sql=", "=/a", "sql=/a,sql=/b", "a\n=/a", 7, {"sql": "/a"}], ids=str)
+def test_adapters_without_a_name_or_a_directory_or_named_twice_are_refused(raw: object) -> None:
+    with pytest.raises(ValueError, match="NAME=DIRECTORY"):
+        adapter_paths(raw)
 
 
 def test_a_path_may_start_at_home() -> None:

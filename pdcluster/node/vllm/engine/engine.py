@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from pdcluster.bootstrap.card import MAX_ADAPTERS
 from pdcluster.core.bounds import MAX_DIMENSIONS
 from pdcluster.core.errors import BadRequest, ConfigError, PdclusterError, ProtocolError
 from pdcluster.core.messages import Pooling
@@ -342,7 +341,7 @@ class VllmEngine:
             embedding_size=model.embedding_size if model.runner_type == "pooling" else 0,
             groups=groups,
             lease_s=self._options.lease_s,
-            max_adapters=min(config.lora_config.max_cpu_loras, MAX_ADAPTERS) if config.lora_config else 0,
+            max_adapters=config.lora_config.max_cpu_loras if config.lora_config else 0,
         )
 
     # ------------------------------------------------------------ the engine's thread: requests
