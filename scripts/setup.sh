@@ -78,12 +78,18 @@ install_torch() {
 
 has_libibverbs() { $VENV/bin/python -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null; }
 
+# What the CUDA build of Mooncake loads besides its own files and libibverbs.
+has_cuda() { $VENV/bin/python -c 'import ctypes; [ctypes.CDLL(f"lib{x}") for x in ("cuda.so.1", "cudart.so.12", "mlx5.so.1", "curl.so.4")]' 2>/dev/null; }
+
 install_mooncake() {
     [ "$(uname -s)" = Linux ] || { say "skipped: the mooncake transfer engine runs on Linux only; shm and tcp work"; return; }
     if ! has_libibverbs && ! apt_install libibverbs1; then
         say "skipped: libibverbs1 is missing, so the mooncake transfer engine cannot load; shm and tcp work. To get it: sudo apt-get install libibverbs1"
     fi
-    pip_install -e '.[mooncake]' --no-build-isolation \
+    local extra=mooncake-cpu other=mooncake-transfer-engine
+    if has_cuda; then extra=mooncake other=mooncake-transfer-engine-non-cuda; fi
+    $VENV/bin/python -m pip uninstall -qq -y $other 2>>$LOG  # both have the module `mooncake`
+    pip_install -e ".[$extra]" --no-build-isolation \
         || say "skipped: the mooncake transfer engine has no package for this machine (see $LOG); shm and tcp work"
 }
 

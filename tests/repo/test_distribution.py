@@ -16,7 +16,7 @@ from tree import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = dict(re.findall(r"^([A-Za-z0-9_.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-PINNED_EXTRAS = ("node", "grammar", "mooncake", "nixl", "otel", "browser", "ray", "dev")
+PINNED_EXTRAS = ("node", "grammar", "mooncake", "mooncake-cpu", "nixl", "otel", "browser", "ray", "dev")
 
 
 @pytest.fixture(scope="module")

@@ -98,9 +98,8 @@ class MooncakeEngine:
             library = importlib.import_module("mooncake.engine")
         except ImportError as error:
             raise ConfigError(
-                "transfer backend mooncake needs the package mooncake-transfer-engine-non-cuda and libibverbs1 "
-                f"({error}); "
-                "install pdcluster[mooncake] or use --transfer tcp"
+                f"transfer backend mooncake needs Mooncake's transfer engine and libibverbs1 ({error}); "
+                "install pdcluster[mooncake-cpu], pdcluster[mooncake] beside CUDA 12, or use --transfer tcp"
             ) from error
         check_release(installed_release())
         if altering := set_for_library(ALTERING):

@@ -110,7 +110,7 @@ def test_a_library_that_is_missing_or_too_old_is_refused_by_name(monkeypatch: py
     for release in ("0.3.13.post1", "0.4.0", "1.0", ""):
         check_release(release)
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)
-    with pytest.raises(ConfigError, match="install pdcluster"):
+    with pytest.raises(ConfigError, match=r"install pdcluster\[mooncake-cpu\], pdcluster\[mooncake\]"):
         MooncakeEngine(StagedSettings())
 
 
