@@ -18,6 +18,7 @@ NAMES = ("shm", "tcp", "mooncake", "nixl")
 # Best first, as long as a pair is not measured; `auto_names` adds nixl. mooncake without RDMA devices uses TCP and is
 # slower than tcp, so the user must name it.
 AUTO = ("shm", "tcp")
+AUTO_RDMA = ("shm", "nixl", "tcp")
 NOT_YET = {
     "cuda_ipc": "CUDA IPC between GPUs of one host",
     "nvlink": "NVLink between GPUs, which needs KV in device memory",
@@ -41,7 +42,9 @@ def create_backends(
     Raises ConfigError when a named backend cannot start.
     """
     fabric = fabric if fabric is not None else Fabric()
-    names = auto_names(host, fabric, has_nixl=_has_nixl()) if name == "auto" else (name,)
+    names = (name,)
+    if name == "auto":
+        names = auto_names(host, fabric, has_nixl=_has_nixl(), has_rdma=bool(rdma_devices()))
     check_fabric(fabric, name, names)
     if port is not None and "tcp" not in names:
         raise ConfigError(f"node.transfer.port is for tcp, not for {name}; leave it out")
@@ -59,11 +62,21 @@ def create_backends(
     return backends
 
 
-def auto_names(host: str, fabric: Fabric, *, has_nixl: bool) -> tuple[str, ...]:
+def auto_names(host: str, fabric: Fabric, *, has_nixl: bool, has_rdma: bool = False) -> tuple[str, ...]:
     """The backends of `auto`. nixl joins where it is installed and may find a path other than tcp's sockets; measuring
     decides. On loopback there is no such path, and nixl would only cost start time, memory and measuring.
+
+    has_rdma: an RDMA device of this host is up, so nixl comes before tcp as long as a pair is not measured.
     """
-    return (*AUTO, "nixl") if fabric.devices or (has_nixl and not is_loopback(host)) else AUTO
+    if not fabric.devices and (not has_nixl or is_loopback(host)):
+        return AUTO
+    return AUTO_RDMA if has_rdma else (*AUTO, "nixl")
+
+
+def rdma_devices(found_in: Path = INFINIBAND) -> list[str]:
+    """The RDMA devices of this host with an active port, as the kernel lists them for ibverbs."""
+    states = found_in.glob("*/ports/*/state")
+    return sorted({state.parts[-4] for state in states if "ACTIVE" in state.read_text()})
 
 
 def check_fabric(fabric: Fabric, name: str, names: tuple[str, ...], found_in: Path = INFINIBAND) -> None:

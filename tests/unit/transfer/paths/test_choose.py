@@ -12,7 +12,7 @@ from pdcluster.transfer.backends.base import Peer
 from pdcluster.transfer.backends.staged.mooncake import environment
 from pdcluster.transfer.backends.staged.nixl import environment as nixl_environment
 from pdcluster.transfer.backends.staged.staging import Fabric, StagedSettings
-from pdcluster.transfer.paths.choose import auto_names, check_fabric, create_backends
+from pdcluster.transfer.paths.choose import auto_names, check_fabric, create_backends, rdma_devices
 
 ME = Peer("n0", "boot")
 
@@ -66,6 +66,51 @@ def test_nixl_joins_auto_where_it_may_find_another_way_than_tcp(
     host: str, fabric: Fabric, has_nixl: bool, names: tuple[str, ...]
 ) -> None:
     assert auto_names(host, fabric, has_nixl=has_nixl) == names
+
+
+def add_port(sysfs: Path, device: str, state: str, port: int = 1) -> None:
+    folder = sysfs / device / "ports" / str(port)
+    folder.mkdir(parents=True)
+    (folder / "state").write_text(f"{state}\n")
+
+
+def test_a_device_counts_where_one_of_its_ports_is_active(tmp_path: Path) -> None:
+    assert rdma_devices(tmp_path / "none") == [] == rdma_devices(tmp_path)
+    add_port(tmp_path, "mlx5_2", "4: ACTIVE")
+    add_port(tmp_path, "mlx5_0", "1: DOWN")
+    add_port(tmp_path, "mlx5_0", "4: ACTIVE", port=2)
+    add_port(tmp_path, "mlx5_1", "2: INIT")
+    (tmp_path / "mlx5_3").mkdir()
+    assert rdma_devices(tmp_path) == ["mlx5_0", "mlx5_2"]
+
+
+@pytest.mark.parametrize(
+    ("host", "fabric", "has_nixl", "names"),
+    [
+        ("10.0.0.5", Fabric(), True, ("shm", "nixl", "tcp")),
+        ("127.0.0.1", Fabric(("mlx5_0",)), True, ("shm", "nixl", "tcp")),
+        ("10.0.0.5", Fabric(), False, ("shm", "tcp")),
+        ("127.0.0.1", Fabric(), True, ("shm", "tcp")),
+    ],
+    ids=["a network", "devices are named", "nothing that could use it", "loopback"],
+)
+def test_auto_prefers_rdma_where_a_device_is_up(
+    host: str, fabric: Fabric, has_nixl: bool, names: tuple[str, ...]
+) -> None:
+    assert auto_names(host, fabric, has_nixl=has_nixl, has_rdma=True) == names
+
+
+@pytest.mark.parametrize(
+    ("state", "names"), [("4: ACTIVE", ["shm", "nixl", "tcp"]), ("1: DOWN", ["shm", "tcp", "nixl"])]
+)
+def test_the_sysfs_of_the_host_decides_what_auto_starts_first(
+    state: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_port(tmp_path, "mlx5_0", state)
+    monkeypatch.setattr("pdcluster.transfer.paths.choose.rdma_devices", lambda: rdma_devices(tmp_path))
+    monkeypatch.setattr("pdcluster.transfer.paths.choose._has_nixl", lambda: True)
+    monkeypatch.setattr("pdcluster.transfer.paths.choose._create", lambda name, me, settings: name)
+    assert list(create_backends("auto", ME, host="10.0.0.5", staging_bytes=1 << 20)) == names
 
 
 def test_auto_goes_on_without_a_nixl_that_does_not_start(
