@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the images pdcluster/router and pdcluster/node with buildah, podman or docker, and prints their sizes and what fills them.
-#   scripts/images.sh [router|node]...     BASE, DEVICE, TORCH_INDEX as in the Dockerfile; TAG; BUILD_FLAGS for the tool
+# Builds the images pdcluster/router and pdcluster/node, or those that are named, with buildah, podman or docker, and prints their sizes and what fills them.
+#   scripts/images.sh [router|node|vllm]...     BASE, DEVICE, TORCH_INDEX as in the Dockerfile; TAG; BUILD_FLAGS for the tool
 set -euo pipefail
 cd "$(dirname "$0")/.."
 TOOL=$(command -v buildah || command -v podman || command -v docker) || { echo "none of buildah, podman and docker is installed"; exit 1; }

