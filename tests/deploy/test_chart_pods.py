@@ -3,12 +3,13 @@ and what a user merges into a pod."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from ipaddress import ip_address, ip_network
 from typing import Any
 
 import pytest
-from helm_chart import named, pods, processes, rendered, settings_of, template
+from helm_chart import named, pods, processes, refusal, rendered, settings_of, template
 
 from pdcluster.core.errors import ConfigError
 from pdcluster.settings.config import SECTIONS, BootstrapConfig, NodeConfig, RouterConfig, keys, load
@@ -125,6 +126,78 @@ def test_images_by_digest_by_tag_and_per_pool() -> None:
         "pd-router": f"registry:5000/router@{DIGEST}", "pd-bootstrap": f"registry:5000/router@{DIGEST}",
         "pd-a": f"registry/cuda@{DIGEST}", "pd-b": "registry:5000/node:7", "pd-c": "registry/other:1-cuda", "pd-d": "x/y:7",
     }  # fmt: skip
+
+
+# ---------------------------------------------------------------- vLLM
+
+VLLM = {"vllm": {"args": ["--tensor-parallel-size", 4, "--hf-overrides", '{"a": "b c"}'], "shmSize": "32Gi"}}
+
+
+def gpu_pool(**more: Any) -> dict[str, Any]:
+    return pool(engine="vllm", devices={"nvidia.com/gpu": 4}, startupMinutes=30, drainSeconds=60, **VLLM, **more)
+
+
+def test_a_node_with_vllm_gets_its_arguments_and_as_long_to_start_as_the_probe_allows() -> None:
+    node = container(rendered(gpu_pool()), "pd-gpu")
+    cut = node["args"].index("--")
+    assert node["args"][:2] == ["pdcluster", "node"]
+    assert node["args"][cut + 1 :] == ["--tensor-parallel-size", "4", "--hf-overrides", '{"a": "b c"}']
+    found = settings_of(node)
+    given = {
+        name: value.replace("$(POD_IP)", "10.0.0.7").replace("$(POD_NAME)", "pd-gpu-1") for name, value in found.items()
+    }
+    config = load(NodeConfig, {**given, "node.vllm.args": shlex.join(node["args"][cut + 1 :])}, environ={}).config
+    assert (config.engine, config.vllm.side_port, config.vllm.start_s, config.tp) == ("vllm", 8101, 1800.0, 1)
+    assert config.vllm.args == tuple(node["args"][cut + 1 :])
+    assert not {"node.tp", "node.transfer.port"} & set(found), "they are the native engine's"
+    probe = node["startupProbe"]
+    assert probe["httpGet"]["path"] == "/readyz" and probe["periodSeconds"] * probe["failureThreshold"] == 1800
+    assert [(port["name"], port["containerPort"]) for port in node["ports"]] == [("node", 8100), ("health", 8080), ("side", 8101)]  # fmt: skip
+
+
+def test_a_node_with_vllm_gets_gpus_shared_memory_and_a_grace_to_end_its_processes() -> None:
+    spec = pod(rendered(gpu_pool(runtimeClassName="nvidia")), "pd-gpu")
+    node = spec["containers"][0]
+    assert node["image"].startswith("pdcluster/vllm:")
+    assert node["resources"]["limits"]["nvidia.com/gpu"] == node["resources"]["requests"]["nvidia.com/gpu"] == "4"
+    assert {"name": "shm", "mountPath": "/dev/shm"} in node["volumeMounts"]
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "32Gi"}} in spec["volumes"]
+    assert spec["terminationGracePeriodSeconds"] == 90 and spec["runtimeClassName"] == "nvidia"
+
+
+def test_a_node_of_our_own_engine_has_nothing_of_vllms() -> None:
+    spec = pod(rendered(pool()), "pd-gpu")
+    assert "shm" not in {each["name"] for each in spec["volumes"]} and "--" not in spec["containers"][0]["args"]
+    assert not [name for name in settings_of(spec["containers"][0]) if "vllm" in name or name == "node.engine"]
+
+
+def test_a_policy_lets_the_cluster_reach_every_port_that_ucx_may_take() -> None:
+    objects = rendered(gpu_pool(settings={"node.vllm.lease_s": "30s"}), {"networkPolicy": {"enabled": True}})
+    router = named(objects, "Deployment")["pd-router"]["spec"]["template"]["metadata"]["labels"]
+    policy = named(objects, "NetworkPolicy")["pd-gpu"]
+    assert is_admitted(policy, 45678, router) and not is_admitted(policy, 45678, {"app": "else"})
+
+
+def test_the_job_of_a_cluster_with_vllm_runs_in_its_image() -> None:
+    (job,) = named(rendered(FILL, gpu_pool()), "Job").values()
+    assert job["spec"]["template"]["spec"]["containers"][0]["image"].startswith("pdcluster/vllm:")
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (
+            {"pools": [{"name": "a", "role": "prefill", "engine": "vllm"}, {"name": "b", "role": "decode"}]},
+            "one engine",
+        ),
+        (gpu_pool(tp=4), "give vLLM --tensor-parallel-size"),
+        (pool(vllm={"args": ["--x"]}), "set engine: vllm"),
+        (gpu_pool(settings={"node.vllm.side_port": 5600}), "which the chart sets itself"),
+        (pool(engine="sglang"), "engine"),
+    ],
+)
+def test_values_that_contradict_an_engine_are_refused(values: dict[str, Any], reason: str) -> None:
+    assert reason in refusal(values)
 
 
 # ---------------------------------------------------------------- rollouts

@@ -80,6 +80,10 @@ OPTIONS: Mapping[str, str] = {
         networkPolicy: {enabled: true}
         poolDefaults: {settings: {node.transfer.backend: mooncake}}""",
     "tp": "poolDefaults: {tp: 2, settings: {node.kv.memory_bytes: 1073741824}}",
+    "vllm": """
+        networkPolicy: {enabled: true}
+        poolDefaults: {engine: vllm, devices: {nvidia.com/gpu: 2}, runtimeClassName: nvidia,
+                       vllm: {args: [--tensor-parallel-size, 2], shmSize: 16Gi}}""",
     "places": """
         poolDefaults: {nodeSelector: {a: b}, priorityClassName: high, runtimeClassName: gvisor,
                        tolerations: [{key: gpu, operator: Exists}], strategy: {type: Recreate}}
@@ -116,6 +120,7 @@ ALONE = (
     "account",
     "pools by routers",
     "mooncake",
+    "vllm",
     "places",
 )
 CASES: dict[str, list[Values]] = {

@@ -114,8 +114,9 @@ def secret_files(places: Mapping[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def lay_out_models(folder: Path) -> None:
-    """The bundled model as a claim's folder, and as a snapshot in the hub's cache."""
-    shutil.copytree(bundled.path(), folder / "claim" / "Qwen3-0.6B")
+    """The bundled model as folders of a claim, and as a snapshot in the hub's cache."""
+    for name in ("Qwen3-0.6B", "Qwen3-32B"):
+        shutil.copytree(bundled.path(), folder / "claim" / name)
     repository = folder / "hub" / "hub" / "models--Qwen--Qwen3-0.6B"
     shutil.copytree(bundled.path(), repository / "snapshots" / "0123456789abcdef0123456789abcdef01234567")
     (repository / "refs").mkdir()

@@ -40,6 +40,11 @@ annotations:
 {{- end -}}
 {{- end -}}
 
+{{/* The cluster's one engine: that of its first pool. */}}
+{{- define "pdcluster.engine" -}}
+{{- (index .Values.pools 0).engine | default .Values.poolDefaults.engine -}}
+{{- end -}}
+
 {{- define "pdcluster.serviceAccount" -}}
 {{- .Values.serviceAccount.name | default (include "pdcluster.name" .) -}}
 {{- end -}}
@@ -247,6 +252,15 @@ capabilities:
 {{- $same := 0 -}}
 {{- range $roles }}{{ if eq . $role }}{{ $same = add1 $same }}{{ end }}{{ end -}}
 {{- $pool := mergeOverwrite (deepCopy $.Values.poolDefaults) . -}}
+{{- if ne $pool.engine (include "pdcluster.engine" $) -}}
+{{- fail (printf "pool %s has engine %s and another pool has %s; a cluster has one engine" .name $pool.engine (include "pdcluster.engine" $)) -}}
+{{- end -}}
+{{- if and (eq $pool.engine "vllm") (gt (int64 $pool.tp) 1) -}}
+{{- fail (printf "pool %s has engine vllm and tp; give vLLM --tensor-parallel-size in vllm.args" .name) -}}
+{{- end -}}
+{{- if and (ne $pool.engine "vllm") $pool.vllm.args -}}
+{{- fail (printf "pool %s has vllm.args and engine %s; set engine: vllm" .name $pool.engine) -}}
+{{- end -}}
 {{- if and $pool.hostNetwork $.Values.networkPolicy.enabled (not $.Values.networkPolicy.machines) -}}
 {{- fail (printf "pool %s uses the machines' network, so no policy chooses its pods; set networkPolicy.machines to the machines' addresses" .name) -}}
 {{- end -}}

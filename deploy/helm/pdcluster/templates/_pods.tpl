@@ -4,17 +4,24 @@
 {{- define "pdcluster.nodePod" -}}
 {{- $root := .root -}}
 {{- $pool := .pool -}}
-{{- $image := include "pdcluster.image" (dict "root" $root "name" ($pool.image | default $root.Values.image.node)) -}}
+{{- $is_vllm := eq $pool.engine "vllm" -}}
+{{- $image := include "pdcluster.image" (dict "root" $root "name" ($pool.image | default (ternary $root.Values.image.vllm $root.Values.image.node $is_vllm))) -}}
 {{- $host := include "pdcluster.podHost" $root -}}
 {{- $ports := $pool.ports -}}
-{{- $has_tcp := has (get $pool.settings "node.transfer.backend" | default "auto") (list "auto" "tcp") -}}
+{{- $has_tcp := and (not $is_vllm) (has (get $pool.settings "node.transfer.backend" | default "auto") (list "auto" "tcp")) -}}
 {{- $is_mounted := or $root.Values.model.pvc.claim $root.Values.model.hostPath.path $root.Values.model.image.reference -}}
 {{- $own := dict "node.role" $pool.role "node.name" "$(POD_NAME)" "node.bootstrap" (include "pdcluster.bootstraps" $root) -}}
 {{- $_ := set $own "node.listen" (printf "%s:%d" $host (int64 $ports.node)) -}}
 {{- $_ := set $own "node.health" (printf "%s:%d" (include "pdcluster.anyHost" $root) (int64 $ports.health)) -}}
 {{- $_ := set $own "node.transfer.host" "$(POD_IP)" -}}
 {{- if $has_tcp }}{{ $_ := set $own "node.transfer.port" $ports.transfer }}{{ end -}}
+{{- if $is_vllm -}}
+{{- $_ := set $own "node.engine" "vllm" -}}
+{{- $_ := set $own "node.vllm.side_port" $pool.ports.transfer -}}
+{{- $_ := set $own "node.vllm.start_s" (mul (int64 $pool.startupMinutes) 60) -}}
+{{- else -}}
 {{- $_ := set $own "node.tp" $pool.tp -}}
+{{- end -}}
 {{- $_ := set $own "node.drain_s" $pool.drainSeconds -}}
 {{- with $root.Values.model.servedName }}{{ $_ := set $own "node.served_model_name" . }}{{ end -}}
 {{- if $is_mounted -}}
@@ -24,7 +31,7 @@
 {{- end -}}
 {{- if $root.Values.auth.clusterKey.existingSecret }}{{ $_ := set $own "node.security.cluster_key_file" (printf "/etc/pdcluster/cluster/%s" $root.Values.auth.clusterKey.key) }}{{ end -}}
 {{ include "pdcluster.podBase" (dict "root" $root "places" $pool) }}
-terminationGracePeriodSeconds: {{ add (int64 $pool.drainSeconds) 10 }}
+terminationGracePeriodSeconds: {{ add (int64 $pool.drainSeconds) (ternary 30 10 $is_vllm) }}
 {{- if $pool.hostNetwork }}
 hostNetwork: true
 dnsPolicy: ClusterFirstWithHostNet
@@ -64,6 +71,12 @@ containers:
       - pdcluster
       - node
       {{- include "pdcluster.settingsArgs" (dict "root" $root "section" "node" "own" $own "given" $pool.settings "where" (printf "pool %s" $pool.name)) | nindent 6 }}
+      {{- if and $is_vllm $pool.vllm.args }}
+      - --
+      {{- range $pool.vllm.args }}
+      - {{ include "pdcluster.text" . | toJson }}
+      {{- end }}
+      {{- end }}
     env:
       {{- include "pdcluster.env" $root | nindent 6 }}
       {{- if and $root.Values.model.hub.name (not $is_mounted) }}
@@ -75,6 +88,9 @@ containers:
     ports:
       - {name: node, containerPort: {{ int64 $ports.node }}}
       - {name: health, containerPort: {{ int64 $ports.health }}}
+      {{- if $is_vllm }}
+      - {name: side, containerPort: {{ int64 $ports.transfer }}}
+      {{- end }}
       {{- if $has_tcp }}
       {{- range until (int $pool.tp) }}
       - {name: transfer-{{ . }}, containerPort: {{ add (int64 $ports.transfer) . }}}
@@ -93,6 +109,9 @@ containers:
     volumeMounts:
       - {name: cache, mountPath: /cache}
       - {name: tmp, mountPath: /tmp}
+      {{- if $is_vllm }}
+      - {name: shm, mountPath: /dev/shm}
+      {{- end }}
       {{- if $is_mounted }}
       - {name: model, mountPath: /model, readOnly: true}
       {{- end }}
@@ -105,6 +124,9 @@ containers:
 volumes:
   - {name: cache, emptyDir: {sizeLimit: {{ toJson $root.Values.cache.size }}}}
   - {name: tmp, emptyDir: {}}
+  {{- if $is_vllm }}
+  - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ toJson $pool.vllm.shmSize }}}}
+  {{- end }}
   {{- with $root.Values.model.pvc.claim }}
   - {name: model, persistentVolumeClaim: {claimName: {{ toJson . }}, readOnly: true}}
   {{- end }}
@@ -146,7 +168,7 @@ volumes:
 restartPolicy: OnFailure
 containers:
   - name: fill
-    image: {{ include "pdcluster.image" (dict "root" . "name" .Values.image.node) }}
+    image: {{ include "pdcluster.image" (dict "root" . "name" (ternary .Values.image.vllm .Values.image.node (eq (include "pdcluster.engine" .) "vllm"))) }}
     imagePullPolicy: {{ .Values.image.pullPolicy }}
     args: [python3, -m, pdcluster.launch.fill, {{ toJson .Values.model.hub.name }}, {{ include "pdcluster.modelPath" . | toJson }}]
     env:
