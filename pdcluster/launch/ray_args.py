@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -24,6 +25,9 @@ RAYS_OWN = ("RAY_", "OMP_NUM_THREADS")
 # Ray ends a replica that is not gone this long after its process should be.
 GRACE_S = 15.0
 
+
+# vLLM's names for what a pool calls tp.
+TENSOR_PARALLEL = frozenset(("--tensor-parallel-size", "-tp"))
 
 Amount = Annotated[float, msgspec.Meta(ge=0)]
 Name = Annotated[str, msgspec.Meta(min_length=1)]
@@ -103,13 +107,15 @@ class RouterArgs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, froze
 class PoolArgs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """Nodes of one role. Give num_replicas or autoscaling_config (as Ray's, with min_replicas and max_replicas).
 
-    tp: ranks of a node, on one machine; each gets the amounts of `ray_actor_options`.
+    tp: ranks of a node, on one machine; each gets the amounts of `ray_actor_options`. vLLM gets it as its own argument.
+    vllm_args: vLLM's own arguments, with that engine.
     drain_s: for running requests when a node goes; then they move to others.
     """
 
     num_replicas: int | None = None
     autoscaling_config: dict[str, Any] | None = None
     tp: int = 1
+    vllm_args: list[str | int | float] = []
     drain_s: float = 30.0
     settings: dict[str, Setting] = {}
     ray_actor_options: ActorOptions = ActorOptions()
@@ -119,10 +125,12 @@ class PdArgs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=Tr
     """A cluster.
 
     model: a directory, a GGUF file or ORG/NAME; None: the bundled one.
+    engine: of all nodes.
     ready_s: for a process to be ready; the first node of a machine may download and compile.
     """
 
     model: str | None = None
+    engine: Literal["native", "vllm"] = "native"
     served_model_name: str | None = None
     ready_s: float = 900.0
     bootstrap: BootstrapArgs = BootstrapArgs()
@@ -166,6 +174,11 @@ def read_args(args: Mapping[str, Any]) -> PdArgs:
             raise ConfigError(f"args of build_pd_app: {role}.autoscaling_config.min_replicas is 0: {why}")
         if pool.tp < 1:
             raise ConfigError(f"args of build_pd_app: {role}.tp is {pool.tp}; a node has at least one rank")
+        if pool.vllm_args and found.engine != "vllm":
+            raise ConfigError(f"args of build_pd_app: {role}.vllm_args need engine: vllm")
+        flags = {str(word).partition("=")[0].replace("_", "-") for word in pool.vllm_args}
+        for flag in TENSOR_PARALLEL & flags:
+            raise ConfigError(f"args of build_pd_app: {role}.vllm_args have {flag}; write tp: it asks for GPUs, too")
     if any(pool.autoscaling_config is not None for pool in found.pools().values()) and _is_on(
         found.router.settings.get("router.auto_roles")
     ):
@@ -226,17 +239,29 @@ def node_command(
         "node.bootstrap": bootstrap,
         "node.listen": format_address(host, 0),
         "node.health": format_address(host, 0),
-        "node.tp": pool.tp,
         "node.drain_s": pool.drain_s,
+        **_engine_settings(args, pool),
     }
     if args.model is not None:
         own["node.model"] = args.model
     if args.served_model_name is not None:
         own["node.served_model_name"] = args.served_model_name
     cores = pool.ray_actor_options.num_cpus
-    if cores is not None and cores >= 1:
+    if cores is not None and cores >= 1 and args.engine == "native":
         own["node.threads"] = int(cores)
     return (sys.executable, "-m", "pdcluster.cli", "node", *_sets({**own, **pool.settings, **more}))
+
+
+def _engine_settings(args: PdArgs, pool: PoolArgs) -> dict[str, Setting]:
+    """What the engine is started with. vLLM starts its workers itself: they are children of the node, not Ray's."""
+    if args.engine == "native":
+        return {"node.tp": pool.tp}
+    words = ["--tensor-parallel-size", pool.tp, "--distributed-executor-backend", "mp", *pool.vllm_args]
+    return {
+        "node.engine": "vllm",
+        "node.vllm.start_s": args.ready_s,
+        "node.vllm.args": shlex.join(map(str, words)),
+    }
 
 
 def _sets(settings: Mapping[str, Setting]) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from pdcluster.launch.ray_args import (
     read_args,
     router_command,
 )
+from pdcluster.settings.config import NodeConfig, load
 
 RAY = Path(__file__).parents[3] / "deploy" / "ray"
 PAGE = Path(__file__).parents[3] / "docs" / "ray.md"
@@ -51,8 +52,43 @@ def test_its_arguments_are_ours(name: str) -> None:
     for pool in args.pools().values():
         options = pool.ray_actor_options.of_ranks(pool.tp, 0.5)
         jsonschema.validate(options, SCHEMA["$defs"]["RayActorOptionsSchema"])
-        is_on_gpu = pool.settings.get("node.device") == "cuda"
+        is_on_gpu = pool.settings.get("node.device") == "cuda" or args.engine == "vllm"
         assert options.get("num_gpus", 0) == (pool.tp if is_on_gpu else 0), "a GPU for each rank"
+
+
+def settings_of(command: tuple[str, ...]) -> dict[str, str]:
+    return dict(word.removeprefix("--set=").split("=", 1) for word in command if word.startswith("--set="))
+
+
+def test_vllm_gets_its_arguments_its_ranks_and_the_time_that_ray_waits() -> None:
+    pool = {"tp": 4, "vllm_args": ["--max-model-len", 4096, "--hf-overrides", '{"a": "b c"}'],
+            "ray_actor_options": {"num_gpus": 1, "num_cpus": 2}}  # fmt: skip
+    args = read_args({"engine": "vllm", "ready_s": 1200, "prefill": pool, "decode": {**pool, "tp": 8}})
+    for role, tp in (("prefill", 4), ("decode", 8)):
+        given = settings_of(node_command(args, role, "n", PLACES))
+        assert not {"node.tp", "node.threads"} & set(given), "they are the native engine's"
+        config = load(NodeConfig, given, environ={}).config
+        assert (config.engine, config.vllm.start_s) == ("vllm", 1200.0)
+        assert config.vllm.args == (
+            "--tensor-parallel-size", str(tp), "--distributed-executor-backend", "mp",
+            "--max-model-len", "4096", "--hf-overrides", '{"a": "b c"}',
+        )  # fmt: skip
+        assert args.pools()[role].ray_actor_options.of_ranks(tp, 0.5) == {"num_cpus": 2 * tp, "num_gpus": tp}
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({"mixed": {"vllm_args": ["--max-model-len", 8]}}, "mixed.vllm_args need engine: vllm"),
+        ({"engine": "vllm", "mixed": {"vllm_args": ["--tensor-parallel-size", 2]}}, "write tp"),
+        ({"engine": "vllm", "mixed": {"vllm_args": ["--tensor_parallel_size=2"]}}, "write tp"),
+        ({"engine": "vllm", "mixed": {"vllm_args": ["-tp", 2]}}, "write tp"),
+        ({"engine": "sglang"}, "engine"),
+    ],
+)
+def test_arguments_that_contradict_the_engine_are_refused(args: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        read_args(args)
 
 
 def test_there_is_an_example_for_gpus_of_one_kind_with_several_in_a_node() -> None:
