@@ -54,6 +54,20 @@ def test_units_are_started_again_for_ever_in_a_sandbox(unit: Path) -> None:
     assert ("PrivateDevices=true" in text) == (unit.stem != "pdcluster-node@"), "a node may use a GPU"
 
 
+def test_the_drop_in_for_vllm_starts_what_the_page_installs_and_ends_its_processes() -> None:
+    text = (SYSTEMD / "vllm.conf").read_text()
+    reset, command = re.findall(r"^ExecStart=(.*)$", text, re.MULTILINE)
+    assert reset == "", "a second ExecStart of a service is an error; an empty one drops the unit's"
+    words = command.split()
+    assert f"{words[0].partition('/bin/')[0]}/bin/pip install '.[vllm]'" in PAGE
+    (plain,) = re.findall(r"^ExecStart=\S+ (.+)$", (SYSTEMD / "pdcluster-node@.service").read_text(), re.MULTILINE)
+    assert " ".join(words[1:]) == f"{plain} --engine vllm"
+    keys = dict(re.findall(r"^([A-Z]\w+)=(.+)$", text, re.MULTILINE))
+    assert (keys["KillMode"], keys["LimitMEMLOCK"]) == ("mixed", "infinity")
+    assert int(keys["TimeoutStopSec"]) > NodeConfig().drain_s + 2 * 10, "vLLM's processes get 10 s to end by themselves"
+    assert "pdcluster-node@.service.d/" in PAGE
+
+
 def test_the_firewall_opens_the_ports_that_the_page_and_the_file_use() -> None:
     (inner, outer) = re.findall(r"^nft add rule .*dport \{ (.+) \} accept$", PAGE, re.MULTILINE)
     opened: set[int] = set()
