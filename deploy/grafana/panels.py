@@ -320,13 +320,13 @@ TRANSFER = DashboardPlan(
                 ),
                 GraphPanel(
                     "Bytes written",
-                    "By the nodes' own count.",
+                    "By the nodes' own count. Nodes with vLLM count none: vLLM reads.",
                     [rate("pdcluster_engine_transfer_bytes_total", "process", "peer", "backend")],
                     "Bps",
                 ),
                 GraphPanel(
                     "Time in writes",
-                    "Seconds of writes a second, side by side.",
+                    "Seconds of writes a second, side by side. Nodes with vLLM count none.",
                     [rate("pdcluster_engine_transfer_seconds_total", "process", "peer")],
                     "short",
                 ),
@@ -578,6 +578,41 @@ ENGINE = DashboardPlan(
             ),
         ),
         PanelRow(
+            "Hand-over",
+            (
+                GraphPanel(
+                    "Parked KV",
+                    "Finished prompts that wait for their decode node, as a share of the pool.",
+                    [
+                        Query(
+                            f'sum by (process) (pdcluster_engine_kv_pages{{{PROCESS},state="parked"}})'
+                            f' / sum by (process) (pdcluster_engine_kv_pages{{{PROCESS},state=~"used|free|cached"}})',
+                            "{{process}}",
+                        )
+                    ],
+                    "percentunit",
+                ),
+                GraphPanel(
+                    "Failed transfers",
+                    "By reason. With vLLM: read, KV of a peer that could not be read; lease, KV that nobody read.",
+                    [rate("pdcluster_engine_failed_transfers_total", "process", "reason", where=f"{{{PROCESS}}}")],
+                    "cps",
+                ),
+                GraphPanel(
+                    "Steps",
+                    "Of the engine, a second.",
+                    [rate("pdcluster_engine_step_seconds_count", "process", where=f"{{{PROCESS}}}")],
+                    "cps",
+                ),
+                GraphPanel(
+                    "Start",
+                    "From the node's start to its first turn; vLLM takes a minute or more.",
+                    [Query(f"pdcluster_engine_start_seconds{{{PROCESS}}}", "{{process}}")],
+                    "s",
+                ),
+            ),
+        ),
+        PanelRow(
             "Health",
             (
                 GraphPanel(
@@ -612,7 +647,7 @@ DASHBOARDS = (OVERVIEW, POOLS, TRANSFER, ROUTING, REQUESTS, ENGINE)
 
 # Exported and on no panel, with the reason.
 NOT_SHOWN = {
-    "pdcluster_engine_info": "a name, no number",
+    "pdcluster_engine_info": "names, no number: the node, its model and its engine",
     "pdcluster_worker_warm_seconds": "said once at a worker's start",
     "pdcluster_worker_restarts_total": "an event, shown by pdctl events",
     "pdcluster_worker_up": "an event, shown by pdctl events",

@@ -83,7 +83,9 @@ def serve(config: NodeConfig, open_engine: Callable[[NodeProcess], OpenedEngine]
             health=health if health_address is not None else None,
         )
         _on_signals(control.stop)
-        health.identity = {"node": card.node, "model": card.model, "incarnation": card.incarnation}
+        health.identity = {
+            "node": card.node, "model": card.model, "incarnation": card.incarnation, "engine": config.engine,
+        }  # fmt: skip
         health.stage = "registering"
         process.agent.start(card, registered=lambda: _announce_ready(config, card, health_address))
         collect_seldom()

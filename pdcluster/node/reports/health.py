@@ -64,6 +64,9 @@ class NodeHealth:
         self.identity: dict[str, str] = {}
         self._clock = clock
         self._next_at = 0.0
+        self._began_at = clock()
+        # From its start to its loop's first turn; None before that.
+        self.start_s: float | None = None
         registry = process_registry()
         registry.register(EngineCollector(self))
         self._steps = Spread(
@@ -83,6 +86,7 @@ class NodeHealth:
         now = self._clock()
         if now >= self._next_at:
             self._next_at = now + SHOW_S
+            self.start_s = self.start_s if self.start_s is not None else now - self._began_at
             self.snapshot = snapshot()
             self.stage = ""
 
@@ -138,9 +142,12 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily(
             "pdcluster_engine_loop_age_seconds", "Since the main loop's last turn.", value=health.pulse.age_s
         )
-        if snapshot is None:
+        if snapshot is None or health.start_s is None:
             return
         load = snapshot.load
+        yield GaugeMetricFamily(
+            "pdcluster_engine_start_seconds", "From the node's start to its first turn.", value=health.start_s
+        )
         yield GaugeMetricFamily(
             "pdcluster_engine_stood_seconds",
             "How long the engine has made no progress with its step.",
@@ -183,6 +190,14 @@ def _counters(snapshot: NodeSnapshot) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "pdcluster_engine_cached_tokens", "Those that were in the prefix cache.", value=snapshot.cached_tokens
     )
+    failed = CounterMetricFamily(
+        "pdcluster_engine_failed_transfers",
+        "KV of a peer that could not be had, or that nobody took, by reason. With vLLM: read, lease.",
+        labels=["reason"],
+    )
+    for reason, count in snapshot.load.failed_writes:
+        failed.add_metric([reason], count)
+    yield failed
     moved = CounterMetricFamily(
         "pdcluster_engine_transfer_bytes", "KV bytes written to other nodes.", labels=["peer", "backend"]
     )

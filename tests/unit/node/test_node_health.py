@@ -9,7 +9,7 @@ from pdcluster.cost.fit import Step
 from pdcluster.node.reports.health import NodeHealth, NodeSnapshot
 from pdcluster.transfer.paths.measure import PathTotal
 
-LOAD = Load(3, 2, 100, 50, 64, 10, 4, 1, 0, 8, 2, role="decode")
+LOAD = Load(3, 2, 100, 50, 64, 10, 4, 1, 0, 8, 2, role="decode", failed_writes=(("lease", 2), ("read", 5)))
 SNAPSHOT = NodeSnapshot(LOAD, 0.0, False, False, 1, 500, 320, (PathTotal("decode-1", "tcp", 4096, 0.5),))
 
 
@@ -22,7 +22,7 @@ class NodeWorld:
         self.now = 100.0
         self.health = NodeHealth(lambda: self.now)
         self.health.registration = self.registration = Registered()
-        self.health.identity = {"node": "decode-0", "model": "m"}
+        self.health.identity = {"node": "decode-0", "model": "m", "engine": "vllm"}
 
     def turn(self, snapshot: NodeSnapshot) -> None:
         self.now += 1.0
@@ -72,6 +72,8 @@ def test_metrics_are_there_before_the_first_turn_and_whole_after_it() -> None:
     world = NodeWorld()
     assert "pdcluster_engine_loop_age_seconds" in world.text()
     assert "pdcluster_engine_requests" not in world.text()
+    assert "pdcluster_engine_start_seconds" not in world.text()
+    world.now += 90.0
     world.turn(SNAPSHOT)
     for step in (Step(8, 40.0, 0, 0, 0.02), Step(0, 0.0, 4, 200, 0.01), Step(8, 40.0, 2, 10, 0.03)):
         world.health.step(step)
@@ -82,9 +84,15 @@ def test_metrics_are_there_before_the_first_turn_and_whole_after_it() -> None:
         'pdcluster_engine_kv_pages{state="used"} 49.0',
         'pdcluster_engine_transfer_bytes_total{backend="tcp",peer="decode-1"} 4096.0',
         "pdcluster_engine_preemptions_total 1.0",
+        'pdcluster_engine_failed_transfers_total{reason="lease"} 2.0',
+        'pdcluster_engine_failed_transfers_total{reason="read"} 5.0',
+        "pdcluster_engine_start_seconds 91.0",
+        'engine="vllm"',
         "pdcluster_engine_cached_tokens_total 320.0",
         'pdcluster_engine_step_seconds_count{phase="mixed"} 1.0',
         'pdcluster_engine_tokens_total{phase="decode"} 6.0',
         "process_resident_memory_bytes",
     ):
         assert line in text, line
+    world.turn(SNAPSHOT)
+    assert "pdcluster_engine_start_seconds 91.0" in world.text(), "a start is over once"
