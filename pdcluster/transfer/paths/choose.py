@@ -42,7 +42,7 @@ def create_backends(
     Raises ConfigError when a named backend cannot start.
     """
     fabric = fabric if fabric is not None else Fabric()
-    names = (name,)
+    names: tuple[str, ...] = (name,)
     if name == "auto":
         names = auto_names(host, fabric, has_nixl=_has_nixl(), has_rdma=bool(rdma_devices()))
     check_fabric(fabric, name, names)
