@@ -15,7 +15,7 @@ from pdcluster.node.vllm.engine.interface import EngineDied
 def main(model: Path) -> None:
     engine = start_engine(model)
     engine.wait_ready(400.0, report=lambda text: print(text, file=sys.stderr))
-    print(f"mark {engine._processes.mark}", flush=True)
+    print(f"mark {engine._mark}", flush=True)
     while True:
         select.select([engine.news_fd], [], [])
         if any(isinstance(item, EngineDied) for item in engine.take()):

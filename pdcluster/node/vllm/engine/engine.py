@@ -23,7 +23,6 @@ from pdcluster.core.messages import Pooling
 from pdcluster.core.sampling import Sampling, TokenLogprobs
 from pdcluster.node.vllm.engine.adapters import EngineAdapters
 from pdcluster.node.vllm.engine.arguments import EngineOptions, parse_engine_arguments, set_engine_environment
-from pdcluster.node.vllm.engine.engine_processes import MarkedProcesses, watched_processes
 from pdcluster.node.vllm.engine.interface import (
     AdapterLoaded,
     EngineDied,
@@ -34,6 +33,7 @@ from pdcluster.node.vllm.engine.interface import (
     EngineStep,
     Finish,
 )
+from pdcluster.node.vllm.engine.parent_death import kill_marked, mark_children, marked_processes, watched_processes
 from pdcluster.node.vllm.engine.reference import Reference, check_reference, decode_reference, encode_reference
 from pdcluster.processes.tasks import watched
 
@@ -142,6 +142,7 @@ class VllmEngine:
         self._options = options
         self._map = sampling_map
         self._queue = EngineNewsQueue()
+        self._mark = secrets.token_hex(16)
         self._ready = threading.Event()
         self._failure: str | None = None
         self._facts: EngineFacts | None = None
@@ -162,7 +163,8 @@ class VllmEngine:
         # What it is doing, for /readyz and the log.
         self.progress = "starts"
         set_engine_environment(options)
-        self._processes = MarkedProcesses(secrets.token_hex(16))
+        mark_children(self._mark)
+        # Processes follow the thread that starts them, so it lives as long as they do.
         self._thread = threading.Thread(target=self._run, name="vllm-engine", daemon=True)
         self._thread.start()
 
@@ -220,9 +222,8 @@ class VllmEngine:
         self._is_closing = True
         self._call(self._closing.set)
         self._thread.join(self._options.close_s if self._ready.is_set() else 0.0)
-        if killed := self._processes.kill():
+        if killed := kill_marked(self._mark):
             logger.warning("killed engine processes %s", killed)
-        self._processes.close()
         self._thread.join(self._options.close_s)
         self._queue.close()
 
@@ -290,7 +291,7 @@ class VllmEngine:
         handler = self._llm.output_handler
         assert handler is not None
         died = asyncio.Event()
-        with watched_processes(self._processes.ids(), died.set):
+        with watched_processes(marked_processes(self._mark), died.set):
             waits = {asyncio.create_task(self._closing.wait()), asyncio.create_task(died.wait())}
             await asyncio.wait({*waits, handler}, return_when=asyncio.FIRST_COMPLETED)
             for task in waits:
@@ -302,7 +303,7 @@ class VllmEngine:
     def _end(self, reason: str) -> None:
         """Nothing of it is left, and the node learns that."""
         self._failure = self._failure or reason
-        if not self._is_closing and (killed := self._processes.kill()):
+        if not self._is_closing and (killed := kill_marked(self._mark)):
             logger.warning("killed engine processes %s", killed)
         self._queue.put([*self._fresh, EngineDied(reason)])
         self._ready.set()
