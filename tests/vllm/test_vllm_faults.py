@@ -185,6 +185,7 @@ def faulty(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> 
         found = FaultyCluster(cluster, GreedyOracle())
         runner.run(found.learn())
         yield found
+        runner.run(found.client.aclose())
     finally:
         runner.run(cluster.__aexit__())
 
