@@ -26,6 +26,8 @@ RAYS_OWN = ("RAY_", "OMP_NUM_THREADS")
 GRACE_S = 15.0
 
 
+# Settings of a node that follow from other arguments here, and which those are.
+ENGINE_SETTINGS = {"node.engine": "write engine, for all nodes", "node.vllm.args": "write vllm_args"}
 # vLLM's names for what a pool calls tp.
 TENSOR_PARALLEL = frozenset(("--tensor-parallel-size", "-tp"))
 
@@ -176,6 +178,9 @@ def read_args(args: Mapping[str, Any]) -> PdArgs:
             raise ConfigError(f"args of build_pd_app: {role}.tp is {pool.tp}; a node has at least one rank")
         if pool.vllm_args and found.engine != "vllm":
             raise ConfigError(f"args of build_pd_app: {role}.vllm_args need engine: vllm")
+        for setting, way_out in ENGINE_SETTINGS.items():
+            if setting in pool.settings:
+                raise ConfigError(f"args of build_pd_app: {role}.settings have {setting}; {way_out}")
         flags = {str(word).partition("=")[0].replace("_", "-") for word in pool.vllm_args}
         for flag in TENSOR_PARALLEL & flags:
             raise ConfigError(f"args of build_pd_app: {role}.vllm_args have {flag}; write tp: it asks for GPUs, too")

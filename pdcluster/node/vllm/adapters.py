@@ -89,9 +89,10 @@ class AdapterBook:
         assert self._card is not None
         if any(load.message.name == name for load in self._loads.values()):
             return f"the adapter {name} is being loaded; ask again"
-        others = [each.adapter for each in self._by_name.values() if each.adapter.name != name]
+        names = {name, *self._by_name, *(load.message.name for load in self._loads.values())}
+        models = self._card.model, *self._card.model_aliases
         try:
-            check_adapters([*others, Adapter(name, "-")], (self._card.model, *self._card.model_aliases))
+            check_adapters([Adapter(each, "-") for each in names], models)
         except BadRequest as error:
             return str(error)
         return None

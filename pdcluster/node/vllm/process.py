@@ -160,11 +160,11 @@ def _await_news(
     until = time.monotonic() + timeout_s
     while (left_s := until - time.monotonic()) > 0:
         ready.poll(left_s * 1000)
-        for news in engine.take():
-            if isinstance(news, EngineDied):
-                raise EngineLost(f"vLLM died with {cause}: {news.reason}")
-            if is_wanted(news):
-                return news
+        batch = engine.take()
+        if batch and isinstance(batch[-1], EngineDied):  # nothing comes behind it, and it comes once
+            raise EngineLost(f"vLLM died with {cause}: {batch[-1].reason}")
+        if (wanted := next(filter(is_wanted, batch), None)) is not None:
+            return wanted
     raise EngineLost(f"vLLM did not answer {cause} within {timeout_s:g} s")
 
 

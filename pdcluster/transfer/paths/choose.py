@@ -25,6 +25,7 @@ NOT_YET = {
     "mooncake-rdma": "Mooncake over RDMA by a name of its own: use mooncake with node.transfer.devices",
 }
 INFINIBAND = Path("/sys/class/infiniband")
+VERBS = Path("/dev/infiniband")
 # Staging blocks of 4 MiB each. They stay in the last-level cache, and a link needs no more in flight. Half that size
 # costs a tenth more of the writer's core, because Python's work per piece runs with cold caches.
 MOST_BLOCKS = 5
@@ -44,7 +45,8 @@ def create_backends(
     fabric = fabric if fabric is not None else Fabric()
     names: tuple[str, ...] = (name,)
     if name == "auto":
-        names = auto_names(host, fabric, has_nixl=_has_nixl(), has_rdma=bool(rdma_devices()))
+        has_nixl = _has_nixl()
+        names = auto_names(host, fabric, has_nixl=has_nixl, has_rdma=has_nixl and bool(rdma_devices()))
     check_fabric(fabric, name, names)
     if port is not None and "tcp" not in names:
         raise ConfigError(f"node.transfer.port is for tcp, not for {name}; leave it out")
@@ -73,10 +75,18 @@ def auto_names(host: str, fabric: Fabric, *, has_nixl: bool, has_rdma: bool = Fa
     return AUTO_RDMA if has_rdma else (*AUTO, "nixl")
 
 
-def rdma_devices(found_in: Path = INFINIBAND) -> list[str]:
-    """The RDMA devices of this host with an active port, as the kernel lists them for ibverbs."""
-    states = found_in.glob("*/ports/*/state")
-    return sorted({state.parts[-4] for state in states if "ACTIVE" in state.read_text()})
+def rdma_devices(found_in: Path = INFINIBAND, verbs: Path = VERBS) -> list[str]:
+    """The RDMA devices with an active port, as the kernel lists them for ibverbs; none without access to any."""
+    if not any(verbs.glob("uverbs*")):
+        return []  # a container sees the host's devices, and may have none
+    return sorted({state.parts[-4] for state in found_in.glob("*/ports/*/state") if _is_active(state)})
+
+
+def _is_active(state: Path) -> bool:
+    try:
+        return "ACTIVE" in state.read_text()
+    except OSError:
+        return False  # the device is gone
 
 
 def check_fabric(fabric: Fabric, name: str, names: tuple[str, ...], found_in: Path = INFINIBAND) -> None:

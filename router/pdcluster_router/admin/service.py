@@ -130,6 +130,8 @@ class Admin:
         asked = [self._find(node) for node in nodes] or self._known()
         if not asked:
             raise UnknownName("no node is known", "nodes")
+        if path is None and not any(found.card.adapter(name) for found in asked):
+            raise UnknownName(f"none of these nodes has the adapter {name}", "name")
         told = await asyncio.gather(*(self._change_adapter(found.card, name, path) for found in asked))
         await self._see_adapter(name, {each.node: each.digest for each in told if not each.error})
         done = ", ".join(each.node for each in told if not each.error)

@@ -196,11 +196,16 @@ class ClusterLinks(Protocol):
 
 
 def refusal(message: Refused) -> errors.PdclusterError:
-    if not message.retryable and message.param == MODEL_PARAM:
-        return errors.ModelChanged(f"{message.reason}; send the request again")
     if not message.retryable:
-        return errors.BadRequest(message.reason, message.param or None)
+        return _not_for_nodes(message.reason, message.param)
     return errors.Overloaded(message.reason, message.retry_after_s)
+
+
+def _not_for_nodes(reason: str, param: str) -> errors.PdclusterError:
+    """No node can run it. Where the model is at fault, it was prepared for one that changed since."""
+    if param == MODEL_PARAM:
+        return errors.ModelChanged(f"{reason}; send the request again")
+    return errors.BadRequest(reason, param or None)
 
 
 def error_of(message: Failed) -> errors.PdclusterError:
@@ -217,7 +222,7 @@ def error_of(message: Failed) -> errors.PdclusterError:
     if message.retryable:
         return errors.TransferError(message.message)
     if message.code == errors.BadRequest.code:
-        return errors.BadRequest(message.message, message.param or None)
+        return _not_for_nodes(message.message, message.param)
     if message.code == errors.DeadlineExceeded.code:
         return errors.DeadlineExceeded(message.message)
     return errors.PdclusterError(message.message)

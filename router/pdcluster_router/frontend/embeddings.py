@@ -30,6 +30,8 @@ from pdcluster_router.frontend.response import named_headers
 from pdcluster_router.http.errors import ClientLeft, fail
 from pdcluster_router.http.exchange import JSON, Exchange
 
+# Of a whole answer. A number takes about 20 bytes as float and 5 as base64.
+MAX_REPLY_BYTES = 64 * 2**20
 # Nodes want one, and draw nothing.
 NO_SAMPLING = Sampling(max_tokens=1, seed=0, temperature=0.0)
 
@@ -144,29 +146,40 @@ class EmbeddingAnswer:
         del self._running[index]
         try:
             self._add(index, done)
+            body = self._body() if len(self._items) == len(self._prepared.inputs) else None
         except Exception as error:  # the top of an answer
             self.end(error)
             return
-        if len(self._items) == len(self._prepared.inputs):
-            self._reply()
-        else:
+        if body is None:
             self._start_more()
+        else:
+            self._reply(body)
 
     def _add(self, index: int, done: Done) -> None:
         prepared, route = self._prepared, done.route
-        self._items[index] = encoded_item(index, done.vector, prepared.encoding)
+        item = encoded_item(index, done.vector, prepared.encoding)
+        num_bytes, num_inputs = memoryview(item).nbytes, len(prepared.inputs)
+        if num_bytes * num_inputs > MAX_REPLY_BYTES:
+            raise BadRequest(
+                f"{num_inputs} embeddings of {num_bytes} bytes are more than the {MAX_REPLY_BYTES} bytes of a reply; "
+                "send fewer inputs in a request, or encoding_format base64",
+                "input",
+            )
+        self._items[index] = item
         if index == 0:
             self._headers = named_headers(JSON, route.mode, route.prefill, route.decode, route.backend)
         self._metrics.embedded(len(prepared.inputs[index]), done.cached_tokens, done.timeline.queue_s)
 
-    def _reply(self) -> None:
-        self._is_over = True
-        self._exchange.on_gone = None
+    def _body(self) -> bytes:
         prepared, items = self._prepared, self._items
         num_tokens = sum(map(len, prepared.inputs))
         data = [items[index] for index in range(len(items))]
-        reply = EmbeddingReply(data, prepared.model.info.id, EmbeddingUsage(num_tokens, num_tokens))
-        self._exchange.reply(200, msgspec.json.encode(reply), self._headers)
+        return msgspec.json.encode(EmbeddingReply(data, prepared.model.info.id, EmbeddingUsage(num_tokens, num_tokens)))
+
+    def _reply(self, body: bytes) -> None:
+        self._is_over = True
+        self._exchange.on_gone = None
+        self._exchange.reply(200, body, self._headers)
 
     def end(self, error: Exception) -> None:
         """Answer with the error. Nothing of the other inputs stays."""

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from msgspec import structs
+
 from pdcluster.core import errors
 from pdcluster.core.messages import Finished, TokenRow
 from pdcluster.telemetry.log import Log, requests
@@ -334,7 +336,8 @@ class Request(Timed):
 
     def _finish(self, attempt: Attempt, finished: Finished) -> None:
         num_output = finished.num_output
-        self.record.done = done = self._done(attempt, finished)
+        done = self._done(attempt, finished)
+        self.record.done = structs.replace(done, vector=b"") if done.vector else done
         self.record.num_output = num_output
         if self.trace is not None:
             self.trace.done(done, num_output, self.shared.clock())

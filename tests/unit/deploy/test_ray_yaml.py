@@ -83,6 +83,8 @@ def test_vllm_gets_its_arguments_its_ranks_and_the_time_that_ray_waits() -> None
         ({"engine": "vllm", "mixed": {"vllm_args": ["--tensor-parallel-size", 2]}}, "write tp"),
         ({"engine": "vllm", "mixed": {"vllm_args": ["--tensor_parallel_size=2"]}}, "write tp"),
         ({"engine": "vllm", "mixed": {"vllm_args": ["-tp", 2]}}, "write tp"),
+        ({"engine": "vllm", "mixed": {"settings": {"node.vllm.args": "-tp 2"}}}, "write vllm_args"),
+        ({"mixed": {"settings": {"node.engine": "vllm"}}}, "write engine"),
         ({"engine": "sglang"}, "engine"),
     ],
 )

@@ -36,7 +36,7 @@ class EngineAdapters:
         self._leaving: set[int] = set()
 
     async def load(self, number: int, name: str, path: str, known_digest: str = "") -> str:
-        """Load an adapter and return the digest of its files. Raises BadRequest.
+        """Load an adapter and return the digest of its files. Raises BadRequest, also after LOAD_S.
 
         known_digest: of the adapter that has this name. Then the files are only compared.
         """
@@ -44,6 +44,13 @@ class EngineAdapters:
             raise BadRequest(
                 "this node runs vLLM without --enable-lora; start it with that, or with --vllm-adapters NAME=DIRECTORY"
             )
+        try:
+            async with asyncio.timeout(LOAD_S):
+                return await self._load(number, name, path, known_digest)
+        except TimeoutError:
+            raise BadRequest(f"the adapter {name} was not read and loaded within {LOAD_S:g} s") from None
+
+    async def _load(self, number: int, name: str, path: str, known_digest: str) -> str:
         digest = await asyncio.to_thread(adapter_files_digest, path)
         if known_digest:
             if digest != known_digest:
@@ -66,19 +73,16 @@ class EngineAdapters:
 
         self._held[number] = request = LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
         try:
-            async with asyncio.timeout(LOAD_S):
-                if await self._llm.add_lora(request):
-                    return
-            why = "vLLM did not take it"
+            if not await self._llm.add_lora(request):
+                raise BadRequest("vLLM did not take it")
         except EngineDeadError:
             raise
-        except TimeoutError:
-            why = f"vLLM did not load it within {LOAD_S:g} s"
-        except Exception as error:
-            why = f"vLLM: {error}"
-        # vLLM may have loaded a part of it, or does so later; its calls go in order.
-        watched(self._remove(number), f"removal of adapter {name}")
-        raise BadRequest(f"the adapter {name} cannot be loaded: {why}")
+        except BaseException as error:
+            # vLLM may have loaded a part of it, or does so later; its calls go in order.
+            watched(self._remove(number), f"removal of adapter {name}")
+            if not isinstance(error, Exception):
+                raise  # the time is over
+            raise BadRequest(f"the adapter {name} cannot be loaded: vLLM: {error}") from error
 
     def unload(self, number: int) -> None:
         """Requests that use it go on; none may begin."""
@@ -116,15 +120,26 @@ class EngineAdapters:
 def adapter_files_digest(path: str) -> str:
     """A digest of an adapter's files. Raises BadRequest for a directory that is none of an adapter."""
     folder = Path(path)
-    if not folder.is_absolute() or not folder.is_dir():
+    try:
+        is_folder = folder.is_absolute() and folder.is_dir()
+    except OSError as error:
+        raise BadRequest(f"{path[:200]!r} cannot be read: {error.strerror}", "path") from error
+    if not is_folder:
         raise BadRequest(f"{path[:200]!r} is no absolute path of a directory on the node's machine", "path")
     digest = hashlib.blake2b(digest_size=16, person=b"pdcluster.lora")
     for name in FILES:
         try:
-            with open(folder / name, "rb") as file:
-                digest.update((folder / name).stat().st_size.to_bytes(8, "little"))
-                while piece := file.read(_PIECE_BYTES):
-                    digest.update(piece)
+            _add_file(digest, folder / name)
         except OSError as error:
-            raise BadRequest(f"{folder} is no LoRA adapter: {name} cannot be read: {error.strerror}", "path") from error
+            why = error.strerror or error
+            raise BadRequest(f"{folder} is no LoRA adapter: {name} cannot be read: {why}", "path") from error
     return digest.hexdigest()
+
+
+def _add_file(digest: hashlib.blake2b, path: Path) -> None:
+    if not path.is_file():
+        raise FileNotFoundError("it is no file")  # a pipe would wait for a writer
+    digest.update(path.stat().st_size.to_bytes(8, "little"))
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)

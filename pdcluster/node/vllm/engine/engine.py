@@ -102,7 +102,7 @@ class _Running:
 
 
 class EngineNewsQueue:
-    """News from the engine's thread to the node's, which one eventfd wakes. Outputs are never dropped."""
+    """News from the engine's thread to the node's, which one eventfd wakes. Only steps may be dropped."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -118,7 +118,7 @@ class EngineNewsQueue:
             if not self._news:
                 os.eventfd_write(self.fd, 1)
             if len(self._news) >= MAX_UNREAD:
-                news = [item for item in news if isinstance(item, EngineOutput | EngineDied)]
+                news = [item for item in news if not isinstance(item, EngineStep)]
             self._news += news
 
     def take(self) -> list[EngineNews]:
@@ -415,10 +415,18 @@ class VllmEngine:
         watched(self._load_adapter(number, name, path, known_digest), f"load of adapter {name}")
 
     async def _load_adapter(self, number: int, name: str, path: str, known_digest: str) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         try:
             news = AdapterLoaded(number, await self._adapters.load(number, name, path, known_digest))
+        except EngineDeadError:
+            logger.debug("the load of adapter %s ends with its engine", name)  # EngineDied tells of all of them
+            return
         except BadRequest as error:
             news = AdapterLoaded(number, error=str(error))
+        except Exception as error:  # whatever it is, the operator waits, and the name would stay taken
+            logger.exception("adapter %s", name)
+            news = AdapterLoaded(number, error=f"the adapter {name} cannot be loaded: {error or type(error).__name__}")
         self._emit(news)
 
     async def _stream(self, running: _Running) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import types
 from pathlib import Path
@@ -147,6 +148,41 @@ def test_a_directory_without_one_of_the_files_is_no_adapter(tmp_path: Path, lack
 def test_a_path_that_is_no_directory_is_refused(path: str) -> None:
     with pytest.raises(BadRequest, match="no absolute path"):
         adapter_files_digest(path)
+
+
+@pytest.mark.parametrize("path", ["/" + "x" * 300, "/a\0b"])
+def test_a_path_that_cannot_be_looked_at_is_refused(path: str) -> None:
+    with pytest.raises(BadRequest):
+        adapter_files_digest(path)
+
+
+def test_a_pipe_is_no_file_of_an_adapter(tmp_path: Path) -> None:
+    path = adapter_at(tmp_path / "a")
+    (tmp_path / "a" / "adapter_config.json").unlink()
+    os.mkfifo(tmp_path / "a" / "adapter_config.json")
+    with pytest.raises(BadRequest, match="adapter_config"):
+        adapter_files_digest(path)
+
+
+async def test_a_load_that_takes_too_long_ends_and_leaves_room(
+    llm: FakeLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdcluster.node.vllm.engine.adapters.LOAD_S", 0.05)
+    adapters, path = EngineAdapters(llm, 1), adapter_at(tmp_path / "a")
+    add = llm.add_lora
+
+    async def never(request: FakeAdapterRequest) -> bool:
+        await asyncio.Event().wait()
+        return True
+
+    llm.add_lora = never  # type: ignore[method-assign]
+    with pytest.raises(BadRequest, match="within"):
+        await adapters.load(1, "sql", path)
+    await settled()
+    llm.add_lora = add  # type: ignore[method-assign]
+    monkeypatch.setattr("pdcluster.node.vllm.engine.adapters.LOAD_S", 60.0)
+    await adapters.load(2, "sql", path)
+    assert llm.loaded == {2}
 
 
 def test_the_digest_covers_both_files(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from fake_serving_engine import FACTS, FakeServingEngine, ParkedStore
 
 from pdcluster.core.errors import ConfigError
 from pdcluster.core.messages import Pooling, Role
-from pdcluster.node.vllm.engine.interface import EngineOutput, EngineRequest
+from pdcluster.node.vllm.engine.engine import MAX_UNREAD, EngineNewsQueue
+from pdcluster.node.vllm.engine.interface import AdapterLoaded, EngineOutput, EngineRequest, EngineStep
 from pdcluster.node.vllm.engine_side import EngineLost
 from pdcluster.node.vllm.process import check_role, warm_up
 from pdcluster.settings.config import NodeConfig
@@ -28,6 +29,14 @@ class PromptEngine(FakeServingEngine):
         os.eventfd_write(self.news_fd, 1)
 
 
+class DyingEngine(PromptEngine):
+    """Dies behind its first answer."""
+
+    def add(self, request: EngineRequest) -> None:
+        super().add(request)
+        self.die()
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_pooling_model_serves_in_the_role_mixed_alone(role: Role) -> None:
     with pytest.raises(ConfigError, match=f"node.role is {role}, but a pooling model .* set it to mixed"):
@@ -43,6 +52,23 @@ def test_the_first_prompt_is_of_the_kind_that_the_model_can_do(facts: object) ->
     (request,) = engine.added
     assert request.pooling == (Pooling() if facts is POOLS else None)
     engine.close()
+
+
+def test_an_engine_that_dies_right_behind_its_first_answer_is_not_served() -> None:
+    engine = DyingEngine("e", ParkedStore(), FACTS)
+    with pytest.raises(EngineLost, match="killed by the test"):
+        warm_up(engine)
+    engine.close()
+
+
+def test_a_full_queue_of_news_drops_steps_alone() -> None:
+    queue = EngineNewsQueue()
+    step = EngineStep(0.0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0)
+    queue.put([step] * MAX_UNREAD)
+    kept = [AdapterLoaded(1, digest="d"), EngineOutput("r", finish="stop")]
+    queue.put([step, *kept, step])
+    assert queue.take()[MAX_UNREAD:] == kept
+    queue.close()
 
 
 def test_a_first_prompt_that_fails_ends_the_start() -> None:

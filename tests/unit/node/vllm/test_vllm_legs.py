@@ -11,7 +11,7 @@ from fake_serving_engine import FACTS, FakeServingEngine, ParkedStore, answer_of
 from msgspec import structs
 from stepped_nodes import Letter, LetterBox
 
-from pdcluster.bootstrap.card import Adapter, NodeCard
+from pdcluster.bootstrap.card import MAX_ADAPTERS, Adapter, NodeCard
 from pdcluster.core.errors import BadRequest, NodeDrains, Overloaded, PdclusterError, TransferError
 from pdcluster.core.messages import (
     MODEL_PARAM,
@@ -689,6 +689,15 @@ def test_loads_are_idempotent_and_other_files_under_a_name_are_refused(adapters:
     adapters.say("p", ManageAdapter(7, "sql", "files-1"))
     adapters.turn(2)
     assert "is being loaded" in next(each.error for each in adapters.all_of(AdapterManaged) if each.number == 7)
+
+
+def test_adapters_that_are_being_loaded_count_for_the_most_that_a_card_has(adapters: VllmNodes) -> None:
+    for number in range(2, MAX_ADAPTERS + 2):
+        adapters.say("p", ManageAdapter(number, f"a{number}", f"files-{number}"))
+    adapters.turn(3)
+    refused = [each.number for each in adapters.all_of(AdapterManaged) if each.error]
+    neighbours: Any = adapters["p"].links.neighbours
+    assert refused == [MAX_ADAPTERS + 1] and len(neighbours.adapters) == MAX_ADAPTERS
 
 
 def test_an_unloaded_adapter_takes_no_work_and_its_name_is_free(adapters: VllmNodes) -> None:

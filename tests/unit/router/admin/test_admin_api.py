@@ -115,7 +115,8 @@ async def test_native_nodes_refuse_adapters_by_name_and_the_router_asks_nobody_e
         told = await stub.LoadAdapter(pb.LoadAdapterRequest(name="sql", path="/adapters/sql"))
         assert {each.node for each in told.nodes} == set(PAIR)
         assert all("engine is native" in each.error and not each.digest for each in told.nodes)
-        assert not any(each.error for each in (await stub.UnloadAdapter(pb.UnloadAdapterRequest(name="sql"))).nodes)
+        code, details = await code_of(stub.UnloadAdapter(pb.UnloadAdapterRequest(name="sql")))
+        assert code is grpc.StatusCode.NOT_FOUND and "adapter sql" in details
         for bad in ({"name": ""}, {"name": "n" * 129}, {"name": "a\n"}, {"name": "a", "path": "x" * 2000}):
             code, _details = await code_of(stub.LoadAdapter(pb.LoadAdapterRequest(**{"path": "/a", **bad})))
             assert code is grpc.StatusCode.INVALID_ARGUMENT

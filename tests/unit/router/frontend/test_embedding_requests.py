@@ -24,6 +24,7 @@ from scripted_cluster import row, settle
 from pdcluster.core import errors
 from pdcluster.core import messages as m
 from pdcluster_router.core.generation import Done, Generation
+from pdcluster_router.explain.recorder import Record
 
 TOKENS = list(range(3, 20))
 
@@ -50,6 +51,20 @@ async def test_one_node_gets_the_prompt_and_its_vector_is_the_answer() -> None:
     assert m.unpack_tokens(message.work.token_ids) == TOKENS and message.work.model == EMBEDS.digest
     assert not nodes.cluster.sent_to("e0", m.Cancel), "it ended"
     nodes.check_books()
+
+
+async def test_a_vector_is_not_kept_for_explanations(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Done] = []
+
+    def noted(record: Record, name: str, value: object) -> None:
+        object.__setattr__(record, name, value)
+        if isinstance(value, Done):
+            kept.append(value)
+
+    monkeypatch.setattr(Record, "__setattr__", noted)
+    nodes = EmbeddingNodes("e0")
+    done = await answer_of(nodes)
+    assert done.vector and [each.vector for each in kept] == [b""]
 
 
 async def test_a_vector_without_a_word_before_it_stops_the_queue_clock_too() -> None:

@@ -74,14 +74,22 @@ def add_port(sysfs: Path, device: str, state: str, port: int = 1) -> None:
     (folder / "state").write_text(f"{state}\n")
 
 
+def uverbs(folder: Path) -> Path:
+    (folder / "dev").mkdir()
+    (folder / "dev" / "uverbs0").touch()
+    return folder / "dev"
+
+
 def test_a_device_counts_where_one_of_its_ports_is_active(tmp_path: Path) -> None:
-    assert rdma_devices(tmp_path / "none") == [] == rdma_devices(tmp_path)
+    verbs = uverbs(tmp_path)
+    assert rdma_devices(tmp_path / "none", verbs) == [] == rdma_devices(tmp_path, verbs)
     add_port(tmp_path, "mlx5_2", "4: ACTIVE")
     add_port(tmp_path, "mlx5_0", "1: DOWN")
     add_port(tmp_path, "mlx5_0", "4: ACTIVE", port=2)
     add_port(tmp_path, "mlx5_1", "2: INIT")
     (tmp_path / "mlx5_3").mkdir()
-    assert rdma_devices(tmp_path) == ["mlx5_0", "mlx5_2"]
+    assert rdma_devices(tmp_path, verbs) == ["mlx5_0", "mlx5_2"]
+    assert not rdma_devices(tmp_path, tmp_path / "none"), "a container without access to them"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +115,8 @@ def test_the_sysfs_of_the_host_decides_what_auto_starts_first(
     state: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_port(tmp_path, "mlx5_0", state)
-    monkeypatch.setattr("pdcluster.transfer.paths.choose.rdma_devices", lambda: rdma_devices(tmp_path))
+    verbs = uverbs(tmp_path)
+    monkeypatch.setattr("pdcluster.transfer.paths.choose.rdma_devices", lambda: rdma_devices(tmp_path, verbs))
     monkeypatch.setattr("pdcluster.transfer.paths.choose._has_nixl", lambda: True)
     monkeypatch.setattr("pdcluster.transfer.paths.choose._create", lambda name, me, settings: name)
     assert list(create_backends("auto", ME, host="10.0.0.5", staging_bytes=1 << 20)) == names

@@ -355,3 +355,13 @@ async def test_a_node_that_comes_back_embeds_again(client: httpx.AsyncClient, no
 
     nodes.acts = dict.fromkeys(("e0", "e1"), refuse)
     assert (await embed(client, [5, 6]))["data"][0]["embedding"] == vector_of([5, 6])
+
+
+async def test_a_reply_that_would_be_too_large_is_refused_with_the_way_out(
+    client: httpx.AsyncClient, nodes: EmbeddingNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdcluster_router.frontend.embeddings.MAX_REPLY_BYTES", 1000)
+    assert (await embed(client, ["a"] * 4))["data"]
+    refused = await client.post(URL, json=body(["a"] * 40))
+    assert refused.status_code == 400 and "fewer inputs" in refused.json()["error"]["message"]
+    assert refused.json()["error"]["param"] == "input"
