@@ -1,16 +1,19 @@
 """Engine processes die with the process that started them, however that one dies.
 
-vLLM's processes outlive a killed parent, hold its memory and serve its KV. vLLM loads `follow_parent` in each of its
-processes (entry point of `vllm.general_plugins`), and it ties the process to its parent. It does nothing where no node
-of ours started the engine. Processes carry a mark in their environment, so that stragglers are found and killed.
+vLLM's processes outlive a killed parent, hold its memory and serve its KV. Those that the node starts run
+`following_python.sh`, which ties them to the node before Python starts. Those that they start load `follow_parent`
+(entry point of `vllm.general_plugins`). It does nothing where no node of ours started the engine. Processes carry a
+mark in their environment, so that stragglers are found and killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
@@ -26,6 +29,8 @@ logger = logging.getLogger(__name__)
 # Not of the prefix PDCLUSTER_: those are settings, and unknown ones are refused.
 PARENT_VARIABLE: Final = "_PDCLUSTER_ENGINE_PARENT"
 MARK_VARIABLE: Final = "_PDCLUSTER_ENGINE_MARK"
+PYTHON_VARIABLE: Final = "_PDCLUSTER_ENGINE_PYTHON"
+FOLLOWING_PYTHON: Final = Path(__file__).with_name("following_python.sh")
 PLUGIN: Final = "pdcluster"
 
 
@@ -40,14 +45,25 @@ def follow_parent() -> None:
 
 
 def mark_children(mark: str) -> None:
-    """Every process that this one starts from now on carries the mark and follows it. Raises ConfigError where vLLM
-    does not know the plugin."""
+    """Every process that this one spawns from now on carries the mark and follows it. Raises ConfigError where vLLM
+    does not know the plugin, or where the script is not installed as a program."""
     if PLUGIN not in {point.name for point in entry_points(group="vllm.general_plugins")}:
         raise ConfigError(
             "vLLM does not know pdcluster's plugin, so its processes would outlive a killed node; "
             "install pdcluster again in this environment"
         )
-    change_environment({PARENT_VARIABLE: str(os.getpid()), MARK_VARIABLE: mark})
+    if not os.access(FOLLOWING_PYTHON, os.X_OK):
+        raise ConfigError(f"{FOLLOWING_PYTHON} must be executable: chmod +x it, or install pdcluster again")
+    change_environment(
+        {
+            PARENT_VARIABLE: str(os.getpid()),
+            MARK_VARIABLE: mark,
+            PYTHON_VARIABLE: sys.executable,
+            # A long process title would overwrite the mark.
+            "SPT_NOENV": "1",
+        }
+    )
+    multiprocessing.set_executable(str(FOLLOWING_PYTHON))
 
 
 def marked_processes(mark: str) -> list[int]:
