@@ -14,7 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from pdcluster.core.bounds import MAX_DIMENSIONS
@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 MAX_PARKED: Final = 1 << 14
 # Steps and cache events that nobody took. A gap in the sequence of cache events tells their reader.
 MAX_UNREAD: Final = 1 << 14
+# An engine that waits for a read, its own or a peer's, makes steps without work all the time.
+IDLE_STEP_S: Final = 0.02
 _RPC_TIMEOUT_S: Final = 30.0
 _FINISHES: Final[Mapping[str, Finish]] = {
     "stop": "stop",
@@ -133,6 +135,22 @@ class EngineNewsQueue:
             self._is_ended = True
             self._news = []
             os.close(self.fd)
+
+
+class StepFilter:
+    """Leaves out most steps that had no work and changed nothing: each would wake the node."""
+
+    def __init__(self) -> None:
+        self._last: EngineStep | None = None
+
+    def is_news(self, step: EngineStep) -> bool:
+        last, self._last = self._last, step
+        if last is None or step.had_work or step.at_s - last.at_s >= IDLE_STEP_S:
+            return True
+        if step != replace(last, at_s=step.at_s):
+            return True
+        self._last = last
+        return False
 
 
 class VllmEngine:
@@ -602,7 +620,7 @@ class VllmEngine:
         """A class of vLLM's kind of logger that emits steps."""
         from vllm.v1.metrics.loggers import StatLoggerBase
 
-        emit = self._emit
+        emit, steps = self._emit, StepFilter()
 
         class StepLogger(StatLoggerBase):
             def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
@@ -612,8 +630,11 @@ class VllmEngine:
             def record(
                 self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
             ) -> None:
-                if scheduler_stats is not None:
-                    emit(_step_of(scheduler_stats, iteration_stats, pools=self._pools))
+                if scheduler_stats is None:
+                    return
+                step = _step_of(scheduler_stats, iteration_stats, pools=self._pools)
+                if steps.is_news(step):
+                    emit(step)
 
             def log_engine_initialized(self) -> None:
                 logger.debug("vLLM's engine %d reports its steps", self._engine_index)

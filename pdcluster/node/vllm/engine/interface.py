@@ -88,6 +88,12 @@ class EngineStep:
     failed_transfers: int
     expired_leases: int
 
+    @property
+    def had_work(self) -> bool:
+        """Also where something is counted that only this step tells."""
+        counts = (self.prompt_tokens, self.reused_tokens, self.output_tokens, self.running)
+        return any((*counts, self.preemptions, self.failed_transfers, self.expired_leases))
+
 
 @dataclass(frozen=True, slots=True)
 class EngineDied:
