@@ -57,6 +57,10 @@ class AdapterBook:
                 adapter, numbers[adapter.name], card.model_digest(adapter.name)
             )
 
+    @property
+    def is_loading(self) -> bool:
+        return bool(self._loads)
+
     # ------------------------------------------------------------ requests
 
     def check(self, work: Work) -> None:

@@ -184,9 +184,11 @@ class VllmSide:
             self._parts.engine.release(output.key)  # nobody waits for it any more
 
     def _watch_engine(self) -> None:
-        """A stuck engine's work moves to other nodes, and new work is refused until it gets on."""
+        """A stuck engine's work moves to other nodes, and new work is refused until it gets on. While it loads an
+        adapter it makes no steps, and the load has a deadline of its own.
+        """
         is_busy = self._parts.queue.num_running > 0
-        if not is_busy:
+        if not is_busy or self._parts.adapters.is_loading:
             self._heard_at = self._clock()
         stood_s = self._clock() - self._heard_at
         was_stuck, self.is_stuck = self.is_stuck, stood_s >= STUCK_S

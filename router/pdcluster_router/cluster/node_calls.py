@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import count
+from typing import Any, cast
 
+from pdcluster.core.errors import NodeLost
 from pdcluster.core.messages import (
     AdapterManaged,
     AnyMessage,
@@ -21,29 +24,24 @@ Send = Callable[[str, AnyMessage], None]
 
 
 class NodeCalls:
-    """Owned by the router's event loop."""
+    """Owned by the router's event loop. Each call ends with its answer, its time, or the loss of its node."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._files: dict[tuple[str, str], asyncio.Future[FileChunk]] = {}
-        self._managing: dict[int, asyncio.Future[Managed]] = {}
-        self._adapters: dict[int, asyncio.Future[AdapterManaged]] = {}
-        self._num_managed = 0
+        # By the node's incarnation and what its answer names: a number, or a file.
+        self._calls: dict[tuple[str, int | str], asyncio.Future[Any]] = {}
+        self._numbers = count(1)
 
-    def on_managed(self, message: Managed) -> None:
-        asked = self._managing.get(message.number)
-        if asked is not None and not asked.done():
-            asked.set_result(message)
+    def on_answer(self, incarnation: str, message: Managed | AdapterManaged | FileChunk) -> None:
+        key = message.name if isinstance(message, FileChunk) else message.number
+        answer = self._calls.get((incarnation, key))
+        if answer is not None and not answer.done():
+            answer.set_result(message)
 
-    def on_adapter(self, message: AdapterManaged) -> None:
-        asked = self._adapters.get(message.number)
-        if asked is not None and not asked.done():
-            asked.set_result(message)
-
-    def on_chunk(self, incarnation: str, message: FileChunk) -> None:
-        waiting = self._files.get((incarnation, message.name))
-        if waiting is not None and not waiting.done():
-            waiting.set_result(message)
+    def lose_node(self, incarnation: str, reason: str) -> None:
+        for (asked, _), answer in self._calls.items():
+            if asked == incarnation and not answer.done():
+                answer.set_exception(NodeLost(reason))
 
     async def manage(
         self,
@@ -57,37 +55,24 @@ class NodeCalls:
         """Change a node's role, or whether it takes new work, or have it give its work to others (moves). Raises
         NodeLost or TimeoutError.
         """
-        self._num_managed += 1
-        number = self._num_managed
-        answer: asyncio.Future[Managed] = asyncio.get_running_loop().create_future()
-        self._managing[number] = answer
-        try:
-            self._send(incarnation, Manage(number, role, cordoned, moves))
-            async with asyncio.timeout(timeout_s):
-                return await answer
-        finally:
-            del self._managing[number]
+        number = next(self._numbers)
+        return cast(Managed, await self._ask(incarnation, number, Manage(number, role, cordoned, moves), timeout_s))
 
     async def manage_adapter(self, incarnation: str, name: str, path: str | None, timeout_s: float) -> AdapterManaged:
         """Have a node load an adapter, or unload it (path None). Raises NodeLost or TimeoutError."""
-        self._num_managed += 1
-        number = self._num_managed
-        answer: asyncio.Future[AdapterManaged] = asyncio.get_running_loop().create_future()
-        self._adapters[number] = answer
-        try:
-            self._send(incarnation, ManageAdapter(number, name, path))
-            async with asyncio.timeout(timeout_s):
-                return await answer
-        finally:
-            del self._adapters[number]
+        number = next(self._numbers)
+        return cast(AdapterManaged, await self._ask(incarnation, number, ManageAdapter(number, name, path), timeout_s))
 
     async def fetch_file(self, incarnation: str, name: str, offset: int, timeout_s: float) -> FileChunk:
         """Fetch one piece of a model card's file. Raises NodeLost or TimeoutError."""
-        waiting: asyncio.Future[FileChunk] = asyncio.get_running_loop().create_future()
-        self._files[incarnation, name] = waiting
+        return cast(FileChunk, await self._ask(incarnation, name, FetchFile(name, offset), timeout_s))
+
+    async def _ask(self, incarnation: str, key: int | str, message: AnyMessage, timeout_s: float) -> object:
+        answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self._calls[incarnation, key] = answer
         try:
-            self._send(incarnation, FetchFile(name, offset))
+            self._send(incarnation, message)
             async with asyncio.timeout(timeout_s):
-                return await waiting
+                return await answer
         finally:
-            del self._files[incarnation, name]
+            self._calls.pop((incarnation, key), None)

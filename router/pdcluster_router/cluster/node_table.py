@@ -251,8 +251,8 @@ class NodeTable:
             Load: self._on_load,
             CacheDelta: self._on_delta,
             Managed: self._on_managed,
-            AdapterManaged: self._on_adapter,
-            FileChunk: self._on_chunk,
+            AdapterManaged: self._on_answer,
+            FileChunk: self._on_answer,
         }
 
     # ------------------------------------------------------------ following the bootstrap
@@ -352,9 +352,8 @@ class NodeTable:
             link.close()
             logger.warning("node %s is lost: %s", state.card.node, reason)
             state.load = state.cost = None
-            self.caches.lose(incarnation)
             state.redial_at = self._now() + REDIAL_S
-            self.ledger.lose_node(incarnation, reason)
+            self._lose(incarnation, reason)
             self.events.add("node-lost", state.card.node, reason)
             if not state.is_listed:
                 del self._nodes[incarnation]  # the bootstrap does not list it, so its link is not reopened
@@ -370,8 +369,12 @@ class NodeTable:
         self.events.add("node-left", state.card.node, reason)
         if state.link is not None:
             state.link.close()
+        self._lose(incarnation, reason)
+
+    def _lose(self, incarnation: str, reason: str) -> None:
         self.caches.lose(incarnation)
         self.ledger.lose_node(incarnation, reason)
+        self._calls.lose_node(incarnation, reason)
 
     # ------------------------------------------------------------ what nodes say
 
@@ -444,13 +447,10 @@ class NodeTable:
         if load is not None:
             state.is_cordoned = message.cordoned
             self._take_load(state, replace(load, role=message.role))
-        self._calls.on_managed(message)
+        self._on_answer(state, message)
 
-    def _on_adapter(self, state: NodeState, message: AdapterManaged) -> None:
-        self._calls.on_adapter(message)
-
-    def _on_chunk(self, state: NodeState, message: FileChunk) -> None:
-        self._calls.on_chunk(state.card.incarnation, message)
+    def _on_answer(self, state: NodeState, message: Managed | AdapterManaged | FileChunk) -> None:
+        self._calls.on_answer(state.card.incarnation, message)
 
     def _take_piece(self) -> None:
         """Take in one slice of a cache report per turn of the loop, so that requests go on between them."""

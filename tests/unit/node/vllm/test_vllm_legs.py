@@ -56,8 +56,8 @@ from pdcluster.node.parking import ParkedKV
 from pdcluster.node.reports.leg_records import LegRecorder
 from pdcluster.node.vllm.adapters import AdapterBook
 from pdcluster.node.vllm.decode_rows import DecodeRows
-from pdcluster.node.vllm.engine.interface import EngineOutput
-from pdcluster.node.vllm.engine_side import EngineLost, VllmParts, VllmSide
+from pdcluster.node.vllm.engine.interface import AdapterLoaded, EngineOutput
+from pdcluster.node.vllm.engine_side import STUCK_S, EngineLost, VllmParts, VllmSide
 from pdcluster.node.vllm.parked_prompts import MEDIUM, ParkedPrompts
 from pdcluster.node.vllm.requests import EngineQueue, fence_of
 from pdcluster.transfer.backends.base import Peer
@@ -689,6 +689,24 @@ def test_loads_are_idempotent_and_other_files_under_a_name_are_refused(adapters:
     adapters.say("p", ManageAdapter(7, "sql", "files-1"))
     adapters.turn(2)
     assert "is being loaded" in next(each.error for each in adapters.all_of(AdapterManaged) if each.number == 7)
+
+
+def test_an_engine_that_loads_an_adapter_is_not_stuck(adapters: VllmNodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = adapters["d"]
+    adapters.say("d", Prefill(adapter_work(node), remote=False))
+    adapters.turn(1)
+    monkeypatch.setattr(node.engine, "load_adapter", lambda *_: None)
+    adapters.say("d", ManageAdapter(2, "slow", "files-2"))
+    adapters.turn(1, steps=False)
+    adapters.now += STUCK_S + 1.0
+    adapters.turn(1, steps=False)
+    assert not node.side.is_stuck
+    node.adapters.on_loaded(AdapterLoaded(2, error="it took too long"))
+    adapters.turn(1, steps=False)
+    assert not node.side.is_stuck
+    adapters.now += STUCK_S + 1.0
+    adapters.turn(1, steps=False)
+    assert node.side.is_stuck
 
 
 def test_adapters_that_are_being_loaded_count_for_the_most_that_a_card_has(adapters: VllmNodes) -> None:
