@@ -25,7 +25,8 @@ ARGS = (
     "--dtype=float32",
     "--max-model-len=4096",
     "--max-num-seqs=16",
-    "--block-size=32",
+    # A transfer has one descriptor a block and layer, and each costs two looks of threads that share a core.
+    "--block-size=128",
 )
 # Libraries that make vLLM's CPU kernels fast, where they are installed.
 PRELOAD = ("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4", f"{sys.prefix}/lib/libiomp5.so")

@@ -15,7 +15,7 @@ import pytest
 from vllm_cluster import VllmCluster, running_cluster
 
 from pdcluster.checkpoint.bundled import path as bundled_model
-from tests.chaos.vllm_nodes import GreedyOracle
+from tests.chaos.vllm_nodes import ARGS, GreedyOracle
 
 BLOCK = 32
 LENGTHS = (1, 2, 5, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 100, 255, 256, 257, 500, 1000, 2500)
@@ -24,7 +24,10 @@ LENGTHS = (1, 2, 5, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 100, 255, 256, 257, 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmCluster]:
     folder = tmp_path_factory.mktemp("cluster")
-    with running_cluster(folder, bundled_model(), ("prefill", "decode"), "--set", "router.mode=remote") as found:
+    with running_cluster(
+        folder, bundled_model(), ("prefill", "decode"), "--set", "router.mode=remote",
+        arguments=(*ARGS, f"--block-size={BLOCK}"),
+    ) as found:  # fmt: skip
         yield found
 
 

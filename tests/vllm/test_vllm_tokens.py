@@ -17,7 +17,7 @@ from vllm_cluster import ARGS, ROOT, node_environment, running_cluster
 from pdcluster.checkpoint.bundled import path as bundled_model
 
 BLOCK, LONGEST, OUTPUT = 32, 3900, 16
-NO_CACHE = (*ARGS, "--no-enable-prefix-caching")
+NO_CACHE = (*ARGS, "--block-size=32", "--no-enable-prefix-caching")
 
 
 def prompts(count: int) -> list[list[int]]:
