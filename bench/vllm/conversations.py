@@ -23,7 +23,7 @@ import httpx
 
 from bench.harness.cluster import random_prompt
 from bench.harness.report import Row, add_output_flags, print_rows, row_of_turns, save
-from bench.vllm.pair import System, free_port
+from bench.vllm.pair import Pace, System, add_pace_flags, free_port
 from pdcluster.checkpoint.bundled import path as bundled_model
 
 POLICIES = ("seconds", "round-robin")
@@ -93,9 +93,9 @@ async def play(url: str, seed: str) -> tuple[float, float]:
     return statistics.mean(answer.ttft_s for answer in answers), hit
 
 
-def start(folder: Path, model: Path, delay_us: int) -> tuple[System, dict[str, str]]:
+def start(folder: Path, model: Path, pace: Pace) -> tuple[System, dict[str, str]]:
     """Two nodes, and the addresses of the routers by policy."""
-    system, bootstrap = System("turns", folder, delay_us), f"127.0.0.1:{free_port()}"
+    system, bootstrap = System("turns", folder, pace), f"127.0.0.1:{free_port()}"
     system.spawn("bootstrap", sys.executable, "-m", "pdcluster.cli", "bootstrap", "--listen", bootstrap)
     for core in range(2):
         health = f"127.0.0.1:{free_port()}"
@@ -118,10 +118,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.vllm.conversations", description=__doc__)
     parser.add_argument("--model", type=Path, default=bundled_model())
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--progress-delay-us", type=int, default=100)
+    add_pace_flags(parser)
     add_output_flags(parser)
     given = parser.parse_args()
-    system, urls = start(Path(tempfile.mkdtemp(prefix="pdcluster-turns-")), given.model, given.progress_delay_us)
+    system, urls = start(
+        Path(tempfile.mkdtemp(prefix="pdcluster-turns-")),
+        given.model,
+        Pace(given.progress_delay_us, given.yield_sleep_us),
+    )
     found: dict[str, list[tuple[float, float]]] = {policy: [] for policy in POLICIES}
     try:
         for number in range(given.rounds + 1):

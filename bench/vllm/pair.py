@@ -6,8 +6,9 @@ an environment that has vLLM, NIXL and pdcluster:
 
     .venv-vllm/bin/python -m bench.vllm.pair --model DIR --router DIR/vllm-router/bin/vllm-router
 
---progress-delay-us is the pause of the thread by which NIXL makes progress, in both systems alike. NIXL's own is 0:
-then that thread takes the core of its engine.
+--progress-delay-us is the pause of the thread by which NIXL makes progress, and --yield-sleep-us that of vLLM's
+processes which wait for each other, in both systems alike. Their own are 0: then such a thread takes the core of its
+engine, and on Linux 6.18 yielding processes stop all others for seconds.
 --kill ends the prefill engine under load, and says what clients get.
 """
 
@@ -67,21 +68,40 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How vLLM shares two cores, in microseconds; see tests/harness/paced_vllm."""
+
+    progress_delay_us: int
+    yield_sleep_us: int
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return {
+            "NIXL_PROGRESS_DELAY_US": str(self.progress_delay_us), "VLLM_YIELD_SLEEP_US": str(self.yield_sleep_us)
+        }  # fmt: skip
+
+
+def add_pace_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--progress-delay-us", type=int, default=100)
+    parser.add_argument("--yield-sleep-us", type=int, default=100)
+
+
 @dataclass
 class System:
     """The processes of one of the two, and where its router listens."""
 
     name: str
     folder: Path
-    delay_us: int
+    pace: Pace
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     http: int = field(default_factory=free_port)
 
     def spawn(self, name: str, *command: str, core: int | None = None, **variables: str) -> None:
-        paths = (ROOT, ROOT / "router", ROOT / "tests" / "harness" / "paced_nixl")
+        paths = (ROOT, ROOT / "router", ROOT / "tests" / "harness" / "paced_vllm")
         environment = {
             **own_environment(), "PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1",
-            "NIXL_PROGRESS_DELAY_US": str(self.delay_us), **variables,
+            **self.pace.variables, **variables,
         }  # fmt: skip
         if core is not None:
             environment |= {
@@ -135,8 +155,8 @@ class System:
             process.wait(10.0)
 
 
-def ours(folder: Path, model: Path, delay_us: int) -> System:
-    system = System("pdcluster", folder, delay_us)
+def ours(folder: Path, model: Path, pace: Pace) -> System:
+    system = System("pdcluster", folder, pace)
     bootstrap = f"127.0.0.1:{free_port()}"
     system.spawn("bootstrap", sys.executable, "-m", "pdcluster.cli", "bootstrap", "--listen", bootstrap)
     roles: tuple[Role, ...] = ("prefill", "decode")
@@ -155,8 +175,8 @@ def ours(folder: Path, model: Path, delay_us: int) -> System:
     return system
 
 
-def theirs(folder: Path, model: Path, delay_us: int, router: Path) -> System:
-    system = System("vllm-router", folder, delay_us)
+def theirs(folder: Path, model: Path, pace: Pace, router: Path) -> System:
+    system = System("vllm-router", folder, pace)
     ports: dict[Role, int] = {"prefill": free_port(), "decode": free_port()}
     for core, (role, kv_role) in enumerate({"prefill": "kv_producer", "decode": "kv_consumer"}.items()):
         transfer = {"kv_connector": "NixlConnector", "kv_role": kv_role, "kv_buffer_device": "cpu"}
@@ -273,7 +293,7 @@ def main() -> None:
     parser.add_argument("--router", type=Path, required=True, help="the program vllm-router")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--concurrency", type=int, nargs="+", choices=list(REQUESTS), default=list(REQUESTS))
-    parser.add_argument("--progress-delay-us", type=int, default=100)
+    add_pace_flags(parser)
     parser.add_argument("--kill", action="store_true")
     add_output_flags(parser)
     given = parser.parse_args()
@@ -281,9 +301,10 @@ def main() -> None:
     print(f"logs in {folder}", file=sys.stderr)
     systems: list[System] = []
     try:
-        systems.append(ours(folder, given.model, given.progress_delay_us))
+        pace = Pace(given.progress_delay_us, given.yield_sleep_us)
+        systems.append(ours(folder, given.model, pace))
         systems[0].signal_all(signal.SIGSTOP)
-        systems.append(theirs(folder, given.model, given.progress_delay_us, given.router))
+        systems.append(theirs(folder, given.model, pace, given.router))
         systems[0].signal_all(signal.SIGCONT)
         rows = compare(systems, given.rounds, given.concurrency, f"NIXL delay {given.progress_delay_us} us")
         for system in systems if given.kill else ():

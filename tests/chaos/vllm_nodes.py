@@ -47,7 +47,8 @@ def environment(number: int) -> dict[str, str]:
     """
     return {
         "NIXL_PROGRESS_DELAY_US": "100",
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "router", ROOT / "tests/harness/paced_nixl"))),
+        "VLLM_YIELD_SLEEP_US": "100",
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "router", ROOT / "tests/harness/paced_vllm"))),
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": str(number % (os.cpu_count() or 1)),
