@@ -71,14 +71,17 @@ def pair(
             engine.close()
 
 
-@pytest.mark.parametrize("length", [1, 31, 32, 33, 100, 513])
+@pytest.mark.parametrize("length", [2, 31, 32, 33, 100, 513])
 def test_tokens_through_a_transfer_are_those_of_one_engine(
     pair: tuple[EngineAtHand, EngineAtHand], length: int
 ) -> None:
+    """Each engine's last prompt token is a decode step: vLLM's latent attention on CPUs says other tokens where it
+    computes the same token with its prompt."""
     prefill, decode = pair
-    token_ids = prompt(length)
+    begin = prompt(length - 1)
+    alone = prefill.run(begin, salt=f"alone{length}").tokens
+    token_ids = [*begin, alone[0]]
     parked = prefill.run(token_ids, parks=True, fence="fence").last
     answer = decode.run(token_ids, reference=parked.reference, fence="fence", salt=f"n{length}")
-    alone = prefill.run(token_ids, salt=f"alone{length}")
     assert answer.last.finish == "length", answer.last
-    assert answer.tokens == alone.tokens and len(set(alone.tokens)) > 1
+    assert answer.tokens[:-1] == alone[1:] and len(set(alone)) > 1
