@@ -323,12 +323,13 @@ async def _is_free(faulty: FaultyCluster, node: str) -> bool:
     return await faulty.num_parked(node) == 0
 
 
+@pytest.mark.timeout(1500)
 def test_drains_moves_and_restarts_lose_no_request(runner: asyncio.Runner, faulty: FaultyCluster) -> None:
     async def run() -> None:
         cluster = faulty.cluster
         load = ChaosLoad(cluster, greedy_requests_of(1, 24), 1, faulty.oracle.is_right, limit_s=HOLD_S + 60.0)
         await load.learn()
-        clients = asyncio.create_task(load.run(6))
+        clients = asyncio.create_task(load.run(4))
         for name in ("prefill-0", "decode-0"):
             async with cluster.admin(faulty.router) as stub:
                 for deadline_s in (0.0, 3.0):
