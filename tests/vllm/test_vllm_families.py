@@ -36,7 +36,8 @@ MLA = {
     "n_routed_experts": 4,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
+    # Dense in every layer: a choice of experts may follow from the rounding of a prompt that is one token longer.
+    "first_k_dense_replace": 2,
     "topk_method": "greedy",
     "n_group": 1,
     "topk_group": 1,
