@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 # The address is what `bind` takes, whose form depends on the family.
@@ -14,6 +16,20 @@ def listening_place(host: str, port: int) -> Place:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, where = min(found, key=lambda each: each[0] != socket.AF_INET)
     return family, where
+
+
+@contextmanager
+def reserved_port(host: str, port: int = 0) -> Iterator[int]:
+    """A port that nobody is given while the block runs; 0: any free one. Raises OSError where it is taken.
+
+    A library that is told the port can listen there, also within the block: on Linux that takes SO_REUSEADDR on both
+    sockets, and this one does not listen.
+    """
+    family, place = listening_place(host, port)
+    with socket.socket(family, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(place)
+        yield int(holder.getsockname()[1])
 
 
 def loopback() -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import select
-import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ from pdcluster.bootstrap.card import MAX_ADAPTERS, Adapter, Capabilities, NodeCa
 from pdcluster.checkpoint.end_tokens import eos_token_ids
 from pdcluster.checkpoint.hub import served_name
 from pdcluster.checkpoint.text_files import read_text_files
+from pdcluster.core.address import format_address
 from pdcluster.core.awake_clock import AwakeClock
 from pdcluster.core.errors import ConfigError
 from pdcluster.core.messages import PROTOCOL_VERSION, Endpoint, Pooling
@@ -53,6 +54,7 @@ from pdcluster.node.vllm.parked_prompts import MEDIUM, SHORTEST_HOLD_S, ParkedPr
 from pdcluster.node.vllm.requests import EngineQueue
 from pdcluster.node.vllm.sampling.sampling_map import VllmSampling
 from pdcluster.node.vllm.weight_files import weight_files_digest
+from pdcluster.processes.listening import reserved_port
 from pdcluster.settings.config import NodeConfig
 from pdcluster.wire.hub import Hub
 from pdcluster.wire.sockets import WireSettings
@@ -101,7 +103,9 @@ def open_vllm(process: NodeProcess) -> OpenedEngine:
     process.engine_stack.callback(events.close)
     eos = eos_token_ids(read_text_files(process.model_dir))
     sampling = VllmSampling(process.model_dir, eos)
-    engine = VllmEngine(_options(config, process.model_dir, events), sampling)
+    # Where the port is taken meanwhile, vLLM waits for its listener for ever.
+    side_port = reserve_side_port(config, process.engine_stack)
+    engine = VllmEngine(_options(config, process.model_dir, events, side_port), sampling)
     process.engine_stack.callback(engine.close)
     reader, stop = ThreadPoolExecutor(1), threading.Event()
     process.engine_stack.callback(reader.shutdown)
@@ -186,7 +190,19 @@ def load_adapters(
     return numbers, tuple(found)
 
 
-def _options(config: NodeConfig, model_dir: Path, events: EventStream) -> EngineOptions:
+def reserve_side_port(config: NodeConfig, stack: ExitStack) -> int:
+    """The port of NIXL's side channel, kept as long as the stack. Raises ConfigError where it is taken."""
+    host, wanted = config.transfer_host(), config.vllm.side_port or 0
+    try:
+        return stack.enter_context(reserved_port(host, wanted))
+    except OSError as error:
+        raise ConfigError(
+            f"NIXL's side channel cannot listen on {format_address(host, wanted)}: {error.strerror}; set "
+            "node.vllm.side_port to a free port, or leave it out"
+        ) from error
+
+
+def _options(config: NodeConfig, model_dir: Path, events: EventStream, side_port: int) -> EngineOptions:
     args = config.vllm.args
     if config.max_len is not None:
         args = ("--max-model-len", str(config.max_len), *args)
@@ -196,17 +212,11 @@ def _options(config: NodeConfig, model_dir: Path, events: EventStream) -> Engine
         str(model_dir),
         args,
         side_host=config.transfer_host(),
-        side_port=config.vllm.side_port or _free_port(config.transfer_host()),
+        side_port=side_port,
         lease_s=round(config.vllm.lease_s),
         events=events.config,
         has_adapters=bool(config.vllm.adapters),
     )
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
-        found.bind((host, 0))
-        return int(found.getsockname()[1])
 
 
 def assemble(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 
 import pytest
+import zmq
 
-from pdcluster.processes.listening import listening_place, loopback
+from pdcluster.processes.listening import listening_place, loopback, reserved_port
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -25,6 +26,24 @@ def test_a_name_is_listened_on_in_the_family_that_it_has(monkeypatch: pytest.Mon
     monkeypatch.setattr(socket, "getaddrinfo", answers)
     assert listening_place("new", 1) == (socket.AF_INET6, ("fd00::1", 1, 0, 0))
     assert listening_place("both", 1) == (socket.AF_INET, ("10.0.0.1", 1))
+
+
+def test_a_reserved_port_is_given_to_nobody_but_who_is_told_it() -> None:
+    with reserved_port("127.0.0.1") as port:
+        others = [socket.create_server(("127.0.0.1", 0)) for _ in range(200)]
+        assert port not in {other.getsockname()[1] for other in others}
+        for other in others:
+            other.close()
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as listener:
+            listener.bind(f"tcp://127.0.0.1:{port}")
+            socket.create_connection(("127.0.0.1", port)).close()
+
+
+def test_a_port_where_somebody_listens_cannot_be_reserved() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match="in use"), reserved_port("127.0.0.1", port):
+            pass
 
 
 def test_a_machine_without_ipv4_has_another_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
