@@ -42,6 +42,8 @@ def answers_of_one_vllm(asked: list[list[int]]) -> list[list[int]]:
     return answers
 
 
+# Two hundred prompts of two thousand tokens on average, twice, on a core each.
+@pytest.mark.timeout(2700)
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.full)])
 def test_answers_are_those_of_one_vllm(tmp_path: Path, count: int) -> None:
     asked = prompts(count)
