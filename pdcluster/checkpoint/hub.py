@@ -7,7 +7,6 @@ A snapshot in the hub's cache is served by its repository's name, even when its 
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import re
 import shutil
@@ -16,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pdcluster.checkpoint.inspection import INDEX, SINGLE
+from pdcluster.checkpoint.inspection import INDEX, SINGLE, named_shards
 from pdcluster.checkpoint.text_files import TEXT_FILES
 from pdcluster.core.errors import ModelError
 
@@ -84,12 +83,7 @@ def served_name(model: Path) -> str:
 def _weights(snapshot: Path) -> list[str]:
     """The shards that the index names, else the one file."""
     index = snapshot / INDEX
-    if not index.exists():
-        return [SINGLE]
-    try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"{index} is no valid safetensors index: {error!r}; the repository is damaged") from error
+    return named_shards(index) if index.exists() else [SINGLE]
 
 
 def _fetch(name: str, revision: str | None, files: Sequence[str], into: Path | None = None) -> Path:

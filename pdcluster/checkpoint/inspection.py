@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ POINTER = b"version https://git-lfs"
 # A git-lfs pointer is about 130 bytes.
 POINTER_BYTES = 1024
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SHARD = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 # As the safetensors library has it.
 MAX_HEADER_BYTES = 100 << 20
 # What tensors may be stored as, in the words of safetensors.
@@ -128,11 +130,23 @@ def _shards(model: Path, names: set[str]) -> list[Path]:
     raise ModelError(f"{model} has no weights ({SINGLE} or {INDEX}); download the model again")
 
 
-def _indexed(index: Path, names: set[str]) -> list[str]:
+def named_shards(index: Path) -> list[str]:
+    """The safetensors files that an index names: plain names, which are neither paths nor patterns. Raises
+    ModelError."""
     try:
         shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        strange = [name for name in shards if SHARD.fullmatch(name) is None]
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelError(f"{index} is no valid safetensors index: {error!r}; download it again") from error
+    if strange:
+        raise ModelError(
+            f"{index} names {strange[0]!r:.200}, which is no name of a safetensors file; download it again"
+        )
+    return shards
+
+
+def _indexed(index: Path, names: set[str]) -> list[str]:
+    shards = named_shards(index)
     missing = [name for name in shards if name not in names]
     if missing:
         many = f"{len(missing)} of {len(shards)} are missing"

@@ -6,7 +6,6 @@ memory. Laid-out weights are copies beside them. It refuses tensors that are mis
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pdcluster.checkpoint.gguf import is_gguf, open_gguf
-from pdcluster.checkpoint.inspection import OBSOLETE, check_stored_type
+from pdcluster.checkpoint.inspection import OBSOLETE, check_stored_type, named_shards
 from pdcluster.checkpoint.weights_digest import Digester, WeightsDigest
 from pdcluster.core.errors import ModelError
 from pdcluster.engine.model.config import ModelConfig
@@ -117,11 +116,8 @@ def shard_paths(model_dir: Path) -> tuple[Path, ...]:
                 "not supported"
             )
         return (single,)
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"{index} is no valid safetensors index: {error!r}") from error
-    missing = [name for name in names if Path(name).name != name or not (model_dir / name).exists()]
+    names = named_shards(index)
+    missing = [name for name in names if not (model_dir / name).exists()]
     if missing:
         raise ModelError(f"{index} names {missing[0]!r}, which is not in {model_dir}")
     return tuple(model_dir / name for name in names)

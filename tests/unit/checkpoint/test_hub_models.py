@@ -3,6 +3,7 @@ reads its settings once."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -96,6 +97,16 @@ def test_of_shards_those_that_the_index_names_are_fetched(tmp_path: Path) -> Non
         found = look_up(f"{NAME}@{COMMIT}", url, tmp_path)
     assert "model.safetensors" not in hub.fetched
     assert (Path(found) / "model-00002-of-00002.safetensors").stat().st_size == 300_000
+
+
+@pytest.mark.parametrize("name", ["*", "e*.py", "[a-z]*.safetensors", "../evil.safetensors", "evil.py"])
+def test_an_index_fetches_no_other_files_than_weights(name: str, tmp_path: Path) -> None:
+    index = json.dumps({"weight_map": {"a": name}}).encode()
+    hub = FakeHub(files(sharded=True) | {"model.safetensors.index.json": index, "evil.py": b"import os"})
+    with fake_hub.serving(hub) as url:
+        told = look_up(NAME, url, tmp_path)
+    assert told.startswith("refused:") and "no name of a safetensors file" in told
+    assert "evil.py" not in hub.fetched and "README.md" not in hub.fetched
 
 
 def test_what_is_in_the_cache_is_served_offline_and_without_the_hub(tmp_path: Path) -> None:
