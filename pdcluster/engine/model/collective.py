@@ -7,6 +7,7 @@ raise.
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -15,7 +16,7 @@ import torch.distributed
 from torch import Tensor
 
 from pdcluster.core.errors import ConfigError
-from pdcluster.processes.listening import loopback
+from pdcluster.processes.listening import listening_place, loopback
 
 # Its stores and process groups are documented, but not in its type stubs.
 _dist = cast(Any, torch.distributed)
@@ -120,9 +121,19 @@ class _Group(Protocol):
 
 
 def host_store(timeout_s: float) -> RendezvousStore:
-    """Rank 0's store, on a free port of this machine (its `port`); the other ranks find each other there."""
-    limit = timedelta(seconds=timeout_s)
-    return cast(RendezvousStore, _dist.TCPStore(loopback(), 0, is_master=True, wait_for_workers=False, timeout=limit))
+    """Rank 0's store, on a free port of this machine (its `port`); the other ranks find each other there. It listens on
+    loopback alone: torch's own socket would listen on every address.
+    """
+    family, place = listening_place(loopback(), 0)
+    listener = socket.create_server(place, family=family)
+    host, port = listener.getsockname()[:2]
+    return cast(
+        RendezvousStore,
+        _dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
+        ),
+    )  # fmt: skip
 
 
 def join_store(port: int, timeout_s: float) -> RendezvousStore:
