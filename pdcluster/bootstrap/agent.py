@@ -12,6 +12,7 @@ import logging
 import os
 import random
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -22,8 +23,9 @@ import grpc
 
 from pdcluster.bootstrap.card import Adapter, ClusterSnapshot, NodeCard
 from pdcluster.bootstrap.card_messages import adapters_to_proto, card_to_proto, role_to_proto, snapshot_from_proto
+from pdcluster.bootstrap.credentials import NAME_OPTIONS, BootstrapCredentials
 from pdcluster.bootstrap.merging import RegistryMerge
-from pdcluster.core.errors import BadRequest, ConfigError, PdclusterError, Unavailable
+from pdcluster.core.errors import BadRequest, ConfigError, NameTaken, PdclusterError, Unavailable
 from pdcluster.core.messages import Role
 from pdcluster.processes.tasks import running
 from pdcluster.rpc import bootstrap_pb2 as pb
@@ -35,6 +37,8 @@ __all__ = ["NodeAgent", "Retry", "watch"]
 
 CALL_S = 3.0
 LEAVE_S = 1.0
+# So long a node waits for the end of another one of its name. One that has ended is silent for a lease.
+TAKEN_LEASES = 3
 # Snapshots that were not taken in yet; a bootstrap that has more to say waits.
 MAX_NEWS = 16
 MAX_SNAPSHOT_BYTES = 64 << 20
@@ -45,6 +49,12 @@ CHANNEL_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),  # a watch may be quiet for hours, and must still notice a dead server
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_http_proxy", 0),
+)
+# What gRPC says where one end has no key, or another one.
+_HANDSHAKE_SIGNS = ("handshake failed", "Socket closed", "Broken pipe", "Connection reset")
+OTHER_KEY = (
+    "if something listens there, it has another cluster key, or only one of both has one; set the same "
+    "security.cluster_key_file in all sections, or none"
 )
 log = logging.getLogger(__name__)
 
@@ -75,9 +85,17 @@ class NodeAgent:
     `wakeup_fd` is readable when `gone` has news.
     """
 
-    def __init__(self, addresses: Sequence[str], *, heartbeat_s: float | None = None) -> None:
-        """heartbeat_s: the longest time between two renewals. A third of the granted lease, when that is shorter."""
-        self._addresses = _required(addresses)
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        heartbeat_s: float | None = None,
+        credentials: BootstrapCredentials | None = None,
+    ) -> None:
+        """heartbeat_s: the longest time between two renewals. A third of the granted lease, when that is shorter.
+        credentials: None where bootstraps have no cluster key.
+        """
+        self._addresses, self._credentials = _required(addresses), credentials
         self._heartbeat_s = heartbeat_s
         self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._news: SimpleQueue[Peer | BaseException] = SimpleQueue()
@@ -91,6 +109,8 @@ class NodeAgent:
         self._registered: Callable[[], None] | None = None
         self._threads: list[threading.Thread] = []
         self._registered_at: set[str] = set()
+        # Since when another process has this node's name at each bootstrap that answers.
+        self._taken_since: float | None = None
 
     @property
     def num_registered(self) -> int:
@@ -151,7 +171,7 @@ class NodeAgent:
     def _keep(self, address: str, nudge: threading.Event) -> None:
         """Stay registered at one bootstrap until the node stops or is refused."""
         retry, registered = Retry(), False
-        with _channel(address) as stub:
+        with _channel(address, self._credentials) as stub:
             while not self._stopping.is_set():
                 nudge.clear()
                 if self._stopping.is_set():  # set before the nudge that was just cleared
@@ -161,16 +181,29 @@ class NodeAgent:
                     (self._registered_at.add if registered else self._registered_at.discard)(address)
                     retry.reset()
                 except grpc.RpcError as error:
-                    translated = error_of(error, f"bootstrap {address}")
+                    translated = bootstrap_error(error, address)
                     if isinstance(translated, BadRequest | ConfigError):
                         raise translated from error
                     self._registered_at.discard(address)
                     pause_s = retry.next_s()
+                    if isinstance(translated, NameTaken):
+                        self._wait_for_name(translated)
                     if retry.failures == 1:
                         log.warning("%s; this node goes on without it and tries again", translated)
                 nudge.wait(pause_s)
             if registered:
                 self._leave(stub, address)
+
+    def _wait_for_name(self, refusal: NameTaken) -> None:
+        """Another process has this node's name. Raises ConfigError after TAKEN_LEASES, if no bootstrap has this one."""
+        with self._lock:
+            if self._registered_at:
+                self._taken_since = None
+                return
+            now = time.monotonic()
+            since = self._taken_since = now if self._taken_since is None else self._taken_since
+        if now - since > TAKEN_LEASES * refusal.retry_after_s:
+            raise ConfigError(f"{refusal} (asked for {now - since:.0f} s)")
 
     def _renew(self, stub: stubs.BootstrapStub, address: str, registered: bool) -> tuple[float, bool]:
         """One call that keeps the node known. Returns the seconds until the next one, and whether the node is
@@ -217,14 +250,14 @@ class NodeAgent:
                     self._apply(address, snapshot)
             except grpc.RpcError as error:
                 if not self._stopping.is_set():
-                    log.info("%s; watching again", error_of(error, f"bootstrap {address}"))
+                    log.info("%s; watching again", bootstrap_error(error, address))
             except BadRequest as error:
                 log.warning("bootstrap %s sent a cluster that this version does not understand: %s", address, error)
             self._apply(address, None)
             self._stopping.wait(retry.next_s())
 
     def _snapshots(self, address: str) -> Iterator[ClusterSnapshot]:
-        with _channel(address) as stub:
+        with _channel(address, self._credentials) as stub:
             with self._lock:
                 if self._stopping.is_set():
                     return
@@ -282,13 +315,17 @@ class NodeAgent:
             nudge.set()
 
 
-async def watch(addresses: Sequence[str]) -> AsyncIterator[ClusterSnapshot]:
+async def watch(
+    addresses: Sequence[str], credentials: BootstrapCredentials | None = None
+) -> AsyncIterator[ClusterSnapshot]:
     """The cluster as all bootstraps have it, again whenever it changes, for ever. Nothing comes while none answers."""
     news: asyncio.Queue[tuple[str, ClusterSnapshot | None]] = asyncio.Queue(MAX_NEWS)
     merge = RegistryMerge()
     async with AsyncExitStack() as stack:
         for address in _required(addresses):
-            await stack.enter_async_context(running(partial(_follow, address, news), f"bootstrap {address}"))
+            await stack.enter_async_context(
+                running(partial(_follow, address, news, credentials), f"bootstrap {address}")
+            )
         while True:
             address, snapshot = await news.get()
             found = merge.lost(address) if snapshot is None else merge.update(address, snapshot)
@@ -296,18 +333,22 @@ async def watch(addresses: Sequence[str]) -> AsyncIterator[ClusterSnapshot]:
                 yield found
 
 
-async def _follow(address: str, news: asyncio.Queue[tuple[str, ClusterSnapshot | None]]) -> None:
+async def _follow(
+    address: str,
+    news: asyncio.Queue[tuple[str, ClusterSnapshot | None]],
+    credentials: BootstrapCredentials | None,
+) -> None:
     """Pass on what one bootstrap says; None when its watch ends."""
     retry = Retry()
     while True:
         try:
-            async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+            async with open_channel(address, credentials) as channel:
                 async for found in stubs.BootstrapStub(channel).Watch(pb.WatchRequest()):
                     retry.reset()
                     await news.put((address, snapshot_from_proto(found)))
             reason: PdclusterError = Unavailable(f"bootstrap {address} ended the watch")
         except grpc.RpcError as error:
-            reason = error_of(error, f"bootstrap {address}")
+            reason = bootstrap_error(error, address)
         except BadRequest as error:
             reason = error
         await news.put((address, None))
@@ -317,9 +358,28 @@ async def _follow(address: str, news: asyncio.Queue[tuple[str, ClusterSnapshot |
         await asyncio.sleep(pause_s)
 
 
+def bootstrap_error(error: grpc.RpcError, address: str) -> PdclusterError:
+    """The error of pdcluster for gRPC's, which says of a failed handshake only what TLS calls it."""
+    found = error_of(error, f"bootstrap {address}")
+    if isinstance(found, Unavailable) and any(sign in str(found) for sign in _HANDSHAKE_SIGNS):
+        return Unavailable(f"{found}; {OTHER_KEY}")
+    return found
+
+
+def open_channel(address: str, credentials: BootstrapCredentials | None) -> grpc.aio.Channel:
+    """To a bootstrap, for calls in an event loop."""
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, credentials.of_client(), options=(*CHANNEL_OPTIONS, *NAME_OPTIONS))
+
+
 @contextmanager
-def _channel(address: str) -> Iterator[stubs.BootstrapStub]:
-    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+def _channel(address: str, credentials: BootstrapCredentials | None) -> Iterator[stubs.BootstrapStub]:
+    if credentials is None:
+        channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    else:
+        channel = grpc.secure_channel(address, credentials.of_client(), options=(*CHANNEL_OPTIONS, *NAME_OPTIONS))
+    with channel:
         yield stubs.BootstrapStub(channel)
 
 

@@ -107,6 +107,8 @@ class NodeCard:
     capabilities: Capabilities = NATIVE
     # LoRA adapters; requests may use their names, too.
     adapters: tuple[Adapter, ...] = ()
+    # Names the cluster key that its links have; "": none, or an earlier version.
+    link_key: str = ""
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -136,7 +138,7 @@ class NodeCard:
 
     @property
     def endpoint(self) -> Endpoint:
-        return Endpoint(self.node, self.incarnation, self.address)
+        return Endpoint(self.node, self.incarnation, self.address, link_key=self.link_key)
 
     @property
     def page_tokens(self) -> int:
@@ -208,6 +210,7 @@ def check_card(card: NodeCard) -> None:
         ("device", card.device),
         ("version", card.version),
         ("arithmetic", card.fingerprint.arithmetic),
+        ("link_key", card.link_key),
     ):
         _check_text(name, value, MAX_NAME_CHARS, required=False)
     if len(card.model_aliases) > MAX_ALIASES:

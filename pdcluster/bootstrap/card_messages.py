@@ -38,6 +38,7 @@ def card_to_proto(card: NodeCard) -> pb.NodeCard:
         pid=card.pid,
         model_aliases=card.model_aliases, version=card.version,
         capabilities=capabilities_to_proto(card.capabilities), adapters=adapters_to_proto(card.adapters),
+        link_key=card.link_key,
     )  # fmt: skip
 
 
@@ -59,7 +60,7 @@ def card_from_proto(card: pb.NodeCard) -> NodeCard:
         pid=card.pid if card.HasField("pid") else None, model_aliases=tuple(card.model_aliases),
         version=card.version,
         capabilities=capabilities_from_proto(card.capabilities) if card.HasField("capabilities") else NATIVE,
-        adapters=adapters_from_proto(card.adapters),
+        adapters=adapters_from_proto(card.adapters), link_key=card.link_key,
     )  # fmt: skip
 
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
-from pdcluster.bootstrap.agent import CHANNEL_OPTIONS, Retry
+from pdcluster.bootstrap.agent import Retry, open_channel
+from pdcluster.bootstrap.credentials import BootstrapCredentials
 from pdcluster.bootstrap.demand import RouterDemand, demand_from_proto, demand_to_proto, newest
 from pdcluster.core.errors import BadRequest
 from pdcluster.rpc import bootstrap_pb2 as pb
@@ -35,9 +36,13 @@ class DemandExchange:
     """
 
     def __init__(
-        self, addresses: Sequence[str], own: Callable[[], RouterDemand], clock: Callable[[], float] = time.monotonic
+        self,
+        addresses: Sequence[str],
+        own: Callable[[], RouterDemand],
+        clock: Callable[[], float] = time.monotonic,
+        credentials: BootstrapCredentials | None = None,
     ) -> None:
-        self._addresses, self._own, self._clock = tuple(addresses), own, clock
+        self._addresses, self._own, self._clock, self._credentials = tuple(addresses), own, clock, credentials
         self.latest = own()
         self._others: dict[str, tuple[float, list[RouterDemand]]] = {}
 
@@ -58,7 +63,7 @@ class DemandExchange:
 
     async def _share_with(self, address: str) -> None:
         retry = Retry()
-        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        async with open_channel(address, self._credentials) as channel:
             stub = stubs.BootstrapStub(channel)
             while True:
                 pause_s = SHARE_S

@@ -17,7 +17,8 @@ class RegistryMerge:
 
     1. While one that is watched has settled, only those that are watched count: what a lost one knew may be stale.
     2. Otherwise the last word of each counts, and absence proves nothing.
-    3. Of two boots of a name, the one that was seen last is the node.
+    3. Of two boots of a name at one address, the one that was seen last is the node: the other one has ended. At two
+       addresses it is the one that was seen first, as long as a bootstrap has it.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,8 @@ class RegistryMerge:
             boot = card.incarnation
             number = known[boot] = self._seen[boot] if boot in self._seen else known.get(boot, next(self._numbers))
             other = newest.get(card.node)
-            if other is None or known[other.incarnation] <= number:
+            is_later = other is None or known[other.incarnation] <= number
+            if other is None or is_later is (other.address == card.address):
                 newest[card.node] = card
         self._seen = known
         return newest

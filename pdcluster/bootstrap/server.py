@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdcluster.bootstrap.card_messages import adapters_from_proto, card_from_proto, role_from_proto, snapshot_to_proto
+from pdcluster.bootstrap.credentials import BootstrapCredentials, Identity, Kind, bootstrap_credentials, caller_of
 from pdcluster.bootstrap.demand import DemandStore, demand_from_proto, demand_to_proto
 from pdcluster.bootstrap.health import BootstrapHealth
 from pdcluster.bootstrap.store import NodeStore, StoreSettings
@@ -27,7 +28,7 @@ from pdcluster.processes.ready import announce
 from pdcluster.processes.tasks import running
 from pdcluster.rpc import bootstrap_pb2 as pb
 from pdcluster.rpc import bootstrap_pb2_grpc as stubs
-from pdcluster.rpc.status import status_of
+from pdcluster.rpc.status import retry_metadata, status_of
 from pdcluster.settings.config import BootstrapConfig
 from pdcluster.telemetry.health import BEAT_S, health_port
 from pdcluster.transfer.backends.base import Peer
@@ -52,26 +53,39 @@ log = logging.getLogger(__name__)
 class Servicer(stubs.BootstrapServicer):
     """Translates calls to the store, and tells watchers when its version moved."""
 
-    def __init__(self, store: NodeStore, beat: Callable[[], None]) -> None:
-        """beat: called in every turn."""
-        self._store, self._beat = store, beat
+    def __init__(self, store: NodeStore, beat: Callable[[], None], *, is_secured: bool = False) -> None:
+        """beat: called in every turn. is_secured: callers have certificates, and may say what these allow."""
+        self._store, self._beat, self._is_secured = store, beat, is_secured
         self._demands = DemandStore(store.lease_s)
         self._told = store.version
         self._changed = asyncio.Event()
         self._stopping = False
 
+    async def _require(self, context: grpc.aio.ServicerContext, kind: Kind, name: str | None = None) -> None:
+        """Abort a call of another process than that."""
+        caller = caller_of(context.auth_context()) if self._is_secured else None
+        if not self._is_secured or (caller is not None and caller.kind == kind and name in (None, caller.name)):
+            return
+        who = "no process of pdcluster" if caller is None else f"{caller.kind} {caller.name}"
+        wanted = f"a {kind}" if name is None else f"{kind} {name}"
+        why = f"this certificate is of {who:.200}; only {wanted:.200} may say that"
+        log.warning("refused a call: %s", why)
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
+
     async def Register(self, request: pb.RegisterRequest, context: grpc.aio.ServicerContext) -> pb.RegisterReply:
+        await self._require(context, "node", request.card.node)
         try:
             card = card_from_proto(request.card)
             self._store.register(card)
         except PdclusterError as error:
             log.warning("refused node %.128r: %s", request.card.node, error)
-            await context.abort(status_of(error), str(error))
+            await context.abort(status_of(error), str(error), retry_metadata(error))
         self.notify()
         log.info("node %s (%s) registered at %s, boot %s", card.node, card.role, card.address, card.incarnation)
         return pb.RegisterReply(lease_s=self._store.lease_s)
 
     async def KeepAlive(self, request: pb.KeepAliveRequest, context: grpc.aio.ServicerContext) -> pb.KeepAliveReply:
+        await self._require(context, "node", request.node)
         try:
             peer = Peer(request.node, request.incarnation)
             known = self._store.keep_alive(
@@ -86,6 +100,7 @@ class Servicer(stubs.BootstrapServicer):
         return pb.KeepAliveReply(known=known, lease_s=self._store.lease_s)
 
     async def Leave(self, request: pb.LeaveRequest, context: grpc.aio.ServicerContext) -> pb.LeaveReply:
+        await self._require(context, "node", request.node)
         self._store.leave(Peer(request.node, request.incarnation))
         self.notify()
         log.info("node %.128s left", request.node)
@@ -94,6 +109,7 @@ class Servicer(stubs.BootstrapServicer):
     async def ShareDemand(
         self, request: pb.ShareDemandRequest, context: grpc.aio.ServicerContext
     ) -> pb.ShareDemandReply:
+        await self._require(context, "router")
         try:
             others = self._demands.share(demand_from_proto(request.demand))
         except PdclusterError as error:
@@ -132,17 +148,22 @@ class Servicer(stubs.BootstrapServicer):
 
 
 @asynccontextmanager
-async def serving(listen: str, settings: StoreSettings, health: BootstrapHealth | None = None) -> AsyncIterator[str]:
-    """Serve while the block runs. Yields the address with the bound port."""
+async def serving(
+    listen: str,
+    settings: StoreSettings,
+    health: BootstrapHealth | None = None,
+    credentials: BootstrapCredentials | None = None,
+) -> AsyncIterator[str]:
+    """Serve while the block runs. Yields the address with the bound port. credentials: None: to everybody."""
     server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
     store = NodeStore(settings, AwakeClock(settings.lease_s / LOOKS * 2))
     health = health or BootstrapHealth()
-    servicer = Servicer(store, health.pulse.beat)
+    servicer = Servicer(store, health.pulse.beat, is_secured=credentials is not None)
     stubs.add_BootstrapServicer_to_server(servicer, server)
     health_servicer = grpc_health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((SERVICE, grpc_health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    address = _bind(server, listen)
+    address = _bind(server, listen, credentials)
     await server.start()
     for service in ("", SERVICE):
         await health_servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
@@ -162,8 +183,9 @@ async def serve(config: BootstrapConfig, stop: asyncio.Event) -> None:
     """Serve until `stop` is set. Announces the bound address."""
     settings = StoreSettings(lease_s=config.lease_s, max_nodes=config.max_nodes)
     health = BootstrapHealth()
+    credentials = bootstrap_credentials(config.security.cluster_keys(), Identity("bootstrap", config.listen))
     with health_port(config.health, health.probes) as health_address:
-        async with serving(config.listen, settings, health) as address:
+        async with serving(config.listen, settings, health, credentials) as address:
             announce(config.ready_fd, address, name="bootstrap", health=health_address)
             log.info("bootstrap serves %s", address)
             await stop.wait()
@@ -183,9 +205,12 @@ async def _run(config: BootstrapConfig) -> int:
     return 0
 
 
-def _bind(server: grpc.aio.Server, listen: str) -> str:
+def _bind(server: grpc.aio.Server, listen: str, credentials: BootstrapCredentials | None) -> str:
     try:
-        port = server.add_insecure_port(listen)
+        if credentials is None:
+            port = server.add_insecure_port(listen)
+        else:
+            port = server.add_secure_port(listen, credentials.of_server())
     except RuntimeError as error:
         raise ConfigError(
             f"the bootstrap cannot listen on {listen}: {error}; choose another --listen address"

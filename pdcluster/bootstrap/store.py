@@ -1,7 +1,8 @@
-"""Who is alive: nodes with leases, the newest boot of each name, one layout for all. Pure state with an injected clock.
+"""Who is alive: nodes with leases, one boot of each name, one layout for all. Pure state with an injected clock.
 
 A node is in from its registration until it leaves or its lease ends. Every change raises the version, so that watchers
-get each state once.
+get each state once. A boot at the address of another one of its name replaces that at once: nobody else can listen
+there. A boot at another address waits until the lease of the other one ends.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from time import monotonic
 
 from pdcluster.bootstrap.card import Adapter, ClusterSnapshot, NodeCard, check_card
 from pdcluster.checkpoint.weights_digest import differing_groups
-from pdcluster.core.errors import ConfigError, Overloaded
+from pdcluster.core.errors import ConfigError, NameTaken, Overloaded
 from pdcluster.core.messages import Role
 from pdcluster.kv.layout import Fingerprint
 from pdcluster.transfer.backends.base import Peer
@@ -68,10 +69,10 @@ class NodeStore:
         return len(self._leases)
 
     def register(self, card: NodeCard) -> None:
-        """Take a node in, in place of any other boot of that name.
+        """Take a node in, in place of a boot of that name which has ended.
 
-        Raises BadRequest for a bad card, Overloaded for too many nodes. Raises ConfigError when it does not fit the
-        cluster, or a newer boot has its name.
+        Raises BadRequest for a bad card, Overloaded for too many nodes, NameTaken where another process has its name.
+        Raises ConfigError when it does not fit the cluster, or a newer boot has its name.
         """
         self.expire()
         check_card(card)
@@ -89,6 +90,12 @@ class NodeStore:
                 self.lease_s,
             )
         if known is not None and known.card.incarnation != card.incarnation:
+            if known.card.address != card.address:
+                raise NameTaken(
+                    f"node {card.node!r} is another process, boot {known.card.incarnation} at {known.card.address}, "
+                    "which was heard of less than a lease ago; give every node a name of its own",
+                    self.lease_s,
+                )
             self._remember_replaced(known.card.peer)
         self._put(card)
 

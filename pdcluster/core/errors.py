@@ -134,6 +134,17 @@ class ConfigError(PdclusterError):
     code = "bad_config"
 
 
+class NameTaken(PdclusterError):
+    """Another process of the cluster has that name, and may still live. `retry_after_s`: how long it may be silent."""
+
+    code = "name_taken"
+    retryable = True
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class Unservable(Unavailable):
     """What waiting does not mend: the model that the nodes have can never be served."""
 

@@ -98,12 +98,13 @@ class Work(Value, frozen=True, array_like=True):
 
 class Endpoint(Value, frozen=True, array_like=True):
     """How to reach one boot of one node. adverts: (backend name, opaque bytes that backend's `connect` understands),
-    best first."""
+    best first. link_key: names the cluster key that it listens with; "": none, or it does not say."""
 
     node: Id
     incarnation: Id
     address: str
     adverts: Adverts = ()
+    link_key: Text = ""
 
 
 class Ticket(Value, frozen=True, array_like=True):
@@ -567,4 +568,4 @@ class Envelope(Value, frozen=True, array_like=True):
     messages: Annotated[tuple[AnyMessage, ...], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5

@@ -10,7 +10,7 @@ from pdcluster.api.text.model_text import TextModel
 from pdcluster.checkpoint.hub import is_repository
 from pdcluster.checkpoint.inspection import check_model_files
 from pdcluster.core.errors import PdclusterError
-from pdcluster.settings.config import LoadedSection, NodeConfig, RouterConfig, UpConfig, check_folder
+from pdcluster.settings.config import BootstrapConfig, LoadedSection, NodeConfig, RouterConfig, UpConfig, check_folder
 from pdcluster_router.core.tenants import read_tenants
 from pdcluster_router.policy.registry import make_policy
 
@@ -25,11 +25,13 @@ def problems(loaded: LoadedSection[Any]) -> Iterator[str]:
 
 
 def _checks(config: object) -> Iterator[Callable[[], object]]:
-    if isinstance(config, NodeConfig):
-        yield config.security.key_bytes
+    if isinstance(config, BootstrapConfig):
+        yield config.security.cluster_keys
+    elif isinstance(config, NodeConfig):
+        yield config.security.cluster_keys
         yield lambda: _check_model(config.model)
     elif isinstance(config, RouterConfig):
-        yield config.security.key_bytes
+        yield config.security.cluster_keys
         yield config.admin_token
         yield lambda: read_tenants(config.tenants, config.workers)
         yield lambda: make_policy(config.policy)

@@ -200,13 +200,14 @@ class LocalCluster:
         ]
         if own:
             raise ConfigError(joined(own))
-        load(BootstrapConfig, self._loaded.flags, self._loaded.file)
+        bootstrap = load(BootstrapConfig, self._loaded.flags, self._loaded.file).config
         check_folder("up.targets", self._config.targets)
         router = self._router_settings.config
-        if router.security.key_bytes() != self._node_settings.config.security.key_bytes():
+        sections = bootstrap, self._node_settings.config, router
+        if len({section.security.cluster_keys() for section in sections}) > 1:
             raise ConfigError(
-                "node.security and router.security hold different cluster keys, so they could not talk; set both to "
-                "the same"
+                "bootstrap.security, node.security and router.security hold different cluster keys, so they could not "
+                "talk; set all three to the same"
             )
         for name in ("http", "grpc"):
             path, address = self._listens(name)

@@ -17,6 +17,7 @@ import zmq
 
 from pdcluster.bootstrap.agent import NodeAgent
 from pdcluster.bootstrap.card import NodeCard
+from pdcluster.bootstrap.credentials import Identity, bootstrap_credentials
 from pdcluster.checkpoint.bundled import path as bundled_model
 from pdcluster.checkpoint.hub import local_model
 from pdcluster.checkpoint.inspection import check_model_files
@@ -107,7 +108,11 @@ def _open_process(config: NodeConfig, health: NodeHealth, stack: ExitStack, engi
     spans = open_tracer(config.tracing, "node", me.node, time.monotonic, time.time)
     if spans is not None:
         stack.callback(spans.close)
-    agent = NodeAgent(config.bootstrap, heartbeat_s=config.heartbeat_s)
+    agent = NodeAgent(
+        config.bootstrap,
+        heartbeat_s=config.heartbeat_s,
+        credentials=bootstrap_credentials(config.security.cluster_keys(), Identity("node", me.node)),
+    )
     health.registration = agent
     stack.callback(agent.stop)
     return NodeProcess(

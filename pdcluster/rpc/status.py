@@ -10,6 +10,7 @@ from pdcluster.core.errors import (
     ConfigError,
     DeadlineExceeded,
     ModelChanged,
+    NameTaken,
     NodeLost,
     Overloaded,
     PdclusterError,
@@ -27,6 +28,7 @@ _CODES: tuple[tuple[type[PdclusterError], grpc.StatusCode], ...] = (
     (UnknownModel, grpc.StatusCode.NOT_FOUND),
     (BadRequest, grpc.StatusCode.INVALID_ARGUMENT),
     (ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
+    (NameTaken, grpc.StatusCode.ALREADY_EXISTS),
     (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
     (Cancelled, grpc.StatusCode.CANCELLED),
@@ -34,6 +36,8 @@ _CODES: tuple[tuple[type[PdclusterError], grpc.StatusCode], ...] = (
     (ModelChanged, grpc.StatusCode.UNAVAILABLE),
     (Unavailable, grpc.StatusCode.UNAVAILABLE),
 )
+# Errors that say when to come back.
+_WITH_TIME = (Overloaded, NameTaken)
 _ERRORS: dict[grpc.StatusCode, type[PdclusterError]] = {code: error for error, code in _CODES}
 
 
@@ -47,12 +51,12 @@ def error_of(error: grpc.RpcError, who: str) -> PdclusterError:
         return Unavailable(f"{who}: {error}")
     kind = _ERRORS.get(error.code(), Unavailable)
     message = f"{who} answered {error.code().name}: {error.details()}"
-    return Overloaded(message, _retry_after_s(error)) if kind is Overloaded else kind(message)
+    return kind(message, _retry_after_s(error)) if kind in _WITH_TIME else kind(message)
 
 
 def retry_metadata(error: PdclusterError) -> tuple[tuple[str, str], ...]:
     """Trailing metadata that says when to come back, where that is known."""
-    return ((RETRY_AFTER, f"{error.retry_after_s:.3f}"),) if isinstance(error, Overloaded) else ()
+    return ((RETRY_AFTER, f"{error.retry_after_s:.3f}"),) if isinstance(error, _WITH_TIME) else ()
 
 
 def _retry_after_s(error: grpc.Call | grpc.aio.AioRpcError) -> float:

@@ -51,6 +51,7 @@ from pdcluster.settings.kinds import (
     text,
     words,
 )
+from pdcluster.settings.secret_file import read_secret_file
 
 BackendName = Literal["auto", "shm", "tcp", "mooncake", "nixl"]
 Mode = Literal["auto", "remote", "local"]
@@ -61,6 +62,7 @@ LogFormat = Literal["auto", "text", "json"]
 FILE_VARIABLE = "PDCLUSTER_CONFIG"
 CACHE_VARIABLE = "PDCLUSTER_CACHE_DIR"
 MIN_SECRET_BYTES = 16
+MAKE_KEY = "openssl rand -hex 32 makes one"
 # Between errors that are told together.
 SEPARATOR = "\nerror: "
 # What Kubernetes sets in pods for each Service of their namespace.
@@ -115,37 +117,37 @@ class RouterTracingConfig(TracingConfig):
 
 @dataclass(frozen=True, slots=True)
 class SecurityConfig:
-    """The shared secret from which the links' keys are made; None: the links are not encrypted."""
+    """The cluster's shared secret; None: links, KV over tcp and the bootstrap are open."""
 
-    cluster_key: str | None = key(None, text, "shared secret of the cluster's links, as text", secret=True)
-    cluster_key_file: Path | None = key(None, path, "file that holds the shared secret")
+    cluster_key: str | None = key(None, text, "shared secret of the cluster, as text", secret=True)
+    cluster_key_file: Path | None = key(
+        None, path, "file of the cluster's keys, one a line: the first is used, all are accepted, so that keys change"
+    )
 
     def __post_init__(self) -> None:
         if self.cluster_key is not None and self.cluster_key_file is not None:
             raise ConfigError("cluster_key and cluster_key_file are both set; keep one of them")
 
-    def key_bytes(self) -> bytes | None:
-        """The 32 bytes that the links' keys are made from; reads the file."""
-        found = self.cluster_key.encode() if self.cluster_key is not None else self._read_file()
-        if found is None:
-            return None
-        if len(found) < MIN_SECRET_BYTES:
-            raise ConfigError(
-                f"the cluster key has {len(found)} bytes, it must have at least {MIN_SECRET_BYTES}; openssl rand "
-                "-hex 32 makes one"
-            )
-        return hashlib.blake2b(found, digest_size=32).digest()
+    def cluster_keys(self) -> tuple[bytes, ...]:
+        """32 bytes each, the one to use first; empty without a secret. Reads the file."""
+        if self.cluster_key is not None:
+            lines = [self.cluster_key.encode()]
+        elif self.cluster_key_file is not None:
+            name = "cluster_key_file"
+            lines = [
+                line for line in map(bytes.strip, read_secret_file(name, self.cluster_key_file).splitlines()) if line
+            ]
+            if not lines:
+                raise ConfigError(f"{name} {self.cluster_key_file} is empty; {MAKE_KEY}")
+        else:
+            return ()
+        return tuple(map(_key_of, lines))
 
-    def _read_file(self) -> bytes | None:
-        if self.cluster_key_file is None:
-            return None
-        try:
-            return self.cluster_key_file.read_bytes().strip()
-        except OSError as error:
-            raise ConfigError(
-                f"cluster_key_file {self.cluster_key_file} cannot be read: {error.strerror}; check the path and its "
-                "mode"
-            ) from error
+
+def _key_of(line: bytes) -> bytes:
+    if len(line) < MIN_SECRET_BYTES:
+        raise ConfigError(f"a cluster key has {len(line)} bytes, it must have at least {MIN_SECRET_BYTES}; {MAKE_KEY}")
+    return hashlib.blake2b(line, digest_size=32).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,11 @@ class TransferConfig:
     staging_bytes: int = key(64 * 2**20, size(2**16), "staging ring of media that cannot fence cheaply")
     digests: Literal["always", "never"] = key(
         "always", choice("always", "never"), "whether chunks carry digests of their bytes"
+    )
+    seal: Literal["always", "never"] = key(
+        "always",
+        choice("always", "never"),
+        "with a cluster key: encrypt KV over tcp; never: faster, and whoever is on the network can read prompts of it",
     )
     pull_s: float = key(
         2.0,
@@ -470,15 +477,12 @@ class RouterConfig(Section):
         if self.admin_token_file is None:
             return None
         try:
-            token = self.admin_token_file.read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"admin_token_file {self.admin_token_file} cannot be read: {error}; check the path and its mode"
-            ) from error
+            token = read_secret_file("admin_token_file", self.admin_token_file).decode().strip()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"admin_token_file {self.admin_token_file} is no text; {MAKE_KEY}") from error
         if len(token) < MIN_SECRET_BYTES:
             raise ConfigError(
-                f"the admin token has {len(token)} characters, at least {MIN_SECRET_BYTES} are needed; openssl rand "
-                "-hex 32 makes one"
+                f"the admin token has {len(token)} characters, at least {MIN_SECRET_BYTES} are needed; {MAKE_KEY}"
             )
         return token
 
@@ -490,6 +494,7 @@ class BootstrapConfig(Section):
     listen: str = key("127.0.0.1:8998", address, "HOST:PORT to listen on; port 0 takes a free one")
     lease_s: float = key(3.0, duration(0.1), "a node that has not renewed its registration for this long is gone")
     max_nodes: int = key(4096, integer(1, 2**20), "most registered nodes")
+    security: SecurityConfig = field(default_factory=SecurityConfig)
     health: str | None = key(None, address_or_none, "HOST:PORT of /livez, /readyz and /metrics; none: no such port")
     log: LogConfig = field(default_factory=LogConfig)
     ready_fd: int | None = key(None, integer(0), "file descriptor that gets one JSON line when ready", flag_only=True)

@@ -168,7 +168,7 @@ class ClientLink:
         self._reopen_at = None
         self._next = 0
         try:
-            self._socket = LinkSocket(self._context, self.endpoint.address, self._settings)
+            self._socket = LinkSocket(self._context, self.endpoint.address, self._settings, self.endpoint.link_key)
         except ProtocolError as error:
             self.close(str(error))
             return

@@ -1,4 +1,4 @@
-"""Admission to encrypted links: answers libzmq's authentication questions (ZAP, RFC 27). Holders of the cluster key get
+"""Admission to encrypted links: answers libzmq's authentication questions (ZAP, RFC 27). Holders of a cluster key get
 in, others do not.
 
 One per ZMQ context, in a thread of its own, so that a node that is computing still lets peers in.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from collections.abc import Iterable
 
 import zmq
 from zmq.utils import z85
@@ -24,8 +25,8 @@ log = logging.getLogger(__name__)
 class Gatekeeper:
     """Owns the context's ZAP endpoint from construction to `close`. `refused` counts the handshakes it turned down."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: KeyPair) -> None:
-        self._allowed = z85.decode(keys.public)
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Iterable[KeyPair]) -> None:
+        self._allowed = frozenset(z85.decode(pair.public) for pair in keys)
         self.refused = 0
         self._questions = context.socket(zmq.REP)
         self._questions.setsockopt(zmq.LINGER, 0)
@@ -68,7 +69,7 @@ class Gatekeeper:
 
     def _answer(self, question: list[bytes]) -> list[bytes]:
         version, request_id, domain, *rest = question
-        allowed = domain == ZAP_DOMAIN and rest[2:] == [b"CURVE", self._allowed]
+        allowed = domain == ZAP_DOMAIN and len(rest) == 4 and rest[2] == b"CURVE" and rest[3] in self._allowed
         if not allowed:
             self.refused += 1
         status = [b"200", b"OK"] if allowed else [b"400", b"not a member of this cluster"]

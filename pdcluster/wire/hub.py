@@ -23,7 +23,7 @@ from pdcluster.wire import codec
 from pdcluster.wire.batch import MessageBatch
 from pdcluster.wire.client_link import ClientLink, LinkState
 from pdcluster.wire.curve import Gatekeeper
-from pdcluster.wire.sockets import WireSettings, derive_keys, open_router
+from pdcluster.wire.sockets import WireSettings, derive_keys, link_key_of, open_router
 
 Kind = Literal["router", "node"]
 MAX_RETIRED = 1024
@@ -99,10 +99,11 @@ class Hub:
         self.dropped: Counter[str] = Counter()
         self._gaps = 0
         self._gatekeeper = (
-            None if settings.cluster_key is None else Gatekeeper(context, derive_keys(settings.cluster_key))
+            Gatekeeper(context, map(derive_keys, settings.cluster_keys)) if settings.cluster_keys else None
         )
         try:
             self._router, self.address = open_router(context, listen, settings)
+            self.link_key = link_key_of(settings)
         except BaseException:
             self._close_gatekeeper()
             raise

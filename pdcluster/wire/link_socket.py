@@ -42,14 +42,18 @@ NO_HANDSHAKE = (
 class LinkSocket:
     """One caller's socket. It connects again and again until `close`; after DOWN its owner opens another one."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, settings: WireSettings) -> None:
-        """Raises ProtocolError for an address that ZMQ cannot connect to, and where it has no socket left."""
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, settings: WireSettings, link_key: str = ""
+    ) -> None:
+        """link_key: as in `open_dealer`. Raises ProtocolError for an address that ZMQ cannot connect to, and where it
+        has no socket left.
+        """
         # Why the last connection failed, for people; "" for nothing.
         self.why = ""
-        self._has_key = settings.cluster_key is not None
+        self._has_key = bool(settings.cluster_keys)
         target = "tcp://" + format_address(*peer_address(address))
         try:
-            self._socket = open_dealer(context, settings)
+            self._socket = open_dealer(context, settings, link_key)
             self._socket.copy_threshold = LARGE_BYTES
             self._monitor = _monitored(context, self._socket)
         except zmq.ZMQError as error:

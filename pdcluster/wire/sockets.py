@@ -8,6 +8,7 @@ import itertools
 import logging
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import lru_cache
 
 import zmq
 from zmq.utils import z85
@@ -60,7 +61,8 @@ class WireSettings:
     high_water: frames that may wait per peer.
     max_peers: bounds what strangers can make a node remember.
     advertise_host: the host others connect to when the listen address is a wildcard.
-    cluster_key: secret of CLUSTER_KEY_BYTES shared by the cluster. None leaves links unencrypted.
+    cluster_keys: secrets of CLUSTER_KEY_BYTES shared by the cluster. The first one is used, all are accepted. None at
+    all leaves links unencrypted.
     """
 
     heartbeat_s: float = 0.5
@@ -72,31 +74,31 @@ class WireSettings:
     max_peers: int = 4096
     max_drain: int = 512
     advertise_host: str | None = None
-    cluster_key: bytes | None = None
+    cluster_keys: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.cluster_key is not None and len(self.cluster_key) != CLUSTER_KEY_BYTES:
-            size = len(self.cluster_key)
-            raise ConfigError(
-                f"the cluster key has {size} bytes, it must have {CLUSTER_KEY_BYTES}; take it from "
-                "SecurityConfig.key_bytes"
-            )
+        for key in self.cluster_keys:
+            if len(key) != CLUSTER_KEY_BYTES:
+                raise ConfigError(
+                    f"a cluster key has {len(key)} bytes, it must have {CLUSTER_KEY_BYTES}; take them from "
+                    "SecurityConfig.cluster_keys"
+                )
         if not 0 < self.heartbeat_s < self.lease_s:
             raise ConfigError(
                 f"heartbeat_s is {self.heartbeat_s} and lease_s {self.lease_s}; a lease must outlast its heartbeats"
             )
 
     def __repr__(self) -> str:
-        key = "None" if self.cluster_key is None else "<secret>"
         return (
             f"WireSettings(heartbeat_s={self.heartbeat_s}, lease_s={self.lease_s}, high_water={self.high_water}, "
-            f"cluster_key={key})"
+            f"cluster_keys=<{len(self.cluster_keys)} secrets>)"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """The one CURVE key pair that every member of a cluster derives from the cluster key (Z85 text). Never shown."""
+    """The CURVE key pair that every member of a cluster derives from a cluster key (Z85 text). The secret is never
+    shown."""
 
     public: bytes
     secret: bytes
@@ -105,9 +107,15 @@ class KeyPair:
         return "KeyPair(<secret>)"
 
 
+@lru_cache(maxsize=16)
 def derive_keys(cluster_key: bytes) -> KeyPair:
     secret = z85.encode(hashlib.blake2b(cluster_key, digest_size=32, person=b"pdcluster-curve").digest())
     return KeyPair(public=zmq.curve_public(secret), secret=secret)
+
+
+def link_key_of(settings: WireSettings) -> str:
+    """What a process that listens with these settings tells others, so that they know which key it uses (Z85 text)."""
+    return derive_keys(settings.cluster_keys[0]).public.decode() if settings.cluster_keys else ""
 
 
 def warn_if_open(what: str, address: str, settings: WireSettings) -> None:
@@ -115,7 +123,7 @@ def warn_if_open(what: str, address: str, settings: WireSettings) -> None:
     other means.
     """
     host, _ = parse_address(address)
-    if settings.cluster_key is None and not is_loopback(host):
+    if not settings.cluster_keys and not is_loopback(host):
         logger.warning(
             "%s %s is beyond this host and there is no cluster key: links are neither encrypted nor authenticated, "
             "so whoever gets there can "
@@ -139,8 +147,8 @@ def open_router(
     try:
         _set_options(socket, settings)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if settings.cluster_key is not None:
-            _set_server_keys(socket, derive_keys(settings.cluster_key))
+        if settings.cluster_keys:
+            _set_server_keys(socket, derive_keys(settings.cluster_keys[0]))
         socket.bind(f"tcp://{format_address(host, port) if port else format_address(host, 0).removesuffix('0') + '*'}")
     except zmq.ZMQError as error:
         socket.close(0)
@@ -151,13 +159,22 @@ def open_router(
     return socket, format_address(settings.advertise_host or host, bound_port)
 
 
-def open_dealer(context: zmq.Context[zmq.Socket[bytes]], settings: WireSettings) -> zmq.Socket[bytes]:
-    """A DEALER socket, not connected yet, so that a monitor misses nothing."""
+def open_dealer(
+    context: zmq.Context[zmq.Socket[bytes]], settings: WireSettings, link_key: str = ""
+) -> zmq.Socket[bytes]:
+    """A DEALER socket, not connected yet, so that a monitor misses nothing.
+
+    link_key: what the other end says of its key; "": it does not say, and has our first one. A key that we do not have
+    is not used: the handshake fails then, and the link says why.
+    """
     socket = context.socket(zmq.DEALER)
     _set_options(socket, settings)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, max(1, int(settings.lease_s * 1000)))
-    if settings.cluster_key is not None:
-        _set_client_keys(socket, derive_keys(settings.cluster_key))
+    if settings.cluster_keys:
+        own = derive_keys(settings.cluster_keys[0])
+        known = {derive_keys(key).public for key in settings.cluster_keys}
+        theirs = link_key.encode()
+        _set_client_keys(socket, own, theirs if theirs in known else own.public)
     return socket
 
 
@@ -188,10 +205,10 @@ def _set_server_keys(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
-def _set_client_keys(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
+def _set_client_keys(socket: zmq.Socket[bytes], keys: KeyPair, theirs: bytes) -> None:
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-    socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
+    socket.setsockopt(zmq.CURVE_SERVERKEY, theirs)
 
 
 # A bare number: combining flags of an enum makes another object, which takes microseconds.

@@ -19,6 +19,7 @@ from prometheus_client import generate_latest
 
 from pdcluster.api.structured import library
 from pdcluster.bootstrap.agent import watch
+from pdcluster.bootstrap.credentials import BootstrapCredentials, Identity, bootstrap_credentials
 from pdcluster.bootstrap.demand_client import DemandExchange
 from pdcluster.core.errors import PdclusterError
 from pdcluster.processes.garbage import collect_seldom
@@ -93,7 +94,7 @@ async def _serve(config: RouterConfig) -> int:
         health_address = stack.enter_context(health_port(config.health, health.probes))
         await tasks.run(health.keep())
         for work in (
-            cluster.follow(watch(config.bootstrap)),
+            cluster.follow(watch(config.bootstrap, parts.credentials)),
             models.keep_loaded(),
             dispatch.waiting.follow(cluster),
             parts.demands.keep(),
@@ -133,6 +134,7 @@ class RouterComponents:
     front: FrontDoors
     demands: DemandExchange
     pools: PoolCollector
+    credentials: BootstrapCredentials | None
 
 
 def assemble(config: RouterConfig, me: Peer, worker: WorkerIdentity | None, stack: AsyncExitStack) -> RouterComponents:
@@ -153,12 +155,13 @@ def assemble(config: RouterConfig, me: Peer, worker: WorkerIdentity | None, stac
     explainer = Explainer(ExplainMetrics(metrics.registry), time.time)
     dispatch = Dispatch(cluster, models, selector, settings, metrics=hold_metrics, explainer=explainer)
     admin = Admin(cluster, dispatch.open, selector.holder, events, explainer, time.monotonic)
-    demands = DemandExchange(config.bootstrap, lambda: dispatch.demand(me.incarnation))
+    credentials = bootstrap_credentials(config.security.cluster_keys(), Identity("router", me.node))
+    demands = DemandExchange(config.bootstrap, lambda: dispatch.demand(me.incarnation), credentials=credentials)
     pools = PoolCollector(cluster.view, demands.all, PoolLevels(config.itl_s or 0.0))
     metrics.registry.register(pools)
     places = Places(config.max_requests, tenants, hold_metrics)
     front = FrontDoors(dispatch, metrics, places, tracing=_tracing(config, me, stack))
-    return RouterComponents(cluster, models, admin, settings, front, demands, pools)
+    return RouterComponents(cluster, models, admin, settings, front, demands, pools, credentials)
 
 
 def _tracing(config: RouterConfig, me: Peer, stack: AsyncExitStack) -> Tracing | None:
@@ -357,7 +360,9 @@ def _policies(config: RouterConfig) -> PolicyHolder:
 
 
 def wire_settings(config: RouterConfig) -> WireSettings:
-    return WireSettings(heartbeat_s=config.heartbeat_s, lease_s=config.lease_s, cluster_key=config.security.key_bytes())
+    return WireSettings(
+        heartbeat_s=config.heartbeat_s, lease_s=config.lease_s, cluster_keys=config.security.cluster_keys()
+    )
 
 
 def dispatch_settings(config: RouterConfig, *, is_shared: bool = False) -> DispatchSettings:

@@ -40,7 +40,7 @@ def up(collector: Receiver, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with running(
         "--prefill=1", "--decode=2", f"--otlp={collector.address}", "--log-requests", "--log-level=debug", *PATIENT,
         "--log-format=json", "--set=router.mode=remote", f"--set=router.tenants={tenants}",
-        f"--set=node.security.cluster_key={CLUSTER_KEY}", f"--set=router.security.cluster_key={CLUSTER_KEY}",
+        *(f"--set={section}.security.cluster_key={CLUSTER_KEY}" for section in ("bootstrap", "node", "router")),
     ) as up:  # fmt: skip
         up.client.headers["authorization"] = f"Bearer {KEY}"
         patch.undo()

@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import transfer_peer
 from fake_backend import FakeBackend, FakeNetwork
 from transfer_memory import Memory
-from transfer_peer import READER, WRITER
+from transfer_peer import READER, SEALED, WRITER
 
 from pdcluster.settings.config import set_library_environment
 from pdcluster.transfer.backends.base import Backend, Handle, Peer, Permit, Stamp, WriteStatus
@@ -21,13 +22,13 @@ from pdcluster.transfer.backends.staged.nixl import PACKAGES, NixlEngine
 from pdcluster.transfer.backends.staged.nixl import environment as nixl_environment
 from pdcluster.transfer.backends.staged.staging import StagedSettings, TransferLibrary
 from pdcluster.transfer.layout.spans import CopyRun
-from pdcluster.transfer.paths.choose import create_backends
 
 NBYTES = 1 << 20
 HAS_NIXL = any(importlib.util.find_spec(package) for package in PACKAGES)
 REAL = (
     "shm",
     "tcp",
+    SEALED,
     "mooncake",
     pytest.param("nixl", marks=pytest.mark.skipif(not HAS_NIXL, reason="the package nixl-cu12 is not installed")),
 )
@@ -105,7 +106,7 @@ ENGINES: dict[tuple[str, Peer], TransferLibrary] = {}
 
 def start(name: str, peer: Peer) -> Backend:
     if name not in ("mooncake", "nixl"):
-        return create_backends(name, peer, host="127.0.0.1", staging_bytes=8 << 20)[name]
+        return transfer_peer.start(name, peer)
     settings = StagedSettings(block_bytes=1 << 20, blocks=8)
     set_library_environment((environment if name == "mooncake" else nixl_environment)(settings))
     if (name, peer) not in ENGINES:

@@ -26,10 +26,12 @@ from transfer_peer import READER, WRITER
 
 from pdcluster.core.errors import PeerUnreachable
 from pdcluster.transfer.backends.base import Fence, Peer, Permit, Stamp, WriteStatus
+from pdcluster.transfer.backends.lane_hello import TOKEN_BYTES
 from pdcluster.transfer.backends.shm import ShmBackend, ShmSettings
+from pdcluster.transfer.backends.shm_frames import TOKEN_BYTES as SHM_TOKEN_BYTES
 from pdcluster.transfer.backends.shm_frames import ShmAdvert as ShmAdvert
 from pdcluster.transfer.backends.shm_frames import decode_advert as decode_shm_advert
-from pdcluster.transfer.backends.tcp_links import TOKEN_BYTES, TcpAdvert
+from pdcluster.transfer.backends.tcp_links import TcpAdvert
 from pdcluster.transfer.layout.spans import CopyRun
 
 PEER_SCRIPT = Path(__file__).with_name("transfer_peer.py")
@@ -330,7 +332,9 @@ def test_a_connection_that_never_came_about_is_a_warning_even_before_there_is_a_
     """A write asked for a moment later ends as FAILED and has nothing else to say why."""
     ends = Ends(name)
     if name == "shm":
-        advert: TcpAdvert | ShmAdvert = ShmAdvert(decode_shm_advert(ends.reader.advert()).socket, bytes(TOKEN_BYTES))
+        advert: TcpAdvert | ShmAdvert = ShmAdvert(
+            decode_shm_advert(ends.reader.advert()).socket, bytes(SHM_TOKEN_BYTES)
+        )
     else:
         with socket.create_server(("127.0.0.1", 0)) as gone:
             advert = TcpAdvert("127.0.0.1", gone.getsockname()[1], bytes(TOKEN_BYTES))

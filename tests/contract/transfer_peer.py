@@ -20,6 +20,8 @@ from pdcluster.transfer.layout.spans import CopyRun
 from pdcluster.transfer.paths.choose import create_backends
 
 READER, WRITER = Peer("r", "r1"), Peer("w", "w1")
+# tcp with sealed frames.
+SEALED = "tcp-sealed"
 CHUNK = 4 << 20
 
 
@@ -28,7 +30,9 @@ def say(**values: object) -> None:
 
 
 def start(name: str, me: Peer) -> Backend:
-    return create_backends(name, me, host="127.0.0.1", staging_bytes=8 << 20)[name]
+    is_sealed = name == SEALED
+    name = "tcp" if is_sealed else name
+    return create_backends(name, me, host="127.0.0.1", staging_bytes=8 << 20, is_sealed=is_sealed)[name]
 
 
 def read(name: str, nbytes: int) -> None:

@@ -37,9 +37,10 @@ from pdcluster.processes.ready import parse
 from pdcluster.rpc import bootstrap_pb2 as pb
 from pdcluster.rpc import inference_pb2
 from pdcluster.rpc.inference import request_from_proto
-from pdcluster.transfer.backends import ranked, shm_frames, tcp, tcp_links
+from pdcluster.transfer.backends import lane_hello, ranked, shm_frames, tcp, tcp_links
 from pdcluster.transfer.backends.base import Handle, Peer, Permit, Region, Stamp, WriteStatus
-from pdcluster.transfer.backends.ledger import Counts, Doorbell, Writes
+from pdcluster.transfer.backends.ledger import Doorbell, Writes
+from pdcluster.transfer.backends.sealing import LENGTH, TAG_BYTES, RecordOpener, RecordSealer
 from pdcluster.transfer.backends.shm import ShmBackend
 from pdcluster.transfer.backends.shm_frames import Notices
 from pdcluster.transfer.backends.staged import staging
@@ -47,7 +48,7 @@ from pdcluster.transfer.backends.staged.backend import StagedBackend
 from pdcluster.transfer.backends.staged.pump import PieceInFlight, Pump, StagedWrite
 from pdcluster.transfer.backends.staged.source_reads import SourceReads
 from pdcluster.transfer.backends.staged.staging import Blocks, StagedSettings, cut
-from pdcluster.transfer.backends.tcp_links import AnswerReader, Cursor, Listener, TcpAdvert
+from pdcluster.transfer.backends.tcp_links import AnswerReader, Cursor, TcpAdvert
 from pdcluster.transfer.copying.copy import Payload, table_of
 from pdcluster.transfer.layout.runs import run_table, span_table
 from pdcluster.transfer.layout.spans import CopyRun
@@ -85,6 +86,7 @@ class FedLink:
         self.sock = self
         self.peer = peer
         self.lock = threading.Lock()
+        self.is_sealed = False
 
     def receive_into(self, view: memoryview, *, idle: bool = False) -> None:
         if not self._take(view) == len(view):
@@ -102,7 +104,7 @@ class FedLink:
     def recvmsg_into(self, views: list[memoryview]) -> tuple[int]:
         return (sum(self._take(view) for view in views),)
 
-    def recv(self, nbytes: int) -> bytes:
+    def recv_some(self, nbytes: int) -> bytes:
         data = bytearray(nbytes)
         return bytes(data[: self._take(memoryview(data))])
 
@@ -327,21 +329,40 @@ def rank_decoder() -> Decoder:
 
 
 def hello_decoder() -> Decoder:
-    listener = Listener(("127.0.0.1", 0), lambda link: None, Counts(), progress_s=1.0)
-    good = tcp_links.HELLO.pack(tcp_links.MAGIC, tcp_links.decode_advert(listener.advert()).token, 2, 4) + b"p0p0-1"
-    return Decoder(
-        "transfer hello",
-        (good,),
-        lambda data: listener._hello(FedLink(data)),
-        (ProtocolError, OSError),
-        end=listener.close,
-    )  # type: ignore[arg-type]
+    """What a writer says until it has to prove something, in plain and sealed lanes."""
+    good = [
+        lane_hello.HELLO.pack(lane_hello.MAGIC, bytes(32), is_sealed, 2, 4) + b"p0p0-1" for is_sealed in (False, True)
+    ]
+
+    def decode(data: bytes) -> None:
+        wants_seal = data[40:41] == b"\x01"
+        link, said = FedLink(data), lane_hello.hear_hello(bytes(32), is_sealed=wants_seal, send=lambda _: None)
+        needed = next(said)
+        while True:
+            needed = said.send(bytes(link.receive(needed)))
+
+    return Decoder("transfer hello", tuple(good), decode, (ProtocolError, OSError))
+
+
+def record_decoder() -> Decoder:
+    """What comes over a sealed lane."""
+    sealer = RecordSealer(bytes(32))
+    records = [bytes(sealer.seal(bytes([number]) * 50)) for number in range(3)]
+
+    def decode(data: bytes) -> None:
+        link, opener = FedLink(data), RecordOpener(bytes(32))
+        while True:
+            head = link.receive(LENGTH.size)
+            sealed = link.receive(opener.size_of(head))
+            opener.open_into(head, memoryview(sealed), memoryview(bytearray(len(sealed) - TAG_BYTES)))
+
+    return Decoder("sealed record", (records[0], b"".join(records)), decode, (ProtocolError, OSError))
 
 
 def advert_decoder() -> Decoder:
     return Decoder(
         "transfer advert",
-        (msgspec.msgpack.encode(TcpAdvert("127.0.0.1", 4000, bytes(16))),),
+        (msgspec.msgpack.encode(TcpAdvert("127.0.0.1", 4000, bytes(32))),),
         tcp_links.decode_advert,
         (PeerUnreachable,),
     )
@@ -379,7 +400,7 @@ def lane_decoder() -> Decoder:
     lane = tcp._Lane(
         WRITER,
         READER,
-        TcpAdvert("127.0.0.1", unused_port(), bytes(16)),
+        TcpAdvert("127.0.0.1", unused_port(), bytes(32)),
         tcp.TcpSettings(connect_s=0.1),
         Writes(doorbell),
     )
@@ -434,7 +455,7 @@ def staged_decoders() -> list[Decoder]:
 
 def pump_decoder() -> Decoder:
     """What a reader answers a writer of a staged medium."""
-    doorbell, engine, advert = Doorbell(), NoEngine(), TcpAdvert("127.0.0.1", unused_port(), bytes(16))
+    doorbell, engine, advert = Doorbell(), NoEngine(), TcpAdvert("127.0.0.1", unused_port(), bytes(32))
     pump = Pump(
         "staged",
         WRITER,
@@ -565,7 +586,7 @@ def decoders() -> dict[str, Decoder]:
         rank_decoder(),
     ]
     every += vllm_decoders()
-    every += [hello_decoder(), advert_decoder(), rank_adverts_decoder()]
+    every += [hello_decoder(), record_decoder(), advert_decoder(), rank_adverts_decoder()]
     every += [control_decoder(), tcp_frame_decoder(), lane_decoder(), *staged_decoders(), *shm_decoders()]
     return {decoder.name: decoder for decoder in every}
 

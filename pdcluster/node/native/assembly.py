@@ -108,7 +108,7 @@ def assemble(
     hub = Hub(wiring.me, listen=wiring.listen, context=wiring.context, settings=wiring.wire, clock=awake)
     backends = _media_of_all_ranks(wiring, shape)
     pages = PagePool(shape.num_pages, shape.pages.page_tokens, shape.block_tokens)
-    writer, reader = _writer(wiring, shape, backends, clock), _reader(wiring, shape, backends, hub.address, clock)
+    writer, reader = _writer(wiring, shape, backends, clock), _reader(wiring, shape, backends, hub, clock)
     shared = NodeContext(
         Scheduler(pages, limits, clock),
         pages,
@@ -174,10 +174,10 @@ def _writer(wiring: Wiring, shape: Shape, backends: Mapping[str, Backend], clock
 
 
 def _reader(
-    wiring: Wiring, shape: Shape, backends: Mapping[str, Backend], address: str, clock: Callable[[], float]
+    wiring: Wiring, shape: Shape, backends: Mapping[str, Backend], hub: Hub, clock: Callable[[], float]
 ) -> Reader:
     return Reader(
-        Endpoint(wiring.me.node, wiring.me.incarnation, address),
+        Endpoint(wiring.me.node, wiring.me.incarnation, hub.address, link_key=hub.link_key),
         backends,
         tuple(backends),
         local=LocalPages(KV_REGION, shape.pages, shape.memories),

@@ -144,7 +144,13 @@ def _media(config: NodeConfig, me: Peer, region: int) -> Media:
         gid_index=transfer.gid_index,
         rails=transfer.rails,
         port=transfer.port,
+        is_sealed=is_sealed(config),
     )
+
+
+def is_sealed(config: NodeConfig) -> bool:
+    """Whether the transfer engine's sockets are encrypted."""
+    return config.transfer.seal == "always" and bool(config.security.cluster_keys())
 
 
 def share_cores(cores: tuple[int, ...], ranks: int) -> tuple[tuple[int, ...], ...]:

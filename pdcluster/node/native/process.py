@@ -26,7 +26,7 @@ from pdcluster.kv.layout import DEFAULT_ARITHMETIC, Fingerprint
 from pdcluster.node.native.assembly import KV_REGION, Shape, Wiring, assemble
 from pdcluster.node.native.components import NodeComponents
 from pdcluster.node.native.engine_side import NativeSide
-from pdcluster.node.native.engine_start import NodeEngine, start_engine
+from pdcluster.node.native.engine_start import NodeEngine, is_sealed, start_engine
 from pdcluster.node.native.tensor_parallel.endpoint_client import RankLink
 from pdcluster.node.reports.load_report import ModelFiles
 from pdcluster.node.server import NodeProcess, OpenedEngine, serve
@@ -170,6 +170,7 @@ def open_backends(config: NodeConfig, me: Peer) -> dict[str, Backend]:
         staging_bytes=transfer.staging_bytes,
         fabric=fabric,
         port=transfer.port,
+        is_sealed=is_sealed(config),
     )
 
 
@@ -215,7 +216,7 @@ def wire_settings(config: NodeConfig) -> WireSettings:
         heartbeat_s=config.heartbeat_s,
         lease_s=config.lease_s,
         advertise_host=config.advertise,
-        cluster_key=config.security.key_bytes(),
+        cluster_keys=config.security.cluster_keys(),
     )
 
 
@@ -266,6 +267,7 @@ def card_of(
         pid=os.getpid(),
         model_aliases=tuple(aliases),
         version=VERSION,
+        link_key=parts.links.hub.link_key,
     )
 
 

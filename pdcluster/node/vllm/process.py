@@ -232,7 +232,7 @@ def assemble(
         heartbeat_s=config.heartbeat_s,
         lease_s=config.lease_s,
         advertise_host=config.advertise,
-        cluster_key=config.security.key_bytes(),
+        cluster_keys=config.security.cluster_keys(),
     )
     hub = Hub(
         process.me, listen=config.listen, context=process.context, settings=wire,
@@ -248,7 +248,7 @@ def assemble(
     parking = ParkedKV(limit, clock, parks_s_of(config))
     adapters = AdapterBook(engine, links)
     queue = EngineQueue(engine, config.scheduler.max_waiting, clock, adapters.number_of)
-    me = Endpoint(process.me.node, process.me.incarnation, hub.address, ((MEDIUM, b""),))
+    me = Endpoint(process.me.node, process.me.incarnation, hub.address, ((MEDIUM, b""),), hub.link_key)
     return VllmParts(
         links=links,
         engine=engine,
@@ -301,6 +301,7 @@ def card_of(process: NodeProcess, facts: EngineFacts, links: NodeLinks, eos: tup
         pid=os.getpid(),
         model_aliases=tuple(aliases),
         version=VERSION,
+        link_key=links.hub.link_key,
         capabilities=Capabilities(
             pulls=False,
             parks_s=parks_s_of(config),

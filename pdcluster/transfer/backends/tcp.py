@@ -147,6 +147,7 @@ DIGEST_BYTES = 512 << 10
 class TcpSettings:
     """progress_s: a stalled connection ends after this long.
     retry_s: pause after a failed connect.
+    is_sealed: frames and answers are encrypted, and peers must do the same.
     """
 
     host: str = "127.0.0.1"
@@ -155,6 +156,7 @@ class TcpSettings:
     connect_s: float = 2.0
     progress_s: float = 5.0
     retry_s: float = 1.0
+    is_sealed: bool = False
 
 
 @dataclass(slots=True)
@@ -260,6 +262,7 @@ class _Lane:
                 self._advert,
                 connect_s=self._settings.connect_s,
                 progress_s=self._settings.progress_s,
+                is_sealed=self._settings.is_sealed,
             )
             self._serve(link)
         except (OSError, ProtocolError) as error:
@@ -312,8 +315,9 @@ class _Lane:
         assert write is not None
         try:
             while not write.is_done:
-                write.advance(link.sock.sendmsg(write.head()))
+                write.advance(link.send_some(write.head()))
                 self._progress = time.monotonic()
+            link.flush()
         except BlockingIOError:
             write.digest_sent()
             return
@@ -366,7 +370,11 @@ class TcpBackend:
         self._remotes: dict[Peer, _Remote] = {}
         self._ended: list[_Lane] = []
         self._listener = Listener(
-            (self._settings.host, self._settings.port), self._serve, self._counts, progress_s=self._settings.progress_s
+            (self._settings.host, self._settings.port),
+            self._serve,
+            self._counts,
+            progress_s=self._settings.progress_s,
+            is_sealed=self._settings.is_sealed,
         )
 
     def register(self, region: Region) -> None:
@@ -449,7 +457,7 @@ class TcpBackend:
 
     def _prepare(self, runs: RunTable, region: Region, block: Block, *, digests: bool) -> tuple[_Body, Payload | None]:
         """Runs on the lane's thread, while the header is on its way."""
-        sources = straight(runs.sources)
+        sources = None if self._settings.is_sealed else straight(runs.sources)
         if sources is None:
             packing = Payload(table_of(()), digests=digests, cached=True, waits=self.gil_waits)
             return _Body(Packer(runs, region.address, packing, block), None), packing if digests else None
@@ -512,7 +520,7 @@ class TcpBackend:
         """Receive into memory. Returns how many bytes were still to come when the permit was revoked, and the source of
         the digest.
         """
-        joined = straight(spans)
+        joined = None if link.is_sealed else straight(spans)
         if joined is None:
             unpacker = Unpacker(spans, region.address, block, digests=permit.digests)
             return self._unpack(link, permit, unpacker), unpacker.digest

@@ -1,13 +1,12 @@
 """Authenticated TCP connections between two boots: listening, the hello, sends and receives with progress deadlines.
 
-A hello names the writer's boot and carries the token of the reader's advert, so only a holder of a ticket gets in. All
-sockets are non-blocking. Another thread ends a connection by shutting its socket down. Payload formats belong to the
-backends.
+A hello names the writer's boot and proves that the writer knows the token of the reader's advert (`lane_hello`), so
+only a holder of a ticket gets in. All sockets are non-blocking. Another thread ends a connection by shutting its socket
+down. Payload formats belong to the backends.
 """
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import logging
 import os
@@ -29,16 +28,17 @@ from pdcluster.core.address import format_address
 from pdcluster.core.errors import ConfigError, PeerUnreachable, ProtocolError
 from pdcluster.processes.listening import listening_place
 from pdcluster.transfer.backends.base import DECODE_ERRORS, Peer
+from pdcluster.transfer.backends.lane_hello import TOKEN_BYTES, Greeted, LaneKeys, hear_hello, say_hello
 from pdcluster.transfer.backends.ledger import Counts
+from pdcluster.transfer.backends.sealing import LENGTH, RECORD_BYTES, TAG_BYTES, RecordOpener, RecordSealer
 from pdcluster.transfer.layout.runs import SpanTable
 
 LOG = logging.getLogger(__name__)
 
-HELLO = struct.Struct("<8s16sBB")
-MAGIC = b"pdclKV1\n"
-WELCOME = b"\x01"
-TOKEN_BYTES = 16
 MAX_LINKS = 1024
+# Connections whose hello is not over, and how long it may take. The accepting thread serves them all. One more ends the
+# eldest of them.
+MAX_HALF_OPEN, HELLO_S = 32, 5.0
 # Most bytes of one receive, so that a thread waiting for a check waits microseconds.
 BURST_BYTES = 1 << 20
 MAX_VECTOR = 64
@@ -124,6 +124,8 @@ class Cursor:
 class Link:
     """One connection, for one thread. Any thread may call `end`."""
 
+    is_sealed = False
+
     def __init__(self, sock: socket.socket, peer: Peer, progress_s: float) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -207,13 +209,105 @@ class Link:
         if state.digest() != seal:
             raise ProtocolError("a frame was damaged on its way")
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
         while view:
             try:
                 view = view[self.sock.send(view) :]
             except BlockingIOError:
                 self.wait(select.POLLOUT, self._progress_s)
+
+    # Without waiting, for a thread that polls. They raise BlockingIOError.
+
+    def send_some(self, pieces: list[memoryview]) -> int:
+        """Send from the begin of the pieces. Returns how many of their bytes it took. `flush` must follow."""
+        return self.sock.sendmsg(pieces)
+
+    def flush(self) -> None:
+        """Return when the socket has all that `send_some` took."""
+
+    def recv_some(self, nbytes: int) -> bytes:
+        """What has come, at most about so much. b"": the peer closed it."""
+        return self.sock.recv(nbytes)
+
+
+class SealedLink(Link):
+    """A link whose bytes go in sealed records (`sealing`)."""
+
+    is_sealed = True
+
+    def __init__(self, sock: socket.socket, peer: Peer, progress_s: float, seals: bytes, opens: bytes) -> None:
+        """seals, opens: the keys of what this end sends, and of what it receives."""
+        super().__init__(sock, peer, progress_s)
+        self._sealer, self._opener = RecordSealer(seals), RecordOpener(opens)
+        # Of a record that is being sent.
+        self._unsent = memoryview(b"")
+        # Of the last record that was received: what nobody took yet.
+        self._plain = memoryview(b"")
+        self._scratch = memoryview(bytearray(RECORD_BYTES))
+        self._sealed = memoryview(bytearray(RECORD_BYTES + TAG_BYTES))
+        # Behind the last whole record, for `recv_some`.
+        self._partial = b""
+
+    def receive_into(self, view: memoryview, *, idle: bool = False) -> None:
+        position = 0
+        while position < len(view):
+            if not self._plain:
+                position += self._receive_record(view[position:], idle=idle and not position)
+                continue
+            count = min(len(self._plain), len(view) - position)
+            view[position : position + count] = self._plain[:count]
+            self._plain = self._plain[count:]
+            position += count
+
+    def _receive_record(self, view: memoryview, *, idle: bool) -> int:
+        """Returns how many bytes went into the view: all of the record, or none where it has more than that."""
+        head = bytearray(LENGTH.size)
+        super().receive_into(memoryview(head), idle=idle)
+        size = self._opener.size_of(head)
+        sealed = self._sealed[:size]
+        super().receive_into(sealed)
+        count = size - TAG_BYTES
+        if count <= len(view):
+            self._opener.open_into(head, sealed, view[:count])
+            return count
+        self._plain = self._scratch[:count]
+        self._opener.open_into(head, sealed, self._plain)
+        return 0
+
+    def send(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        while view:
+            super().send(self._sealer.seal(view[:RECORD_BYTES]))
+            view = view[RECORD_BYTES:]
+
+    def send_some(self, pieces: list[memoryview]) -> int:
+        self.flush()
+        plain = pieces[0][:RECORD_BYTES]
+        self._unsent = self._sealer.seal(plain)
+        return len(plain)
+
+    def flush(self) -> None:
+        while self._unsent:
+            self._unsent = self._unsent[self.sock.send(self._unsent) :]
+
+    def recv_some(self, nbytes: int) -> bytes:
+        data = self.sock.recv(nbytes)
+        if not data:
+            return b""
+        data = self._partial + data
+        found = []
+        while len(data) >= LENGTH.size and len(data) >= (
+            end := LENGTH.size + self._opener.size_of(data[: LENGTH.size])
+        ):
+            plain = bytearray(end - LENGTH.size - TAG_BYTES)
+            self._opener.open_into(data[: LENGTH.size], memoryview(data)[LENGTH.size : end], memoryview(plain))
+            found.append(bytes(plain))
+            data = data[end:]
+        self._partial = data
+        if not found:
+            raise BlockingIOError
+        return b"".join(found)
 
 
 class AnswerReader:
@@ -225,7 +319,7 @@ class AnswerReader:
 
     def take(self) -> Iterable[tuple[Any, ...]]:
         try:
-            data = self._link.sock.recv(MOST_ANSWERS * self._form.size)
+            data = self._link.recv_some(MOST_ANSWERS * self._form.size)
         except BlockingIOError:
             return ()
         if not data:
@@ -236,22 +330,67 @@ class AnswerReader:
         return self._form.iter_unpack(data[:whole])
 
 
+class HalfOpen:
+    """A connection whose hello is not over."""
+
+    def __init__(self, sock: socket.socket, token: bytes, *, is_sealed: bool) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.ends_at = time.monotonic() + HELLO_S
+        self._hello = hear_hello(token, is_sealed=is_sealed, send=self._send)
+        self._needed = next(self._hello)
+        self._received = b""
+
+    def advance(self) -> Greeted | None:
+        """Take what has come. The hello's result once it is over. Raises OSError or ProtocolError where it failed."""
+        while True:
+            try:
+                data = self.sock.recv(self._needed - len(self._received))
+            except BlockingIOError:
+                return None
+            if not data:
+                raise ConnectionResetError("it closed the connection during its hello")
+            self._received += data
+            if len(self._received) < self._needed:
+                continue
+            received, self._received = self._received, b""
+            try:
+                self._needed = self._hello.send(received)
+            except StopIteration as end:
+                greeted: Greeted = end.value
+                return greeted
+            if not self._needed:  # names may be empty
+                raise ProtocolError("its hello names no node")
+
+    def _send(self, data: bytes) -> None:
+        """A new connection takes these few bytes at once."""
+        if self.sock.send(data) != len(data):
+            raise ConnectionResetError("the connection takes no bytes during its hello")
+
+
 class Listener:
     """Accepts links and runs `serve(link)` for each in a thread of its own. `serve` returns or raises when the link is
-    over.
+    over. Hellos need no threads.
     """
 
     def __init__(
-        self, where: tuple[str, int], serve: Callable[[Link], None], counts: Counts, *, progress_s: float
+        self,
+        where: tuple[str, int],
+        serve: Callable[[Link], None],
+        counts: Counts,
+        *,
+        progress_s: float,
+        is_sealed: bool = False,
     ) -> None:
         self._serve = serve
         self._counts = counts
-        self._progress_s = progress_s
+        self._progress_s, self._is_sealed = progress_s, is_sealed
         self._lock = threading.Lock()
         self._links: dict[Link, threading.Thread] = {}
         self._closed = False
         self._token = os.urandom(TOKEN_BYTES)
         self._sock = _listening(*where)
+        self._sock.setblocking(False)
         self.host = where[0]
         self.port: int = self._sock.getsockname()[1]
         self._thread = threading.Thread(target=self._accept, name=f"kv-accept-{self.port}", daemon=True)
@@ -297,26 +436,75 @@ class Listener:
             self._sock.close()
 
     def _accept(self) -> None:
-        while not self._closed:
-            try:
-                sock, _ = self._sock.accept()
-            except OSError:
-                if self._closed:
-                    return
+        """Run until it is closed: take connections and their hellos."""
+        half_open: dict[int, HalfOpen] = {}
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        try:
+            while not self._closed:
+                now = time.monotonic()
+                left = [half.ends_at - now for half in half_open.values()]
+                for fd, _ in poller.poll(max(min(left), 0.0) * 1000 if left else None):
+                    if fd == self._sock.fileno():
+                        self._admit(half_open, poller)
+                    elif fd in half_open:
+                        self._hear(half_open, fd, poller)
+                self._end_late(half_open, poller)
+        finally:
+            for half in half_open.values():
+                half.sock.close()
+
+    def _admit(self, half_open: dict[int, HalfOpen], poller: select.poll) -> None:
+        try:
+            sock, _ = self._sock.accept()
+        except BlockingIOError:
+            return  # the connection ended before it was accepted
+        except OSError:
+            if not self._closed:
                 self._counts.add("accept_failed")  # out of descriptors: the backlog waits
                 time.sleep(0.05)
-                continue
-            link = Link(sock, Peer("", ""), self._progress_s)
-            thread = threading.Thread(target=self._run, args=(link,), name=f"kv-receive-{self.port}", daemon=True)
-            with self._lock:
-                refused = self._closed or len(self._links) >= MAX_LINKS
-                if not refused:
-                    self._links[link] = thread
-            if refused:
-                self._counts.add("too_many_links")
-                sock.close()
-            else:
-                self._start(link, thread)
+            return
+        if len(half_open) >= MAX_HALF_OPEN:
+            self._drop(half_open, next(iter(half_open)), poller, "too_many_hellos")
+        half_open[sock.fileno()] = HalfOpen(sock, self._token, is_sealed=self._is_sealed)
+        poller.register(sock, select.POLLIN)
+
+    def _hear(self, half_open: dict[int, HalfOpen], fd: int, poller: select.poll) -> None:
+        try:
+            greeted = half_open[fd].advance()
+        except ProtocolError as error:
+            LOG.warning("dropped a transfer connection: %s", error)
+            self._drop(half_open, fd, poller, "bad_frame")
+        except OSError as error:
+            LOG.debug("a transfer connection ended during its hello: %s", error)
+            self._drop(half_open, fd, poller, "link_ended")
+        else:
+            if greeted is not None:
+                poller.unregister(fd)
+                self._take(half_open.pop(fd).sock, greeted)
+
+    def _end_late(self, half_open: dict[int, HalfOpen], poller: select.poll) -> None:
+        now = time.monotonic()
+        for fd in [fd for fd, half in half_open.items() if half.ends_at <= now]:
+            self._drop(half_open, fd, poller, "late_hello")
+
+    def _drop(self, half_open: dict[int, HalfOpen], fd: int, poller: select.poll, reason: str) -> None:
+        self._counts.add(reason)
+        poller.unregister(fd)
+        half_open.pop(fd).sock.close()
+
+    def _take(self, sock: socket.socket, greeted: Greeted) -> None:
+        link = link_of(sock, greeted.writer, self._progress_s, greeted.keys, is_reader=True)
+        thread = threading.Thread(target=self._run, args=(link,), name=f"kv-receive-{self.port}", daemon=True)
+        with self._lock:
+            refused = self._closed or len(self._links) >= MAX_LINKS
+            if not refused:
+                self._links[link] = thread
+        if refused:
+            self._counts.add("too_many_links")
+            sock.close()
+        else:
+            self._start(link, thread)
 
     def _start(self, link: Link, thread: threading.Thread) -> None:
         try:
@@ -333,7 +521,6 @@ class Listener:
 
     def _run(self, link: Link) -> None:
         try:
-            link.peer = self._hello(link)
             self._serve(link)
         except ProtocolError as error:
             self._counts.add("bad_frame")
@@ -344,16 +531,13 @@ class Listener:
         finally:
             self._forget(link)
 
-    def _hello(self, link: Link) -> Peer:
-        magic, token, node_bytes, incarnation_bytes = HELLO.unpack(link.receive(HELLO.size))
-        if magic != MAGIC or not hmac.compare_digest(token, self._token):
-            raise ProtocolError("its hello does not carry this boot's token")
-        try:
-            peer = Peer(link.receive(node_bytes).decode(), link.receive(incarnation_bytes).decode())
-        except UnicodeDecodeError as error:
-            raise ProtocolError("its hello is not UTF-8") from error
-        link.send(WELCOME)
-        return peer
+
+def link_of(sock: socket.socket, peer: Peer, progress_s: float, keys: LaneKeys | None, *, is_reader: bool) -> Link:
+    """A link after its hello, which gave these keys."""
+    if keys is None:
+        return Link(sock, peer, progress_s)
+    seals, opens = (keys.to_writer, keys.to_reader) if is_reader else (keys.to_reader, keys.to_writer)
+    return SealedLink(sock, peer, progress_s, seals, opens)
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -367,26 +551,25 @@ def _listening(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def connect(me: Peer, peer: Peer, advert: TcpAdvert, *, connect_s: float, progress_s: float) -> Link:
-    """A link to the listener behind `advert`. Raises OSError when it fails."""
-    node, incarnation = me.node.encode(), me.incarnation.encode()
-    if max(len(node), len(incarnation)) > 255:
-        raise ProtocolError(f"node name {me.node!r} is longer than 255 bytes")
+def connect(
+    me: Peer, peer: Peer, advert: TcpAdvert, *, connect_s: float, progress_s: float, is_sealed: bool = False
+) -> Link:
+    """A link to the listener behind `advert`. Raises OSError or ProtocolError when it fails."""
     sock = socket.create_connection((advert.host, advert.port), timeout=connect_s)
-    link = Link(sock, peer, progress_s)
     try:
         if is_same_host(sock.getsockname()[0], sock.getpeername()[0]):
             send_unpaced(sock)
-        link.send(HELLO.pack(MAGIC, advert.token, len(node), len(incarnation)) + node + incarnation)
-        if bytes(link.receive(1)) != WELCOME:
-            raise ConnectionRefusedError(f"{peer.node} did not accept the hello")
+        plain = Link(sock, peer, HELLO_S)
+        keys = say_hello(
+            me, advert.token, is_sealed=is_sealed, send=plain.send, receive=lambda n: bytes(plain.receive(n))
+        )
     except ConnectionResetError as error:
         sock.close()
         raise ConnectionRefusedError(f"{peer.node} did not accept the hello: {error}") from error
     except BaseException:
         sock.close()
         raise
-    return link
+    return link_of(sock, peer, progress_s, keys, is_reader=False)
 
 
 def is_same_host(own: str, peer: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from pdcluster.core.address import is_loopback
@@ -32,7 +33,14 @@ MOST_BLOCKS = 5
 
 
 def create_backends(
-    name: str, me: Peer, *, host: str, staging_bytes: int, fabric: Fabric | None = None, port: int | None = None
+    name: str,
+    me: Peer,
+    *,
+    host: str,
+    staging_bytes: int,
+    fabric: Fabric | None = None,
+    port: int | None = None,
+    is_sealed: bool = False,
 ) -> dict[str, Backend]:
     """The started backends behind --transfer NAME, by name, best first.
 
@@ -40,6 +48,7 @@ def create_backends(
     staging_bytes: memory for staging blocks per connection, where a medium needs them.
     fabric: RDMA devices for the backends that use them.
     port: that tcp listens on; None: a free one.
+    is_sealed: what goes over our own sockets is encrypted.
     Raises ConfigError when a named backend cannot start.
     """
     fabric = fabric if fabric is not None else Fabric()
@@ -50,7 +59,7 @@ def create_backends(
     check_fabric(fabric, name, names)
     if port is not None and "tcp" not in names:
         raise ConfigError(f"node.transfer.port is for tcp, not for {name}; leave it out")
-    settings = _staged_settings(host, staging_bytes, fabric, port)
+    settings = replace(_staged_settings(host, staging_bytes, fabric, port), is_sealed=is_sealed)
     backends: dict[str, Backend] = {}
     try:
         for each in names:
@@ -138,7 +147,7 @@ def _create(name: str, me: Peer, settings: StagedSettings) -> Backend:
     if name == "tcp":
         from pdcluster.transfer.backends.tcp import TcpBackend, TcpSettings
 
-        return TcpBackend(me, TcpSettings(host=settings.host, port=settings.port or 0))
+        return TcpBackend(me, TcpSettings(host=settings.host, port=settings.port or 0, is_sealed=settings.is_sealed))
     if name == "mooncake":
         return _create_mooncake(me, settings)
     if name == "nixl":

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from msgspec import structs
 
 from pdcluster.core.errors import IntegrityError
 from pdcluster.core.lifecycle import READING, Checking, Reading
@@ -114,7 +115,7 @@ class Reader:
             nonce=nonce,
             request=request,
             attempt=attempt,
-            reader=Endpoint(self._me.node, self._me.incarnation, self._me.address, self._adverts()),
+            reader=structs.replace(self._me, adverts=self._adverts()),
             writer=writer,
             region=self._region,
             pages=pack_tokens(pages),

@@ -30,6 +30,7 @@ import msgspec
 from msgspec import Meta
 
 from pdcluster.core.errors import BadRequest, ConfigError, Unauthorized
+from pdcluster.settings.secret_file import read_secret_file
 from pdcluster_router.core.generation import TenantPriority
 
 MOST_URGENT, LEAST_URGENT = -10, 10
@@ -157,12 +158,7 @@ def read_tenants(file: Path | None, num_workers: int = 1) -> Tenants:
     """
     if file is None:
         return Tenants()
-    try:
-        body = file.read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"tenants file {file} cannot be read: {error.strerror}; check the path and its mode"
-        ) from error
+    body = read_secret_file("tenants file", file)
     decoder = msgspec.json.decode if file.suffix == ".json" else msgspec.toml.decode
     try:
         entries = decoder(body, type=dict[str, Entry])

@@ -226,6 +226,50 @@ async def test_an_older_boot_of_a_node_is_told_that_it_was_replaced(address: str
         assert view.last is not None and [card.incarnation for card in view.last.nodes] == ["boot-2"]
 
 
+MOVED = {"incarnation": "boot-2", "address": "127.0.0.2:4000"}
+
+
+async def test_a_node_elsewhere_waits_for_the_end_of_the_one_that_has_its_name(
+    address: str, make_agent: MakeAgent
+) -> None:
+    first, moved = make_agent(address), make_agent(address)
+    first.start(make_card())
+    async with watching(address) as view:
+        await view.until(lambda: view.names() == ["prefill-0"])
+        moved.start(make_card(**MOVED))
+        await asyncio.sleep(SETTINGS.lease_s)
+        assert view.last is not None and view.last.nodes == (make_card(),)
+        await stopped(first)
+        await view.until(lambda: view.last is not None and view.last.nodes == (make_card(**MOVED),))
+    assert moved.gone() == [Peer("prefill-0", "boot-1")]
+
+
+async def test_a_node_whose_name_stays_taken_gives_up_and_says_by_whom(address: str, make_agent: MakeAgent) -> None:
+    first, moved = make_agent(address), make_agent(address)
+    first.start(make_card())
+    async with watching(address) as view:
+        await view.until(lambda: view.names() == ["prefill-0"])
+        began = time.monotonic()
+        moved.start(make_card(**MOVED))
+        with pytest.raises(ConfigError, match=r"boot-1 at 127.0.0.1:4000.*name of its own"):
+            await news(moved)
+    assert time.monotonic() - began > 3 * SETTINGS.lease_s and first.gone() == []
+
+
+async def test_two_bootstraps_that_have_two_boots_of_a_name_stop_neither(make_agent: MakeAgent) -> None:
+    """Each is registered somewhere. A router that saw the first one keeps it."""
+    async with serving("127.0.0.1:0", SETTINGS) as one, serving("127.0.0.1:0", SETTINGS) as two:
+        make_agent(one).start(make_card())
+        async with watching(one, two) as view:
+            await view.until(lambda: view.names() == ["prefill-0"])
+            both = make_agent(one, two)
+            both.start(make_card(**MOVED))
+            async with watching(two) as other:
+                await other.until(lambda: other.names() == ["prefill-0"])
+            await asyncio.sleep(4 * SETTINGS.lease_s)
+            assert both.gone() == [] and view.last is not None and view.last.nodes == (make_card(),)
+
+
 async def test_while_a_bootstrap_restarts_nobody_is_lost_and_all_come_back(make_agent: MakeAgent) -> None:
     async with serving("127.0.0.1:0", SETTINGS) as address:
         agent, other = make_agent(address), make_agent(address)

@@ -69,6 +69,16 @@ def test_beside_a_settled_one_a_young_bootstrap_brings_back_nobody() -> None:
     assert boots(merge.update(A, snapshot(settling=True))) == ["p-1"]
 
 
+def test_of_two_boots_of_a_name_at_two_addresses_the_one_seen_first_is_the_node_while_it_is_there() -> None:
+    merge = RegistryMerge()
+    moved = make_card(node="p", incarnation="p-2", address="127.0.0.2:4000")
+    merge.update(A, snapshot(card("p", "1")))
+    assert boots(merge.update(B, snapshot(moved))) == ["p-1"]
+    assert boots(merge.update(B, snapshot(moved))) == ["p-1"]
+    assert boots(merge.update(A, snapshot())) == ["p-2"]
+    assert boots(merge.update(A, snapshot(card("p", "3")))) == ["p-2"]
+
+
 def test_of_two_boots_of_a_name_the_one_seen_last_is_the_node() -> None:
     merge = RegistryMerge()
     merge.update(A, snapshot(card("p", "1")))

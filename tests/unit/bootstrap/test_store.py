@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pdcluster.bootstrap.card import Capabilities
 from pdcluster.bootstrap.store import NodeStore, StoreSettings, differences
 from pdcluster.checkpoint.weights_digest import group_names
-from pdcluster.core.errors import BadRequest, ConfigError, Overloaded
+from pdcluster.core.errors import BadRequest, ConfigError, NameTaken, Overloaded
 from pdcluster.kv.layout import Fingerprint
 from pdcluster.transfer.backends.base import Peer
 
@@ -86,6 +86,20 @@ def test_a_newer_boot_replaces_the_older_one_which_cannot_come_back(store: NodeS
     assert names(store) == [("prefill-0", "boot-2")]
     with pytest.raises(ConfigError, match=r"replaced by boot boot-2; give every node a name"):
         store.register(make_card(incarnation="boot-1"))
+    assert names(store) == [("prefill-0", "boot-2")]
+
+
+def test_a_boot_at_another_address_waits_for_the_lease_of_the_one_that_has_its_name(
+    store: NodeStore, clock: Clock
+) -> None:
+    store.register(make_card(incarnation="boot-1"))
+    moved = make_card(incarnation="boot-2", address="127.0.0.2:4000")
+    with pytest.raises(NameTaken, match="boot-1 at 127") as refusal:
+        store.register(moved)
+    assert refusal.value.retry_after_s == LEASE_S and names(store) == [("prefill-0", "boot-1")]
+    assert store.keep_alive(Peer("prefill-0", "boot-1"), role="prefill", draining=False)
+    clock.now += LEASE_S
+    store.register(moved)
     assert names(store) == [("prefill-0", "boot-2")]
 
 

@@ -184,18 +184,31 @@ def test_a_secret_is_shown_in_no_place() -> None:
 def test_the_cluster_key_is_the_same_from_text_and_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("a long enough secret\n")
-    from_file = SecurityConfig(cluster_key_file=file).key_bytes()
-    assert from_file == SecurityConfig(cluster_key="a long enough secret").key_bytes()
-    assert from_file is not None
-    assert len(from_file) == 32
-    assert SecurityConfig().key_bytes() is None
+    from_file = SecurityConfig(cluster_key_file=file).cluster_keys()
+    assert from_file == SecurityConfig(cluster_key="a long enough secret").cluster_keys()
+    assert [len(key) for key in from_file] == [32]
+    assert SecurityConfig().cluster_keys() == ()
+
+
+def test_a_file_has_a_cluster_key_a_line_the_first_first(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("the new long secret\n\n  the old long secret \r\n")
+    alone = [SecurityConfig(cluster_key=f"the {age} long secret").cluster_keys() for age in ("new", "old")]
+    assert SecurityConfig(cluster_key_file=file).cluster_keys() == (*alone[0], *alone[1])
 
 
 def test_a_cluster_key_that_is_weak_missing_or_given_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least 16"):
-        SecurityConfig(cluster_key="short").key_bytes()
+        SecurityConfig(cluster_key="short").cluster_keys()
     with pytest.raises(ConfigError, match="cannot be read"):
-        SecurityConfig(cluster_key_file=tmp_path / "gone").key_bytes()
+        SecurityConfig(cluster_key_file=tmp_path / "gone").cluster_keys()
+    weak = tmp_path / "weak"
+    weak.write_text("a long enough secret\nshort\n")
+    with pytest.raises(ConfigError, match="at least 16"):
+        SecurityConfig(cluster_key_file=weak).cluster_keys()
+    weak.write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        SecurityConfig(cluster_key_file=weak).cluster_keys()
     with pytest.raises(ConfigError, match="both set"):
         SecurityConfig(cluster_key="a long enough secret", cluster_key_file=tmp_path / "key")
 

@@ -449,7 +449,11 @@ def test_a_wildcard_address_needs_the_name_under_which_others_reach_us(make_node
 def test_links_that_are_open_to_everybody_beyond_this_host_are_warned_of(
     make_node: Make, listen: str, key: bytes | None, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_node("x", listen=listen, settings=WireSettings(advertise_host="localhost", cluster_key=key))
+    make_node(
+        "x",
+        listen=listen,
+        settings=WireSettings(advertise_host="localhost", cluster_keys=() if key is None else (key,)),
+    )
     assert ("there is no cluster key: links are neither encrypted nor authenticated" in caplog.text) is warned
 
 

@@ -17,8 +17,8 @@ from pdcluster.wire.sockets import CLUSTER_KEY_BYTES, ConnectionEvent, WireSetti
 
 Context = zmq.Context[zmq.Socket[bytes]]
 SETTINGS = WireSettings(lease_s=20.0)
-LOCKED = dataclasses.replace(SETTINGS, cluster_key=bytes(CLUSTER_KEY_BYTES))
-OTHER = dataclasses.replace(SETTINGS, cluster_key=b"1" * CLUSTER_KEY_BYTES)
+LOCKED = dataclasses.replace(SETTINGS, cluster_keys=(bytes(CLUSTER_KEY_BYTES),))
+OTHER = dataclasses.replace(SETTINGS, cluster_keys=(b"1" * CLUSTER_KEY_BYTES,))
 
 
 def until(condition: Callable[[], object], limit_s: float = 20.0) -> None:
@@ -32,8 +32,8 @@ class Far:
     """A node's end: a bound ROUTER socket."""
 
     def __init__(self, context: Context, settings: WireSettings, listen: str = "127.0.0.1:0") -> None:
-        key = settings.cluster_key
-        self.gatekeeper = Gatekeeper(context, derive_keys(key)) if key is not None else None
+        keys = settings.cluster_keys
+        self.gatekeeper = Gatekeeper(context, map(derive_keys, keys)) if keys else None
         self.socket, self.address = open_router(context, listen, settings)
         self.identity = b""
 

@@ -38,7 +38,7 @@ class Own:
     key: bytes | None
 
     def secured(self, settings: WireSettings) -> WireSettings:
-        return dataclasses.replace(settings, cluster_key=self.key)
+        return dataclasses.replace(settings, cluster_keys=() if self.key is None else (self.key,))
 
 
 class Router:
@@ -395,7 +395,7 @@ class Listener:
         self.gatekeeper = None
         if key is not None:
             keys = derive_keys(key)
-            self.gatekeeper = Gatekeeper(context, keys)
+            self.gatekeeper = Gatekeeper(context, [keys])
             self.socket.setsockopt(zmq.CURVE_SERVER, 1)
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
             self.socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)

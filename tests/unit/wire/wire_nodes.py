@@ -37,7 +37,7 @@ class Node:
 
     @property
     def endpoint(self) -> Endpoint:
-        return Endpoint(self.me.node, self.me.incarnation, self.hub.address)
+        return Endpoint(self.me.node, self.me.incarnation, self.hub.address, link_key=self.hub.link_key)
 
     def turn(self) -> None:
         CLOCK.pass_phase(TURN_S)

@@ -191,6 +191,9 @@ volumes:
 {{- define "pdcluster.bootstrapPod" -}}
 {{- $own := dict "bootstrap.listen" (printf "%s:8998" (include "pdcluster.anyHost" .)) "bootstrap.lease_s" .Values.bootstrap.leaseSeconds -}}
 {{- $_ := set $own "bootstrap.health" (printf "%s:8080" (include "pdcluster.anyHost" .)) -}}
+{{- if .Values.auth.clusterKey.existingSecret -}}
+{{- $_ := set $own "bootstrap.security.cluster_key_file" (printf "/etc/pdcluster/cluster/%s" .Values.auth.clusterKey.key) -}}
+{{- end -}}
 {{ include "pdcluster.podBase" (dict "root" . "places" .Values.bootstrap) }}
 containers:
   - name: bootstrap
@@ -212,8 +215,14 @@ containers:
       {{- include "pdcluster.containerSecurity" (dict) | nindent 6 }}
     volumeMounts:
       - {name: cache, mountPath: /cache}
+      {{- if .Values.auth.clusterKey.existingSecret }}
+      - {name: cluster-key, mountPath: /etc/pdcluster/cluster, readOnly: true}
+      {{- end }}
 volumes:
   - {name: cache, emptyDir: {sizeLimit: 64Mi}}
+  {{- with .Values.auth.clusterKey.existingSecret }}
+  - {name: cluster-key, secret: {secretName: {{ toJson . }}, defaultMode: 288}}
+  {{- end }}
 {{- end -}}
 
 {{- define "pdcluster.routerPod" -}}

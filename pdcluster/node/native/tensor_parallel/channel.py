@@ -38,6 +38,7 @@ class Media(msgspec.Struct, frozen=True, array_like=True):
     gid_index: int | None = None
     rails: int | None = None
     port: int | None = None
+    is_sealed: bool = False
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):

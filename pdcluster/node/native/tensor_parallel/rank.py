@@ -102,6 +102,7 @@ def open_backends(media: Media, engine: Engine, rank: int) -> dict[str, Backend]
     backends = create_backends(
         media.backend, Peer(media.node, media.incarnation), host=media.host, staging_bytes=media.staging_bytes,
         fabric=fabric, port=None if media.port is None else media.port + rank,
+        is_sealed=media.is_sealed,
     )  # fmt: skip
     for backend in backends.values():
         backend.register(Region(media.region, engine.pool.address, engine.pool.nbytes, engine.pool.fd))

@@ -91,7 +91,11 @@ class StagedBackend:
         self._pumps: dict[Peer, Pump] = {}
         self._ended: list[Pump] = []
         self._listener = Listener(
-            (self._settings.host, 0), self._serve, self._counts, progress_s=self._settings.progress_s
+            (self._settings.host, 0),
+            self._serve,
+            self._counts,
+            progress_s=self._settings.progress_s,
+            is_sealed=self._settings.is_sealed,
         )
 
     def register(self, region: Region) -> None:

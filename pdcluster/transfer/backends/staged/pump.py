@@ -116,6 +116,7 @@ class Pump:
                 self.advert,
                 connect_s=self._settings.connect_s,
                 progress_s=self._settings.progress_s,
+                is_sealed=self._settings.is_sealed,
             )
             grant = read_grant(link)
             far = self._engine.meet(grant.engine)

@@ -54,6 +54,8 @@ class StagedSettings:
     fabric: Fabric = field(default_factory=Fabric)
     # That tcp listens on.
     port: int | None = None
+    # What goes over our own sockets is encrypted. What the library sends is not.
+    is_sealed: bool = False
 
 
 class TransferLibrary(Protocol):

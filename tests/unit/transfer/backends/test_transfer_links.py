@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from pdcluster.core.errors import PeerUnreachable, ProtocolError
 from pdcluster.transfer.backends import tcp_links
 from pdcluster.transfer.backends.base import Peer
+from pdcluster.transfer.backends.lane_hello import HELLO, MAGIC, PROOF_BYTES, REPLY
 from pdcluster.transfer.backends.ledger import Counts
 from pdcluster.transfer.backends.tcp_links import (
     BURST_BYTES,
     GATHER_BYTES,
-    HELLO,
-    MAGIC,
+    MAX_HALF_OPEN,
     MAX_VECTOR,
     UNPACED,
     Cursor,
@@ -101,9 +101,9 @@ def test_one_system_call_moves_a_bounded_number_of_bytes() -> None:
     [
         b"",
         b"\xc1",
-        msgspec.msgpack.encode(["host", 0, bytes(16)]),
-        msgspec.msgpack.encode(["host", 70000, bytes(16)]),
-        msgspec.msgpack.encode(["host", 80, bytes(15)]),
+        msgspec.msgpack.encode(["host", 0, bytes(32)]),
+        msgspec.msgpack.encode(["host", 70000, bytes(32)]),
+        msgspec.msgpack.encode(["host", 80, bytes(31)]),
         msgspec.msgpack.encode({"host": 1}),
     ],
 )
@@ -115,10 +115,10 @@ def test_a_bad_advert_is_refused(data: bytes) -> None:
 class Echo:
     """A listener that sends back four bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_sealed: bool = False) -> None:
         self.counts = Counts()
         self.peers: list[Peer] = []
-        self.listener = Listener(("127.0.0.1", 0), self.serve, self.counts, progress_s=5.0)
+        self.listener = Listener(("127.0.0.1", 0), self.serve, self.counts, progress_s=5.0, is_sealed=is_sealed)
         self.advert = decode_advert(self.listener.advert())
 
     def serve(self, link: Link) -> None:
@@ -127,9 +127,11 @@ class Echo:
             link.send(bytes(link.receive(4, idle=True)))
 
 
-def test_a_hello_with_the_token_gets_in_and_names_its_boot() -> None:
-    echo = Echo()
-    link = connect(ME, OTHER, echo.advert, connect_s=5, progress_s=5)
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_a_hello_with_the_token_gets_in_and_names_its_boot(is_sealed: bool) -> None:
+    echo = Echo(is_sealed=is_sealed)
+    link = connect(ME, OTHER, echo.advert, connect_s=5, progress_s=5, is_sealed=is_sealed)
+    assert link.is_sealed is is_sealed
     link.send(b"ping")
     assert bytes(link.receive(4)) == b"ping" and echo.peers == [ME]
     assert echo.listener.is_serving()
@@ -143,25 +145,69 @@ def test_a_hello_with_the_token_gets_in_and_names_its_boot() -> None:
 
 def test_a_wrong_token_stays_out_and_is_counted() -> None:
     echo = Echo()
+    with pytest.raises(ProtocolError, match="does not know the token"):
+        connect(ME, OTHER, TcpAdvert(echo.advert.host, echo.advert.port, bytes(32)), connect_s=5, progress_s=5)
+    with socket.create_connection((echo.advert.host, echo.advert.port)) as sock:
+        sock.sendall(HELLO.pack(MAGIC, bytes(32), False, 1, 1) + b"xy")
+        assert len(sock.recv(REPLY.size)) == REPLY.size
+        sock.sendall(bytes(PROOF_BYTES))
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(1) == b""
+    echo.listener.close()
+    assert echo.counts.by_reason["bad_frame"] == echo.counts.by_reason["link_ended"] == 1 and echo.peers == []
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_both_ends_want_the_same_seal(is_sealed: bool) -> None:
+    echo = Echo(is_sealed=is_sealed)
     with pytest.raises(OSError):
-        connect(ME, OTHER, TcpAdvert(echo.advert.host, echo.advert.port, bytes(16)), connect_s=5, progress_s=5)
+        connect(ME, OTHER, echo.advert, connect_s=5, progress_s=5, is_sealed=not is_sealed)
     echo.listener.close()
     assert echo.counts.by_reason["bad_frame"] == 1 and echo.peers == []
+
+
+def test_hellos_that_do_not_end_hold_neither_threads_nor_others() -> None:
+    echo = Echo()
+    before = threading.active_count()
+    slow = [socket.create_connection((echo.advert.host, echo.advert.port)) for _ in range(3 * MAX_HALF_OPEN)]
+    for sock in slow:
+        sock.sendall(HELLO.pack(MAGIC, bytes(32), False, 1, 1))
+    link = connect(ME, OTHER, echo.advert, connect_s=5, progress_s=5)
+    link.send(b"ping")
+    assert bytes(link.receive(4)) == b"ping"
+    assert threading.active_count() == before + 1
+    assert echo.counts.by_reason["too_many_hellos"] >= 2 * MAX_HALF_OPEN
+    for sock in (link.sock, *slow):
+        sock.close()
+    echo.listener.close()
+
+
+def test_a_hello_has_one_deadline_however_its_bytes_trickle_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_links, "HELLO_S", 0.3)
+    echo = Echo()
+    hello = HELLO.pack(MAGIC, bytes(32), False, 1, 1)
+    with socket.create_connection((echo.advert.host, echo.advert.port)) as sock, pytest.raises(OSError):
+        for byte in hello:
+            sock.sendall(bytes([byte]))
+            time.sleep(0.05)
+    echo.listener.close()
+    assert echo.counts.by_reason["late_hello"] == 1
 
 
 def test_a_name_that_is_no_text_stays_out() -> None:
     echo = Echo()
     with socket.create_connection((echo.advert.host, echo.advert.port)) as sock:
-        sock.sendall(HELLO.pack(MAGIC, echo.advert.token, 2, 1) + b"\xff\xfex")
+        sock.sendall(HELLO.pack(MAGIC, bytes(32), False, 2, 1) + b"\xff\xfex")
         with contextlib.suppress(ConnectionResetError):
             assert sock.recv(1) == b""
     echo.listener.close()
     assert echo.counts.by_reason["bad_frame"] == 1
 
 
-def test_a_name_too_long_for_the_hello_is_refused_before_connecting() -> None:
-    with pytest.raises(ProtocolError, match="longer than 255"):
-        connect(Peer("n" * 300, "a"), OTHER, TcpAdvert("127.0.0.1", 9, bytes(16)), connect_s=1, progress_s=1)
+def test_a_name_too_long_for_the_hello_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(ProtocolError, match="longer than 255"):
+        advert = TcpAdvert(*server.getsockname(), bytes(32))
+        connect(Peer("n" * 300, "a"), OTHER, advert, connect_s=1, progress_s=1)
 
 
 def test_a_peer_that_is_silent_in_the_middle_times_out() -> None:

@@ -1,0 +1,30 @@
+"""Files that hold secrets: cluster keys, tokens, keys of tenants, private keys of TLS."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from pdcluster.core.errors import ConfigError
+
+# No secret is that long; a wrong path may name anything.
+MAX_BYTES = 8 << 20
+
+
+def read_secret_file(name: str, file: Path) -> bytes:
+    """Its bytes. name: of the setting, for errors, which never contain the bytes.
+
+    Raises ConfigError where it cannot be read, or where anybody may write it.
+    """
+    try:
+        with open(file, "rb") as opened:
+            mode = os.fstat(opened.fileno()).st_mode
+            found = opened.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{name} {file} cannot be read: {error.strerror}; check the path and its mode") from error
+    if stat.S_ISREG(mode) and mode & stat.S_IWOTH:
+        raise ConfigError(f"{name} {file} may be written by everybody, so it is no secret of yours; chmod o-w {file}")
+    if len(found) > MAX_BYTES:
+        raise ConfigError(f"{name} {file} has more than {MAX_BYTES} bytes; check the path")
+    return found
