@@ -65,7 +65,8 @@ class BootstrapServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Register(self, request, context):
-        """Join the cluster, or replace an older boot of the same node. FAILED_PRECONDITION: the node does not fit the cluster, or a newer boot has its name.
+        """Join the cluster, or replace an older boot of the same node at the same address. FAILED_PRECONDITION: the node does not fit the cluster, or a newer
+        boot has its name. ALREADY_EXISTS: a process at another address has its name and may still live; ask again after a lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
