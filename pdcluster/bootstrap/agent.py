@@ -109,8 +109,6 @@ class NodeAgent:
         self._registered: Callable[[], None] | None = None
         self._threads: list[threading.Thread] = []
         self._registered_at: set[str] = set()
-        # Since when another process has this node's name at each bootstrap that answers.
-        self._taken_since: float | None = None
 
     @property
     def num_registered(self) -> int:
@@ -171,6 +169,8 @@ class NodeAgent:
     def _keep(self, address: str, nudge: threading.Event) -> None:
         """Stay registered at one bootstrap until the node stops or is refused."""
         retry, registered = Retry(), False
+        # When this bootstrap first said, of late, that another process has the node's name.
+        taken_since: float | None = None
         with _channel(address, self._credentials) as stub:
             while not self._stopping.is_set():
                 nudge.clear()
@@ -180,30 +180,31 @@ class NodeAgent:
                     pause_s, registered = self._renew(stub, address, registered)
                     (self._registered_at.add if registered else self._registered_at.discard)(address)
                     retry.reset()
+                    taken_since = None
                 except grpc.RpcError as error:
                     translated = bootstrap_error(error, address)
                     if isinstance(translated, BadRequest | ConfigError):
                         raise translated from error
                     self._registered_at.discard(address)
                     pause_s = retry.next_s()
-                    if isinstance(translated, NameTaken):
-                        self._wait_for_name(translated)
+                    taken_since = self._waits_for_name(translated, taken_since)
                     if retry.failures == 1:
                         log.warning("%s; this node goes on without it and tries again", translated)
                 nudge.wait(pause_s)
             if registered:
                 self._leave(stub, address)
 
-    def _wait_for_name(self, refusal: NameTaken) -> None:
-        """Another process has this node's name. Raises ConfigError after TAKEN_LEASES, if no bootstrap has this one."""
-        with self._lock:
-            if self._registered_at:
-                self._taken_since = None
-                return
-            now = time.monotonic()
-            since = self._taken_since = now if self._taken_since is None else self._taken_since
-        if now - since > TAKEN_LEASES * refusal.retry_after_s:
-            raise ConfigError(f"{refusal} (asked for {now - since:.0f} s)")
+    def _waits_for_name(self, error: PdclusterError, since: float | None) -> float | None:
+        """Since when the node waits for another process of its name to end; None where it does not. Raises ConfigError
+        after TAKEN_LEASES.
+        """
+        if not isinstance(error, NameTaken) or self._registered_at:
+            return None
+        now = time.monotonic()
+        since = now if since is None else since
+        if now - since > TAKEN_LEASES * error.retry_after_s:
+            raise ConfigError(f"{error} (asked for {now - since:.0f} s)")
+        return since
 
     def _renew(self, stub: stubs.BootstrapStub, address: str, registered: bool) -> tuple[float, bool]:
         """One call that keeps the node known. Returns the seconds until the next one, and whether the node is

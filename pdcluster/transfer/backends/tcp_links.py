@@ -494,7 +494,13 @@ class Listener:
         half_open.pop(fd).sock.close()
 
     def _take(self, sock: socket.socket, greeted: Greeted) -> None:
-        link = link_of(sock, greeted.writer, self._progress_s, greeted.keys, is_reader=True)
+        try:
+            link = link_of(sock, greeted.writer, self._progress_s, greeted.keys, is_reader=True)
+        except OSError as error:
+            LOG.debug("a transfer connection ended behind its hello: %s", error)
+            self._counts.add("link_ended")
+            sock.close()
+            return
         thread = threading.Thread(target=self._run, args=(link,), name=f"kv-receive-{self.port}", daemon=True)
         with self._lock:
             refused = self._closed or len(self._links) >= MAX_LINKS

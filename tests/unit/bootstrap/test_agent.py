@@ -256,6 +256,23 @@ async def test_a_node_whose_name_stays_taken_gives_up_and_says_by_whom(address: 
     assert time.monotonic() - began > 3 * SETTINGS.lease_s and first.gone() == []
 
 
+async def test_an_earlier_wait_for_a_name_does_not_count_for_a_later_one(address: str, make_agent: MakeAgent) -> None:
+    first, moved = make_agent(address), make_agent(address)
+    first.start(make_card())
+    async with watching(address) as view, grpc.aio.insecure_channel(address) as channel:
+        await view.until(lambda: view.names() == ["prefill-0"])
+        moved.start(make_card(**MOVED))
+        await asyncio.sleep(SETTINGS.lease_s)
+        await stopped(first)
+        await view.until(lambda: view.last is not None and view.last.nodes == (make_card(**MOVED),))
+        await asyncio.sleep(3 * SETTINGS.lease_s)
+        stub = stubs.BootstrapStub(channel)
+        await stub.Leave(pb.LeaveRequest(node="prefill-0", incarnation="boot-2"))
+        await stub.Register(pb.RegisterRequest(card=card_to_proto(make_card(incarnation="boot-3"))))
+        await view.until(lambda: view.last is not None and view.last.nodes == (make_card(**MOVED),))
+        assert all(peer.incarnation != "boot-2" for peer in moved.gone())
+
+
 async def test_two_bootstraps_that_have_two_boots_of_a_name_stop_neither(make_agent: MakeAgent) -> None:
     """Each is registered somewhere. A router that saw the first one keeps it."""
     async with serving("127.0.0.1:0", SETTINGS) as one, serving("127.0.0.1:0", SETTINGS) as two:
