@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Final
 
@@ -54,6 +55,8 @@ def mark_children(mark: str) -> None:
         )
     if not os.access(FOLLOWING_PYTHON, os.X_OK):
         raise ConfigError(f"{FOLLOWING_PYTHON} must be executable: chmod +x it, or install pdcluster again")
+    # It outlives whoever is killed, to remove shared memory. So it starts before, follows nobody and has no mark.
+    resource_tracker.ensure_running()
     change_environment(
         {
             PARENT_VARIABLE: str(os.getpid()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,27 @@ def test_a_killed_node_leaves_no_child_that_starts(family: tuple[subprocess.Pope
     node.communicate(timeout=ENDS_S)
     gone, alive = psutil.wait_procs([child], ENDS_S)
     assert gone and not alive
+
+
+def test_shared_memory_of_a_killed_node_is_removed() -> None:
+    code = (
+        "import time\n"
+        "from multiprocessing.shared_memory import SharedMemory\n"
+        "from pdcluster.node.vllm.engine.parent_death import mark_children\n"
+        f"mark_children({MARK!r})\n"
+        "memory = SharedMemory(create=True, size=4096)\n"
+        "print(memory.name, flush=True)\n"
+        "time.sleep(300)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as node:
+        assert node.stdout is not None
+        segment = Path("/dev/shm") / node.stdout.readline().strip()
+        assert segment.is_file()
+        node.kill()
+    until = time.monotonic() + ENDS_S
+    while segment.exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not segment.exists()
 
 
 def test_children_carry_the_mark(family: tuple[subprocess.Popen[str], psutil.Process]) -> None:
