@@ -20,16 +20,19 @@ def listening_place(host: str, port: int) -> Place:
 
 @contextmanager
 def reserved_port(host: str, port: int = 0) -> Iterator[int]:
-    """A port that nobody is given while the block runs; 0: any free one. Raises OSError where it is taken.
+    """A port that nobody is given while the block runs; 0: any free one. Raises OSError where somebody listens there or
+    has reserved it.
 
     A library that is told the port can listen there, also within the block: on Linux that takes SO_REUSEADDR on both
-    sockets, and this one does not listen.
+    sockets, and this one does not listen. Two of these would not exclude each other, so a name does.
     """
     family, place = listening_place(host, port)
-    with socket.socket(family, socket.SOCK_STREAM) as holder:
+    with socket.socket(family, socket.SOCK_STREAM) as holder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(place)
-        yield int(holder.getsockname()[1])
+        found = holder.getsockname()
+        name.bind(f"\0pdcluster-port-{found[0]}-{found[1]}")
+        yield int(found[1])
 
 
 def loopback() -> str:

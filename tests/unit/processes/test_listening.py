@@ -46,6 +46,15 @@ def test_a_port_where_somebody_listens_cannot_be_reserved() -> None:
             pass
 
 
+def test_a_port_is_reserved_once() -> None:
+    with reserved_port("127.0.0.1") as port:
+        refusal = pytest.raises(OSError, match="in use")
+        with refusal, reserved_port("127.0.0.1", port):
+            pass
+    with reserved_port("127.0.0.1", port) as again:
+        assert again == port
+
+
 def test_a_machine_without_ipv4_has_another_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loopback() == "127.0.0.1"
 
