@@ -24,6 +24,8 @@ from pdcluster.transfer.backends.staged.staging import StagedSettings, TransferL
 from pdcluster.transfer.layout.spans import CopyRun
 
 NBYTES = 1 << 20
+# Ends the name of a staged backend whose own sockets are sealed.
+SEALED_NOTICES = "+sealed"
 HAS_NIXL = any(importlib.util.find_spec(package) for package in PACKAGES)
 REAL = (
     "shm",
@@ -105,10 +107,11 @@ ENGINES: dict[tuple[str, Peer], TransferLibrary] = {}
 
 
 def start(name: str, peer: Peer) -> Backend:
-    if name not in ("mooncake", "nixl"):
+    library = name.removesuffix(SEALED_NOTICES)
+    if library not in ("mooncake", "nixl"):
         return transfer_peer.start(name, peer)
-    settings = StagedSettings(block_bytes=1 << 20, blocks=8)
-    set_library_environment((environment if name == "mooncake" else nixl_environment)(settings))
-    if (name, peer) not in ENGINES:
-        ENGINES[name, peer] = MooncakeEngine(settings) if name == "mooncake" else NixlEngine(peer)
-    return StagedBackend(peer, name, ENGINES[name, peer], settings, owns_engine=False)
+    settings = StagedSettings(block_bytes=1 << 20, blocks=8, is_sealed=library != name)
+    set_library_environment((environment if library == "mooncake" else nixl_environment)(settings))
+    if (library, peer) not in ENGINES:
+        ENGINES[library, peer] = MooncakeEngine(settings) if library == "mooncake" else NixlEngine(peer)
+    return StagedBackend(peer, library, ENGINES[library, peer], settings, owns_engine=False)

@@ -9,7 +9,7 @@ import threading
 
 import msgspec
 import pytest
-from backend_ends import REAL, Ends, eventually
+from backend_ends import REAL, SEALED_NOTICES, Ends, eventually
 from transfer_peer import READER, SEALED, WRITER
 
 from pdcluster.transfer.backends import tcp_links
@@ -85,6 +85,16 @@ def test_a_connection_for_which_there_is_no_thread_is_dropped_and_counted_and_ot
     ends.connect()
     ends.permit()
     assert ends.result(ends.write(CopyRun(0, 0, 64))) is WriteStatus.DONE
+    ends.close()
+
+
+def test_the_notices_of_staged_media_are_sealed_with_a_key() -> None:
+    ends = Ends("mooncake" + SEALED_NOTICES)
+    ends.connect()
+    ends.permit()
+    assert ends.result(ends.write(CopyRun(0, 0, 64))) is WriteStatus.DONE
+    with pytest.raises(OSError):
+        dial(ends, Peer("x", "x1"))
     ends.close()
 
 

@@ -311,7 +311,7 @@ class _Lane:
                 self._progress = time.monotonic()
 
     def _send(self, link: Link) -> None:
-        write = self._sending
+        write, flushed = self._sending, link.num_flushed
         assert write is not None
         try:
             while not write.is_done:
@@ -320,6 +320,8 @@ class _Lane:
             link.flush()
         except BlockingIOError:
             write.digest_sent()
+            if link.num_flushed != flushed:
+                self._progress = time.monotonic()
             return
         write.digest_sent()
         self._unanswered.append(write)

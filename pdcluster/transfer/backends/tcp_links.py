@@ -17,7 +17,7 @@ import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -125,6 +125,7 @@ class Link:
     """One connection, for one thread. Any thread may call `end`."""
 
     is_sealed = False
+    num_flushed = 0
 
     def __init__(self, sock: socket.socket, peer: Peer, progress_s: float) -> None:
         sock.setblocking(False)
@@ -224,7 +225,7 @@ class Link:
         return self.sock.sendmsg(pieces)
 
     def flush(self) -> None:
-        """Return when the socket has all that `send_some` took."""
+        """Return when the socket has all that `send_some` took. `num_flushed` grows by what it sends."""
 
     def recv_some(self, nbytes: int) -> bytes:
         """What has come, at most about so much. b"": the peer closed it."""
@@ -289,7 +290,9 @@ class SealedLink(Link):
 
     def flush(self) -> None:
         while self._unsent:
-            self._unsent = self._unsent[self.sock.send(self._unsent) :]
+            count = self.sock.send(self._unsent)
+            self.num_flushed += count
+            self._unsent = self._unsent[count:]
 
     def recv_some(self, nbytes: int) -> bytes:
         data = self.sock.recv(nbytes)
@@ -470,18 +473,26 @@ class Listener:
         poller.register(sock, select.POLLIN)
 
     def _hear(self, half_open: dict[int, HalfOpen], fd: int, poller: select.poll) -> None:
+        half = half_open[fd]
         try:
-            greeted = half_open[fd].advance()
+            greeted = half.advance()
+            link: Link | None = None
+            if greeted is not None:
+                link = link_of(half.sock, greeted.writer, self._progress_s, greeted.keys, is_reader=True)
         except ProtocolError as error:
             LOG.warning("dropped a transfer connection: %s", error)
             self._drop(half_open, fd, poller, "bad_frame")
         except OSError as error:
             LOG.debug("a transfer connection ended during its hello: %s", error)
             self._drop(half_open, fd, poller, "link_ended")
+        except Exception:  # of one connection; this thread serves all of them
+            LOG.exception("a transfer connection failed during its hello")
+            self._drop(half_open, fd, poller, "failed_hello")
         else:
-            if greeted is not None:
+            if link is not None:
                 poller.unregister(fd)
-                self._take(half_open.pop(fd).sock, greeted)
+                del half_open[fd]
+                self._take(link)
 
     def _end_late(self, half_open: dict[int, HalfOpen], poller: select.poll) -> None:
         now = time.monotonic()
@@ -493,14 +504,7 @@ class Listener:
         poller.unregister(fd)
         half_open.pop(fd).sock.close()
 
-    def _take(self, sock: socket.socket, greeted: Greeted) -> None:
-        try:
-            link = link_of(sock, greeted.writer, self._progress_s, greeted.keys, is_reader=True)
-        except OSError as error:
-            LOG.debug("a transfer connection ended behind its hello: %s", error)
-            self._counts.add("link_ended")
-            sock.close()
-            return
+    def _take(self, link: Link) -> None:
         thread = threading.Thread(target=self._run, args=(link,), name=f"kv-receive-{self.port}", daemon=True)
         with self._lock:
             refused = self._closed or len(self._links) >= MAX_LINKS
@@ -508,7 +512,7 @@ class Listener:
                 self._links[link] = thread
         if refused:
             self._counts.add("too_many_links")
-            sock.close()
+            link.sock.close()
         else:
             self._start(link, thread)
 
@@ -565,10 +569,8 @@ def connect(
     try:
         if is_same_host(sock.getsockname()[0], sock.getpeername()[0]):
             send_unpaced(sock)
-        plain = Link(sock, peer, HELLO_S)
-        keys = say_hello(
-            me, advert.token, is_sealed=is_sealed, send=plain.send, receive=lambda n: bytes(plain.receive(n))
-        )
+        receive = partial(_receive_by, sock, time.monotonic() + HELLO_S)
+        keys = say_hello(me, advert.token, is_sealed=is_sealed, send=sock.sendall, receive=receive)
     except ConnectionResetError as error:
         sock.close()
         raise ConnectionRefusedError(f"{peer.node} did not accept the hello: {error}") from error
@@ -576,6 +578,21 @@ def connect(
         sock.close()
         raise
     return link_of(sock, peer, progress_s, keys, is_reader=False)
+
+
+def _receive_by(sock: socket.socket, ends_at: float, nbytes: int) -> bytes:
+    """So many bytes of a socket that blocks. Raises TimeoutError at that time, however they trickle in."""
+    data = b""
+    while len(data) < nbytes:
+        left_s = ends_at - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"no whole hello came within {HELLO_S:g} s")
+        sock.settimeout(left_s)
+        received = sock.recv(nbytes - len(data))
+        if not received:
+            raise ConnectionResetError("it closed the connection during the hello")
+        data += received
+    return data
 
 
 def is_same_host(own: str, peer: str) -> bool:

@@ -157,6 +157,46 @@ def test_a_wrong_token_stays_out_and_is_counted() -> None:
     assert echo.counts.by_reason["bad_frame"] == echo.counts.by_reason["link_ended"] == 1 and echo.peers == []
 
 
+def test_a_reader_that_trickles_its_hello_holds_no_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_links, "HELLO_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def trickle() -> None:
+            near, _ = server.accept()
+            with near, contextlib.suppress(OSError):
+                while True:
+                    near.sendall(b"x")
+                    time.sleep(0.02)
+
+        thread = threading.Thread(target=trickle, daemon=True)
+        thread.start()
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            connect(ME, OTHER, TcpAdvert(*server.getsockname(), bytes(32)), connect_s=5, progress_s=5)
+        assert time.monotonic() - began < 15.0
+        thread.join(15.0)
+
+
+def test_a_hello_that_fails_in_an_unknown_way_costs_its_connection_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    echo, make, left = Echo(), tcp_links.link_of, [1]
+
+    def link_of(*arguments: object, **more: object) -> Link:
+        if more["is_reader"] and left:
+            left.pop()
+            raise MemoryError
+        return make(*arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tcp_links, "link_of", link_of)
+    lost = connect(ME, OTHER, echo.advert, connect_s=5, progress_s=5)
+    with lost.sock, pytest.raises(OSError):
+        lost.receive(1)
+    link = connect(ME, OTHER, echo.advert, connect_s=5, progress_s=5)
+    link.send(b"ping")
+    assert bytes(link.receive(4)) == b"ping" and echo.counts.by_reason["failed_hello"] == 1
+    link.sock.close()
+    echo.listener.close()
+
+
 @pytest.mark.parametrize("is_sealed", [False, True])
 def test_both_ends_want_the_same_seal(is_sealed: bool) -> None:
     echo = Echo(is_sealed=is_sealed)
