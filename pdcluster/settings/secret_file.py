@@ -1,4 +1,4 @@
-"""Files that hold secrets: cluster keys, tokens, keys of tenants, private keys of TLS."""
+"""Files that hold secrets: cluster keys, tokens and the keys of tenants."""
 
 from __future__ import annotations
 
