@@ -113,7 +113,7 @@ def ours(roles: Sequence[str], token_s: float = 0.0) -> Iterator[tuple[Placed, s
         address = start(running, ["pdcluster_router.cli", *own])
         pid = running[-1].pid
         os.sched_setaffinity(pid, {ROUTER_CORE})
-        wait_ready(address, b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        wait_ready(address, b"GET /ready HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         yield Placed("pdcluster", address, pid, "/v1/completions", model.resolve().name), bootstrap
     finally:
         stop(running)
@@ -126,7 +126,7 @@ def bare(bootstrap: str) -> Iterator[Placed]:
     try:
         address = start(running, ["bench.fakes.bare_router", "--bootstrap", bootstrap])
         os.sched_setaffinity(running[-1].pid, {ROUTER_CORE})
-        wait_ready(address, b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
+        wait_ready(address, b"GET /ready HTTP/1.1\r\nhost: localhost\r\n\r\n")
         yield Placed(BARE, address, running[-1].pid, "/v1/completions", bundled.path().resolve().name)
     finally:
         stop(running)

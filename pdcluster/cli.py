@@ -46,6 +46,7 @@ def _node(loaded: LoadedSection[NodeConfig]) -> int:
     if config.cores:
         _pin(config.cores)  # before numpy and torch size their thread pools
     log.configure(config.log, process=config.name or config.role)
+    flags.log_warnings(loaded)
     if config.engine == "vllm":
         from pdcluster.node.vllm.process import run
     else:
@@ -55,6 +56,7 @@ def _node(loaded: LoadedSection[NodeConfig]) -> int:
 
 def _bootstrap(loaded: LoadedSection[BootstrapConfig]) -> int:
     log.configure(loaded.config.log, process="bootstrap")
+    flags.log_warnings(loaded)
     from pdcluster.bootstrap import server
 
     return server.run(loaded.config)

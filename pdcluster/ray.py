@@ -13,13 +13,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import secrets
 import socket
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import aiohttp
 import ray
 from ray import serve
+from ray.experimental import internal_kv
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from ray.serve.exceptions import DeploymentUnavailableError
 from starlette.requests import Request
@@ -34,6 +37,7 @@ from pdcluster.launch.ray_args import (
     PdArgs,
     PoolArgs,
     bootstrap_command,
+    key_environment,
     node_command,
     parse_args,
     read_args,
@@ -72,6 +76,8 @@ NOT_PASSED_ON = frozenset(
     )
 )
 NOT_SENT_ON = NOT_PASSED_ON - {"x-request-id"}
+# Of Ray's own store, where the application's key is.
+KEPT_IN = b"pdcluster"
 # Where Prometheus finds all processes, and a client the routers' own addresses, in labels that begin so.
 ADDRESSES, META = "/-/pdcluster", "__meta_pdcluster_"
 
@@ -88,6 +94,19 @@ def _bootstrap_address(port: int) -> str:
         if node["Alive"] and HEAD in node["Resources"]:
             return format_address(str(node["NodeManagerAddress"]), port)
     raise Unavailable("Ray has no head node now; the replica tries again")
+
+
+def _cluster_key(application: str) -> str:
+    """Of an application, for as long as the Ray cluster lives. The first replica makes it.
+
+    It stands in no argument: so a redeploy starts only what changed, and Ray's dashboard does not show it.
+    """
+    name = f"{application}/cluster-key".encode()
+    internal_kv._internal_kv_put(name, secrets.token_hex(32).encode(), overwrite=False, namespace=KEPT_IN)
+    found = internal_kv._internal_kv_get(name, namespace=KEPT_IN)
+    if found is None:
+        raise Unavailable("Ray does not tell the cluster's key now; the replica tries again")
+    return str(found.decode())
 
 
 class ReplicaOfProcess:
@@ -125,6 +144,10 @@ class ReplicaOfProcess:
         """
         raise NotImplementedError
 
+    async def key(self) -> dict[str, str]:
+        """Variables that give the process the cluster's key."""
+        return await asyncio.to_thread(key_environment, self.args, partial(_cluster_key, self.replica.app_name))
+
     async def check_health(self) -> None:
         if self.process is not None:
             await self.process.probe()
@@ -152,7 +175,7 @@ class Bootstrap(ReplicaOfProcess):
     async def begin(self, settings: dict[str, Any]) -> ServedProcess:
         process = ServedProcess("bootstrap", self.args.ready_s)
         await _until_free(self.host, self.args.bootstrap.port, GRACE_S)
-        await process.start(bootstrap_command(self.args, self.host, settings), 1.0)
+        await process.start(bootstrap_command(self.args, self.host, settings), 1.0, await self.key())
         return process
 
 
@@ -169,7 +192,7 @@ class PoolNode(ReplicaOfProcess):
         process = ServedProcess(f"{self._role}-{self.replica.replica_id.unique_id}", self.args.ready_s)
         bootstrap = _bootstrap_address(self.args.bootstrap.port)
         command = node_command(self.args, self._role, process.name, (self.host, bootstrap), settings)
-        await process.start(command, self.args.pools()[self._role].drain_s)
+        await process.start(command, self.args.pools()[self._role].drain_s, await self.key())
         return process
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -201,7 +224,8 @@ class RouterReplica(ReplicaOfProcess):
         router = self.args.router
         await _until_free(router.host or self.host, router.port, router.drain_s + GRACE_S)
         bootstrap = _bootstrap_address(self.args.bootstrap.port)
-        await process.start(router_command(self.args, process.name, (self.host, bootstrap), settings), router.drain_s)
+        command = router_command(self.args, process.name, (self.host, bootstrap), settings)
+        await process.start(command, router.drain_s, await self.key())
         if self._client is None:
             self._client = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=HEALTH_S),
@@ -344,12 +368,12 @@ def _pool(args: PdArgs, role: Role, pool: PoolArgs) -> serve.Deployment:
 
 def _of_pool(args: dict[str, Any], role: Role) -> dict[str, Any]:
     """What the nodes of one role depend on: other changes do not start them again."""
-    kept = ("model", "served_model_name", "ready_s", "bootstrap", role)
+    kept = ("model", "served_model_name", "ready_s", "cluster_key_file", "bootstrap", role)
     return {name: args[name] for name in kept if name in args} | {role: args.get(role) or {}}
 
 
 def _of_bootstrap(args: dict[str, Any]) -> dict[str, Any]:
-    return {name: args[name] for name in ("ready_s", "bootstrap") if name in args}
+    return {name: args[name] for name in ("ready_s", "cluster_key_file", "bootstrap") if name in args}
 
 
 def _at_head(options: ActorOptions) -> dict[str, Any]:

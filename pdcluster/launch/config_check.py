@@ -33,6 +33,7 @@ def _checks(config: object) -> Iterator[Callable[[], object]]:
     elif isinstance(config, RouterConfig):
         yield config.security.cluster_keys
         yield config.admin_token
+        yield config.scaler_token
         yield lambda: read_tenants(config.tenants, config.workers)
         yield lambda: make_policy(config.policy)
         if config.shadow_policy is not None:

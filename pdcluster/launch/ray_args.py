@@ -6,7 +6,7 @@ import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +16,7 @@ from pdcluster.core.address import format_address, loopback_like
 from pdcluster.core.errors import ConfigError
 from pdcluster.core.messages import Role
 from pdcluster.settings.config import BootstrapConfig, NodeConfig, RouterConfig, load
+from pdcluster.settings.keys import variable_of
 
 Setting = str | int | float | bool
 NOTHING: Mapping[str, Setting] = {}
@@ -129,12 +130,14 @@ class PdArgs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=Tr
     model: a directory, a GGUF file or ORG/NAME; None: the bundled one.
     engine: of all nodes.
     ready_s: for a process to be ready; the first node of a machine may download and compile.
+    cluster_key_file: a file of keys on every machine; None: the application makes a key and keeps it in Ray.
     """
 
     model: str | None = None
     engine: Literal["native", "vllm"] = "native"
     served_model_name: str | None = None
     ready_s: float = 900.0
+    cluster_key_file: str | None = None
     bootstrap: BootstrapArgs = BootstrapArgs()
     router: RouterArgs = RouterArgs()
     prefill: PoolArgs | None = None
@@ -188,8 +191,32 @@ def read_args(args: Mapping[str, Any]) -> PdArgs:
         found.router.settings.get("router.auto_roles")
     ):
         raise ConfigError("args of build_pd_app: pools scale, and router.auto_roles changes roles; keep one of them")
+    _check_keys(found)
     _check(found)
     return found
+
+
+def _check_keys(args: PdArgs) -> None:
+    """All processes have the same key, so no part of the application has one of its own."""
+    parts = {name: part.settings for name, part in args.pools().items()}
+    for name, settings in (("bootstrap", args.bootstrap.settings), ("router", args.router.settings), *parts.items()):
+        for setting in settings:
+            if setting.endswith((".security.cluster_key", ".security.cluster_key_file")):
+                raise ConfigError(
+                    f"args of build_pd_app: {name}.settings have {setting}; write cluster_key_file, for all processes"
+                )
+
+
+def key_environment(args: PdArgs, made: Callable[[], str]) -> dict[str, str]:
+    """Variables by which a process gets the cluster's key. Others see a process's arguments, and not its variables.
+
+    made: the application's own key, where the arguments name no file.
+    """
+    name, value = (
+        ("cluster_key", made()) if args.cluster_key_file is None else ("cluster_key_file", args.cluster_key_file)
+    )
+    paths = (f"{section}.security.{name}" for section in ("bootstrap", "node", "router"))
+    return {variable_of(path): value for path in paths}
 
 
 def _is_on(value: Setting | None) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import logging
 import time
+from collections.abc import Mapping
 
 from pdcluster.core.errors import PdclusterError, Unavailable
 from pdcluster.launch.ray_args import environment_of
@@ -33,8 +34,10 @@ class ServedProcess:
         self._supervisor = Supervisor(log.warning, self._forward, ready_s, RESTARTS)
         self._failed = asyncio.ensure_future(self._supervisor.failed())
 
-    async def start(self, command: tuple[str, ...], drain_s: float) -> None:
-        spec = Spec(self.name, command, drain_s + KILL_GRACE_S, environment=environment_of(own_environment()))
+    async def start(self, command: tuple[str, ...], drain_s: float, variables: Mapping[str, str] | None = None) -> None:
+        """variables: besides those that Ray's worker has."""
+        environment = environment_of(own_environment()) | dict(variables or {})
+        spec = Spec(self.name, command, drain_s + KILL_GRACE_S, environment=environment)
         try:
             await self._supervisor.start(spec)
         except PdclusterError:

@@ -29,6 +29,7 @@ from pdcluster.checkpoint.inspection import check_model_files
 from pdcluster.core.address import format_address, loopback_like, parse_address
 from pdcluster.core.errors import ConfigError, ModelError, PdclusterError, Unavailable, Unservable
 from pdcluster.core.messages import Role
+from pdcluster.launch.run_key import RunKey
 from pdcluster.launch.targets import Target, target_of
 from pdcluster.processes.listening import listening_place
 from pdcluster.processes.supervisor import ChildGaveUp, Facts, Spec, Supervisor
@@ -39,12 +40,11 @@ from pdcluster.settings.config import (
     RouterConfig,
     UpConfig,
     check_folder,
-    joined,
     keys,
     load,
     section_of,
 )
-from pdcluster.settings.keys import Section
+from pdcluster.settings.keys import Section, joined
 from pdcluster.telemetry.log import resolve_format, writer_of
 
 NODE_STOP_S = 5.0
@@ -61,6 +61,7 @@ T = TypeVar("T")
 HEALTH_FLAG = ("health", "--health")
 ROUTER = "router"
 BOOTSTRAP = "bootstrap"
+CHILD_SECTIONS: tuple[type[Section], ...] = (BootstrapConfig, NodeConfig, RouterConfig)
 # What `up` decides for its children. A file may have it for processes that run alone.
 CHOSEN = ("node.role", "node.name", "node.bootstrap", "node.listen", "router.bootstrap", "bootstrap.listen")
 
@@ -144,6 +145,8 @@ class LocalCluster:
     def __init__(self, loaded: LoadedSection[UpConfig], output: ClusterOutput, *, log_format: str) -> None:
         self._loaded = loaded
         self._config = loaded.config
+        # None: the cluster's key is the user's affair.
+        self._key = _run_key(loaded) if loaded.config.secure else None
         self._say = output.say
         self._log_format = log_format
         self._nodes = self._plan()
@@ -191,16 +194,16 @@ class LocalCluster:
     async def stop(self) -> bool:
         """Drain and stop everything, the router first; True when nothing had to be killed."""
         await self.supervisor.stop([[ROUTER], [plan.name for plan in self._nodes], [BOOTSTRAP]])
+        if self._key is not None:
+            self._key.close()
         return not self.supervisor.killed
 
     def _check(self) -> None:
         """Refuse what cannot work before anything starts."""
-        own = [
-            f"{path} is set, but up chooses it itself; leave it out" for path in CHOSEN if path in self._loaded.flags
-        ]
+        own = [f"{path} is set, but up chooses it itself; leave it out" for path in CHOSEN if path in self._flags]
         if own:
             raise ConfigError(joined(own))
-        bootstrap = load(BootstrapConfig, self._loaded.flags, self._loaded.file).config
+        bootstrap = load(BootstrapConfig, self._flags, self._loaded.file).config
         check_folder("up.targets", self._config.targets)
         router = self._router_settings.config
         sections = bootstrap, self._node_settings.config, router
@@ -241,12 +244,23 @@ class LocalCluster:
         return path, cast("str | None", values[path])
 
     @cached_property
+    def _flags(self) -> Mapping[str, object]:
+        """The user's flags, and what `up` was told for all its processes."""
+        found = dict(self._loaded.flags)
+        for section in map(section_of, CHILD_SECTIONS):
+            if self._config.insecure:
+                found.setdefault(f"{section}.insecure", ",".join(self._config.insecure))
+            if self._key is not None:
+                found[f"{section}.security.cluster_key_file"] = str(self._key.file)
+        return found
+
+    @cached_property
     def _router_settings(self) -> LoadedSection[RouterConfig]:
-        return load(RouterConfig, self._loaded.flags, self._loaded.file)
+        return load(RouterConfig, self._flags, self._loaded.file)
 
     @cached_property
     def _node_settings(self) -> LoadedSection[NodeConfig]:
-        return load(NodeConfig, self._loaded.flags, self._loaded.file)
+        return load(NodeConfig, self._flags, self._loaded.file)
 
     @property
     def _given_model(self) -> Path | None:
@@ -348,12 +362,12 @@ class LocalCluster:
         own[f"{section}.log.format"] = self._log_format
         if (
             self._is_set("up.log.level")
-            or load(cls, self._loaded.flags, self._loaded.file).origins[f"{section}.log.level"] == "default"
+            or load(cls, self._flags, self._loaded.file).origins[f"{section}.log.level"] == "default"
         ):
             own[f"{section}.log.level"] = self._config.log.level
         if self._config.log.requests:
             own[f"{section}.log.requests"] = True
-        given = {path: value for path, value in self._loaded.flags.items() if path.startswith(f"{section}.")} | own
+        given = {path: value for path, value in self._flags.items() if path.startswith(f"{section}.")} | own
         flags = {key.path: key.flag for key in keys(cls)}
         argv = [sys.executable, "-m", *module]
         if self._loaded.file is not None:
@@ -375,11 +389,21 @@ class LocalCluster:
     def _own_health(self, cls: type[Section]) -> dict[str, object]:
         """A free health port, unless the user chose one."""
         path = f"{section_of(cls)}.health"
-        is_default = load(cls, self._loaded.flags, self._loaded.file).origins[path] == "default"
+        is_default = load(cls, self._flags, self._loaded.file).origins[path] == "default"
         return {path: self._inner} if is_default else {}
 
     def _is_set(self, path: str) -> bool:
         return self._loaded.origins[path] != "default"
+
+
+def _run_key(loaded: LoadedSection[UpConfig]) -> RunKey:
+    """Raises ConfigError where the user has given a key."""
+    for cls in CHILD_SECTIONS:
+        given = load(cls, loaded.flags, loaded.file).origins
+        for path in (f"{section_of(cls)}.security.{name}" for name in ("cluster_key", "cluster_key_file")):
+            if given[path] != "default":
+                raise ConfigError(f"up.secure makes a cluster key, and {path} is set; keep one of them")
+    return RunKey()
 
 
 def run(loaded: LoadedSection[UpConfig]) -> int:

@@ -334,20 +334,22 @@ class GetStatusRequest(_message.Message):
     def __init__(self, metrics: _Optional[bool] = ...) -> None: ...
 
 class RouterStatus(_message.Message):
-    __slots__ = ("name", "version", "status", "reasons", "can_serve", "metrics")
+    __slots__ = ("name", "version", "status", "reasons", "can_serve", "metrics", "warnings")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     REASONS_FIELD_NUMBER: _ClassVar[int]
     CAN_SERVE_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     status: str
     reasons: _containers.RepeatedScalarFieldContainer[str]
     can_serve: bool
     metrics: str
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., status: _Optional[str] = ..., reasons: _Optional[_Iterable[str]] = ..., can_serve: _Optional[bool] = ..., metrics: _Optional[str] = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., status: _Optional[str] = ..., reasons: _Optional[_Iterable[str]] = ..., can_serve: _Optional[bool] = ..., metrics: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetCacheRequest(_message.Message):
     __slots__ = ("digests",)

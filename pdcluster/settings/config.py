@@ -14,19 +14,16 @@ a socket or a log.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Literal, TypeVar, cast
 
-from pdcluster.core.address import is_loopback, is_wildcard, parse_address
+from pdcluster.core.address import is_wildcard, parse_address
 from pdcluster.core.errors import ConfigError
 from pdcluster.core.messages import Role
-from pdcluster.settings.keys import ENV_PREFIX, Key, Section, built, key, keys_below, parsed
+from pdcluster.settings.keys import Key, Section, built, joined, key, keys_below, parsed
 from pdcluster.settings.kinds import (
     adapter_paths,
     address,
@@ -43,7 +40,6 @@ from pdcluster.settings.kinds import (
     label,
     model_names,
     model_path,
-    nearest,
     origins,
     own_host,
     path,
@@ -51,7 +47,15 @@ from pdcluster.settings.kinds import (
     text,
     words,
 )
-from pdcluster.settings.secret_file import read_secret_file
+from pdcluster.settings.security import SecurityConfig, read_token
+from pdcluster.settings.sources import CACHE_VARIABLE, FILE_VARIABLE, from_environment, from_file, from_flags
+from pdcluster.settings.surfaces import (
+    Exposure,
+    api_warning,
+    check_exposures,
+    exposure_warnings,
+    surface_names,
+)
 
 BackendName = Literal["auto", "shm", "tcp", "mooncake", "nixl"]
 Mode = Literal["auto", "remote", "local"]
@@ -59,15 +63,9 @@ Fallback = Literal["deny", "on-failure", "conditional"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "text", "json"]
 
-FILE_VARIABLE = "PDCLUSTER_CONFIG"
-CACHE_VARIABLE = "PDCLUSTER_CACHE_DIR"
-MIN_SECRET_BYTES = 16
-MAKE_KEY = "openssl rand -hex 32 makes one"
-# Between errors that are told together.
-SEPARATOR = "\nerror: "
-# What Kubernetes sets in pods for each Service of their namespace.
-SERVICE_LINK = re.compile(
-    r"\w+_(SERVICE_HOST=.*|SERVICE_PORT(_\w+)?=\d+|PORT=\w+://.*|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?=.*)"
+INSECURE_HELP = (
+    "surfaces that may be open beyond loopback without a cluster key or a token: bootstrap, links, kv, admin, console, "
+    "scaler"
 )
 
 
@@ -113,41 +111,6 @@ class RouterTracingConfig(TracingConfig):
     sample_percent: int = key(
         100, integer(0, 100), "share of requests that are traced, of those whose caller sends no traceparent"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class SecurityConfig:
-    """The cluster's shared secret; None: links, KV over tcp and the bootstrap are open."""
-
-    cluster_key: str | None = key(None, text, "shared secret of the cluster, as text", secret=True)
-    cluster_key_file: Path | None = key(
-        None, path, "file of the cluster's keys, one a line: the first is used, all are accepted, so that keys change"
-    )
-
-    def __post_init__(self) -> None:
-        if self.cluster_key is not None and self.cluster_key_file is not None:
-            raise ConfigError("cluster_key and cluster_key_file are both set; keep one of them")
-
-    def cluster_keys(self) -> tuple[bytes, ...]:
-        """32 bytes each, the one to use first; empty without a secret. Reads the file."""
-        if self.cluster_key is not None:
-            lines = [self.cluster_key.encode()]
-        elif self.cluster_key_file is not None:
-            name = "cluster_key_file"
-            lines = [
-                line for line in map(bytes.strip, read_secret_file(name, self.cluster_key_file).splitlines()) if line
-            ]
-            if not lines:
-                raise ConfigError(f"{name} {self.cluster_key_file} is empty; {MAKE_KEY}")
-        else:
-            return ()
-        return tuple(map(_key_of, lines))
-
-
-def _key_of(line: bytes) -> bytes:
-    if len(line) < MIN_SECRET_BYTES:
-        raise ConfigError(f"a cluster key has {len(line)} bytes, it must have at least {MIN_SECRET_BYTES}; {MAKE_KEY}")
-    return hashlib.blake2b(line, digest_size=32).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,17 +265,33 @@ class NodeConfig(Section):
     vllm: VllmConfig = field(default_factory=VllmConfig)
     health: str | None = key(None, address_or_none, "HOST:PORT of /livez, /readyz and /metrics; none: no such port")
     security: SecurityConfig = field(default_factory=SecurityConfig)
+    insecure: tuple[str, ...] = key((), surface_names, INSECURE_HELP)
     tracing: TracingConfig = field(default_factory=TracingConfig)
     log: LogConfig = field(default_factory=LogConfig)
     ready_fd: int | None = key(None, integer(0), "file descriptor that gets one JSON line when ready", flag_only=True)
 
     def __post_init__(self) -> None:
         _check_heartbeat(self.heartbeat_s, self.lease_s)
+        check_exposures(self.exposures(), self.insecure)
+
+    def warnings(self) -> Iterator[str]:
+        return exposure_warnings(self.exposures())
+
+    def exposures(self) -> Iterator[Exposure]:
+        """What others connect to, of what needs a secret."""
+        yield Exposure("links", "node.listen", self.listen, self.security.has_key)
+        if self.engine != "native" or self.transfer.backend != "shm":
+            host = self._transfer_host or parse_address(self.listen)[0]
+            yield Exposure("kv", "node.transfer.host", host, self.security.has_key)
+
+    @property
+    def _transfer_host(self) -> str | None:
+        listens = parse_address(self.listen)[0]
+        return self.transfer.host or (self.advertise if is_wildcard(listens) else listens)
 
     def transfer_host(self) -> str:
         """Where the transfer engine listens, and what its peers are told. Raises ConfigError."""
-        listens = parse_address(self.listen)[0]
-        found = self.transfer.host or (self.advertise if is_wildcard(listens) else listens)
+        found = self._transfer_host
         if found is None:
             raise ConfigError(
                 f"node.listen {self.listen} is no address that others connect to; set node.advertise to one that is"
@@ -390,6 +369,11 @@ class RouterConfig(Section):
     console_hosts: tuple[str, ...] = key(
         (), host_names, "names by which browsers reach that page, besides localhost and addresses"
     )
+    http_hosts: tuple[str, ...] = key(
+        (),
+        host_names,
+        "on loopback without tenants: names by which clients may reach the API, besides localhost",
+    )
     bootstrap: tuple[str, ...] = key(("127.0.0.1:8998",), addresses, "HOST:PORT[,HOST:PORT] of the bootstrap service")
     tokenizer: Path | None = key(
         None, path, "directory with tokenizer.json and the chat template; default: asked from a node"
@@ -422,6 +406,9 @@ class RouterConfig(Section):
     )
     scaler: str | None = key(
         None, address_or_none, "HOST:PORT of KEDA's external scaler, which tells how many nodes pools need; none: none"
+    )
+    scaler_token_file: Path | None = key(
+        None, path, "file with the token that KEDA's triggers must carry as tokenFromEnv; needed beyond loopback"
     )
     from_zero: bool = key(
         False,
@@ -457,34 +444,40 @@ class RouterConfig(Section):
     slo: SloConfig = field(default_factory=SloConfig)
     health: str | None = key(None, address_or_none, "HOST:PORT of /livez, /readyz and /metrics; none: no such port")
     security: SecurityConfig = field(default_factory=SecurityConfig)
+    insecure: tuple[str, ...] = key((), surface_names, INSECURE_HELP)
     tracing: RouterTracingConfig = field(default_factory=RouterTracingConfig)
     log: LogConfig = field(default_factory=LogConfig)
     ready_fd: int | None = key(None, integer(0), "file descriptor that gets one JSON line when ready", flag_only=True)
 
     def __post_init__(self) -> None:
         _check_heartbeat(self.heartbeat_s, self.lease_s)
-        for name, listens in (("admin", self.admin), ("console", self.console)):
-            if listens is not None and self.admin_token_file is None and not is_loopback(parse_address(listens)[0]):
-                way_out = "set router.admin_token_file, or use a loopback address"
-                raise ConfigError(
-                    f"router.{name} {listens} can be reached from other machines, but there is no token; {way_out}"
-                )
+        check_exposures(self.exposures(), self.insecure)
         if self.console is not None and self.admin is None:
             raise ConfigError("router.console shows what the Admin service knows, and router.admin is none; set it too")
 
+    def warnings(self) -> Iterator[str]:
+        yield from exposure_warnings(self.exposures())
+        api = {"router.http": self.http, "router.grpc": self.grpc}
+        if warning := api_warning(api, has_tenants=self.tenants is not None):
+            yield warning
+
+    def exposures(self) -> Iterator[Exposure]:
+        """What others connect to, of what needs a secret."""
+        has_admin_token = self.admin_token_file is not None
+        if self.admin is not None:
+            yield Exposure("admin", "router.admin", self.admin, has_admin_token)
+        if self.console is not None:
+            yield Exposure("console", "router.console", self.console, has_admin_token)
+        if self.scaler is not None:
+            yield Exposure("scaler", "router.scaler", self.scaler, self.scaler_token_file is not None)
+
     def admin_token(self) -> str | None:
         """Reads the file."""
-        if self.admin_token_file is None:
-            return None
-        try:
-            token = read_secret_file("admin_token_file", self.admin_token_file).decode().strip()
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"admin_token_file {self.admin_token_file} is no text; {MAKE_KEY}") from error
-        if len(token) < MIN_SECRET_BYTES:
-            raise ConfigError(
-                f"the admin token has {len(token)} characters, at least {MIN_SECRET_BYTES} are needed; {MAKE_KEY}"
-            )
-        return token
+        return read_token("admin", self.admin_token_file)
+
+    def scaler_token(self) -> str | None:
+        """Reads the file."""
+        return read_token("scaler", self.scaler_token_file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,9 +488,20 @@ class BootstrapConfig(Section):
     lease_s: float = key(3.0, duration(0.1), "a node that has not renewed its registration for this long is gone")
     max_nodes: int = key(4096, integer(1, 2**20), "most registered nodes")
     security: SecurityConfig = field(default_factory=SecurityConfig)
+    insecure: tuple[str, ...] = key((), surface_names, INSECURE_HELP)
     health: str | None = key(None, address_or_none, "HOST:PORT of /livez, /readyz and /metrics; none: no such port")
     log: LogConfig = field(default_factory=LogConfig)
     ready_fd: int | None = key(None, integer(0), "file descriptor that gets one JSON line when ready", flag_only=True)
+
+    def __post_init__(self) -> None:
+        check_exposures(self.exposures(), self.insecure)
+
+    def warnings(self) -> Iterator[str]:
+        return exposure_warnings(self.exposures())
+
+    def exposures(self) -> Iterator[Exposure]:
+        """What others connect to, of what needs a secret."""
+        yield Exposure("bootstrap", "bootstrap.listen", self.listen, self.security.has_key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -541,6 +545,10 @@ class UpConfig(Section):
         None, path, "file that gets all /metrics addresses, as Prometheus's file_sd_configs reads them"
     )
     cluster: str = key("up", label, "their label cluster, by which dashboards and alerts keep clusters apart")
+    secure: bool = key(
+        False, boolean, "make a cluster key for this run, so that other users of this machine stay outside"
+    )
+    insecure: tuple[str, ...] = key((), surface_names, INSECURE_HELP)
     log: UpLogConfig = field(default_factory=UpLogConfig)
 
     def __post_init__(self) -> None:
@@ -612,9 +620,9 @@ def load(
     known = {found.path: found for section in SECTIONS.values() for found in keys(section)}
     problems: list[str] = []
     sources = {
-        "flag": _from_flags(flags or {}, known, problems),
-        "environment": _from_environment(environ, known, problems),
-        f"file {file}": _from_file(file, known, problems) if file else {},
+        "flag": from_flags(flags or {}, known, problems),
+        "environment": from_environment(environ, known, problems),
+        f"file {file}": from_file(file, known, problems) if file else {},
     }
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
@@ -629,11 +637,6 @@ def load(
     if not problems:
         return LoadedSection(built(cls, section_of(cls), values), values, origins, flags or {}, file)
     raise ConfigError(joined(problems))
-
-
-def joined(problems: Iterable[str]) -> str:
-    """Several errors as the text of one, a line each."""
-    return SEPARATOR.join(dict.fromkeys(problems))
 
 
 def _file_of(environ: Mapping[str, str]) -> Path | None:
@@ -656,57 +659,6 @@ def keys(cls: type[Section]) -> list[Key]:
     """Every key of a section, in the order of the fields."""
     section = section_of(cls)
     return list(keys_below(cls, section))
-
-
-def _from_flags(flags: Mapping[str, object], known: Mapping[str, Key], problems: list[str]) -> dict[str, object]:
-    problems += [f"there is no key {name}{nearest(name, list(known))}" for name in flags if name not in known]
-    return dict(flags)
-
-
-def _from_environment(environ: Mapping[str, str], known: Mapping[str, Key], problems: list[str]) -> dict[str, object]:
-    variables = {found.variable: found for found in known.values() if not found.flag_only}
-    given: dict[str, object] = {}
-    for name, raw in environ.items():
-        if not name.startswith(ENV_PREFIX) or name in (FILE_VARIABLE, CACHE_VARIABLE):
-            continue
-        if name in variables:
-            given[variables[name].path] = raw
-        elif SERVICE_LINK.fullmatch(f"{name}={raw}"):
-            problems.append(
-                f"the environment sets {name} to {raw}, as Kubernetes does for a Service whose name begins with "
-                "pdcluster; give the pod enableServiceLinks: false"
-            )
-        else:
-            problems.append(
-                f"the environment sets {name}, which is no key{nearest(name, list(variables))} unset it or correct "
-                "its name"
-            )
-    return given
-
-
-def _from_file(file: Path, known: Mapping[str, Key], problems: list[str]) -> dict[str, object]:
-    try:
-        tables = tomllib.loads(file.read_text())
-    except OSError as error:
-        raise ConfigError(f"config file {file} cannot be read: {error.strerror}; check the path") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {file} is not valid TOML: {error}") from error
-    settable = [name for name, found in known.items() if not found.flag_only]
-    given = dict(_flatten(tables, ""))
-    problems += [
-        f"config file {file} sets {name}, which is no key{nearest(name, settable)} remove it or correct its name"
-        for name in given
-        if name not in settable
-    ]
-    return given
-
-
-def _flatten(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
-    for name, value in table.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def check_folder(name: str, file: Path | None) -> None:

@@ -5,6 +5,7 @@ section. Flags can also be made from the fields of dataclasses.
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from pdcluster.core.errors import ConfigError, PdclusterError
 from pdcluster.settings.config import LoadedSection, S, keys, load
 from pdcluster.settings.keys import Key
 from pdcluster.settings.kinds import boolean
+
+logger = logging.getLogger(__name__)
 
 FILE_HELP = "TOML file with sections node, router, bootstrap and up"
 SET_HELP = "set any key, such as node.kv.memory_bytes=2GiB; may be given several times"
@@ -77,6 +80,12 @@ def _field_parameters(group: type) -> Iterator[inspect.Parameter]:
         yield inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[field.name]
         )
+
+
+def log_warnings(loaded: LoadedSection[Any]) -> None:
+    """At a process's start, once its log is set up."""
+    for line in loaded.config.warnings():
+        logger.warning(line)
 
 
 def assignments(pairs: list[str]) -> dict[str, object]:

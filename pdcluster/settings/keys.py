@@ -5,7 +5,7 @@ It knows no setting and reads no source.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, cast
 
@@ -14,6 +14,8 @@ from pdcluster.settings.kinds import Kind
 
 T = TypeVar("T")
 
+# Between errors that are told together.
+SEPARATOR = "\nerror: "
 ENV_PREFIX = "PDCLUSTER_"
 MASK = "********"
 
@@ -22,6 +24,10 @@ class Section:
     """A part that is a section of the file, with keys of its own."""
 
     __slots__ = ()
+
+    def warnings(self) -> Iterable[str]:
+        """What an operator should know of values that are allowed, a line each. It reads no file."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,7 @@ class Key:
 
     @property
     def variable(self) -> str:
-        return ENV_PREFIX + self.path.replace(".", "_").upper()
+        return variable_of(self.path)
 
     def show(self, value: object) -> str:
         """The value as `config check` prints it."""
@@ -49,6 +55,16 @@ class Key:
         if isinstance(value, tuple):
             return ",".join(str(item) for item in value)
         return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def joined(problems: Iterable[str]) -> str:
+    """Several errors as the text of one, a line each."""
+    return SEPARATOR.join(dict.fromkeys(problems))
+
+
+def variable_of(path: str) -> str:
+    """The environment variable of a key."""
+    return ENV_PREFIX + path.replace(".", "_").upper()
 
 
 def key(default: T, kind: Kind[T], help: str, *, flag: str = "", secret: bool = False, flag_only: bool = False) -> T:

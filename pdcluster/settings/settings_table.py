@@ -11,8 +11,8 @@ import typer
 
 from pdcluster.core.errors import ConfigError
 from pdcluster.settings import flags
-from pdcluster.settings.config import SECTIONS, SEPARATOR, LoadedSection, joined, keys, load
-from pdcluster.settings.keys import Key, Section
+from pdcluster.settings.config import SECTIONS, LoadedSection, keys, load
+from pdcluster.settings.keys import SEPARATOR, Key, Section, joined
 
 SettingsFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help=flags.FILE_HELP)]
 SettingPairs = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=flags.SET_HELP)]
@@ -40,6 +40,7 @@ def show_settings(file: Path | None, pairs: Sequence[str], only: str | None, fin
         raise ConfigError(f"--section is {only!r}, but must be one of {', '.join(SECTIONS)}")
     given = flags.assignments(list(pairs))
     problems: list[str] = []
+    warnings: list[str] = []
     for name, cls in SECTIONS.items():
         try:
             loaded = load(cls, given, file)  # also of the sections that are not shown, so that their errors are
@@ -49,11 +50,14 @@ def show_settings(file: Path | None, pairs: Sequence[str], only: str | None, fin
         if only not in (None, name):
             continue
         problems += find(loaded)
+        warnings += loaded.config.warnings()
         for key in _shown(cls):
             table.add_row(key.path, key.show(loaded.values[key.path]), loaded.origins[key.path], key.variable)
     if problems:
         raise ConfigError(joined(problems))
     Console(width=None if sys.stdout.isatty() else 160).print(table, highlight=False)
+    for line in warnings:
+        print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def _shown(cls: type[Section]) -> list[Key]:

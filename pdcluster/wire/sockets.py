@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import itertools
-import logging
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
@@ -14,11 +13,9 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from pdcluster.core.address import format_address, is_loopback, is_wildcard, parse_address
+from pdcluster.core.address import format_address, is_wildcard, parse_address
 from pdcluster.core.errors import ConfigError
 from pdcluster.wire.codec import MAX_FRAME_BYTES
-
-logger = logging.getLogger(__name__)
 
 CLUSTER_KEY_BYTES = 32
 CURVE_OVERHEAD_BYTES = 64
@@ -118,21 +115,6 @@ def link_key_of(settings: WireSettings) -> str:
     return derive_keys(settings.cluster_keys[0]).public.decode() if settings.cluster_keys else ""
 
 
-def warn_if_open(what: str, address: str, settings: WireSettings) -> None:
-    """Warn at the start that links beyond this host are open to all. Not refused, since a network may be closed by
-    other means.
-    """
-    host, _ = parse_address(address)
-    if not settings.cluster_keys and not is_loopback(host):
-        logger.warning(
-            "%s %s is beyond this host and there is no cluster key: links are neither encrypted nor authenticated, "
-            "so whoever gets there can "
-            "send work and read prompts; set security.cluster_key_file everywhere, or use 127.0.0.1",
-            what,
-            address,
-        )
-
-
 def open_router(
     context: zmq.Context[zmq.Socket[bytes]], listen: str, settings: WireSettings
 ) -> tuple[zmq.Socket[bytes], str]:
@@ -142,7 +124,6 @@ def open_router(
         raise ConfigError(
             f"listening on {listen} needs an advertise host: the name or address under which other nodes reach this one"
         )
-    warn_if_open("listening on", listen, settings)
     socket = context.socket(zmq.ROUTER)
     try:
         _set_options(socket, settings)

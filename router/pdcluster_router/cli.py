@@ -13,6 +13,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 def _run(loaded: LoadedSection[RouterConfig]) -> int:
     log.configure(loaded.config.log, process=loaded.config.name or "router")
+    if loaded.config.worker is None:
+        flags.log_warnings(loaded)
     if loaded.config.workers > 1 and loaded.config.worker is None:
         from pdcluster_router.workers import supervisor
 

@@ -17,6 +17,7 @@ from pdcluster.settings.config import set_environment
 from pdcluster.settings.kinds import address as parse_address
 from pdcluster.settings.kinds import duration
 from pdcluster.settings.settings_table import SectionName, SettingPairs, SettingsFile, show_settings
+from pdcluster.settings.surfaces import surface_names
 from pdcluster_router.operate.printing import PrintFormat
 from pdcluster_router.replay.options import NodeOptions, Printing, Routing, Scaling, Traffic
 
@@ -155,6 +156,13 @@ def _address(given: str) -> str:
         return parse_address(given)
     except ValueError as error:
         raise ConfigError(f"{given!r} {error}") from None
+
+
+def _surfaces(given: str | None) -> tuple[str, ...]:
+    try:
+        return surface_names(given) if given is not None else ()
+    except ValueError as error:
+        raise ConfigError(f"--insecure is {given!r}, but {error}") from None
 
 
 @contextmanager
@@ -521,12 +529,16 @@ def console(
         list[str] | None, typer.Option("--host", metavar="NAME", help="A name by which browsers reach it.")
     ] = None,
     listen_fd: Annotated[int | None, typer.Option("--listen-fd", hidden=True)] = None,
+    insecure: Annotated[
+        str | None, typer.Option("--insecure", metavar="console", help="Let everybody read beyond loopback.")
+    ] = None,
 ) -> None:
     """Serve a page that shows the cluster, until Ctrl-C. It changes things only with the admin token."""
     from pdcluster_router.console.serve import ConsoleOptions, run
 
     with _reported():
-        run(ConsoleOptions(_address(listen), admin, token_file, _address(api), tuple(hosts or ()), listen_fd))
+        names = tuple(hosts or ())
+        run(ConsoleOptions(_address(listen), admin, token_file, _address(api), names, listen_fd, _surfaces(insecure)))
 
 
 @app.command()

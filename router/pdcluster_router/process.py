@@ -30,7 +30,7 @@ from pdcluster.telemetry.health import Verdict, health_port
 from pdcluster.telemetry.metrics import ExplainMetrics, HoldMetrics, RouterMetrics, WorkerMetrics
 from pdcluster.telemetry.tracing import open_tracer
 from pdcluster.transfer.backends.base import Peer
-from pdcluster.wire.sockets import WireSettings, warn_if_open
+from pdcluster.wire.sockets import WireSettings
 from pdcluster_router.admin.roles import RoleController, RoleSettings
 from pdcluster_router.admin.service import LOOK_S, Admin
 from pdcluster_router.cluster.events import EventLog
@@ -90,7 +90,7 @@ async def _serve(config: RouterConfig) -> int:
         parts = assemble(config, me, worker, stack)
         tasks = Tasks(stop, stack)
         cluster, models, dispatch = parts.cluster, parts.models, parts.front.dispatch
-        health = health_of(parts.front)
+        health = health_of(parts.front, tuple(config.warnings()))
         health_address = stack.enter_context(health_port(config.health, health.probes))
         await tasks.run(health.keep())
         for work in (
@@ -176,8 +176,6 @@ def _cluster(config: RouterConfig, me: Peer, events: EventLog, stack: AsyncExitS
     wire = wire_settings(config)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stack.callback(context.destroy, 0)
-    for bootstrap in config.bootstrap:
-        warn_if_open("the cluster at", bootstrap, wire)
     cluster = NodeTable(me, context=context, settings=wire, events=events, index_blocks=config.index_blocks)
     stack.callback(cluster.close)
     return cluster
@@ -251,7 +249,7 @@ async def _serve_scaler(pools: PoolCollector, config: RouterConfig, stack: Async
         return None
     from pdcluster_router.admin import scaler  # brings grpc
 
-    return await stack.enter_async_context(scaler.listening(pools.signals, config.scaler))
+    return await stack.enter_async_context(scaler.listening(pools.signals, config.scaler, config.scaler_token()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,8 +269,8 @@ class FrontDoors:
     tracing: Tracing | None = None
 
 
-def health_of(front: FrontDoors) -> RouterHealth:
-    """Probes of this process alone."""
+def health_of(front: FrontDoors, warnings: tuple[str, ...] = ()) -> RouterHealth:
+    """Probes of this process alone. warnings: of its settings."""
 
     async def readiness() -> Verdict:
         return readiness_of(front.dispatch, is_draining=health.is_draining)
@@ -280,7 +278,7 @@ def health_of(front: FrontDoors) -> RouterHealth:
     async def exposition() -> bytes:
         return generate_latest(front.metrics.registry)
 
-    health = RouterHealth(readiness, exposition)
+    health = RouterHealth(readiness, exposition, warnings)
     return health
 
 

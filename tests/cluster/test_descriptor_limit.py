@@ -16,10 +16,10 @@ from pdcluster.rpc import admin_pb2 as pb
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
 
-ASKS = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+ASKS = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 BODY = b'{"model": "fake", "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": true}'
 COMPLETES = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     b"content-length: %d\r\n\r\n%b" % (len(BODY), BODY)
 )
 OK, FULL = b"HTTP/1.1 200 OK", b"HTTP/1.1 503 Service Unavailable"

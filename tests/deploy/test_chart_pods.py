@@ -219,7 +219,7 @@ def roll_out(strategy: dict[str, Any], replicas: int, machines: int) -> tuple[bo
 @pytest.mark.parametrize("replicas", [1, 2, 5])
 @pytest.mark.parametrize("claims", [{"devices": {"nvidia.com/gpu": 8}}, {"hostNetwork": True}])
 def test_a_pool_without_a_spare_machine_rolls_out(claims: dict[str, Any], replicas: int) -> None:
-    objects = rendered(pool(replicas=replicas, **claims))
+    objects = rendered(pool(replicas=replicas, **claims), {"networkPolicy": {"machines": ["10.0.0.0/16"]}})
     strategy = named(objects, "Deployment")["pd-gpu"]["spec"]["strategy"]
     assert roll_out(strategy, replicas, machines=replicas) == (True, replicas - 1)
 
@@ -282,7 +282,10 @@ def test_two_pools_may_share_machines_and_their_policies_have_their_ports() -> N
         assert all(is_admitted(policies[name], port, router) for port in ports)
         assert not any(is_admitted(policies[name], port, {"app": "else"}) for port in ports)
         assert not is_admitted(policies[name], ports[-1] + 1, router)
-    assert is_admitted(policies["pd-a"], 9080, "10.9.9.9"), "everybody may scrape"
+    assert is_admitted(policies["pd-a"], 9080, {"app.kubernetes.io/name": "prometheus"})
+    assert not is_admitted(policies["pd-a"], 9080, "10.9.9.9")
+    everybody = named(rendered({"networkPolicy": {"metricsFrom": []}}), "NetworkPolicy")
+    assert is_admitted(everybody["pd-prefill"], 8080, "10.9.9.9")
 
 
 def test_policies_let_the_machines_in_whose_network_a_pool_uses() -> None:

@@ -19,6 +19,7 @@ from helm_chart import (
     SECTIONS,
     TOOLS,
     Values,
+    bare_template,
     helm,
     in_pod,
     lay_out_models,
@@ -31,6 +32,7 @@ from helm_chart import (
     rendered,
     secret_files,
     settings_of,
+    with_key,
     with_values,
 )
 
@@ -133,7 +135,7 @@ CASES: dict[str, list[Values]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_lints_and_fits_two_kubernetes_versions(case: str, tmp_path: Path) -> None:
-    lint = with_values(("lint", "--strict", str(CHART)), *CASES[case])
+    lint = with_values(("lint", "--strict", str(CHART)), *with_key(*CASES[case]))
     assert lint.returncode == 0, lint.stdout
     objects = rendered(*CASES[case])
     names = [(each["kind"], each["metadata"]["name"]) for each in objects]
@@ -260,6 +262,56 @@ def test_without_a_token_admin_and_console_stay_inside_the_pod() -> None:
     assert given["router.console"] == "127.0.0.1:8001"
 
 
+ONLY_KEY = {"auth": {"clusterKey": {"existingSecret": "keys"}}}
+OPEN = {"auth": {"insecure": ["bootstrap", "links", "kv"]}}
+SCALED_POOLS = {"poolDefaults": {"autoscaling": {"enabled": True}}}
+
+
+def test_without_a_key_it_renders_nothing_and_prints_the_two_commands() -> None:
+    for values in ({}, {"auth": {"insecure": ["bootstrap", "links"]}}, {"auth": {"insecure": ["scaler", "admin"]}}):
+        said = bare_template(values).stderr
+        assert "create secret generic pd-cluster-key --from-literal=cluster-key=$(openssl rand -hex 32)" in said
+        assert "--set auth.clusterKey.existingSecret=pd-cluster-key" in said
+        assert "-n llm " in said and "--set 'auth.insecure={" in said
+    assert bare_template(ONLY_KEY).returncode == bare_template(OPEN).returncode == 0
+    assert not named(rendered(), "Secret"), "a secret that helm makes lies in the release's values"
+
+
+def test_pools_that_routers_scale_need_a_token_too() -> None:
+    said = bare_template(ONLY_KEY, SCALED_POOLS).stderr
+    assert "create secret generic pd-scaler-token --from-literal=scaler-token=$(openssl rand -hex 32)" in said
+    assert "--set auth.scalerToken.existingSecret=pd-scaler-token" in said
+    assert "--set 'auth.insecure={scaler}'" in said
+    assert bare_template(ONLY_KEY, SCALED_POOLS, {"auth": {"insecure": ["scaler"]}}).returncode == 0
+    by = {"poolDefaults": {"autoscaling": {"enabled": True, "by": "prometheus"}}}
+    assert bare_template(ONLY_KEY, by, {"autoscaling": {"prometheus": "http://p:9090"}}).returncode == 0
+
+
+def test_what_may_be_open_is_told_to_every_process() -> None:
+    everything = {"auth": {"insecure": ["bootstrap", "links", "kv", "admin", "console", "scaler"]}}
+    done = bare_template(everything, SCALED_POOLS)
+    assert done.returncode == 0, done.stderr
+    objects = [each for each in yaml.safe_load_all(done.stdout) if each]
+    sections = {"node": NodeConfig, "bootstrap": BootstrapConfig, "router": RouterConfig}
+    for name, container in processes(objects):
+        given = {key: in_pod(value, "10.0.0.1", "pd-x-1") for key, value in settings_of(container).items()}
+        assert load(sections[name], given, environ={}).config.insecure == tuple(everything["auth"]["insecure"])
+    given = settings_of(dict(processes(objects))["router"])
+    assert (given["router.admin"], given["router.console"]) == ("0.0.0.0:50052", "0.0.0.0:8001")
+
+
+def test_policies_are_on_and_know_prometheus_and_keda() -> None:
+    policies = {name: each["spec"] for name, each in named(rendered(SCALED_POOLS), "NetworkPolicy").items()}
+    assert set(policies) == {"pd-prefill", "pd-decode", "pd-bootstrap", "pd-router"}
+    by_port = {port["port"]: rule.get("from") for rule in policies["pd-router"]["ingress"] for port in rule["ports"]}
+    assert by_port[8000] is None and by_port[50051] is None, "the API is for everybody unless apiFrom says who"
+    (keda,) = by_port[50053]
+    assert keda["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "keda"}
+    for spec in policies.values():
+        (health,) = [rule for rule in spec["ingress"] if rule.get("ports", [{}])[0].get("port") == 8080]
+        assert health["from"][0]["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "prometheus"}
+
+
 def test_custom_objects_fit_the_schemas_of_their_definitions() -> None:
     found = {each["kind"]: each for each in rendered(*CASES["together"]) if each["kind"] in CUSTOM}
     assert set(found) == set(CUSTOM)
@@ -276,7 +328,11 @@ def test_pools_scale_as_routers_say() -> None:
     scaled = {each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "ScaledObject"}
     assert set(scaled) == {"pd-prefill", "pd-decode"}
     (trigger,) = scaled["pd-decode"]["triggers"]
-    assert trigger == {"type": "external-push", "metadata": {"scalerAddress": "pd-scaler.llm:50053", "role": "decode"}}
+    metadata = {"scalerAddress": "pd-scaler.llm:50053", "role": "decode", "tokenFromEnv": "SCALER_TOKEN"}
+    assert trigger == {"type": "external-push", "metadata": metadata}
+    assert scaled["pd-decode"]["scaleTargetRef"]["envSourceContainerName"] == "node"
+    (token,) = [each for each in dict(processes(objects))["node"]["env"] if each["name"] == "SCALER_TOKEN"]
+    assert token["valueFrom"] == {"secretKeyRef": {"name": "keys", "key": "scaler-token"}}
     down = scaled["pd-decode"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]
     assert down == {"stabilizationWindowSeconds": 300, "policies": [{"type": "Pods", "value": 1, "periodSeconds": 60}]}
     for each in objects:
@@ -284,6 +340,7 @@ def test_pools_scale_as_routers_say() -> None:
             assert "replicas" not in each["spec"], "helm would set it back"
     given = settings_of(dict(processes(objects))["router"])
     assert given["router.scaler"] == "0.0.0.0:50053" and given["router.from_zero"] == "true"
+    assert given["router.scaler_token_file"] == "/etc/pdcluster/scaler/scaler-token"
     (asked,) = next(
         each["spec"]["triggers"] for each in rendered(*CASES["pools by prometheus"]) if each["kind"] == "ScaledObject"
     )
@@ -345,7 +402,7 @@ def test_it_can_be_packaged(tmp_path: Path) -> None:
     done = helm("package", str(CHART), "--destination", str(tmp_path))
     assert done.returncode == 0, done.stderr
     (package,) = tmp_path.iterdir()
-    assert helm("template", "pd", str(package)).returncode == 0
+    assert helm("template", "pd", str(package), "--set", "auth.clusterKey.existingSecret=keys").returncode == 0
 
 
 def test_the_dockerfile_lints() -> None:

@@ -20,9 +20,9 @@ from typing import Any
 import pod_network
 import pytest
 from helm_chart import (
-    CHART,
     EXAMPLES,
     KEY,
+    KEYED,
     NAMESPACE,
     ROOT,
     Values,
@@ -42,7 +42,7 @@ LIMIT_S = 500.0
 LARGE_POOL = re.compile(r"(node\.kv\.memory_bytes=)\d+GiB")
 SERVED = {"cpu-production": "qwen3-0.6b", "hub-model": "qwen3-0.6b"}
 CASES: Mapping[str, Sequence[Values]] = {
-    "defaults": [CHART / "values.yaml"],
+    "defaults": [KEYED],
     **{file.stem: [file] for file in EXAMPLES},
     "IPv6": [{
         "ipFamily": "IPv6", "auth": {"clusterKey": {"existingSecret": "keys"}, "adminToken": {"existingSecret": "keys"}},

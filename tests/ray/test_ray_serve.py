@@ -15,9 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 from ray_cluster import DEPLOY_S, GONE_S, MODEL, RayCluster, wait_until
+
+from pdcluster.rpc import bootstrap_pb2 as pb
+from pdcluster.rpc import bootstrap_pb2_grpc as stubs
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -126,6 +130,23 @@ def test_prometheus_finds_every_process(cluster: RayCluster) -> None:
     for address, labels in found:
         text = httpx.get(f"http://{address}/metrics", trust_env=False, timeout=10.0).raise_for_status().text
         assert "pdcluster_build_info" in text, labels
+
+
+def test_all_processes_have_the_applications_key_and_no_argument_shows_it(cluster: RayCluster) -> None:
+    processes = [*cluster.processes("pdcluster.cli", "bootstrap"), *cluster.processes("pdcluster_router.cli")]
+    processes += [*cluster.nodes("prefill"), *cluster.nodes("decode")]
+    assert len(processes) == 5
+    sections = ("BOOTSTRAP", "NODE", "ROUTER")
+    keys = {each.environ()[f"PDCLUSTER_{name}_SECURITY_CLUSTER_KEY"] for each in processes for name in sections}
+    (key,) = keys
+    assert len(key) == 64
+    assert not any(key in " ".join(each.cmdline()) for each in processes), "ps shows arguments to everybody"
+    (bootstrap,) = {
+        word for each in cluster.nodes("decode") for word in each.cmdline() if word.startswith("--set=node.bootstrap=")
+    }
+    with grpc.insecure_channel(bootstrap.rpartition("=")[2]) as channel, pytest.raises(grpc.RpcError) as refused:
+        next(iter(stubs.BootstrapStub(channel).Watch(pb.WatchRequest(), timeout=20.0)))
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 def test_a_killed_node_process_is_started_again_in_its_replica_and_no_request_fails(cluster: RayCluster) -> None:

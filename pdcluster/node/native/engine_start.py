@@ -15,7 +15,8 @@ from pdcluster.node.native.tensor_parallel.endpoint_client import RankLink
 from pdcluster.node.native.tensor_parallel.engine import RankedEngine, RankSettings
 from pdcluster.processes.control_groups import usable_cores
 from pdcluster.processes.free_memory import check_memory, default_kv_bytes, free_memory
-from pdcluster.settings.config import CACHE_VARIABLE, NodeConfig, cache_directory
+from pdcluster.settings.config import NodeConfig, cache_directory
+from pdcluster.settings.sources import CACHE_VARIABLE
 from pdcluster.transfer.backends.base import Peer, Region
 from pdcluster.transfer.layout.geometry import PageShape
 

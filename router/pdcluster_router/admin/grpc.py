@@ -138,6 +138,7 @@ class AdminService(stubs.AdminServicer):
             reasons=verdict.reasons,
             can_serve=bool(verdict.facts.get("can_serve")),
             metrics=(await router.exposition()).decode() if request.metrics else "",
+            warnings=router.warnings,
         )
 
     async def GetCache(self, request: pb.GetCacheRequest, context: grpc.aio.ServicerContext) -> pb.CacheReply:

@@ -1,12 +1,16 @@
 """KEDA's external scaler (https://keda.sh/docs/concepts/external-scalers/): each pool's wanted nodes over gRPC.
 
 The trigger's metadata names the pool by `role`. The metric is the number of nodes that the pool's work needs, with 1 as
-the target for each node, so the pool gets as many. It tells loads only, so it asks for no token.
+the target for each node, so the pool gets as many.
+
+KEDA sends no header of ours, but the whole metadata of a trigger. It replaces a name in `tokenFromEnv` by that variable
+of the pods which it scales, and so it shows the token.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
@@ -25,6 +29,8 @@ SERVICE = pb.DESCRIPTOR.services_by_name["ExternalScaler"].full_name
 
 LOOK_S = 0.5
 MAX_CALLS = 64
+# Of the trigger's metadata.
+TOKEN = "tokenFromEnv"
 
 Signals = Callable[[], Mapping[Role, PoolSignal]]
 
@@ -32,17 +38,18 @@ Signals = Callable[[], Mapping[Role, PoolSignal]]
 class PoolScaler(stubs.ExternalScalerServicer):
     """Runs in the router's event loop."""
 
-    def __init__(self, signals: Signals) -> None:
+    def __init__(self, signals: Signals, token: str | None = None) -> None:
         self._signals = signals
+        self._token = None if token is None else token.encode()
 
     async def IsActive(self, request: pb.ScaledObjectRef, context: grpc.aio.ServicerContext) -> pb.IsActiveResponse:
-        return pb.IsActiveResponse(result=self._wanted(await _role_of(request, context)) > 0)
+        return pb.IsActiveResponse(result=self._wanted(await self._role_of(request, context)) > 0)
 
     async def StreamIsActive(
         self, request: pb.ScaledObjectRef, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.IsActiveResponse]:
         """The first answer at once, later ones when it changes."""
-        role, told = await _role_of(request, context), None
+        role, told = await self._role_of(request, context), None
         while True:
             is_active = self._wanted(role) > 0
             if is_active is not told:
@@ -53,7 +60,7 @@ class PoolScaler(stubs.ExternalScalerServicer):
     async def GetMetricSpec(
         self, request: pb.ScaledObjectRef, context: grpc.aio.ServicerContext
     ) -> pb.GetMetricSpecResponse:
-        await _role_of(request, context)
+        await self._role_of(request, context)
         return pb.GetMetricSpecResponse(
             metricSpecs=[pb.MetricSpec(metricName=METRIC, targetSize=1, targetSizeFloat=1.0)]
         )
@@ -61,7 +68,7 @@ class PoolScaler(stubs.ExternalScalerServicer):
     async def GetMetrics(
         self, request: pb.GetMetricsRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetMetricsResponse:
-        role = await _role_of(request.scaledObjectRef, context)
+        role = await self._role_of(request.scaledObjectRef, context)
         if not request.metricName.endswith(METRIC):  # KEDA may put its own prefix before it
             await context.abort(
                 grpc.StatusCode.NOT_FOUND, f"there is no metric {request.metricName[:200]!r}; ask for {METRIC}"
@@ -76,6 +83,16 @@ class PoolScaler(stubs.ExternalScalerServicer):
     def _wanted(self, role: Role) -> int:
         signal = self._signals().get(role)
         return 0 if signal is None else signal.wanted
+
+    async def _role_of(self, request: pb.ScaledObjectRef, context: grpc.aio.ServicerContext) -> Role:
+        """Ends the call unless it carries the token and names a role."""
+        given = request.scalerMetadata.get(TOKEN, "").encode()
+        if self._token is not None and not hmac.compare_digest(given, self._token):
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED,
+                f"the scaler token is missing or wrong; give the trigger {TOKEN}: NAME, and the pods that variable",
+            )
+        return await _role_of(request, context)
 
 
 async def _role_of(request: pb.ScaledObjectRef, context: grpc.aio.ServicerContext) -> Role:
@@ -94,9 +111,9 @@ async def _role_of(request: pb.ScaledObjectRef, context: grpc.aio.ServicerContex
 
 
 @asynccontextmanager
-async def listening(signals: Signals, address: str) -> AsyncIterator[str]:
-    """Serve while the block runs. Yields HOST:PORT."""
+async def listening(signals: Signals, address: str, token: str | None = None) -> AsyncIterator[str]:
+    """Serve while the block runs. Yields HOST:PORT. token: that triggers must carry; None: none."""
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),), maximum_concurrent_rpcs=MAX_CALLS)
-    stubs.add_ExternalScalerServicer_to_server(PoolScaler(signals), server)
+    stubs.add_ExternalScalerServicer_to_server(PoolScaler(signals, token), server)
     async with answering(server, SERVICE, address, flag="--set router.scaler") as bound:
         yield bound

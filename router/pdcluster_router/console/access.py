@@ -1,39 +1,33 @@
 """Who may use the console: pages of its own only, changes with the admin token only.
 
 A browser sends a page's origin with what the page asks for, and the name that the user typed as the host. So a page of
-somebody else is refused by its origin, and a name that was made to point here (DNS rebinding) by the host.
+somebody else is refused by its origin, and a name that was made to point here (`http.hosts`) by the host.
 """
 
 from __future__ import annotations
 
 import hmac
-import ipaddress
-from collections.abc import Collection
 from urllib.parse import urlsplit
 
-from pdcluster.core.errors import BadRequest, Unauthorized
+from pdcluster.core.errors import Unauthorized
 from pdcluster_router.http.exchange import Exchange
+from pdcluster_router.http.hosts import HOST, Forbidden, HostRule
 
-HOST, ORIGIN, SITE, TOKEN = b"host", b"origin", b"sec-fetch-site", b"x-admin-token"
+ORIGIN, SITE, TOKEN = b"origin", b"sec-fetch-site", b"x-admin-token"
 # No header can be set on a form or by a link from elsewhere, so one that is asked for proves a script of this page.
 SAME_SITE = ("same-origin", "none")
-
-
-class Forbidden(BadRequest):
-    code = "forbidden"
-    http_status = 403
 
 
 class ConsoleAccess:
     """Rules for one listening address.
 
-    hosts: names by which browsers may reach it, besides localhost and addresses.
+    hosts: names by which browsers may reach it.
     token: None: nothing can be changed.
     is_open: reading needs no token.
     """
 
-    def __init__(self, hosts: Collection[str], token: str | None, *, is_open: bool) -> None:
-        self._hosts = {host.lower() for host in hosts} | {"localhost"}
+    def __init__(self, hosts: HostRule, token: str | None, *, is_open: bool) -> None:
+        self._hosts = hosts
         self._token = None if token is None else token.encode()
         self._is_open = is_open
 
@@ -43,13 +37,11 @@ class ConsoleAccess:
 
     def check_page(self, exchange: Exchange) -> None:
         """Raises Forbidden where somebody else's page asks, or the host is not ours."""
-        host = exchange.header(HOST) or ""
-        if not self._is_ours(_hostname(host)):
-            raise Forbidden(
-                f"the console is not reached as {host[:100]!r}; use its address, or name it with router.console_hosts"
-            )
+        host = exchange.header(HOST)
+        self._hosts.check(host)
         origin, site = exchange.header(ORIGIN), exchange.header(SITE)
-        if (origin is not None and urlsplit(origin).netloc.lower() != host.lower()) or site not in (None, *SAME_SITE):
+        is_foreign = origin is not None and urlsplit(origin).netloc.lower() != (host or "").lower()
+        if is_foreign or site not in (None, *SAME_SITE):
             raise Forbidden("the console answers its own page only")
 
     def check_reading(self, exchange: Exchange) -> None:
@@ -69,18 +61,3 @@ class ConsoleAccess:
     def may_change(self, exchange: Exchange) -> bool:
         given = exchange.header(TOKEN) or ""
         return self._token is not None and hmac.compare_digest(given.encode(), self._token)
-
-    def _is_ours(self, hostname: str) -> bool:
-        try:
-            ipaddress.ip_address(hostname)
-        except ValueError:
-            return hostname in self._hosts
-        return True  # no name was made to point here
-
-
-def _hostname(host: str) -> str:
-    """The name in a Host header, in lower case; "" where there is none."""
-    try:
-        return (urlsplit(f"//{host}").hostname or "").lower()
-    except ValueError:
-        return ""

@@ -57,6 +57,8 @@ def _argv(config: RouterConfig, admin: str, api: str, descriptor: int) -> list[s
     argv += ["--listen", str(config.console), "--listen-fd", str(descriptor)]
     if config.admin_token_file is not None:
         argv += ["--token-file", str(config.admin_token_file)]
+    if config.insecure:
+        argv += ["--insecure", ",".join(config.insecure)]
     for host in config.console_hosts:
         argv += ["--host", host]
     return argv

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdcluster.core.address import is_loopback, parse_address
-from pdcluster.core.errors import ConfigError
+from pdcluster.settings.surfaces import SECRET_OF, Exposure, check_exposures
 from pdcluster_router.console.access import ConsoleAccess
 from pdcluster_router.console.app import ConsoleApp
 from pdcluster_router.console.feed import ClusterFeed
 from pdcluster_router.frontend.server import bind, listening, router_metrics
+from pdcluster_router.http.hosts import HostRule
 from pdcluster_router.operate.clients import AdminClients, token_of
 
 # For answers that are under way at the end.
@@ -24,7 +25,9 @@ DRAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ConsoleOptions:
-    """listen_fd: a listening socket that the parent has made; its end of stdin is closed when the parent ends."""
+    """listen_fd: a listening socket that the parent has made; its end of stdin is closed when the parent ends.
+    insecure: surfaces that may be open.
+    """
 
     listen: str
     admin: str
@@ -32,19 +35,17 @@ class ConsoleOptions:
     api: str
     hosts: tuple[str, ...] = ()
     listen_fd: int | None = None
+    insecure: tuple[str, ...] = ()
 
 
 def run(options: ConsoleOptions) -> None:
     """Serve until a signal, or until the parent ends. Raises ConfigError."""
     host, _ = parse_address(options.listen)
-    is_open = is_loopback(host)
     token = token_of(options.token_file)
-    if not is_open and token is None:
-        raise ConfigError(
-            f"the console at {options.listen} can be reached from other machines, but there is no token; pass "
-            "--token-file, or use a loopback address"
-        )
-    access = ConsoleAccess((host, *options.hosts), token, is_open=is_open)
+    exposure = Exposure("console", "--listen", options.listen, token is not None)
+    check_exposures([exposure], options.insecure, {SECRET_OF["console"]: "--token-file"})
+    hosts = HostRule(host, options.hosts, what="the console", setting="router.console_hosts (pdctl console --host)")
+    access = ConsoleAccess(hosts, token, is_open=is_loopback(host) or exposure.is_open)
     asyncio.run(_serve(options, access))
 
 

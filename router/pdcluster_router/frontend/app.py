@@ -61,6 +61,7 @@ from pdcluster_router.http.errors import (
     too_large,
 )
 from pdcluster_router.http.exchange import Exchange
+from pdcluster_router.http.hosts import HOST, HostRule
 
 Handler = Callable[[Exchange], None]
 Exposition = Callable[[], Awaitable[bytes]]
@@ -93,6 +94,7 @@ class HttpSettings:
     stall_s: longest time for a client to read.
     id_prefix: begins request ids.
     cors_origins: pages that may use the API, "*" for all.
+    hosts: names that it answers to; None: all.
     """
 
     max_requests: int = 1024
@@ -103,6 +105,7 @@ class HttpSettings:
     stall_s: float = 60.0
     id_prefix: str = ""
     cors_origins: tuple[str, ...] = ()
+    hosts: HostRule | None = None
 
 
 def create_app(
@@ -174,6 +177,8 @@ class App:
         try:
             if self._cors.is_on:
                 exchange.extra = self._cors.lines(exchange.headers.get(ORIGIN))
+            if self.settings.hosts is not None:
+                self.settings.hosts.check(exchange.header(HOST))
             is_work = exchange.path in self._post
             if not is_work or exchange.method != "POST":
                 self._check_method(exchange)

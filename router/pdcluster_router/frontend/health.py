@@ -38,7 +38,14 @@ def readiness_of(dispatcher: Dispatcher, *, is_draining: bool = False) -> Verdic
 class RouterHealth:
     """Probes of one router process. The loop sets the verdict; the port's threads read it."""
 
-    def __init__(self, readiness: Callable[[], Awaitable[Verdict]], exposition: Callable[[], Awaitable[bytes]]) -> None:
+    def __init__(
+        self,
+        readiness: Callable[[], Awaitable[Verdict]],
+        exposition: Callable[[], Awaitable[bytes]],
+        warnings: tuple[str, ...] = (),
+    ) -> None:
+        """warnings: what operators should know of its settings; no probe says it."""
+        self.warnings = warnings
         self.is_draining = False
         self._pulse = Pulse()
         self.readiness, self.exposition = readiness, exposition

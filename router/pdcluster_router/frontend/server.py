@@ -13,7 +13,7 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 
-from pdcluster.core.address import format_address, parse_address
+from pdcluster.core.address import format_address, is_loopback, parse_address
 from pdcluster.core.errors import ConfigError
 from pdcluster.processes.listening import listening_place
 from pdcluster.processes.tasks import running
@@ -23,6 +23,7 @@ from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.frontend.app import HttpSettings
 from pdcluster_router.http.acceptor import AcceptLimits, Acceptor, limits_of_process
 from pdcluster_router.http.connection import PARTING_S, Application, Connection, ConnectionLimits, Connections
+from pdcluster_router.http.hosts import HostRule
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +37,15 @@ LAST_WORD_S = 1.0
 
 
 def http_settings(config: RouterConfig) -> HttpSettings:
+    host, _ = parse_address(config.http)
+    is_guarded = is_loopback(host) and config.tenants is None
+    hosts = HostRule(host, config.http_hosts, what="the API of this machine", setting="router.http_hosts")
     return HttpSettings(
         max_requests=config.max_requests,
         max_body_bytes=config.max_body_bytes,
         deadline_s=config.deadline_s,
         cors_origins=config.cors_origins,
+        hosts=hosts if is_guarded else None,
     )
 
 

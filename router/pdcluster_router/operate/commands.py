@@ -142,7 +142,7 @@ def status(clients: AdminClients, output: PrintFormat) -> None:
         {
             "name": "", "status": "locked" if isinstance(error, TokenRefused) else "silent", "can_serve": False,
             "reasons": [str(error)], "version": "",
-            "router": address, "metrics": "", "why": str(error),
+            "router": address, "metrics": "", "why": str(error), "warnings": [],
         }
         for address, error in clients.silent.items()
     ]  # fmt: skip
@@ -168,6 +168,9 @@ def status(clients: AdminClients, output: PrintFormat) -> None:
         out.print(f"{role}: {ready} of {len(pool)} nodes ready", markup=False)
     for line in problems or ["nothing is wrong"]:
         out.print(line, style="yellow" if problems else "green", markup=False)
+    for row in rows:
+        for line in row["warnings"]:  # type: ignore[attr-defined]
+            out.print(f"warning: router {row['name']}: {line}", style="yellow", markup=False)
 
 
 def show_top(clients: AdminClients, every_s: float, output: PrintFormat, *, is_once: bool) -> None:

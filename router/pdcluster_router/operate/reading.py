@@ -302,7 +302,7 @@ def statuses(clients: AdminClients, *, metrics: bool = False) -> list[Row]:
         {
             "name": told.reply.name, "status": told.reply.status, "can_serve": told.reply.can_serve,
             "reasons": list(told.reply.reasons), "version": told.reply.version, "router": told.address,
-            "metrics": told.reply.metrics,
+            "metrics": told.reply.metrics, "warnings": list(told.reply.warnings),
         }
         for told in clients.read("GetStatus", pb.GetStatusRequest(metrics=metrics))
     ]  # fmt: skip

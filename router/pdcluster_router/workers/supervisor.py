@@ -65,7 +65,7 @@ async def _serve(loaded: LoadedSection[RouterConfig]) -> int:
     async with AsyncExitStack() as stack:
         http, grpc = await _hold_ports(config, stack)
         control = await stack.enter_async_context(_control(fleet))
-        health = RouterHealth(fleet.readiness, fleet.exposition)
+        health = RouterHealth(fleet.readiness, fleet.exposition, tuple(config.warnings()))
         admin = await _serve_admin(config, fleet, name, health, stack)
         console_address = await stack.enter_async_context(console(config, admin, http))
         health_address = stack.enter_context(health_port(config.health, health.probes))

@@ -25,9 +25,16 @@ NAMESPACE = "llm"
 SECTIONS = ("node", "router", "bootstrap")
 KEY = "sk-acme-0123456789"
 # What the secrets of the examples hold, by key.
-SECRETS = {"cluster-key": "k" * 32, "admin-token": "t" * 32, "tenants.toml": f'[acme]\nkeys = ["{KEY}"]\n'}
+SECRETS = {
+    "cluster-key": "k" * 32,
+    "admin-token": "t" * 32,
+    "scaler-token": "s" * 32,
+    "tenants.toml": f'[acme]\nkeys = ["{KEY}"]\n',
+}
 # A file of values, or what one holds.
 Values = Path | Mapping[str, Any]
+# What the chart asks for before it makes anything, unless `auth.insecure` says otherwise.
+KEYED = {"auth": {"clusterKey": {"existingSecret": "keys"}, "scalerToken": {"existingSecret": "keys"}}}
 
 
 def helm(*words: str) -> subprocess.CompletedProcess[str]:
@@ -46,7 +53,16 @@ def with_values(command: Sequence[str], *values: Values) -> subprocess.Completed
         return helm(*command, *words)
 
 
+def with_key(*values: Values) -> tuple[Values, ...]:
+    """Files stand for themselves; other values get the secrets that every cluster needs."""
+    return values if any(isinstance(each, Path) for each in values) else (KEYED, *values)
+
+
 def template(*values: Values) -> subprocess.CompletedProcess[str]:
+    return bare_template(*with_key(*values))
+
+
+def bare_template(*values: Values) -> subprocess.CompletedProcess[str]:
     return with_values(("template", "pd", str(CHART), "--namespace", NAMESPACE), *values)
 
 

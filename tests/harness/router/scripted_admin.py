@@ -95,6 +95,9 @@ class ScriptedAdmin:
 class AlwaysReady:
     """Implements RouterHealth."""
 
+    def __init__(self, warnings: tuple[str, ...] = ()) -> None:
+        self.warnings = warnings
+
     async def readiness(self) -> Verdict:
         return Verdict(True, "ready", [], {"can_serve": True})
 
@@ -102,6 +105,8 @@ class AlwaysReady:
         return b""
 
 
-def administered(admin: ScriptedAdmin, address: str = "127.0.0.1:0", token: str | None = None):
+def administered(
+    admin: ScriptedAdmin, address: str = "127.0.0.1:0", token: str | None = None, warnings: tuple[str, ...] = ()
+):
     """Serves it while the block runs; yields HOST:PORT."""
-    return listening(admin, address, token, "r0", AlwaysReady())
+    return listening(admin, address, token, "r0", AlwaysReady(warnings))

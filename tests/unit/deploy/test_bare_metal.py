@@ -101,3 +101,14 @@ def test_systemd_takes_the_units(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
         assert all("Restart" in line for line in done.stderr.splitlines()), "only keys of later versions are unknown"
+
+
+def test_commands_of_pages_for_several_machines_have_the_key() -> None:
+    commands = [
+        (page.name, line)
+        for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"))
+        for line in page.read_text().splitlines()
+        if re.match(r"pdcluster(-router| node| bootstrap) ", line) and re.search(r"\b10\.0\.0\.", line)
+    ]
+    assert len(commands) >= 8
+    assert [found for found in commands if " $KEY " not in found[1]] == []

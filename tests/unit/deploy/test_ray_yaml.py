@@ -15,12 +15,13 @@ from pdcluster.core.errors import ConfigError
 from pdcluster.launch.ray_args import (
     bootstrap_command,
     environment_of,
+    key_environment,
     node_command,
     parse_args,
     read_args,
     router_command,
 )
-from pdcluster.settings.config import NodeConfig, load
+from pdcluster.settings.config import BootstrapConfig, NodeConfig, RouterConfig, load
 
 RAY = Path(__file__).parents[3] / "deploy" / "ray"
 PAGE = Path(__file__).parents[3] / "docs" / "ray.md"
@@ -67,7 +68,7 @@ def test_vllm_gets_its_arguments_its_ranks_and_the_time_that_ray_waits() -> None
     for role, tp in (("prefill", 4), ("decode", 8)):
         given = settings_of(node_command(args, role, "n", PLACES))
         assert not {"node.tp", "node.threads"} & set(given), "they are the native engine's"
-        config = load(NodeConfig, given, environ={}).config
+        config = load(NodeConfig, given, environ=key_environment(args, lambda: "0123456789abcdef")).config
         assert (config.engine, config.vllm.start_s) == ("vllm", 1200.0)
         assert config.vllm.args == (
             "--tensor-parallel-size", str(tp), "--distributed-executor-backend", "mp",
@@ -91,6 +92,35 @@ def test_vllm_gets_its_arguments_its_ranks_and_the_time_that_ray_waits() -> None
 def test_arguments_that_contradict_the_engine_are_refused(args: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         read_args(args)
+
+
+def test_every_process_gets_the_key_in_its_environment_and_in_no_argument() -> None:
+    args, key = read_args({}), "0123456789abcdef0123"
+    given = key_environment(args, lambda: key)
+    commands = {
+        BootstrapConfig: bootstrap_command(args, "10.0.0.1"),
+        RouterConfig: router_command(args, "r", PLACES),
+        NodeConfig: node_command(args, "decode", "n", PLACES),
+    }
+    for section, command in commands.items():
+        config = load(section, settings_of(command), environ=given).config
+        assert config.security.cluster_key == key and not list(config.warnings())[1:]
+        assert key not in " ".join(command)
+
+
+def test_a_file_of_keys_stands_in_the_place_of_the_applications_own(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    args = read_args({"cluster_key_file": str(file)})
+    given = key_environment(args, lambda: pytest.fail("no key is made"))
+    config = load(NodeConfig, settings_of(node_command(args, "decode", "n", PLACES)), environ=given).config
+    assert (config.security.cluster_key, config.security.cluster_key_file) == (None, file)
+
+
+@pytest.mark.parametrize("part", ["bootstrap", "router", "mixed"])
+def test_no_part_has_a_key_of_its_own(part: str) -> None:
+    section = "node" if part == "mixed" else part
+    with pytest.raises(ConfigError, match=rf"{part}\.settings .* write cluster_key_file, for all processes"):
+        read_args({"mixed": {}, part: {"settings": {f"{section}.security.cluster_key_file": "/key"}}})
 
 
 def test_there_is_an_example_for_gpus_of_one_kind_with_several_in_a_node() -> None:

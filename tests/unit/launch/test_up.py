@@ -255,6 +255,57 @@ async def test_a_router_that_could_not_talk_to_its_nodes_is_refused() -> None:
     assert await found.stop()
 
 
+def specs_of(found: LocalCluster) -> list[Spec]:
+    node = found._node_spec(found._nodes[0], "127.0.0.1:1")
+    return [found._bootstrap_spec(), node, found._router_spec("127.0.0.1:1")]
+
+
+async def test_secure_makes_a_key_that_all_processes_share_and_that_goes_with_the_run() -> None:
+    first, second = cluster({"up.secure": True}), cluster({"up.secure": True})
+    keys = []
+    for found in (first, second):
+        assert found._key is not None
+        file = found._key.file
+        assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+        for section, spec in zip(("bootstrap", "node", "router"), specs_of(found), strict=True):
+            assert f"{section}.security.cluster_key_file={file}" in spec.argv
+            assert file.read_text().strip() not in " ".join(spec.argv)
+        keys.append(found._node_settings.config.security.cluster_keys())
+    assert keys[0] != keys[1]
+    assert await first.stop() and await first.stop()
+    assert not first._key.file.parent.exists() and second._key.file.exists()
+    await second.stop()
+
+
+def test_secure_beside_a_key_of_the_users_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"router\.security\.cluster_key is set; keep one"):
+        cluster({"up.secure": True, "router.security.cluster_key": "a long enough secret"})
+
+
+async def test_without_secure_no_key_is_made() -> None:
+    found = cluster()
+    assert found._key is None
+    assert not any("security" in word or "insecure" in word for spec in specs_of(found) for word in spec.argv)
+
+
+async def test_insecure_is_passed_on_to_all_sections() -> None:
+    beyond: dict[str, object] = {"router.admin": "0.0.0.0:0"}
+    with pytest.raises(ConfigError, match="--insecure admin"):
+        await cluster(beyond).start()
+    found = cluster({**beyond, "up.insecure": "admin,kv", "node.insecure": "links"})
+    bootstrap, node, router = (spec.argv for spec in specs_of(found))
+    assert "bootstrap.insecure=admin,kv" in bootstrap and "router.insecure=admin,kv" in router
+    assert "node.insecure=links" in node
+
+
+async def test_what_only_this_machine_needs_stays_on_loopback_behind_an_api_for_everybody() -> None:
+    found = cluster({"up.http": "0.0.0.0:0", "up.grpc": "[::]:0"})
+    for spec in specs_of(found):
+        given = dict(zip(spec.argv, spec.argv[1:], strict=False))
+        for flag in ("--listen", "--admin", "--console", "--health"):
+            assert given.get(flag, "127.0.0.1:0") == "127.0.0.1:0", (spec.name, flag)
+
+
 # ---------------------------------------------------------------- what it prints
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from pdcluster.node.native import process
 from pdcluster.node.native.engine_start import _media
-from pdcluster.settings.config import NodeConfig, SecurityConfig, TransferConfig
+from pdcluster.settings.config import NodeConfig, TransferConfig
+from pdcluster.settings.security import SecurityConfig
 from pdcluster.transfer.backends.base import Peer
 
 KEY = SecurityConfig(cluster_key="a long enough secret")

@@ -49,6 +49,18 @@ def test_config_check_shows_value_origin_and_variable(tmp_path: Path) -> None:
     assert "node.ready_fd" not in rows
 
 
+def test_config_check_warns_of_what_is_open_and_refuses_what_is_not_told() -> None:
+    code, out, err = run("config", "check", "--set", "router.http=0.0.0.0:8000", "--section", "router")
+    assert code == 0 and "router.http" in out
+    assert "warning: router.http 0.0.0.0:8000 can be reached from other machines without an API key" in err
+    code, _, err = run("config", "check", "--set", "node.listen=10.0.0.1:0")
+    assert code == 2
+    assert "--insecure links,kv" in err
+    code, _, err = run("config", "check", "--set", "node.listen=10.0.0.1:0", "--set", "node.insecure=links,kv")
+    assert code == 0
+    assert "warning: links at 10.0.0.1:0" in err
+
+
 def test_config_check_of_one_section_still_checks_all() -> None:
     code, out, _ = run("config", "check", "--section", "router")
     assert code == 0

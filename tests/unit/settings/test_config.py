@@ -12,13 +12,13 @@ from pdcluster.settings.config import (
     KVConfig,
     NodeConfig,
     RouterConfig,
-    SecurityConfig,
     UpConfig,
     cache_directory,
     keys,
     load,
 )
 from pdcluster.settings.keys import MASK
+from pdcluster.settings.security import SecurityConfig
 
 ALL_KEYS = [key for section in SECTIONS.values() for key in keys(section)]
 

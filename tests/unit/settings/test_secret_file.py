@@ -8,8 +8,9 @@ import pytest
 
 from pdcluster.core.errors import ConfigError
 from pdcluster.settings import secret_file
-from pdcluster.settings.config import RouterConfig, SecurityConfig
+from pdcluster.settings.config import RouterConfig
 from pdcluster.settings.secret_file import read_secret_file
+from pdcluster.settings.security import SecurityConfig
 from pdcluster_router.core.tenants import read_tenants
 
 SECRET = "correct horse battery"

@@ -437,26 +437,6 @@ def test_a_wildcard_address_needs_the_name_under_which_others_reach_us(make_node
     assert node.hub.address.startswith("localhost:")
 
 
-@pytest.mark.parametrize(
-    ("listen", "key", "warned"),
-    [
-        ("127.0.0.1:0", None, False),
-        ("localhost:0", None, False),
-        ("0.0.0.0:0", None, True),
-        ("0.0.0.0:0", bytes(32), False),
-    ],
-)
-def test_links_that_are_open_to_everybody_beyond_this_host_are_warned_of(
-    make_node: Make, listen: str, key: bytes | None, warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_node(
-        "x",
-        listen=listen,
-        settings=WireSettings(advertise_host="localhost", cluster_keys=() if key is None else (key,)),
-    )
-    assert ("there is no cluster key: links are neither encrypted nor authenticated" in caplog.text) is warned
-
-
 def test_a_taken_port_is_a_config_error(make_node: Make) -> None:
     taken = make_node("x")
     with pytest.raises(ConfigError, match="cannot listen"):

@@ -85,6 +85,7 @@ What all processes of a section share is added to `own`.
 {{- $_ := set $own (printf "%s.log.level" $section) .root.Values.log.level -}}
 {{- $_ := set $own (printf "%s.log.format" $section) .root.Values.log.format -}}
 {{- $_ := set $own (printf "%s.log.requests" $section) .root.Values.log.requests -}}
+{{- with .root.Values.auth.insecure }}{{ $_ := set $own (printf "%s.insecure" $section) (join "," .) }}{{ end -}}
 {{- if and .root.Values.tracing.otlp (ne $section "bootstrap") -}}
 {{- $_ := set $own (printf "%s.tracing.otlp" $section) .root.Values.tracing.otlp -}}
 {{- end -}}
@@ -217,8 +218,39 @@ capabilities:
   {{- end }}
 {{- end -}}
 
+{{/* Whether others than port-forward reach admin or console: text or none. Takes the root and the surface. */}}
+{{- define "pdcluster.isReached" -}}
+{{- if or .root.Values.auth.adminToken.existingSecret (has .surface .root.Values.auth.insecure) }}yes{{ end -}}
+{{- end -}}
+
+{{/* Fails with the two ways out where a surface would be open that nobody said may be. No secret is made here: it would lie in the release's values. */}}
+{{- define "pdcluster.checkSecrets" -}}
+{{- $missing := list -}}
+{{- range list "bootstrap" "links" "kv" }}{{ if not (has . $.Values.auth.insecure) }}{{ $missing = append $missing . }}{{ end }}{{ end -}}
+{{- if and $missing (not .Values.auth.clusterKey.existingSecret) -}}
+{{- fail (include "pdcluster.noSecret" (dict "root" . "what" "cluster key" "name" "clusterKey" "surfaces" (list "bootstrap" "links" "kv"))) -}}
+{{- end -}}
+{{- if and (include "pdcluster.scaled" .) (not .Values.auth.scalerToken.existingSecret) (not (has "scaler" .Values.auth.insecure)) -}}
+{{- fail (include "pdcluster.noSecret" (dict "root" . "what" "scaler token, and pools scale by router" "name" "scalerToken" "surfaces" (list "scaler"))) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "pdcluster.noSecret" -}}
+{{- $secret := printf "%s-%s" (include "pdcluster.name" .root) (kebabcase .name) -}}
+{{- $key := get (get .root.Values.auth .name) "key" -}}
+there is no {{ .what }}; make one and name it:
+
+  kubectl -n {{ .root.Release.Namespace }} create secret generic {{ $secret }} --from-literal={{ $key }}=$(openssl rand -hex 32)
+  --set auth.{{ .name }}.existingSecret={{ $secret }}
+
+or leave {{ join ", " .surfaces }} open to every pod that gets there:
+
+  --set 'auth.insecure={{ "{" }}{{ concat .root.Values.auth.insecure .surfaces | uniq | join "," }}{{ "}" }}'
+{{ end -}}
+
 {{/* Fails with the way out where values contradict each other. */}}
 {{- define "pdcluster.check" -}}
+{{- include "pdcluster.checkSecrets" . -}}
 {{- $sources := list -}}
 {{- $fill := .Values.model.pvc.fill.enabled -}}
 {{- if $fill -}}
@@ -262,7 +294,7 @@ capabilities:
 {{- fail (printf "pool %s has vllm.args and engine %s; set engine: vllm" .name $pool.engine) -}}
 {{- end -}}
 {{- if and $pool.hostNetwork $.Values.networkPolicy.enabled (not $.Values.networkPolicy.machines) -}}
-{{- fail (printf "pool %s uses the machines' network, so no policy chooses its pods; set networkPolicy.machines to the machines' addresses" .name) -}}
+{{- fail (printf "pool %s uses the machines' network, so no policy chooses its pods; set networkPolicy.machines to the machines' addresses, or networkPolicy.enabled to false" .name) -}}
 {{- end -}}
 {{- $last := sub (add (int64 $pool.ports.transfer) (int64 $pool.tp)) 1 -}}
 {{- $inner := and (ge (int64 $pool.ports.node) (int64 $pool.ports.transfer)) (le (int64 $pool.ports.node) $last) -}}

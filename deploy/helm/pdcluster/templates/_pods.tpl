@@ -82,6 +82,11 @@ containers:
       {{- if and $root.Values.model.hub.name (not $is_mounted) }}
       {{- include "pdcluster.hubEnv" $root | nindent 6 }}
       {{- end }}
+      {{- if and (include "pdcluster.asksRouters" $pool) $root.Values.auth.scalerToken.existingSecret }}
+      # KEDA reads it here: a trigger can name variables of what it scales, and no Secret.
+      - name: SCALER_TOKEN
+        valueFrom: {secretKeyRef: {name: {{ toJson $root.Values.auth.scalerToken.existingSecret }}, key: {{ toJson $root.Values.auth.scalerToken.key }}}}
+      {{- end }}
       {{- with $pool.env }}
       {{- toYaml . | nindent 6 }}
       {{- end }}
@@ -229,17 +234,19 @@ volumes:
 {{- $token := .Values.auth.adminToken.existingSecret -}}
 {{- $scaled := include "pdcluster.scaled" . -}}
 {{- $any := include "pdcluster.anyHost" . -}}
-{{- $inside := ternary $any (include "pdcluster.loopback" .) (ne $token "") -}}
+{{- $admin := include "pdcluster.isReached" (dict "root" . "surface" "admin") -}}
+{{- $console := include "pdcluster.isReached" (dict "root" . "surface" "console") -}}
+{{- $scalerToken := ternary .Values.auth.scalerToken.existingSecret "" (ne $scaled "") -}}
 {{- $own := dict "router.name" "$(POD_NAME)" "router.bootstrap" (include "pdcluster.bootstraps" .) -}}
 {{- $_ := set $own "router.http" (printf "%s:8000" $any) -}}
 {{- $_ := set $own "router.grpc" (printf "%s:50051" $any) -}}
 {{- $_ := set $own "router.health" (printf "%s:8080" $any) -}}
-{{- $_ := set $own "router.admin" (printf "%s:50052" $inside) -}}
+{{- $_ := set $own "router.admin" (printf "%s:50052" (ternary $any (include "pdcluster.loopback" .) (ne $admin ""))) -}}
 {{- $_ := set $own "router.workers" .Values.router.workers -}}
 {{- $_ := set $own "router.drain_s" .Values.router.drainSeconds -}}
 {{- if .Values.tracing.otlp }}{{ $_ := set $own "router.tracing.sample_percent" .Values.tracing.samplePercent }}{{ end -}}
 {{- if .Values.console.enabled -}}
-{{- $_ := set $own "router.console" (printf "%s:8001" $inside) -}}
+{{- $_ := set $own "router.console" (printf "%s:8001" (ternary $any (include "pdcluster.loopback" .) (ne $console ""))) -}}
 {{- with .Values.console.hosts }}{{ $_ := set $own "router.console_hosts" (join "," .) }}{{ end -}}
 {{- end -}}
 {{- if $token }}{{ $_ := set $own "router.admin_token_file" (printf "/etc/pdcluster/admin/%s" .Values.auth.adminToken.key) }}{{ end -}}
@@ -248,6 +255,7 @@ volumes:
 {{- $_ := set $own "router.security.cluster_key_file" (printf "/etc/pdcluster/cluster/%s" .Values.auth.clusterKey.key) -}}
 {{- end -}}
 {{- if $scaled }}{{ $_ := set $own "router.scaler" (printf "%s:50053" $any) }}{{ end -}}
+{{- if $scalerToken }}{{ $_ := set $own "router.scaler_token_file" (printf "/etc/pdcluster/scaler/%s" .Values.auth.scalerToken.key) }}{{ end -}}
 {{- $own = merge $own (include "pdcluster.fromZero" . | fromYaml) -}}
 {{ include "pdcluster.podBase" (dict "root" . "places" .Values.router) }}
 terminationGracePeriodSeconds: {{ add (int64 .Values.router.preStopSeconds) (int64 .Values.router.drainSeconds) 10 }}
@@ -270,11 +278,11 @@ containers:
       {{- if $scaled }}
       - {name: scaler, containerPort: 50053}
       {{- end }}
-      {{- if $token }}
+      {{- if $admin }}
       - {name: admin, containerPort: 50052}
-      {{- if .Values.console.enabled }}
-      - {name: console, containerPort: 8001}
       {{- end }}
+      {{- if and $console .Values.console.enabled }}
+      - {name: console, containerPort: 8001}
       {{- end }}
     # Services stop sending to the pod before it is told to drain.
     lifecycle:
@@ -291,6 +299,9 @@ containers:
       {{- if $token }}
       - {name: admin-token, mountPath: /etc/pdcluster/admin, readOnly: true}
       {{- end }}
+      {{- if $scalerToken }}
+      - {name: scaler-token, mountPath: /etc/pdcluster/scaler, readOnly: true}
+      {{- end }}
       {{- if .Values.auth.tenants.existingSecret }}
       - {name: tenants, mountPath: /etc/pdcluster/tenants, readOnly: true}
       {{- end }}
@@ -303,6 +314,9 @@ volumes:
   {{- with $token }}
   - {name: admin-token, secret: {secretName: {{ toJson . }}, defaultMode: 288}}
   {{- end }}
+  {{- with $scalerToken }}
+  - {name: scaler-token, secret: {secretName: {{ toJson . }}, defaultMode: 288}}
+  {{- end }}
   {{- with .Values.auth.tenants.existingSecret }}
   - {name: tenants, secret: {secretName: {{ toJson . }}, defaultMode: 288}}
   {{- end }}
@@ -311,10 +325,13 @@ volumes:
   {{- end }}
 {{- end -}}
 
-{{/* Whether a pool scales: text or none. */}}
+{{/* Whether routers are asked how many nodes a pool, or any pool, needs: text or none. */}}
+{{- define "pdcluster.asksRouters" -}}
+{{- if and .autoscaling.enabled (eq .autoscaling.by "router") }}yes{{ end -}}
+{{- end -}}
 {{- define "pdcluster.scaled" -}}
 {{- range .Values.pools -}}
-{{- if (mergeOverwrite (deepCopy $.Values.poolDefaults) .).autoscaling.enabled }}yes{{ end -}}
+{{- include "pdcluster.asksRouters" (mergeOverwrite (deepCopy $.Values.poolDefaults) .) -}}
 {{- end -}}
 {{- end -}}
 

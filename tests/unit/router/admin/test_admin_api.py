@@ -416,7 +416,7 @@ async def test_the_service_can_be_found_by_reflection() -> None:
 
 
 def test_an_admin_port_for_everybody_needs_a_token(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="admin_token_file"):
+    with pytest.raises(ConfigError, match="--admin-token-file FILE"):
         RouterConfig(admin="0.0.0.0:50052")
     assert RouterConfig(admin="[::1]:50052").admin_token() is None
     file = tmp_path / "token"

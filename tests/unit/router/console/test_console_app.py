@@ -21,6 +21,7 @@ from pdcluster_router.console.child import reached
 from pdcluster_router.console.feed import ClusterFeed
 from pdcluster_router.console.serve import ConsoleOptions, run
 from pdcluster_router.frontend.server import listening, router_metrics
+from pdcluster_router.http.hosts import HostRule
 from pdcluster_router.operate.clients import AdminClients
 
 TOKEN = "t" * 32
@@ -34,7 +35,8 @@ async def console(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A console whose routers do not answer."""
     feed = ClusterFeed(lambda warn: AdminClients(NOBODY, None, warn))
-    access = ConsoleAccess(hosts, token, is_open=is_open)
+    rule = HostRule("127.0.0.1", hosts, what="the console", setting="router.console_hosts")
+    access = ConsoleAccess(rule, token, is_open=is_open)
     app = ConsoleApp(access, lambda warn: AdminClients(NOBODY, None, warn), feed, api, router_metrics())
     async with (
         feed.running(),
@@ -67,7 +69,7 @@ async def test_the_page_is_whole_and_may_load_nothing_from_elsewhere() -> None:
         ({}, 200),
         ({"host": "localhost:9999"}, 200),  # a forwarded port
         ({"host": "[::1]:80"}, 200),
-        ({"host": "192.168.1.7"}, 200),
+        ({"host": "192.168.1.7"}, 403),
         ({"host": "gateway.example:8001"}, 200),
         ({"host": "evil.example"}, 403),
         ({"host": "localhost.evil.example"}, 403),
@@ -281,9 +283,9 @@ async def test_a_chat_that_is_no_object_is_refused(body: bytes) -> None:
 
 
 def test_a_console_for_other_machines_needs_a_token() -> None:
-    with pytest.raises(ConfigError, match=r"router\.console 0\.0\.0\.0:8001 can be reached from other machines"):
+    with pytest.raises(ConfigError, match=r"console at 0\.0\.0\.0:8001 \(router\.console\) can be reached"):
         RouterConfig(console="0.0.0.0:8001")
-    with pytest.raises(ConfigError, match="pass --token-file"):
+    with pytest.raises(ConfigError, match=r"pass --token-file FILE .* --insecure console"):
         run(ConsoleOptions("0.0.0.0:8001", NOBODY, None, NOBODY))
 
 
