@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from typing import Any
@@ -37,7 +38,7 @@ LOG = logging.getLogger(__name__)
 
 MAX_LINKS = 1024
 # Connections whose hello is not over, and how long it may take. The accepting thread serves them all. One more ends the
-# eldest of them.
+# eldest of the address that has most of them, so that a stranger ends none of another host.
 MAX_HALF_OPEN, HELLO_S = 32, 5.0
 # Most bytes of one receive, so that a thread waiting for a check waits microseconds.
 BURST_BYTES = 1 << 20
@@ -336,9 +337,11 @@ class AnswerReader:
 class HalfOpen:
     """A connection whose hello is not over."""
 
-    def __init__(self, sock: socket.socket, token: bytes, *, is_sealed: bool) -> None:
+    def __init__(self, sock: socket.socket, host: str, token: bytes, *, is_sealed: bool) -> None:
+        """host: the address that it comes from."""
         sock.setblocking(False)
         self.sock = sock
+        self.host = host
         self.ends_at = time.monotonic() + HELLO_S
         self._hello = hear_hello(token, is_sealed=is_sealed, send=self._send)
         self._needed = next(self._hello)
@@ -459,7 +462,7 @@ class Listener:
 
     def _admit(self, half_open: dict[int, HalfOpen], poller: select.poll) -> None:
         try:
-            sock, _ = self._sock.accept()
+            sock, address = self._sock.accept()
         except BlockingIOError:
             return  # the connection ended before it was accepted
         except OSError:
@@ -468,8 +471,10 @@ class Listener:
                 time.sleep(0.05)
             return
         if len(half_open) >= MAX_HALF_OPEN:
-            self._drop(half_open, next(iter(half_open)), poller, "too_many_hellos")
-        half_open[sock.fileno()] = HalfOpen(sock, self._token, is_sealed=self._is_sealed)
+            counts = Counter(half.host for half in half_open.values())
+            eldest = next(fd for fd, half in half_open.items() if counts[half.host] == max(counts.values()))
+            self._drop(half_open, eldest, poller, "too_many_hellos")
+        half_open[sock.fileno()] = HalfOpen(sock, address[0], self._token, is_sealed=self._is_sealed)
         poller.register(sock, select.POLLIN)
 
     def _hear(self, half_open: dict[int, HalfOpen], fd: int, poller: select.poll) -> None:

@@ -222,6 +222,25 @@ def test_hellos_that_do_not_end_hold_neither_threads_nor_others() -> None:
     echo.listener.close()
 
 
+def test_hellos_of_a_stranger_end_before_one_of_another_address() -> None:
+    """A member in the middle of its hello, and then many connections of a stranger, who has an address of its own."""
+    echo = Echo()
+    at = (echo.advert.host, echo.advert.port)
+    member = socket.create_connection(at, source_address=("127.0.0.2", 0))
+    member.sendall(HELLO.pack(MAGIC, bytes(32), False, 1, 1))
+    strangers = [socket.create_connection(at, source_address=("127.0.0.3", 0)) for _ in range(3 * MAX_HALF_OPEN)]
+    deadline = time.monotonic() + 10
+    while echo.counts.by_reason["too_many_hellos"] <= 2 * MAX_HALF_OPEN and time.monotonic() < deadline:
+        time.sleep(0.01)
+    member.sendall(b"xy")
+    member.settimeout(10)
+    assert len(member.recv(REPLY.size)) == REPLY.size
+    assert echo.counts.by_reason["too_many_hellos"] == 2 * MAX_HALF_OPEN + 1
+    for sock in (member, *strangers):
+        sock.close()
+    echo.listener.close()
+
+
 def test_a_hello_has_one_deadline_however_its_bytes_trickle_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_links, "HELLO_S", 0.3)
     echo = Echo()
