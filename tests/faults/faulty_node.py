@@ -42,6 +42,8 @@ from pdcluster.wire.hub import Received
 from pdcluster.wire.sockets import WireSettings
 
 WIDTH, NUM_PAGES = 128, 160
+# The medium tcp between nodes that have a cluster key.
+SEALED = "tcp-sealed"
 WIRE = WireSettings(heartbeat_s=0.1, lease_s=1.2, rewelcome_s=0.2)
 TRANSFER = Settings(
     chunk_bytes=24 << 10, window_bytes=256 << 10, repeat_s=0.05, commit_s=2.0, arrival_s=0.3, proof_s=0.05
@@ -84,10 +86,11 @@ def make_backend(name: str, me: Peer) -> Backend:
         from pdcluster.transfer.backends.shm import ShmBackend, ShmSettings
 
         return ShmBackend(me, ShmSettings(connect_s=1.0, progress_s=PROGRESS_S, retry_s=0.3))
-    if name == "tcp":
+    if name in ("tcp", SEALED):
         from pdcluster.transfer.backends.tcp import TcpBackend, TcpSettings
 
-        return TcpBackend(me, TcpSettings(connect_s=1.0, progress_s=PROGRESS_S, retry_s=0.3))
+        clocks = {"connect_s": 1.0, "progress_s": PROGRESS_S, "retry_s": 0.3}
+        return TcpBackend(me, TcpSettings(is_sealed=name == SEALED, **clocks))
     from pdcluster.transfer.backends.staged import mooncake, nixl
     from pdcluster.transfer.backends.staged.backend import StagedBackend
 

@@ -20,7 +20,7 @@ CONNECT_S = 2.0
 
 @dataclass
 class Order:
-    """kind: cut, truncate, flip or delay; after: bytes that pass before it."""
+    """kind: cut, truncate, flip, delay, repeat or swap; after: bytes that pass before it."""
 
     kind: str
     after: int
@@ -77,6 +77,11 @@ class MeddlingProxy:
         with self._lock:
             self._order = None
         self._flow.set()
+
+    def recorded(self) -> bytes:
+        """The first bytes that each connection sent towards the listener."""
+        with self._lock:
+            return b"".join(bytes(connection.sent) for connection in self._connections)
 
     def repeat(self) -> None:
         """What every connection said so far is said again on a new one, which stays open for a while."""
@@ -170,6 +175,10 @@ class MeddlingProxy:
         if order.kind == "delay":
             time.sleep(order.seconds)
             return data
+        if order.kind == "repeat":
+            return data + data[at:]
+        if order.kind == "swap":
+            return data[:at] + swapped(data[at:])
         connection.far.sendall(data[:at])
         if order.kind == "truncate":
             connection.is_truncated = True
@@ -188,6 +197,12 @@ class MeddlingProxy:
                     continue
         except OSError:
             return  # the listener hung up, or waits for more
+
+
+def swapped(data: bytes) -> bytes:
+    """Its halves in the other order."""
+    half = len(data) // 2
+    return data[half:] + data[:half]
 
 
 def shut(sock: socket.socket, how: int = socket.SHUT_RDWR) -> None:

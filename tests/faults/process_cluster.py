@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from faulty_node import TRANSFER, WIRE, kit
+from faulty_node import SEALED, TRANSFER, WIRE, kit
 from local_cluster import LocalCluster, OneModel
 from meddling_proxy import MeddlingProxy
 
@@ -137,7 +137,7 @@ class ProcessNode:
             address,
             "model",
             own.fingerprint,
-            backends=(self.backend,),
+            backends=("tcp" if self.backend == SEALED else self.backend,),
             **sizes,
         )
 

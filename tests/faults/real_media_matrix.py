@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fault_script import STEPS
-from faulty_node import WIDTH
+from faulty_node import SEALED, WIDTH
 from meddling_proxy import Order
 from oracle import VOCAB, reference
 from patient_loop import PatientLoop
@@ -40,10 +40,10 @@ DEADLINE_S, IDLE_WITHIN_S, STEP_WITHIN_S = 20.0, 30.0, 8.0
 FROZEN_S, DELAY_S = 1.6, 0.4
 GONE_AFTER_S = 0.3
 TRIES = 3
-SPREAD_BYTES = {"tcp": 40_000, "mooncake": 400, "nixl": 400}
+SPREAD_BYTES = {"tcp": 40_000, SEALED: 40_000, "mooncake": 400, "nixl": 400}
 # A fault on the wire comes after up to so many bytes from the step on: a frame is about that long, and the last one is
 # only one layer.
-LAST_SPREAD_BYTES = {"tcp": 3000, "mooncake": 100, "nixl": 100}
+LAST_SPREAD_BYTES = {"tcp": 3000, SEALED: 3000, "mooncake": 100, "nixl": 100}
 
 EVERYWHERE = (
     "writer killed",
@@ -55,9 +55,18 @@ EVERYWHERE = (
     "stale incarnation",
 )
 ON_A_WIRE = (*EVERYWHERE, "truncated", "flipped")
+# What somebody between two nodes may do on purpose.
+ON_A_SEALED_WIRE = ("repeated", "swapped")
 # Shared memory has no wire on which bytes could be flipped or a stream could end early. What goes over Mooncake's and
 # NIXL's own sockets is not ours to touch; there the wire is the one on which their pieces are announced and answered.
-FAULTS = {"shm": EVERYWHERE, "tcp": ON_A_WIRE, "mooncake": ON_A_WIRE, "nixl": ON_A_WIRE}
+FAULTS = {
+    "shm": EVERYWHERE, "tcp": ON_A_WIRE, SEALED: (*ON_A_WIRE, *ON_A_SEALED_WIRE), "mooncake": ON_A_WIRE,
+    "nixl": ON_A_WIRE,
+}  # fmt: skip
+
+
+# Orders to a proxy.
+KINDS = {"truncated": "truncate", "flipped": "flip", "repeated": "repeat", "swapped": "swap"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +139,7 @@ class Run:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         await asyncio.gather(*self.after)
-        on_wire = self.cell.fault in ("cut", "truncated", "flipped", "delay") and bool(self.cluster.proxies)
+        on_wire = self.cell.fault in ("cut", "delay", *KINDS) and bool(self.cluster.proxies)
         self.outcome.acted = self._acts() > acts if on_wire else self.outcome.reached
         await self._heal()
         self.outcome.leaked += await self.cluster.wait_idle(IDLE_WITHIN_S)
@@ -281,7 +290,7 @@ class Run:
 
     def _meddle(self, writer: ProcessNode, reader: ProcessNode) -> None:
         proxy = self.cluster.proxies.get(reader.me.node)
-        kind = {"truncated": "truncate", "flipped": "flip"}.get(self.cell.fault, self.cell.fault)
+        kind = KINDS.get(self.cell.fault, self.cell.fault)
         if proxy is not None and kind in ("cut", "truncate") and self.cell.step in ("commit", "ack"):
             proxy.act_now(kind)  # all bytes have passed
         elif proxy is not None:

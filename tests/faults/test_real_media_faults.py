@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import real_media_matrix
 from fault_script import STEPS
-from faulty_node import shut_all
+from faulty_node import SEALED, shut_all
 from patient_loop import PatientLoop
 from process_cluster import ProcessCluster
 from real_media_matrix import FAULTS, Cell, Outcome, cells, run_cells, table
@@ -42,6 +42,13 @@ SAMPLE = {
         ("cut", "last chunk"),
         ("writer killed", "deliver"),
         ("delay", "reserve"),
+    ),
+    SEALED: (
+        ("repeated", "middle chunk"),
+        ("swapped", "first chunk"),
+        ("flipped", "middle chunk"),
+        ("truncated", "last chunk"),
+        ("stale incarnation", "deliver"),
     ),
     "mooncake": (("cut", "middle chunk"), ("duplicate connection", "commit")),
     "nixl": (("truncated", "first chunk"), ("flipped", "last chunk")),
@@ -149,4 +156,4 @@ def test_the_table_names_every_cell_and_sums_up() -> None:
     assert "·" in table([Outcome(Cell("shm", "cut", "ack"))]), (
         "a fault that did not happen is not called one that was survived"
     )
-    assert set(real_media_matrix.FAULTS) == {"shm", "tcp", "mooncake", "nixl"}
+    assert set(real_media_matrix.FAULTS) == {"shm", "tcp", SEALED, "mooncake", "nixl"}
