@@ -44,6 +44,7 @@ from pdcluster.transfer.protocol.session import Acked, Drained, LocalPages, Send
 from pdcluster.transfer.protocol.writer import Writer
 
 if TYPE_CHECKING:
+    from bench.parts.transfer_load import TimedEngine
     from pdcluster.transfer.backends.staged.mooncake import MooncakeEngine
 
 NEAR, FAR = Peer("bench-p", "near"), Peer("bench-d", "far")
@@ -84,7 +85,24 @@ class Address(NodeMessage, frozen=True, array_like=True):
     number: int
 
 
-Control = Commit | CommitAck | Abort | AbortAck | Ask | Check | Sink | Address | Reserved | Expect | Permitted | Seen
+class Decode(NodeMessage, frozen=True, array_like=True):
+    """Please run an engine's steps in the reader's process, or stop and tell about them."""
+
+    is_going: bool
+
+
+class Decoded(NodeMessage, frozen=True, array_like=True):
+    """When each step ended, by `time.perf_counter`; and by how many seconds more than a millisecond each sleep of a
+    thread lasted meanwhile."""
+
+    ends: list[float]
+    stalls: list[float]
+
+
+Control = (
+    Commit | CommitAck | Abort | AbortAck | Ask | Check | Sink | Address | Reserved | Expect | Permitted | Seen
+    | Decode | Decoded
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +116,7 @@ class Shape:
     num_tokens: int
     digests: bool
     processes: bool = False
+    is_sealed: bool = False
 
     @property
     def settings(self) -> Settings:
@@ -116,10 +135,10 @@ class Shape:
         )
 
 
-def plain(backend: str, page_bytes: int, num_pages: int, *, digests: bool) -> Shape:
+def plain(backend: str, page_bytes: int, num_pages: int, *, digests: bool, is_sealed: bool = False) -> Shape:
     """Pages of so many bytes at both ends."""
     pages = PageShape.plain(PAGE_TOKENS, page_bytes)
-    return Shape(backend, pages, pages, num_pages * PAGE_TOKENS, digests)
+    return Shape(backend, pages, pages, num_pages * PAGE_TOKENS, digests, is_sealed=is_sealed)
 
 
 def scattered(shape: PageShape, pool_tokens: int, num_tokens: int, seed: int) -> list[int]:
@@ -207,7 +226,9 @@ def start_end(shape: Shape, pages: PageShape, me: Peer) -> End:
     nbytes = shape.num_tokens // pages.page_tokens * pages.page_bytes
     pools = [Pool(nbytes, rank) for rank in range(pages.ranks)]
     own = pools[:1] if shape.processes else pools
-    backend: Backend = create_backends(shape.backend, me, host=HOST, staging_bytes=STAGING_BYTES)[shape.backend]
+    backend: Backend = create_backends(
+        shape.backend, me, host=HOST, staging_bytes=STAGING_BYTES, is_sealed=shape.is_sealed
+    )[shape.backend]
     for pool in own:
         backend.register(pool.region)
     ranks = [RankProcess(shape.backend, HOST, STAGING_BYTES, me, pool) for pool in pools[len(own) :]]
@@ -284,6 +305,17 @@ class Far:
             swallow(self._pipe, message, self._spare)
         elif isinstance(message, Check):
             self._pipe.send(Address("wrong bytes", self._wrong_bytes()))
+        elif isinstance(message, Decode):
+            if message.is_going:
+                self._decoding.begin()
+            else:
+                self._pipe.send(Decoded(*self._decoding.end()))
+
+    @functools.cached_property
+    def _decoding(self) -> TimedEngine:
+        from bench.parts.transfer_load import TimedEngine
+
+        return TimedEngine()
 
     @functools.cached_property
     def _spare(self) -> Pool:

@@ -10,9 +10,9 @@ from bench.parts.transfer_ends import PAGE_TOKENS, Near, plain
 
 
 @pytest.mark.parametrize("digests", [True, False])
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_both_ways_that_are_timed_move_the_right_bytes(backend: str, digests: bool) -> None:
-    with closing(Near(plain(backend, 64 << 10, 512, digests=digests))) as near:  # two chunks
+@pytest.mark.parametrize(("backend", "is_sealed"), [("shm", False), ("tcp", False), ("tcp", True)])
+def test_both_ways_that_are_timed_move_the_right_bytes(backend: str, is_sealed: bool, digests: bool) -> None:
+    with closing(Near(plain(backend, 64 << 10, 512, digests=digests, is_sealed=is_sealed))) as near:  # two chunks
         assert near.wrong_bytes() == 0
         assert near.move_alone(PAGE_TOKENS) > 0
         assert near.wrong_bytes(alone=True) == 0
