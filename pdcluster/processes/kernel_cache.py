@@ -7,12 +7,14 @@ give both variants one number. Then a kernel for other arrays, or another CPU, i
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -62,18 +64,37 @@ def place_of(cache_dir: Path) -> Path:
 
 def open_place(cache_dir: Path) -> Path:
     """`place_of`, made where it is missing and noted as used now. Raises OSError with the reason where nothing can be
-    written.
+    written, or where another user's code could lie.
     """
     place = place_of(cache_dir)
     cache_dir.mkdir(parents=True, exist_ok=True)
     with _turn(cache_dir, fcntl.LOCK_SH):
         is_new = not place.exists()
-        place.mkdir(exist_ok=True)
+        place.mkdir(mode=0o700, exist_ok=True)
         _note_use(place)
+    if not _is_private(place):
+        log.warning("others may write to the compiled kernels in %s; they are set aside and compiled again", place)
+        with _turn(cache_dir, fcntl.LOCK_EX):
+            _set_aside(place)
+            place.mkdir(mode=0o700, exist_ok=True)
+        if not _is_private(place):
+            raise OSError(errno.EPERM, "others may write to it, and it cannot be set aside", str(place))
     _check_writable(place)
     if is_new:
         forget_places(cache_dir)
     return place
+
+
+def _is_private(place: Path) -> bool:
+    """Whether nobody but this user and root may write to it: numba runs what lies there. Raises OSError where it is
+    another user's.
+    """
+    found = place.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise OSError(errno.ENOTDIR, "it is no directory", str(place))
+    if found.st_uid not in (0, os.geteuid()):
+        raise OSError(errno.EPERM, f"it belongs to user {found.st_uid}, whose code would run here", str(place))
+    return not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _check_writable(place: Path) -> None:
@@ -175,7 +196,7 @@ def filled(place: Path, what: str, load: Callable[[], T]) -> T:
         log.warning("the compiled kernels in %s are broken (%r); they are set aside and compiled again", place, error)
         with _turn(place.parent, fcntl.LOCK_EX):
             _set_aside(place)
-            place.mkdir(exist_ok=True)
+            place.mkdir(mode=0o700, exist_ok=True)
     with filling(place, what):
         return load()
 

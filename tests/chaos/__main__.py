@@ -28,6 +28,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--transfer", default="auto", help="auto, shm, tcp, mooncake or nixl")
+    parser.add_argument("--guarded", action="store_true", help="with a cluster key, TLS and a tenant's key")
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--requests", type=int, default=60, help="different requests")
     parser.add_argument("--lease-s", type=float, help="of nodes, routers and bootstraps; default: their own")
@@ -57,7 +58,7 @@ async def chaos(given: argparse.Namespace, seed: int, folder: Path) -> bool:
         given.prefill, given.decode, transfer=given.transfer, tp=given.tp, kind=node_kind,
         node=lease_flags(given.lease_s, "node"),
         router=(*lease_flags(given.lease_s, "router"), f"--set=router.hold.age_s={given.hold_s:g}"),
-        source=(given.rolling or ROOT).absolute(),
+        source=(given.rolling or ROOT).absolute(), is_guarded=given.guarded,
     )  # fmt: skip
     began = time.monotonic()
 

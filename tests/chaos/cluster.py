@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc
 import httpx
 
 from pdcluster.rpc import admin_pb2_grpc as stubs
+from tests.chaos.edges import OPEN, Edges, GuardedEdges
 
 ROOT = Path(__file__).parents[2]
 START_S = 180.0
@@ -49,6 +49,8 @@ class ChildProcess:
         self.process: subprocess.Popen[bytes] | None = None
         # What it announced when it was ready.
         self.facts: dict[str, str] = {}
+        # How its clients reach it.
+        self.edges: Edges = OPEN
         self.num_kills = 0
         # It accepts connections, as far as is known.
         self.is_ready = False
@@ -61,6 +63,10 @@ class ChildProcess:
     @property
     def address(self) -> str:
         return self.facts["address"]
+
+    @property
+    def url(self) -> str:
+        return f"{self.edges.scheme}://{self.address}"
 
     @property
     def pid(self) -> int:
@@ -151,6 +157,7 @@ class ClusterShape:
 
     node: more flags for every node.
     source: the checkout whose code it runs.
+    is_guarded: with a key, TLS and a tenant.
     """
 
     prefill: int = 2
@@ -164,6 +171,7 @@ class ClusterShape:
     router: tuple[str, ...] = ()
     source: Path = ROOT
     kind: NodeKind = NATIVE
+    is_guarded: bool = False
 
 
 def lease_flags(seconds: float | None, who: str) -> tuple[str, ...]:
@@ -179,9 +187,12 @@ class ChaosCluster:
     nodes: dict[str, ChildProcess] = field(default_factory=dict)
     routers: dict[str, ChildProcess] = field(default_factory=dict)
     bootstraps: dict[str, ChildProcess] = field(default_factory=dict)
+    edges: Edges = OPEN
 
     async def __aenter__(self) -> ChaosCluster:
         self.folder.mkdir(parents=True, exist_ok=True)
+        if self.shape.is_guarded:
+            self.edges = GuardedEdges(self.folder)
         try:
             await self._start()
         except BaseException:
@@ -202,7 +213,9 @@ class ChaosCluster:
     async def _start(self) -> None:
         shape = self.shape
         for number in range(shape.bootstraps):
-            self._add(self.bootstraps, f"bootstrap-{number}", "pdcluster.cli", "bootstrap")
+            self._add(
+                self.bootstraps, f"bootstrap-{number}", "pdcluster.cli", "bootstrap", *self.edges.flags("bootstrap")
+            )
         await asyncio.gather(*(child.start("--listen", "127.0.0.1:0") for child in self.bootstraps.values()))
         addresses = ",".join(child.address for child in self.bootstraps.values())
         for role, count in (("prefill", shape.prefill), ("decode", shape.decode), ("mixed", shape.mixed)):
@@ -211,15 +224,16 @@ class ChaosCluster:
                 self._add(
                     self.nodes, name, "pdcluster.cli", "node", "--role", role, "--name", name, "--bootstrap", addresses,
                     *shape.kind.flags, "--tp", str(shape.tp), "--drain-s", "2",
-                    f"--set=node.transfer.backend={shape.transfer}", *shape.node,
+                    f"--set=node.transfer.backend={shape.transfer}", *self.edges.flags("node"), *shape.node,
                     last=shape.kind.last, environment=shape.kind.environment(len(self.nodes)),
                 )  # fmt: skip
         for number in range(shape.routers):
             name = f"router-{number}"
             self._add(
                 self.routers, name, "pdcluster_router.cli", "--name", name, "--bootstrap", addresses, "--drain-s", "60",
-                "--set=router.tool_format=llama", *shape.router,
+                "--set=router.tool_format=llama", *self.edges.flags("router"), *shape.router,
             )  # fmt: skip
+            self.routers[name].edges = self.edges
         for child in self.nodes.values():  # one after the other: each loads a model on few cores
             await child.start(within_s=shape.kind.start_s)
         ports = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--admin", "127.0.0.1:0")
@@ -271,12 +285,12 @@ class ChaosCluster:
         return True
 
     async def _is_ready(self, router: ChildProcess) -> bool:
-        async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
-            return (await client.get(f"http://{router.address}/ready")).status_code == 200
+        async with self.edges.client(timeout=10.0) as client:
+            return (await client.get(f"{router.url}/ready")).status_code == 200
 
     async def metrics(self, router: ChildProcess) -> str:
-        async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
-            return (await client.get(f"http://{router.address}/metrics")).text
+        async with self.edges.client(timeout=10.0) as client:
+            return (await client.get(f"{router.url}/metrics")).text
 
     async def num_pages(self, router: ChildProcess, state: str) -> float:
         """KV pages in that state on all nodes that are up."""
@@ -316,5 +330,5 @@ class ChaosCluster:
 
     @contextlib.asynccontextmanager
     async def admin(self, router: ChildProcess):
-        async with grpc.aio.insecure_channel(router.facts["admin"]) as channel:
+        async with self.edges.channel(router.facts["admin"]) as channel:
             yield stubs.AdminStub(channel)

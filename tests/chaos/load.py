@@ -150,7 +150,7 @@ async def answer_of(
                 return await _grpc_answer(router, request, limit_s)
             if request.body.get("stream"):
                 return await _stream_answer(client, router, request)
-            reply = await client.post(f"http://{router.address}{request.path}", json=request.body)
+            reply = await client.post(f"{router.url}{request.path}", json=request.body)
             if reply.status_code != 200:
                 raise AnswerFailed(f"{reply.status_code}: {reply.text[:500]}")
             return [_bare(choice) for choice in reply.json()["choices"]]
@@ -174,7 +174,7 @@ async def _stream_answer(client: httpx.AsyncClient, router: ChildProcess, reques
     choices: dict[int, Counter[str]] = {}
     texts: dict[tuple[int, str], list[Any]] = {}
     is_done = False
-    async with client.stream("POST", f"http://{router.address}{request.path}", json=request.body) as reply:
+    async with client.stream("POST", f"{router.url}{request.path}", json=request.body) as reply:
         if reply.status_code != 200:
             raise AnswerFailed(f"{reply.status_code}: {(await reply.aread())[:500]!r}")
         async for line in reply.aiter_lines():
@@ -211,8 +211,9 @@ async def _grpc_answer(router: ChildProcess, request: ChaosRequest, limit_s: flo
     texts: dict[int, list[Any]] = {}
     message = json_format.ParseDict(request.body, pb.GenerateRequest())
     try:
-        async with grpc.aio.insecure_channel(router.facts["grpc"]) as channel:
-            async for reply in stubs.InferenceStub(channel).Generate(message, timeout=limit_s):
+        async with router.edges.channel(router.facts["grpc"]) as channel:
+            calls = stubs.InferenceStub(channel)
+            async for reply in calls.Generate(message, timeout=limit_s, metadata=router.edges.metadata):
                 own = texts.setdefault(reply.index, [])
                 own.extend(reply.token_ids)
                 if reply.finish_reason:
@@ -286,14 +287,12 @@ class ChaosLoad:
         self._twins: list[object] = []
         self.report = LoadReport()
         self._is_over = asyncio.Event()
-        self._client = httpx.AsyncClient(
-            trust_env=False, timeout=httpx.Timeout(limit_s), limits=httpx.Limits(max_connections=None)
-        )
+        self._client = cluster.edges.client(timeout=httpx.Timeout(limit_s), limits=httpx.Limits(max_connections=None))
 
     async def learn(self) -> None:
         """Ask everything once, undisturbed."""
         router = next(iter(self._cluster.routers.values()))
-        models = (await self._client.get(f"http://{router.address}/v1/models")).json()["data"]
+        models = (await self._client.get(f"{router.url}/v1/models")).json()["data"]
         for request in self._requests:
             request.body["model"] = models[0]["id"]
         limit = asyncio.Semaphore(8)

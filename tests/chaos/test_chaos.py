@@ -22,6 +22,18 @@ def test_a_minute_of_faults_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_minute_of_faults_with_keys_and_tls_loses_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'router'}"}
+    command = [
+        sys.executable, "-m", "tests.chaos", "--minutes", "1", "--seed", "45", "--guarded", "--transfer", "tcp",
+        "--logs", str(tmp_path),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_rolling_restart_of_everything_loses_nothing(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'router'}"}

@@ -119,6 +119,37 @@ def test_a_place_that_can_be_read_but_not_written_is_told_with_the_way_out(
     assert "read but not written" in caplog.text and "plain torch" in caplog.text and "XDG_CACHE_HOME" in caplog.text
 
 
+def test_a_place_that_others_may_write_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place = open_place(tmp_path)
+    for mode in (0o775, 0o757):
+        (place / "kernel.nbi").write_bytes(b"somebody's code")
+        place.chmod(mode)
+        with caplog.at_level(logging.WARNING):
+            assert open_place(tmp_path) == place
+        assert not list(place.iterdir()) and place.stat().st_mode & 0o777 == 0o700
+    assert "others may write" in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders away")
+def test_a_place_of_another_user_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place = open_place(tmp_path)
+    os.chown(place, 12345, -1)
+    with pytest.raises(OSError, match="belongs to user 12345, whose code would run here"):
+        open_place(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert load_kernels(tmp_path, "float32") is None
+    assert "whose code would run here" in caplog.text and "XDG_CACHE_HOME" in caplog.text
+
+
+def test_a_place_that_is_a_link_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    place_of(cache).symlink_to(tmp_path / "theirs")
+    with pytest.raises(OSError, match="no directory"):
+        open_place(cache)
+
+
 def test_machines_of_other_kinds_have_other_places(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; from pdcluster.processes.kernel_cache import place_of; "
