@@ -1,7 +1,7 @@
 """How near a KV transfer comes to its medium: logical KV bytes per second between two processes, beside the ceiling
 measured in the same run.
 
-    python -m bench.transfer [--quick] [--json FILE] [--backends shm,tcp,mooncake]
+    python -m bench.transfer [--quick] [--json FILE] [--backends shm,tcp,mooncake] [--sealed]
 
 `protocol` is the whole of it, from the ticket's arrival at the writer to the reader's CommitAck, with everything pushed
 at once; so small sizes show the fixed cost of a hand-over, and with digests both ends read all bytes once more; of 16
@@ -40,7 +40,7 @@ from functools import partial
 from operator import attrgetter
 
 from bench.harness.report import Row, add_output_flags, print_rows, row, row_of_turns, save
-from bench.parts import mooncake_bound, transfer_load
+from bench.parts import mooncake_bound, transfer_load, transfer_sealed
 from bench.parts.transfer_ends import HOST, PAGE_TOKENS, Address, Near, Sink, digest_only, plain
 from pdcluster.transfer.backends.tcp import DIGEST_BYTES
 from pdcluster.transfer.backends.tcp_links import send_unpaced
@@ -303,11 +303,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
     add_output_flags(parser)
     parser.add_argument("--backends", default=",".join(BACKENDS), help="comma-separated, of " + ", ".join(BACKENDS))
+    parser.add_argument("--sealed", action="store_true", help="only tcp with a cluster key, beside tcp without")
     options = parser.parse_args()
     chosen = tuple(options.backends.split(","))
     if unknown := set(chosen) - set(BACKENDS):
         parser.error(f"unknown backends {sorted(unknown)}; choose from {', '.join(BACKENDS)}")
-    rows = list(run(chosen, quick=options.quick))
+    rows = list(
+        transfer_sealed.rows(5 if options.quick else 21) if options.sealed else run(chosen, quick=options.quick)
+    )
     print_rows(rows)
     save(rows, options)
 

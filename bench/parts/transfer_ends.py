@@ -44,7 +44,7 @@ from pdcluster.transfer.protocol.session import Acked, Drained, LocalPages, Send
 from pdcluster.transfer.protocol.writer import Writer
 
 if TYPE_CHECKING:
-    from bench.parts.transfer_load import TimedEngine
+    from bench.parts.engine_steps import TimedEngine
     from pdcluster.transfer.backends.staged.mooncake import MooncakeEngine
 
 NEAR, FAR = Peer("bench-p", "near"), Peer("bench-d", "far")
@@ -313,7 +313,7 @@ class Far:
 
     @functools.cached_property
     def _decoding(self) -> TimedEngine:
-        from bench.parts.transfer_load import TimedEngine
+        from bench.parts.engine_steps import TimedEngine
 
         return TimedEngine()
 

@@ -1,4 +1,4 @@
-"""`python -m bench.sealed`: KV over tcp between nodes with a cluster key, beside the same without one.
+"""KV over tcp between nodes with a cluster key, beside the same without one: `bench.transfer --sealed`.
 
 Sealed and plain transfers take turns, each end on a core of its own. `sealed.tcp` is the speed of a whole hand-over.
 `sealed.itl` and `sealed.stall` are of an engine that decodes 8 rows in the reader's process while 64 MiB come in:
@@ -7,7 +7,6 @@ the 99th percentile of the gaps between its steps, and by how much a sleep of a 
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from contextlib import closing
 
 import numpy as np
 
-from bench.harness.report import Row, add_output_flags, print_rows, row_of_turns, save
+from bench.harness.report import Row, row_of_turns
 from bench.parts.transfer_ends import PAGE_TOKENS, Decode, Decoded, Near, plain
 from bench.parts.transfer_load import has_two_cores, pin, unpin
 
@@ -84,7 +83,7 @@ def decoding(ends: dict[str, Near], turns: int) -> Iterator[Row]:
     )
 
 
-def run(turns: int) -> Iterator[Row]:
+def rows(turns: int) -> Iterator[Row]:
     cores = os.sched_getaffinity(0)
     with (
         closing(Near(plain("tcp", PAGE_BYTES, 1024, digests=True))) as clear,
@@ -102,19 +101,3 @@ def run(turns: int) -> Iterator[Row]:
             yield from decoding(ends, max(turns // 4, 1))
         finally:
             unpin(cores)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.sealed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--turns", type=int, default=21)
-    add_output_flags(parser)
-    given = parser.parse_args()
-    rows = list(run(given.turns))
-    print_rows(rows)
-    save(rows, given)
-
-
-if __name__ == "__main__":
-    main()
