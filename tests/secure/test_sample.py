@@ -55,10 +55,11 @@ async def a_link_without_the_key_gets_no_answer(network: SharedNetwork) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         for name in ("p0 link", "d0 link"):
-            dealer = context.socket(zmq.DEALER)
-            dealer.connect(f"tcp://127.0.0.1:{network.ports[name]}")
-            dealer.send(b"\x93hello")
-            assert not await asyncio.to_thread(dealer.poll, 1000)
+            with context.socket(zmq.DEALER) as dealer:
+                dealer.linger = 0
+                dealer.connect(f"tcp://127.0.0.1:{network.ports[name]}")
+                dealer.send(b"\x93hello")
+                assert not await asyncio.to_thread(dealer.poll, 1000)
     finally:
         context.destroy(0)
 
