@@ -287,7 +287,8 @@ def chats_of_builtin_methods(class_name: str, cls: type, rng: Random) -> Iterato
 
 def opening_paragraphs(doc: str) -> str:
     """As many whole paragraphs from the start as an answer may hold, at least one."""
-    kept, length = [], 0
+    kept: list[str] = []
+    length = 0
     for paragraph in inspect.cleandoc(doc).split("\n\n"):
         length += len(paragraph)
         if kept and length > MAX_ANSWER_CHARS // 2:
