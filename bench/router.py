@@ -14,6 +14,8 @@ The ceiling of the machine of the moment is `bench.fakes.bare_router` on the sam
 turns with ours: what plain Python can do without any routing. Where the goals come from it did 18,000 requests/s,
 100,000 tokens/s and 0.31 ms; they are 0.5, 0.6 and 1.13 of that.
 
+`--keyed` asks only what a cluster key costs: one token after the other in turns, with a key and without.
+
 `--compare` puts other routers in the same places (`bench.rivals.routers` says which, how, and how to install them):
 those found in `--rivals DIR`. Which are not there, or do not come up, is said. Ours routes by its default policy with
 exact prefixes. Each is measured by itself, and in turns with ours, both being up: the rows "in turns" are those to
@@ -30,6 +32,7 @@ import secrets
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -66,6 +69,7 @@ LONE_STREAM = "stream of 64 alone"
 # Before what counts: ours loads compiled choices beside its start, which is 0.4 s of a core and no part of any request.
 WARM_S = 2.0
 TURNS = 5
+KEYED_GOAL = 0.95
 NUM_DIRECT = 500
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -74,12 +78,14 @@ CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
-def ours(roles: Sequence[str], token_s: float = 0.0) -> Iterator[tuple[Placed, str]]:
-    """Our router over fakes of these roles; gives the bootstrap's address, too."""
+def ours(roles: Sequence[str], token_s: float = 0.0, key_file: Path | None = None) -> Iterator[tuple[Placed, str]]:
+    """Our router over fakes of these roles; gives the bootstrap's address, too. key_file: of the cluster's key."""
     running: list[subprocess.Popen[bytes]] = []
     model = bundled.path()
     try:
-        bootstrap = start(running, ["pdcluster.cli", "bootstrap", "--listen", "127.0.0.1:0"])
+        bootstrap = start(
+            running, ["pdcluster.cli", "bootstrap", "--listen", "127.0.0.1:0", *key_flags("bootstrap", key_file)]
+        )
         for number, role in enumerate(roles):
             argv = [
                 sys.executable,
@@ -91,6 +97,7 @@ def ours(roles: Sequence[str], token_s: float = 0.0) -> Iterator[tuple[Placed, s
                 str(model),
                 "--name",
                 f"f{number}",
+                *([] if key_file is None else ["--cluster-key-file", str(key_file)]),
             ]
             running.append(
                 subprocess.Popen([*argv, "--role", role, "--token-s", str(token_s)], preexec_fn=ends_with_us())
@@ -106,6 +113,7 @@ def ours(roles: Sequence[str], token_s: float = 0.0) -> Iterator[tuple[Placed, s
             bootstrap,
             "--tokenizer",
             str(model),
+            *key_flags("router", key_file),
         ]
         own += (
             ["--mode", "remote"] if "prefill" in roles else []
@@ -114,9 +122,14 @@ def ours(roles: Sequence[str], token_s: float = 0.0) -> Iterator[tuple[Placed, s
         pid = running[-1].pid
         os.sched_setaffinity(pid, {ROUTER_CORE})
         wait_ready(address, b"GET /ready HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-        yield Placed("pdcluster", address, pid, "/v1/completions", model.resolve().name), bootstrap
+        name = "pdcluster" if key_file is None else "with a key"
+        yield Placed(name, address, pid, "/v1/completions", model.resolve().name), bootstrap
     finally:
         stop(running)
+
+
+def key_flags(who: str, key_file: Path | None) -> list[str]:
+    return [] if key_file is None else [f"--set={who}.security.cluster_key_file={key_file}"]
 
 
 @contextmanager
@@ -375,6 +388,18 @@ def _beside(case: str, other: str, metric: str, pairs: Sequence[Sequence[float]]
     )
 
 
+def keyed_rows(seconds: float, turns: int) -> list[Row]:
+    """The router with a cluster key beside itself without one."""
+    with tempfile.TemporaryDirectory(prefix="pdcluster-bench-") as folder:
+        key_file = Path(folder) / "key"
+        key_file.write_text(secrets.token_hex(32))
+        key_file.chmod(0o600)
+        roles = ("prefill", "decode")
+        with ours(roles, PACE_S, key_file) as (keyed, _), ours(roles, PACE_S) as (open_, _):
+            rows = turn_rows(keyed, replace(open_, name="without a key"), "P/D", seconds, turns, is_stream=True)
+    return [replace(each, goal=KEYED_GOAL) for each in rows]
+
+
 def prompt_rows(placed: Placed, lengths: Sequence[int], seconds: float) -> list[Row]:
     """Core time by prompt length, of prompts given as token ids (nothing is tokenised)."""
     rows = []
@@ -458,11 +483,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.router", description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--keyed", action="store_true")
     parser.add_argument("--rivals", type=Path, default=Path("rivals"))
     add_output_flags(parser)
     chosen = parser.parse_args()
     os.sched_setaffinity(0, {CLIENT_CORE})
     seconds, repeats = (2.0, 1) if chosen.quick else (4.0, 3)
+    if chosen.keyed:
+        found = keyed_rows(seconds, 3 if chosen.quick else 9)
+        print_rows(found)
+        save(found, chosen)
+        return
     rows = [without_router(seconds)]
     worker_s = rows[0].value / 1e3
     for case, roles in (("local", ("mixed",)), ("P/D", ("prefill", "decode"))):

@@ -28,6 +28,7 @@ import zmq
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.bootstrap.agent import NodeAgent
 from pdcluster.bootstrap.card import NodeCard
+from pdcluster.bootstrap.credentials import Identity, bootstrap_credentials
 from pdcluster.core import messages as m
 from pdcluster.cost.cost import DecodeCost, NodeCost, PrefillCost, num_pairs
 from pdcluster.kv.hashing import BLOCK_TOKENS, extend
@@ -35,6 +36,7 @@ from pdcluster.kv.layout import Fingerprint, KVLayout
 from pdcluster.kv.pages import PagePool
 from pdcluster.node.outbox import Outbox
 from pdcluster.node.reports.load_report import ModelFiles, Reporter
+from pdcluster.settings.config import SecurityConfig
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.hub import Hub, LeaseEnded
 from pdcluster.wire.sockets import WireSettings
@@ -130,7 +132,7 @@ class FakeNode:
         return NodeCard(
             self.me.node, self.me.incarnation, self.role, self.hub.address, model, fingerprint, max_len, vocab_size,
             self.pages.num_pages,
-            tokenizer_hash=digest, backends=("fake",),
+            tokenizer_hash=digest, backends=("fake",), link_key=self.hub.link_key,
         )  # fmt: skip
 
     # ------------------------------------------------------------ the loop
@@ -419,7 +421,9 @@ def main() -> None:
     parser.add_argument("--role", choices=("prefill", "decode", "mixed"), default="mixed")
     parser.add_argument("--prefill-token-s", type=float, default=0.0)
     parser.add_argument("--token-s", type=float, default=0.0)
+    parser.add_argument("--cluster-key-file", type=Path)
     chosen = parser.parse_args()
+    keys = SecurityConfig(cluster_key_file=chosen.cluster_key_file).cluster_keys()
     stopped: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: stopped.append(number))
@@ -429,11 +433,12 @@ def main() -> None:
         chosen.name,
         chosen.role,
         context=context,
+        wire=WireSettings(cluster_keys=keys),
         speed=speed,
         files=ModelFiles(chosen.model),
         token=words(chosen.model),
     )
-    agent = NodeAgent([chosen.bootstrap])
+    agent = NodeAgent([chosen.bootstrap], credentials=bootstrap_credentials(keys, Identity("node", node.me.node)))
     agent.start(node.card(chosen.model.resolve().name))
     try:
         node.run(lambda: bool(stopped))

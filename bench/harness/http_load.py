@@ -32,7 +32,7 @@ class Ask:
 
     def request(self) -> bytes:
         head = (
-            f"POST {self.path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: "
+            f"POST {self.path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: "
             f"{len(self.body)}\r\n\r\n"
         )
         return head.encode() + self.body

@@ -69,7 +69,7 @@ async def ask(target: Target, tenant: str, num_tokens: int, rng: random.Random) 
     }
     content = json.dumps(body | {"ignore_eos": True}).encode()
     head = (
-        "POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\nauthorization: Bearer "
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nauthorization: Bearer "
         f"key-of-{tenant}\r\n"
     )
     started = time.perf_counter()

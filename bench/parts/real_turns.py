@@ -131,7 +131,7 @@ def _request(model: str, asked: Asked, way: str) -> bytes:
         "pdcluster_mode": way,
     }
     content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
     return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
 
 
