@@ -194,6 +194,38 @@ class HoldMetrics:
         self.rejected.labels(reason, tenant if tenant in self._tenants else "other").inc()
 
 
+class FileMetrics:
+    """What became of files that a process reads again when they change."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._reloads = Counter(
+            "pdcluster_file_reloads_total",
+            "Changes of files that are read while the process runs, by what they hold: used, or refused and without "
+            "effect.",
+            ("file", "outcome"),
+            registry=registry,
+        )
+        self._is_refused = Gauge(
+            "pdcluster_file_refused",
+            "1 while the latest change of a file is without effect, as it cannot be read.",
+            ("file",),
+            registry=registry,
+        )
+
+    def watch(self, file: str) -> None:
+        self._is_refused.labels(file).set(0)
+        for outcome in ("used", "refused"):
+            self._reloads.labels(file, outcome)
+
+    def read_again(self, file: str) -> None:
+        self._reloads.labels(file, "used").inc()
+        self._is_refused.labels(file).set(0)
+
+    def kept(self, file: str) -> None:
+        self._reloads.labels(file, "refused").inc()
+        self._is_refused.labels(file).set(1)
+
+
 class WorkerMetrics:
     """Of one router process among several on one port."""
 

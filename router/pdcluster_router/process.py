@@ -11,7 +11,8 @@ import sys
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import uvloop
 import zmq
@@ -24,10 +25,11 @@ from pdcluster.bootstrap.demand_client import DemandExchange
 from pdcluster.core.errors import PdclusterError
 from pdcluster.processes.garbage import collect_seldom
 from pdcluster.processes.ready import announce
-from pdcluster.processes.tasks import beside
+from pdcluster.processes.tasks import beside, running
+from pdcluster.settings.changed_files import ChangedFiles
 from pdcluster.settings.config import RouterConfig, cache_directory
 from pdcluster.telemetry.health import Verdict, health_port
-from pdcluster.telemetry.metrics import ExplainMetrics, HoldMetrics, RouterMetrics, WorkerMetrics
+from pdcluster.telemetry.metrics import ExplainMetrics, FileMetrics, HoldMetrics, RouterMetrics, WorkerMetrics
 from pdcluster.telemetry.tracing import open_tracer
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.sockets import WireSettings
@@ -40,10 +42,11 @@ from pdcluster_router.cluster.node_table import NodeTable
 from pdcluster_router.console.child import console
 from pdcluster_router.core.kept_heap import keep_heap
 from pdcluster_router.core.stages import StageDeadlines
-from pdcluster_router.core.tenants import read_tenants
+from pdcluster_router.core.tenants import Tenants, read_tenants
 from pdcluster_router.core.tracing import Tracing
 from pdcluster_router.explain.recorder import Explainer
 from pdcluster_router.frontend.app import Exposition, create_app
+from pdcluster_router.frontend.file_changes import FileChanges
 from pdcluster_router.frontend.grammar_pool import shared_pool
 from pdcluster_router.frontend.health import RouterHealth, readiness_of
 from pdcluster_router.frontend.places import Places
@@ -93,6 +96,7 @@ async def _serve(config: RouterConfig) -> int:
         health = health_of(parts.front, tuple(config.warnings()))
         health_address = stack.enter_context(health_port(config.health, health.probes))
         await tasks.run(health.keep())
+        await _follow_files(parts, stack)
         for work in (
             cluster.follow(watch(config.bootstrap, parts.credentials)),
             models.keep_loaded(),
@@ -135,6 +139,7 @@ class RouterComponents:
     demands: DemandExchange
     pools: PoolCollector
     credentials: BootstrapCredentials | None
+    tenants_file: ChangedFiles[Tenants] | None
 
 
 def assemble(config: RouterConfig, me: Peer, worker: WorkerIdentity | None, stack: AsyncExitStack) -> RouterComponents:
@@ -146,7 +151,8 @@ def assemble(config: RouterConfig, me: Peer, worker: WorkerIdentity | None, stac
     cluster = _cluster(config, me, events, stack)
     models = ModelRegistry(cluster, config.tokenizer, config.tool_format, config.reasoning)
     selector = _selector(config, cluster)
-    tenants = read_tenants(config.tenants, worker.count if worker is not None else 1)
+    tenants_file = _tenants_file(config, worker)
+    tenants = Tenants() if tenants_file is None else tenants_file.first
     metrics = router_metrics()
     hold_metrics = HoldMetrics(metrics.registry)
     metrics.registry.register(NodeCollector(cluster))
@@ -160,8 +166,24 @@ def assemble(config: RouterConfig, me: Peer, worker: WorkerIdentity | None, stac
     pools = PoolCollector(cluster.view, demands.all, PoolLevels(config.itl_s or 0.0))
     metrics.registry.register(pools)
     places = Places(config.max_requests, tenants, hold_metrics)
-    front = FrontDoors(dispatch, metrics, places, tracing=_tracing(config, me, stack))
-    return RouterComponents(cluster, models, admin, settings, front, demands, pools, credentials)
+    files = FileChanges(FileMetrics(metrics.registry), events)
+    front = FrontDoors(dispatch, metrics, places, tracing=_tracing(config, me, stack), files=files)
+    return RouterComponents(cluster, models, admin, settings, front, demands, pools, credentials, tenants_file)
+
+
+async def _follow_files(parts: RouterComponents, stack: AsyncExitStack) -> None:
+    """Read again what changes, until the stack ends."""
+    front, tenants = parts.front, parts.tenants_file
+    if tenants is not None:
+        follow = partial(front.files.follow, "tenants", tenants, front.places.use)
+        await stack.enter_async_context(running(follow, "changes of tenants"))
+
+
+def _tenants_file(config: RouterConfig, worker: WorkerIdentity | None) -> ChangedFiles[Tenants] | None:
+    if config.tenants is None:
+        return None
+    read = partial(read_tenants, config.tenants, worker.count if worker is not None else 1)
+    return ChangedFiles([config.tenants], read)
 
 
 def _tracing(config: RouterConfig, me: Peer, stack: AsyncExitStack) -> Tracing | None:
@@ -259,6 +281,7 @@ class FrontDoors:
     worker: None: the only one.
     exposition: None: of this process.
     tracing: None: no request is traced.
+    files: what became of changes of files that are read while it runs.
     """
 
     dispatch: Dispatch
@@ -267,13 +290,17 @@ class FrontDoors:
     worker: WorkerIdentity | None = None
     exposition: Exposition | None = None
     tracing: Tracing | None = None
+    files: FileChanges = field(default_factory=FileChanges)
+
+    def readiness(self, *, is_draining: bool) -> Verdict:
+        return readiness_of(self.dispatch, is_draining=is_draining, warnings=self.files.warnings())
 
 
 def health_of(front: FrontDoors, warnings: tuple[str, ...] = ()) -> RouterHealth:
     """Probes of this process alone. warnings: of its settings."""
 
     async def readiness() -> Verdict:
-        return readiness_of(front.dispatch, is_draining=health.is_draining)
+        return front.readiness(is_draining=health.is_draining)
 
     async def exposition() -> bytes:
         return generate_latest(front.metrics.registry)
@@ -305,7 +332,7 @@ async def _open(front: FrontDoors, config: RouterConfig, health: RouterHealth) -
     settings = replace(http_settings(config), id_prefix=id_prefix)
     app = create_app(
         dispatch, settings, metrics, places, front.exposition,
-        lambda: readiness_of(dispatch, is_draining=health.is_draining), front.tracing,
+        lambda: front.readiness(is_draining=health.is_draining), front.tracing,
     )  # fmt: skip
     doors = [AsyncExitStack()]
     if not library.is_missing():  # else each request for structured output is told so

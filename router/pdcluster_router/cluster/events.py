@@ -32,6 +32,8 @@ Kind = Literal[
     "cancel",
     "auto-role",
     "adapter",
+    "files-read",
+    "files-refused",
 ]
 
 

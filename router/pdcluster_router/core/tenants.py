@@ -1,6 +1,6 @@
 """Tenants by API key, and what each may use.
 
-The router reads them once at start from a TOML or JSON file (`router.tenants`):
+The router reads them from a TOML or JSON file (`router.tenants`), at start and when it changes:
 
     [acme]                         # the name, in logs and metrics
     keys = ["sk-acme-…"]           # as text, or better:
@@ -162,7 +162,7 @@ def read_tenants(file: Path | None, num_workers: int = 1) -> Tenants:
     decoder = msgspec.json.decode if file.suffix == ".json" else msgspec.toml.decode
     try:
         entries = decoder(body, type=dict[str, Entry])
-    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ConfigError(f"tenants file {file} is not a table of tenants: {error}") from error
     if not entries:
         raise ConfigError(

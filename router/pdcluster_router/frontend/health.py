@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from pdcluster.core.errors import Unavailable
 from pdcluster.telemetry.health import BEAT_S, Probes, Pulse, Verdict, alive
@@ -13,12 +13,21 @@ from pdcluster_router.core.generation import Dispatcher
 SCRAPE_S = 5.0
 
 
-def readiness_of(dispatcher: Dispatcher, *, is_draining: bool = False) -> Verdict:
+def readiness_of(dispatcher: Dispatcher, *, is_draining: bool = False, warnings: Sequence[str] = ()) -> Verdict:
     """The verdict of /readyz.
 
     It fails before a tokenizer is known, while draining, and when the nodes' model can never be served. "No node takes
     work now" is degraded, as requests are held then.
+
+    warnings: what an operator has to mend though requests are served: degraded, too.
     """
+    found = _readiness_of(dispatcher, is_draining=is_draining)
+    if not warnings or not found.is_good:
+        return found
+    return Verdict(True, "degraded", [*found.reasons, *warnings], found.facts)
+
+
+def _readiness_of(dispatcher: Dispatcher, *, is_draining: bool) -> Verdict:
     found = dispatcher.readiness()
     facts = {"can_serve": found.can_serve and not is_draining}
     if is_draining:

@@ -22,6 +22,10 @@ class Places:
         self._metrics = metrics
         self._shares = Shares(max_requests, GREED if self._tenants.is_configured else None)
 
+    def use(self, tenants: Tenants) -> None:
+        """Know these from now on. Requests that have a place keep it, and a name keeps its count."""
+        self._tenants = tenants
+
     @property
     def num_taken(self) -> int:
         return self._shares.used
