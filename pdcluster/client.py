@@ -4,6 +4,8 @@
         for output in client.generate("def add(a, b):", max_tokens=32, temperature=0.0):
             print(output.text, end="")
 
+    Client("llm.example.com:50051", ca="ca.pem")  # over TLS
+
 Both raise the errors of `pdcluster.core.errors`, as the server meant them. Leaving the iteration early cancels the
 request on every node.
 """
@@ -14,6 +16,7 @@ import json
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypedDict, Unpack, cast
 
@@ -23,6 +26,7 @@ from pdcluster.core.errors import BadRequest
 from pdcluster.rpc import inference_pb2 as pb
 from pdcluster.rpc import inference_pb2_grpc as stubs
 from pdcluster.rpc.status import error_of
+from pdcluster.settings.tls_trust import read_roots
 
 MAX_REPLY_BYTES = 64 << 20
 _CHANNEL = (
@@ -241,12 +245,19 @@ class Model:
 
 class Client:
     """Safe to use from several threads. timeout_s of a call is its deadline, which the server honours on every node.
-    api_key: of a tenant, where the cluster has some."""
+    api_key: of a tenant, where the cluster has some. ca: a file with the certificates that the router's is signed by,
+    in PEM; without it calls are in clear text. tls_name: what that certificate is valid for, where it is not the
+    address's host."""
 
-    def __init__(self, address: str, api_key: str | None = None) -> None:
+    def __init__(
+        self, address: str, api_key: str | None = None, *, ca: Path | str | None = None, tls_name: str | None = None
+    ) -> None:
         self._address = address
         self._metadata = _metadata(api_key)
-        self._channel = grpc.insecure_channel(address, _CHANNEL)
+        if ca is None:
+            self._channel = grpc.insecure_channel(address, _CHANNEL)
+        else:
+            self._channel = grpc.secure_channel(address, *_secure(ca, tls_name))
         self._stub = stubs.InferenceStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -301,10 +312,15 @@ class Client:
 class AsyncClient:
     """As `Client`, for the event loop it was made in."""
 
-    def __init__(self, address: str, api_key: str | None = None) -> None:
+    def __init__(
+        self, address: str, api_key: str | None = None, *, ca: Path | str | None = None, tls_name: str | None = None
+    ) -> None:
         self._address = address
         self._metadata = _metadata(api_key)
-        self._channel = grpc.aio.insecure_channel(address, _CHANNEL)
+        if ca is None:
+            self._channel = grpc.aio.insecure_channel(address, _CHANNEL)
+        else:
+            self._channel = grpc.aio.secure_channel(address, *_secure(ca, tls_name))
         self._stub = stubs.InferenceStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -359,6 +375,12 @@ class AsyncClient:
 
 
 # ---------------------------------------------------------------- to and from protobuf
+
+
+def _secure(ca: Path | str, name: str | None) -> tuple[grpc.ChannelCredentials, Sequence[tuple[str, object]]]:
+    """Credentials and options of a channel. Raises ConfigError."""
+    named = () if name is None else (("grpc.ssl_target_name_override", name),)
+    return grpc.ssl_channel_credentials(read_roots(Path(ca))), (*_CHANNEL, *named)
 
 
 def _pairs(headers: Headers | None) -> tuple[tuple[str, str], ...]:

@@ -10,7 +10,16 @@ from pdcluster.api.text.model_text import TextModel
 from pdcluster.checkpoint.hub import is_repository
 from pdcluster.checkpoint.inspection import check_model_files
 from pdcluster.core.errors import PdclusterError
-from pdcluster.settings.config import BootstrapConfig, LoadedSection, NodeConfig, RouterConfig, UpConfig, check_folder
+from pdcluster.settings.config import (
+    BootstrapConfig,
+    LoadedSection,
+    NodeConfig,
+    RouterConfig,
+    UpConfig,
+    check_folder,
+    whole_pair,
+)
+from pdcluster.settings.tls_files import read_certificate
 from pdcluster_router.core.tenants import read_tenants
 from pdcluster_router.policy.registry import make_policy
 
@@ -34,6 +43,8 @@ def _checks(config: object) -> Iterator[Callable[[], object]]:
         yield config.security.cluster_keys
         yield config.admin_token
         yield config.scaler_token
+        if (files := config.tls_files) is not None:
+            yield lambda: read_certificate(*files)
         yield lambda: read_tenants(config.tenants, config.workers)
         yield lambda: make_policy(config.policy)
         if config.shadow_policy is not None:
@@ -44,6 +55,8 @@ def _checks(config: object) -> Iterator[Callable[[], object]]:
             yield lambda: TextModel.from_dir(tokenizer)
     elif isinstance(config, UpConfig):
         yield lambda: _check_model(config.model)
+        if (pair := whole_pair("up", config.tls_cert, config.tls_key)) is not None:
+            yield lambda: read_certificate(*pair)
         yield lambda: check_folder("up.targets", config.targets)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from pdcluster.checkpoint import bundled
 from pdcluster.core.errors import ConfigError, PdclusterError
 from pdcluster.launch.up import ClusterOutput, LocalCluster, Serving, make_output, on_signals, stop_all, unless
+from pdcluster.processes.http_client import http_connection
 from pdcluster.settings.config import LoadedSection, RouterConfig, UpConfig, load
 from pdcluster.telemetry.timeline import render
 
@@ -153,7 +154,7 @@ async def _converse(serving: Serving, output: ClusterOutput) -> bool:
 def _takes_chats(serving: Serving) -> bool:
     """Whether the model has a chat template."""
     body = {"model": serving.model, "messages": [{"role": "user", "content": "hello"}]}
-    connection = http.client.HTTPConnection(serving.host, serving.port, timeout=REQUEST_TIMEOUT_S)
+    connection = http_connection(serving.host, serving.port, REQUEST_TIMEOUT_S, serving.trust)
     try:
         connection.request("POST", "/tokenize", json.dumps(body), {"content-type": "application/json"})
         return connection.getresponse().status == 200
@@ -182,7 +183,7 @@ def _show(serving: Serving, example: Example, output: ClusterOutput) -> dict[str
 def _events(serving: Serving, example: Example) -> Iterator[dict[str, Any]]:
     """The server-sent events of one streaming request, up to its [DONE]."""
     body = {**example.body, "model": serving.model, "stream": True, "stream_options": {"include_usage": True}}
-    connection = http.client.HTTPConnection(serving.host, serving.port, timeout=REQUEST_TIMEOUT_S)
+    connection = http_connection(serving.host, serving.port, REQUEST_TIMEOUT_S, serving.trust)
     try:
         connection.request("POST", example.path, json.dumps(body), {"content-type": "application/json"})
         reply = connection.getresponse()

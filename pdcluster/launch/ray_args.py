@@ -31,6 +31,7 @@ GRACE_S = 15.0
 ENGINE_SETTINGS = {"node.engine": "write engine, for all nodes", "node.vllm.args": "write vllm_args"}
 # vLLM's names for what a pool calls tp.
 TENSOR_PARALLEL = frozenset(("--tensor-parallel-size", "-tp"))
+TLS_SETTINGS = frozenset(("router.tls_cert", "router.tls_key"))
 
 Amount = Annotated[float, msgspec.Meta(ge=0)]
 Name = Annotated[str, msgspec.Meta(min_length=1)]
@@ -192,6 +193,11 @@ def read_args(args: Mapping[str, Any]) -> PdArgs:
     ):
         raise ConfigError("args of build_pd_app: pools scale, and router.auto_roles changes roles; keep one of them")
     _check_keys(found)
+    for setting in TLS_SETTINGS & found.router.settings.keys():
+        raise ConfigError(
+            f"args of build_pd_app: router.settings have {setting}, and Ray's proxy asks routers over plain HTTP; give "
+            "Ray's own proxy the certificate"
+        )
     _check(found)
     return found
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from http.client import HTTPException
 from pathlib import Path
 from typing import TextIO, TypeVar, cast
 
@@ -31,6 +32,7 @@ from pdcluster.core.errors import ConfigError, ModelError, PdclusterError, Unava
 from pdcluster.core.messages import Role
 from pdcluster.launch.run_key import RunKey
 from pdcluster.launch.targets import Target, target_of
+from pdcluster.processes.http_client import http_connection
 from pdcluster.processes.listening import listening_place
 from pdcluster.processes.supervisor import ChildGaveUp, Facts, Spec, Supervisor
 from pdcluster.settings.config import (
@@ -43,8 +45,11 @@ from pdcluster.settings.config import (
     keys,
     load,
     section_of,
+    whole_pair,
 )
 from pdcluster.settings.keys import Section, joined
+from pdcluster.settings.tls_files import read_certificate
+from pdcluster.settings.tls_trust import TlsTrust
 from pdcluster.telemetry.log import resolve_format, writer_of
 
 NODE_STOP_S = 5.0
@@ -89,10 +94,16 @@ class Serving:
     grpc: str | None = None
     admin: str | None = None
     console: str | None = None
+    # None: the router speaks no TLS.
+    trust: TlsTrust | None = None
+
+    @property
+    def scheme(self) -> str:
+        return "http" if self.trust is None else "https"
 
     @property
     def url(self) -> str:
-        return f"http://{format_address(self.host, self.port)}"
+        return f"{self.scheme}://{format_address(self.host, self.port)}"
 
     def line(self) -> str:
         doors = "".join(
@@ -104,11 +115,18 @@ class Serving:
         ) + "".join(
             f"\n{line}"
             for line, where in (
-                (f"console http://{self.console}/", self.console),
-                (f"pdctl finds it after: export PDCTL_ADMIN={self.admin}", self.admin),
+                (f"console {self.scheme}://{self.console}/", self.console),
+                (f"pdctl finds it after: export PDCTL_ADMIN={self.admin}{self._trusting}", self.admin),
             )
             if where is not None
         )
+
+    @property
+    def _trusting(self) -> str:
+        """What pdctl must trust, as variables of a shell."""
+        if self.trust is None:
+            return ""
+        return f" PDCTL_CA={shlex.quote(str(self.trust.ca))} PDCTL_TLS_NAME={shlex.quote(self.trust.name or self.host)}"
 
 
 class ClusterOutput:
@@ -152,6 +170,7 @@ class LocalCluster:
         self._nodes = self._plan()
         # Where the model lies, from the start on.
         self._found_model: Path | None = None
+        self._trust: TlsTrust | None = None
         self.supervisor = Supervisor(output.say, output.forward, self._config.ready_s, self._config.restarts)
 
     def _plan(self) -> tuple[NodePlan, ...]:
@@ -180,7 +199,8 @@ class LocalCluster:
         )
         names = tuple(plan.name for plan in self._nodes)
         self._write_targets({BOOTSTRAP: bootstrap, **dict(zip(names, nodes, strict=True)), ROUTER: router})
-        return Serving(host, port, model, names, _transfer(nodes), time.monotonic() - began, grpc, admin, console)
+        seconds = time.monotonic() - began
+        return Serving(host, port, model, names, _transfer(nodes), seconds, grpc, admin, console, self._trust)
 
     def _write_targets(self, facts: dict[str, Facts]) -> None:
         if self._config.targets is None:
@@ -212,10 +232,22 @@ class LocalCluster:
                 "bootstrap.security, node.security and router.security hold different cluster keys, so they could not "
                 "talk; set all three to the same"
             )
+        self._trust = self._own_trust()
         for name in ("http", "grpc"):
             path, address = self._listens(name)
             if address is not None:
                 check_free(path, address)
+
+    def _own_trust(self) -> TlsTrust | None:
+        """How clients of this machine reach the router: they trust its own certificate. Raises ConfigError."""
+        own = self._config
+        files = whole_pair("up", own.tls_cert, own.tls_key) or self._router_settings.config.tls_files
+        if files is None:
+            return None
+        certificate = read_certificate(*files)
+        if certificate.is_over:
+            raise ConfigError(f"the TLS certificate {files[0]} ended on {certificate.not_after}; renew it")
+        return TlsTrust(files[0], certificate.name or None)
 
     async def _find_model(self) -> Path:
         """Where the model lies, downloaded if need be. A missing or damaged model ends here, before nodes start."""
@@ -271,8 +303,8 @@ class LocalCluster:
         """Until the router sees every node. It is asked only what needs no API key."""
         deadline = time.monotonic() + self._config.ready_s
         while True:
-            status, body = await asyncio.to_thread(_get, host, port, "/ready")
-            seen = len(NODE_UP.findall((await asyncio.to_thread(_get, host, port, "/metrics"))[1]))
+            status, body = await asyncio.to_thread(_get, host, port, "/ready", self._trust)
+            seen = len(NODE_UP.findall((await asyncio.to_thread(_get, host, port, "/metrics", self._trust))[1]))
             if status == 200 and seen >= len(self._nodes):
                 return
             if NEVER_READY in body:
@@ -336,6 +368,8 @@ class LocalCluster:
         else:
             drain_s = self._router_settings.config.drain_s
         own |= {f"router.{name}": self._listens(name)[1] or "none" for name in ("http", "grpc")}
+        if self._config.tls_cert is not None:
+            own |= {"router.tls_cert": self._config.tls_cert, "router.tls_key": self._config.tls_key}
         if self._config.workers is not None:
             own["router.workers"] = self._config.workers
         if self._is_set("up.otlp"):
@@ -541,14 +575,14 @@ def _transfer(nodes: list[Facts]) -> str:
     return next((name for name in (lists[0] if lists else ()) if all(name in other for other in lists)), "none")
 
 
-def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
+def _get(host: str, port: int, path: str, trust: TlsTrust | None) -> tuple[int, bytes]:
     """(status, body); status 0 while nobody answers."""
-    connection = http.client.HTTPConnection(host, port, timeout=5.0)
+    connection = http_connection(host, port, 5.0, trust)
     try:
         connection.request("GET", path)
         reply = connection.getresponse()
         return reply.status, reply.read()
-    except (OSError, http.client.HTTPException):
+    except (OSError, HTTPException):
         return 0, b""
     finally:
         connection.close()

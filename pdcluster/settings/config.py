@@ -360,6 +360,10 @@ class RouterConfig(Section):
     admin: str | None = key(
         cast("str | None", "127.0.0.1:50052"), address_or_none, "HOST:PORT of the Admin service; none: no Admin service"
     )
+    tls_cert: Path | None = key(
+        None, path, "PEM file: the certificate of HTTP, gRPC, Admin and console, then its issuers'; default: no TLS"
+    )
+    tls_key: Path | None = key(None, path, "PEM file with its private key, which others must not read")
     admin_token_file: Path | None = key(
         None, path, "file with the token that Admin calls must carry; needed beyond loopback"
     )
@@ -454,6 +458,11 @@ class RouterConfig(Section):
         check_exposures(self.exposures(), self.insecure)
         if self.console is not None and self.admin is None:
             raise ConfigError("router.console shows what the Admin service knows, and router.admin is none; set it too")
+        whole_pair("router", self.tls_cert, self.tls_key)
+
+    @property
+    def tls_files(self) -> tuple[Path, Path] | None:
+        return whole_pair("router", self.tls_cert, self.tls_key)
 
     def warnings(self) -> Iterator[str]:
         yield from exposure_warnings(self.exposures())
@@ -526,6 +535,8 @@ class UpConfig(Section):
     grpc: str | None = key(
         cast("str | None", "127.0.0.1:50051"), address_or_none, "HOST:PORT of the gRPC API; none: no gRPC"
     )
+    tls_cert: Path | None = key(None, path, "PEM file with the router's certificate; default: router.tls_cert")
+    tls_key: Path | None = key(None, path, "PEM file with its private key; default: router.tls_key")
     device: Literal["cpu", "cuda"] = key("cpu", choice("cpu", "cuda"), "cpu or cuda")
     dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto", choice("auto", "float32", "bfloat16"), "what nodes compute in; auto: node.dtype"
@@ -557,6 +568,7 @@ class UpConfig(Section):
                 "up.device is cuda, but KV in GPU memory cannot be moved between nodes yet; use --prefill 0 --decode "
                 "0 --mixed 1"
             )
+        whole_pair("up", self.tls_cert, self.tls_key)
         if self.prefill + self.decode + self.mixed == 0:
             raise ConfigError("up.prefill, up.decode and up.mixed are all 0; ask for at least one node")
         if not self.mixed and 0 in (self.prefill, self.decode):
@@ -571,6 +583,20 @@ SECTIONS: Mapping[str, type[Section]] = {
     "up": UpConfig,
 }
 S = TypeVar("S", bound=Section)
+
+
+def whole_pair(section: str, cert: Path | None, key: Path | None) -> tuple[Path, Path] | None:
+    """A certificate's file and its key's; None without both. Raises ConfigError where one is missing."""
+    if cert is not None and key is not None:
+        return cert, key
+    if cert is None and key is None:
+        return None
+    given, lacks = ("tls_cert", "tls_key") if key is None else ("tls_key", "tls_cert")
+    flag = "--" + lacks.replace("_", "-")
+    raise ConfigError(
+        f"{section}.{given} is {cert or key}, but {section}.{lacks} is not set, and neither is of use alone; set it, "
+        f"too, with {flag} FILE"
+    )
 
 
 def _check_heartbeat(heartbeat_s: float, lease_s: float) -> None:
@@ -684,6 +710,10 @@ def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
         raise ConfigError(
             f"this user has no home directory for compiled kernels; set {CACHE_VARIABLE} to a directory of its own"
         ) from error
+
+
+# gRPC's library writes a line of its own for each handshake that fails. Before it is imported.
+QUIET_GRPC: Mapping[str, str] = {"GRPC_VERBOSITY": "ERROR"}
 
 
 def set_library_environment(values: Mapping[str, str]) -> None:

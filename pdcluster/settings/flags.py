@@ -73,6 +73,24 @@ def grouped(run: Callable[..., None], *groups: type) -> Callable[..., None]:
     return entry
 
 
+def with_group(run: Callable[..., None], name: str, group: type) -> Callable[..., None]:
+    """A command that has the flags of a group, as `grouped` makes them, in place of its parameter `name`."""
+
+    def entry(**given: object) -> None:
+        run(**{name: group(**{field.name: given.pop(field.name) for field in fields(group)})}, **given)
+
+    hints = get_type_hints(run, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    for own in inspect.signature(run).parameters.values():
+        if own.name == name:
+            parameters += _field_parameters(group)
+        else:
+            parameters.append(own.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[own.name]))
+    entry.__name__, entry.__doc__ = run.__name__, run.__doc__
+    entry.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return entry
+
+
 def _field_parameters(group: type) -> Iterator[inspect.Parameter]:
     kinds = get_type_hints(group, include_extras=True)
     for field in fields(group):

@@ -226,6 +226,26 @@ class FileMetrics:
         self._is_refused.labels(file).set(1)
 
 
+class TlsMetrics:
+    """Of the listeners of one process that speak TLS."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.handshakes = Counter(
+            "pdcluster_tls_handshakes_total",
+            "TLS handshakes, by listener and outcome: done, failed, late, or displaced by newer ones; of gRPC begun "
+            "alone.",
+            ("listener", "outcome"),
+            registry=registry,
+        )
+        for outcome in ("done", "failed", "late", "displaced"):
+            self.handshakes.labels("http", outcome)
+        self.not_after = Gauge(
+            "pdcluster_tls_not_after_timestamp_seconds",
+            "When the certificate that listeners show ends, in Unix seconds.",
+            registry=registry,
+        )
+
+
 class WorkerMetrics:
     """Of one router process among several on one port."""
 

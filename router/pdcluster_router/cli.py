@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from pdcluster.settings import flags
-from pdcluster.settings.config import LoadedSection, RouterConfig
+from pdcluster.settings.config import QUIET_GRPC, LoadedSection, RouterConfig, set_library_environment
 from pdcluster.telemetry import log
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -13,6 +13,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 def _run(loaded: LoadedSection[RouterConfig]) -> int:
     log.configure(loaded.config.log, process=loaded.config.name or "router")
+    set_library_environment(QUIET_GRPC)
     if loaded.config.worker is None:
         flags.log_warnings(loaded)
     if loaded.config.workers > 1 and loaded.config.worker is None:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from pdcluster.core.errors import ConfigError, PdclusterError
 from pdcluster.core.messages import Role
 from pdcluster.settings import flags
-from pdcluster.settings.config import set_environment
+from pdcluster.settings.config import QUIET_GRPC, set_environment, set_library_environment, whole_pair
 from pdcluster.settings.kinds import address as parse_address
 from pdcluster.settings.kinds import duration
 from pdcluster.settings.settings_table import SectionName, SettingPairs, SettingsFile, show_settings
 from pdcluster.settings.surfaces import surface_names
+from pdcluster.settings.tls_trust import TlsTrust
 from pdcluster_router.operate.printing import PrintFormat
 from pdcluster_router.replay.options import NodeOptions, Printing, Routing, Scaling, Traffic
 
@@ -53,10 +55,16 @@ for name, part in (
 def pdctl(
     admin: Annotated[str | None, typer.Option("--admin", metavar="HOST:PORT[,…]", help=ANYWHERE)] = None,
     token_file: Annotated[Path | None, typer.Option("--token-file", metavar="FILE", help=ANYWHERE)] = None,
+    ca: Annotated[Path | None, typer.Option("--ca", metavar="FILE", help=ANYWHERE)] = None,
+    tls_name: Annotated[str | None, typer.Option("--tls-name", metavar="NAME", help=ANYWHERE)] = None,
     output: Annotated[str | None, typer.Option("-o", "--output", metavar="FORMAT", help=ANYWHERE)] = None,
 ) -> None:
     # The subcommand reads its own options after this, and takes what it was not given from the environment.
-    given = {"PDCTL_ADMIN": admin, "PDCTL_TOKEN_FILE": token_file, "PDCTL_OUTPUT": output}
+    given = {
+        "PDCTL_ADMIN": admin, "PDCTL_TOKEN_FILE": token_file, "PDCTL_CA": ca, "PDCTL_TLS_NAME": tls_name,
+        "PDCTL_OUTPUT": output,
+    }  # fmt: skip
+    set_library_environment(QUIET_GRPC)
     set_environment({name: str(value) for name, value in given.items() if value is not None})
 
 
@@ -66,10 +74,10 @@ def pdctl(
 def _names(ctx: typer.Context, incomplete: str, what: str) -> list[str]:
     """Names from the cluster, for a shell that completes. Nothing when no router answers in time."""
     from pdcluster_router.operate import reading
-    from pdcluster_router.operate.clients import AdminClients
 
+    given: dict[str, Any] = {field.name: ctx.params.get(field.name) for field in fields(AdminReach)}
     try:
-        clients = AdminClients(str(ctx.params.get("admin") or ADMIN), ctx.params.get("token_file"), lambda line: None)
+        clients = AdminReach(**{**given, "admin": given["admin"] or ADMIN}).open(lambda line: None)
         names = reading.names(clients, what, COMPLETION_S)
     except PdclusterError:
         return []
@@ -133,6 +141,10 @@ TokenFile = Annotated[
     Path | None,
     typer.Option("--token-file", envvar="PDCTL_TOKEN_FILE", metavar="FILE", help="File with the admin token."),
 ]
+CA_HELP = "Certificates that the routers' are signed by, in PEM: pdctl speaks TLS."
+Ca = Annotated[Path | None, typer.Option("--ca", envvar="PDCTL_CA", metavar="FILE", help=CA_HELP)]
+TLS_NAME_HELP = "What those are valid for, where it is not the host that is dialled."
+TlsName = Annotated[str | None, typer.Option("--tls-name", envvar="PDCTL_TLS_NAME", metavar="NAME", help=TLS_NAME_HELP)]
 Output = Annotated[
     PrintFormat, typer.Option("-o", "--output", envvar="PDCTL_OUTPUT", help="How the answer is printed.")
 ]
@@ -149,6 +161,34 @@ RequestName = Annotated[str, typer.Argument(metavar="ID", autocompletion=_reques
 ListedNames = Annotated[
     list[str] | None, typer.Argument(metavar="[NAME…]", autocompletion=_listed_names, help="Only these.")
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class AdminReach:
+    """Which routers a command asks, and how."""
+
+    admin: Admin = ADMIN
+    token_file: TokenFile = None
+    ca: Ca = None
+    tls_name: TlsName = None
+
+    @property
+    def trust(self) -> TlsTrust | None:
+        return None if self.ca is None else TlsTrust(self.ca, self.tls_name)
+
+    def open(self, warn: Callable[[str], None]) -> AdminClients:
+        """Raises PdclusterError."""
+        from pdcluster_router.operate.clients import AdminClients
+
+        return AdminClients(self.admin, self.token_file, warn, self.trust)
+
+
+LOCAL = AdminReach()
+
+
+def reaching(run: Callable[..., None]) -> Callable[..., None]:
+    """A command with the flags of AdminReach in place of its parameter `reach`."""
+    return flags.with_group(run, "reach", AdminReach)
 
 
 def _address(given: str) -> str:
@@ -185,13 +225,12 @@ def _reported() -> Iterator[None]:
 
 
 @contextmanager
-def _clients(admin: str, token_file: Path | None, *, needs_all: bool = True) -> Iterator[AdminClients]:
+def _clients(reach: AdminReach, *, needs_all: bool = True) -> Iterator[AdminClients]:
     """Open clients, and report errors. needs_all: that a router did not answer is one, once all is printed."""
-    from pdcluster_router.operate.clients import AdminClients
     from pdcluster_router.operate.commands import warn
 
     with _reported():
-        clients = AdminClients(admin, token_file, warn)
+        clients = reach.open(warn)
         try:
             yield clients
             if needs_all:
@@ -206,8 +245,7 @@ def _clients(admin: str, token_file: Path | None, *, needs_all: bool = True) -> 
 def _getter(what: str, help_text: str) -> None:
     def run(
         names: ListedNames = None,
-        admin: Admin = ADMIN,
-        token_file: TokenFile = None,
+        reach: AdminReach = LOCAL,
         output: Output = PrintFormat.TABLE,
         selector: Labels = None,
         watch: Watch = False,
@@ -215,14 +253,14 @@ def _getter(what: str, help_text: str) -> None:
     ) -> None:
         from pdcluster_router.operate import commands
 
-        with _clients(admin, token_file) as clients:
+        with _clients(reach) as clients:
             labels = _labels(selector or [])
             commands.repeat(
                 lambda: commands.get(clients, what, output, names or [], labels), interval, is_watching=watch
             )
 
-    get_app.command(what, help=help_text)(run)
-    get_app.command(what.removesuffix("s"), hidden=True)(run)
+    get_app.command(what, help=help_text)(reaching(run))
+    get_app.command(what.removesuffix("s"), hidden=True)(reaching(run))
 
 
 _getter("nodes", "Nodes with their role, state and load.")
@@ -231,43 +269,42 @@ _getter("models", "Models and the nodes that serve them.")
 
 
 @get_app.command("policy")
-def get_policy(admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = PrintFormat.TABLE) -> None:
+@reaching
+def get_policy(reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE) -> None:
     """The routing policy of each router, and its shadow."""
     from pdcluster_router.operate import commands
 
-    with _clients(admin, token_file) as clients:
+    with _clients(reach) as clients:
         commands.get_policy(clients, output)
 
 
 @describe_app.command("nodes", hidden=True)
 @describe_app.command("node")
-def describe_node(
-    nodes: NodeNames, admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = PrintFormat.TABLE
-) -> None:
+@reaching
+def describe_node(nodes: NodeNames, reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE) -> None:
     """Nodes with their load, transfer paths, requests and last events."""
     from pdcluster_router.operate import commands
 
-    with _clients(admin, token_file) as clients:
+    with _clients(reach) as clients:
         for node in nodes:
             commands.describe(clients, node, output)
 
 
 @describe_app.command("requests", hidden=True)
 @describe_app.command("request")
-def describe_request(
-    request: RequestName, admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = PrintFormat.TABLE
-) -> None:
+@reaching
+def describe_request(request: RequestName, reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE) -> None:
     """Where an open request is, and why it went there."""
     from pdcluster_router.operate import commands
 
-    with _clients(admin, token_file) as clients:
+    with _clients(reach) as clients:
         commands.describe_request(clients, request, output)
 
 
 @app.command()
+@reaching
 def top(
-    admin: Admin = ADMIN,
-    token_file: TokenFile = None,
+    reach: AdminReach = LOCAL,
     output: Output = PrintFormat.TABLE,
     interval: Interval = 2.0,
     once: Annotated[bool, typer.Option("--once", help="One look, since the routers' start.")] = False,
@@ -275,59 +312,58 @@ def top(
     """Pools, nodes, tokens a second and latencies, live. A node much slower than its pool is marked."""
     from pdcluster_router.operate import commands
 
-    with _clients(admin, token_file) as clients:
+    with _clients(reach) as clients:
         commands.show_top(clients, interval, output, is_once=once)
 
 
 @app.command()
-def status(admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = PrintFormat.TABLE) -> None:
+@reaching
+def status(reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE) -> None:
     """Whether the cluster serves, and what is wrong."""
     from pdcluster_router.operate import commands
 
-    with _clients(admin, token_file) as clients:
+    with _clients(reach) as clients:
         commands.status(clients, output)
 
 
 @app.command()
-def explain(
-    request: RequestName, admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = PrintFormat.TABLE
-) -> None:
+@reaching
+def explain(request: RequestName, reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE) -> None:
     """Why a request went where it went."""
     from pdcluster_router.operate import commands
 
-    with _clients(admin, token_file) as clients:
+    with _clients(reach) as clients:
         commands.explain(clients, request, output)
 
 
 @app.command()
-def trace(
-    request: RequestName, admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = PrintFormat.TABLE
-) -> None:
+@reaching
+def trace(request: RequestName, reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE) -> None:
     """The timeline of a request that ended: queue, prefill, KV transfer, decode."""
     from pdcluster_router.operate import commands
 
-    with _clients(admin, token_file) as clients:
+    with _clients(reach) as clients:
         commands.trace(clients, request, output)
 
 
 @app.command()
+@reaching
 def cache(
-    admin: Admin = ADMIN,
-    token_file: TokenFile = None,
+    reach: AdminReach = LOCAL,
     output: Output = PrintFormat.TABLE,
     digests: Annotated[bool, typer.Option("--digests", help="Also a digest of each node's blocks.")] = False,
 ) -> None:
     """What routers know of the nodes' prefix caches."""
     from pdcluster_router.operate import commands
 
-    with _clients(admin, token_file) as clients:
+    with _clients(reach) as clients:
         commands.cache(clients, output, digests=digests)
 
 
 @app.command()
+@reaching
 def events(
-    admin: Admin = ADMIN,
-    token_file: TokenFile = None,
+    reach: AdminReach = LOCAL,
     output: Output = PrintFormat.TABLE,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Also what happens from now on.")] = False,
     since: Annotated[int, typer.Option("--since", min=0, help="Only those after this number.")] = 0,
@@ -335,53 +371,54 @@ def events(
     """What happened: nodes that came and went, drains, roles, policies."""
     from pdcluster_router.operate import commands
 
-    with _clients(admin, token_file) as clients:
+    with _clients(reach) as clients:
         commands.events(clients, since, output, follow=follow)
 
 
 @app.command()
+@reaching
 def wait(
-    admin: Admin = ADMIN,
-    token_file: TokenFile = None,
+    reach: AdminReach = LOCAL,
     timeout: Timeout = 60.0,
     nodes: Annotated[int, typer.Option("--nodes", min=0, help="Also so many ready nodes.")] = 0,
 ) -> None:
     """Wait until every router would serve a request at once. Exit code 3 when that takes longer than --timeout."""
     from pdcluster_router.operate import commands
-    from pdcluster_router.operate.clients import AdminClients
 
     with _reported():
-        commands.wait(lambda: AdminClients(admin, token_file, lambda line: None), nodes, timeout)
+        commands.wait(lambda: reach.open(lambda line: None), nodes, timeout)
 
 
 # ---------------------------------------------------------------- changing
 
 
 @app.command()
-def cordon(nodes: NodeNames, admin: Admin = ADMIN, token_file: TokenFile = None) -> None:
+@reaching
+def cordon(nodes: NodeNames, reach: AdminReach = LOCAL) -> None:
     """Let nodes take no new work. What runs goes on."""
     from pdcluster_router.operate import changing
 
-    with _clients(admin, token_file, needs_all=False) as clients:
+    with _clients(reach, needs_all=False) as clients:
         for node in nodes:
             print(changing.cordon(clients, node, cordoned=True))
 
 
 @app.command()
-def uncordon(nodes: NodeNames, admin: Admin = ADMIN, token_file: TokenFile = None) -> None:
+@reaching
+def uncordon(nodes: NodeNames, reach: AdminReach = LOCAL) -> None:
     """Let nodes take work again."""
     from pdcluster_router.operate import changing
 
-    with _clients(admin, token_file, needs_all=False) as clients:
+    with _clients(reach, needs_all=False) as clients:
         for node in nodes:
             print(changing.cordon(clients, node, cordoned=False))
 
 
 @app.command()
+@reaching
 def drain(
     nodes: NodeNames,
-    admin: Admin = ADMIN,
-    token_file: TokenFile = None,
+    reach: AdminReach = LOCAL,
     output: Output = PrintFormat.TABLE,
     timeout: Timeout = 600.0,
 ) -> None:
@@ -391,21 +428,21 @@ def drain(
     """
     from pdcluster_router.operate import commands
 
-    with _clients(admin, token_file, needs_all=False) as clients:
+    with _clients(reach, needs_all=False) as clients:
         commands.drain(clients, nodes, timeout, output)
 
 
 @app.command("set-role")
+@reaching
 def set_role(
     node: NodeName,
     role: Annotated[str, typer.Argument(metavar="prefill|decode|mixed", autocompletion=_roles)],
-    admin: Admin = ADMIN,
-    token_file: TokenFile = None,
+    reach: AdminReach = LOCAL,
 ) -> None:
     """Change what a node is scheduled for. What runs goes on."""
     from pdcluster_router.operate import changing
 
-    with _clients(admin, token_file, needs_all=False) as clients:
+    with _clients(reach, needs_all=False) as clients:
         if role not in ROLES:
             raise ConfigError(f"{role!r} is no role; use {', '.join(ROLES)}")
         print(changing.set_role(clients, node, cast(Role, role)))
@@ -416,61 +453,62 @@ AdapterName = Annotated[str, typer.Argument(metavar="NAME", help="What requests 
 
 
 @adapter_app.command("load")
+@reaching
 def load_adapter(
     name: AdapterName,
     path: Annotated[str, typer.Argument(metavar="PATH", help="Its directory on the nodes' machines, absolute.")],
     node: Annotated[list[str] | None, ADAPTER_NODES] = None,
-    admin: Admin = ADMIN,
-    token_file: TokenFile = None,
+    reach: AdminReach = LOCAL,
 ) -> None:
     """Have all nodes load a LoRA adapter. Requests use its name as a model's."""
     from pdcluster_router.operate import changing
 
-    with _clients(admin, token_file, needs_all=False) as clients:
+    with _clients(reach, needs_all=False) as clients:
         print(changing.load_adapter(clients, name, path, node or []))
 
 
 @adapter_app.command("unload")
+@reaching
 def unload_adapter(
     name: AdapterName,
     node: Annotated[list[str] | None, ADAPTER_NODES] = None,
-    admin: Admin = ADMIN,
-    token_file: TokenFile = None,
+    reach: AdminReach = LOCAL,
 ) -> None:
     """Have all nodes forget an adapter. What runs with it goes on."""
     from pdcluster_router.operate import changing
 
-    with _clients(admin, token_file, needs_all=False) as clients:
+    with _clients(reach, needs_all=False) as clients:
         print(changing.unload_adapter(clients, name, node or []))
 
 
 @adapter_app.command("list")
-def list_adapters(admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = PrintFormat.TABLE) -> None:
+@reaching
+def list_adapters(reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE) -> None:
     """Adapters and the nodes that have them."""
     from pdcluster_router.operate import commands
 
-    with _clients(admin, token_file) as clients:
+    with _clients(reach) as clients:
         commands.list_adapters(clients, output)
 
 
 @app.command()
+@reaching
 def cancel(
     request: RequestName,
-    admin: Admin = ADMIN,
-    token_file: TokenFile = None,
+    reach: AdminReach = LOCAL,
     reason: Annotated[str, typer.Option("--reason", help="Told to the client.")] = "",
 ) -> None:
     """End a request on all nodes. Its client gets an error."""
     from pdcluster_router.operate import changing
 
-    with _clients(admin, token_file) as clients:
+    with _clients(reach) as clients:
         print(changing.cancel(clients, request, reason))
 
 
 @set_app.command("policy")
+@reaching
 def set_policy(
-    admin: Admin = ADMIN,
-    token_file: TokenFile = None,
+    reach: AdminReach = LOCAL,
     live: Annotated[
         str | None,
         typer.Option("--live", metavar="POLICY", autocompletion=_policy_names, help="Chooses from now on."),
@@ -484,16 +522,17 @@ def set_policy(
     """Set the policy or its shadow at every router, such as --live kv-cost:weight=2."""
     from pdcluster_router.operate import changing
 
-    with _clients(admin, token_file) as clients:
+    with _clients(reach) as clients:
         print(changing.set_policy(clients, live, shadow, dry_run=dry_run))
 
 
 @diff_app.command("policy")
-def diff_policy(admin: Admin = ADMIN, token_file: TokenFile = None, output: Output = PrintFormat.TABLE) -> None:
+@reaching
+def diff_policy(reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE) -> None:
     """How often the shadow policy agreed with the live one."""
     from pdcluster_router.operate import commands
 
-    with _clients(admin, token_file) as clients:
+    with _clients(reach) as clients:
         commands.diff_policy(clients, output)
 
 
@@ -517,17 +556,21 @@ def check(file: SettingsFile = None, pairs: SettingPairs = None, section: Sectio
 
 
 @app.command()
+@reaching
 def console(
     listen: Annotated[
         str,
         typer.Option("--listen", metavar="HOST:PORT", help="Where the page is. Beyond loopback it wants the token."),
     ] = "127.0.0.1:8001",
-    admin: Admin = ADMIN,
-    token_file: TokenFile = None,
+    reach: AdminReach = LOCAL,
     api: Annotated[str, typer.Option("--api", metavar="HOST:PORT", help="A router's HTTP API, for chats.")] = API,
     hosts: Annotated[
         list[str] | None, typer.Option("--host", metavar="NAME", help="A name by which browsers reach it.")
     ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option("--tls-cert", metavar="FILE", help="PEM file with the page's certificate.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Its private key.")] = None,
     listen_fd: Annotated[int | None, typer.Option("--listen-fd", hidden=True)] = None,
     insecure: Annotated[
         str | None, typer.Option("--insecure", metavar="console", help="Let everybody read beyond loopback.")
@@ -537,8 +580,10 @@ def console(
     from pdcluster_router.console.serve import ConsoleOptions, run
 
     with _reported():
+        tls = whole_pair("console", tls_cert, tls_key)
         names = tuple(hosts or ())
-        run(ConsoleOptions(_address(listen), admin, token_file, _address(api), names, listen_fd, _surfaces(insecure)))
+        places = _address(listen), reach.admin, reach.token_file, _address(api), names, listen_fd
+        run(ConsoleOptions(*places, _surfaces(insecure), reach.trust, tls))
 
 
 @app.command()

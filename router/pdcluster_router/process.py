@@ -29,7 +29,14 @@ from pdcluster.processes.tasks import beside, running
 from pdcluster.settings.changed_files import ChangedFiles
 from pdcluster.settings.config import RouterConfig, cache_directory
 from pdcluster.telemetry.health import Verdict, health_port
-from pdcluster.telemetry.metrics import ExplainMetrics, FileMetrics, HoldMetrics, RouterMetrics, WorkerMetrics
+from pdcluster.telemetry.metrics import (
+    ExplainMetrics,
+    FileMetrics,
+    HoldMetrics,
+    RouterMetrics,
+    TlsMetrics,
+    WorkerMetrics,
+)
 from pdcluster.telemetry.tracing import open_tracer
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.sockets import WireSettings
@@ -51,6 +58,7 @@ from pdcluster_router.frontend.grammar_pool import shared_pool
 from pdcluster_router.frontend.health import RouterHealth, readiness_of
 from pdcluster_router.frontend.places import Places
 from pdcluster_router.frontend.server import http_settings, listening, router_metrics
+from pdcluster_router.http.tls import ServerTls, server_tls
 from pdcluster_router.policy.predicted import compiled
 from pdcluster_router.policy.pull import PullRule
 from pdcluster_router.policy.registry import make_policy
@@ -108,18 +116,18 @@ async def _serve(config: RouterConfig) -> int:
         front = parts.front if worker is None else await _join(worker, me, parts, tasks, health)
         address, grpc_address = await stack.enter_async_context(_open(front, config, health))
         scaler_address = await _serve_scaler(parts.pools, config, stack)
-        admin_address = await _serve_admin(parts.admin, me.node, health, config, stack)
-        console_address = await stack.enter_async_context(console(config, admin_address, address))
+        admin_address = await _serve_admin(parts, me.node, health, config, stack)
+        console_address = await stack.enter_async_context(console(config, admin_address, address, parts.front.tls))
         if config.auto_roles:
             await tasks.run(keep_roles(parts.admin, RoleController(RoleSettings())))
         collect_seldom()
         announce(
             config.ready_fd, address, name=me.node, grpc=grpc_address, admin=admin_address, health=health_address,
-            console=console_address, scaler=scaler_address,
+            console=console_address, scaler=scaler_address, tls=parts.front.tls is not None,
         )  # fmt: skip
-        logger.info(
-            "router %s serves http://%s%s", me.node, address, f" and grpc://{grpc_address}" if grpc_address else ""
-        )
+        scheme = "http" if parts.front.tls is None else "https"
+        also = f" and grpc://{grpc_address}" if grpc_address else ""
+        logger.info("router %s serves %s://%s%s", me.node, scheme, address, also)
         await stop.wait()
         health.is_draining = True
         has_failed = tasks.has_failed
@@ -167,7 +175,8 @@ def assemble(config: RouterConfig, me: Peer, worker: WorkerIdentity | None, stac
     metrics.registry.register(pools)
     places = Places(config.max_requests, tenants, hold_metrics)
     files = FileChanges(FileMetrics(metrics.registry), events)
-    front = FrontDoors(dispatch, metrics, places, tracing=_tracing(config, me, stack), files=files)
+    tls = None if config.tls_files is None else server_tls(config.tls_files, TlsMetrics(metrics.registry))
+    front = FrontDoors(dispatch, metrics, places, tracing=_tracing(config, me, stack), files=files, tls=tls)
     return RouterComponents(cluster, models, admin, settings, front, demands, pools, credentials, tenants_file)
 
 
@@ -177,6 +186,9 @@ async def _follow_files(parts: RouterComponents, stack: AsyncExitStack) -> None:
     if tenants is not None:
         follow = partial(front.files.follow, "tenants", tenants, front.places.use)
         await stack.enter_async_context(running(follow, "changes of tenants"))
+    if front.tls is not None:
+        follow_tls = partial(front.files.follow, "tls", front.tls.files, front.tls.use)
+        await stack.enter_async_context(running(follow_tls, "changes of certificates"))
 
 
 def _tenants_file(config: RouterConfig, worker: WorkerIdentity | None) -> ChangedFiles[Tenants] | None:
@@ -257,13 +269,14 @@ async def _join(
 
 
 async def _serve_admin(
-    admin: Admin, name: str, health: RouterHealth, config: RouterConfig, stack: AsyncExitStack
+    parts: RouterComponents, name: str, health: RouterHealth, config: RouterConfig, stack: AsyncExitStack
 ) -> str | None:
     if config.admin is None:
         return None
     from pdcluster_router.admin import grpc  # brings grpc, as the gRPC front door does
 
-    return await stack.enter_async_context(grpc.listening(admin, config.admin, config.admin_token(), name, health))
+    token, tls = config.admin_token(), parts.front.tls
+    return await stack.enter_async_context(grpc.listening(parts.admin, config.admin, token, name, health, tls=tls))
 
 
 async def _serve_scaler(pools: PoolCollector, config: RouterConfig, stack: AsyncExitStack) -> str | None:
@@ -282,6 +295,7 @@ class FrontDoors:
     exposition: None: of this process.
     tracing: None: no request is traced.
     files: what became of changes of files that are read while it runs.
+    tls: None: connections are plain.
     """
 
     dispatch: Dispatch
@@ -291,6 +305,7 @@ class FrontDoors:
     exposition: Exposition | None = None
     tracing: Tracing | None = None
     files: FileChanges = field(default_factory=FileChanges)
+    tls: ServerTls | None = None
 
     def readiness(self, *, is_draining: bool) -> Verdict:
         return readiness_of(self.dispatch, is_draining=is_draining, warnings=self.files.warnings())
@@ -339,7 +354,7 @@ async def _open(front: FrontDoors, config: RouterConfig, health: RouterHealth) -
         shared_pool().start()
     try:
         address = await doors[0].enter_async_context(
-            listening(app, config.http, drain_s=config.drain_s, is_port_shared=is_shared)
+            listening(app, config.http, drain_s=config.drain_s, is_port_shared=is_shared, tls=front.tls)
         )
         grpc_address = None
         if config.grpc is not None:
@@ -354,7 +369,7 @@ async def _open(front: FrontDoors, config: RouterConfig, health: RouterHealth) -
             )
             servicer = grpc.Inference(dispatch, grpc_settings, metrics, places, front.tracing)
             grpc_address = await doors[1].enter_async_context(
-                grpc.listening(servicer, dispatch, config.grpc, grpc_settings, drain_s=config.drain_s)
+                grpc.listening(servicer, dispatch, config.grpc, grpc_settings, drain_s=config.drain_s, tls=front.tls)
             )
         yield address, grpc_address
     finally:

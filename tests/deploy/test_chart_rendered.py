@@ -60,6 +60,7 @@ OPTIONS: Mapping[str, str] = {
         autoscaling: {prometheus: "http://prometheus:9090", pollingSeconds: 30}""",
     "no budgets": "{router: {pdb: {enabled: false}}, poolDefaults: {pdb: {enabled: false}}}",
     "secrets": SECRETS,
+    "tls": "router: {tls: {existingSecret: tls}}",
     "no console": "console: {enabled: false}",
     "console": "{console: {hosts: [a.example, b.example]}, auth: {adminToken: {existingSecret: admin}}}",
     "tracing": "tracing: {otlp: 'http://collector:4317', samplePercent: 5}",

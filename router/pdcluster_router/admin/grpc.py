@@ -28,8 +28,9 @@ from pdcluster_router.admin.operations import (
 )
 from pdcluster_router.cluster.events import Event
 from pdcluster_router.explain.text import text_of
-from pdcluster_router.frontend.grpc import answering
+from pdcluster_router.frontend.grpc import CONNECTING, answering
 from pdcluster_router.frontend.health import RouterHealth
+from pdcluster_router.http.tls import ServerTls
 
 log = logging.getLogger(__name__)
 
@@ -285,12 +286,20 @@ def _same_kind(
 
 @asynccontextmanager
 async def listening(
-    operations: Operations, address: str, token: str | None, name: str = "router", router: RouterHealth | None = None
+    operations: Operations,
+    address: str,
+    token: str | None,
+    name: str = "router",
+    router: RouterHealth | None = None,
+    *,
+    tls: ServerTls | None = None,
 ) -> AsyncIterator[str]:
-    """Serve while the block runs; yields HOST:PORT. name, router: for GetStatus."""
+    """Serve while the block runs; yields HOST:PORT. name, router: for GetStatus. tls: None: calls are in clear text."""
     server = grpc.aio.server(
-        interceptors=(Guard(token),), options=(("grpc.so_reuseport", 0),), maximum_concurrent_rpcs=MAX_CALLS
+        interceptors=(Guard(token),),
+        options=(("grpc.so_reuseport", 0), *CONNECTING),
+        maximum_concurrent_rpcs=MAX_CALLS,
     )
     stubs.add_AdminServicer_to_server(AdminService(operations, name, router), server)
-    async with answering(server, SERVICE, address, flag="--admin") as bound:
+    async with answering(server, SERVICE, address, flag="--admin", tls=tls) as bound:
         yield bound

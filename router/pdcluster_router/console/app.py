@@ -14,6 +14,7 @@ import msgspec
 
 from pdcluster.core.errors import BadRequest, Overloaded, PdclusterError, Unavailable, UnknownName
 from pdcluster.processes.tasks import watched
+from pdcluster.settings.tls_trust import TlsTrust
 from pdcluster.telemetry import timeline
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.console.access import ConsoleAccess
@@ -83,14 +84,22 @@ class ConsoleApp:
     """Implements connection.Application. Runs in the console's event loop; Admin services are asked in threads.
 
     api: HOST:PORT of a router's HTTP API, for chats.
+    trust: None: that API is plain HTTP.
     """
 
     def __init__(
-        self, access: ConsoleAccess, open_clients: OpenClients, feed: ClusterFeed, api: str, metrics: RouterMetrics
+        self,
+        access: ConsoleAccess,
+        open_clients: OpenClients,
+        feed: ClusterFeed,
+        api: str,
+        metrics: RouterMetrics,
+        trust: TlsTrust | None = None,
     ) -> None:
         self.settings = HttpSettings(max_body_bytes=MAX_BODY_BYTES)
         self.metrics = metrics
         self._access, self._open_clients, self._feed, self._api = access, open_clients, feed, api
+        self._trust = trust
         self._tasks: set[asyncio.Task[None]] = set()
         # Live pages, drains and chats. Each of the latter two has a thread.
         self._streams: set[Exchange] = set()
@@ -267,7 +276,7 @@ class ConsoleApp:
         def emit(line: bytes) -> None:
             loop.call_soon_threadsafe(_pass_on, exchange, line)
 
-        relay = ChatRelay(self._api, emit, lambda: exchange.is_paused)
+        relay = ChatRelay(self._api, emit, lambda: exchange.is_paused, self._trust)
 
         exchange.on_gone = lambda error: relay.cancel()
         self._later(exchange, self._streamed(exchange, partial(relay.run, body, api_key)))

@@ -14,6 +14,8 @@ import msgspec
 
 from pdcluster.core.address import parse_address
 from pdcluster.core.errors import BadRequest, PdclusterError, Unavailable
+from pdcluster.processes.http_client import http_connection
+from pdcluster.settings.tls_trust import TlsTrust
 
 PATH = "/v1/chat/completions"
 # For the router to begin its answer, and between two of its lines.
@@ -38,11 +40,13 @@ class ChatRelay:
 
     emit: gets parts of the stream, each with whole lines.
     is_paused: whether the page does not read.
+    trust: None: the router's API is plain HTTP.
     """
 
     api: str
     emit: Callable[[bytes], None]
     is_paused: Callable[[], bool]
+    trust: TlsTrust | None = None
     is_cancelled: bool = False
     _socket: socket.socket | None = None
 
@@ -51,12 +55,13 @@ class ChatRelay:
         self.is_cancelled = True
         if self._socket is not None:
             with contextlib.suppress(OSError):  # it has ended
-                self._socket.shutdown(socket.SHUT_RDWR)
+                # Below TLS, where there is: its own shutdown would take the state that another thread reads by.
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def run(self, body: dict[str, Any], api_key: str | None) -> None:
         """Raises ChatRefused or Unavailable before the first part."""
         host, port = parse_address(self.api)
-        connection = http.client.HTTPConnection(host, port, timeout=SILENCE_S)
+        connection = http_connection(host, port, SILENCE_S, self.trust)
         headers = {"content-type": "application/json"}
         if api_key:
             headers["authorization"] = f"Bearer {api_key}"

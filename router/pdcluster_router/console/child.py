@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from pdcluster.core.address import format_address, is_wildcard, loopback_like, parse_address
 from pdcluster.settings.config import RouterConfig
 from pdcluster_router.frontend.server import bind
+from pdcluster_router.http.tls import ServerTls
 
 log = logging.getLogger(__name__)
 
@@ -26,16 +27,22 @@ END_S = 3.0
 
 
 @asynccontextmanager
-async def console(config: RouterConfig, admin: str | None, api: str) -> AsyncIterator[str | None]:
+async def console(
+    config: RouterConfig, admin: str | None, api: str, tls: ServerTls | None
+) -> AsyncIterator[str | None]:
     """Run the console while the block runs; yields its HOST:PORT, None without one. Raises ConfigError.
 
     admin, api: where the router listens.
+    tls: its certificate, which the console shows, too, and trusts when it dials the router.
     """
     if config.console is None or admin is None:
         yield None
         return
     with bind(config.console, flag="--console") as bound:
         argv = _argv(config, reached(admin), reached(api), bound.fileno())
+        if tls is not None and config.tls_files is not None:
+            cert, key = map(str, config.tls_files)
+            argv += ["--tls-cert", cert, "--tls-key", key, "--ca", cert, "--tls-name", tls.certificate.name]
         stop = threading.Event()
         keeper = threading.Thread(target=_keep, args=(argv, bound.fileno(), stop), name="console", daemon=True)
         keeper.start()

@@ -30,6 +30,7 @@ from pdcluster.rpc import inference as convert
 from pdcluster.rpc import inference_pb2 as pb
 from pdcluster.rpc import inference_pb2_grpc as stubs
 from pdcluster.rpc.status import retry_metadata, status_of
+from pdcluster.settings.tls_files import TlsCertificate
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.core.generation import Dispatcher
 from pdcluster_router.core.ids import ID_BYTES
@@ -49,6 +50,7 @@ from pdcluster_router.frontend.prepare import (
 )
 from pdcluster_router.frontend.response import record, route_report, usage_of
 from pdcluster_router.http.connection import PARTING_S
+from pdcluster_router.http.tls import HANDSHAKE_S, ServerTls
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +70,11 @@ SERVER_FAULTS = (
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DATA_LOSS,
+)
+# Of each server: how long a connection may take to begin, and how many there may be, such that do not begin included.
+CONNECTING = (
+    ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1e3)),
+    ("grpc.max_allowed_incoming_connections", 4096),
 )
 # How often health is checked.
 HEALTH_S = 0.2
@@ -297,10 +304,16 @@ def _client_id(context: grpc.aio.ServicerContext) -> str | None:
 
 @asynccontextmanager
 async def listening(
-    servicer: Inference, dispatcher: Dispatcher, address: str, settings: GrpcSettings, *, drain_s: float
+    servicer: Inference,
+    dispatcher: Dispatcher,
+    address: str,
+    settings: GrpcSettings,
+    *,
+    drain_s: float,
+    tls: ServerTls | None = None,
 ) -> AsyncIterator[str]:
     """Serve while the block runs; yields HOST:PORT. Leaving it takes no new calls, and open ones finish within
-    drain_s.
+    drain_s. tls: None: connections are plain.
     """
     server = grpc.aio.server(
         options=(
@@ -314,6 +327,7 @@ async def listening(
             ("grpc.max_connection_age_ms", round(settings.connection_age_s * 1e3)),
             ("grpc.max_connection_age_grace_ms", round((settings.deadline_s + settings.last_word_s) * 1e3)),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+            *CONNECTING,
         ),
         maximum_concurrent_rpcs=settings.max_calls,
     )
@@ -321,7 +335,7 @@ async def listening(
     states = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(states, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    bound = bind(server, address, flag="--grpc")
+    bound = bind(server, address, flag="--grpc", tls=tls)
     await server.start()
     try:
         async with running(partial(_keep_health, states, dispatcher), "grpc health"):
@@ -372,12 +386,14 @@ async def _keep_health(states: health.aio.HealthServicer, dispatcher: Dispatcher
 
 
 @asynccontextmanager
-async def answering(server: grpc.aio.Server, service: str, address: str, *, flag: str) -> AsyncIterator[str]:
+async def answering(
+    server: grpc.aio.Server, service: str, address: str, *, flag: str, tls: ServerTls | None = None
+) -> AsyncIterator[str]:
     """Serve small calls while the block runs, with health and reflection. Yields HOST:PORT."""
     states = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(states, server)
     reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    bound = bind(server, address, flag=flag)
+    bound = bind(server, address, flag=flag, tls=tls)
     await server.start()
     for name in ("", service):
         await states.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -388,12 +404,32 @@ async def answering(server: grpc.aio.Server, service: str, address: str, *, flag
         await server.stop(STOP_GRACE_S)
 
 
-def bind(server: grpc.aio.Server, address: str, *, flag: str) -> str:
+def bind(server: grpc.aio.Server, address: str, *, flag: str, tls: ServerTls | None = None) -> str:
     """Bind an address. Raises ConfigError that names its flag."""
     try:
-        port = server.add_insecure_port(address)
+        if tls is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, _credentials(tls, flag.removeprefix("--")))
     except RuntimeError as error:
         raise ConfigError(
             f"cannot listen on {address} for gRPC: {error}; choose another address with {flag}"
         ) from error
     return format_address(parse_address(address)[0], port)
+
+
+def _credentials(tls: ServerTls, listener: str) -> grpc.ServerCredentials:
+    """The library asks for a newer certificate at each handshake, in threads of its own. TLS 1.2 is its least."""
+    shown = tls.certificate
+
+    def newer() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal shown
+        tls.count(listener, "begun")
+        before, shown = shown, tls.certificate
+        return None if shown is before else _configuration(shown)
+
+    return grpc.dynamic_ssl_server_credentials(_configuration(shown), newer)
+
+
+def _configuration(certificate: TlsCertificate) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(certificate.key, certificate.chain)])

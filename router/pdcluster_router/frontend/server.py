@@ -24,6 +24,7 @@ from pdcluster_router.frontend.app import HttpSettings
 from pdcluster_router.http.acceptor import AcceptLimits, Acceptor, limits_of_process
 from pdcluster_router.http.connection import PARTING_S, Application, Connection, ConnectionLimits, Connections
 from pdcluster_router.http.hosts import HostRule
+from pdcluster_router.http.tls import ServerTls
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +75,13 @@ async def listening(
     is_port_shared: bool = False,
     accept_limits: AcceptLimits | None = None,
     bound: socket.socket | None = None,
+    tls: ServerTls | None = None,
 ) -> AsyncIterator[str]:
     """Serve while the block runs; yields HOST:PORT, with the real port for 0.
 
     Leaving it takes no new connections, lets open requests finish within drain_s, then cancels them and tells their
     clients. is_port_shared: other workers listen there, too. accept_limits: None: by the limit of open files. bound: a
-    socket that listens already.
+    socket that listens already. tls: None: connections are plain.
     """
     bound = bound or bind(address, is_port_shared=is_port_shared)
     own = app.settings
@@ -90,6 +92,7 @@ async def listening(
         lambda: Connection(app, limits, connections),
         limits_of_process() if accept_limits is None else accept_limits,
         app.metrics.connections_refused.inc,
+        tls,
     )
     async with running(partial(sweep, connections), "http deadlines", SWEEP_S):
         try:

@@ -6,6 +6,7 @@ open are kept for them. The system gives the lowest free number, so a client's o
 1. A client whose number is one of those kept gets 503. It may read that for LINGER_S. Where many such clients come, the
    one that was answered first is closed first.
 2. Where no number at all is left, a spare one is given up for an answer, and taken again.
+3. With TLS an alert is the answer: another would need a handshake, and the descriptor for that long.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import NamedTuple
 from pdcluster.api.openai.replies import error_body
 from pdcluster.core.errors import ConfigError, Unavailable
 from pdcluster.processes.tasks import watched
+from pdcluster_router.http.tls import ALERT, Handshakes, ServerTls
 
 logger = logging.getLogger(__name__)
 
@@ -70,16 +72,19 @@ class Acceptor:
         make: Callable[[], Protocol],
         limits: AcceptLimits,
         on_refused: Callable[[], None],
+        tls: ServerTls | None = None,
     ) -> None:
         """bound: listens; `close` closes it.
         make: the protocol of a connection.
         on_refused: called for each client that is refused.
+        tls: None: connections are plain.
 
         Raises ConfigError where no client would get in.
         """
         self._bound, self._make, self._limits, self._on_refused = bound, make, limits, on_refused
         self._loop = asyncio.get_running_loop()
-        self._answer = _answer()
+        self._handshakes = None if tls is None else Handshakes(tls, make)
+        self._answer = _answer() if tls is None else ALERT
         # Refused clients that may still read, the first one first.
         self._refused: dict[socket.socket, TimerHandle] = {}
         self._starting: set[Task[None]] = set()
@@ -108,6 +113,8 @@ class Acceptor:
         self._give_up_spare()
         if self._starting:
             await asyncio.wait(self._starting)
+        if self._handshakes is not None:
+            await self._handshakes.close()
 
     def _accept_some(self) -> None:
         for _ in range(MOST_ACCEPTED):
@@ -130,10 +137,14 @@ class Acceptor:
                 self._refuse(client)
 
     def _start(self, client: socket.socket) -> None:
+        self._is_noted = False
+        if self._handshakes is not None:
+            self._handshakes.start(client)
+            return
+
         async def connect() -> None:
             await self._loop.connect_accepted_socket(self._make, client)
 
-        self._is_noted = False
         task = watched(connect(), "http connection", lambda _: client.close())
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)

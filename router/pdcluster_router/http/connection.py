@@ -10,7 +10,9 @@
    next one.
 5. A client that asks for another protocol does not get it (Java's does, on every connection). Its head is parsed again
    without that wish, because the parser would take what follows for the other protocol.
-6. When the server drains, a connection ends with its answer, or soon. A request that outlasts the drain is told so.
+6. A connection that was closed stays until its client has all that was sent, at most `stall_s`. Over TLS both say
+   goodbye; a client that has all and does not answer that has GOODBYE_S.
+7. When the server drains, a connection ends with its answer, or soon. A request that outlasts the drain is told so.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from asyncio import BaseTransport, Event, Protocol, Transport
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from fcntl import ioctl
 from functools import lru_cache
+from struct import Struct
+from termios import TIOCOUTQ
 from time import monotonic
 from typing import Protocol as Seam
 from typing import cast
@@ -39,8 +44,12 @@ MAX_AHEAD_BYTES = 64 * 1024
 # Targets up to this length have their paths cached.
 USUAL_URL_BYTES = 64
 FRAMING = (b"content-length", b"transfer-encoding", b"connection")
+# What the kernel says of bytes that a socket has not got rid of.
+QUEUED = Struct("i")
 # More posted bytes are sent at once, so that the transport notices a client that does not read.
 MOST_POSTED_BYTES = 16 * 1024
+# For a client that has all to answer the goodbye of TLS. Clients with pools of connections do not look for it.
+GOODBYE_S = 1.0
 # How long a server that stops waits for requests that were sent before their clients could know.
 PARTING_S = 0.25
 
@@ -134,6 +143,8 @@ class Connection(Protocol):
         # The head asked for another protocol. It is read to its end, and then parsed again.
         self._is_wish = False
         self._ends_soon = self._read_paused = False
+        # When it ends though its client has not all that was sent before it was closed.
+        self._closes_by = math.inf
         self._is_reading = True
         self._is_settling = False
         self.write_coalescer = open_ones.write_coalescer
@@ -390,18 +401,35 @@ class Connection(Protocol):
     def close(self) -> None:
         """Close behind what was sent, as far as the client reads it in time."""
         self._flush()
-        self.deadline = monotonic() + self._limits.stall_s
+        now = monotonic()
+        self.deadline, self._closes_by = now + GOODBYE_S, min(self._closes_by, now + self._limits.stall_s)
         if self._transport is not None:
             self._transport.close()
+
+    @property
+    def _has_unsent(self) -> bool:
+        """Whether the client's machine lacks something that was sent."""
+        bound = None if self._transport is None else self._transport.get_extra_info("socket")
+        if bound is None:
+            return False
+        try:
+            (unsent,) = QUEUED.unpack(ioctl(bound.fileno(), TIOCOUTQ, bytes(QUEUED.size)))
+        except OSError:  # it is closed
+            return False
+        return bool(unsent)
 
     # ------------------------------------------------------------ what the server asks
 
     def expire(self) -> None:
         """Its deadline passed."""
-        self.deadline = monotonic() + self._limits.stall_s
+        now = monotonic()
+        self.deadline = now + self._limits.stall_s
         current = self._current
         if self._is_closing:
-            self.abort()  # the client does not even read the end
+            if now < self._closes_by and self._has_unsent:
+                self.deadline = now + GOODBYE_S
+            else:
+                self.abort()  # the client does not even read the end, or has all
         elif current is None or current.finished:
             self.close()
         elif self.is_paused:

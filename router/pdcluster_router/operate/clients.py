@@ -19,6 +19,7 @@ from pdcluster.core.address import format_address, parse_address
 from pdcluster.core.errors import ConfigError, PdclusterError
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import admin_pb2_grpc as stubs
+from pdcluster.settings.tls_trust import TlsTrust, read_roots
 
 # Every router is asked side by side, and all have this long. A node must answer some changes, too.
 CALL_S = 8.0
@@ -106,12 +107,16 @@ class AdminClients:
     Every call asks all routers side by side. `silent` has each one that did not answer its last call, with the error.
     """
 
-    def __init__(self, addresses: str, token_file: Path | None, warn: Callable[[str], None]) -> None:
-        """addresses: HOST:PORT[,HOST:PORT…]. warn: is told once of each router that does not answer."""
+    def __init__(
+        self, addresses: str, token_file: Path | None, warn: Callable[[str], None], trust: TlsTrust | None = None
+    ) -> None:
+        """addresses: HOST:PORT[,HOST:PORT…]. warn: is told once of each router that does not answer. trust: None: in
+        clear text.
+        """
         token = token_of(token_file)
         self._warn = warn
         self.silent: dict[str, PdclusterError] = {}
-        self.routers = [_open(address, token) for address in resolved(addresses)]
+        self.routers = [_open(address, host, token, trust) for address, host in _resolved(addresses).items()]
 
     def close(self) -> None:
         for router in self.routers:
@@ -223,10 +228,24 @@ def problem(address: str, error: grpc.RpcError) -> str:
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return f"{address} does not take the admin token; pass the right one with --token-file FILE or PDCTL_TOKEN_FILE"
     if code is grpc.StatusCode.UNAVAILABLE:
-        return f"no router answers at {address}; pass its router.admin address with --admin or PDCTL_ADMIN"
+        return _unavailable(address, error.details() or "")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and error.details() == LATE:
         return f"{address} did not answer in time; see its log, or leave it out of --admin"
     return f"{address}: {error.details()}"
+
+
+def _unavailable(address: str, details: str) -> str:
+    """By what gRPC's library says: it has one code for all that keeps a connection from beginning."""
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        return f"{address} shows a certificate that --ca did not sign; pass the right --ca FILE or PDCTL_CA"
+    if "is not in peer certificate" in details:
+        return f"{address} shows a certificate of another name; dial it by that name, or pass --tls-name NAME"
+    if "WRONG_VERSION_NUMBER" in details:
+        return f"{address} speaks no TLS; leave --ca and PDCTL_CA out"
+    return (
+        f"no router answers at {address}; pass its router.admin address with --admin or PDCTL_ADMIN, and --ca FILE "
+        "where it speaks TLS"
+    )
 
 
 def refusal(told: RouterAnswer) -> PdclusterError:
@@ -240,7 +259,12 @@ def refusal(told: RouterAnswer) -> PdclusterError:
 
 def resolved(addresses: str) -> list[str]:
     """Every router's HOST:PORT. Raises ConfigError for a bad address, Unreachable for an unknown host."""
-    found: dict[str, None] = {}
+    return list(_resolved(addresses))
+
+
+def _resolved(addresses: str) -> dict[str, str]:
+    """As `resolved`, with the host that each address was found by."""
+    found: dict[str, str] = {}
     for address in filter(None, (each.strip() for each in addresses.split(","))):
         try:
             host, port = parse_address(address)
@@ -249,12 +273,12 @@ def resolved(addresses: str) -> list[str]:
             raise ConfigError(f"--admin {address!r} {error}") from None
         except OSError as error:
             raise Unreachable(f"the host of --admin {address} is not known: {error.strerror}; check its name") from None
-        found.update(dict.fromkeys(format_address(each, port) for each in _routers_of(host, known)))
+        found |= dict.fromkeys((format_address(each, port) for each in _routers_of(host, known)), host)
     if not found:
         raise ConfigError("--admin is empty; pass HOST:PORT[,HOST:PORT]")
     if len(found) > MAX_ROUTERS:
         raise ConfigError(f"--admin stands for {len(found)} routers; at most {MAX_ROUTERS} are asked")
-    return list(found)
+    return found
 
 
 def _routers_of(host: str, known: Sequence[tuple[Any, ...]]) -> list[str]:
@@ -278,8 +302,12 @@ def token_of(file: Path | None) -> str | None:
         raise ConfigError(f"--token-file {file} cannot be read: {error}; check the path and its mode") from error
 
 
-def _open(address: str, token: str | None) -> RouterAdmin:
-    channel = grpc.insecure_channel(address, options=OPTIONS)
+def _open(address: str, host: str, token: str | None, trust: TlsTrust | None) -> RouterAdmin:
+    if trust is None:
+        channel = grpc.insecure_channel(address, options=OPTIONS)
+    else:
+        named = (("grpc.ssl_target_name_override", trust.name or host),)
+        channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(read_roots(trust.ca)), (*OPTIONS, *named))
     guarded = channel if token is None else grpc.intercept_channel(channel, _Token(token))
     return RouterAdmin(address, stubs.AdminStub(guarded), channel)
 

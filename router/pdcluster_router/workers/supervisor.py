@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from pdcluster.core.errors import ConfigError
@@ -25,7 +26,9 @@ from pdcluster.settings.config import LoadedSection, RouterConfig, set_library_e
 from pdcluster.telemetry.health import health_port
 from pdcluster.telemetry.log import resolve_format, writer_of
 from pdcluster_router.console.child import console
+from pdcluster_router.frontend.file_changes import FileChanges
 from pdcluster_router.frontend.health import RouterHealth
+from pdcluster_router.http.tls import ServerTls, server_tls
 from pdcluster_router.workers import ports
 from pdcluster_router.workers.fleet import Fleet
 from pdcluster_router.workers.worker import WorkerIdentity
@@ -60,14 +63,17 @@ async def _serve(loaded: LoadedSection[RouterConfig]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     name = config.name or f"router-{secrets.token_hex(3)}"
-    fleet = Fleet(config.workers, time.monotonic)
+    fleet, tls = Fleet(config.workers, time.monotonic), server_tls(config.tls_files)
     supervisor = Supervisor(logger.warning, _forward, READY_S, RESTARTS, FIRST_DELAY_S)
     async with AsyncExitStack() as stack:
         http, grpc = await _hold_ports(config, stack)
         control = await stack.enter_async_context(_control(fleet))
         health = RouterHealth(fleet.readiness, fleet.exposition, tuple(config.warnings()))
-        admin = await _serve_admin(config, fleet, name, health, stack)
-        console_address = await stack.enter_async_context(console(config, admin, http))
+        if tls is not None:
+            follow = partial(FileChanges(events=fleet.log).follow, "tls", tls.files, tls.use)
+            await stack.enter_async_context(running(follow, "changes of certificates"))
+        admin = await _serve_admin(config, fleet, name, health, stack, tls)
+        console_address = await stack.enter_async_context(console(config, admin, http, tls))
         health_address = stack.enter_context(health_port(config.health, health.probes))
         await stack.enter_async_context(running(health.keep, "health"))
         specs = [
@@ -80,9 +86,10 @@ async def _serve(loaded: LoadedSection[RouterConfig]) -> int:
         if code is not None:
             announce(
                 config.ready_fd, http, name=name, grpc=grpc, admin=admin, workers=config.workers, health=health_address,
-                console=console_address,
+                console=console_address, tls=tls is not None,
             )  # fmt: skip
-            logger.info("router %s serves http://%s with %d workers", name, http, config.workers)
+            scheme = "http" if tls is None else "https"
+            logger.info("router %s serves %s://%s with %d workers", name, scheme, http, config.workers)
             if config.spare:
                 await supervisor.keep_spare((sys.executable, "-m", SPARE))
             code = await _until(stop, asyncio.ensure_future(_crashes(supervisor)))
@@ -144,7 +151,7 @@ async def _control(fleet: Fleet) -> AsyncIterator[Path]:
 
 
 async def _serve_admin(
-    config: RouterConfig, fleet: Fleet, name: str, health: RouterHealth, stack: AsyncExitStack
+    config: RouterConfig, fleet: Fleet, name: str, health: RouterHealth, stack: AsyncExitStack, tls: ServerTls | None
 ) -> str | None:
     if config.admin is None:
         return None
@@ -153,7 +160,8 @@ async def _serve_admin(
     )  # workers are forked right after, and nothing of gRPC is used in between
     from pdcluster_router.admin import grpc as admin_api  # brings grpc
 
-    return await stack.enter_async_context(admin_api.listening(fleet, config.admin, config.admin_token(), name, health))
+    token = config.admin_token()
+    return await stack.enter_async_context(admin_api.listening(fleet, config.admin, token, name, health, tls=tls))
 
 
 def worker_spec(

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -25,6 +26,7 @@ from pdcluster.checkpoint import bundled
 from pdcluster.node.reports.load_report import ModelFiles
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import admin_pb2_grpc as stubs
+from pdcluster.settings.tls_trust import TlsTrust, client_context, read_roots
 from pdcluster_router import spare
 from pdcluster_router.prefix_index.index import digest_of
 
@@ -76,8 +78,10 @@ class FakeNodes(threading.Thread):
 class RouterProcess:
     """`pdcluster-router` as a user starts it."""
 
-    def __init__(self, bootstrap: str, *arguments: str, open_files: int | None = None) -> None:
-        """open_files: its limit, None for this process's own."""
+    def __init__(
+        self, bootstrap: str, *arguments: str, open_files: int | None = None, trust: TlsTrust | None = None
+    ) -> None:
+        """open_files: its limit, None for this process's own. trust: None: it speaks no TLS."""
         read_end, write_end = os.pipe()
         own = [
             "--http",
@@ -101,8 +105,16 @@ class RouterProcess:
         if not line:
             raise AssertionError(f"the router ended with {self.process.wait()} before it was ready")
         facts = json.loads(line)
-        self.url, self.grpc = f"http://{facts['address']}", facts["grpc"]
-        self._channel = grpc.insecure_channel(facts["admin"])
+        self.facts: dict[str, Any] = facts
+        self.url, self.grpc = f"{'http' if trust is None else 'https'}://{facts['address']}", facts["grpc"]
+        self.trust = trust
+        if trust is None:
+            self._channel = grpc.insecure_channel(facts["admin"])
+        else:
+            named = (("grpc.ssl_target_name_override", trust.name),)
+            self._channel = grpc.secure_channel(
+                facts["admin"], grpc.ssl_channel_credentials(read_roots(trust.ca)), named
+            )
         self.admin = stubs.AdminStub(self._channel)
 
     def worker(self, number: int) -> psutil.Process:
@@ -126,8 +138,15 @@ class RouterProcess:
         until(look)
         return found[0]
 
+    def get(self, path: str) -> httpx.Response:
+        """What the API answers, over a connection of its own."""
+        verify = True if self.trust is None else client_context(self.trust.ca)
+        with httpx.Client(verify=verify, trust_env=False, timeout=60.0) as client:
+            extensions = {} if self.trust is None else {"sni_hostname": self.trust.name}
+            return client.get(f"{self.url}{path}", extensions=extensions)
+
     def metrics(self) -> dict[str, float]:
-        reply = httpx.get(f"{self.url}/metrics", trust_env=False, timeout=60.0)
+        reply = self.get("/metrics")
         assert reply.status_code == 200, reply.text
         lines = [line.rpartition(" ") for line in reply.text.splitlines() if line and not line.startswith("#")]
         return {name: float(value) for name, _, value in lines}

@@ -171,6 +171,7 @@ def test_without_arguments_there_is_one_node_of_each() -> None:
         ({"mixed": {"ray_actor_options": {"runtime_env": {"env_vars": ["A"]}}}}, "env_vars is ['A']; write NAME"),
         ({"mixed": {"settings": {"node.thread": 1}}}, "did you mean node.threads"),
         ({"mixed": {"autoscaling_config": {}}, "router": {"settings": {"router.auto_roles": True}}}, "auto_roles"),
+        ({"router": {"settings": {"router.tls_cert": "tls.crt"}}}, "Ray's own proxy the certificate"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(args: dict[str, Any], message: str) -> None:

@@ -250,6 +250,10 @@ volumes:
 {{- with .Values.console.hosts }}{{ $_ := set $own "router.console_hosts" (join "," .) }}{{ end -}}
 {{- end -}}
 {{- if $token }}{{ $_ := set $own "router.admin_token_file" (printf "/etc/pdcluster/admin/%s" .Values.auth.adminToken.key) }}{{ end -}}
+{{- if .Values.router.tls.existingSecret -}}
+{{- $_ := set $own "router.tls_cert" "/etc/pdcluster/tls/tls.crt" -}}
+{{- $_ := set $own "router.tls_key" "/etc/pdcluster/tls/tls.key" -}}
+{{- end -}}
 {{- if .Values.auth.tenants.existingSecret }}{{ $_ := set $own "router.tenants" (printf "/etc/pdcluster/tenants/%s" .Values.auth.tenants.key) }}{{ end -}}
 {{- if .Values.auth.clusterKey.existingSecret -}}
 {{- $_ := set $own "router.security.cluster_key_file" (printf "/etc/pdcluster/cluster/%s" .Values.auth.clusterKey.key) -}}
@@ -302,6 +306,9 @@ containers:
       {{- if $scalerToken }}
       - {name: scaler-token, mountPath: /etc/pdcluster/scaler, readOnly: true}
       {{- end }}
+      {{- if .Values.router.tls.existingSecret }}
+      - {name: tls, mountPath: /etc/pdcluster/tls, readOnly: true}
+      {{- end }}
       {{- if .Values.auth.tenants.existingSecret }}
       - {name: tenants, mountPath: /etc/pdcluster/tenants, readOnly: true}
       {{- end }}
@@ -316,6 +323,9 @@ volumes:
   {{- end }}
   {{- with $scalerToken }}
   - {name: scaler-token, secret: {secretName: {{ toJson . }}, defaultMode: 288}}
+  {{- end }}
+  {{- with .Values.router.tls.existingSecret }}
+  - {name: tls, secret: {secretName: {{ toJson . }}, defaultMode: 288}}
   {{- end }}
   {{- with .Values.auth.tenants.existingSecret }}
   - {name: tenants, secret: {secretName: {{ toJson . }}, defaultMode: 288}}
