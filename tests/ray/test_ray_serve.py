@@ -133,7 +133,7 @@ def test_prometheus_finds_every_process(cluster: RayCluster) -> None:
 
 
 def test_all_processes_have_the_applications_key_and_no_argument_shows_it(cluster: RayCluster) -> None:
-    processes = [*cluster.processes("pdcluster.cli", "bootstrap"), *cluster.processes("pdcluster_router.cli")]
+    processes = [*cluster.processes("pdcluster.cli bootstrap"), *cluster.processes("pdcluster_router.cli")]
     processes += [*cluster.nodes("prefill"), *cluster.nodes("decode")]
     assert len(processes) == 5
     sections = ("BOOTSTRAP", "NODE", "ROUTER")

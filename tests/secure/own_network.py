@@ -12,10 +12,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import psutil
 from child_cluster import Processes
 from processes import running
+
+from pdcluster.rpc import admin_pb2 as admin
+from pdcluster.rpc import admin_pb2_grpc as admin_stubs
+from pdcluster.rpc import externalscaler_pb2 as scaler
+from pdcluster.rpc import externalscaler_pb2_grpc as scaler_stubs
 
 HERE = "10.1.2.3"
 KEY = "0123456789abcdef0123456789abcdef"
@@ -44,12 +50,47 @@ async def cluster(what: str, folder: Path) -> dict[str, Any]:
             failed += await refusals(node.start(*own))
         if failed:
             return {"failed": failed, "logs": {name: processes.log_of(name) for name in failed}}
-        router = processes.make("router", Path.cwd(), "pdcluster_router.cli", "--bootstrap", address, *flags)
-        await router.start("--http", f"{HERE}:0", "--grpc", "none", "--admin", "127.0.0.1:0", "--mode", "remote")
+        own = (*("--bootstrap", address, "--mode", "remote", "--grpc", "none"), *router_flags(what, folder))
+        router = processes.make("router", Path.cwd(), "pdcluster_router.cli", *own)
+        doors = ("http", "admin", "console", "scaler")
+        await router.start(*(word for name in doors for word in (f"--{name}", f"{HERE}:0")))
+        reply = await complete(router.address)
         names = ("bootstrap", "prefill", "decode", "router")
-        return {"reply": await complete(router.address), "logs": {name: processes.log_of(name) for name in names}}
+        return {
+            "reply": reply, "strangers": await strangers(router.facts),
+            "logs": {name: processes.log_of(name) for name in names},
+        }  # fmt: skip
     finally:
         processes.kill()
+
+
+def router_flags(what: str, folder: Path) -> tuple[str, ...]:
+    if what == "open":
+        return ("--insecure", "admin,console,scaler")
+    token = folder / "token"
+    token.write_text(KEY[::-1] + "\n")
+    token.chmod(0o600)
+    return (*flags_of(what, folder), "--admin-token-file", str(token), "--scaler-token-file", str(token))
+
+
+async def strangers(facts: dict[str, str]) -> dict[str, Any]:
+    """What each surface of a router answers without a token."""
+    async with httpx.AsyncClient(trust_env=False, timeout=60.0) as client:
+        page = await client.get(f"http://{facts['console']}/api/node/decode")
+    pool = scaler.ScaledObjectRef(name="p", namespace="n", scalerMetadata={"role": "decode"})
+    async with grpc.aio.insecure_channel(facts["admin"]) as channel:
+        listed = await code_of(admin_stubs.AdminStub(channel).ListNodes(admin.ListNodesRequest(), timeout=20.0))
+    async with grpc.aio.insecure_channel(facts["scaler"]) as channel:
+        asked = await code_of(scaler_stubs.ExternalScalerStub(channel).IsActive(pool, timeout=20.0))
+    return {"console": page.status_code, "admin": listed, "scaler": asked}
+
+
+async def code_of(call: Any) -> str:
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return str(error.code().name)
+    return "OK"
 
 
 async def refusals(start: Any) -> list[str]:
