@@ -290,6 +290,12 @@ or leave {{ join ", " .surfaces }} open to every pod that gets there:
 {{- if and (eq $pool.engine "vllm") (gt (int64 $pool.tp) 1) -}}
 {{- fail (printf "pool %s has engine vllm and tp; give vLLM --tensor-parallel-size in vllm.args" .name) -}}
 {{- end -}}
+{{- if hasKey $pool.settings "node.vllm.args" -}}
+{{- fail (printf "pool %s has node.vllm.args in its settings, which vllm.args would replace; give vLLM's arguments as vllm.args" .name) -}}
+{{- end -}}
+{{- if and (eq $pool.engine "vllm") (hasKey $pool.settings "node.tp") -}}
+{{- fail (printf "pool %s has engine vllm and node.tp in its settings; give vLLM --tensor-parallel-size in vllm.args" .name) -}}
+{{- end -}}
 {{- if and (ne $pool.engine "vllm") $pool.vllm.args -}}
 {{- fail (printf "pool %s has vllm.args and engine %s; set engine: vllm" .name $pool.engine) -}}
 {{- end -}}

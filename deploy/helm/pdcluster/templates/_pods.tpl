@@ -15,8 +15,8 @@
 {{- $_ := set $own "node.health" (printf "%s:%d" (include "pdcluster.anyHost" $root) (int64 $ports.health)) -}}
 {{- $_ := set $own "node.transfer.host" "$(POD_IP)" -}}
 {{- if $has_tcp }}{{ $_ := set $own "node.transfer.port" $ports.transfer }}{{ end -}}
+{{- $_ := set $own "node.engine" $pool.engine -}}
 {{- if $is_vllm -}}
-{{- $_ := set $own "node.engine" "vllm" -}}
 {{- $_ := set $own "node.vllm.side_port" $pool.ports.transfer -}}
 {{- $_ := set $own "node.vllm.start_s" (mul (int64 $pool.startupMinutes) 60) -}}
 {{- else -}}
