@@ -31,6 +31,7 @@ class NodeSnapshot:
 
     stood_s: how long the engine has made no progress with the step that it has; 0 without one.
     prompt_tokens, cached_tokens: of sequences that began, and those of them that were cached.
+    num_cache_gaps: how often vLLM's events of its cache were lost. Routers then know of none of its cached blocks.
     """
 
     load: Load
@@ -41,6 +42,7 @@ class NodeSnapshot:
     prompt_tokens: int
     cached_tokens: int
     paths: tuple[PathTotal, ...]
+    num_cache_gaps: int = 0
 
 
 class Registration(Protocol):
@@ -189,6 +191,11 @@ def _counters(snapshot: NodeSnapshot) -> Iterator[Metric]:
     )
     yield CounterMetricFamily(
         "pdcluster_engine_cached_tokens", "Those that were in the prefix cache.", value=snapshot.cached_tokens
+    )
+    yield CounterMetricFamily(
+        "pdcluster_engine_cache_gaps",
+        "Times that a vLLM engine's cache events were lost; routers then know of none of its cached blocks.",
+        value=snapshot.num_cache_gaps,
     )
     failed = CounterMetricFamily(
         "pdcluster_engine_failed_transfers",

@@ -330,6 +330,7 @@ class VllmSide:
             prompt_tokens=self._books.prompt_tokens,
             cached_tokens=self._books.cached_tokens,
             paths=(),
+            num_cache_gaps=self.cache.num_gaps,
         )
 
     def _failures(self) -> dict[str, int]:

@@ -51,7 +51,6 @@ class EventStream:
         self._replay: zmq.Socket[bytes] | None = None
         self._give_up_at = 0.0
         self._has_more = False
-        self.num_replays = 0
 
     @property
     def fd(self) -> int:
@@ -117,7 +116,6 @@ class EventStream:
 
     def _ask(self, number: int) -> None:
         log.info("vLLM's KV events %d to %d did not come; they are asked for again", self._next, number - 1)
-        self.num_replays += 1
         self._give_up_at = self._clock() + REPLAY_S
         self._replay = self._context.socket(zmq.DEALER)
         self._replay.set_hwm(HIGH_WATER)

@@ -118,8 +118,8 @@ class BlockHashes:
         self._changes = HashChanges()
         # Why nothing is reported, "" while it is.
         self.fault = f"the model has {num_groups} groups of KV caches" if num_groups > 1 else ""
-        # Blocks that have no hash of ours, and times that everything was forgotten.
-        self.num_foreign = self.num_gaps = 0
+        # Times that everything was forgotten because events were lost or wrong.
+        self.num_gaps = 0
 
     @property
     def supports(self) -> bool:
@@ -172,7 +172,6 @@ class BlockHashes:
             known = self._blocks.get(key)
             if known is None:
                 if before is None or not _is_text(extra[index], event.lora_name, is_first=before.num_blocks == 0):
-                    self.num_foreign += len(event.block_hashes) - index
                     return
                 known = self._blocks[key] = _Copies(before.followed_by(packed[index * width : (index + 1) * width]))
             known.count += 1

@@ -54,8 +54,6 @@ class StepCosts:
         # Whether the engine had work of its own when the last step ended.
         self._was_busy = False
         self.itl_s = 0.0
-        # Steps that were not timed.
-        self.num_untimed = 0
 
     def add(self, key: str, num_tokens: int, now: float, *, num_cached: int = 0, is_fetched: bool = False) -> None:
         """is_fetched: its KV comes from another node; then vLLM computes the last token alone."""
@@ -90,7 +88,6 @@ class StepCosts:
         self._ended_at = ended_at
         self._was_busy = any(not each.is_fetched or each.num_output for each in self._requests.values())
         if work is None or began_at is None or ended_at <= began_at:
-            self.num_untimed += 1
             return None
         step = Step(*work, ended_at - began_at)
         self._fit.observe(step)

@@ -122,7 +122,7 @@ class FakeServingEngine:
         self.now += 0.01
         num_prompt = sum(len(self.running[each.key].request.token_ids) for each in outputs if self._is_first(each))
         num_output = sum(len(each.tokens) + bool(each.vector) for each in outputs)
-        self._news.append(EngineStep(self.now, num_prompt, 0, num_output, len(outputs), 0, 0.0, 0, 0, 0))
+        self._news.append(EngineStep(self.now, num_prompt, 0, num_output, len(outputs), 0.0, 0, 0, 0))
         self._news += outputs
         for output in outputs:
             if output.finish:

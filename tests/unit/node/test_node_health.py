@@ -10,7 +10,7 @@ from pdcluster.node.reports.health import NodeHealth, NodeSnapshot
 from pdcluster.transfer.paths.measure import PathTotal
 
 LOAD = Load(3, 2, 100, 50, 64, 10, 4, 1, 0, 8, 2, role="decode", failed_writes=(("lease", 2), ("read", 5)))
-SNAPSHOT = NodeSnapshot(LOAD, 0.0, False, False, 1, 500, 320, (PathTotal("decode-1", "tcp", 4096, 0.5),))
+SNAPSHOT = NodeSnapshot(LOAD, 0.0, False, False, 1, 500, 320, (PathTotal("decode-1", "tcp", 4096, 0.5),), 2)
 
 
 class Registered:
@@ -89,6 +89,7 @@ def test_metrics_are_there_before_the_first_turn_and_whole_after_it() -> None:
         "pdcluster_engine_start_seconds 91.0",
         'engine="vllm"',
         "pdcluster_engine_cached_tokens_total 320.0",
+        "pdcluster_engine_cache_gaps_total 2.0",
         'pdcluster_engine_step_seconds_count{phase="mixed"} 1.0',
         'pdcluster_engine_tokens_total{phase="decode"} 6.0',
         "process_resident_memory_bytes",

@@ -654,7 +654,6 @@ def _step_of(scheduler: Any, iteration: Any, *, pools: bool) -> EngineStep:
         reused_tokens=prompt.local_cache_hit if prompt is not None else 0,
         output_tokens=num_output,
         running=scheduler.num_running_reqs,
-        waiting=scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs,
         kv_usage=scheduler.kv_cache_usage,
         preemptions=iteration.num_preempted_reqs if iteration is not None else 0,
         failed_transfers=sum(transfers.get("num_failed_transfers", ())),

@@ -80,7 +80,6 @@ class EngineStep:
     # An embedding counts as one.
     output_tokens: int
     running: int
-    waiting: int
     # Of the pool's blocks, 0 to 1. Parked KV counts.
     kv_usage: float
     preemptions: int

@@ -63,7 +63,7 @@ def test_an_engine_that_dies_right_behind_its_first_answer_is_not_served() -> No
 
 def test_a_full_queue_of_news_drops_steps_alone() -> None:
     queue = EngineNewsQueue()
-    step = EngineStep(0.0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0)
+    step = EngineStep(0.0, 0, 0, 0, 0, 0.0, 0, 0, 0)
     queue.put([step] * MAX_UNREAD)
     kept = [AdapterLoaded(1, digest="d"), EngineOutput("r", finish="stop")]
     queue.put([step, *kept, step])

@@ -10,7 +10,7 @@ from pdcluster.node.vllm.engine.engine import IDLE_STEP_S, StepFilter
 from pdcluster.node.vllm.engine.interface import EngineStep
 
 IDLE = EngineStep(
-    at_s=10.0, prompt_tokens=0, reused_tokens=0, output_tokens=0, running=0, waiting=1, kv_usage=0.5, preemptions=0,
+    at_s=10.0, prompt_tokens=0, reused_tokens=0, output_tokens=0, running=0, kv_usage=0.5, preemptions=0,
     failed_transfers=0, expired_leases=0,
 )  # fmt: skip
 
@@ -25,7 +25,7 @@ def test_steps_without_work_are_told_now_and_then() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"kv_usage": 0.0}, {"waiting": 0}, {"running": 1}, {"prompt_tokens": 5}, {"reused_tokens": 5},
+        {"kv_usage": 0.0}, {"running": 1}, {"prompt_tokens": 5}, {"reused_tokens": 5},
         {"output_tokens": 1}, {"preemptions": 1}, {"failed_transfers": 1}, {"expired_leases": 1},
     ],
 )  # fmt: skip
