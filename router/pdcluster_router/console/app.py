@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import resources
 from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import unquote
 
 import msgspec
 
@@ -343,7 +344,7 @@ class ConsoleApp:
 
 def _last_part(exchange: Exchange) -> str:
     """What the path names, behind /api/KIND/."""
-    return exchange.path.split("/", 3)[3]
+    return unquote(exchange.path.split("/", 3)[3])
 
 
 def _decoded(exchange: Exchange, kind: type[T]) -> T:

@@ -23,29 +23,27 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from fcntl import ioctl
-from functools import lru_cache
 from struct import Struct
 from termios import TIOCOUTQ
 from time import monotonic
 from typing import Protocol as Seam
 from typing import cast
-from urllib.parse import unquote
 
 import httptools
 
 from pdcluster.api.openai.replies import error_body
 from pdcluster.core.errors import BadRequest
-from pdcluster_router.http.exchange import Exchange, ParsedHead
+from pdcluster_router.http.exchange import JSON, STATUS_LINES, Exchange, ParsedHead
+from pdcluster_router.http.head import MAX_HEAD_BYTES, MAX_HEADERS, ONCE, RefusedHead, check_head, path_of
 from pdcluster_router.http.write_coalescing import WriteCoalescer
 
-MAX_HEAD_BYTES = 64 * 1024
 DISCARD_FACTOR = 8
 MAX_AHEAD_BYTES = 64 * 1024
-# Targets up to this length have their paths cached.
-USUAL_URL_BYTES = 64
 FRAMING = (b"content-length", b"transfer-encoding", b"connection")
 # What the kernel says of bytes that a socket has not got rid of.
 QUEUED = Struct("i")
+# Around each part of a body. More counts towards MAX_HEAD_BYTES: extensions of chunks.
+MOST_CHUNK_FRAMING = 64
 # More posted bytes are sent at once, so that the transport notices a client that does not read.
 MOST_POSTED_BYTES = 16 * 1024
 # For a client that has all to answer the goodbye of TLS. Clients with pools of connections do not look for it.
@@ -133,8 +131,9 @@ class Connection(Protocol):
         self._transport: Transport | None = None
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
-        # Bytes since the last body or request: of a head, or behind a chunked body. The parser keeps them.
+        # Of a head, or around the chunks of a body beyond what they need. The parser keeps them.
         self._bare_bytes = 0
+        self._trailer_bytes = 0
         self._parsing: Exchange | None = None
         self._current: Exchange | None = None
         self._early: deque[Exchange] = deque()
@@ -212,11 +211,8 @@ class Connection(Protocol):
         self._bare_bytes += len(data)
         while data:
             data = self._feed(data)
-        if self._bare_bytes > MAX_HEAD_BYTES:
-            self._refuse(
-                b"431 Request Header Fields Too Large",
-                f"the request's head, or its trailer, has more than {MAX_HEAD_BYTES} bytes",
-            )
+        if self._bare_bytes > MAX_HEAD_BYTES and not self._read_paused:
+            self._refuse(431, f"the request's head, or what is around its chunks, has more than {MAX_HEAD_BYTES} bytes")
 
     def _feed(self, data: bytes) -> bytes:
         """Parse bytes. Returns what to parse next instead of the rest."""
@@ -226,8 +222,12 @@ class Connection(Protocol):
             if self._is_wish:
                 return self._without_wish() + data[wish.args[0] :]
             self._read_paused = True  # CONNECT: what follows is no HTTP
-        except httptools.HttpParserError:
-            self._refuse(b"400 Bad Request", "invalid HTTP request")
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            if isinstance(cause, RefusedHead):
+                self._refuse(cause.status, str(cause))
+            else:
+                self._refuse(400, f"invalid HTTP request: {error}")
         return b""
 
     def _without_wish(self) -> bytes:
@@ -249,8 +249,24 @@ class Connection(Protocol):
             self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._parsing is None and not self._is_wish:  # trailers of a chunked body are of no use
-            self._headers[name.lower()] = value
+        if self._is_wish:
+            return
+        if self._parsing is not None:
+            self._drop_trailer(name, value)
+            return
+        name, headers = name.lower(), self._headers
+        if name in headers:
+            if name in ONCE:
+                raise RefusedHead(400, f"the request has more than one {name.decode()} header; send one")
+        elif len(headers) >= MAX_HEADERS:
+            raise RefusedHead(431, f"the request has more than {MAX_HEADERS} headers; send fewer")
+        headers[name] = value
+
+    def _drop_trailer(self, name: bytes, value: bytes) -> None:
+        """Trailers of a chunked body are of no use."""
+        self._trailer_bytes += len(name) + len(value) + 4
+        if self._trailer_bytes > MAX_HEAD_BYTES:
+            raise RefusedHead(431, f"the request's trailer has more than {MAX_HEAD_BYTES} bytes")
 
     def on_headers_complete(self) -> None:
         parser = self._parser
@@ -259,12 +275,13 @@ class Connection(Protocol):
         self._is_wish = wants_other and method != "CONNECT"
         if self._is_wish:
             return
+        version, url, headers = parser.get_http_version(), self._url, self._headers
+        check_head(version, url, headers, self._bare_bytes)
         keeps_alive = parser.should_keep_alive() and not wants_other and not self._ends_soon
-        is_http_1_0 = parser.get_http_version() == "1.0"
-        head = ParsedHead(method, path_of(self._url), self._headers, keeps_alive, is_http_1_0)
+        head = ParsedHead(method, path_of(url), headers, keeps_alive, version == "1.0")
         exchange = Exchange(self, head, self._limits.id_prefix)
         self._parsing = exchange
-        self._bare_bytes = 0
+        self._bare_bytes = self._trailer_bytes = 0
         if self._current is None and not self.is_paused:
             self._begin(exchange)
         else:
@@ -273,7 +290,7 @@ class Connection(Protocol):
     def on_body(self, data: bytes) -> None:
         exchange = self._parsing
         assert exchange is not None  # the parser gives bodies after heads
-        self._bare_bytes = 0
+        self._bare_bytes = max(self._bare_bytes - len(data) - MOST_CHUNK_FRAMING, 0)
         exchange.body_bytes += len(data)
         limit = self._limits.max_body_bytes
         if exchange.body_bytes <= limit and not exchange.is_too_large:
@@ -459,7 +476,7 @@ class Connection(Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _refuse(self, status: bytes, words: str) -> None:
+    def _refuse(self, status: int, words: str) -> None:
         """The bytes are no request. Earlier requests get their answers, and the connection ends with the last. Without
         any, this is the answer.
         """
@@ -473,32 +490,10 @@ class Connection(Protocol):
             return
         if before is None or not before.started:
             body = error_body(BadRequest(words))
-            head = (
-                b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-                % (status, len(body))
-            )
-            self.send(head + body)
+            line = STATUS_LINES[status]
+            self.send(b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (line, JSON, len(body), body))
         self.close()
 
 
 def nowhere(data: bytes, /) -> None:
     """The write of a closed connection."""
-
-
-def path_of(url: bytes) -> str:
-    """The path of a request target. An unparsable target names no endpoint."""
-    return _usual_path(url) if len(url) <= USUAL_URL_BYTES else _path(url)
-
-
-def _path(url: bytes) -> str:
-    if not url.startswith(b"/"):
-        try:
-            url = httptools.parse_url(url).path or b"/"
-        except httptools.HttpParserInvalidURLError:
-            return url.decode("latin-1")
-    path = url.partition(b"?")[0].partition(b"#")[0].decode("latin-1")
-    return unquote(path) if "%" in path else path
-
-
-# Clients ask for few paths.
-_usual_path = lru_cache(maxsize=256)(_path)
