@@ -49,6 +49,8 @@ MAX_BODY_BYTES = 1 << 20
 LONGEST_DRAIN_S = 86_400.0
 # Pages that watch, and chats, at a time.
 MAX_STREAMS = 32
+# Questions to the routers at a time: each has a thread and connections. Pages on loopback ask without a token.
+MAX_QUESTIONS = 8
 # Lines that clients of server-sent events pass over.
 OPENING, END = b": here\n\n", b": the end\n\n"
 
@@ -104,6 +106,7 @@ class ConsoleApp:
         self._tasks: set[asyncio.Task[None]] = set()
         # Live pages, drains and chats. Each of the latter two has a thread.
         self._streams: set[Exchange] = set()
+        self._num_questions = 0
         self._threads = ThreadPoolExecutor(MAX_STREAMS, "console stream")
         folder = resources.files("pdcluster_router.console") / "static"
         self._files = {path: ((folder / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
@@ -157,6 +160,9 @@ class ConsoleApp:
 
     def late(self, exchange: Exchange) -> None:
         fail(exchange, SlowRequest("the body did not arrive in time; send it faster"), self.metrics)
+
+    def crowded(self, exchange: Exchange) -> None:
+        fail(exchange, Overloaded("too many bodies are on their way to the console; retry later"), self.metrics)
 
     def stalled(self, exchange: Exchange) -> None:
         self._end(exchange, ClientLeft("the page read nothing for too long"))
@@ -294,7 +300,10 @@ class ConsoleApp:
     # ------------------------------------------------ inside
 
     def _answer(self, exchange: Exchange, work: Callable[[AdminClients], Any]) -> None:
-        """Ask the routers in a thread, and answer with what that returns."""
+        """Ask the routers in a thread, and answer with what that returns. Raises Overloaded."""
+        if self._num_questions >= MAX_QUESTIONS:
+            raise Overloaded(f"the console asks the routers {MAX_QUESTIONS} questions already; retry later")
+        self._num_questions += 1
 
         def ask() -> bytes:
             clients = self._open_clients(lambda line: None)
@@ -304,7 +313,10 @@ class ConsoleApp:
                 clients.close()
 
         async def reply() -> None:
-            body = await asyncio.to_thread(ask)
+            try:
+                body = await asyncio.to_thread(ask)
+            finally:
+                self._num_questions -= 1
             if not exchange.finished:
                 exchange.reply(200, body)
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import grpc
 
 from pdcluster.core.address import format_address, parse_address
-from pdcluster.core.errors import ConfigError, PdclusterError
+from pdcluster.core.errors import BadRequest, ConfigError, PdclusterError, UnknownName
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import admin_pb2_grpc as stubs
 from pdcluster.settings.tls_trust import TlsTrust, read_roots
@@ -248,12 +248,17 @@ def _unavailable(address: str, details: str) -> str:
     )
 
 
+KINDS: dict[grpc.StatusCode, type[PdclusterError]] = {
+    grpc.StatusCode.UNAUTHENTICATED: TokenRefused,
+    grpc.StatusCode.NOT_FOUND: UnknownName,
+    grpc.StatusCode.INVALID_ARGUMENT: BadRequest,
+}
+
+
 def refusal(told: RouterAnswer) -> PdclusterError:
     """The error of a call that a router refused, or that could not be made."""
     assert told.error is not None
-    kind = Unreachable if told.is_silent else PdclusterError
-    if told.error.code() is grpc.StatusCode.UNAUTHENTICATED:
-        kind = TokenRefused
+    kind = KINDS.get(told.error.code(), Unreachable if told.is_silent else PdclusterError)
     return kind(problem(told.address, told.error))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -31,13 +32,18 @@ JSON = {"content-type": "application/json"}
 
 @asynccontextmanager
 async def console(
-    *, token: str | None = TOKEN, is_open: bool = True, api: str = NOBODY, hosts: tuple[str, ...] = ()
+    *,
+    token: str | None = TOKEN,
+    is_open: bool = True,
+    api: str = NOBODY,
+    hosts: tuple[str, ...] = (),
+    admin: str = NOBODY,
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A console whose routers do not answer."""
     feed = ClusterFeed(lambda warn: AdminClients(NOBODY, None, warn))
     rule = HostRule("127.0.0.1", hosts, what="the console", setting="router.console_hosts")
     access = ConsoleAccess(rule, token, is_open=is_open)
-    app = ConsoleApp(access, lambda warn: AdminClients(NOBODY, None, warn), feed, api, router_metrics())
+    app = ConsoleApp(access, lambda warn: AdminClients(admin, None, warn), feed, api, router_metrics())
     async with (
         feed.running(),
         listening(app, "127.0.0.1:0", drain_s=0.1) as address,
@@ -338,3 +344,27 @@ async def test_the_feed_offers_every_name_of_a_model() -> None:
             feed.watch(looks.put_nowait)
             look = json.loads(await asyncio.wait_for(looks.get(), 20.0))
     assert look["figures"]["nodes"][0]["models"] == ["bundled", "also"]
+
+
+async def test_an_unknown_request_or_node_is_not_found() -> None:
+    async with administered(ScriptedAdmin()) as admin, console(admin=admin) as client:
+        for path in ("/api/explain/unknown", "/api/explain/%ff%00", "/api/node/unknown"):
+            assert (await client.get(path)).status_code == 404, path
+
+
+async def test_questions_to_the_routers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+
+    def look(clients: AdminClients, request: str) -> list[object]:
+        assert gate.wait(20.0)
+        return []
+
+    monkeypatch.setattr(console_app.reading, "explanations", look)
+    async with console() as client:
+        asked = [asyncio.create_task(client.get("/api/explain/x")) for _ in range(console_app.MAX_QUESTIONS + 4)]
+        async with asyncio.timeout(20.0):
+            while sum(each.done() for each in asked) < 4:
+                await asyncio.sleep(0.01)
+        gate.set()
+        told = [(await each).status_code for each in asked]
+    assert sorted(told) == [200] * console_app.MAX_QUESTIONS + [429] * 4
