@@ -428,6 +428,11 @@ class RouterConfig(Section):
         size(1024),
         "largest request body; what it may be made of is bounded besides (100,000 strings and keys)",
     )
+    arriving_bytes: int | None = key(
+        None,
+        size(1024),
+        "memory of request bodies that have not arrived whole; no tenant gets all; default: 8 times max_body_bytes",
+    )
     cors_origins: tuple[str, ...] = key(
         (), origins, "origins of web pages that may use the API, such as https://app.example.com; *: all; default: none"
     )
@@ -456,6 +461,11 @@ class RouterConfig(Section):
     def __post_init__(self) -> None:
         _check_heartbeat(self.heartbeat_s, self.lease_s)
         check_exposures(self.exposures(), self.insecure)
+        if self.arriving_bytes is not None and self.arriving_bytes < 2 * self.max_body_bytes:
+            raise ConfigError(
+                f"router.arriving_bytes {self.arriving_bytes} has no room for two bodies of router.max_body_bytes "
+                f"{self.max_body_bytes}; raise it to twice that, or lower router.max_body_bytes"
+            )
         if self.console is not None and self.admin is None:
             raise ConfigError("router.console shows what the Admin service knows, and router.admin is none; set it too")
         whole_pair("router", self.tls_cert, self.tls_key)
@@ -463,6 +473,10 @@ class RouterConfig(Section):
     @property
     def tls_files(self) -> tuple[Path, Path] | None:
         return whole_pair("router", self.tls_cert, self.tls_key)
+
+    @property
+    def most_arriving_bytes(self) -> int:
+        return 8 * self.max_body_bytes if self.arriving_bytes is None else self.arriving_bytes
 
     def warnings(self) -> Iterator[str]:
         yield from exposure_warnings(self.exposures())

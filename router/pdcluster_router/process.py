@@ -344,7 +344,7 @@ async def _open(front: FrontDoors, config: RouterConfig, health: RouterHealth) -
     """Serve HTTP and gRPC while the block runs. Both drain at the same time."""
     dispatch, metrics, places, worker = front.dispatch, front.metrics, front.places, front.worker
     id_prefix, is_shared = (worker.id_prefix, True) if worker is not None else ("", False)
-    settings = replace(http_settings(config), id_prefix=id_prefix)
+    settings = replace(http_settings(config), id_prefix=id_prefix, is_shared=places.is_shared)
     app = create_app(
         dispatch, settings, metrics, places, front.exposition,
         lambda: front.readiness(is_draining=health.is_draining), front.tracing,
@@ -363,6 +363,7 @@ async def _open(front: FrontDoors, config: RouterConfig, health: RouterHealth) -
             doors.append(AsyncExitStack())
             grpc_settings = grpc.GrpcSettings(
                 max_message_bytes=config.max_body_bytes,
+                arriving_bytes=config.most_arriving_bytes,
                 deadline_s=config.deadline_s,
                 id_prefix=id_prefix,
                 is_port_shared=is_shared,

@@ -30,6 +30,7 @@ from pdcluster_router.cluster.events import Event
 from pdcluster_router.explain.text import text_of
 from pdcluster_router.frontend.grpc import CONNECTING, answering
 from pdcluster_router.frontend.health import RouterHealth
+from pdcluster_router.http.call_limits import UNPACKED_ONLY
 from pdcluster_router.http.tls import ServerTls
 
 log = logging.getLogger(__name__)
@@ -238,18 +239,20 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         given = next((value for key, value in details.invocation_metadata or () if key == "authorization"), "")
         is_known = self._expected is None or hmac.compare_digest(str(given).encode(), self._expected)
         if not details.method.startswith(f"/{SERVICE}/"):
-            return handler if is_known else _refusing(handler)
-        return _translating(handler) if is_known else _refusing(handler)
+            return handler if is_known else _refusing()
+        return _translating(handler) if is_known else _refusing()
 
 
-def _refusing(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-    async def refuse(request: object, context: grpc.aio.ServicerContext) -> None:
+def _refusing() -> grpc.RpcMethodHandler:
+    """Of streams, whatever the method is: no message is read before the refusal."""
+
+    async def refuse(requests: object, context: grpc.aio.ServicerContext) -> None:
         await context.abort(
             grpc.StatusCode.UNAUTHENTICATED,
             "the admin token is missing or wrong; send metadata authorization: Bearer TOKEN",
         )
 
-    return _same_kind(handler, refuse, refuse)
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _translating(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
@@ -277,8 +280,6 @@ def _same_kind(
         "request_deserializer": handler.request_deserializer,
         "response_serializer": handler.response_serializer,
     }
-    if handler.request_streaming:  # reflection only
-        return handler if call.__name__ != "refuse" else grpc.stream_stream_rpc_method_handler(stream, **serializers)
     if handler.response_streaming:
         return grpc.unary_stream_rpc_method_handler(stream, **serializers)
     return grpc.unary_unary_rpc_method_handler(call, **serializers)
@@ -295,11 +296,8 @@ async def listening(
     tls: ServerTls | None = None,
 ) -> AsyncIterator[str]:
     """Serve while the block runs; yields HOST:PORT. name, router: for GetStatus. tls: None: calls are in clear text."""
-    server = grpc.aio.server(
-        interceptors=(Guard(token),),
-        options=(("grpc.so_reuseport", 0), *CONNECTING),
-        maximum_concurrent_rpcs=MAX_CALLS,
-    )
+    options = (("grpc.so_reuseport", 0), UNPACKED_ONLY, *CONNECTING)
+    server = grpc.aio.server(interceptors=(Guard(token),), options=options, maximum_concurrent_rpcs=MAX_CALLS)
     stubs.add_AdminServicer_to_server(AdminService(operations, name, router), server)
     async with answering(server, SERVICE, address, flag="--admin", tls=tls) as bound:
         yield bound

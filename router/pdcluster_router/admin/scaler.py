@@ -22,13 +22,16 @@ from pdcluster.core.messages import Role
 from pdcluster.rpc import externalscaler_pb2 as pb
 from pdcluster.rpc import externalscaler_pb2_grpc as stubs
 from pdcluster.rpc.scaling import METRIC
-from pdcluster_router.frontend.grpc import answering
+from pdcluster_router.frontend.grpc import WATCH, answering
+from pdcluster_router.http.call_limits import UNPACKED_ONLY, CallGroup, CallLimits, open_reads
 from pdcluster_router.queueing.demand import PoolSignal
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ExternalScaler"].full_name
 
 LOOK_S = 0.5
-MAX_CALLS = 64
+# Streams count apart: KEDA's other calls get through however many there are.
+MAX_STREAMS, MAX_CALLS = 64, 32
+MAX_MESSAGE_BYTES = 64 * 1024
 # Of the trigger's metadata.
 TOKEN = "tokenFromEnv"
 
@@ -113,7 +116,12 @@ async def _role_of(request: pb.ScaledObjectRef, context: grpc.aio.ServicerContex
 @asynccontextmanager
 async def listening(signals: Signals, address: str, token: str | None = None) -> AsyncIterator[str]:
     """Serve while the block runs. Yields HOST:PORT. token: that triggers must carry; None: none."""
-    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),), maximum_concurrent_rpcs=MAX_CALLS)
+    reads = open_reads()
+    streams, others = CallGroup("StreamIsActive", MAX_STREAMS, reads), CallGroup("the scaler", MAX_CALLS, reads)
+    watchers = CallGroup("Watch", MAX_STREAMS, reads)
+    limits = CallLimits({f"/{SERVICE}/StreamIsActive": streams, WATCH: watchers}, others)
+    options = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), UNPACKED_ONLY)
+    server = grpc.aio.server(interceptors=(limits,), options=options)
     stubs.add_ExternalScalerServicer_to_server(PoolScaler(signals, token), server)
     async with answering(server, SERVICE, address, flag="--set router.scaler") as bound:
         yield bound

@@ -31,7 +31,7 @@ from pdcluster_router.core.generation import Dispatcher, ModelInfo
 from pdcluster_router.core.tracing import RequestTrace, Tracing
 from pdcluster_router.frontend.embeddings import EmbeddingAnswer, PreparedEmbeddings, are_long, prepare_embeddings
 from pdcluster_router.frontend.grammar_pool import shared_pool
-from pdcluster_router.frontend.health import readiness_of
+from pdcluster_router.frontend.health import AGE_S, CachedExposition, readiness_of
 from pdcluster_router.frontend.places import Places
 from pdcluster_router.frontend.prepare import (
     DEADLINE,
@@ -62,6 +62,7 @@ from pdcluster_router.http.errors import (
 )
 from pdcluster_router.http.exchange import Exchange
 from pdcluster_router.http.hosts import HOST, HostRule
+from pdcluster_router.http.unfinished import BODIES_BYTES
 
 Handler = Callable[[Exchange], None]
 Exposition = Callable[[], Awaitable[bytes]]
@@ -92,6 +93,9 @@ class HttpSettings:
 
     body_s: longest time for a body to arrive.
     stall_s: longest time for a client to read.
+    arriving_bytes: memory of bodies that have not arrived whole.
+    is_shared: several tenants share it.
+    metrics_age_s: how old what /metrics says may be.
     id_prefix: begins request ids.
     cors_origins: pages that may use the API, "*" for all.
     hosts: names that it answers to; None: all.
@@ -103,6 +107,9 @@ class HttpSettings:
     deadline_s: float = 600.0
     body_s: float = 30.0
     stall_s: float = 60.0
+    arriving_bytes: int = BODIES_BYTES
+    is_shared: bool = False
+    metrics_age_s: float = AGE_S
     id_prefix: str = ""
     cors_origins: tuple[str, ...] = ()
     hosts: HostRule | None = None
@@ -144,7 +151,8 @@ class App:
         exposition: Exposition | None,
         readiness: Callable[[], Verdict],
     ) -> None:
-        self._exposed, self._readiness = exposition, readiness
+        self._readiness = readiness
+        self._exposed = CachedExposition(exposition or self._own_exposition, settings.metrics_age_s)
         self.settings = settings
         self._dispatcher = dispatcher
         self.metrics = metrics
@@ -171,7 +179,7 @@ class App:
     # ------------------------------------------------ what connections tell
 
     def begin(self, exchange: Exchange) -> None:
-        """Check what the head tells: the tenant, room for a request, and whether the body is worth waiting for."""
+        """Check what the head tells: the tenant, and whether the body is worth waiting for."""
         if exchange.path not in PROBES:
             self.metrics.http_requests_open.value += 1
         try:
@@ -188,7 +196,7 @@ class App:
                 headers = exchange.headers
                 if self.tracing is not None:
                     exchange.request_trace = self._trace(self.tracing, exchange)
-                exchange.tenant = self._places.take(
+                exchange.tenant = self._places.identify(
                     exchange.header(AUTHORIZATION) if AUTHORIZATION in headers else None
                 )
                 if headers.get(b"content-type") != b"application/json" or b"content-encoding" in headers:
@@ -226,7 +234,13 @@ class App:
             if exchange.method == "OPTIONS":
                 self._options(exchange)
                 return
-            handler = self._post.get(exchange.path) or self._route(exchange.path)[0]
+            handler = self._post.get(exchange.path)
+            if handler is None:
+                self._route(exchange.path)[0](exchange)
+                return
+            assert exchange.tenant is not None  # identified with the head
+            self._places.take(exchange.tenant)
+            exchange.has_place = True
             handler(exchange)
         except Exception as error:  # the top of a request: a bug of ours must not hurt other requests
             fail(exchange, error, self.metrics)
@@ -240,6 +254,9 @@ class App:
                 SlowRequest(f"the body did not arrive within {self.settings.body_s:g} s; send it faster"),
                 self.metrics,
             )
+
+    def crowded(self, exchange: Exchange) -> None:
+        fail(exchange, self._places.no_room_for_body(exchange.tenant), self.metrics)
 
     def stalled(self, exchange: Exchange) -> None:
         self._end(exchange, ClientLeft(f"the client read nothing for {self.settings.stall_s:g} s"))
@@ -260,9 +277,9 @@ class App:
 
     def over(self, exchange: Exchange) -> None:
         metrics, path = self.metrics, exchange.path
-        if exchange.tenant is not None:
+        if exchange.has_place and exchange.tenant is not None:
             self._places.give_back(exchange.tenant)
-            exchange.tenant = None
+            exchange.has_place = False
         if exchange.request_trace is not None:
             status = exchange.status
             exchange.request_trace.end(monotonic(), {"http.response.status_code": status}, has_failed=status >= 500)
@@ -397,7 +414,7 @@ class App:
 
     def _terms(self, exchange: Exchange) -> Terms:
         tenant = exchange.tenant
-        assert tenant is not None  # taken with the head
+        assert tenant is not None  # identified with the head
         headers, deadline_s = exchange.headers, self.settings.deadline_s
         if DEADLINE in headers:
             deadline_s = deadline_of(exchange.header(DEADLINE), deadline_s)
@@ -468,10 +485,10 @@ class App:
             answer_error(exchange, Unavailable(f"not ready: {'; '.join(verdict.reasons)}"))
 
     def _exposition(self, exchange: Exchange) -> None:
-        if self._exposed is None:
-            _expose(exchange, generate_latest(self.metrics.registry))
-        else:
-            self._later(exchange, self._exposed, partial(_expose, exchange))
+        self._later(exchange, self._exposed.text, partial(_expose, exchange))
+
+    async def _own_exposition(self) -> bytes:
+        return generate_latest(self.metrics.registry)
 
     def _models(self, exchange: Exchange) -> None:
         self._places.identify(exchange.header(AUTHORIZATION))

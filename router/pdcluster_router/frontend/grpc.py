@@ -49,8 +49,19 @@ from pdcluster_router.frontend.prepare import (
     prepare_completion,
 )
 from pdcluster_router.frontend.response import record, route_report, usage_of
+from pdcluster_router.http.call_limits import (
+    READ_S,
+    UNPACKED_ONLY,
+    CallGroup,
+    CallLimits,
+    MessageReads,
+    machine_of,
+    open_reads,
+)
 from pdcluster_router.http.connection import PARTING_S
 from pdcluster_router.http.tls import HANDSHAKE_S, ServerTls
+from pdcluster_router.http.unfinished import BODIES_BYTES
+from pdcluster_router.http.watched_health import WatchedHealth
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +70,9 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 STOP_GRACE_S = 0.5
 # Larger requests are unpacked in a thread. They may hold schemas or a hundred thousand token ids.
 LONG_BYTES = 256 << 10
+# Calls that count apart: those that watch health, and those that ask for it or for the server's methods.
+MAX_WATCHERS, MAX_OTHERS = 256, 64
+WATCH = f"/{health.SERVICE_NAME}/Watch"
 # gRPC rounds a client's remaining time up to two or three digits. So a client that gives up at its deadline may come
 # early.
 ROUNDED_S, ROUNDED_SHARE = 0.02, 0.01
@@ -86,6 +100,8 @@ class GrpcSettings:
 
     deadline_s: for calls without one, and the most that one may ask for.
     stall_s: longest time for a client to read a message.
+    arriving_bytes: memory of messages that are being read.
+    read_s: longest time for a message to arrive.
     last_word_s: for a client that reads nothing, to take its error.
     connection_age_s: then a connection takes no more calls, and clients make another. Python's gRPC cannot reset a
     call, so a call that nobody reads ends with its connection.
@@ -98,6 +114,8 @@ class GrpcSettings:
     max_choices: int = 128
     deadline_s: float = 600.0
     stall_s: float = 60.0
+    arriving_bytes: int = BODIES_BYTES
+    read_s: float = READ_S
     last_word_s: float = 1.0
     connection_age_s: float = 600.0
     id_prefix: str = ""
@@ -120,20 +138,26 @@ class Inference(stubs.InferenceServicer):
         self._settings = settings
         self._metrics = metrics
         self._places = places
+        self.reads = MessageReads(max(settings.arriving_bytes // settings.max_message_bytes, 2), settings.read_s)
         # When the server ends running calls. A call cancelled then was not left by its client.
         self.ends_at = math.inf
 
-    async def Generate(self, request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext) -> None:
+    async def Generate(self, requests: object, context: grpc.aio.ServicerContext) -> None:
+        """requests: is not used: the message is read here, once its tenant is known."""
         arrived, given_s = monotonic(), context.time_remaining()
         code = grpc.StatusCode.CANCELLED
         request_id, own_id = self._settings.id_prefix + token_hex(ID_BYTES), _client_id(context) or ""
         trace = None if self._tracing is None else self._trace(self._tracing, context, request_id, arrived)
         try:
-            if request is None:
+            tenant = self._places.identify(_metadata(context, "authorization"))
+            request = await self.reads.read(context, tenant.name or machine_of(context))
+            if request is None or request is grpc.aio.EOF:
                 raise BadRequest(
                     "the call's bytes are no GenerateRequest; make the client from this server's inference.proto"
                 )
-            terms = Terms(request_id, arrived, self._settings.max_choices, 0.0, client_id=own_id, trace=trace)
+            terms = Terms(
+                request_id, arrived, self._settings.max_choices, 0.0, tenant=tenant, client_id=own_id, trace=trace
+            )
             await self._generate(request, context, terms)
             code = grpc.StatusCode.OK
         except PdclusterError as error:
@@ -186,13 +210,12 @@ class Inference(stubs.InferenceServicer):
         return trace
 
     async def _generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, terms: Terms) -> None:
-        """terms: what is known of the call before its tenant is."""
-        with self._places.taken(_metadata(context, "authorization")) as tenant:
+        with self._places.taken(terms.tenant):
             await context.send_initial_metadata((("x-request-id", terms.client_id or terms.request_id),))
             mode = mode_of(_metadata(context, "x-pdcluster-mode"))
             reader = _Reader(self._settings.stall_s)
             terms = msgspec.structs.replace(
-                terms, deadline_s=self._deadline_s(context), tenant=tenant, mode=mode, hang_up=reader.hang_up
+                terms, deadline_s=self._deadline_s(context), mode=mode, hang_up=reader.hang_up
             )
             prepared = await self._prepare(request, terms)
             pieces = merge([pieces_of(choice, self._dispatcher) for choice in prepared.choices])
@@ -322,6 +345,7 @@ async def listening(
                 int(settings.is_port_shared),
             ),  # a second router on the port must fail, not take half of the calls
             ("grpc.max_receive_message_length", settings.max_message_bytes),
+            UNPACKED_ONLY,
             ("grpc.keepalive_time_ms", 10_000),
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.max_connection_age_ms", round(settings.connection_age_s * 1e3)),
@@ -329,10 +353,10 @@ async def listening(
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
             *CONNECTING,
         ),
-        maximum_concurrent_rpcs=settings.max_calls,
+        interceptors=(_limits(servicer.reads, settings),),
     )
     server.add_generic_rpc_handlers((_handlers(servicer),))
-    states = health.aio.HealthServicer()
+    states = WatchedHealth()
     health_pb2_grpc.add_HealthServicer_to_server(states, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     bound = bind(server, address, flag="--grpc", tls=tls)
@@ -347,10 +371,17 @@ async def listening(
         await server.stop(drain_s)
 
 
+def _limits(reads: MessageReads, settings: GrpcSettings) -> CallLimits:
+    """Generations, watchers and everything else count apart."""
+    work, small = CallGroup(SERVICE, settings.max_calls, reads, is_fair=False), open_reads()
+    watchers, others = CallGroup("Watch", MAX_WATCHERS, small), CallGroup("other methods", MAX_OTHERS, small)
+    return CallLimits({f"/{SERVICE}/Generate": work, WATCH: watchers}, others)
+
+
 def _handlers(servicer: Inference) -> grpc.GenericRpcHandler:
     """The generated registration. Bytes that are no message are the caller's error, without a traceback in the log."""
     methods = {
-        "Generate": grpc.unary_stream_rpc_method_handler(
+        "Generate": grpc.stream_stream_rpc_method_handler(
             servicer.Generate, request_deserializer=_parse, response_serializer=pb.GenerateReply.SerializeToString
         ),
         "ListModels": grpc.unary_unary_rpc_method_handler(
@@ -372,7 +403,7 @@ def _parse(body: bytes) -> pb.GenerateRequest | None:
     return request
 
 
-async def _keep_health(states: health.aio.HealthServicer, dispatcher: Dispatcher) -> None:
+async def _keep_health(states: WatchedHealth, dispatcher: Dispatcher) -> None:
     """Keep health states: the process serves while it runs, the service while some route could take a request."""
     await states.set("", health_pb2.HealthCheckResponse.SERVING)
     told = None
@@ -390,7 +421,7 @@ async def answering(
     server: grpc.aio.Server, service: str, address: str, *, flag: str, tls: ServerTls | None = None
 ) -> AsyncIterator[str]:
     """Serve small calls while the block runs, with health and reflection. Yields HOST:PORT."""
-    states = health.aio.HealthServicer()
+    states = WatchedHealth()
     health_pb2_grpc.add_HealthServicer_to_server(states, server)
     reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     bound = bind(server, address, flag=flag, tls=tls)

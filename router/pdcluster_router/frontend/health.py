@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from time import monotonic
 
 from pdcluster.core.errors import Unavailable
 from pdcluster.telemetry.health import BEAT_S, Probes, Pulse, Verdict, alive
@@ -11,6 +12,8 @@ from pdcluster_router.core.generation import Dispatcher
 
 # For the loop to make the text of a scrape.
 SCRAPE_S = 5.0
+# How old what the API's port shows may be.
+AGE_S = 1.0
 
 
 def readiness_of(dispatcher: Dispatcher, *, is_draining: bool = False, warnings: Sequence[str] = ()) -> Verdict:
@@ -87,3 +90,20 @@ class RouterHealth:
 
     async def _text(self) -> bytes:
         return await self.exposition()
+
+
+class CachedExposition:
+    """The text of a scrape, made at most once in age_s: making it takes time from all requests. Owned by the loop."""
+
+    def __init__(self, make: Callable[[], Awaitable[bytes]], age_s: float = AGE_S) -> None:
+        self._make, self._age_s = make, age_s
+        self._text, self._until = b"", 0.0
+        self._lock = asyncio.Lock()
+
+    async def text(self) -> bytes:
+        """Raises what making it raised."""
+        async with self._lock:
+            if monotonic() >= self._until:
+                self._text = await self._make()
+                self._until = monotonic() + self._age_s
+            return self._text

@@ -1,6 +1,6 @@
 """Places: how many requests a router process works on at a time, over all front doors, and for which tenant.
 
-A place is taken before the body is read.
+HTTP takes a place when the body is there: slow senders keep no place from whole requests.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 from pdcluster.core.errors import Overloaded
 from pdcluster.telemetry.metrics import HoldMetrics
-from pdcluster_router.core.tenants import Tenant, Tenants
-from pdcluster_router.queueing.shares import GREED, Shares
+from pdcluster_router.core.shares import GREED, Shares
+from pdcluster_router.core.tenants import ANYBODY, Tenant, Tenants
 
 
 class Places:
@@ -34,11 +34,8 @@ class Places:
         """The tenant of a key. Raises Unauthorized."""
         return self._tenants.identify(authorization)
 
-    def take(self, authorization: str | None = None) -> Tenant:
-        """Take a place for the tenant with that key, until `give_back`. Raises Unauthorized, and Overloaded when there
-        is none.
-        """
-        tenant = self._tenants.identify(authorization)
+    def take(self, tenant: Tenant) -> None:
+        """Take a place for the tenant, until `give_back`. Raises Overloaded when there is none."""
         shares = self._shares
         if tenant.max_requests is not None and (own := shares.taken_by(tenant.name)) >= tenant.max_requests:
             raise self._refused(
@@ -50,19 +47,32 @@ class Places:
             raise self._refused(
                 tenant, "requests", f"{self.num_taken} requests are being worked on, as many as --max-requests allows"
             )
-        return tenant
 
     def give_back(self, tenant: Tenant) -> None:
         self._shares.give_back(tenant.name)
 
     @contextmanager
-    def taken(self, authorization: str | None = None) -> Iterator[Tenant]:
+    def taken(self, tenant: Tenant) -> Iterator[None]:
         """A place while the block runs."""
-        tenant = self.take(authorization)
+        self.take(tenant)
         try:
-            yield tenant
+            yield
         finally:
             self.give_back(tenant)
+
+    def no_room_for_body(self, tenant: Tenant | None) -> Overloaded:
+        """The error for a body that is not there as a whole, and cannot be kept longer."""
+        return self._refused(
+            tenant or ANYBODY,
+            "arriving",
+            "bodies that have not arrived whole take as much memory as router.arriving_bytes allows; raise it, or send "
+            "yours faster",
+        )
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are several tenants."""
+        return self._tenants.is_configured
 
     def _refused(self, tenant: Tenant, reason: str, message: str) -> Overloaded:
         if self._metrics is not None:

@@ -25,6 +25,7 @@ from pdcluster_router.http.acceptor import AcceptLimits, Acceptor, limits_of_pro
 from pdcluster_router.http.connection import PARTING_S, Application, Connection, ConnectionLimits, Connections
 from pdcluster_router.http.hosts import HostRule
 from pdcluster_router.http.tls import ServerTls
+from pdcluster_router.http.unfinished import UnfinishedRequests
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ def http_settings(config: RouterConfig) -> HttpSettings:
         max_requests=config.max_requests,
         max_body_bytes=config.max_body_bytes,
         deadline_s=config.deadline_s,
+        arriving_bytes=config.most_arriving_bytes,
         cors_origins=config.cors_origins,
         hosts=hosts if is_guarded else None,
     )
@@ -86,7 +88,7 @@ async def listening(
     bound = bound or bind(address, is_port_shared=is_port_shared)
     own = app.settings
     limits = ConnectionLimits(own.max_body_bytes, own.body_s, own.stall_s, id_prefix=own.id_prefix)
-    connections = Connections()
+    connections = Connections(UnfinishedRequests(own.arriving_bytes, is_shared=own.is_shared))
     acceptor = Acceptor(
         bound,
         lambda: Connection(app, limits, connections),

@@ -4,15 +4,17 @@
    came.
 2. A body is kept up to the application's limit. Beyond that it is read and dropped, up to DISCARD_FACTOR times the
    limit, so that the client sees its answer. A client that waits for 100-continue is answered before it sends.
-3. What comes during an answer waits here: one read parsed, and MAX_AHEAD_BYTES unparsed. It is read because only a
-   reader sees that a client left.
+3. What comes during an answer waits here: PARSED_BYTES of it parsed, and MAX_AHEAD_BYTES unparsed. It is read because
+   only a reader sees that a client left.
 4. One sweep of the server checks all deadlines (`deadline`): for a request to arrive, for the client to read, for the
    next one.
 5. A client that asks for another protocol does not get it (Java's does, on every connection). Its head is parsed again
    without that wish, because the parser would take what follows for the other protocol.
 6. A connection that was closed stays until its client has all that was sent, at most `stall_s`. Over TLS both say
    goodbye; a client that has all and does not answer that has GOODBYE_S.
-7. When the server drains, a connection ends with its answer, or soon. A request that outlasts the drain is told so.
+7. What is held of a request that is not whole is counted over all connections (`unfinished`). Where room lacks, it is
+   answered, or the connection ends.
+8. When the server drains, a connection ends with its answer, or soon. A request that outlasts the drain is told so.
 """
 
 from __future__ import annotations
@@ -32,13 +34,20 @@ from typing import cast
 import httptools
 
 from pdcluster.api.openai.replies import error_body
-from pdcluster.core.errors import BadRequest
+from pdcluster.core.errors import BadRequest, PdclusterError, Unavailable
 from pdcluster_router.http.exchange import JSON, STATUS_LINES, Exchange, ParsedHead
 from pdcluster_router.http.head import MAX_HEAD_BYTES, MAX_HEADERS, ONCE, RefusedHead, check_head, path_of
+from pdcluster_router.http.unfinished import BASE_BYTES, Held, UnfinishedRequests
 from pdcluster_router.http.write_coalescing import WriteCoalescer
 
 DISCARD_FACTOR = 8
 MAX_AHEAD_BYTES = 64 * 1024
+# A longer read is parsed in parts, and no further than to a request that has to wait.
+PARSED_BYTES = 16 * 1024
+# Of a parsed request that waits, the bytes of memory that one byte of it takes.
+PARSED_FACTOR = 24
+# Of an unparsed head.
+HEAD_FACTOR = 2
 FRAMING = (b"content-length", b"transfer-encoding", b"connection")
 # What the kernel says of bytes that a socket has not got rid of.
 QUEUED = Struct("i")
@@ -50,6 +59,8 @@ MOST_POSTED_BYTES = 16 * 1024
 GOODBYE_S = 1.0
 # How long a server that stops waits for requests that were sent before their clients could know.
 PARTING_S = 0.25
+
+CROWDED = "too many requests are on their way that have not arrived whole; send yours in one piece, or retry later"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,10 @@ class Application(Seam):
         """Its body did not arrive in time."""
         ...
 
+    def crowded(self, exchange: Exchange) -> None:
+        """There is no room for the part of its body that came."""
+        ...
+
     def stalled(self, exchange: Exchange) -> None:
         """Its client reads nothing. The connection ends after this."""
         ...
@@ -104,8 +119,9 @@ class Application(Seam):
 class Connections(set["Connection"]):
     """The open connections of one server."""
 
-    def __init__(self) -> None:
+    def __init__(self, unfinished: UnfinishedRequests | None = None) -> None:
         super().__init__()
+        self.unfinished = unfinished or UnfinishedRequests()
         # Whether new ones end soon, too.
         self.is_draining = False
         self._none: Event | None = None
@@ -137,8 +153,11 @@ class Connection(Protocol):
         self._parsing: Exchange | None = None
         self._current: Exchange | None = None
         self._early: deque[Exchange] = deque()
+        # That the early exchanges came from.
+        self._early_bytes = 0
         # Bytes behind the early exchanges, not parsed yet.
         self._ahead = bytearray()
+        self.held: Held | None = None
         # The head asked for another protocol. It is read to its end, and then parsed again.
         self._is_wish = False
         self._ends_soon = self._read_paused = False
@@ -166,6 +185,7 @@ class Connection(Protocol):
         self._transport = None
         self.write = nowhere
         self._open_ones.ended(self)
+        self._open_ones.unfinished.release(self)
         self._early.clear()
         self._ahead.clear()
         self._posted.pop(self, None)
@@ -198,23 +218,44 @@ class Connection(Protocol):
         self._ahead += data
         if len(self._ahead) > MAX_AHEAD_BYTES:
             self._read(False)
+        self._count()
 
     def _parse_ahead(self) -> None:
         """Parse what waited, once no exchange is early."""
         data, self._ahead = bytes(self._ahead), bytearray()
-        self._read(True)
         self._parse(data)
+        self._read(len(self._ahead) <= MAX_AHEAD_BYTES)
 
     def _parse(self, data: bytes) -> None:
         if self._parsing is None and self._current is None and not self._bare_bytes:
             self.deadline = monotonic() + self._limits.request_s  # for all of it: bytes that trickle in do not move it
+        if len(data) <= PARSED_BYTES or self._parsing is not None:
+            self._feed(data)
+        else:
+            self._feed_in_parts(data)
+        if self._early:
+            self._early_bytes = min(len(data), PARSED_BYTES)
+        if self._bare_bytes or self._parsing is not None or self._ahead or self._early or self.held is not None:
+            self._count()
+
+    def _feed_in_parts(self, data: bytes) -> None:
+        for at in range(0, len(data), PARSED_BYTES):
+            if self._early:
+                self._ahead += data[at:]
+                return
+            self._feed(data[at : at + PARSED_BYTES])
+            if self._read_paused:
+                return
+
+    def _feed(self, data: bytes) -> None:
         self._bare_bytes += len(data)
         while data:
-            data = self._feed(data)
+            data = self._parse_some(data)
         if self._bare_bytes > MAX_HEAD_BYTES and not self._read_paused:
-            self._refuse(431, f"the request's head, or what is around its chunks, has more than {MAX_HEAD_BYTES} bytes")
+            what = "the request's head, or what is around its chunks,"
+            self._refuse(431, BadRequest(f"{what} has more than {MAX_HEAD_BYTES} bytes"))
 
-    def _feed(self, data: bytes) -> bytes:
+    def _parse_some(self, data: bytes) -> bytes:
         """Parse bytes. Returns what to parse next instead of the rest."""
         try:
             self._parser.feed_data(data)
@@ -225,9 +266,9 @@ class Connection(Protocol):
         except httptools.HttpParserError as error:
             cause = error.__context__
             if isinstance(cause, RefusedHead):
-                self._refuse(cause.status, str(cause))
+                self._refuse(cause.status, BadRequest(str(cause)))
             else:
-                self._refuse(400, f"invalid HTTP request: {error}")
+                self._refuse(400, BadRequest(f"invalid HTTP request: {error}"))
         return b""
 
     def _without_wish(self) -> bytes:
@@ -238,11 +279,6 @@ class Connection(Protocol):
         return b"%b %b HTTP/%b\r\n%b\r\n" % (parser.get_method(), self._url, version, b"".join(framing))
 
     # ------------------------------------------------------------ parser
-
-    def on_message_begin(self) -> None:
-        if not self._is_wish:
-            self._url = b""
-            self._headers = {}
 
     def on_url(self, url: bytes) -> None:
         if not self._is_wish:
@@ -280,7 +316,7 @@ class Connection(Protocol):
         keeps_alive = parser.should_keep_alive() and not wants_other and not self._ends_soon
         head = ParsedHead(method, path_of(url), headers, keeps_alive, version == "1.0")
         exchange = Exchange(self, head, self._limits.id_prefix)
-        self._parsing = exchange
+        self._parsing, self._url, self._headers = exchange, b"", {}
         self._bare_bytes = self._trailer_bytes = 0
         if self._current is None and not self.is_paused:
             self._begin(exchange)
@@ -363,6 +399,8 @@ class Connection(Protocol):
         self._is_settling = False
         if self._current is None and not self._early and not self._ahead:
             self._rest()
+        if self.held is not None:
+            self._count()
 
     def _rest(self) -> None:
         """Idle until the client sends more."""
@@ -380,6 +418,31 @@ class Connection(Protocol):
             self._parse_ahead()
         elif not exchange.finished:
             self._application.complete(exchange)
+
+    def _count(self) -> None:
+        """Count what is held of requests that are not whole, or wait."""
+        owner, size, exchange = None, HEAD_FACTOR * self._bare_bytes + len(self._ahead), self._parsing
+        if self._early:
+            size += PARSED_FACTOR * self._early_bytes
+        if exchange is not None:
+            size += sum(len(name) + len(value) for name, value in exchange.headers.items())
+            if not exchange.finished and not exchange.is_too_large:
+                size += exchange.body_bytes
+                owner = None if exchange.tenant is None else exchange.tenant.name
+        unfinished = self._open_ones.unfinished
+        if not size or self._transport is None:
+            unfinished.release(self)
+        elif not unfinished.hold(self, owner, size + BASE_BYTES):
+            self.crowd_out()
+
+    def crowd_out(self) -> None:
+        """Implements unfinished.UnfinishedRequest."""
+        exchange = self._parsing
+        if exchange is not None and exchange is self._current and not exchange.finished:
+            self._application.crowded(exchange)
+            return
+        self._ahead.clear()
+        self._refuse(503, Unavailable(CROWDED))
 
     @property
     def _is_closing(self) -> bool:
@@ -476,9 +539,9 @@ class Connection(Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _refuse(self, status: int, words: str) -> None:
-        """The bytes are no request. Earlier requests get their answers, and the connection ends with the last. Without
-        any, this is the answer.
+    def _refuse(self, status: int, error: PdclusterError) -> None:
+        """The bytes are no request, or there is no room for them. Earlier requests get their answers, and the
+        connection ends with the last. Without any, this is the answer.
         """
         broken, self._parsing = self._parsing, None
         self._read_paused = True
@@ -489,7 +552,7 @@ class Connection(Protocol):
             before.keeps_alive = False
             return
         if before is None or not before.started:
-            body = error_body(BadRequest(words))
+            body = error_body(error)
             line = STATUS_LINES[status]
             self.send(b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (line, JSON, len(body), body))
         self.close()

@@ -95,7 +95,8 @@ class ChunkFraming(dict[int, bytes]):
 class Exchange:
     """Owned by its connection, in the server's loop.
 
-    tenant: in whose name it holds a place; None while it holds none.
+    tenant: who sent it; None before that is known.
+    has_place: it holds one in that name.
     on_gone: called with the error when it ends early.
     on_resume: called when the client reads again.
     extra: header lines of any answer.
@@ -107,7 +108,7 @@ class Exchange:
     request_trace: RequestTrace | None = None
     extra = b""
     status = body_bytes = 0
-    started = finished = is_complete = is_too_large = _is_chunked = _is_named = False
+    started = finished = is_complete = is_too_large = has_place = _is_chunked = _is_named = False
     on_gone: Callable[[PdclusterError], object] | None = None
     on_resume: Callable[[], None] | None = None
 

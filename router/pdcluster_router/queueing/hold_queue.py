@@ -25,8 +25,8 @@ from typing import Literal
 
 from pdcluster.core.errors import IntegrityError
 from pdcluster_router.core.room import PATIENCE
+from pdcluster_router.core.shares import GREED, Shares
 from pdcluster_router.queueing.fairness import FairQueue, QueuedRequest
-from pdcluster_router.queueing.shares import GREED, Shares
 
 Bound = Literal["count", "bytes"]
 Reason = Literal["deadline", "age"]

@@ -50,7 +50,10 @@ class WorkerIdentity:
             requests=share_of(config.hold.requests, self.count),
             memory_bytes=share_of(config.hold.memory_bytes, self.count),
         )
-        return replace(config, max_requests=share_of(config.max_requests, self.count), hold=hold)
+        arriving = max(share_of(config.most_arriving_bytes, self.count), 2 * config.max_body_bytes)
+        return replace(
+            config, max_requests=share_of(config.max_requests, self.count), hold=hold, arriving_bytes=arriving
+        )
 
 
 def show(name: str) -> None:

@@ -176,7 +176,7 @@ async def served(
     dispatcher: ScriptedDispatcher, settings: HttpSettings | None = None, places: Places | None = None
 ) -> AsyncIterator[str]:
     """The application behind a real socket; gives its base URL."""
-    app = create_app(dispatcher, settings or HttpSettings(), router_metrics(), places)
+    app = create_app(dispatcher, settings or HttpSettings(metrics_age_s=0.0), router_metrics(), places)
     async with listening(app, "127.0.0.1:0", drain_s=1.0) as address:
         yield f"http://{address}"
 

@@ -134,21 +134,18 @@ def test_a_request_cannot_name_the_cache_of_a_tenant(tenants: Tenants) -> None:
 def test_places_are_bounded_per_tenant_and_none_takes_them_all(tenants: Tenants) -> None:
     registry = CollectorRegistry()
     places = Places(10, tenants, HoldMetrics(registry))
-    held = [places.taken(f"Bearer {OTHER}") for _ in range(9)]
+    acme, other = (places.identify(f"Bearer {key}") for key in (ACME, OTHER))
+    held = [places.taken(other) for _ in range(9)]
     for place in held[:8]:
         place.__enter__()
     with pytest.raises(Overloaded, match="8 requests are being worked on"):
         held[8].__enter__()
-    with places.taken(f"Bearer {ACME}") as tenant:
-        assert tenant.name == "acme"
+    with places.taken(acme):
+        assert places.num_taken == 9
     for place in held[:8]:
         place.__exit__(None, None, None)
-    with (
-        places.taken(f"Bearer {ACME}"),
-        places.taken(f"Bearer {ACME}"),
-        pytest.raises(Overloaded, match="2 requests of tenant acme"),
-    ):
-        places.taken(f"Bearer {ACME}").__enter__()
+    with places.taken(acme), places.taken(acme), pytest.raises(Overloaded, match="2 requests of tenant acme"):
+        places.taken(acme).__enter__()
     assert places.num_taken == 0
     assert (
         registry.get_sample_value("pdcluster_rejected_requests_total", {"reason": "tenant_requests", "tenant": "acme"})

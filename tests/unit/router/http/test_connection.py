@@ -130,7 +130,7 @@ class ByHand:
     def begin(self, exchange: Exchange) -> None:
         pass
 
-    late = stalled = gone = stopping = over = begin
+    late = crowded = stalled = gone = stopping = over = begin
 
 
 class Pipe(asyncio.Transport):

@@ -194,7 +194,7 @@ class Mirror:
     def begin(self, exchange: Exchange) -> None:
         pass
 
-    late = stalled = gone = stopping = over = begin
+    late = crowded = stalled = gone = stopping = over = begin
 
 
 class Wire(Transport):

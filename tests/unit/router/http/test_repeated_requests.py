@@ -42,7 +42,7 @@ class Echo:
     def over(self, exchange: Exchange) -> None:
         self.num_over += 1
 
-    late = stalled = gone = stopping = over
+    late = crowded = stalled = gone = stopping = over
 
 
 class Wire(asyncio.Transport):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcluster.core.errors import IntegrityError
-from pdcluster_router.queueing.shares import Shares
+from pdcluster_router.core.shares import Shares
 
 
 def fill(shares: Shares, tenant: str) -> int:
