@@ -36,7 +36,7 @@ from pdcluster.kv.layout import Fingerprint, KVLayout
 from pdcluster.kv.pages import PagePool
 from pdcluster.node.outbox import Outbox
 from pdcluster.node.reports.load_report import ModelFiles, Reporter
-from pdcluster.settings.config import SecurityConfig
+from pdcluster.settings.security import SecurityConfig
 from pdcluster.transfer.backends.base import Peer
 from pdcluster.wire.hub import Hub, LeaseEnded
 from pdcluster.wire.sockets import WireSettings

@@ -38,7 +38,7 @@ def tenants_of(key: str) -> bytes:
     return f'[acme]\nkeys = ["{key}"]\n[other]\nkeys = ["{OTHER_KEY}"]\n'.encode()
 
 
-class Edges:
+class TlsRouter:
     def __init__(self, folder: Path, bootstrap: str) -> None:
         self.folder, self.authority = folder, Authority(folder)
         self.cert, self.key, self.tenants = folder / "tls.crt", folder / "tls.key", folder / "tenants.toml"
@@ -91,9 +91,9 @@ class Edges:
 
 
 @pytest.fixture(scope="module")
-def edges(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edges]:
+def edges(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsRouter]:
     with fake_cluster(["prefill", "decode", "mixed"], SPEED) as (bootstrap, _):
-        found = Edges(tmp_path_factory.mktemp("edges"), bootstrap)
+        found = TlsRouter(tmp_path_factory.mktemp("edges"), bootstrap)
         try:
             until(
                 lambda: all(len(view) == 3 for view in found.router.views().values()) and len(found.router.views()) == 2
@@ -103,7 +103,7 @@ def edges(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edges]:
             assert found.router.stop() == 0
 
 
-def test_clients_speak_tls(edges: Edges) -> None:
+def test_clients_speak_tls(edges: TlsRouter) -> None:
     assert edges.router.facts["tls"] is True
     with edges.openai() as client:
         for _ in range(8):  # both workers
@@ -119,7 +119,7 @@ def test_clients_speak_tls(edges: Edges) -> None:
     assert told.returncode == 0 and '"object":"list"' in told.stdout, told.stderr
 
 
-def test_pdctl_speaks_tls_and_says_what_is_wrong(edges: Edges, tmp_path: Path) -> None:
+def test_pdctl_speaks_tls_and_says_what_is_wrong(edges: TlsRouter, tmp_path: Path) -> None:
     told = edges.pdctl("status", ca=edges.authority.file)
     assert told.returncode == 0 and "nothing is wrong" in told.stdout, told.stdout + told.stderr
     told = edges.pdctl("status", ca=edges.cert)  # the certificate itself may be what is trusted
@@ -130,7 +130,7 @@ def test_pdctl_speaks_tls_and_says_what_is_wrong(edges: Edges, tmp_path: Path) -
     assert told.returncode == 4 and "that --ca did not sign" in told.stderr and "Handshake" not in told.stderr
 
 
-def test_the_console_speaks_tls_to_both_sides(edges: Edges) -> None:
+def test_the_console_speaks_tls_to_both_sides(edges: TlsRouter) -> None:
     with httpx.Client(verify=client_context(edges.authority.file), trust_env=False, timeout=60.0) as client:
         url = f"https://{edges.router.facts['console']}"
         until(lambda: client.get(f"{url}/api/node/n0").status_code == 200)
@@ -140,7 +140,7 @@ def test_the_console_speaks_tls_to_both_sides(edges: Edges) -> None:
 
 
 @pytest.mark.parametrize("way", ["said", "cut"])
-def test_a_client_that_leaves_a_stream_frees_its_place(edges: Edges, way: str) -> None:
+def test_a_client_that_leaves_a_stream_frees_its_place(edges: TlsRouter, way: str) -> None:
     prompt = list(range(10, 40))
     asked = json.dumps({"model": edges.model, "prompt": prompt, "max_tokens": LONG, "stream": True, "ignore_eos": True})
     connection = edges.raw()
@@ -161,7 +161,7 @@ def test_a_client_that_leaves_a_stream_frees_its_place(edges: Edges, way: str) -
         until(lambda: edges.num_open() == 0)
 
 
-def test_a_call_that_is_left_frees_its_place(edges: Edges) -> None:
+def test_a_call_that_is_left_frees_its_place(edges: TlsRouter) -> None:
     with api.Client(edges.router.grpc, KEY, ca=edges.authority.file) as client:
         outputs = client.generate([10, 11, 12], max_tokens=LONG, ignore_eos=True)
         next(outputs)
@@ -170,7 +170,7 @@ def test_a_call_that_is_left_frees_its_place(edges: Edges) -> None:
         until(lambda: edges.num_open() == 0)
 
 
-def test_strangers_that_begin_handshakes_do_not_keep_others_out(edges: Edges) -> None:
+def test_strangers_that_begin_handshakes_do_not_keep_others_out(edges: TlsRouter) -> None:
     grpc_host, _, grpc_port = edges.router.grpc.rpartition(":")
     strangers = []
     try:
@@ -192,7 +192,7 @@ def test_strangers_that_begin_handshakes_do_not_keep_others_out(edges: Edges) ->
             stranger.close()
 
 
-def test_keys_change_under_way(edges: Edges) -> None:
+def test_keys_change_under_way(edges: TlsRouter) -> None:
     """Each worker reads the file again. What runs goes on, a key that is gone fails."""
     with edges.openai() as client, edges.openai(OTHER_KEY) as other:
         running = edges.asks(client, LONG)
@@ -227,7 +227,7 @@ def shown(address: tuple[str, int]) -> str:
     return ssl.get_server_certificate(address, timeout=60.0)
 
 
-def test_the_certificate_changes_under_way(edges: Edges, tmp_path: Path) -> None:
+def test_the_certificate_changes_under_way(edges: TlsRouter, tmp_path: Path) -> None:
     """As Kubernetes swaps it; a key of another certificate changes nothing."""
     listeners = [
         (host, int(port))
@@ -306,3 +306,12 @@ def test_up_passes_the_pair_on_and_prints_https(tmp_path: Path) -> None:
         process.terminate()
         process.wait(120)
         process.stdout.close()
+
+
+def test_the_demo_speaks_tls(tmp_path: Path) -> None:
+    authority, cert, key = Authority(tmp_path), tmp_path / "tls.crt", tmp_path / "tls.key"
+    authority.write(cert, key)
+    argv = [sys.executable, "-m", "pdcluster.cli", "demo", "--prefill", "0", "--decode", "0", "--mixed", "1"]
+    argv += ["--tls-cert", str(cert), "--tls-key", str(key)]
+    told = subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False)
+    assert told.returncode == 0 and ": https://127.0.0.1:" in told.stdout, told.stdout + told.stderr

@@ -7,11 +7,12 @@ import contextlib
 import json
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 
 import httpx
 import pytest
+import uvloop
 from certificates import NAME, Authority
 from prometheus_client import CollectorRegistry
 from scripted_dispatcher import MODEL, ScriptedDispatcher, Wait, says, until
@@ -21,8 +22,9 @@ from pdcluster.settings.tls_trust import client_context
 from pdcluster.telemetry.metrics import TlsMetrics
 from pdcluster_router.frontend.app import HttpSettings, create_app
 from pdcluster_router.frontend.server import listening, router_metrics
-from pdcluster_router.http import tls
+from pdcluster_router.http import connection, tls
 from pdcluster_router.http.acceptor import AcceptLimits
+from pdcluster_router.http.exchange import Exchange
 from pdcluster_router.http.tls import ServerTls
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -31,7 +33,7 @@ ASKS = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/j
     len(STREAM),
     STREAM,
 )
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Edge:
@@ -63,12 +65,12 @@ class Edge:
     def context(self, authority: Authority | None = None) -> ssl.SSLContext:
         return client_context((authority or self.authority).file)
 
-    async def connect(self, context: ssl.SSLContext | None = None) -> Connection:
+    async def connect(self, context: ssl.SSLContext | None = None) -> Streams:
         return await asyncio.open_connection(
             "127.0.0.1", self.port, ssl=context or self.context(), server_hostname=NAME
         )
 
-    async def plain(self) -> Connection:
+    async def plain(self) -> Streams:
         return await asyncio.open_connection("127.0.0.1", self.port)
 
 
@@ -77,9 +79,9 @@ def edge(tmp_path: Path) -> Edge:
     return Edge(tmp_path)
 
 
-async def answered(connection: Connection) -> bytes:
+async def answered(streams: Streams) -> bytes:
     """The first line of what comes for a probe; all of the answer is read."""
-    reader, writer = connection
+    reader, writer = streams
     writer.write(HEALTH)
     head = await reader.readuntil(b"\r\n\r\n")
     length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
@@ -87,10 +89,10 @@ async def answered(connection: Connection) -> bytes:
     return head.partition(b"\r\n")[0]
 
 
-async def closed(connection: Connection) -> None:
-    connection[1].close()
+async def closed(streams: Streams) -> None:
+    streams[1].close()
     with contextlib.suppress(OSError):
-        await connection[1].wait_closed()
+        await streams[1].wait_closed()
 
 
 async def ended(reader: asyncio.StreamReader) -> bytes:
@@ -103,11 +105,11 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
 
 async def test_requests_are_answered_over_one_connection(edge: Edge) -> None:
     async with edge.listening():
-        connection = await edge.connect()
-        assert [await answered(connection) for _ in range(3)] == [b"HTTP/1.1 200 OK"] * 3
-        shown = connection[1].get_extra_info("ssl_object")
+        streams = await edge.connect()
+        assert [await answered(streams) for _ in range(3)] == [b"HTTP/1.1 200 OK"] * 3
+        shown = streams[1].get_extra_info("ssl_object")
         assert (shown.version(), shown.selected_alpn_protocol()) == ("TLSv1.3", None)
-        await closed(connection)
+        await closed(streams)
         async with httpx.AsyncClient(verify=edge.context(), base_url=f"https://127.0.0.1:{edge.port}") as client:
             streamed = client.stream(
                 "POST", "/v1/completions", content=STREAM,
@@ -122,10 +124,10 @@ async def test_the_protocol_is_agreed_upon(edge: Edge) -> None:
     context = edge.context()
     context.set_alpn_protocols(["h2", "http/1.1"])
     async with edge.listening():
-        connection = await edge.connect(context)
-        assert connection[1].get_extra_info("ssl_object").selected_alpn_protocol() == "http/1.1"
-        assert await answered(connection) == b"HTTP/1.1 200 OK"
-        await closed(connection)
+        streams = await edge.connect(context)
+        assert streams[1].get_extra_info("ssl_object").selected_alpn_protocol() == "http/1.1"
+        assert await answered(streams) == b"HTTP/1.1 200 OK"
+        await closed(streams)
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion")
@@ -141,9 +143,9 @@ async def test_who_speaks_no_tls_or_an_old_one_is_refused(edge: Edge) -> None:
         assert b"HTTP" not in await ended(reader)
         writer.close()
         await until(lambda: edge.handshakes("failed") == 2)
-        connection = await edge.connect()
-        assert await answered(connection) == b"HTTP/1.1 200 OK"
-        await closed(connection)
+        streams = await edge.connect()
+        assert await answered(streams) == b"HTTP/1.1 200 OK"
+        await closed(streams)
 
 
 @pytest.mark.parametrize("way", ["cut", "reset", "said"])
@@ -198,11 +200,11 @@ async def test_open_handshakes_do_not_keep_a_router_from_stopping(edge: Edge, mo
     monkeypatch.setattr(tls, "LAST_HANDSHAKES_S", 0.05)
     async with edge.listening():
         reader, writer = await edge.plain()
-        connection = await edge.connect()
-        assert await answered(connection) == b"HTTP/1.1 200 OK"
-    assert await ended(reader) == b"" and await ended(connection[0]) == b""
+        streams = await edge.connect()
+        assert await answered(streams) == b"HTTP/1.1 200 OK"
+    assert await ended(reader) == b"" and await ended(streams[0]) == b""
     writer.close()
-    await closed(connection)
+    await closed(streams)
 
 
 async def test_beyond_the_limit_of_open_files_an_alert_is_the_answer(edge: Edge) -> None:
@@ -234,3 +236,70 @@ async def test_a_new_certificate_is_for_new_connections(edge: Edge, tmp_path: Pa
         assert [await answered(each) for each in (before, after)] == [b"HTTP/1.1 200 OK"] * 2
         await closed(before)
         await closed(after)
+
+
+class Large:
+    """Implements server.ListenedApp: each answer is more than sockets hold."""
+
+    SIZE = 24 << 20
+
+    def __init__(self) -> None:
+        self.settings, self.metrics = HttpSettings(), router_metrics()
+
+    def begin(self, exchange: Exchange) -> None:
+        pass
+
+    def complete(self, exchange: Exchange) -> None:
+        exchange.reply(200, bytes(self.SIZE))
+
+    late = stalled = gone = stopping = over = begin
+
+
+LOOPS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+
+
+@LOOPS
+def test_who_reads_slowly_gets_all_of_a_last_answer(
+    edge: Edge, monkeypatch: pytest.MonkeyPatch, run: Callable[[Coroutine[None, None, None]], None]
+) -> None:
+    monkeypatch.setattr(connection, "GOODBYE_S", 0.05)
+
+    async def scene() -> None:
+        async with (
+            asyncio.timeout(60.0),
+            listening(Large(), "127.0.0.1:0", drain_s=30.0, tls=edge.tls) as address,
+        ):
+            edge.port = int(address.rpartition(":")[2])
+            reader, writer = await edge.connect()
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            await asyncio.sleep(0.5)  # many times what a goodbye may take
+            assert len(await ended(reader)) == Large.SIZE
+            await closed((reader, writer))
+
+    run(scene())
+
+
+@LOOPS
+def test_who_says_no_goodbye_does_not_keep_a_router_from_stopping(
+    edge: Edge, run: Callable[[Coroutine[None, None, None]], None]
+) -> None:
+    """As clients with pools of connections, which look at none that they do not use."""
+    context = edge.context()
+
+    async def scene() -> None:
+        app = create_app(edge.dispatcher, HttpSettings(), edge.metrics)
+        async with asyncio.timeout(30.0):
+            async with listening(app, "127.0.0.1:0", drain_s=60.0, tls=edge.tls) as address:
+                client = await asyncio.to_thread(silent_client, int(address.rpartition(":")[2]), context)
+        client.close()
+
+    run(scene())
+
+
+def silent_client(port: int, context: ssl.SSLContext) -> ssl.SSLSocket:
+    """Has the answer to a request, and reads no more."""
+    client = context.wrap_socket(socket.create_connection(("127.0.0.1", port), timeout=30.0), server_hostname=NAME)
+    client.sendall(HEALTH)
+    assert client.recv(65536).startswith(b"HTTP/1.1 200 OK")
+    return client
