@@ -346,6 +346,7 @@ async def listening(
             ),  # a second router on the port must fail, not take half of the calls
             ("grpc.max_receive_message_length", settings.max_message_bytes),
             UNPACKED_ONLY,
+            ("grpc.http2.bdp_probe", 0),  # with it a message that nobody reads is held by the megabyte
             ("grpc.keepalive_time_ms", 10_000),
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.max_connection_age_ms", round(settings.connection_age_s * 1e3)),

@@ -192,6 +192,9 @@ class Connection(Protocol):
         current = self._current
         if current is not None and not current.finished:
             self._application.gone(current)
+        # Else they would live in a circle, with all that was sent, until the collector of garbage comes.
+        self._current = self._parsing = None
+        del self._parser
 
     def pause_writing(self) -> None:
         self.is_paused = True

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import weakref
 from dataclasses import dataclass, field
 
 import pytest
@@ -175,6 +177,24 @@ def test_whole_requests_are_not_counted_and_what_waits_is() -> None:
     assert server.unfinished.num_bytes > 3 * 2000 * len(NEXT)
     connection.connection_lost(None)
     assert server.unfinished.num_bytes == 0
+
+
+@pytest.mark.parametrize("data", [NEXT[:-2] + b"x: " + b"a" * 60_000, post("a") + bytes(100_000), NEXT])
+def test_a_connection_that_ended_is_gone_with_all_it_held(data: bytes) -> None:
+    """Routers collect garbage seldom."""
+    gc.disable()
+    try:
+        keeper = Keeper()
+        server = Server(keeper)
+        server.send(data)
+        connection, _ = server.opened.pop()
+        connection.connection_lost(None)
+        keeper.exchanges.clear()
+        ended = weakref.ref(connection)
+        del connection
+        assert ended() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("seed", range(5))
