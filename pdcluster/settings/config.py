@@ -390,6 +390,11 @@ class RouterConfig(Section):
     reasoning: str = key(
         "auto", choice("auto", "none", "think"), "how the model marks its thoughts; auto: as its template shows"
     )
+    user_control_tokens: str = key(
+        "parse",
+        choice("parse", "refuse"),
+        "special tokens in what users and tools say: read as tokens, or refused with 400",
+    )
     mode: Mode = key(
         "auto",
         choice("auto", "remote", "local"),

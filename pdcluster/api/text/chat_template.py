@@ -1,11 +1,13 @@
 """The chat template of a model: messages in, the prompt's text out, as `transformers` would render it.
 
-The template comes with the model's files and runs in Jinja's sandbox; messages are data. Nothing here tokenizes.
+The template comes with the model's files and runs in Jinja's sandbox, within bounds (`template_bounds.py`); messages
+are data. Nothing here tokenizes.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -14,9 +16,18 @@ import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pdcluster.core.errors import BadRequest, ModelError
+from pdcluster.api.text.template_bounds import (
+    BRIEF,
+    PATIENT,
+    BoundedEnvironment,
+    Bounds,
+    Ended,
+    bounded,
+    check_indent,
+    check_pattern,
+)
+from pdcluster.core.errors import BadRequest, ModelError, PdclusterError
 
 Message = Mapping[str, object]
 
@@ -25,6 +36,14 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"}
 
 # Marks the end of the message to continue during rendering. Its last space shows whether the template trims messages.
 CONTINUE_MARK = "\ue000pdcluster-continue\ue000 "
+
+
+# So often may a template meet the bounds of the event loop before it renders in threads only.
+MOST_OVERRUNS = 3
+
+
+class TakesLong(PdclusterError):
+    """The template does not render these messages within BRIEF. It needs a thread."""
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -51,6 +70,9 @@ class _Namespace(jinja2.utils.Namespace):
         _check_public(name)
         super().__setitem__(name, value)
 
+    def __repr__(self) -> str:
+        return "<Namespace>"
+
 
 def _check_public(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
@@ -71,10 +93,12 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Unlike Jinja's own filter: no HTML escapes, keys in order."""
+    check_indent(indent)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _strftime_now(pattern: str) -> str:
+    check_pattern(pattern)
     return datetime.now().strftime(pattern)
 
 
@@ -83,7 +107,7 @@ class ChatTemplate:
         """special_tokens: bos_token, eos_token, … as the template names them. Raises ModelError when the template does
         not compile.
         """
-        environment = ImmutableSandboxedEnvironment(
+        environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _to_json
@@ -92,12 +116,16 @@ class ChatTemplate:
             "strftime_now": _strftime_now,
             "namespace": _Namespace,
         }
+        environment.bound()
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(
                 f"the model's chat template does not compile: line {error.lineno}: {error.message}"
             ) from error
+        except (SyntaxError, RecursionError) as error:  # Python's limits of nested blocks and expressions
+            raise ModelError(f"the model's chat template does not compile: it nests too deep: {error}") from error
+        self._num_overruns = 0
         self.source = source
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
@@ -110,8 +138,11 @@ class ChatTemplate:
         continue_final_message: bool = False,
         kwargs: Mapping[str, object] | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
+        bounds: Bounds = PATIENT,
     ) -> str:
-        """Raises BadRequest when the template refuses these messages, e.g. because roles must alternate."""
+        """Raises BadRequest when the template refuses these messages, e.g. because roles must alternate, or takes more
+        than PATIENT; TakesLong when it takes more than BRIEF.
+        """
         chat = [self._prepare(message) for message in messages]
         if continue_final_message:
             chat[-1] = _marked(chat[-1])
@@ -122,7 +153,8 @@ class ChatTemplate:
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-            )
+            ),
+            bounds,
         )
         return _cut_at_mark(text) if continue_final_message else text
 
@@ -133,9 +165,9 @@ class ChatTemplate:
             plain["role"] = "system"
         return plain
 
-    def _guarded(self, render: Callable[[], str]) -> str:
+    def _guarded(self, render: Callable[[], str], bounds: Bounds) -> str:
         try:
-            return render()
+            return self._bounded(render, bounds)
         except jinja2.TemplateError as error:
             raise BadRequest(f"the model's chat template refuses these messages: {error}", "messages") from error
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
@@ -145,6 +177,28 @@ class ChatTemplate:
                 f"the model's chat template cannot render these messages ({reason}); check their roles and contents"
             )
             raise BadRequest(message, "messages") from error
+
+    def _bounded(self, render: Callable[[], str], bounds: Bounds) -> str:
+        """A template that met the bounds of the event loop again and again renders in threads, until it is fast there
+        as often.
+        """
+        if bounds is BRIEF and self._num_overruns >= MOST_OVERRUNS:
+            raise TakesLong("the model's chat template is known to take long")
+        began = time.monotonic()
+        try:
+            text = bounded(render, bounds)
+        except Ended as error:
+            if bounds is BRIEF:
+                self._num_overruns += 1
+                raise TakesLong(f"the model's chat template renders in a thread: {error}") from None
+            raise BadRequest(
+                f"the model's chat template was ended on these messages: {error}; send fewer or shorter messages, or "
+                "have the template corrected",
+                "messages",
+            ) from None
+        if self._num_overruns and bounds is not BRIEF and time.monotonic() - began < BRIEF.seconds / 2:
+            self._num_overruns -= 1
+        return text
 
 
 def _marked(message: dict[str, object]) -> dict[str, object]:

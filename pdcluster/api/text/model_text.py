@@ -17,9 +17,11 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from pdcluster.api.text.chat_template import ChatTemplate, Message
+from pdcluster.api.text.control_tokens import ControlTokens
 from pdcluster.api.text.detokenizer import ChainDetokenizer, Detokenizer, build_pieces, detokenize
 from pdcluster.api.text.known_ids import check_known_ids
 from pdcluster.api.text.segments import SHORT_CHARACTERS, SegmentedEncoder
+from pdcluster.api.text.template_bounds import PATIENT, Bounds
 from pdcluster.api.text.text_bound import TextBound
 from pdcluster.api.tools.formats import detect
 from pdcluster.api.tools.markers import MARKERS
@@ -55,15 +57,23 @@ class TextModel:
     info: the tokenizer's configuration for clients, special tokens as text.
     """
 
-    def __init__(self, files: Mapping[str, bytes], tool_format: str = "auto", reasoning: str = "auto") -> None:
+    def __init__(
+        self,
+        files: Mapping[str, bytes],
+        tool_format: str = "auto",
+        reasoning: str = "auto",
+        user_control_tokens: str = "parse",
+    ) -> None:
         """files: contents by name, of those in files.TEXT_FILES that the model has. Only tokenizer.json is required.
         tool_format, reasoning: how the model marks calls of tools (a name of api.tools.formats) and thoughts (think),
-        or none. auto: as its chat template shows.
+        or none. auto: as its chat template shows. user_control_tokens: parse, or refuse them in what users and tools
+        say.
 
         Raises ModelError naming the missing or wrong file.
         """
         try:
             self._build(files)
+            self._control = ControlTokens(self._tokenizer) if user_control_tokens == "refuse" else None
             source = "" if self.tool_template is None else self.tool_template.source
             self.tool_format = (
                 detect(source) if tool_format == "auto" else None if tool_format == "none" else tool_format
@@ -116,11 +126,11 @@ class TextModel:
             return array("i", self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         return array("i", self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
-    def encode_chat(self, text: str) -> array[int]:
+    def encode_chat(self, text: str, owner: bytes = b"") -> array[int]:
         """Ids of a text from `render_chat`, with its special tokens and none added. Segments that were encoded before
-        cost nothing.
+        for this owner, such as a tenant's salt, cost nothing.
         """
-        return self.segments.encode(text)
+        return self.segments.encode(text, owner)
 
     def render_chat(
         self,
@@ -130,19 +140,23 @@ class TextModel:
         continue_final_message: bool = False,
         kwargs: Mapping[str, object] | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
+        bounds: Bounds = PATIENT,
     ) -> str:
-        """The prompt's text with special tokens, for `encode_chat`."""
+        """The prompt's text with special tokens, for `encode_chat`. Raises TakesLong where bounds are BRIEF."""
         template = self.template if tools is None else self.tool_template
         if template is None:
             what = "no chat template" if self.tool_template is None else "a chat template only for prompts with tools"
             way_out = "use /v1/completions, or put a chat_template.jinja beside its tokenizer.json"
             raise BadRequest(f"this model has {what}; {way_out}", "messages")
+        if self._control is not None:
+            self._control.check(messages)
         return template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             kwargs=kwargs,
             tools=tools,
+            bounds=bounds,
         )
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True, at_start: bool = True) -> str:

@@ -12,6 +12,8 @@ when the model is loaded:
 4. Normalizer, pre-tokenizer and model look at one piece at a time, and nothing is random. Otherwise text is encoded
    whole.
 
+Each owner has segments of its own: how long tokenizing takes would tell others that a text was there before.
+
 Thread-safe: routers tokenize long prompts in threads.
 """
 
@@ -57,7 +59,7 @@ class SegmentedEncoder:
         self.num_hits = self.num_misses = self.num_bytes = 0
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
-        self._known: OrderedDict[str, array[int]] = OrderedDict()
+        self._known: OrderedDict[tuple[bytes, str], array[int]] = OrderedDict()
         self._lock = Lock()
         self._boundaries = _boundaries(tokenizer) if is_piecewise(content) else frozenset()
         self._added = _raw_pattern(tokenizer) if self._boundaries else None
@@ -67,13 +69,13 @@ class SegmentedEncoder:
         """Whether the tokenizer allows cuts."""
         return self._added is not None
 
-    def encode(self, text: str) -> array[int]:
+    def encode(self, text: str, owner: bytes = b"") -> array[int]:
         parts = list(self._segments(text))
-        found = self._look_up(parts)
+        found = self._look_up(parts, owner)
         missing = list(dict.fromkeys(part for part, ids in zip(parts, found, strict=True) if ids is None))
         fresh = dict(zip(missing, self._encode_all(missing), strict=True))
         if self.is_cutting:
-            self._keep(fresh)
+            self._keep(fresh, owner)
         result: array[int] = array("i")
         for part, ids in zip(parts, found, strict=True):
             result.extend(fresh[part] if ids is None else ids)
@@ -97,27 +99,27 @@ class SegmentedEncoder:
 
     # ------------------------------------------------------------ what is kept
 
-    def _look_up(self, parts: list[str]) -> list[array[int] | None]:
+    def _look_up(self, parts: list[str], owner: bytes) -> list[array[int] | None]:
         if not self.is_cutting:
             return [None] * len(parts)
         with self._lock:
-            found = [self._known.get(part) for part in parts]
+            found = [self._known.get((owner, part)) for part in parts]
             for part, ids in zip(parts, found, strict=True):
                 if ids is not None:
-                    self._known.move_to_end(part)
+                    self._known.move_to_end((owner, part))
             num_missing = found.count(None)
             self.num_misses += num_missing
             self.num_hits += len(parts) - num_missing
             return found
 
-    def _keep(self, fresh: Mapping[str, array[int]]) -> None:
+    def _keep(self, fresh: Mapping[str, array[int]], owner: bytes) -> None:
         with self._lock:
             for part, ids in fresh.items():
-                if part not in self._known:  # another thread may have been faster
-                    self._known[part] = ids
+                if (owner, part) not in self._known:  # another thread may have been faster
+                    self._known[owner, part] = ids
                     self.num_bytes += _num_bytes(part, ids)
             while self.num_bytes > self._max_bytes:
-                part, ids = self._known.popitem(last=False)
+                (_, part), ids = self._known.popitem(last=False)
                 self.num_bytes -= _num_bytes(part, ids)
 
 

@@ -74,12 +74,17 @@ class ModelRegistry:
     """The models that nodes serve. Implements `serving.ServedModels`. Owned by the router's event loop."""
 
     def __init__(
-        self, nodes: CardSource, tokenizer: Path | None, tool_format: str = "auto", reasoning: str = "auto"
+        self,
+        nodes: CardSource,
+        tokenizer: Path | None,
+        tool_format: str = "auto",
+        reasoning: str = "auto",
+        user_control_tokens: str = "parse",
     ) -> None:
-        """tool_format, reasoning: see TextModel."""
+        """tool_format, reasoning, user_control_tokens: see TextModel."""
         self._nodes = nodes
         self._tokenizer = tokenizer
-        self._marks = tool_format, reasoning
+        self._marks = tool_format, reasoning, user_control_tokens
         self._loaded: dict[str, LoadedModel] = {}
         # Why the text files of known cards can never be read, by name and digest.
         self._refused: dict[tuple[str, str], str] = {}

@@ -7,6 +7,7 @@ and `response` handle generations; `server` listens.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pdcluster.api.openai import limits, requests
 from pdcluster.api.openai.embeddings import decode_embeddings
 from pdcluster.api.openai.replies import DetokenizeReply, ModelCard, ModelList, TokenizeReply
+from pdcluster.api.text.chat_template import TakesLong
+from pdcluster.api.text.template_bounds import BRIEF, PATIENT, Bounds
 from pdcluster.api.validate import closest
 from pdcluster.core.errors import DeadlineExceeded, PdclusterError, Unavailable, UnknownName, Unservable
 from pdcluster.core.version import VERSION
@@ -28,6 +31,7 @@ from pdcluster.processes.tasks import watched
 from pdcluster.telemetry.health import Verdict, alive
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.core.generation import Dispatcher, ModelInfo
+from pdcluster_router.core.tenants import ANYBODY, Tenant
 from pdcluster_router.core.tracing import RequestTrace, Tracing
 from pdcluster_router.frontend.embeddings import EmbeddingAnswer, PreparedEmbeddings, are_long, prepare_embeddings
 from pdcluster_router.frontend.grammar_pool import shared_pool
@@ -47,6 +51,7 @@ from pdcluster_router.frontend.prepare import (
     prepare_completion,
     tokenize,
 )
+from pdcluster_router.frontend.prepare_threads import prepare_threads
 from pdcluster_router.frontend.response import answer
 from pdcluster_router.http.connection import DISCARD_FACTOR
 from pdcluster_router.http.cors import ORIGIN, Cors
@@ -63,6 +68,8 @@ from pdcluster_router.http.errors import (
 from pdcluster_router.http.exchange import Exchange
 from pdcluster_router.http.hosts import HOST, HostRule
 from pdcluster_router.http.unfinished import BODIES_BYTES
+
+log = logging.getLogger(__name__)
 
 Handler = Callable[[Exchange], None]
 Exposition = Callable[[], Awaitable[bytes]]
@@ -329,10 +336,15 @@ class App:
     def _chat(self, exchange: Exchange) -> None:
         request = requests.decode_chat(exchange.take_body())
         terms = self._terms(exchange)
-        if is_long(request) or self._dispatcher.awaits_model:
-            self._prepare_later(exchange, partial(prepare_chat, request, self._dispatcher, terms), terms)
-        else:
-            self._begin(exchange, prepare_chat(request, self._dispatcher, terms), terms)
+        if not is_long(request) and not self._dispatcher.awaits_model:
+            try:
+                prepared = prepare_chat(request, self._dispatcher, terms, BRIEF)
+            except TakesLong as error:
+                log.debug("request %s: %s", exchange.id, error)
+            else:
+                self._begin(exchange, prepared, terms)
+                return
+        self._prepare_later(exchange, partial(prepare_chat, request, self._dispatcher, terms), terms)
 
     def _completion(self, exchange: Exchange) -> None:
         request = requests.read_completion(exchange.take_body())
@@ -347,7 +359,7 @@ class App:
         request, terms = decode_embeddings(exchange.take_body()), self._terms(exchange)
         prepare, then = partial(prepare_embeddings, request, self._dispatcher, terms), partial(self._embed, exchange)
         if are_long(request) or self._dispatcher.awaits_model:
-            self._later(exchange, partial(self._in_thread, prepare), then, terms.left_s)
+            self._later(exchange, partial(self._in_thread, exchange, prepare), then, terms.left_s)
         else:
             then(prepare())
 
@@ -358,14 +370,14 @@ class App:
         """Prepare in a thread, once a model is served where requests wait for one."""
 
         async def work() -> Prepared:
-            return await constrained(await self._in_thread(prepare), terms)
+            return await constrained(await self._in_thread(exchange, prepare), terms)
 
         self._later(exchange, work, partial(self._answer, exchange), terms.left_s)
 
-    async def _in_thread(self, prepare: Callable[[], T]) -> T:
+    async def _in_thread(self, exchange: Exchange, prepare: Callable[[], T]) -> T:
         if self._dispatcher.awaits_model:
             await self._dispatcher.first_model()
-        return await asyncio.to_thread(prepare)
+        return await prepare_threads().run("" if exchange.tenant is None else exchange.tenant.name, prepare)
 
     def _begin(self, exchange: Exchange, prepared: Prepared, terms: Terms) -> None:
         if prepared.shape is None:
@@ -428,15 +440,22 @@ class App:
 
     def _tokenize(self, exchange: Exchange) -> None:
         request = requests.decode_tokenize(exchange.take_body())
-        work = partial(self._tokens, request)
-        if is_long(request):
-            self._later(exchange, partial(asyncio.to_thread, work), lambda body: exchange.reply(200, body))
-        else:
-            exchange.reply(200, work())
+        tenant = exchange.tenant or ANYBODY
+        if not is_long(request):
+            try:
+                exchange.reply(200, self._tokens(request, tenant, BRIEF))
+                return
+            except TakesLong as error:
+                log.debug("request %s: %s", exchange.id, error)
+        self._reply_later(exchange, partial(self._tokens, request, tenant, PATIENT))
 
-    def _tokens(self, request: requests.TokenizeRequest) -> bytes:
+    def _reply_later(self, exchange: Exchange, work: Callable[[], bytes]) -> None:
+        name = "" if exchange.tenant is None else exchange.tenant.name
+        self._later(exchange, lambda: prepare_threads().run(name, work), lambda body: exchange.reply(200, body))
+
+    def _tokens(self, request: requests.TokenizeRequest, tenant: Tenant, bounds: Bounds) -> bytes:
         model = find_model(self._dispatcher, request.model)
-        token_ids = tokenize(request, model)
+        token_ids = tokenize(request, model, tenant, bounds)
         reply = TokenizeReply(len(token_ids), model.info.max_len, token_ids.tolist())
         if request.return_token_strs:
             reply.token_strs = [model.text.pieces.of(token_id).decode(errors="replace") for token_id in token_ids]
@@ -451,7 +470,7 @@ class App:
         request = requests.decode_detokenize(exchange.take_body())
         work = partial(self._text_of, request)
         if len(request.tokens) > MANY_TOKENS:
-            self._later(exchange, partial(asyncio.to_thread, work), lambda body: exchange.reply(200, body))
+            self._reply_later(exchange, work)
         else:
             exchange.reply(200, work())
 

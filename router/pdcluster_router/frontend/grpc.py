@@ -21,8 +21,10 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from pdcluster.api.openai.requests import ChatRequest
+from pdcluster.api.openai.requests import ChatRequest, CompletionRequest
+from pdcluster.api.text.chat_template import TakesLong
 from pdcluster.api.text.choice_text import TextPiece
+from pdcluster.api.text.template_bounds import BRIEF
 from pdcluster.core.address import format_address, parse_address
 from pdcluster.core.errors import BadRequest, Cancelled, ConfigError, DeadlineExceeded, PdclusterError
 from pdcluster.processes.tasks import running
@@ -48,6 +50,7 @@ from pdcluster_router.frontend.prepare import (
     prepare_chat,
     prepare_completion,
 )
+from pdcluster_router.frontend.prepare_threads import prepare_threads
 from pdcluster_router.frontend.response import record, route_report, usage_of
 from pdcluster_router.http.call_limits import (
     READ_S,
@@ -232,13 +235,20 @@ class Inference(stubs.InferenceServicer):
             convert.request_from_proto, request, find_model(self._dispatcher, request.model or None).info.id
         )
         takes_long = len(request.chat.messages) > MANY_MESSAGES or request.ByteSize() > LONG_BYTES
-        asked = await asyncio.to_thread(convert_it) if takes_long else convert_it()
+        asked = await prepare_threads().run(terms.tenant.name, convert_it) if takes_long else convert_it()
+        return await constrained(await self._prepared(asked, terms), terms)
+
+    async def _prepared(self, asked: ChatRequest | CompletionRequest, terms: Terms) -> Prepared:
+        in_thread = partial(prepare_threads().run, terms.tenant.name)
         if isinstance(asked, ChatRequest):
-            prepare = partial(prepare_chat, asked, self._dispatcher, terms)
-        else:
-            prepare = partial(prepare_completion, asked, self._dispatcher, terms)
-        prepared = await asyncio.to_thread(prepare) if is_long(asked) else prepare()
-        return await constrained(prepared, terms)
+            if not is_long(asked):
+                try:
+                    return prepare_chat(asked, self._dispatcher, terms, BRIEF)
+                except TakesLong as error:
+                    log.debug("request %s: %s", terms.request_id, error)
+            return await in_thread(partial(prepare_chat, asked, self._dispatcher, terms))
+        prepare = partial(prepare_completion, asked, self._dispatcher, terms)
+        return await in_thread(prepare) if is_long(asked) else prepare()
 
     async def _stream(
         self,

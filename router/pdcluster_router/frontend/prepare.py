@@ -27,6 +27,7 @@ from pdcluster.api.text.choice_text import ChoiceText
 from pdcluster.api.text.model_text import TextModel
 from pdcluster.api.text.segments import SHORT_CHARACTERS
 from pdcluster.api.text.stop_strings import NO_STOPS, StopMatcher
+from pdcluster.api.text.template_bounds import PATIENT, Bounds
 from pdcluster.api.tools.tool_choice import Offer, offer_of
 from pdcluster.api.validate import closest
 from pdcluster.core.errors import BadRequest, DeadlineExceeded, Unavailable, UnknownModel
@@ -241,14 +242,17 @@ async def constrained(prepared: Prepared, terms: Terms) -> Prepared:
     return prepared
 
 
-def prepare_chat(request: requests.ChatRequest, dispatcher: Dispatcher, terms: Terms) -> Prepared:
+def prepare_chat(
+    request: requests.ChatRequest, dispatcher: Dispatcher, terms: Terms, bounds: Bounds = PATIENT
+) -> Prepared:
+    """bounds: BRIEF in the event loop. Then it raises TakesLong where the template needs a thread."""
     model = find_model(dispatcher, request.model, embeds=False)
     kwargs = requests.template_kwargs_of(request)
     marking = marking_of(model.text)
     offer = offered(request, marking)
-    rendered = render_chat(model.text, request, offer, kwargs)
+    rendered = render_chat(model.text, request, offer, kwargs, bounds)
     limits.check_text(rendered, model.text.bound, model.info, "messages")
-    token_ids = encode_rendered(model.text, rendered, bool(request.add_special_tokens))
+    token_ids = encode_rendered(model.text, rendered, bool(request.add_special_tokens), terms.tenant.salt)
     dialogue = dialogue_of(request, offer, marking, rendered)
     build = _Builder(request, model, terms, at_start=not request.continue_final_message, dialogue=dialogue)
     build.shape = dialogue.shape
@@ -286,19 +290,26 @@ def prepare_completion(request: requests.CompletionRequest, dispatcher: Dispatch
     return build.prepared(prompts, samplings, CompletionFormat(head))
 
 
-def tokenize(request: requests.TokenizeRequest, model: ServedModel) -> array[int]:
+def tokenize(
+    request: requests.TokenizeRequest, model: ServedModel, tenant: Tenant = ANYBODY, bounds: Bounds = PATIENT
+) -> array[int]:
+    """bounds: see prepare_chat."""
     if request.prompt is not None:
         limits.check_bytes(request.prompt, model.text.bound, model.info, "prompt")
         return model.text.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
     requests.check_template_kwargs(request.chat_template_kwargs)
-    rendered = render_chat(model.text, request, offer_of(request.tools, None, None), request.chat_template_kwargs)
+    offer = offer_of(request.tools, None, None)
+    rendered = render_chat(model.text, request, offer, request.chat_template_kwargs, bounds)
     limits.check_bytes(rendered, model.text.bound, model.info, "messages")
-    return encode_rendered(model.text, rendered, bool(request.add_special_tokens))
+    return encode_rendered(model.text, rendered, bool(request.add_special_tokens), tenant.salt)
 
 
-def encode_rendered(text: TextModel, rendered: str, add_special_tokens: bool) -> array[int]:
-    """Tokenize a rendered chat. The template writes special tokens, so none are added unless the request insists."""
-    return text.encode(rendered, add_special_tokens=True) if add_special_tokens else text.encode_chat(rendered)
+def encode_rendered(text: TextModel, rendered: str, add_special_tokens: bool, salt: bytes) -> array[int]:
+    """Tokenize a rendered chat. The template writes special tokens, so none are added unless the request insists.
+
+    salt: of the tenant.
+    """
+    return text.encode(rendered, add_special_tokens=True) if add_special_tokens else text.encode_chat(rendered, salt)
 
 
 def render_chat(
@@ -306,6 +317,7 @@ def render_chat(
     request: requests.ChatRequest | requests.TokenizeRequest,
     offer: Offer | None,
     kwargs: Mapping[str, Any] | None,
+    bounds: Bounds = PATIENT,
 ) -> str:
     messages: Sequence[Message] = requests.messages_of(request.messages or [])
     continues = bool(request.continue_final_message)
@@ -317,7 +329,12 @@ def render_chat(
     generation_prompt = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     tools = None if offer is None else offer.for_template()
     return text.render_chat(
-        messages, add_generation_prompt=generation_prompt, continue_final_message=continues, kwargs=kwargs, tools=tools
+        messages,
+        add_generation_prompt=generation_prompt,
+        continue_final_message=continues,
+        kwargs=kwargs,
+        tools=tools,
+        bounds=bounds,
     )
 
 

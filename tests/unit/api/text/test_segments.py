@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_tokenizers import CORPUS, byte_level_files, sentencepiece_files
+from tiny_tokenizers import CHAT_TEMPLATE, CORPUS, byte_level_files, sentencepiece_files
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from pdcluster.api.text.model_text import TextModel
@@ -207,3 +207,15 @@ def test_tokens_that_begin_alike_are_looked_for_once() -> None:
     assert longest_of({f"<|reserved_{number}|>" for number in range(250)}).count("reserved") == 1
     blanks = re.compile(longest_of({" " * number for number in range(2, 300)}))
     assert [found.end() - found.start() for found in blanks.finditer("a" + " " * 400 + "b")] == [299, 101]
+
+
+def test_segments_of_one_owner_are_no_others() -> None:
+    model = TextModel({**byte_level_files(), "chat_template.jinja": CHAT_TEMPLATE.encode()})
+    text = model.render_chat([{"role": "user", "content": "a secret that somebody said"}])
+    ids = model.encode_chat(text, b"a")
+    assert model.segments.is_cutting
+    misses = model.segments.num_misses
+    assert model.encode_chat(text, b"b") == ids
+    assert model.segments.num_misses == 2 * misses
+    assert model.encode_chat(text, b"a") == ids
+    assert model.segments.num_misses == 2 * misses
