@@ -47,6 +47,8 @@ from pdcluster.core.sampling import TokenLogprobs as TokenLogprobs
 Role = Literal["prefill", "decode", "mixed"]
 # Refused.param where the node does not serve what the request was prepared for.
 MODEL_PARAM = "model"
+# The same for block hashes that are not those of the tokens.
+HASHES_PARAM = "hashes"
 FinishReason = Literal["stop", "length", "eos"]
 RefusedLeg = Literal["prefill", "reserve", "deliver"]
 

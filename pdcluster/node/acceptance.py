@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from pdcluster.core.errors import BadRequest
-from pdcluster.core.messages import MODEL_PARAM, Refused, RefusedLeg, Work
+from pdcluster.core.messages import HASH_BYTES, HASHES_PARAM, MODEL_PARAM, Refused, RefusedLeg, Work
+from pdcluster.kv.hashing import extend
 from pdcluster.node.availability import NodeAvailability
 from pdcluster.node.outbox import Outbox
 from pdcluster.transfer.backends.base import Peer
 
+log = logging.getLogger(__name__)
+
 RETRY_S = 0.05
+TOKEN_BYTES = 4
 
 
 class Acceptance:
     """models: digests of what the node serves (NodeCard.model_digest); none: requests for any are taken.
     embeds: whether it embeds prompts; otherwise it generates.
+    block_tokens: of a hash block; 0: hashes are not known yet, and not checked.
     """
 
     def __init__(self, node: str, standing: NodeAvailability, outbox: Outbox) -> None:
         self._node, self._standing, self._outbox = node, standing, outbox
         self.models: frozenset[str] = frozenset()
         self.embeds = False
+        self.block_tokens = 0
 
     def takes(self, router: Peer, work: Work, leg: RefusedLeg, *, is_stuck: bool, is_pooled: bool = False) -> bool:
         """Whether the node takes work now, of this kind and for this model. is_pooled: an embedding is wanted."""
@@ -31,9 +38,27 @@ class Acceptance:
                 router, Refused(work.request, work.attempt, leg, f"node {self._node} is {state}", RETRY_S)
             )
             return False
-        return self.check(router, work, leg, lambda work: self._check_kind(is_pooled=is_pooled)) and self.check(
-            router, work, leg, self._check_model
+        return (
+            self.check(router, work, leg, lambda work: self._check_kind(is_pooled=is_pooled))
+            and self.check(router, work, leg, self._check_model)
+            and self._names_fit(router, work, leg)
         )
+
+    def _names_fit(self, router: Peer, work: Work, leg: RefusedLeg) -> bool:
+        """Whether the block hashes are those of the tokens. Under a wrong name, KV would be found by other prompts. It
+        is no fault of the client: the request may be tried again.
+        """
+        if not self.block_tokens or not work.hashes:
+            return True
+        num_bytes = len(work.hashes) // HASH_BYTES * self.block_tokens * TOKEN_BYTES
+        if work.hash_root and len(work.token_ids) >= num_bytes:
+            tokens = memoryview(work.token_ids)[:num_bytes]
+            if extend(b"", tokens, root=work.hash_root, block_tokens=self.block_tokens) == work.hashes:
+                return True
+        reason = f"node {self._node} computes other block hashes of the tokens than router {router.node}"
+        log.error("request %s is refused: %s", work.request, reason)
+        self._outbox.message(router, Refused(work.request, work.attempt, leg, reason, RETRY_S, param=HASHES_PARAM))
+        return False
 
     def check(self, router: Peer, work: Work, leg: RefusedLeg, rule: Callable[[Work], object]) -> bool:
         """Whether `rule` raises no BadRequest: no node of this kind can ever run the work then."""

@@ -75,6 +75,7 @@ def serve(config: NodeConfig, open_engine: Callable[[NodeProcess], OpenedEngine]
         stack.callback(links.hub.close)
         links.acceptance.models = frozenset(card.model_digests)
         links.acceptance.embeds = card.capabilities.embeds
+        links.acceptance.block_tokens = card.hash_block_tokens
         control = NodeControl(
             links,
             opened.side,

@@ -58,6 +58,11 @@ class NodeCollector(Collector):
             lambda half: half.error.doubt,
         )
         yield _predicted(nodes)
+        yield CounterMetricFamily(
+            "pdcluster_refused_hashes",
+            "Works that a node refused, as their block hashes are not those of their tokens.",
+            value=self._cluster.num_refused_hashes,
+        )
         yield from _paths(nodes)
         yield _reasons(
             nodes, "failed_writes", "KV writes that ended badly, by reason.", lambda load: load.failed_writes

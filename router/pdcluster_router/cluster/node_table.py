@@ -22,6 +22,7 @@ from pdcluster.bootstrap.card import ClusterSnapshot, NodeCard
 from pdcluster.core.errors import NodeLost
 from pdcluster.core.messages import (
     HASH_BYTES,
+    HASHES_PARAM,
     PROTOCOL_VERSION,
     AdapterManaged,
     AnyMessage,
@@ -228,6 +229,8 @@ class NodeTable:
         self.cards_version = 0
         self.events = events or EventLog()
         self.unmatched: Counter[str] = Counter()
+        # Works whose block hashes a node did not believe.
+        self.num_refused_hashes = 0
         self._me = me
         self._context = context
         self._settings = settings
@@ -398,6 +401,8 @@ class NodeTable:
             self.unmatched["TokenRow"] += num_unread
 
     def _on_refusal(self, state: NodeState, message: Refused | Failed) -> None:
+        if isinstance(message, Refused) and message.param == HASHES_PARAM:
+            self.num_refused_hashes += 1
         self._expect_no_more(state.card.incarnation, message)
         self._deliver(message.request, state.card.incarnation, message)
 

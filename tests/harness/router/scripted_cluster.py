@@ -58,6 +58,7 @@ class FakeCluster:
     sent: list[tuple[str, m.NodeMessage]] = field(default_factory=list)
     dead: set[str] = field(default_factory=set)
     deaf: set[str] = field(default_factory=set)
+    num_refused_hashes: int = 0
 
     def view(self) -> ClusterView:
         return ClusterView(tuple(node for node in self.nodes if node.name not in self.dead))
