@@ -157,7 +157,7 @@ def assemble(config: RouterConfig, me: Peer, worker: WorkerIdentity | None, stac
     """
     events = EventLog()
     cluster = _cluster(config, me, events, stack)
-    models = ModelRegistry(cluster, config.tokenizer, config.tool_format, config.reasoning)
+    models = ModelRegistry(cluster, config.tokenizer, config.tool_format, config.reasoning, config.user_control_tokens)
     selector = _selector(config, cluster)
     tenants_file = _tenants_file(config, worker)
     tenants = Tenants() if tenants_file is None else tenants_file.first
@@ -194,7 +194,8 @@ async def _follow_files(parts: RouterComponents, stack: AsyncExitStack) -> None:
 def _tenants_file(config: RouterConfig, worker: WorkerIdentity | None) -> ChangedFiles[Tenants] | None:
     if config.tenants is None:
         return None
-    read = partial(read_tenants, config.tenants, worker.count if worker is not None else 1)
+    num_workers = worker.count if worker is not None else 1
+    read = partial(read_tenants, config.tenants, num_workers, config.security.cluster_keys())
     return ChangedFiles([config.tenants], read)
 
 

@@ -10,7 +10,9 @@ The router reads them from a TOML or JSON file (`router.tenants`), at start and 
     max_requests = 64              # running at a time
     cache_salt = "team-a"          # tenants with the same text share cached prefixes
 
-An empty cache_salt shares the prefixes of everybody. A tenant without cache_salt shares with no other tenant.
+An empty cache_salt shares the prefixes of everybody. A tenant without cache_salt shares with no other tenant. With a
+cluster key, names of cached prefixes are keyed with its first line, so that nobody outside can compute a tenant's.
+Routers with the same first line compute the same names; a new one costs the cached prefixes of tenants.
 
 Without a file everyone is one tenant and needs no key. Keys are never logged. A key is looked up by its digest under a
 random secret of this process. So the time of a look-up reveals nothing about keys.
@@ -21,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -87,12 +89,12 @@ ANYBODY = Tenant()
 class Tenants:
     """All tenants by key. Immutable once made."""
 
-    def __init__(self, entries: Mapping[str, Entry] | None = None) -> None:
+    def __init__(self, entries: Mapping[str, Entry] | None = None, cluster_key: bytes = b"") -> None:
         self._secret = secrets.token_bytes(32)
         self._by_digest: dict[bytes, Tenant] = {}
         self.is_configured = entries is not None
         for name, entry in (entries or {}).items():
-            self._add(_tenant(name, entry), entry)
+            self._add(_tenant(name, entry, cluster_key), entry)
 
     def _add(self, tenant: Tenant, entry: Entry) -> None:
         hashes = [hashlib.sha256(key.encode()).digest() for key in entry.keys] + [
@@ -127,19 +129,20 @@ class Tenants:
         return hashlib.blake2b(key_hash, key=self._secret, digest_size=32).digest()
 
 
-def _tenant(name: str, entry: Entry) -> Tenant:
+def _tenant(name: str, entry: Entry, cluster_key: bytes) -> Tenant:
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
         raise ConfigError(
             f"tenant {name[:100]!r} is no name; use up to 64 letters, digits, dots, dashes and underscores"
         )
-    return Tenant(name, entry.weight, entry.priority, entry.max_requests, _salt(name, entry.cache_salt))
+    return Tenant(name, entry.weight, entry.priority, entry.max_requests, _salt(name, entry.cache_salt, cluster_key))
 
 
-def _salt(name: str, cache_salt: str | None) -> bytes:
+def _salt(name: str, cache_salt: str | None, cluster_key: bytes) -> bytes:
     if cache_salt == "":
         return b""
     kind, text = ("tenant", name) if cache_salt is None else ("shared", cache_salt)
-    return TENANT_MARK + hashlib.blake2b(text.encode(), digest_size=16, person=kind.encode()).digest()
+    key = hashlib.blake2b(cluster_key, digest_size=32, person=b"pdcluster.salts").digest() if cluster_key else b""
+    return TENANT_MARK + hashlib.blake2b(text.encode(), digest_size=16, key=key, person=kind.encode()).digest()
 
 
 def _parse_hash(name: str, text: str) -> bytes:
@@ -151,10 +154,11 @@ def _parse_hash(name: str, text: str) -> bytes:
     return bytes.fromhex(match[1])
 
 
-def read_tenants(file: Path | None, num_workers: int = 1) -> Tenants:
+def read_tenants(file: Path | None, num_workers: int = 1, cluster_keys: Sequence[bytes] = ()) -> Tenants:
     """Read the tenants. Without a file everyone is one tenant. Raises ConfigError, which never contains a key.
 
     num_workers: workers of this router, which share each tenant's bound.
+    cluster_keys: the first keys the tenants' salts.
     """
     if file is None:
         return Tenants()
@@ -171,4 +175,4 @@ def read_tenants(file: Path | None, num_workers: int = 1) -> Tenants:
     for entry in entries.values():
         if entry.max_requests is not None:
             entry.max_requests = max(entry.max_requests // num_workers, 1)
-    return Tenants(entries)
+    return Tenants(entries, next(iter(cluster_keys), b""))

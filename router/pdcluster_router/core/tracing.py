@@ -14,9 +14,13 @@ from pdcluster.core.messages import FinishReason
 from pdcluster.core.trace_context import SPAN_BYTES, TRACE_BYTES, TraceContext, parse
 from pdcluster.telemetry.tracing import Attribute, SpanSink, TracedSpan
 
+# Traces that callers may ask for beyond the share, per second and at once.
+ASKED_PER_S = 100.0
+
 
 class Tracing:
-    """Decides which requests are traced: as their caller says, else a share of them.
+    """Decides which requests are traced: as their caller says, else a share of them. Callers that ask for more than
+    ASKED_PER_S get the share, so that no client decides what the collector has to take.
 
     share: 0 to 1.
     draw: a random number from 0 to 1.
@@ -24,6 +28,7 @@ class Tracing:
 
     def __init__(self, spans: SpanSink, share: float, draw: Callable[[], float] = random.random) -> None:
         self._spans, self._share, self._draw = spans, share, draw
+        self._allowance, self._allowed_at = ASKED_PER_S, 0.0
 
     def begin(self, traceparent: str | None, name: str, arrived: float) -> RequestTrace | None:
         """The trace of a request that came; None where it is not sampled.
@@ -36,9 +41,18 @@ class Tracing:
                 return None
             return RequestTrace(self._spans, secrets.token_bytes(TRACE_BYTES), None, name, arrived)
         parent, is_sampled = found
-        if not is_sampled:
+        if not is_sampled or not (self._may_ask(arrived) or self._draw() < self._share):
             return None
         return RequestTrace(self._spans, parent.trace_id, parent, name, arrived)
+
+    def _may_ask(self, now: float) -> bool:
+        """Take one of the traces that callers may ask for."""
+        refilled = self._allowance + max(now - self._allowed_at, 0.0) * ASKED_PER_S
+        self._allowance, self._allowed_at = min(refilled, ASKED_PER_S), max(now, self._allowed_at)
+        if self._allowance < 1.0:
+            return False
+        self._allowance -= 1.0
+        return True
 
 
 class RequestTrace:

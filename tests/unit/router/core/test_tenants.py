@@ -232,3 +232,14 @@ async def test_one_tenants_open_requests_do_not_keep_another_out(tenants: Tenant
         gate.set()
         assert (await acme).status_code == 200
         assert sorted([(await task).status_code for task in flood]) == [200] * 4 + [429] * 4
+
+
+def test_salts_are_keyed_with_the_first_cluster_key(tmp_path: Path) -> None:
+    file = write(tmp_path, FILE)
+
+    def salt(*keys: bytes) -> bytes:
+        return read_tenants(file, 1, keys).identify(f"Bearer {ACME}").salt
+
+    assert salt(b"first" * 8) == salt(b"first" * 8, b"other" * 8)
+    assert len({salt(), salt(b"first" * 8), salt(b"other" * 8)}) == 3
+    assert salt(b"first" * 8).startswith(salt()[:1])

@@ -6,7 +6,7 @@ from pdcluster.core.messages import Sampling
 from pdcluster.core.trace_context import TraceContext
 from pdcluster.telemetry.tracing import TracedSpan
 from pdcluster_router.core.generation import Done, Generation, RequestRoute, Timeline
-from pdcluster_router.core.tracing import RequestTrace, Tracing
+from pdcluster_router.core.tracing import ASKED_PER_S, RequestTrace, Tracing
 from pdcluster_router.explain.request_trace import ChoiceTrace
 from pdcluster_router.policy.base import DecisionRecord
 from pdcluster_router.policy.candidates import Candidates
@@ -110,3 +110,15 @@ def test_a_client_that_leaves_is_no_error_of_the_attempt() -> None:
     of_choice.placed(choice(None), 10.0, 10.0)
     of_choice.ended(12.0, "cancelled", "the client closed the connection")
     assert (spans.named("attempt 1").error, spans.named("attempt 1").end_s) == ("", 12.0)
+
+
+def test_callers_that_ask_for_more_traces_than_the_bound_get_the_share() -> None:
+    spans, traceparent = Spans(), "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
+
+    def num_traced(tracing: Tracing, now: float) -> int:
+        return sum(tracing.begin(traceparent, "POST /v1/completions", now) is not None for _ in range(1000))
+
+    asking = Tracing(spans, 0.0, draw=lambda: 0.5)
+    assert num_traced(asking, 10.0) == ASKED_PER_S
+    assert num_traced(asking, 10.25) == ASKED_PER_S / 4
+    assert num_traced(Tracing(spans, 1.0, draw=lambda: 0.5), 10.0) == 1000
