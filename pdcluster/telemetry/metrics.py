@@ -64,6 +64,7 @@ class RouterMetrics:
         self.http_requests_open = Level(
             "pdcluster_http_requests_open", "HTTP requests being worked on, but probes.", registry=registry
         )
+        self.tenants = TenantMetrics(registry)
         self.grpc_requests = counter(
             "grpc_requests", "Calls of the gRPC API by method and status code.", "method", "code"
         )
@@ -167,9 +168,47 @@ class RouterMetrics:
 MAX_TENANT_LABELS = 100
 
 
+class TenantLabels:
+    """Names of tenants as labels. They come from a router's configuration; beyond MAX_TENANT_LABELS it is "other"."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def of(self, tenant: str) -> str:
+        if len(self._known) < MAX_TENANT_LABELS:
+            self._known.add(tenant)
+        return tenant if tenant in self._known else "other"
+
+
+class TenantMetrics:
+    """What tenants used."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._labels = TenantLabels()
+        self._requests = Tally(
+            "pdcluster_tenant_requests",
+            "Requests that got a token or a vector, by tenant; of embeddings each input.",
+            ("tenant",),
+            registry=registry,
+        )
+        self._tokens = Tally(
+            "pdcluster_tenant_tokens",
+            "Tokens by tenant and kind, as answers' usage has them: prompt, of which cached, and completion.",
+            ("tenant", "kind"),
+            registry=registry,
+        )
+
+    def used(self, tenant: str, num_prompt: int, num_cached: int, num_completion: int) -> None:
+        """What a request took, also one that failed or was left after its first token."""
+        label, tokens = self._labels.of(tenant), self._tokens
+        self._requests.labels(label).value += 1
+        tokens.labels(label, "prompt").value += num_prompt
+        tokens.labels(label, "cached").value += num_cached
+        tokens.labels(label, "completion").value += num_completion
+
+
 class HoldMetrics:
-    """What a router holds and refuses. Tenants come from its configuration; beyond MAX_TENANT_LABELS they are counted
-    as "other"."""
+    """What a router holds and refuses."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.held = Gauge("pdcluster_held_requests", "Requests that wait in the router for a node.", registry=registry)
@@ -186,12 +225,10 @@ class HoldMetrics:
             ("reason", "tenant"),
             registry=registry,
         )
-        self._tenants: set[str] = set()
+        self._tenants = TenantLabels()
 
     def refused(self, reason: str, tenant: str) -> None:
-        if len(self._tenants) < MAX_TENANT_LABELS:
-            self._tenants.add(tenant)
-        self.rejected.labels(reason, tenant if tenant in self._tenants else "other").inc()
+        self.rejected.labels(reason, self._tenants.of(tenant)).inc()
 
 
 class FileMetrics:

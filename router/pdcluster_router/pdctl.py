@@ -38,7 +38,7 @@ SHELLS = ("bash", "zsh", "fish")
 PROGRAM, COMPLETE_VARIABLE = "pdctl", "_PDCTL_COMPLETE"
 
 app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-get_app = typer.Typer(help="List nodes, requests or models, or show the policy.", no_args_is_help=True)
+get_app = typer.Typer(help="List nodes, requests, models or tenants, or show the policy.", no_args_is_help=True)
 describe_app = typer.Typer(help="All that is known of one thing.", no_args_is_help=True)
 set_app = typer.Typer(help="Change the routing policy.", no_args_is_help=True)
 diff_app = typer.Typer(help="Compare the live policy with its shadow.", no_args_is_help=True)
@@ -266,6 +266,7 @@ def _getter(what: str, help_text: str) -> None:
 _getter("nodes", "Nodes with their role, state and load.")
 _getter("requests", "Requests that are not answered yet, oldest first.")
 _getter("models", "Models and the nodes that serve them.")
+_getter("tenants", "Requests and tokens of tenants since the routers' start.")
 
 
 @get_app.command("policy")

@@ -168,7 +168,9 @@ class EmbeddingAnswer:
         self._items[index] = item
         if index == 0:
             self._headers = named_headers(JSON, route.mode, route.prefill, route.decode, route.backend)
-        self._metrics.embedded(len(prepared.inputs[index]), done.cached_tokens, done.timeline.queue_s)
+        num_prompt, num_cached = len(prepared.inputs[index]), done.cached_tokens
+        self._metrics.embedded(num_prompt, num_cached, done.timeline.queue_s)
+        self._metrics.tenants.used(prepared.terms.tenant.name, num_prompt, num_cached, 0)
 
     def _body(self) -> bytes:
         prepared, items = self._prepared, self._items

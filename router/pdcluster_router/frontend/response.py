@@ -401,7 +401,18 @@ def route_report(choice: OutputChoice) -> RouteReport:
 
 
 def record(choices: Sequence[OutputChoice], metrics: RouterMetrics) -> None:
-    """Record times to tokens as the client saw them."""
+    """Record times to tokens as the client saw them, and what the tenant used: a prompt counts once, as in an answer's
+    usage, and a request without an answer's first token not at all.
+    """
+    begun = [choice for choice in choices if choice.route is not None]
+    if begun:
+        firsts = [choice for choice in choices if choice.generation.sampling.choice == 0]
+        metrics.tenants.used(
+            begun[0].generation.standing.tenant,
+            sum(len(choice.generation.token_ids) for choice in firsts),
+            sum(choice.cached_tokens or 0 for choice in firsts),
+            sum(choice.text.num_tokens for choice in choices),
+        )
     for choice in choices:
         route, timeline, clock, num_output = (
             choice.route,

@@ -11,7 +11,7 @@ from typing import cast
 from pdcluster.core.errors import PdclusterError
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.telemetry import timeline
-from pdcluster_router.operate import changing, reading, top
+from pdcluster_router.operate import changing, reading, tenant_usage, top
 from pdcluster_router.operate.clients import AdminClients, NotReached, TokenRefused, differing
 from pdcluster_router.operate.printing import (
     PrintedColumn,
@@ -50,7 +50,7 @@ def warn(line: str) -> None:
 
 
 def get(clients: AdminClients, what: str, output: PrintFormat, names: Sequence[str], labels: Mapping[str, str]) -> None:
-    """List nodes, requests or models: those of these names, or all, whose values are those of the labels."""
+    """List nodes, requests, models or tenants: those of these names, or all, whose values are those of the labels."""
     columns: Sequence[PrintedColumn]
     if what == "nodes":
         rows, columns = reading.nodes(clients), reading.NODE_COLUMNS
@@ -59,6 +59,8 @@ def get(clients: AdminClients, what: str, output: PrintFormat, names: Sequence[s
                 warn(f"routers do not agree on node {row['name']}: {row['seen']}")
     elif what == "requests":
         rows, columns = reading.requests(clients), reading.REQUEST_COLUMNS
+    elif what == "tenants":
+        rows, columns = tenant_usage.tenants(clients), tenant_usage.TENANT_COLUMNS
     else:
         rows, columns = reading.models(clients), reading.MODEL_COLUMNS
     show(reading.chosen(rows, names, labels), columns, output)
