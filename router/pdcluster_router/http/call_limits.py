@@ -5,7 +5,8 @@ handler decides first, and reads then. Clients see no difference.
 
 1. Methods of one group share places, and groups do not take each other's. By Shares, no machine gets all of a group.
 2. Few messages are read at a time, since each may be as large as messages may be. Where that many are read, the call
-   waits. A message that had its grace makes room for one that waits, and callers take turns.
+   waits. A message that had its grace makes room for one that waits: of those who read most, or of the waiter where
+   nobody reads more. Callers take turns, and each has at most MOST_WAITING that wait.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ STALL_S, LAST_WORD_S = 30.0, 1.0
 UNPACKED_ONLY = ("grpc.compression_enabled_algorithms_bitset", 1)
 # Of methods that anybody may call.
 OPEN_READS = 2
+MOST_WAITING = 64
 
 
 class MessageReads:
@@ -48,8 +50,8 @@ class MessageReads:
     def __init__(self, num_at_a_time: int, read_s: float = READ_S, grace_s: float = GRACE_S) -> None:
         self._shares = Shares(num_at_a_time, GREED)
         self._read_s, self._grace_s = read_s, grace_s
-        # When each began, the oldest first.
-        self._readers: dict[asyncio.Timeout, float] = {}
+        # Whose each is and when it began, the oldest first.
+        self._readers: dict[asyncio.Timeout, tuple[str, float]] = {}
         # By owner, whose turn is next first.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
@@ -63,7 +65,7 @@ class MessageReads:
             self._wake()
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + until - monotonic()) as limit:
-                self._readers[limit] = monotonic()
+                self._readers[limit] = owner, monotonic()
                 try:
                     return await context.read()
                 finally:
@@ -76,6 +78,8 @@ class MessageReads:
 
     async def _turn(self, owner: str, until: float) -> None:
         """Wait for a turn. Raises Overloaded."""
+        if len(self._waiting.get(owner, ())) >= MOST_WAITING:
+            raise Overloaded(f"{MOST_WAITING} calls wait for their message to be read; retry later", reason="arriving")
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append(turn)
         try:
@@ -83,7 +87,7 @@ class MessageReads:
                 left_s = until - monotonic()
                 if left_s <= 0:
                     raise Overloaded("too many messages are being read; retry later", reason="arriving")
-                await asyncio.wait((turn,), timeout=min(self._make_room(), left_s))
+                await asyncio.wait((turn,), timeout=min(self._make_room(owner), left_s))
         except asyncio.CancelledError:
             if turn.done():
                 self._wake()
@@ -94,12 +98,19 @@ class MessageReads:
                 if not self._waiting[owner]:
                     del self._waiting[owner]
 
-    def _make_room(self) -> float:
-        """End the oldest read if it had its grace. Returns the seconds until that may be so again."""
-        oldest = next(iter(self._readers), None)
+    def _make_room(self, waiter: str) -> float:
+        """End the oldest read of whoever reads most, the waiter before others, if it had its grace. Returns the seconds
+        until that may be so again.
+        """
+        taken = {
+            owner: self._shares.taken_by(owner) for owner in (waiter, *(each for each, _ in self._readers.values()))
+        }
+        most = max(taken.values())
+        ends = {waiter} if taken[waiter] == most else {owner for owner, count in taken.items() if count == most}
+        oldest = next((limit for limit, (owner, _) in self._readers.items() if owner in ends), None)
         if oldest is None:
             return self._grace_s
-        left_s = self._readers[oldest] + self._grace_s - monotonic()
+        left_s = self._readers[oldest][1] + self._grace_s - monotonic()
         if left_s > 0:
             return left_s
         del self._readers[oldest]

@@ -232,7 +232,7 @@ class Connection(Protocol):
     def _parse(self, data: bytes) -> None:
         if self._parsing is None and self._current is None and not self._bare_bytes:
             self.deadline = monotonic() + self._limits.request_s  # for all of it: bytes that trickle in do not move it
-        if len(data) <= PARSED_BYTES or self._parsing is not None:
+        if len(data) <= PARSED_BYTES:
             self._feed(data)
         else:
             self._feed_in_parts(data)
@@ -297,6 +297,8 @@ class Connection(Protocol):
         if name in headers:
             if name in ONCE:
                 raise RefusedHead(400, f"the request has more than one {name.decode()} header; send one")
+            if name == b"connection":
+                value = headers[name] + b", " + value
         elif len(headers) >= MAX_HEADERS:
             raise RefusedHead(431, f"the request has more than {MAX_HEADERS} headers; send fewer")
         headers[name] = value
@@ -367,6 +369,7 @@ class Connection(Protocol):
         if (
             expects is not None
             and expects.lower() == b"100-continue"
+            and not exchange.head.is_http_1_0
             and not exchange.finished
             and not exchange.is_complete
         ):
@@ -445,6 +448,9 @@ class Connection(Protocol):
             self._application.crowded(exchange)
             return
         self._ahead.clear()
+        self._early.clear()  # none of them began
+        if exchange is not self._current:
+            self._parsing = None
         self._refuse(503, Unavailable(CROWDED))
 
     @property
@@ -492,7 +498,12 @@ class Connection(Protocol):
     @property
     def _has_unsent(self) -> bool:
         """Whether the client's machine lacks something that was sent."""
-        bound = None if self._transport is None else self._transport.get_extra_info("socket")
+        transport = self._transport
+        if transport is None:
+            return False
+        if transport.get_write_buffer_size():
+            return True
+        bound = transport.get_extra_info("socket")
         if bound is None:
             return False
         try:

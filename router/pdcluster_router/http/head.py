@@ -18,8 +18,8 @@ from functools import lru_cache
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
-# Who asks, and of whom. The parser refuses a second Content-Length or Transfer-Encoding.
-ONCE = frozenset((b"host", b"authorization", b"x-admin-token", b"x-api-key"))
+# Who asks, and of whom, and where the body ends.
+ONCE = frozenset((b"host", b"authorization", b"x-admin-token", b"x-api-key", b"content-length", b"transfer-encoding"))
 HOST, TRANSFER_ENCODING = b"host", b"transfer-encoding"
 VERSIONS = ("1.1", "1.0")
 # Targets up to this length have their paths cached.

@@ -18,7 +18,7 @@ from pdcluster.processes.tasks import running
 from pdcluster.settings.changed_files import ChangedFiles
 from pdcluster.telemetry.metrics import FileMetrics
 from pdcluster_router.cluster.events import EventLog
-from pdcluster_router.core.tenants import read_tenants
+from pdcluster_router.core.tenants import Tenant, read_tenants
 from pdcluster_router.frontend import file_changes
 from pdcluster_router.frontend.file_changes import FileChanges
 from pdcluster_router.frontend.health import readiness_of
@@ -71,19 +71,26 @@ def followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Followed:
     return Followed(tmp_path, monkeypatch)
 
 
+def taken(places: Places, key: str) -> Tenant:
+    """The key's tenant, who has a place now."""
+    tenant = places.identify(f"Bearer {key}")
+    places.take(tenant)
+    return tenant
+
+
 async def test_a_key_that_is_removed_ends_and_counts_go_on(followed: Followed) -> None:
     places = followed.places
     async with followed.following():
-        held = [places.take(f"Bearer {OLD}"), places.take(f"Bearer {OTHER}")]
+        held = [taken(places, OLD), taken(places, OTHER)]
         followed.write(tenants_of(NEW, max_requests=1))
         await until(lambda: followed.knows(NEW))
         assert not followed.knows(OLD) and followed.knows(OTHER)
         with pytest.raises(Overloaded, match="1 requests of tenant acme"):
-            places.take(f"Bearer {NEW}")  # what it held before counts
+            taken(places, NEW)  # what it held before counts
         for tenant in held:
             places.give_back(tenant)
         assert places.num_taken == 0
-        places.give_back(places.take(f"Bearer {NEW}"))
+        places.give_back(taken(places, NEW))
     assert followed.value("pdcluster_file_reloads_total", outcome="used") == 1
     assert followed.value("pdcluster_file_refused") == 0 and followed.kinds == ["files-read"]
 

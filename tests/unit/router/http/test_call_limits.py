@@ -24,7 +24,7 @@ from pdcluster_router.frontend.grpc import MAX_WATCHERS, GrpcSettings, Inference
 from pdcluster_router.frontend.health import CachedExposition
 from pdcluster_router.frontend.places import Places
 from pdcluster_router.frontend.server import router_metrics
-from pdcluster_router.http.call_limits import MessageReads
+from pdcluster_router.http.call_limits import MOST_WAITING, MessageReads
 from pdcluster_router.http.errors import SlowRequest
 
 LARGE = "a" * (4 << 20)
@@ -161,6 +161,39 @@ async def test_a_message_that_does_not_come_and_a_turn_that_does_not_come_end() 
     for task in (slow, late):
         with pytest.raises((SlowRequest, Overloaded)):
             await task
+
+
+class Slow:
+    """A call whose message takes so long."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def read(self) -> str:
+        await asyncio.sleep(self.seconds)
+        return "message"
+
+
+async def test_an_owner_of_many_slow_messages_ends_none_of_another() -> None:
+    reads = MessageReads(8, read_s=20.0, grace_s=0.1)
+    greedy = [asyncio.create_task(reads.read(Slow(60.0), "greedy")) for _ in range(30)]
+    await asyncio.sleep(0.01)
+    assert await reads.read(Slow(1.5), "modest") == "message"
+    for task in greedy:
+        task.cancel()
+    told = await asyncio.gather(*greedy, return_exceptions=True)
+    assert any(isinstance(error, SlowRequest) for error in told), "they make room for each other"
+
+
+async def test_an_owner_has_so_many_who_wait() -> None:
+    reads = MessageReads(2, read_s=20.0, grace_s=20.0)
+    waiting = [asyncio.create_task(reads.read(Slow(60.0), "a")) for _ in range(MOST_WAITING + 2)]
+    await asyncio.sleep(0.01)
+    with pytest.raises(Overloaded):
+        await reads.read(Slow(0.0), "a")
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def test_a_scrape_is_made_once_for_all_who_ask_within_a_second() -> None:

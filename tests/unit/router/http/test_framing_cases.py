@@ -89,6 +89,9 @@ REFUSED = {
     "almost chunked": (POST + b"transfer-encoding: xchunked\r\n\r\n0\r\n\r\n", 501),
     "chunked in quotes": (POST + b'transfer-encoding: "chunked"\r\n\r\n0\r\n\r\n', 501),
     "chunked with a parameter": (POST + b"transfer-encoding: chunked;a=b\r\n\r\n0\r\n\r\n", 501),
+    "another coding in a header of its own": (
+        POST + b"transfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400
+    ),
     "chunked twice": (POST + b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400),
     "a tab before": (POST + b"transfer-encoding:\x0bchunked\r\n\r\n0\r\n\r\n", 400),
     "a coding in HTTP/1.0": (b"POST /a HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400),
@@ -176,6 +179,7 @@ LAST = {
     "HTTP/1.0": (b"GET /a HTTP/1.0\r\n\r\n", "GET /a "),
     "HTTP/1.0 with a body": (b"GET /a HTTP/1.0\r\nconTENT-Length: 5\r\n\r\nHELLO", "GET /a HELLO"),
     "close": (GET + b"connection: close\r\n\r\n", "GET /a "),
+    "close before another wish": (GET + b"connection: close\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n", "GET /a "),
     "close among others": (GET + b"connection: token, close, keep-alive\r\n\r\n", "GET /a "),
     "a tunnel": (b"CONNECT x:1 HTTP/1.1\r\nhost: x:1\r\n\r\n", "CONNECT x:1 "),
 }

@@ -179,6 +179,34 @@ def test_whole_requests_are_not_counted_and_what_waits_is() -> None:
     assert server.unfinished.num_bytes == 0
 
 
+def num_exchanges() -> int:
+    """That live."""
+    gc.collect()
+    return sum(isinstance(each, Exchange) for each in gc.get_objects())
+
+
+def test_requests_behind_one_that_runs_are_bounded_over_all_connections() -> None:
+    """Small ones, which cost much more than their bytes once they are parsed."""
+    keeper = Keeper()
+    server = Server(keeper)
+    keeper.complete = lambda exchange: None  # type: ignore[method-assign]
+    for _ in range(100):
+        connection, _ = server.connect()
+        connection.data_received(NEXT)
+        connection.data_received(b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n" * 600)
+    assert server.unfinished.num_bytes <= HEADS_BYTES and 0 < num_exchanges() * 512 <= HEADS_BYTES
+
+
+def test_requests_in_the_read_that_ends_a_body_are_counted_as_others() -> None:
+    keeper = Keeper()
+    server = Server(keeper)
+    keeper.complete = lambda exchange: None  # type: ignore[method-assign]
+    connection, _ = server.connect()
+    connection.data_received(HEAD + b"content-length: 2\r\n\r\na")
+    connection.data_received(b"a" + b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n" * 9000)
+    assert num_exchanges() < 1000 and server.unfinished.num_bytes >= 512 * num_exchanges()
+
+
 @pytest.mark.parametrize("data", [NEXT[:-2] + b"x: " + b"a" * 60_000, post("a") + bytes(100_000), NEXT])
 def test_a_connection_that_ended_is_gone_with_all_it_held(data: bytes) -> None:
     """Routers collect garbage seldom."""
