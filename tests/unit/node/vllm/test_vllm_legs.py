@@ -58,6 +58,7 @@ from pdcluster.node.vllm.adapters import AdapterBook
 from pdcluster.node.vllm.decode_rows import DecodeRows
 from pdcluster.node.vllm.engine.interface import AdapterLoaded, EngineOutput
 from pdcluster.node.vllm.engine_side import STUCK_S, EngineLost, VllmParts, VllmSide
+from pdcluster.node.vllm.events import CacheEvents
 from pdcluster.node.vllm.parked_prompts import MEDIUM, ParkedPrompts
 from pdcluster.node.vllm.requests import EngineQueue, fence_of
 from pdcluster.transfer.backends.base import Peer
@@ -343,6 +344,13 @@ def test_a_fork_waits_for_its_parents_first_token(nodes: VllmNodes) -> None:
     assert [request.key.split("#")[0] for request in nodes["d"].engine.added] == ["a"]
     nodes.turn(10)
     assert nodes.tokens("b") == answer_of(PROMPT, 4) and len(nodes.all_of(Finished)) == 2
+
+
+def test_a_node_counts_how_often_its_cache_events_were_lost(nodes: VllmNodes) -> None:
+    side = nodes["p"].side
+    assert side.snapshot().num_cache_gaps == 0
+    side.cache.apply(CacheEvents((), is_gap=True))
+    assert side.snapshot().num_cache_gaps == 1
 
 
 def test_a_node_whose_engine_died_is_over(nodes: VllmNodes) -> None:
