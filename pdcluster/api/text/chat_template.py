@@ -23,11 +23,12 @@ from pdcluster.api.text.template_bounds import (
     BoundedEnvironment,
     Bounds,
     Ended,
+    Starved,
     bounded,
     check_indent,
     check_pattern,
 )
-from pdcluster.core.errors import BadRequest, ModelError, PdclusterError
+from pdcluster.core.errors import BadRequest, ModelError, Overloaded, PdclusterError
 
 Message = Mapping[str, object]
 
@@ -40,6 +41,8 @@ CONTINUE_MARK = "\ue000pdcluster-continue\ue000 "
 
 # So often may a template meet the bounds of the event loop before it renders in threads only.
 MOST_OVERRUNS = 3
+# Characters of an error's text that a template or its values decide.
+MOST_REASON = 2000
 
 
 class TakesLong(PdclusterError):
@@ -82,7 +85,7 @@ def _check_public(name: object) -> None:
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.exceptions.TemplateError(message)
+    raise jinja2.exceptions.TemplateError(str(message)[:MOST_REASON])
 
 
 def _to_json(
@@ -141,7 +144,7 @@ class ChatTemplate:
         bounds: Bounds = PATIENT,
     ) -> str:
         """Raises BadRequest when the template refuses these messages, e.g. because roles must alternate, or takes more
-        than PATIENT; TakesLong when it takes more than BRIEF.
+        than PATIENT; Overloaded when others took its time; TakesLong when it takes more than BRIEF.
         """
         chat = [self._prepare(message) for message in messages]
         if continue_final_message:
@@ -169,10 +172,11 @@ class ChatTemplate:
         try:
             return self._bounded(render, bounds)
         except jinja2.TemplateError as error:
-            raise BadRequest(f"the model's chat template refuses these messages: {error}", "messages") from error
+            reason = str(error)[:MOST_REASON]
+            raise BadRequest(f"the model's chat template refuses these messages: {reason}", "messages") from error
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
             # A template is a program over the caller's messages. When it fails on them, they must change.
-            reason = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {str(error)[:MOST_REASON]}"
             message = (
                 f"the model's chat template cannot render these messages ({reason}); check their roles and contents"
             )
@@ -191,6 +195,8 @@ class ChatTemplate:
             if bounds is BRIEF:
                 self._num_overruns += 1
                 raise TakesLong(f"the model's chat template renders in a thread: {error}") from None
+            if isinstance(error, Starved):
+                raise Overloaded(f"the model's chat template was ended: {error}; retry later") from None
             raise BadRequest(
                 f"the model's chat template was ended on these messages: {error}; send fewer or shorter messages, or "
                 "have the template corrected",

@@ -34,21 +34,23 @@ from jinja2.visitor import NodeTransformer
 class Bounds(NamedTuple):
     """What one rendering may take.
 
+    seconds: that it computes; while others compute in this process, it may last up to wall_s.
     num_bytes: of all that is made meanwhile, kept or not.
     once_bytes: of one value.
     pauses: whether it gives way to other threads each millisecond.
     """
 
     seconds: float
+    wall_s: float
     num_bytes: int
     once_bytes: int
     pauses: bool
 
 
 # Beside streams, in the event loop: what a short chat takes, many times over.
-BRIEF = Bounds(0.005, 4 << 20, 1 << 20, pauses=False)
+BRIEF = Bounds(0.005, 0.005, 4 << 20, 1 << 20, pauses=False)
 # In a thread.
-PATIENT = Bounds(5.0, 256 << 20, 32 << 20, pauses=True)
+PATIENT = Bounds(5.0, 30.0, 1 << 30, 32 << 20, pauses=True)
 
 # A thread that renders holds the GIL for 5 ms at a time. The event loop would wait that long at each of its calls.
 WORK_S, PAUSE_S = 0.001, 0.0005
@@ -90,15 +92,20 @@ class Ended(Exception):
     """A bound was met. The text says which."""
 
 
+class Starved(Ended):
+    """It was not the template's fault: others computed meanwhile."""
+
+
 class Meter:
     """What is left to one rendering."""
 
-    __slots__ = ("_left", "_look_at", "_until", "bounds")
+    __slots__ = ("_computes_until", "_left", "_look_at", "_until", "bounds")
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds, self._left = bounds, bounds.num_bytes
         now = time.monotonic()
-        self._until = now + bounds.seconds
+        self._until = now + bounds.wall_s
+        self._computes_until = time.thread_time() + bounds.seconds
         self._look_at = now + WORK_S if bounds.pauses else self._until
 
     def spend(self, num_bytes: int = 0) -> None:
@@ -125,8 +132,10 @@ class Meter:
             raise Ended(f"it made one value of more than {self.bounds.once_bytes >> 20} MiB")
 
     def _look(self, now: float) -> None:
-        if now >= self._until:
+        if time.thread_time() >= self._computes_until:
             raise Ended(f"it took longer than {self.bounds.seconds:g} s")
+        if now >= self._until:
+            raise Starved(f"it was not done after {self.bounds.wall_s:g} s, beside others")
         time.sleep(PAUSE_S)
         self._look_at = min(time.monotonic() + WORK_S, self._until)
 
@@ -515,7 +524,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "+" and type(left) is str and type(right) is str:  # what templates mostly do
-            _METER.get().charge(4 * (len(left) + len(right)))
+            _METER.get().charge(_size(left) + _size(right))
             return left + right
         _METER.get().charge(_OPERATORS[operator](left, right))
         return self.binop_table[operator](left, right)
@@ -531,9 +540,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             elif (foresee := _METHODS.get(method.__name__)) is not None:
                 given = {name: value for name, value in kwargs.items() if name not in _CONTEXT_NAMES}
                 meter.spend(foresee(owner, *args, **given))
-        elif isinstance(owner, (list, tuple, Mapping)):
+        elif not isinstance(__obj, runtime.Macro):  # what is called may compare, hash or write all that is in them
             for value in args:
                 _plain(value)
+            for name, value in kwargs.items():
+                if name not in _CONTEXT_NAMES:
+                    _plain(value)
         result = super().call(__context, __obj, *args, **kwargs)
         meter.charge(_size(result))
         return result

@@ -201,11 +201,11 @@ class App:
                 return
             if is_work:
                 headers = exchange.headers
-                if self.tracing is not None:
-                    exchange.request_trace = self._trace(self.tracing, exchange)
                 exchange.tenant = self._places.identify(
                     exchange.header(AUTHORIZATION) if AUTHORIZATION in headers else None
                 )
+                if self.tracing is not None:
+                    exchange.request_trace = self._trace(self.tracing, exchange)
                 if headers.get(b"content-type") != b"application/json" or b"content-encoding" in headers:
                     _check_media_type(exchange)
                 if b"content-length" in headers:

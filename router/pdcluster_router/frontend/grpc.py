@@ -150,9 +150,10 @@ class Inference(stubs.InferenceServicer):
         arrived, given_s = monotonic(), context.time_remaining()
         code = grpc.StatusCode.CANCELLED
         request_id, own_id = self._settings.id_prefix + token_hex(ID_BYTES), _client_id(context) or ""
-        trace = None if self._tracing is None else self._trace(self._tracing, context, request_id, arrived)
+        trace = None
         try:
             tenant = self._places.identify(_metadata(context, "authorization"))
+            trace = None if self._tracing is None else self._trace(self._tracing, context, request_id, arrived)
             request = await self.reads.read(context, tenant.name or machine_of(context))
             if request is None or request is grpc.aio.EOF:
                 raise BadRequest(

@@ -30,12 +30,29 @@ class PrepareThreads:
         self._queues: OrderedDict[str, deque[tuple[asyncio.Future[Any], Callable[[], Any]]]] = OrderedDict()
         self._running: Counter[str] = Counter()
 
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._queues.values()))
+
     async def run(self, tenant: str, work: Callable[[], T]) -> T:
         """Run work in a thread. Cancelled before its turn it does not begin; later its result is dropped."""
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._queues.setdefault(tenant, deque()).append((result, work))
+        waiting: tuple[asyncio.Future[Any], Callable[[], Any]] = (result, work)
+        self._queues.setdefault(tenant, deque()).append(waiting)
         self._start()
-        return await result
+        try:
+            return await result
+        except asyncio.CancelledError:
+            self._forget(tenant, waiting)
+            raise
+
+    def _forget(self, tenant: str, waiting: tuple[asyncio.Future[Any], Callable[[], Any]]) -> None:
+        """Its place is given back, so nothing else bounds what it holds."""
+        queue = self._queues.get(tenant)
+        if queue is not None and waiting in queue:
+            queue.remove(waiting)
+            if not queue:
+                del self._queues[tenant]
 
     def _start(self) -> None:
         while self._running.total() < self._num_threads and (tenant := self._next()) is not None:

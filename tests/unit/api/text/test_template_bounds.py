@@ -10,7 +10,7 @@ import pytest
 
 from pdcluster.api.text.chat_template import ChatTemplate, TakesLong
 from pdcluster.api.text.template_bounds import BRIEF, MOST_BITS, PATIENT
-from pdcluster.core.errors import BadRequest, ModelError
+from pdcluster.core.errors import BadRequest, ModelError, Overloaded
 
 CHAT = [{"role": "user", "content": "hello"}]
 SOON = PATIENT._replace(seconds=0.3)
@@ -24,7 +24,11 @@ ENDLESS = {
     "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "a recursive loop": "{% for a in [1, 1] recursive %}{% if loop.depth < 60 %}{{ loop([1, 1]) }}{% endif %}{% endfor %}",
 }
+SHARED = "{% set n = namespace(x=(1,)) %}{% for i in range(40) %}{% set n.x = (n.x, n.x) %}{% endfor %}"
 GROWING = {
+    "an error of shared tuples": SHARED + "{{ raise_exception(n.x) }}",
+    "a hash of shared tuples": SHARED + "{{ dict([(n.x, 1)]) }}",
+    "a loop that compares shared tuples": SHARED + "{% for a in [1, 2] %}{{ loop.changed(n.x) }}{% endfor %}",
     "repetition": "{{ 'x' * 10**9 }}",
     "repetition from the left": "{{ 10**9 * 'x' }}",
     "a list": "{{ ([0] * 10**9) | length }}",
@@ -174,3 +178,39 @@ def test_usual_text_is_made_as_ever() -> None:
 def test_a_template_that_nests_too_deep_is_refused_at_load() -> None:
     with pytest.raises(ModelError, match="nests too deep"):
         ChatTemplate("{% for a in messages %}" * 30 + "{% endfor %}" * 30, {})
+
+
+def test_a_template_that_collects_its_prompt_has_room() -> None:
+    """Added text by text, as some models do: each step copies all that is there."""
+    collects = "{% set ns = namespace(out='') %}{% for m in messages %}{% set ns.out = ns.out + m.content %}{% endfor %}{{ ns.out }}"
+    chat = [{"role": "user", "content": "x" * 1000}] * 400
+    assert len(ChatTemplate(collects, {}).render(chat)) == 400_000
+
+
+def test_what_others_compute_is_not_the_templates_fault() -> None:
+    """Its own seconds count; where it waits for too long, the client may ask again."""
+    slow = "{% for a in range(3000) %}{% for b in range(300) %}{% endfor %}{% endfor %}done"
+    stop = threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            sum(range(100))
+
+    others = [threading.Thread(target=spin, daemon=True) for _ in range(4)]
+    for each in others:
+        each.start()
+    try:
+        template = ChatTemplate(slow, {})
+        assert template.render(CHAT, bounds=PATIENT._replace(seconds=5.0, wall_s=60.0)) == "done"
+        with pytest.raises(Overloaded, match="beside others"):
+            template.render(CHAT, bounds=PATIENT._replace(seconds=5.0, wall_s=0.1))
+    finally:
+        stop.set()
+        for each in others:
+            each.join()
+
+
+def test_the_text_of_a_refusal_is_short() -> None:
+    with pytest.raises(BadRequest) as caught:
+        ChatTemplate("{{ raise_exception('x' * 900000) }}", {}).render(CHAT)
+    assert len(str(caught.value)) < 3000

@@ -35,6 +35,20 @@ async def test_what_was_cancelled_before_its_turn_does_not_begin() -> None:
     assert begun == [3]
 
 
+async def test_what_was_cancelled_is_not_kept() -> None:
+    """A request may be large, and its place is given back."""
+    threads, go_on = PrepareThreads(2), threading.Event()
+    first, *others = (asyncio.create_task(threads.run("a", lambda: go_on.wait(30))) for _ in range(50))
+    await asyncio.sleep(0)
+    assert threads.num_waiting == 49
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    assert threads.num_waiting == 0
+    go_on.set()
+    assert await first
+
+
 async def test_a_cancelled_wait_frees_its_thread_when_the_work_ends() -> None:
     threads, go_on = PrepareThreads(2), threading.Event()
     first = asyncio.create_task(threads.run("a", lambda: go_on.wait(30)))
