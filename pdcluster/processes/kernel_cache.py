@@ -75,7 +75,8 @@ def open_place(cache_dir: Path) -> Path:
     if not _is_private(place):
         log.warning("others may write to the compiled kernels in %s; they are set aside and compiled again", place)
         with _turn(cache_dir, fcntl.LOCK_EX):
-            _set_aside(place)
+            if not _is_private(place):  # nor did another process do it meanwhile
+                _set_aside(place)
             place.mkdir(mode=0o700, exist_ok=True)
         if not _is_private(place):
             raise OSError(errno.EPERM, "others may write to it, and it cannot be set aside", str(place))

@@ -57,6 +57,8 @@ def read_certificate(cert: Path, key: Path) -> TlsCertificate:
         context = _server_context(chain, found)
     except ssl.SSLError as error:
         raise ConfigError(f"{CERT} {cert} cannot be used: {error.reason or error}; issue another one") from error
+    except OSError as error:  # such as out of descriptors
+        raise ConfigError(f"{CERT} {cert} cannot be used now: {error.strerror or error}") from error
     return TlsCertificate(chain, found, name_of(leaf), leaf.not_valid_after_utc, context)
 
 

@@ -89,7 +89,7 @@ class PoolScaler(stubs.ExternalScalerServicer):
 
     async def _role_of(self, request: pb.ScaledObjectRef, context: grpc.aio.ServicerContext) -> Role:
         """Ends the call unless it carries the token and names a role."""
-        given = request.scalerMetadata.get(TOKEN, "").encode()
+        given = request.scalerMetadata.get(TOKEN, "").strip().encode()
         if self._token is not None and not hmac.compare_digest(given, self._token):
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED,

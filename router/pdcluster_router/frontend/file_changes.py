@@ -66,6 +66,8 @@ class FileChanges:
             self._events.add("files-read", name, "read again, as the files changed")
 
     def _kept(self, name: str, error: str) -> None:
+        if self.problems.get(name) == error:
+            return  # it was tried again
         self.problems[name] = error
         log.error("%s stay as they were before their files changed: %s", name, error)
         if self._metrics is not None:

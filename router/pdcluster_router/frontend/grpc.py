@@ -92,6 +92,8 @@ SERVER_FAULTS = (
 CONNECTING = (
     ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1e3)),
     ("grpc.max_allowed_incoming_connections", 4096),
+    # One without calls ends, and clients make another: else idle strangers would keep others out.
+    ("grpc.max_connection_idle_ms", 60_000),
 )
 # How often health is checked.
 HEALTH_S = 0.2

@@ -119,7 +119,7 @@ class Acceptor:
     def _accept_some(self) -> None:
         for _ in range(MOST_ACCEPTED):
             try:
-                client, _ = self._bound.accept()
+                client, address = self._bound.accept()
             except (BlockingIOError, InterruptedError):
                 return
             except ConnectionAbortedError:
@@ -132,14 +132,14 @@ class Acceptor:
                 return
             client.setblocking(False)
             if client.fileno() < self._limits.descriptors:
-                self._start(client)
+                self._start(client, address[0])
             else:
                 self._refuse(client)
 
-    def _start(self, client: socket.socket) -> None:
+    def _start(self, client: socket.socket, host: str) -> None:
         self._is_noted = False
         if self._handshakes is not None:
-            self._handshakes.start(client)
+            self._handshakes.start(client, host)
             return
 
         async def connect() -> None:

@@ -1,7 +1,7 @@
 """TLS of a process's listeners: the certificate they show, read again when its files change, and their handshakes.
 
-1. A handshake has HANDSHAKE_S. At most MOST_HANDSHAKES are open at a listener of HTTP. Of more, the oldest ends: one
-   that is honest is over after two trips of its packets.
+1. A handshake has HANDSHAKE_S. At most MOST_HANDSHAKES are open at a listener of HTTP. Of more, the oldest ends of
+   the address that has most: one that is honest is over after two trips of its packets.
 2. TLS has no half-close: what a client sends behind its goodbye is not read, as with plain connections.
    `connection.py` says how long one that this end closed goes on. CLOSING_S is for clients that read nothing.
 3. A connection keeps the certificate that it began with.
@@ -13,6 +13,7 @@ import asyncio
 import logging
 import socket
 from asyncio import Protocol, Task
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -69,14 +70,17 @@ class Handshakes:
     def __init__(self, tls: ServerTls, make: Callable[[], Protocol]) -> None:
         """make: the protocol above TLS of a connection."""
         self._tls, self._make = tls, make
-        # The oldest one first.
-        self._open: dict[Task[None], None] = {}
+        # The client's address of each, the oldest one first.
+        self._open: dict[Task[None], str] = {}
 
-    def start(self, client: socket.socket) -> None:
+    def start(self, client: socket.socket, host: str) -> None:
+        """host: the client's address."""
         if len(self._open) >= MOST_HANDSHAKES:
-            self._end(next(iter(self._open)), "displaced")
+            counts = Counter(self._open.values())
+            most = max(counts.values())
+            self._end(next(task for task, each in self._open.items() if counts[each] == most), "displaced")
         task = watched(self._connect(client), "tls handshake", lambda _: client.close())
-        self._open[task] = None
+        self._open[task] = host
         task.add_done_callback(lambda _: self._open.pop(task, None))
 
     async def close(self) -> None:

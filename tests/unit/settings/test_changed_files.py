@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdcluster.core.errors import ConfigError
-from pdcluster.settings.changed_files import ChangedFiles
+from pdcluster.settings.changed_files import LOOKS_AGAIN, ChangedFiles
 
 
 def changed_files(*files: Path) -> ChangedFiles[str]:
@@ -83,6 +83,33 @@ def test_what_cannot_be_read_is_reported_once(file: Path) -> None:
     assert [files.look(), files.look()] == [None, None]
     file.write_text("again")
     assert [files.look(), files.look()] == [None, "again"]
+
+
+def test_another_mode_is_a_change(file: Path) -> None:
+    """A file that was refused for its mode, and then got the mode that the error asks for."""
+    files = changed_files(file)
+    file.chmod(0o600)
+    assert [files.look(), files.look()] == [None, "a"]
+
+
+def test_what_could_not_be_read_for_a_moment_is_read_later(file: Path) -> None:
+    """Such as without free descriptors: nothing about the files changes when that is over."""
+    is_short = [False]
+
+    def read() -> str:
+        if is_short[0]:
+            raise ConfigError("too many open files")
+        return file.read_text()
+
+    files = ChangedFiles([file], read)
+    is_short[0] = True
+    replace(file, "b")
+    assert files.look() is None
+    with pytest.raises(ConfigError):
+        files.look()
+    is_short[0] = False
+    assert [files.look() for _ in range(LOOKS_AGAIN)] == [None] * (LOOKS_AGAIN - 1) + ["b"]
+    assert [files.look() for _ in range(2 * LOOKS_AGAIN)] == [None] * (2 * LOOKS_AGAIN)
 
 
 def test_an_old_file_that_comes_back_is_read(file: Path) -> None:

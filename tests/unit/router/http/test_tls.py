@@ -181,6 +181,21 @@ async def test_a_slow_handshake_ends(edge: Edge, monkeypatch: pytest.MonkeyPatch
         await closed(other)
 
 
+async def test_handshakes_of_a_stranger_end_before_one_of_another_address(
+    edge: Edge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "MOST_HANDSHAKES", 4)
+    async with edge.listening():
+        slow = socket.create_connection(("127.0.0.1", edge.port), source_address=("127.0.0.2", 0))
+        slow.setblocking(False)
+        strangers = [await edge.plain() for _ in range(12)]
+        await until(lambda: edge.handshakes("displaced") == 9)
+        streams = await asyncio.open_connection(sock=slow, ssl=edge.context(), server_hostname=NAME)
+        assert await answered(streams) == b"HTTP/1.1 200 OK"
+        for other in (streams, *strangers):
+            other[1].transport.abort()
+
+
 async def test_of_too_many_handshakes_the_oldest_end(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tls, "MOST_HANDSHAKES", 4)
     async with edge.listening():
