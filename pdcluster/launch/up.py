@@ -63,6 +63,8 @@ READY_POLL_S = 0.03
 NEVER_READY = f'"code":"{Unservable.code}"'.encode()
 NODE_UP = re.compile(rb"^pdcluster_node_up\{", re.MULTILINE)
 T = TypeVar("T")
+S = TypeVar("S", bound=Section)
+LOOPBACK = "127.0.0.1:0"
 HEALTH_FLAG = ("health", "--health")
 ROUTER = "router"
 BOOTSTRAP = "bootstrap"
@@ -223,7 +225,7 @@ class LocalCluster:
         own = [f"{path} is set, but up chooses it itself; leave it out" for path in CHOSEN if path in self._flags]
         if own:
             raise ConfigError(joined(own))
-        bootstrap = load(BootstrapConfig, self._flags, self._loaded.file).config
+        bootstrap = _load(BootstrapConfig, self._flags, self._loaded.file).config
         check_folder("up.targets", self._config.targets)
         router = self._router_settings.config
         sections = bootstrap, self._node_settings.config, router
@@ -288,11 +290,11 @@ class LocalCluster:
 
     @cached_property
     def _router_settings(self) -> LoadedSection[RouterConfig]:
-        return load(RouterConfig, self._flags, self._loaded.file)
+        return _load(RouterConfig, self._flags, self._loaded.file)
 
     @cached_property
     def _node_settings(self) -> LoadedSection[NodeConfig]:
-        return load(NodeConfig, self._flags, self._loaded.file)
+        return _load(NodeConfig, self._flags, self._loaded.file)
 
     @property
     def _given_model(self) -> Path | None:
@@ -396,7 +398,7 @@ class LocalCluster:
         own[f"{section}.log.format"] = self._log_format
         if (
             self._is_set("up.log.level")
-            or load(cls, self._flags, self._loaded.file).origins[f"{section}.log.level"] == "default"
+            or _load(cls, self._flags, self._loaded.file).origins[f"{section}.log.level"] == "default"
         ):
             own[f"{section}.log.level"] = self._config.log.level
         if self._config.log.requests:
@@ -423,17 +425,25 @@ class LocalCluster:
     def _own_health(self, cls: type[Section]) -> dict[str, object]:
         """A free health port, unless the user chose one."""
         path = f"{section_of(cls)}.health"
-        is_default = load(cls, self._flags, self._loaded.file).origins[path] == "default"
+        is_default = _load(cls, self._flags, self._loaded.file).origins[path] == "default"
         return {path: self._inner} if is_default else {}
 
     def _is_set(self, path: str) -> bool:
         return self._loaded.origins[path] != "default"
 
 
+def _load(cls: type[S], flags: Mapping[str, object], file: Path | None) -> LoadedSection[S]:
+    """A child's settings as it listens here, on loopback, wherever a file has processes that run alone.
+
+    Raises ConfigError.
+    """
+    return load(cls, {**flags, **{path: LOOPBACK for path in CHOSEN if path.endswith(".listen")}}, file)
+
+
 def _run_key(loaded: LoadedSection[UpConfig]) -> RunKey:
     """Raises ConfigError where the user has given a key."""
     for cls in CHILD_SECTIONS:
-        given = load(cls, loaded.flags, loaded.file).origins
+        given = _load(cls, loaded.flags, loaded.file).origins
         for path in (f"{section_of(cls)}.security.{name}" for name in ("cluster_key", "cluster_key_file")):
             if given[path] != "default":
                 raise ConfigError(f"up.secure makes a cluster key, and {path} is set; keep one of them")

@@ -219,6 +219,15 @@ async def test_what_up_chooses_itself_is_refused_as_a_flag_and_passed_over_in_a_
     assert option(found._node_spec(found._nodes[0], "127.0.0.1:1").argv, "--role") == "prefill"
 
 
+@pytest.mark.parametrize("flags", [{}, {"up.secure": True}])
+async def test_a_file_of_processes_beyond_loopback_needs_no_key_here(tmp_path: Path, flags: dict[str, object]) -> None:
+    file = tmp_path / "pdcluster.toml"
+    file.write_text('[bootstrap]\nlisten = "0.0.0.0:8998"\n[node]\nlisten = "10.0.0.1:9000"\n')
+    own = cluster({"up.http": "127.0.0.1:0", **flags}, file)
+    assert not any("0.0.0.0" in word or "10.0.0.1" in word for spec in specs_of(own) for word in spec.argv)
+    assert await own.stop()
+
+
 async def test_threads_cores_and_deadlines_of_a_section_reach_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
     for values in ({"node.threads": "3"}, {"node.cores": "1,2"}):
