@@ -97,6 +97,12 @@ class Overloaded(PdclusterError):
         self.reason = reason
 
 
+class Crowded(Overloaded):
+    """This process has too much to do at once, whatever the client does."""
+
+    http_status = 503
+
+
 class Unavailable(PdclusterError):
     code = "unavailable"
     http_status = 503

@@ -25,10 +25,11 @@ from pdcluster.api.text.template_bounds import (
     Ended,
     Starved,
     bounded,
+    bounded_dict,
     check_indent,
     check_pattern,
 )
-from pdcluster.core.errors import BadRequest, ModelError, Overloaded, PdclusterError
+from pdcluster.core.errors import BadRequest, Crowded, ModelError, PdclusterError
 
 Message = Mapping[str, object]
 
@@ -65,9 +66,10 @@ class _Namespace(jinja2.utils.Namespace):
     """Jinja's namespace() without underscore names, which reach into Python's internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        for name in dict(*args[1:], **kwargs):
+        values = bounded_dict(*args[1:], **kwargs)
+        for name in values:
             _check_public(name)
-        jinja2.utils.Namespace.__init__(*args, **kwargs)
+        jinja2.utils.Namespace.__init__(args[0], values)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_public(name)
@@ -144,7 +146,7 @@ class ChatTemplate:
         bounds: Bounds = PATIENT,
     ) -> str:
         """Raises BadRequest when the template refuses these messages, e.g. because roles must alternate, or takes more
-        than PATIENT; Overloaded when others took its time; TakesLong when it takes more than BRIEF.
+        than PATIENT; Crowded when others took its time; TakesLong when it takes more than BRIEF.
         """
         chat = [self._prepare(message) for message in messages]
         if continue_final_message:
@@ -196,7 +198,9 @@ class ChatTemplate:
                 self._num_overruns += 1
                 raise TakesLong(f"the model's chat template renders in a thread: {error}") from None
             if isinstance(error, Starved):
-                raise Overloaded(f"the model's chat template was ended: {error}; retry later") from None
+                raise Crowded(
+                    f"the model's chat template was ended: {error}; retry later", reason="preparing"
+                ) from None
             raise BadRequest(
                 f"the model's chat template was ended on these messages: {error}; send fewer or shorter messages, or "
                 "have the template corrected",

@@ -6,8 +6,8 @@ cannot be interrupted, so the program itself counts, in `Meter`:
 1. Every turn of a loop and every call of a macro is a step, compiled into the template. A step looks at the clock.
 2. What is made is charged in bytes before it is made: output, joined text, products, powers, padded, formatted and
    replaced text, lists. Any one value has a bound, and so has their sum.
-3. What looks into nested values (text of them, comparing, sorting) weighs them before. Lists may share their items, so
-   forty of them can stand for 2 ** 40 items.
+3. What looks into nested values (text of them, comparing, sorting, hashing) weighs them before, and so does every call
+   but those of macros. Lists may share their items, so forty of them can stand for 2 ** 40 items.
 4. Filters that take more than linear time get short texts only.
 
 A template that meets no bound renders as in `transformers`, byte for byte.
@@ -16,8 +16,9 @@ A template that meets no bound renders as in `transformers`, byte for byte.
 from __future__ import annotations
 
 import re
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sized, ValuesView
 from contextvars import ContextVar
 from functools import wraps
 from itertools import islice
@@ -76,6 +77,8 @@ _NESTED = re.compile(r"\{[^{}]*\{")
 
 # What compiled templates pass beside the arguments of a call.
 _CONTEXT_NAMES = frozenset(("_loop_vars", "_block_vars"))
+# What keys(), values() and items() give.
+_VIEWS = (KeysView, ValuesView, ItemsView)
 # Values that hold no others.
 _PLAIN = frozenset((str, int, float, bool, type(None)))
 # Filters that yield one item at a time, or look at one item only.
@@ -158,9 +161,10 @@ def _weigh(value: object) -> int:
     """The bytes of a value and all values in it, each as often as it occurs. Raises Ended."""
     if isinstance(value, (str, bytes)):
         return len(value)
-    if not isinstance(value, (list, tuple, Mapping)):
+    if not isinstance(value, (list, tuple, Mapping, *_VIEWS)):
         return ITEM_BYTES
-    meter, total, num, rest = _METER.get(), 0, 0, [value]
+    meter, total, num = _METER.get(), 0, 0
+    rest: list[Any] = [value]
     while rest:
         value = rest.pop()
         if isinstance(value, (str, bytes)):
@@ -168,7 +172,7 @@ def _weigh(value: object) -> int:
         elif isinstance(value, Mapping):
             rest.extend(value)
             rest.extend(value.values())
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple, KeysView, ValuesView, ItemsView)):
             rest.extend(value)
         num += 1
         if not num % CHUNK:
@@ -185,10 +189,19 @@ def _plain(value: Any) -> Any:
     return value
 
 
+# Of a text that is not ASCII, beside its characters.
+_TEXT_HEAD = sys.getsizeof(chr(256)) - 2 * 2
+
+
+def _character_bytes(text: str) -> int:
+    """Of each character of a text: 1, 2 or 4, as its widest needs."""
+    return 1 if text.isascii() else min((sys.getsizeof(text) - _TEXT_HEAD) // (len(text) + 1), 4)
+
+
 def _size(value: object) -> int:
     """The bytes of a value made just now, without those of its items."""
     if isinstance(value, (str, bytes)):
-        return len(value) if isinstance(value, bytes) or value.isascii() else 4 * len(value)
+        return len(value) * (_character_bytes(value) if isinstance(value, str) else 1)
     return ITEM_BYTES * len(value) if isinstance(value, (list, tuple, dict)) else 0
 
 
@@ -200,6 +213,13 @@ def _made(value: Any) -> Any:
 def _step(num_bytes: int) -> bool:
     _METER.get().spend(num_bytes)
     return True
+
+
+def bounded_dict(pairs: Any = (), /, **named: Any) -> dict[Any, Any]:
+    """As dict(), with keys that are weighed before they are hashed. Raises Ended."""
+    if isinstance(pairs, Mapping):
+        return dict(pairs, **named)
+    return dict([_plain(_listed(pair)) for pair in _listed(pairs)], **named)
 
 
 def _listed(values: Iterable[Any]) -> list[Any]:
@@ -324,7 +344,18 @@ def _remainder(left: Any, right: Any) -> int:
 
 
 def _sum(left: Any, right: Any) -> int:
+    if isinstance(left, str) and isinstance(right, str):
+        return (len(left) + len(right)) * max(_character_bytes(left), _character_bytes(right))
     return _size(left) + _size(right)
+
+
+def _difference(left: Any, right: Any) -> int:
+    """Of the keys of dicts it hashes what is taken away."""
+    for value in (left, right):
+        if isinstance(value, Iterator):
+            raise TypeError("a generator cannot be subtracted; make a list of it")
+        _plain(value)
+    return 0
 
 
 def _check_bits(num_bits: int) -> None:
@@ -333,7 +364,7 @@ def _check_bits(num_bits: int) -> None:
 
 
 _OPERATORS: Mapping[str, Callable[[Any, Any], int]] = {
-    "+": _sum, "*": _product, "**": _power, "%": _remainder, "//": _quotient,
+    "+": _sum, "-": _difference, "*": _product, "**": _power, "%": _remainder, "//": _quotient,
 }  # fmt: skip
 
 
@@ -490,6 +521,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(finalize=_plain, **options)
         self.globals.pop("lipsum")  # random text of any length
+        self.globals["dict"] = bounded_dict
         self.filters |= {"join": _join, "sum": _total, "list": _listed}
 
     def bound(self) -> None:
@@ -524,7 +556,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "+" and type(left) is str and type(right) is str:  # what templates mostly do
-            _METER.get().charge(_size(left) + _size(right))
+            _METER.get().charge(_sum(left, right))
             return left + right
         _METER.get().charge(_OPERATORS[operator](left, right))
         return self.binop_table[operator](left, right)
@@ -540,7 +572,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             elif (foresee := _METHODS.get(method.__name__)) is not None:
                 given = {name: value for name, value in kwargs.items() if name not in _CONTEXT_NAMES}
                 meter.spend(foresee(owner, *args, **given))
-        elif not isinstance(__obj, runtime.Macro):  # what is called may compare, hash or write all that is in them
+        elif isinstance(owner, _VIEWS):
+            args = tuple(_listed(value) if isinstance(value, Iterator) else value for value in args)
+        if not isinstance(__obj, runtime.Macro):  # what is called may compare, hash or write all that is in them
             for value in args:
                 _plain(value)
             for name, value in kwargs.items():

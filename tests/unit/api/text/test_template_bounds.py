@@ -29,6 +29,12 @@ GROWING = {
     "an error of shared tuples": SHARED + "{{ raise_exception(n.x) }}",
     "a hash of shared tuples": SHARED + "{{ dict([(n.x, 1)]) }}",
     "a loop that compares shared tuples": SHARED + "{% for a in [1, 2] %}{{ loop.changed(n.x) }}{% endfor %}",
+    "shared tuples in a dict of generators": SHARED + "{{ dict([[n.x, 1] | select] | select) }}",
+    "shared tuples in a namespace": SHARED + "{{ namespace([[n.x, 1] | select] | select) }}",
+    "shared tuples beside keys": SHARED + "{{ {}.keys().isdisjoint([n.x] | select) }}",
+    "shared tuples taken from keys": SHARED + "{{ {1: 1}.keys() - [n.x] }}",
+    "shared tuples in a view": SHARED + "{{ {1: n.x}.values() }}",
+    "text that becomes wider": "{{ ('x' * 10**7 + '\U0001f600') | length }}",
     "repetition": "{{ 'x' * 10**9 }}",
     "repetition from the left": "{{ 10**9 * 'x' }}",
     "a list": "{{ ([0] * 10**9) | length }}",
@@ -180,11 +186,28 @@ def test_a_template_that_nests_too_deep_is_refused_at_load() -> None:
         ChatTemplate("{% for a in messages %}" * 30 + "{% endfor %}" * 30, {})
 
 
-def test_a_template_that_collects_its_prompt_has_room() -> None:
+@pytest.mark.parametrize("character", ["x", "\u00e9", "\u4e2d", "\U0001f600"])
+def test_a_template_that_collects_its_prompt_has_room(character: str) -> None:
     """Added text by text, as some models do: each step copies all that is there."""
-    collects = "{% set ns = namespace(out='') %}{% for m in messages %}{% set ns.out = ns.out + m.content %}{% endfor %}{{ ns.out }}"
-    chat = [{"role": "user", "content": "x" * 1000}] * 400
-    assert len(ChatTemplate(collects, {}).render(chat)) == 400_000
+    collects = (
+        "{% set ns = namespace(out='') %}"
+        "{% for m in messages %}{% set ns.out = ns.out + m.role + ': ' + m.content %}{% endfor %}{{ ns.out }}"
+    )
+    chat = [{"role": "user", "content": character * 1000}] * 400
+    assert ChatTemplate(collects, {}).render(chat) == ("user: " + character * 1000) * 400
+
+
+def test_calls_that_are_weighed_do_what_they_did() -> None:
+    source = (
+        "{{ dict(a=1) }}{{ dict([('a', 1)], b=2) }}{{ dict({'a': 1}) }}{{ dict() }}"
+        "{% set ns = namespace({'x': 1}, y=[2]) %}{{ ns.x }}{{ ns.y }}{{ 3 - 1.5 }}{{ {1: 2, 3: 4}.keys() - [1] }}"
+        "{% for a in [1, 1, 2] %}{{ loop.changed(a) }}{{ loop.cycle('a', 'b') }}{% endfor %}{{ {1: [2]}.values() }}"
+        "{% macro f(x) %}{{ x }}{{ caller(x) }}{% endmacro %}{% call(y) f([1]) %}{{ y }}{% endcall %}"
+        "{% for a in [[[]], []] recursive %}<{{ loop(a) }}>{% endfor %}"
+    )
+    assert ChatTemplate(source, {}).render([]) == (
+        "{'a': 1}{'a': 1, 'b': 2}{'a': 1}{}1[2]1.5{3}TrueaFalsebTrueadict_values([[2]])[1][1]<<>><>"
+    )
 
 
 def test_what_others_compute_is_not_the_templates_fault() -> None:
@@ -202,8 +225,9 @@ def test_what_others_compute_is_not_the_templates_fault() -> None:
     try:
         template = ChatTemplate(slow, {})
         assert template.render(CHAT, bounds=PATIENT._replace(seconds=5.0, wall_s=60.0)) == "done"
-        with pytest.raises(Overloaded, match="beside others"):
+        with pytest.raises(Overloaded, match="beside others") as caught:
             template.render(CHAT, bounds=PATIENT._replace(seconds=5.0, wall_s=0.1))
+        assert (caught.value.http_status, caught.value.retryable) == (503, True)
     finally:
         stop.set()
         for each in others:
