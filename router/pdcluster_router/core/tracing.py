@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import random
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable
 
 from pdcluster.core.messages import FinishReason
 from pdcluster.core.trace_context import SPAN_BYTES, TRACE_BYTES, TraceContext, parse
 from pdcluster.telemetry.tracing import Attribute, SpanSink, TracedSpan
 
-# Traces that callers may ask for beyond the share, per second and at once.
+# Traces that callers may ask for beyond the share, per second. Tenants that ask have equal parts of them.
 ASKED_PER_S = 100.0
+# Who asked for none so long has its whole part again.
+ASKING_S = 1.0
 
 
 class Tracing:
@@ -28,11 +31,13 @@ class Tracing:
 
     def __init__(self, spans: SpanSink, share: float, draw: Callable[[], float] = random.random) -> None:
         self._spans, self._share, self._draw = spans, share, draw
-        self._allowance, self._allowed_at = ASKED_PER_S, 0.0
+        # Of tenants that asked: what was left to each, and when. The last to ask is last.
+        self._asking: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
-    def begin(self, traceparent: str | None, name: str, arrived: float) -> RequestTrace | None:
+    def begin(self, traceparent: str | None, name: str, arrived: float, tenant: str) -> RequestTrace | None:
         """The trace of a request that came; None where it is not sampled.
 
+        tenant: whose key it has. Without one it may not ask.
         arrived: on the dispatcher's clock.
         """
         found = None if traceparent is None else parse(traceparent)
@@ -41,18 +46,21 @@ class Tracing:
                 return None
             return RequestTrace(self._spans, secrets.token_bytes(TRACE_BYTES), None, name, arrived)
         parent, is_sampled = found
-        if not is_sampled or not (self._may_ask(arrived) or self._draw() < self._share):
+        if not is_sampled or not (self._may_ask(tenant, arrived) or self._draw() < self._share):
             return None
         return RequestTrace(self._spans, parent.trace_id, parent, name, arrived)
 
-    def _may_ask(self, now: float) -> bool:
+    def _may_ask(self, tenant: str, now: float) -> bool:
         """Take one of the traces that callers may ask for."""
-        refilled = self._allowance + max(now - self._allowed_at, 0.0) * ASKED_PER_S
-        self._allowance, self._allowed_at = min(refilled, ASKED_PER_S), max(now, self._allowed_at)
-        if self._allowance < 1.0:
-            return False
-        self._allowance -= 1.0
-        return True
+        asking = self._asking
+        while asking and now - next(iter(asking.values()))[1] > ASKING_S:
+            asking.popitem(last=False)
+        part = ASKED_PER_S / (len(asking) + (tenant not in asking))
+        left, at = asking.pop(tenant, (part, now))
+        left = min(left + max(now - at, 0.0) * part, part)
+        may = left >= 1.0
+        asking[tenant] = (left - may, max(now, at))
+        return may
 
 
 class RequestTrace:

@@ -201,11 +201,11 @@ class App:
                 return
             if is_work:
                 headers = exchange.headers
-                exchange.tenant = self._places.identify(
+                tenant = exchange.tenant = self._places.identify(
                     exchange.header(AUTHORIZATION) if AUTHORIZATION in headers else None
                 )
                 if self.tracing is not None:
-                    exchange.request_trace = self._trace(self.tracing, exchange)
+                    exchange.request_trace = self._trace(self.tracing, exchange, tenant)
                 if headers.get(b"content-type") != b"application/json" or b"content-encoding" in headers:
                     _check_media_type(exchange)
                 if b"content-length" in headers:
@@ -213,9 +213,9 @@ class App:
         except Exception as error:  # the top of a request
             fail(exchange, error, self.metrics)
 
-    def _trace(self, tracing: Tracing, exchange: Exchange) -> RequestTrace | None:
+    def _trace(self, tracing: Tracing, exchange: Exchange, tenant: Tenant) -> RequestTrace | None:
         path = exchange.path
-        trace = tracing.begin(exchange.header(TRACEPARENT), f"POST {path}", exchange.arrived)
+        trace = tracing.begin(exchange.header(TRACEPARENT), f"POST {path}", exchange.arrived, tenant.name)
         if trace is not None:
             trace.note(
                 {

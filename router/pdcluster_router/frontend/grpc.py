@@ -36,6 +36,7 @@ from pdcluster.settings.tls_files import TlsCertificate
 from pdcluster.telemetry.metrics import RouterMetrics
 from pdcluster_router.core.generation import Dispatcher
 from pdcluster_router.core.ids import ID_BYTES
+from pdcluster_router.core.tenants import Tenant
 from pdcluster_router.core.tracing import RequestTrace, Tracing
 from pdcluster_router.frontend.choices import OutputChoice, merge, pieces_of
 from pdcluster_router.frontend.places import Places
@@ -152,10 +153,11 @@ class Inference(stubs.InferenceServicer):
         arrived, given_s = monotonic(), context.time_remaining()
         code = grpc.StatusCode.CANCELLED
         request_id, own_id = self._settings.id_prefix + token_hex(ID_BYTES), _client_id(context) or ""
-        trace = None
+        trace: RequestTrace | None = None
         try:
             tenant = self._places.identify(_metadata(context, "authorization"))
-            trace = None if self._tracing is None else self._trace(self._tracing, context, request_id, arrived)
+            if self._tracing is not None:
+                trace = self._trace(self._tracing, context, request_id, arrived, tenant)
             request = await self.reads.read(context, tenant.name or machine_of(context))
             if request is None or request is grpc.aio.EOF:
                 raise BadRequest(
@@ -200,9 +202,14 @@ class Inference(stubs.InferenceServicer):
         )
 
     def _trace(
-        self, tracing: Tracing, context: grpc.aio.ServicerContext, request_id: str, arrived: float
+        self,
+        tracing: Tracing,
+        context: grpc.aio.ServicerContext,
+        request_id: str,
+        arrived: float,
+        tenant: Tenant,
     ) -> RequestTrace | None:
-        trace = tracing.begin(_metadata(context, "traceparent"), f"{SERVICE}/Generate", arrived)
+        trace = tracing.begin(_metadata(context, "traceparent"), f"{SERVICE}/Generate", arrived, tenant.name)
         if trace is not None:
             trace.note(
                 {

@@ -2,6 +2,10 @@
 
 from array import array
 
+import pytest
+from request_scene import CLUSTERS, Scene, Setting
+from scripted_cluster import FakeCluster
+
 from pdcluster.core.messages import Sampling
 from pdcluster.core.trace_context import TraceContext
 from pdcluster.telemetry.tracing import TracedSpan
@@ -24,7 +28,7 @@ class Spans(list[TracedSpan]):
 
 
 def begin(spans: Spans, traceparent: str | None = None, *, share: float = 1.0) -> RequestTrace | None:
-    return Tracing(spans, share, draw=lambda: 0.5).begin(traceparent, "POST /v1/completions", 10.0)
+    return Tracing(spans, share, draw=lambda: 0.5).begin(traceparent, "POST /v1/completions", 10.0, "")
 
 
 def choice(prefill: str | None = "prefill-0", decode: str = "decode-0") -> DecisionRecord:
@@ -49,6 +53,19 @@ def test_the_caller_decides_who_is_traced_and_else_the_share() -> None:
     assert begin(spans, None, share=0.51) is not None
     assert begin(spans, None, share=0.5) is None
     assert begin(spans, "nonsense", share=0.5) is None
+
+
+@pytest.mark.parametrize(("key", "status"), [(None, 401), (b"Bearer nobody", 401), (b"Bearer large-key", 400)])
+def test_who_has_no_key_may_not_ask_for_a_trace(key: bytes | None, status: int) -> None:
+    spans = Spans()
+    scene = Scene(FakeCluster(CLUSTERS["busy"]()), setting=Setting(has_tenants=True))
+    scene.app.tracing = tracing = Tracing(spans, 0.0)
+    headers = {b"traceparent": CALLER.encode() + b"1"} | ({} if key is None else {b"authorization": key})
+    scene.ask(headers, prompt=[5], max_tokens=-1)
+    assert scene.exchange.status == status
+    assert len(spans) == (status != 401)
+    asked = sum(tracing.begin(CALLER + "1", "POST /", scene.exchange.arrived, "large") is not None for _ in range(200))
+    assert asked == ASKED_PER_S - len(spans)
 
 
 def test_the_root_goes_on_with_the_callers_trace() -> None:
@@ -115,10 +132,14 @@ def test_a_client_that_leaves_is_no_error_of_the_attempt() -> None:
 def test_callers_that_ask_for_more_traces_than_the_bound_get_the_share() -> None:
     spans, traceparent = Spans(), "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
 
-    def num_traced(tracing: Tracing, now: float) -> int:
-        return sum(tracing.begin(traceparent, "POST /v1/completions", now) is not None for _ in range(1000))
+    def num_traced(tracing: Tracing, now: float, tenant: str = "") -> int:
+        traces = [tracing.begin(traceparent, "POST /v1/completions", now, tenant) for _ in range(1000)]
+        return sum(trace is not None for trace in traces)
 
     asking = Tracing(spans, 0.0, draw=lambda: 0.5)
     assert num_traced(asking, 10.0) == ASKED_PER_S
     assert num_traced(asking, 10.25) == ASKED_PER_S / 4
     assert num_traced(Tracing(spans, 1.0, draw=lambda: 0.5), 10.0) == 1000
+    assert num_traced(asking, 10.25, "other") == ASKED_PER_S / 2  # nobody takes the traces of others
+    assert [num_traced(asking, 10.75, name) for name in ("", "other")] == [ASKED_PER_S / 4] * 2
+    assert num_traced(asking, 12.0, "other") == ASKED_PER_S  # alone again

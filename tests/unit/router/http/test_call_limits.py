@@ -18,8 +18,10 @@ from pdcluster.rpc import externalscaler_pb2 as scaler_pb
 from pdcluster.rpc import externalscaler_pb2_grpc as scaler_stubs
 from pdcluster.rpc import inference_pb2 as pb
 from pdcluster.rpc import inference_pb2_grpc as stubs
+from pdcluster.telemetry.tracing import TracedSpan
 from pdcluster_router.admin import scaler
 from pdcluster_router.core.tenants import Entry, Tenants
+from pdcluster_router.core.tracing import Tracing
 from pdcluster_router.frontend.grpc import MAX_WATCHERS, GrpcSettings, Inference, listening
 from pdcluster_router.frontend.health import CachedExposition
 from pdcluster_router.frontend.places import Places
@@ -39,14 +41,30 @@ class CountedReads(MessageReads):
 
 
 @asynccontextmanager
-async def guarded() -> AsyncIterator[tuple[str, CountedReads]]:
+async def guarded(tracing: Tracing | None = None) -> AsyncIterator[tuple[str, CountedReads]]:
     """A server with one tenant, and what it reads."""
     dispatcher, settings = ScriptedDispatcher(), GrpcSettings()
     places = Places(8, Tenants({"acme": Entry(keys=["sk-acme-0001"])}))
-    servicer = Inference(dispatcher, settings, router_metrics(), places)
+    servicer = Inference(dispatcher, settings, router_metrics(), places, tracing)
     servicer.reads = reads = CountedReads(4)
     async with listening(servicer, dispatcher, "127.0.0.1:0", settings, drain_s=0.1) as address:
         yield address, reads
+
+
+async def test_who_has_no_key_may_not_ask_for_a_trace() -> None:
+    class Spans(list[TracedSpan]):
+        def record(self, span: TracedSpan) -> None:
+            self.append(span)
+
+    spans, headers = Spans(), {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
+    async with guarded(Tracing(spans, 0.0)) as (address, _):
+        async with api.AsyncClient(address) as client:
+            with pytest.raises(Unauthorized):
+                await client.complete("hi", headers=headers)
+        assert not spans
+        async with api.AsyncClient(address, api_key="sk-acme-0001") as client:
+            await client.complete("hi", max_tokens=50, headers=headers)
+        await until(lambda: len(spans) == 1)
 
 
 async def test_a_large_message_without_a_key_is_refused_unread() -> None:
