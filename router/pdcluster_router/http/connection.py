@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from fcntl import ioctl
+from socket import IPPROTO_TCP, TCP_INFO
 from struct import Struct
 from termios import TIOCOUTQ
 from time import monotonic
@@ -51,6 +52,8 @@ HEAD_FACTOR = 2
 FRAMING = (b"content-length", b"transfer-encoding", b"connection")
 # What the kernel says of bytes that a socket has not got rid of.
 QUEUED = Struct("i")
+# In tcp_info, what the peer confirmed (Linux 4.1).
+ACKED, ACKED_AT = Struct("Q"), 120
 # Around each part of a body. More counts towards MAX_HEAD_BYTES: extensions of chunks.
 MOST_CHUNK_FRAMING = 64
 # More posted bytes are sent at once, so that the transport notices a client that does not read.
@@ -163,6 +166,8 @@ class Connection(Protocol):
         self._ends_soon = self._read_paused = False
         # When it ends though its client has not all that was sent before it was closed.
         self._closes_by = math.inf
+        # That the client's machine had confirmed when it was last looked at.
+        self._acked_bytes = -1
         self._is_reading = True
         self._is_settling = False
         self.write_coalescer = open_ones.write_coalescer
@@ -491,26 +496,24 @@ class Connection(Protocol):
         """Close behind what was sent, as far as the client reads it in time."""
         self._flush()
         now = monotonic()
-        self.deadline, self._closes_by = now + GOODBYE_S, min(self._closes_by, now + self._limits.stall_s)
+        self.deadline, self._closes_by = now + GOODBYE_S / 2, min(self._closes_by, now + self._limits.stall_s)
         if self._transport is not None:
             self._transport.close()
 
-    @property
-    def _has_unsent(self) -> bool:
-        """Whether the client's machine lacks something that was sent."""
-        transport = self._transport
-        if transport is None:
-            return False
-        if transport.get_write_buffer_size():
-            return True
-        bound = transport.get_extra_info("socket")
+    def _is_sending(self) -> bool:
+        """Whether the client's machine lacks something that was sent, or got something since the last call: what the
+        loop holds goes to the kernel in its next turn.
+        """
+        bound = None if self._transport is None else self._transport.get_extra_info("socket")
         if bound is None:
             return False
         try:
             (unsent,) = QUEUED.unpack(ioctl(bound.fileno(), TIOCOUTQ, bytes(QUEUED.size)))
+            info = bound.getsockopt(IPPROTO_TCP, TCP_INFO, ACKED_AT + ACKED.size)
         except OSError:  # it is closed
             return False
-        return bool(unsent)
+        before, (self._acked_bytes,) = self._acked_bytes, ACKED.unpack_from(info, ACKED_AT)
+        return bool(unsent) or before != self._acked_bytes
 
     # ------------------------------------------------------------ what the server asks
 
@@ -520,8 +523,8 @@ class Connection(Protocol):
         self.deadline = now + self._limits.stall_s
         current = self._current
         if self._is_closing:
-            if now < self._closes_by and self._has_unsent:
-                self.deadline = now + GOODBYE_S
+            if now < self._closes_by and self._is_sending():
+                self.deadline = now + GOODBYE_S / 2
             else:
                 self.abort()  # the client does not even read the end, or has all
         elif current is None or current.finished:
