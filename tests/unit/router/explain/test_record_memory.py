@@ -67,7 +67,8 @@ def test_what_is_kept_of_a_request_is_counted_with_about_what_it_takes(policy: s
         taken = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    assert 0.4 * explainer.num_bytes < taken < explainer.num_bytes
+    # What other modules of the process keep meanwhile is counted, too: some percent.
+    assert 0.4 * explainer.num_bytes < taken < 1.1 * explainer.num_bytes
 
 
 def test_kept_requests_are_bounded_by_their_bytes() -> None:
