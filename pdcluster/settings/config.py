@@ -52,6 +52,7 @@ from pdcluster.settings.sources import CACHE_VARIABLE, FILE_VARIABLE, from_envir
 from pdcluster.settings.surfaces import (
     Exposure,
     api_warning,
+    bootstrap_warning,
     check_exposures,
     exposure_warnings,
     surface_names,
@@ -275,7 +276,8 @@ class NodeConfig(Section):
         check_exposures(self.exposures(), self.insecure)
 
     def warnings(self) -> Iterator[str]:
-        return exposure_warnings(self.exposures())
+        yield from exposure_warnings(self.exposures())
+        yield from bootstrap_warning("node", self.bootstrap, has_key=self.security.has_key)
 
     def exposures(self) -> Iterator[Exposure]:
         """What others connect to, of what needs a secret."""
@@ -485,6 +487,7 @@ class RouterConfig(Section):
 
     def warnings(self) -> Iterator[str]:
         yield from exposure_warnings(self.exposures())
+        yield from bootstrap_warning("router", self.bootstrap, has_key=self.security.has_key)
         api = {"router.http": self.http, "router.grpc": self.grpc}
         if warning := api_warning(api, has_tenants=self.tenants is not None):
             yield warning

@@ -111,6 +111,16 @@ def exposure_warnings(exposures: Iterable[Exposure]) -> Iterator[str]:
             yield f"{exposure} is open to everybody who gets there: there is no {SECRET_OF[exposure.surface]}"
 
 
+def bootstrap_warning(section: str, bootstraps: Iterable[str], *, has_key: bool) -> Iterator[str]:
+    """Of bootstraps on other machines, which nothing shows to be ours."""
+    found = [] if has_key else list(filter(is_beyond_loopback, bootstraps))
+    if found:
+        yield (
+            f"{section}.bootstrap {','.join(found)} is believed without proof, and all is sent in clear text, since "
+            f"there is no cluster key; set {section}.security.cluster_key_file"
+        )
+
+
 def api_warning(addresses: Mapping[str, str | None], *, has_tenants: bool) -> str | None:
     """Of an API that everybody may use. addresses: where it listens, by setting."""
     found = [

@@ -92,7 +92,7 @@ def load_kernels(cache_dir: Path, dtype: DType) -> Kernels | None:
         numba.config.CACHE_DIR = str(place)  # type: ignore[attr-defined]
         return filled(place, dtype, lambda: _elementwise(dtype))
     except OSError as error:
-        way_out = "plain torch, which is slower; let XDG_CACHE_HOME name a directory that can be written"
+        way_out = "plain torch, which is slower; let XDG_CACHE_HOME name a directory of this user that can be written"
         log.warning(
             "compiled CPU kernels cannot be kept in %s (%s), so the engine runs on %s", cache_dir, error, way_out
         )

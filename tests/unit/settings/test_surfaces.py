@@ -123,6 +123,17 @@ def test_loopback_is_not(address: str) -> None:
     assert not is_beyond_loopback(address)
 
 
+@pytest.mark.parametrize("section", [NodeConfig, RouterConfig])
+def test_a_bootstrap_on_another_machine_is_warned_of_without_a_key(section: type[NodeConfig | RouterConfig]) -> None:
+    """Whoever answers there says who the nodes are, and prompts go to them in clear text."""
+    name = "node" if section is NodeConfig else "router"
+    own = {f"{name}.bootstrap": "127.0.0.1:1,10.0.0.1:8998"}
+    (warning,) = load(section, own, environ={}).config.warnings()
+    assert f"{name}.bootstrap 10.0.0.1:8998" in warning and "cluster_key_file" in warning and "127.0.0.1" not in warning
+    own[f"{name}.security.cluster_key"] = "a long enough secret"
+    assert not list(load(section, own, environ={}).config.warnings())
+
+
 def test_an_api_that_everybody_may_use_is_warned_of_and_starts(tmp_path: Path) -> None:
     (warning,) = RouterConfig(http="0.0.0.0:8000", grpc="10.0.0.1:50051").warnings()
     assert "router.http 0.0.0.0:8000 and router.grpc 10.0.0.1:50051" in warning and "router.tenants" in warning
