@@ -15,7 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes, PublicKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
-from cryptography.x509.oid import NameOID
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pdcluster.core.errors import ConfigError
 from pdcluster.settings.secret_file import read_private_file, read_secret_file
@@ -51,6 +51,7 @@ class TlsCertificate:
 def read_certificate(cert: Path, key: Path) -> TlsCertificate:
     """Read both. Raises ConfigError that names the file and the way out, and never shows the key."""
     chain, leaf = read_chain(cert)
+    _check_usage(cert, leaf)
     found = read_private_file(KEY, key)
     _check_key(cert, leaf, key, found)
     try:
@@ -74,6 +75,16 @@ def read_chain(cert: Path) -> tuple[bytes, x509.Certificate]:
             f"{CERT} {cert} has no certificate in PEM that can be read; it begins with BEGIN CERTIFICATE, and the key "
             "is a file of its own"
         ) from error
+
+
+def _check_usage(cert: Path, leaf: x509.Certificate) -> None:
+    """Clients refuse a certificate that says what else it is for."""
+    try:
+        usages = leaf.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except (x509.ExtensionNotFound, ValueError):  # it does not say, or not so that it can be read
+        return
+    if ExtendedKeyUsageOID.SERVER_AUTH not in usages and ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE not in usages:
+        raise ConfigError(f"{CERT} {cert} is not for servers, so clients would refuse it; issue one with serverAuth")
 
 
 def _check_key(cert: Path, leaf: x509.Certificate, file: Path, pem: bytes) -> None:

@@ -42,11 +42,12 @@ class Authority:
         *names: str,
         private: CertificateIssuerPrivateKeyTypes | None = None,
         lasts: timedelta = 10 * DAY,
+        usage: x509.ObjectIdentifier | None = None,
     ) -> None:
         """A certificate for these names, and its key. Each file is replaced at once."""
         own = private or ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "router")])
-        replace(cert, self._signed(subject, own, names or (NAME,), lasts))
+        replace(cert, self._signed(subject, own, names or (NAME,), lasts, usage=usage))
         replace(key, pem(own), 0o600)
 
     def _signed(
@@ -57,6 +58,7 @@ class Authority:
         lasts: timedelta,
         *,
         is_authority: bool = False,
+        usage: x509.ObjectIdentifier | None = None,
     ) -> bytes:
         now = datetime.now(UTC)
         builder = (
@@ -72,6 +74,8 @@ class Authority:
         if names:
             found = x509.SubjectAlternativeName([_general(name) for name in names])
             builder = builder.add_extension(found, critical=False)
+        if usage is not None:
+            builder = builder.add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
         return builder.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
 

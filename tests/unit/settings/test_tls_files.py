@@ -11,6 +11,7 @@ import pytest
 from certificates import DAY, NAME, Authority, pem, replace
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from pdcluster.core.errors import ConfigError
 from pdcluster.settings.config import RouterConfig, UpConfig
@@ -92,6 +93,11 @@ REFUSED: list[tuple[Callable[[Pair], object], str, str]] = [
         lambda pair: pair.authority.write(pair.cert, pair.key, private=rsa.generate_private_key(65537, 1024)),
         "tls.key is of a kind",
         "RSA of at least 2048",
+    ),
+    (
+        lambda pair: pair.authority.write(pair.cert, pair.key, usage=ExtendedKeyUsageOID.CLIENT_AUTH),
+        "tls.crt is not for servers",
+        "serverAuth",
     ),
 ]
 
