@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || echo $$n)
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Of whole clusters, once more with a cluster key.
-KEYED := tests/cluster/test_processes.py tests/cluster/test_pulls.py tests/cluster/test_structured_output.py
+KEYED := tests/cluster/test_processes.py tests/cluster/test_structured_output.py
 SOAK_ROUNDS ?= 20
 MINUTES ?= 5
 MODEL ?=

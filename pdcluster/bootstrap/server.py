@@ -28,6 +28,7 @@ from pdcluster.processes.ready import announce
 from pdcluster.processes.tasks import running
 from pdcluster.rpc import bootstrap_pb2 as pb
 from pdcluster.rpc import bootstrap_pb2_grpc as stubs
+from pdcluster.rpc.server_options import server_options
 from pdcluster.rpc.status import retry_metadata, status_of
 from pdcluster.settings.config import BootstrapConfig
 from pdcluster.telemetry.health import BEAT_S, health_port
@@ -40,7 +41,7 @@ LOOKS = 20
 MAX_CARD_BYTES = 256 << 10
 MAX_CONCURRENT_RPCS = 20_000
 _OPTIONS = (
-    ("grpc.so_reuseport", 0),  # a second bootstrap on the same port must fail, not take half of the calls
+    *server_options(num_connections=MAX_CONCURRENT_RPCS),
     ("grpc.max_receive_message_length", MAX_CARD_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes, PublicKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
@@ -24,6 +25,8 @@ CERT, KEY = "TLS certificate", "TLS key"
 MIN_RSA_BITS = 2048
 # gRPC's library takes no others.
 CURVES = ("secp256r1", "secp384r1")
+# What the library raises beside ValueError, for kinds of keys and parts of certificates.
+UNREADABLE = (UnsupportedAlgorithm, x509.DuplicateExtension, x509.UnsupportedGeneralNameType)
 # In place of a certificate's *, where one name is needed.
 ANY_LABEL = "any"
 
@@ -50,6 +53,16 @@ class TlsCertificate:
 
 def read_certificate(cert: Path, key: Path) -> TlsCertificate:
     """Read both. Raises ConfigError that names the file and the way out, and never shows the key."""
+    try:
+        return _read_certificate(cert, key)
+    except UNREADABLE as error:
+        raise ConfigError(
+            f"{CERT} {cert} or {KEY} {key} is of a kind that is not known here: {error}; use ECDSA with P-256 or "
+            "P-384, or RSA"
+        ) from error
+
+
+def _read_certificate(cert: Path, key: Path) -> TlsCertificate:
     chain, leaf = read_chain(cert)
     _check_usage(cert, leaf)
     found = read_private_file(KEY, key)

@@ -17,6 +17,7 @@ from pdcluster.core.reported import PathLoad
 from pdcluster.core.version import VERSION
 from pdcluster.rpc import admin_pb2 as pb
 from pdcluster.rpc import admin_pb2_grpc as stubs
+from pdcluster.rpc.server_options import server_options
 from pdcluster.rpc.status import status_of
 from pdcluster_router.admin.operations import (
     CachedNode,
@@ -28,9 +29,8 @@ from pdcluster_router.admin.operations import (
 )
 from pdcluster_router.cluster.events import Event
 from pdcluster_router.explain.text import text_of
-from pdcluster_router.frontend.grpc import CONNECTING, answering
+from pdcluster_router.frontend.grpc import answering
 from pdcluster_router.frontend.health import RouterHealth
-from pdcluster_router.http.call_limits import UNPACKED_ONLY
 from pdcluster_router.http.tls import ServerTls
 
 log = logging.getLogger(__name__)
@@ -296,8 +296,7 @@ async def listening(
     tls: ServerTls | None = None,
 ) -> AsyncIterator[str]:
     """Serve while the block runs; yields HOST:PORT. name, router: for GetStatus. tls: None: calls are in clear text."""
-    options = (("grpc.so_reuseport", 0), UNPACKED_ONLY, *CONNECTING)
-    server = grpc.aio.server(interceptors=(Guard(token),), options=options, maximum_concurrent_rpcs=MAX_CALLS)
+    server = grpc.aio.server(interceptors=(Guard(token),), options=server_options(), maximum_concurrent_rpcs=MAX_CALLS)
     stubs.add_AdminServicer_to_server(AdminService(operations, name, router), server)
     async with answering(server, SERVICE, address, flag="--admin", tls=tls) as bound:
         yield bound

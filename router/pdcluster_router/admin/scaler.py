@@ -22,8 +22,9 @@ from pdcluster.core.messages import Role
 from pdcluster.rpc import externalscaler_pb2 as pb
 from pdcluster.rpc import externalscaler_pb2_grpc as stubs
 from pdcluster.rpc.scaling import METRIC
+from pdcluster.rpc.server_options import server_options
 from pdcluster_router.frontend.grpc import WATCH, answering
-from pdcluster_router.http.call_limits import UNPACKED_ONLY, CallGroup, CallLimits, open_reads
+from pdcluster_router.http.call_limits import CallGroup, CallLimits, open_reads
 from pdcluster_router.queueing.demand import PoolSignal
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ExternalScaler"].full_name
@@ -120,7 +121,7 @@ async def listening(signals: Signals, address: str, token: str | None = None) ->
     streams, others = CallGroup("StreamIsActive", MAX_STREAMS, reads), CallGroup("the scaler", MAX_CALLS, reads)
     watchers = CallGroup("Watch", MAX_STREAMS, reads)
     limits = CallLimits({f"/{SERVICE}/StreamIsActive": streams, WATCH: watchers}, others)
-    options = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), UNPACKED_ONLY)
+    options = (*server_options(), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES))
     server = grpc.aio.server(interceptors=(limits,), options=options)
     stubs.add_ExternalScalerServicer_to_server(PoolScaler(signals, token), server)
     async with answering(server, SERVICE, address, flag="--set router.scaler") as bound:

@@ -10,7 +10,7 @@ import logging
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from pdcluster.core.address import format_address, is_wildcard, loopback_like, parse_address
@@ -39,10 +39,15 @@ async def console(
         yield None
         return
     with bind(config.console, flag="--console") as bound:
-        argv = _argv(config, reached(admin), reached(api), bound.fileno())
-        if tls is not None and config.tls_files is not None:
+        plain = _argv(config, reached(admin), reached(api), bound.fileno())
+
+        def argv() -> list[str]:
+            """By which name it reaches the router follows the certificate, which may change."""
+            if tls is None or config.tls_files is None:
+                return plain
             cert, key = map(str, config.tls_files)
-            argv += ["--tls-cert", cert, "--tls-key", key, "--ca", cert, "--tls-name", tls.certificate.name]
+            return [*plain, "--tls-cert", cert, "--tls-key", key, "--ca", cert, "--tls-name", tls.certificate.name]
+
         stop = threading.Event()
         keeper = threading.Thread(target=_keep, args=(argv, bound.fileno(), stop), name="console", daemon=True)
         keeper.start()
@@ -71,16 +76,18 @@ def _argv(config: RouterConfig, admin: str, api: str, descriptor: int) -> list[s
     return argv
 
 
-def _keep(argv: list[str], descriptor: int, stop: threading.Event) -> None:
-    """Run the child until `stop` is set."""
+def _keep(argv_now: Callable[[], list[str]], descriptor: int, stop: threading.Event) -> None:
+    """Run the child until `stop` is set, and anew where its command line is another one now."""
     pause_s = FIRST_PAUSE_S
     while not stop.is_set():
+        argv = argv_now()
         # subprocess does not fork here, which gRPC and uvloop would not expect. The child leaves when its stdin ends.
         child = subprocess.Popen(argv, stdin=subprocess.PIPE, pass_fds=(descriptor,), start_new_session=True)
-        while child.poll() is None and not stop.wait(LOOK_S):
+        while child.poll() is None and argv_now() == argv and not stop.wait(LOOK_S):
             pass
+        has_changed = child.poll() is None
         _end(child)
-        if not stop.is_set():
+        if not stop.is_set() and not has_changed:
             log.error("the console ended with %s and is started again in %g s", child.returncode, pause_s)
             stop.wait(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

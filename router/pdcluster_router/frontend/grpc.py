@@ -31,6 +31,7 @@ from pdcluster.processes.tasks import running
 from pdcluster.rpc import inference as convert
 from pdcluster.rpc import inference_pb2 as pb
 from pdcluster.rpc import inference_pb2_grpc as stubs
+from pdcluster.rpc.server_options import server_options
 from pdcluster.rpc.status import retry_metadata, status_of
 from pdcluster.settings.tls_files import TlsCertificate
 from pdcluster.telemetry.metrics import RouterMetrics
@@ -55,7 +56,6 @@ from pdcluster_router.frontend.prepare_threads import prepare_threads
 from pdcluster_router.frontend.response import record, route_report, usage_of
 from pdcluster_router.http.call_limits import (
     READ_S,
-    UNPACKED_ONLY,
     CallGroup,
     CallLimits,
     MessageReads,
@@ -63,7 +63,7 @@ from pdcluster_router.http.call_limits import (
     open_reads,
 )
 from pdcluster_router.http.connection import PARTING_S
-from pdcluster_router.http.tls import HANDSHAKE_S, ServerTls
+from pdcluster_router.http.tls import ServerTls
 from pdcluster_router.http.unfinished import BODIES_BYTES
 from pdcluster_router.http.watched_health import WatchedHealth
 
@@ -88,13 +88,6 @@ SERVER_FAULTS = (
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DATA_LOSS,
-)
-# Of each server: how long a connection may take to begin, and how many there may be, such that do not begin included.
-CONNECTING = (
-    ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1e3)),
-    ("grpc.max_allowed_incoming_connections", 4096),
-    # One without calls ends, and clients make another: else idle strangers would keep others out.
-    ("grpc.max_connection_idle_ms", 60_000),
 )
 # How often health is checked.
 HEALTH_S = 0.2
@@ -360,19 +353,14 @@ async def listening(
     """
     server = grpc.aio.server(
         options=(
-            (
-                "grpc.so_reuseport",
-                int(settings.is_port_shared),
-            ),  # a second router on the port must fail, not take half of the calls
+            *server_options(is_port_shared=settings.is_port_shared),
             ("grpc.max_receive_message_length", settings.max_message_bytes),
-            UNPACKED_ONLY,
             ("grpc.http2.bdp_probe", 0),  # with it a message that nobody reads is held by the megabyte
             ("grpc.keepalive_time_ms", 10_000),
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.max_connection_age_ms", round(settings.connection_age_s * 1e3)),
             ("grpc.max_connection_age_grace_ms", round((settings.deadline_s + settings.last_word_s) * 1e3)),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
-            *CONNECTING,
         ),
         interceptors=(_limits(servicer.reads, settings),),
     )

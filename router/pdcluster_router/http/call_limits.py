@@ -33,8 +33,6 @@ GRACE_S, OPEN_GRACE_S = 1.0, 0.25
 READ_S = 30.0
 # For a client that reads nothing, to take a message, and then its error.
 STALL_S, LAST_WORD_S = 30.0, 1.0
-# A packed message of 8 MiB may unpack to 8 GiB, and gRPC looks at the packed size only.
-UNPACKED_ONLY = ("grpc.compression_enabled_algorithms_bitset", 1)
 # Of methods that anybody may call.
 OPEN_READS = 2
 MOST_WAITING = 64
@@ -186,7 +184,7 @@ class CallGroup:
 class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Bounds the calls of one server.
 
-    groups: by method (/SERVICE/METHOD) or by service (/SERVICE/).
+    groups: by method (/SERVICE/METHOD).
     others: of methods that are in none.
     """
 
@@ -201,9 +199,7 @@ class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler = await continuation(details)
         if handler is None:
             return None
-        method = details.method
-        group = self._groups.get(method) or self._groups.get(method[: method.rfind("/") + 1]) or self._others
-        return group.bounded(handler)
+        return self._groups.get(details.method, self._others).bounded(handler)
 
 
 async def _write(context: grpc.aio.ServicerContext, reply: object) -> None:

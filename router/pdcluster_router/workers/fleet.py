@@ -132,16 +132,19 @@ class Fleet:
         return exposition({str(number): told for number, told in answers.told.items()}, restarts)
 
     async def readiness(self) -> Verdict:
-        """As good as the best worker, since each of them serves; degraded while one of them is gone."""
+        """As good as the best worker, since each of them serves; degraded while one of them is gone or degraded."""
         try:
             answers = await self._ask_all(frames.AskReadiness(), Verdict)
             told = answers.required()
         except PdclusterError as error:
             return Verdict(False, "not ready", [str(error)], {"can_serve": False})
         best = max(told.values(), key=lambda verdict: (verdict.is_good, bool(verdict.facts.get("can_serve"))))
-        if not best.is_good or not answers.silent:
+        if not best.is_good:
             return best
-        return Verdict(True, "degraded", [*best.reasons, f"{', '.join(answers.silent)} did not answer"], best.facts)
+        reasons = [reason for verdict in told.values() if verdict.status == "degraded" for reason in verdict.reasons]
+        if answers.silent:
+            reasons.append(f"{', '.join(answers.silent)} did not answer")
+        return Verdict(True, "degraded", list(dict.fromkeys(reasons)), best.facts) if reasons else best
 
     async def _answer(self, question: frames.AnyQuestion) -> object:
         if not isinstance(question, frames.AskExposition):

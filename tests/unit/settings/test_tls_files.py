@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import ssl
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,6 +70,14 @@ def swapped(pair: Pair) -> None:
     replace(pair.key, cert, 0o600)
 
 
+def sm2_key() -> bytes:
+    """OpenSSL knows its curve, and the library does not."""
+    made = subprocess.run(
+        ["openssl", "genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:SM2"], capture_output=True, check=True
+    )
+    return made.stdout
+
+
 REFUSED: list[tuple[Callable[[Pair], object], str, str]] = [
     (other_key, "tls.key is not the key of the certificate", "made together"),
     (encrypted, "tls.key is encrypted", "openssl pkey"),
@@ -94,6 +103,7 @@ REFUSED: list[tuple[Callable[[Pair], object], str, str]] = [
         "tls.key is of a kind",
         "RSA of at least 2048",
     ),
+    (lambda pair: replace(pair.key, sm2_key(), 0o600), "is of a kind that is not known here", "ECDSA with P-256"),
     (
         lambda pair: pair.authority.write(pair.cert, pair.key, usage=ExtendedKeyUsageOID.CLIENT_AUTH),
         "tls.crt is not for servers",

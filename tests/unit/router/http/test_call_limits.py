@@ -137,12 +137,20 @@ class SlowCall:
     def __init__(self) -> None:
         self.message: asyncio.Future[object] = asyncio.get_running_loop().create_future()
 
+    num_reading = most_reading = 0
+
     async def read(self) -> object:
-        return await self.message
+        SlowCall.num_reading += 1
+        SlowCall.most_reading = max(SlowCall.most_reading, SlowCall.num_reading)
+        try:
+            return await self.message
+        finally:
+            SlowCall.num_reading -= 1
 
 
 async def test_as_many_messages_are_read_at_a_time_and_one_that_stands_still_makes_room() -> None:
     reads = MessageReads(2, grace_s=0.05)
+    SlowCall.most_reading = 0
     slow = [SlowCall() for _ in range(2)]
     reading = [asyncio.create_task(reads.read(call, f"owner-{at}")) for at, call in enumerate(slow)]  # type: ignore[arg-type]
     await asyncio.sleep(0)
@@ -151,8 +159,10 @@ async def test_as_many_messages_are_read_at_a_time_and_one_that_stands_still_mak
         call.message.set_result("whole")
     told = await asyncio.gather(*(reads.read(call, f"other-{at}") for at, call in enumerate(quick)))  # type: ignore[arg-type]
     assert told == ["whole"] * 20
-    with pytest.raises(SlowRequest):
-        await reading[0]
+    assert SlowCall.most_reading == 2
+    async with asyncio.timeout(10.0):  # and not when its own time is over
+        with pytest.raises(SlowRequest):
+            await reading[0]
     reading[1].cancel()
     await asyncio.gather(*reading, return_exceptions=True)
 

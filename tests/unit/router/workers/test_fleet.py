@@ -244,6 +244,17 @@ async def test_one_scrape_is_labelled_by_worker_and_tells_nodes_once() -> None:
         assert 'pdcluster_node_waiting{node="n1"} 7.0' not in after
 
 
+async def test_one_degraded_worker_is_seen_behind_a_good_one() -> None:
+    """Such as one that alone could not read the tenants again: a removed key works on there."""
+    old = ScriptedWorker()
+    old.verdict = Verdict(True, "degraded", ["the files of tenants cannot be used"], {"can_serve": True})
+    for scripted in ((ScriptedWorker(), old), (old, ScriptedWorker())):
+        async with two_workers(*scripted) as workers:
+            verdict = await workers.fleet.readiness()
+            assert (verdict.is_good, verdict.status) == (True, "degraded")
+            assert verdict.reasons == ["the files of tenants cannot be used"]
+
+
 async def test_readiness_and_caches_of_workers_that_all_answer_with_an_error_say_which() -> None:
     class Failing(ScriptedWorker):
         async def readiness(self) -> Verdict:
