@@ -50,6 +50,7 @@ from pdcluster.settings.kinds import (
 from pdcluster.settings.security import SecurityConfig, read_token
 from pdcluster.settings.sources import CACHE_VARIABLE, FILE_VARIABLE, from_environment, from_file, from_flags
 from pdcluster.settings.surfaces import (
+    SECRET_OF,
     Exposure,
     api_warning,
     bootstrap_warning,
@@ -64,10 +65,7 @@ Fallback = Literal["deny", "on-failure", "conditional"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "text", "json"]
 
-INSECURE_HELP = (
-    "surfaces that may be open beyond loopback without a cluster key or a token: bootstrap, links, kv, admin, console, "
-    "scaler"
-)
+INSECURE_HELP = f"surfaces that may be open beyond loopback without a cluster key or a token: {', '.join(SECRET_OF)}"
 
 
 def backend(raw: object) -> BackendName:
@@ -438,7 +436,8 @@ class RouterConfig(Section):
     arriving_bytes: int | None = key(
         None,
         size(1024),
-        "memory of request bodies that have not arrived whole; no tenant gets all; default: 8 times max_body_bytes",
+        "memory of HTTP's bodies that have not arrived whole, and as much of gRPC's; no tenant gets all; default: 8 "
+        "times max_body_bytes",
     )
     cors_origins: tuple[str, ...] = key(
         (), origins, "origins of web pages that may use the API, such as https://app.example.com; *: all; default: none"

@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -60,30 +60,24 @@ def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
 
 
-def grouped(run: Callable[..., None], *groups: type) -> Callable[..., None]:
-    """A command whose flags are the fields of some dataclasses, annotated as typer's parameters are; `run` gets one of
-    each."""
-
-    def entry(**given: object) -> None:
-        run(*(group(**{field.name: given[field.name] for field in fields(group)}) for group in groups))
-
-    entry.__doc__ = run.__doc__
-    parameters = [parameter for group in groups for parameter in _field_parameters(group)]
-    entry.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return entry
-
-
-def with_group(run: Callable[..., None], name: str, group: type) -> Callable[..., None]:
-    """A command that has the flags of a group, as `grouped` makes them, in place of its parameter `name`."""
-
-    def entry(**given: object) -> None:
-        run(**{name: group(**{field.name: given.pop(field.name) for field in fields(group)})}, **given)
-
+def grouped(run: Callable[..., None]) -> Callable[..., None]:
+    """A command that has, in place of each parameter that is a dataclass, flags for its fields. They are annotated as
+    typer's parameters are.
+    """
     hints = get_type_hints(run, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
+
+    def entry(**given: object) -> None:
+        made = {
+            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        run(**made, **given)
+
     parameters: list[inspect.Parameter] = []
     for own in inspect.signature(run).parameters.values():
-        if own.name == name:
-            parameters += _field_parameters(group)
+        if own.name in groups:
+            parameters += _field_parameters(groups[own.name])
         else:
             parameters.append(own.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[own.name]))
     entry.__name__, entry.__doc__ = run.__name__, run.__doc__

@@ -186,11 +186,6 @@ class AdminReach:
 LOCAL = AdminReach()
 
 
-def reaching(run: Callable[..., None]) -> Callable[..., None]:
-    """A command with the flags of AdminReach in place of its parameter `reach`."""
-    return flags.with_group(run, "reach", AdminReach)
-
-
 def _address(given: str) -> str:
     try:
         return parse_address(given)
@@ -259,8 +254,8 @@ def _getter(what: str, help_text: str) -> None:
                 lambda: commands.get(clients, what, output, names or [], labels), interval, is_watching=watch
             )
 
-    get_app.command(what, help=help_text)(reaching(run))
-    get_app.command(what.removesuffix("s"), hidden=True)(reaching(run))
+    get_app.command(what, help=help_text)(flags.grouped(run))
+    get_app.command(what.removesuffix("s"), hidden=True)(flags.grouped(run))
 
 
 _getter("nodes", "Nodes with their role, state and load.")
@@ -270,7 +265,7 @@ _getter("tenants", "Requests and tokens of tenants since the routers' start.")
 
 
 @get_app.command("policy")
-@reaching
+@flags.grouped
 def get_policy(reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE) -> None:
     """The routing policy of each router, and its shadow."""
     from pdcluster_router.operate import commands
@@ -281,7 +276,7 @@ def get_policy(reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE) ->
 
 @describe_app.command("nodes", hidden=True)
 @describe_app.command("node")
-@reaching
+@flags.grouped
 def describe_node(nodes: NodeNames, reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE) -> None:
     """Nodes with their load, transfer paths, requests and last events."""
     from pdcluster_router.operate import commands
@@ -293,7 +288,7 @@ def describe_node(nodes: NodeNames, reach: AdminReach = LOCAL, output: Output = 
 
 @describe_app.command("requests", hidden=True)
 @describe_app.command("request")
-@reaching
+@flags.grouped
 def describe_request(request: RequestName, reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE) -> None:
     """Where an open request is, and why it went there."""
     from pdcluster_router.operate import commands
@@ -303,7 +298,7 @@ def describe_request(request: RequestName, reach: AdminReach = LOCAL, output: Ou
 
 
 @app.command()
-@reaching
+@flags.grouped
 def top(
     reach: AdminReach = LOCAL,
     output: Output = PrintFormat.TABLE,
@@ -318,7 +313,7 @@ def top(
 
 
 @app.command()
-@reaching
+@flags.grouped
 def status(reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE) -> None:
     """Whether the cluster serves, and what is wrong."""
     from pdcluster_router.operate import commands
@@ -328,7 +323,7 @@ def status(reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE) -> Non
 
 
 @app.command()
-@reaching
+@flags.grouped
 def explain(request: RequestName, reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE) -> None:
     """Why a request went where it went."""
     from pdcluster_router.operate import commands
@@ -338,7 +333,7 @@ def explain(request: RequestName, reach: AdminReach = LOCAL, output: Output = Pr
 
 
 @app.command()
-@reaching
+@flags.grouped
 def trace(request: RequestName, reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE) -> None:
     """The timeline of a request that ended: queue, prefill, KV transfer, decode."""
     from pdcluster_router.operate import commands
@@ -348,7 +343,7 @@ def trace(request: RequestName, reach: AdminReach = LOCAL, output: Output = Prin
 
 
 @app.command()
-@reaching
+@flags.grouped
 def cache(
     reach: AdminReach = LOCAL,
     output: Output = PrintFormat.TABLE,
@@ -362,7 +357,7 @@ def cache(
 
 
 @app.command()
-@reaching
+@flags.grouped
 def events(
     reach: AdminReach = LOCAL,
     output: Output = PrintFormat.TABLE,
@@ -377,7 +372,7 @@ def events(
 
 
 @app.command()
-@reaching
+@flags.grouped
 def wait(
     reach: AdminReach = LOCAL,
     timeout: Timeout = 60.0,
@@ -394,7 +389,7 @@ def wait(
 
 
 @app.command()
-@reaching
+@flags.grouped
 def cordon(nodes: NodeNames, reach: AdminReach = LOCAL) -> None:
     """Let nodes take no new work. What runs goes on."""
     from pdcluster_router.operate import changing
@@ -405,7 +400,7 @@ def cordon(nodes: NodeNames, reach: AdminReach = LOCAL) -> None:
 
 
 @app.command()
-@reaching
+@flags.grouped
 def uncordon(nodes: NodeNames, reach: AdminReach = LOCAL) -> None:
     """Let nodes take work again."""
     from pdcluster_router.operate import changing
@@ -416,7 +411,7 @@ def uncordon(nodes: NodeNames, reach: AdminReach = LOCAL) -> None:
 
 
 @app.command()
-@reaching
+@flags.grouped
 def drain(
     nodes: NodeNames,
     reach: AdminReach = LOCAL,
@@ -434,7 +429,7 @@ def drain(
 
 
 @app.command("set-role")
-@reaching
+@flags.grouped
 def set_role(
     node: NodeName,
     role: Annotated[str, typer.Argument(metavar="prefill|decode|mixed", autocompletion=_roles)],
@@ -454,7 +449,7 @@ AdapterName = Annotated[str, typer.Argument(metavar="NAME", help="What requests 
 
 
 @adapter_app.command("load")
-@reaching
+@flags.grouped
 def load_adapter(
     name: AdapterName,
     path: Annotated[str, typer.Argument(metavar="PATH", help="Its directory on the nodes' machines, absolute.")],
@@ -469,7 +464,7 @@ def load_adapter(
 
 
 @adapter_app.command("unload")
-@reaching
+@flags.grouped
 def unload_adapter(
     name: AdapterName,
     node: Annotated[list[str] | None, ADAPTER_NODES] = None,
@@ -483,7 +478,7 @@ def unload_adapter(
 
 
 @adapter_app.command("list")
-@reaching
+@flags.grouped
 def list_adapters(reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE) -> None:
     """Adapters and the nodes that have them."""
     from pdcluster_router.operate import commands
@@ -493,7 +488,7 @@ def list_adapters(reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE)
 
 
 @app.command()
-@reaching
+@flags.grouped
 def cancel(
     request: RequestName,
     reach: AdminReach = LOCAL,
@@ -507,7 +502,7 @@ def cancel(
 
 
 @set_app.command("policy")
-@reaching
+@flags.grouped
 def set_policy(
     reach: AdminReach = LOCAL,
     live: Annotated[
@@ -528,7 +523,7 @@ def set_policy(
 
 
 @diff_app.command("policy")
-@reaching
+@flags.grouped
 def diff_policy(reach: AdminReach = LOCAL, output: Output = PrintFormat.TABLE) -> None:
     """How often the shadow policy agreed with the live one."""
     from pdcluster_router.operate import commands
@@ -557,7 +552,7 @@ def check(file: SettingsFile = None, pairs: SettingPairs = None, section: Sectio
 
 
 @app.command()
-@reaching
+@flags.grouped
 def console(
     listen: Annotated[
         str,
@@ -598,6 +593,8 @@ def completion(shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish")]) -
         print(get_completion_script(prog_name=PROGRAM, complete_var=COMPLETE_VARIABLE, shell=shell))
 
 
+@app.command()
+@flags.grouped
 def replay(traffic: Traffic, nodes: NodeOptions, routing: Routing, scaling: Scaling, printing: Printing) -> None:
     """Drive the production routing policies through a trace in simulated time; one row per policy. Needs no cluster.
     With --autoscale, pools grow and shrink under one policy; one row per rule.
@@ -609,9 +606,6 @@ def replay(traffic: Traffic, nodes: NodeOptions, routing: Routing, scaling: Scal
         from pdcluster_router.replay import command
 
         command.show(command.rows(traffic, nodes, routing, scaling), printing.output.value)
-
-
-app.command("replay")(flags.grouped(replay, Traffic, NodeOptions, Routing, Scaling, Printing))
 
 
 def main() -> None:

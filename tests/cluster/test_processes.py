@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import httpx
 import numpy as np
 import openai
+import psutil
 import pytest
 from driver import Driver, greedy
 from processes import (
@@ -31,12 +33,15 @@ from pdcluster import client as api
 from pdcluster.checkpoint import bundled
 from pdcluster.core.errors import DeadlineExceeded
 from pdcluster.engine.engine import Engine, EngineConfig
+from pdcluster.rpc import bootstrap_pb2 as pb
+from pdcluster.rpc import bootstrap_pb2_grpc as stubs
 from pdcluster.settings.config import cache_directory
 
 pytestmark = pytest.mark.timeout(300)
 
 BACKENDS = ("shm", "tcp", "mooncake")
 MOST_LONG = 4
+KEY_VARIABLE = "PDCLUSTER_BOOTSTRAP_SECURITY_CLUSTER_KEY_FILE"
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +82,15 @@ def test_grpc_gives_the_tokens_of_http_over_the_same_two_nodes(two_pairs: Up) ->
         and outputs[0].route.decode.startswith("decode-")
     )
     assert outputs[-1].timings is not None and outputs[-1].timings.transfer_bytes
+
+
+@pytest.mark.skipif(KEY_VARIABLE not in os.environ, reason="scripts/with_key.sh runs these tests with a cluster key")
+def test_a_cluster_key_is_in_force(two_pairs: Up) -> None:
+    (node, *_) = [argv for argv in map(psutil.Process.cmdline, two_pairs.children()) if "--role" in argv]
+    address = node[node.index("--bootstrap") + 1]
+    with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as refused:
+        stubs.BootstrapStub(channel).Leave(pb.LeaveRequest(node="x", incarnation="x"), timeout=20.0)
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 def test_a_grpc_deadline_ends_the_request_on_both_nodes(two_pairs: Up) -> None:

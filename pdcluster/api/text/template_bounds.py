@@ -172,7 +172,7 @@ def _weigh(value: object) -> int:
         elif isinstance(value, Mapping):
             rest.extend(value)
             rest.extend(value.values())
-        elif isinstance(value, (list, tuple, KeysView, ValuesView, ItemsView)):
+        elif isinstance(value, (list, tuple, *_VIEWS)):
             rest.extend(value)
         num += 1
         if not num % CHUNK:

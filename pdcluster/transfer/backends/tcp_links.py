@@ -472,7 +472,8 @@ class Listener:
             return
         if len(half_open) >= MAX_HALF_OPEN:
             counts = Counter(half.host for half in half_open.values())
-            eldest = next(fd for fd, half in half_open.items() if counts[half.host] == max(counts.values()))
+            most = max(counts.values())
+            eldest = next(fd for fd, half in half_open.items() if counts[half.host] == most)
             self._drop(half_open, eldest, poller, "too_many_hellos")
         half_open[sock.fileno()] = HalfOpen(sock, address[0], self._token, is_sealed=self._is_sealed)
         poller.register(sock, select.POLLIN)

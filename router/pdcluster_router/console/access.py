@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 from pdcluster.core.errors import Unauthorized
 from pdcluster_router.http.exchange import Exchange
-from pdcluster_router.http.hosts import HOST, Forbidden, HostRule
+from pdcluster_router.http.head import HOST
+from pdcluster_router.http.hosts import Forbidden, HostRule
 
 ORIGIN, SITE, TOKEN = b"origin", b"sec-fetch-site", b"x-admin-token"
 # No header can be set on a form or by a link from elsewhere, so one that is asked for proves a script of this page.

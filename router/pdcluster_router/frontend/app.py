@@ -66,7 +66,8 @@ from pdcluster_router.http.errors import (
     too_large,
 )
 from pdcluster_router.http.exchange import Exchange
-from pdcluster_router.http.hosts import HOST, HostRule
+from pdcluster_router.http.head import HOST
+from pdcluster_router.http.hosts import HostRule
 from pdcluster_router.http.unfinished import BODIES_BYTES
 
 log = logging.getLogger(__name__)
