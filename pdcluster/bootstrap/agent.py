@@ -150,6 +150,13 @@ class NodeAgent:
     def set_adapters(self, adapters: tuple[Adapter, ...]) -> None:
         self._change(lambda card: replace(card, adapters=adapters))
 
+    def set_weights_share(self, share: float) -> None:
+        self._change(lambda card: replace(card, weights_share=share))
+
+    def succeed(self, card: NodeCard) -> None:
+        """Leave as the boot that is registered, and register as the node's next one. Returns at once."""
+        self._change(lambda _: card)
+
     def stop(self) -> None:
         """Leave the cluster and end the threads. Idempotent."""
         if self._stopping.is_set():
@@ -169,6 +176,8 @@ class NodeAgent:
     def _keep(self, address: str, nudge: threading.Event) -> None:
         """Stay registered at one bootstrap until the node stops or is refused."""
         retry, registered = Retry(), False
+        # Of the card that was last registered.
+        boot: Peer | None = None
         # When this bootstrap first said, of late, that another process has the node's name.
         taken_since: float | None = None
         with _channel(address, self._credentials) as stub:
@@ -177,7 +186,12 @@ class NodeAgent:
                 if self._stopping.is_set():  # set before the nudge that was just cleared
                     break
                 try:
-                    pause_s, registered = self._renew(stub, address, registered)
+                    card = self._current_card()
+                    if registered and boot is not None and card.peer != boot:
+                        registered = False
+                        self._leave(stub, boot, address)
+                    boot = card.peer
+                    pause_s, registered = self._renew(stub, card, address, registered)
                     (self._registered_at.add if registered else self._registered_at.discard)(address)
                     retry.reset()
                     taken_since = None
@@ -191,8 +205,8 @@ class NodeAgent:
                     if retry.failures == 1:
                         log.warning("%s; this node goes on without it and tries again", translated)
                 nudge.wait(pause_s)
-            if registered:
-                self._leave(stub, address)
+            if registered and boot is not None:
+                self._leave(stub, boot, address)
 
     def _waits_for_name(self, error: PdclusterError, since: float | None) -> float | None:
         """Since when the node waits for another process of its name to end; None where it does not. Raises ConfigError
@@ -206,15 +220,14 @@ class NodeAgent:
             raise ConfigError(f"{error} (asked for {now - since:.0f} s)")
         return since
 
-    def _renew(self, stub: stubs.BootstrapStub, address: str, registered: bool) -> tuple[float, bool]:
+    def _renew(self, stub: stubs.BootstrapStub, card: NodeCard, address: str, registered: bool) -> tuple[float, bool]:
         """One call that keeps the node known. Returns the seconds until the next one, and whether the node is
         registered.
         """
-        card = self._current_card()
         if registered:
             request = pb.KeepAliveRequest(
                 node=card.node, incarnation=card.incarnation, role=role_to_proto(card.role), draining=card.draining,
-                adapters=adapters_to_proto(card.adapters),
+                adapters=adapters_to_proto(card.adapters), weights_share=card.weights_share,
             )  # fmt: skip
             reply = stub.KeepAlive(request, timeout=CALL_S)
             return (self._pause_s(reply.lease_s), True) if reply.known else (0.0, False)
@@ -226,10 +239,9 @@ class NodeAgent:
     def _pause_s(self, lease_s: float) -> float:
         return lease_s / 3 if self._heartbeat_s is None else min(self._heartbeat_s, lease_s / 3)
 
-    def _leave(self, stub: stubs.BootstrapStub, address: str) -> None:
-        card = self._current_card()
+    def _leave(self, stub: stubs.BootstrapStub, boot: Peer, address: str) -> None:
         try:
-            stub.Leave(pb.LeaveRequest(node=card.node, incarnation=card.incarnation), timeout=LEAVE_S)
+            stub.Leave(pb.LeaveRequest(node=boot.node, incarnation=boot.incarnation), timeout=LEAVE_S)
         except grpc.RpcError as error:
             log.info("%s; it will notice by the lease that this node left", error_of(error, f"bootstrap {address}"))
 

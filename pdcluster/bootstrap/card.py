@@ -14,6 +14,7 @@ from pdcluster.checkpoint.weights_digest import MAX_GROUP_BYTES
 from pdcluster.core.address import parse_address
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.messages import Endpoint, Role
+from pdcluster.core.weights import BASE, WeightsVersion, check_label
 from pdcluster.kv.layout import Fingerprint, KVType
 from pdcluster.transfer.backends.base import Peer
 
@@ -109,6 +110,11 @@ class NodeCard:
     adapters: tuple[Adapter, ...] = ()
     # Names the cluster key that its links have; "": none, or an earlier version.
     link_key: str = ""
+    # Of its weights, as `core.weights` says.
+    weights_label: str = BASE
+    weights_epoch: int = 0
+    # Of the requests that name no weights, in percent, that these may get.
+    weights_share: float = 100.0
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -150,8 +156,12 @@ class NodeCard:
 
     @property
     def weights(self) -> str:
-        """The version of the weights, which salts the block hashes."""
+        """Digest of the weights, which salts the block hashes."""
         return self.fingerprint.weights
+
+    @property
+    def weights_version(self) -> WeightsVersion:
+        return WeightsVersion(self.weights_label, self.weights_epoch, self.weights)
 
     @property
     def engine(self) -> str:
@@ -226,6 +236,7 @@ def check_card(card: NodeCard) -> None:
         raise BadRequest(f"dtype is {layout.dtype!r}, allowed are {', '.join(get_args(KVType))}", "dtype")
     _check_text("engine", card.engine, MAX_NAME_CHARS, required=True)
     _check_capabilities(card.capabilities)
+    check_weights(card.weights_label, card.weights_epoch, card.weights_share)
     _check_address(card.address)
     if len(card.fingerprint.weight_groups) > MAX_GROUP_BYTES:
         raise BadRequest(
@@ -251,6 +262,15 @@ def _check_capabilities(found: Capabilities) -> None:
         )
     if not 0 <= found.adapters <= MAX_ADAPTERS:
         raise BadRequest(f"capability adapters is {found.adapters}, allowed are 0 to {MAX_ADAPTERS}", "adapters")
+
+
+def check_weights(label: str, epoch: int, share: float) -> None:
+    """Raises BadRequest for what no node says of its weights."""
+    check_label(label)
+    if not 0 <= epoch <= INT31:
+        raise BadRequest(f"weights_epoch is {epoch}, allowed are 0 to {INT31}", "weights_epoch")
+    if not 0.0 <= share <= 100.0:  # which no NaN is
+        raise BadRequest(f"weights_share is {share}, allowed are 0 to 100 percent", "weights_share")
 
 
 def check_adapters(adapters: Sequence[Adapter], taken: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from typing import cast
 from pdcluster.bootstrap.card import NATIVE, Adapter, Capabilities, ClusterSnapshot, FirstToken, NodeCard
 from pdcluster.core.errors import BadRequest
 from pdcluster.core.messages import Role
+from pdcluster.core.weights import BASE
 from pdcluster.kv.layout import NATIVE_ENGINE, Fingerprint, KVLayout, KVType
 from pdcluster.rpc import bootstrap_pb2 as pb
 
@@ -39,6 +40,7 @@ def card_to_proto(card: NodeCard) -> pb.NodeCard:
         model_aliases=card.model_aliases, version=card.version,
         capabilities=capabilities_to_proto(card.capabilities), adapters=adapters_to_proto(card.adapters),
         link_key=card.link_key,
+        weights=pb.WeightsState(label=card.weights_label, epoch=card.weights_epoch, share=card.weights_share),
     )  # fmt: skip
 
 
@@ -51,6 +53,7 @@ def card_from_proto(card: pb.NodeCard) -> NodeCard:
             f"{fingerprint.digest()!r}; run the same pdcluster version everywhere",
             "fingerprint_digest",
         )
+    weights = card.weights if card.HasField("weights") else pb.WeightsState(label=BASE, share=100.0)
     return NodeCard(
         node=card.node, incarnation=card.incarnation, role=role_from_proto(card.role), address=card.address,
         model=card.model,
@@ -61,6 +64,7 @@ def card_from_proto(card: pb.NodeCard) -> NodeCard:
         version=card.version,
         capabilities=capabilities_from_proto(card.capabilities) if card.HasField("capabilities") else NATIVE,
         adapters=adapters_from_proto(card.adapters), link_key=card.link_key,
+        weights_label=weights.label, weights_epoch=weights.epoch, weights_share=weights.share,
     )  # fmt: skip
 
 

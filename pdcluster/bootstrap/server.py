@@ -94,6 +94,7 @@ class Servicer(stubs.BootstrapServicer):
                 role=role_from_proto(request.role),
                 draining=request.draining,
                 adapters=adapters_from_proto(request.adapters),
+                weights_share=request.weights_share if request.HasField("weights_share") else None,
             )
         except PdclusterError as error:
             await context.abort(status_of(error), str(error))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from time import monotonic
 
@@ -99,13 +99,25 @@ class NodeStore:
             self._remember_replaced(known.card.peer)
         self._put(card)
 
-    def keep_alive(self, peer: Peer, *, role: Role, draining: bool, adapters: tuple[Adapter, ...] = ()) -> bool:
-        """Renew a lease and take over the state that changes. False when that boot is not in and has to register."""
+    def keep_alive(
+        self,
+        peer: Peer,
+        *,
+        role: Role,
+        draining: bool,
+        adapters: tuple[Adapter, ...] = (),
+        weights_share: float | None = None,
+    ) -> bool:
+        """Renew a lease and take over the state that changes. False when that boot is not in and has to register.
+
+        weights_share: None leaves it as it is.
+        """
         self.expire()
         known = self._leases.get(peer.node)
         if known is None or known.card.peer != peer:
             return False
-        card = replace(known.card, role=role, draining=draining, adapters=adapters)
+        share = known.card.weights_share if weights_share is None else weights_share
+        card = replace(known.card, role=role, draining=draining, adapters=adapters, weights_share=share)
         check_card(card)
         self._put(card)
         return True
@@ -142,10 +154,12 @@ class NodeStore:
             self.version += 1
 
     def _check_fits(self, card: NodeCard) -> None:
-        other = next((lease.card for name, lease in self._leases.items() if name != card.node), None)
-        if other is None:
+        others = [lease.card for name, lease in self._leases.items() if name != card.node]
+        if not others:
             return
-        found = list(differences(card.fingerprint, other.fingerprint))
+        other = next((each for each in others if each.weights_epoch == card.weights_epoch), others[0])
+        is_one_epoch = other.weights_epoch == card.weights_epoch
+        found = list(differences(card.fingerprint, other.fingerprint, with_weights=is_one_epoch))
         if card.model != other.model:
             found.insert(0, f"served model {card.model!r} here, {other.model!r} there")
         if card.capabilities.embeds != other.capabilities.embeds:
@@ -168,6 +182,7 @@ class NodeStore:
                 "start it with the same model, weights, dtype and hash block size, --deterministic on all or none, "
                 "the same --quantization, or in a cluster of its own"
             )
+        _check_weights(card, others)
 
     def _remember_replaced(self, peer: Peer) -> None:
         self._replaced[peer] = None
@@ -179,12 +194,38 @@ def _does(card: NodeCard) -> str:
     return "embeds" if card.capabilities.embeds else "generates"
 
 
-def differences(ours: Fingerprint, theirs: Fingerprint) -> Iterator[str]:
+def _check_weights(card: NodeCard, others: Sequence[NodeCard]) -> None:
+    """Raises ConfigError for weights that nobody announced.
+
+    A node gets an epoch above 0 from an operator's or a trainer's load alone, never from its files. So one epoch has
+    one digest and one label, and one label has one digest. Epoch 0 joins where some node has its digest.
+    """
+    for other in others:
+        is_one_label = other.weights_label == card.weights_label
+        is_one_epoch = other.weights_epoch == card.weights_epoch
+        if (is_one_label or is_one_epoch) and (other.weights != card.weights or (is_one_epoch and not is_one_label)):
+            raise ConfigError(
+                f"node {card.node!r} has weights {card.weights!r} as {card.weights_version}, and node {other.node!r} "
+                f"has {other.weights!r} as {other.weights_version}; one label and one epoch mean one digest: load them "
+                "under a label of their own with pdctl weights load"
+            )
+    if not card.weights_epoch and all(each.weights != card.weights for each in others):
+        newest = max(others, key=lambda each: each.weights_epoch)
+        raise ConfigError(
+            f"node {card.node!r} was started with weights {card.weights!r}, which no node of the cluster has: they "
+            f"serve {newest.weights_version}; start it again, so that it fetches those, or load its own with pdctl "
+            "weights load"
+        )
+
+
+def differences(ours: Fingerprint, theirs: Fingerprint, *, with_weights: bool = True) -> Iterator[str]:
     """The fields in which two fingerprints differ and may not, as text."""
     left, right = asdict(ours), asdict(theirs)
     left |= left.pop("layout")
     right |= right.pop("layout")
     del left["page_tokens"], left["weight_groups"]
+    if not with_weights:
+        del left["weights"]
     for name, value in left.items():
         if value != right[name]:
             what = f" ({_of_weights(ours, theirs)})" if name == "weights" else ""

@@ -41,6 +41,7 @@ BigCount = Annotated[int, Meta(ge=0, le=UINT63)]
 Number = Annotated[int, Meta(ge=1, le=UINT63)]
 Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]
 SecondsLeft = Annotated[float, Meta(ge=-MAX_SECONDS, le=MAX_SECONDS)]
+Percent = Annotated[float, Meta(ge=0.0, le=100.0)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 BytesPerSecond = Annotated[float, Meta(ge=0.0, le=MAX_BYTES_S)]
 # Of 64 bits: msgpack knows no larger ones.

@@ -28,6 +28,7 @@ from pdcluster.core.bounds import (
     Id,
     Number,
     NumRanks,
+    Percent,
     Positive,
     Rank,
     Reasons,
@@ -43,6 +44,7 @@ from pdcluster.core.reported import Value
 from pdcluster.core.sampling import Sampling as Sampling
 from pdcluster.core.sampling import Shaping as Shaping
 from pdcluster.core.sampling import TokenLogprobs as TokenLogprobs
+from pdcluster.core.weights import Digest, WeightsVersion
 
 Role = Literal["prefill", "decode", "mixed"]
 # Refused.param where the node does not serve what the request was prepared for.
@@ -111,7 +113,7 @@ class Endpoint(Value, frozen=True, array_like=True):
 
 class Ticket(Value, frozen=True, array_like=True):
     """A slot's write permit. The writer may write the KV of tokens [cached_tokens, num_tokens) into `pages`, and
-    nothing else.
+    nothing else. weights: digest of those that the reader computes with; no other's KV may be written.
 
     pages: packed int32 ids in the reader's region `region`, in token order from token 0 on (the first
     cached_tokens/page_tokens of them are already filled and must not be written). nonce is random and names the ticket
@@ -131,6 +133,7 @@ class Ticket(Value, frozen=True, array_like=True):
     cached_tokens: Count
     deadline_s: SecondsLeft
     ranks: NumRanks = 1
+    weights: Digest = ""
 
 
 class Pull(Value, frozen=True, array_like=True):
@@ -222,6 +225,40 @@ class ManageAdapter(NodeMessage, frozen=True, array_like=True):
     number: BigCount
     name: AdapterName
     path: Text | None = None
+
+
+class PrepareWeights(NodeMessage, frozen=True, array_like=True):
+    """Load other weights of the same model beside those that serve. version.digest: what they must have, "" for
+    whatever they have. source: a directory or file on the node's machine, or a hub's ORG/NAME. Answered when they are
+    ready to be switched to, or cannot be; the node goes on serving. Idempotent; number names the answer."""
+
+    number: BigCount
+    version: WeightsVersion
+    source: Text
+
+
+class SwitchWeights(NodeMessage, frozen=True, array_like=True):
+    """Serve the prepared weights of that epoch, as a new boot of the node. It takes no new work from now on. What runs
+    may end within finish_s; what is left then moves to other nodes. share: of the requests that name no weights, in
+    percent, that the new weights may get. Answered only where it is not done: then the old weights serve on."""
+
+    number: BigCount
+    epoch: BigCount
+    finish_s: Seconds
+    share: Percent = 100.0
+
+
+class DropWeights(NodeMessage, frozen=True, array_like=True):
+    """Forget prepared weights, and free their memory. Idempotent."""
+
+    number: BigCount
+
+
+class ShareWeights(NodeMessage, frozen=True, array_like=True):
+    """Change the share of requests that the node's weights may get, in percent."""
+
+    number: BigCount
+    share: Percent
 
 
 class AskCache(NodeMessage, frozen=True, array_like=True):
@@ -445,6 +482,15 @@ class AdapterManaged(NodeMessage, frozen=True, array_like=True):
     digest: Text = ""
 
 
+class WeightsManaged(NodeMessage, frozen=True, array_like=True):
+    """Answer to what is asked of weights. error: why it was not done, empty where it was. prepared: the version that
+    is ready to be switched to; None: none is."""
+
+    number: BigCount
+    error: Text = ""
+    prepared: WeightsVersion | None = None
+
+
 class FileChunk(NodeMessage, frozen=True, array_like=True):
     """total_bytes 0 means that the node has no such file."""
 
@@ -548,9 +594,10 @@ class Declined(NodeMessage, frozen=True, array_like=True):
 
 
 AnyMessage = (
-    Hello | Ping | Prefill | Reserve | Deliver | Cancel | Release | Manage | ManageAdapter | AskCache | FetchFile
+    Hello | Ping | Prefill | Reserve | Deliver | Cancel | Release | Manage | ManageAdapter
+    | PrepareWeights | SwitchWeights | DropWeights | ShareWeights | AskCache | FetchFile
     | Welcome | Scheduled | Computed | Reserved | Refused | Tokens | Delivered | Finished | Embedded | Failed | Load
-    | CacheDelta | Managed | AdapterManaged | FileChunk
+    | CacheDelta | Managed | AdapterManaged | WeightsManaged | FileChunk
     | Commit | CommitAck | Abort | AbortAck | Fetch | Declined
 )  # fmt: skip
 
@@ -570,4 +617,4 @@ class Envelope(Value, frozen=True, array_like=True):
     messages: Annotated[tuple[AnyMessage, ...], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6

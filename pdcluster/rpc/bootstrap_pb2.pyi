@@ -80,8 +80,18 @@ class Adapter(_message.Message):
     digest: str
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
+class WeightsState(_message.Message):
+    __slots__ = ("label", "epoch", "share")
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    label: str
+    epoch: int
+    share: float
+    def __init__(self, label: _Optional[str] = ..., epoch: _Optional[int] = ..., share: _Optional[float] = ...) -> None: ...
+
 class NodeCard(_message.Message):
-    __slots__ = ("node", "incarnation", "role", "address", "model", "fingerprint", "fingerprint_digest", "max_len", "vocab_size", "num_pages", "eos_ids", "tokenizer_hash", "backends", "device", "draining", "pid", "model_aliases", "version", "capabilities", "adapters", "link_key")
+    __slots__ = ("node", "incarnation", "role", "address", "model", "fingerprint", "fingerprint_digest", "max_len", "vocab_size", "num_pages", "eos_ids", "tokenizer_hash", "backends", "device", "draining", "pid", "model_aliases", "version", "capabilities", "adapters", "link_key", "weights")
     NODE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +113,7 @@ class NodeCard(_message.Message):
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     LINK_KEY_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     node: str
     incarnation: str
     role: Role
@@ -124,7 +135,8 @@ class NodeCard(_message.Message):
     capabilities: Capabilities
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
     link_key: str
-    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., fingerprint_digest: _Optional[str] = ..., max_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., tokenizer_hash: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., draining: _Optional[bool] = ..., pid: _Optional[int] = ..., model_aliases: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., link_key: _Optional[str] = ...) -> None: ...
+    weights: WeightsState
+    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., fingerprint_digest: _Optional[str] = ..., max_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., tokenizer_hash: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., draining: _Optional[bool] = ..., pid: _Optional[int] = ..., model_aliases: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., link_key: _Optional[str] = ..., weights: _Optional[_Union[WeightsState, _Mapping]] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("card",)
@@ -139,18 +151,20 @@ class RegisterReply(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ...) -> None: ...
 
 class KeepAliveRequest(_message.Message):
-    __slots__ = ("node", "incarnation", "role", "draining", "adapters")
+    __slots__ = ("node", "incarnation", "role", "draining", "adapters", "weights_share")
     NODE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_SHARE_FIELD_NUMBER: _ClassVar[int]
     node: str
     incarnation: str
     role: Role
     draining: bool
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
-    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., draining: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+    weights_share: float
+    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., draining: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., weights_share: _Optional[float] = ...) -> None: ...
 
 class KeepAliveReply(_message.Message):
     __slots__ = ("known", "lease_s")

@@ -53,6 +53,7 @@ class Shape:
 
     regions, memories: rank 0's pool and its bytes.
     links: to the other ranks, in order.
+    weights: digest of the model's.
     """
 
     vocab_size: int
@@ -62,6 +63,11 @@ class Shape:
     regions: tuple[Region, ...]
     memories: tuple[memoryview, ...]
     links: tuple[RankLink, ...] = ()
+    weights: str = ""
+
+    @property
+    def local_pages(self) -> LocalPages:
+        return LocalPages(KV_REGION, self.pages, self.memories, self.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +172,7 @@ def _writer(wiring: Wiring, shape: Shape, backends: Mapping[str, Backend], clock
         wiring.me,
         backends,
         tuple(backends),
-        local=LocalPages(KV_REGION, shape.pages, shape.memories),
+        local=shape.local_pages,
         clock=clock,
         settings=wiring.transfer,
         block_tokens=shape.block_tokens,
@@ -180,7 +186,7 @@ def _reader(
         Endpoint(wiring.me.node, wiring.me.incarnation, hub.address, link_key=hub.link_key),
         backends,
         tuple(backends),
-        local=LocalPages(KV_REGION, shape.pages, shape.memories),
+        local=shape.local_pages,
         ranks=LinkedMemories(shape.memories[0], shape.links),
         clock=clock,
         settings=wiring.transfer,

@@ -208,6 +208,7 @@ def shape_of(config: NodeConfig, engine: NodeEngine) -> Shape:
         regions=(engine.region,),
         memories=(engine.memory,),
         links=engine.links,
+        weights=engine.local.weights_digest,
     )
 
 

@@ -1,4 +1,4 @@
-"""Reader: the decode node's half of the transfer protocol (rules R1…R10 in `session`). It owns the pages of open and
+"""Reader: the decode node's half of the transfer protocol (rules R1…R11 in `session`). It owns the pages of open and
 dead tickets.
 """
 
@@ -73,7 +73,7 @@ class Reader:
         self._me = me
         self._backends = backends
         self._order = tuple(order)
-        self._region = local.region
+        self._region, self._weights = local.region, local.weights
         self._shape = shape = local.shape
         self._ranks: RankMemories = ranks if ranks is not None else OwnMemories(local.memories)
         self._clock = clock
@@ -125,6 +125,7 @@ class Reader:
             cached_tokens=cached_tokens,
             deadline_s=deadline_s,
             ranks=self._shape.ranks,
+            weights=self._weights,
         )
         now = self._clock()
         incoming = Incoming(

@@ -27,6 +27,7 @@ the same way.
 R9 Messages from any boot but the one in the ticket are dropped and counted.
 R10 A chunk goes only by a connection that its own ticket's advert may use. A medium may fence a boot by refusing it
 (shm). A later ticket that lets the boot in again must not carry the older one's chunks.
+R11 A ticket names the reader's weights. A writer with other weights refuses it: KV of two is never mixed.
 
 Both halves are pure: no threads, no sockets, an injected clock. Backends do all I/O, and messages leave as events of
 `poll`. Call `poll` when a backend's wakeup_fd is readable, after every `handle`, and at `next_deadline`. Call
@@ -56,6 +57,8 @@ class LocalPages:
     shape: PageShape
     # The memory of the ranks in this process, in rank order.
     memories: Sequence[memoryview]
+    # Digest of the weights that compute their KV.
+    weights: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Writer: the prefill node's half of the transfer protocol (rules R1…R10 in `session`). It decides what to write when;
+"""Writer: the prefill node's half of the transfer protocol (rules R1…R11 in `session`). It decides what to write when;
 backends move the bytes.
 """
 
@@ -76,7 +76,7 @@ class Writer:
         self._me = me
         self._backends = backends
         self._order = tuple(order)
-        self._region = local.region
+        self._region, self._weights = local.region, local.weights
         self._shape = shape = local.shape
         self._block_tokens = block_tokens
         self._memories = [memory.cast("B") for memory in local.memories]
@@ -115,6 +115,12 @@ class Writer:
             )
         if ticket.nonce in self._open or ticket.nonce in self._answers:
             raise TransferError(f"ticket {ticket.nonce:x} was opened before; a ticket is used once")
+        if ticket.weights != self._weights:
+            self.counters["other_weights"] += 1
+            raise TransferError(
+                f"ticket {ticket.nonce:x} is for KV of the weights {ticket.weights!r}, and this node has "
+                f"{self._weights!r}; a new attempt needs nodes of one version"
+            )
         fit, pages = self._fit(ticket), checked_pages(ticket, self._me)
         peer, adverts = peer_of(ticket.reader), dict(ticket.reader.adverts)
         backends = self._connect(peer, adverts)

@@ -244,6 +244,20 @@ async def test_a_node_elsewhere_waits_for_the_end_of_the_one_that_has_its_name(
     assert moved.gone() == [Peer("prefill-0", "boot-1")]
 
 
+async def test_a_node_goes_on_as_its_next_boot_without_a_gap(address: str, make_agent: MakeAgent) -> None:
+    """At another address, too: the earlier boot leaves first."""
+    agent = make_agent(address)
+    agent.start(make_card())
+    async with watching(address) as view:
+        await view.until(lambda: view.names() == ["prefill-0"])
+        began, after = time.monotonic(), make_card(**MOVED, weights_label="tuned", weights_epoch=1)
+        agent.succeed(after)
+        await view.until(lambda: view.last is not None and view.last.nodes == (after,))
+        assert time.monotonic() - began < SETTINGS.lease_s
+        await stopped(agent)
+        await view.until(lambda: view.names() == [])
+
+
 async def test_a_node_whose_name_stays_taken_gives_up_and_says_by_whom(address: str, make_agent: MakeAgent) -> None:
     first, moved = make_agent(address), make_agent(address)
     first.start(make_card())

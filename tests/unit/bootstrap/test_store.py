@@ -7,7 +7,7 @@ from bootstrap_cards import FINGERPRINT, LAYOUT, OTHER_ENGINE, make_card
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdcluster.bootstrap.card import Capabilities
+from pdcluster.bootstrap.card import Capabilities, NodeCard
 from pdcluster.bootstrap.store import NodeStore, StoreSettings, differences
 from pdcluster.checkpoint.weights_digest import group_names
 from pdcluster.core.errors import BadRequest, ConfigError, NameTaken, Overloaded
@@ -298,3 +298,65 @@ class AnyHistory(RuleBasedStateMachine):
 
 
 TestAnyHistory = AnyHistory.TestCase
+
+
+# ---------------------------------------------------------------- versions of weights
+
+
+def card_of(node: str, weights: str, label: str = "base", epoch: int = 0) -> NodeCard:
+    return make_card(
+        node=node,
+        incarnation=f"{node}-{epoch}",
+        address=f"{node}:1",
+        fingerprint=replace(FINGERPRINT, weights=weights),
+        weights_label=label,
+        weights_epoch=epoch,
+    )
+
+
+def test_other_weights_join_under_an_epoch_and_a_label_of_their_own(store: NodeStore) -> None:
+    store.register(card_of("a", "A"))
+    store.register(card_of("b", "B", "tuned", 1))
+    store.register(card_of("c", "A"))
+    assert {card.node: str(card.weights_version) for card in store.snapshot().nodes} == {
+        "a": "base (epoch 0)",
+        "b": "tuned (epoch 1)",
+        "c": "base (epoch 0)",
+    }
+
+
+@pytest.mark.parametrize(
+    ("card", "why"),
+    [
+        (card_of("c", "half"), "weights 'half' here, 'A' there"),
+        (card_of("c", "half", "tuned", 1), "weights 'half' here, 'B' there"),
+        (card_of("c", "B", "other", 1), "one label and one epoch mean one digest"),
+        (card_of("c", "C", "tuned", 2), "one label and one epoch mean one digest"),
+        (card_of("c", "C", "base", 2), "one label and one epoch mean one digest"),
+    ],
+)
+def test_weights_that_nobody_announced_are_refused(store: NodeStore, card: NodeCard, why: str) -> None:
+    store.register(card_of("a", "A"))
+    store.register(card_of("b", "B", "tuned", 1))
+    with pytest.raises(ConfigError) as caught:
+        store.register(card)
+    assert why in str(caught.value)
+    assert {card.node for card in store.snapshot().nodes} == {"a", "b"}
+
+
+def test_a_node_of_files_that_no_node_has_is_refused_after_a_rollout(store: NodeStore) -> None:
+    store.register(card_of("a", "B", "tuned", 1))
+    with pytest.raises(ConfigError, match="which no node of the cluster has: they serve tuned"):
+        store.register(card_of("b", "A"))
+    store.register(card_of("a", "A", "base", 2))  # undone
+    store.register(card_of("b", "A"))
+
+
+def test_the_share_of_weights_changes_with_a_renewal(store: NodeStore) -> None:
+    store.register(card_of("a", "A"))
+    peer = Peer("a", "a-0")
+    store.keep_alive(peer, role="prefill", draining=False, weights_share=10.0)
+    store.keep_alive(peer, role="prefill", draining=False)
+    assert store.snapshot().nodes[0].weights_share == 10.0
+    with pytest.raises(BadRequest, match="0 to 100 percent"):
+        store.keep_alive(peer, role="prefill", draining=False, weights_share=101.0)

@@ -13,6 +13,7 @@ from pdcluster.core import messages as m
 from pdcluster.core.errors import ProtocolError
 from pdcluster.core.grammar import MAX_CHARS, Grammar
 from pdcluster.core.sampling import Shaping
+from pdcluster.core.weights import WeightsVersion
 from pdcluster.wire.codec import DIGEST_BYTES, decode, encode, seal
 
 GRAMMAR = Grammar('{"type":"regex","pattern":"a+"}')
@@ -65,6 +66,11 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
     m.Managed(7, "mixed", False),
     m.ManageAdapter(7, "sql", "/adapters/sql"),
     m.AdapterManaged(7, "no such directory", "d1"),
+    m.PrepareWeights(8, WeightsVersion("tuned", 1, "d1"), "/checkpoints/7"),
+    m.SwitchWeights(9, 1, 2.5, 10.0),
+    m.DropWeights(10),
+    m.ShareWeights(11, 50.0),
+    m.WeightsManaged(8, "", WeightsVersion("tuned", 1, "d1")),
     m.AskCache(),
     m.Fetch(TICKET, bytes(48)),
     m.Declined(5, "gone"),

@@ -719,3 +719,15 @@ def test_stats_of_a_stamp_know_their_trial() -> None:
     pair.send_all(pair.open(PAGES[:1], 4), SOURCE)
     pair.run(0.5)
     assert [(stamp.chunk, stamp.trial, stamp.nbytes) for stamp in seen] == [(0, 1, PAGE_BYTES), (0, 2, PAGE_BYTES)]
+
+
+def test_a_ticket_for_kv_of_other_weights_is_refused() -> None:
+    pair = Pair()
+    ticket = pair.open(PAGES, TOKENS)
+    assert ticket.weights == ""
+    with pytest.raises(TransferError, match="weights 'B', and this node has ''"):
+        pair.writer.open(msgspec.structs.replace(ticket, weights="B"))
+    assert pair.writer.counters["other_weights"] == 1
+    pair.send_all(ticket, SOURCE)  # nothing of it was kept
+    pair.run(1.0)
+    assert intact(pair)
