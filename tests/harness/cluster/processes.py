@@ -169,7 +169,8 @@ class Up:
             assert time.monotonic() < deadline, f"not idle: {busy}\n{self.output()}"
             time.sleep(0.1)
 
-    def wait_nodes(self, count: int, timeout_s: float = 60.0) -> None:
+    def wait_nodes(self, count: int, timeout_s: float = 180.0) -> None:
+        """A node that was killed comes back at another address, so its name is taken until its lease ends."""
         deadline = time.monotonic() + timeout_s
         while sum(name.startswith("pdcluster_node_up{") for name in self.metrics()) != count:
             assert time.monotonic() < deadline, f"there are not {count} nodes:\n{self.output()}"
