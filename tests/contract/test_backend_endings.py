@@ -54,6 +54,16 @@ def test_close_ends_the_peers_writes(ends: Ends) -> None:
     assert ends.name == "shm" or not ends.target.bytes.any()
 
 
+def test_a_boot_that_shut_down_is_fenced_while_its_process_lives_on(ends: Ends) -> None:
+    """A node that loads other weights goes on as another boot, in one process."""
+    ends.connect()
+    ends.permit()
+    assert ends.result(ends.write(CopyRun(0, 0, 64))) is WriteStatus.DONE
+    ends.reader.close(WRITER)
+    ends.writer.shutdown()
+    eventually(lambda: ends.reader.close(WRITER) is Fence.FENCED, "the fence")
+
+
 def test_a_writer_that_never_connected_is_fenced_by_refusing_what_it_holds() -> None:
     """It may only be late: with an advert of a newer ticket it is let in again."""
     ends = Ends("shm")

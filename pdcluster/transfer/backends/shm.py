@@ -3,8 +3,9 @@ copies straight into the pages.
 
 The memfd travels by SCM_RIGHTS over an abstract unix socket, so nothing remains when a process is killed. On the same
 socket the writer reports what it has copied (`shm_frames`). The reader cannot check a copy. The only fence is the end
-of the writer's process, which its pidfd proves. Only processes of the same user on the same host get in; those could
-read each other's memory anyway.
+of the writer's process, which its pidfd proves, or of the boot: a process that goes on as another boot says goodbye
+when the threads that copied have ended. Only processes of the same user on the same host get in; those could read each
+other's memory anyway.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import socket
 import struct
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -122,7 +124,7 @@ class _Mover:
         writes: Writes,
         waits: GilWaits,
     ) -> None:
-        self._sock, self._me, self._peer, self.advert, self._settings, self._writes = (
+        self._sock, self._me, self.peer, self.advert, self._settings, self._writes = (
             sock,
             me,
             peer,
@@ -154,9 +156,9 @@ class _Mover:
             self._greet(self._sock)
             self._serve(self._sock)
         except (OSError, ProtocolError) as error:
-            LOG.log(level_of_end(error, self.inbox), "the transfer to %s by shm is over: %s", self._peer.node, error)
+            LOG.log(level_of_end(error, self.inbox), "the transfer to %s by shm is over: %s", self.peer.node, error)
         except Exception:
-            LOG.exception("the transfer thread to %s by shm failed", self._peer.node)
+            LOG.exception("the transfer thread to %s by shm failed", self.peer.node)
         finally:
             self._end()
 
@@ -284,6 +286,8 @@ class ShmBackend:
         self._regions: dict[int, Region] = {}
         self._movers: dict[Peer, _Mover] = {}
         self._ended: list[_Mover] = []
+        # Whom this boot has connected to, for its goodbye.
+        self._readers: OrderedDict[Peer, ShmAdvert] = OrderedDict()
         self._lock = threading.Lock()
         self._links: set[_Inlet] = set()
         # Writers that have our memory. Used under the lock.
@@ -369,6 +373,10 @@ class ShmBackend:
         except OSError as error:
             sock.close()
             raise PeerUnreachable(f"{peer.node} does not accept connections on this host: {error}") from error
+        self._readers[peer] = advert
+        self._readers.move_to_end(peer)
+        if len(self._readers) > MAX_BARRED:
+            self._readers.popitem(last=False)
         return _Mover(sock, self._me, peer, advert, self._settings, self._writes, self.gil_waits)
 
     def write(
@@ -437,10 +445,25 @@ class ShmBackend:
         for thread in (self._thread, *(mover.thread for mover in movers), *(inlet.thread for inlet in links)):
             if thread is not None:
                 thread.join(self._settings.connect_s + 1.0)
+        late = {mover.peer for mover in movers if mover.thread.is_alive()}
+        for peer, advert in self._readers.items():
+            if peer not in late:
+                self._say_goodbye(peer, advert)
         self._listener.close()
         self._met.close()
         self._movers.clear()
         self._doorbell.close()
+
+    def _say_goodbye(self, peer: Peer, advert: ShmAdvert) -> None:
+        """Tell a reader that this boot copies no more. One that is gone needs no word."""
+        hello = ShmHello(advert.token, advert.epoch, self._me.node, self._me.incarnation, leaves=True)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.setblocking(False)
+            try:
+                sock.connect(b"\0" + advert.socket)
+                sock.send(encode(hello))
+            except OSError as error:
+                LOG.debug("no goodbye to %s by shm: %s", peer.node, error)
 
     # ------------------------------------------------------------ receiving, on threads of its own
 
@@ -507,6 +530,10 @@ class ShmBackend:
         if not hmac.compare_digest(hello.token, self._token):
             raise ProtocolError("its hello does not carry this boot's token")
         peer = Peer(hello.node, hello.incarnation)
+        if hello.leaves:
+            with self._lock:
+                self._met.left(peer, pid)
+            raise ConnectionResetError("it said goodbye")
         with self._lock:
             if self._closed or hello.epoch < self._least_epoch.get(peer, self._floor):
                 raise ProtocolError(f"boot {peer.incarnation} of {peer.node} was closed before")

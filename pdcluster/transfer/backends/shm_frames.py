@@ -51,6 +51,8 @@ class ShmHello(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
     node: str
     incarnation: str
+    # The boot copies no more, and its threads that did have ended.
+    leaves: bool = False
 
 
 class SharedRegions(msgspec.Struct, frozen=True, array_like=True):

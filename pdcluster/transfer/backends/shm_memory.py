@@ -95,6 +95,12 @@ class Processes:
         """Whether every process that ever connected as `peer` has ended; True when none did."""
         return all(has_exited(pidfd) for pidfd in self._pidfds.get(peer, {}).values())
 
+    def left(self, peer: Peer, pid: int) -> None:
+        """Process `pid` says that it copies no more as `peer`."""
+        pidfds = self._pidfds.get(peer, {})
+        if pid in pidfds:
+            os.close(pidfds.pop(pid))
+
     def forget(self, peer: Peer) -> bool:
         """Release its processes. False when there were none."""
         pidfds = self._pidfds.pop(peer, {})
